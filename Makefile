@@ -1,0 +1,47 @@
+# Everything a fresh machine needs comes from here: `make demo`, `make test`.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format evaluate bench docs clean
+
+help:  ## say what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: $(INSTALLED)  ## make the virtual environment with pinned versions
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("weftline needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "installing pinned packages into $(VENV) (torch among them: some minutes the first time)"
+	@$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $@
+
+demo: setup  ## answer a spoken question about a picture with the bundled models
+	@$(RUN) examples/demo.py
+
+test: setup lint  ## lint, type-check and run every test
+	$(RUN) -m pytest
+
+lint: setup  ## ruff and mypy --strict
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: setup  ## rewrite the code in the house format
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+evaluate: setup  ## score the flagship on unseen recordings and pictures (needs espeak-ng)
+	$(RUN) -m examples.evaluate
+
+bench: setup  ## the cost of a hop, beside its floors
+	$(RUN) benchmarks/hops.py
+
+docs: setup  ## write the generated parts of the documentation again
+	$(RUN) -m weftline.pipelines.reference
+
+clean:  ## remove what was built, the virtual environment included
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

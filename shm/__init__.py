@@ -1,0 +1,1 @@
+"""Where tensors live: specs, blocks, arenas and leases."""

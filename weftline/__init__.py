@@ -1,0 +1,1 @@
+"""Weftline: models woven into one pipeline on shared GPUs."""

@@ -1,0 +1,152 @@
+"""Every error Weftline raises on purpose, in one tree.
+
+    WeftlineError
+    |-- PipelineError          the file or builder describes something that cannot run (all problems at once)
+    |-- InputError             a request's input is wrong, or too large
+    |-- ModelError             a node could not open its model
+    |   `-- MissingPackage     the framework a node needs is not installed
+    |-- StepError              a node failed on one item
+    |-- WorkerDied             the process that held the step is gone; it is being restarted
+    |-- LimitReached           a stated limit refused the work; try again later
+    |-- DeadlineExceeded       the request's time ran out
+    |-- RequestCancelled       the caller withdrew the request
+    `-- SessionClosed          the session was closed, or never opened
+
+Each class has the gRPC status the ingress answers with, and the exit code the command line ends with. Messages are
+written for the person who reads them: where, what was found, what was expected, what to do. They never hold an address,
+a traceback or a path of the server that the caller did not send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a pipeline, with its address and its remedy.
+
+    path:     where in the pipeline, such as `steps.see.batch.items_max`; empty for the whole file.
+    found:    what stands there, as a phrase that can follow `path: `.
+    expected: what could stand there; empty when `found` says it all.
+    fix:      what to do; empty when there is nothing to add.
+    line:     1-based line in `file`, 0 when the pipeline was built in Python or the line is unknown.
+    file:     the file as the user named it; empty for a pipeline built in Python.
+    """
+
+    path: str
+    found: str
+    expected: str = ""
+    fix: str = ""
+    line: int = 0
+    file: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}  " if self.file and self.line else f"{self.file}  " if self.file else ""
+        head = f"{where}{self.path}: {self.found}" if self.path else f"{where}{self.found}"
+        rest = [f"    expected: {self.expected}"] if self.expected else []
+        rest += [f"    fix: {self.fix}"] if self.fix else []
+        return "\n".join([head, *rest])
+
+
+class WeftlineError(Exception):
+    """Anything Weftline refuses or fails at; catch this to catch them all."""
+
+    status: ClassVar[str] = "INTERNAL"
+    exit_code: ClassVar[int] = 1
+
+
+class PipelineError(WeftlineError):
+    """A pipeline that cannot run; `problems` holds every one of them, in file order."""
+
+    status = "INVALID_ARGUMENT"
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(sorted(problems, key=lambda p: (p.file, p.line)))
+        super().__init__("\n".join([*map(str, self.problems), self._closing()]))
+
+    def _closing(self) -> str:
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+        files = {p.file for p in self.problems if p.file}
+        return f"{count} in {', '.join(sorted(files)) or 'the pipeline'}; nothing was started"
+
+
+class InputError(WeftlineError):
+    """A request's input is missing, unknown, of the wrong type, corrupt, or over a limit."""
+
+    status = "INVALID_ARGUMENT"
+    exit_code = 3
+
+
+class ModelError(WeftlineError):
+    """A step's model could not be opened: missing, truncated, of another kind, or refused for safety."""
+
+    status = "FAILED_PRECONDITION"
+    exit_code = 4
+
+
+class MissingPackage(ModelError):
+    """A node's framework is not installed; the message names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, step: str = "") -> None:
+        where = f"step {step}: " if step else ""
+        super().__init__(f"{where}package {package} is not installed\n    fix: pip install 'weftline[{extra}]'")
+
+
+class StepError(WeftlineError):
+    """A node failed on one item; the others of its batch are not affected. `step` names it."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, step: str = "") -> None:
+        super().__init__(f"step {step}: {message}" if step else message)
+        self.step = step
+
+
+class WorkerDied(WeftlineError):
+    """The process that held a step died while the request was in it; a new one is being started."""
+
+    status = "UNAVAILABLE"
+    exit_code = 6
+
+
+class LimitReached(WeftlineError):
+    """A limit refused the work at once; the message names the limit. `retry_after_s` says when to try again."""
+
+    status = "RESOURCE_EXHAUSTED"
+    exit_code = 7
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(WeftlineError):
+    """The request's deadline passed before its outputs were ready."""
+
+    status = "DEADLINE_EXCEEDED"
+    exit_code = 8
+
+
+class RequestCancelled(WeftlineError):
+    """The caller withdrew the request."""
+
+    status = "CANCELLED"
+    exit_code = 130
+
+
+class SessionClosed(WeftlineError):
+    """The session is closed, or was never opened; open a new one."""
+
+    status = "UNAVAILABLE"
+    exit_code = 1
+
+
+BY_NAME: dict[str, type[WeftlineError]] = {
+    cls.__name__: cls
+    for cls in (InputError, ModelError, StepError, WorkerDied, LimitReached, DeadlineExceeded, RequestCancelled)
+}
+"""The errors that may cross from a worker to the runtime, by the name they travel under."""
