@@ -1,0 +1,1 @@
+"""How a plan runs: scheduling, processes, messages, and the sessions people use."""

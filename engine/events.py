@@ -1,0 +1,157 @@
+"""What happens to the scheduler, and what it asks for in return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weftline.engine.messages import FromWorker as MessageFromWorker
+from weftline.engine.messages import ToWorker, Value
+from weftline.engine.request import StepTiming
+
+# events
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A caller brings a request. Inputs with a place were reserved before and hold the writer's ticket.
+
+    wanted:      the outputs asked for; None means all of them.
+    deadline_ms: on the scheduler's clock; None means no deadline.
+    """
+
+    request: int
+    inputs: Mapping[str, Value]
+    wanted: tuple[str, ...] | None = None
+    deadline_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The caller has copied a finished request's outputs, or does not want them any more."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The caller cancels a request; unknown and ended ones are ignored."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """A worker said something. `arena` tells its incarnations apart."""
+
+    worker: int
+    arena: int
+    message: MessageFromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDied:
+    """A worker's process is gone. `how`: 'exit code 1', 'signal 9 (SIGKILL)'."""
+
+    worker: int
+    arena: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Submitted | Delivered | Withdrawn | FromWorker | WorkerDied | Tick
+
+# commands
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a worker."""
+
+    worker: int
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A request is answered: copy its outputs out, then say Delivered."""
+
+    request: int
+    outputs: Mapping[str, Value]
+    timings: tuple[StepTiming, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A request ended without an answer: the name of its error class, the message, and the step at fault if one is."""
+
+    request: int
+    error: str
+    message: str
+    step: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """A request was not admitted."""
+
+    request: int
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReady:
+    """A pipeline output is known before the whole request is finished; its bytes stay leased until Delivered."""
+
+    request: int
+    output: str
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class PieceReady:
+    """Something new on a streamed output; always inline."""
+
+    request: int
+    output: str
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Start a worker's process; its arena will be known by this id."""
+
+    worker: int
+    arena: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """Kill a worker's process; its death comes back as an event."""
+
+    worker: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRetired:
+    """An arena's writer is gone; its bytes may still be read."""
+
+    arena: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetArena:
+    """Nobody needs an arena any more: unmap it everywhere."""
+
+    arena: int
+
+
+Command = (
+    Send | Finish | Fail | Refuse | OutputReady | PieceReady | StartWorker | KillWorker | ArenaRetired | ForgetArena
+)

@@ -1,0 +1,38 @@
+"""Who may come in: bounded in requests and bytes, and an immediate refusal that names the limit."""
+
+from __future__ import annotations
+
+from weftline.errors import LimitReached
+from weftline.pipelines.policy import Limits
+
+RETRY_AFTER_S = 0.1
+"""What a refused caller is told to wait before trying again."""
+
+
+class Admission:
+    """Counts what is inside one pipeline. Pure: it decides and remembers two numbers."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.requests = 0
+        self.size_bytes = 0
+
+    def admit(self, size_bytes: int) -> None:
+        """Count a request of `size_bytes` in, or raise LimitReached."""
+        limits = self._limits
+        if size_bytes > limits.request_bytes_max:
+            raise LimitReached(
+                f"the request's inputs take {size_bytes} bytes; limits.request_bytes_max is {limits.request_bytes_max}"
+            )
+        if self.requests >= limits.requests_max:
+            raise LimitReached(
+                f"{self.requests} requests are open and limits.requests_max is {limits.requests_max}; try again shortly",
+                RETRY_AFTER_S,
+            )
+        self.requests += 1
+        self.size_bytes += size_bytes
+
+    def leave(self, size_bytes: int) -> None:
+        """Count a request out."""
+        self.requests -= 1
+        self.size_bytes -= size_bytes

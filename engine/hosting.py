@@ -1,0 +1,246 @@
+"""A node inside its worker: inputs in, batches run, outputs placed.
+
+A HostedStep knows its node, its ports and nothing of sockets. What it needs from outside are the arenas it reads, its own
+arena to write to, and `need`: a way to ask for blocks when an output's size was not known beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weftline.engine.messages import Failure, Given, Item, PieceOf, Run, StepToOpen, Value
+from weftline.engine.values import Packed, pack, stacked, unpack
+from weftline.errors import BY_NAME, InputError, StepError, WeftlineError
+from weftline.nodes.contract import Batch, BatchNode, Node, Outputs, Piece, StreamNode
+from weftline.nodes.ports import PortType
+from weftline.shm.arena import HostArena
+from weftline.shm.block import ALIGN_BYTES, Block, Place, align_up
+from weftline.shm.view import bytes_view, numpy_dtype, offset_in
+
+MESSAGE_CHARS_MAX = 600
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+
+Need = Callable[[Sequence[int]], Sequence[Block]]
+"""Ask for one block of each size; LimitReached when there is no room."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a worker can see: every attached arena by id, its own id, and how to ask for room in it."""
+
+    arenas: dict[int, HostArena]
+    own: int
+    need: Need
+
+    @property
+    def own_arena(self) -> HostArena:
+        return self.arenas[self.own]
+
+
+def failure(error: BaseException) -> Failure:
+    """Return what may be told of an exception: its class and a bounded message without addresses."""
+    if isinstance(error, WeftlineError) and type(error).__name__ in BY_NAME:
+        name, text = type(error).__name__, str(error)
+    else:
+        name, text = "StepError", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, ValueError) and "read-only" in text:
+            text += " (inputs are shared memory: a node that writes into them sets mutates_inputs)"
+    return Failure(name, _ADDRESS.sub("(address)", text)[:MESSAGE_CHARS_MAX])
+
+
+class HostedStep:
+    """One step of this worker, with its node."""
+
+    def __init__(self, step: StepToOpen, node: Node, memory: Memory) -> None:
+        self.name = step.name
+        self.node = node
+        self.items_max = step.items_max
+        self._memory = memory
+        self._inputs = [name for name, _ in step.inputs]
+        self._outputs = [(name, PortType.parse(type)) for name, type in step.outputs]
+        self._copies_inputs = step.mutates_inputs
+        self.copied_bytes = 0
+
+    # batches
+
+    def run(self, message: Run) -> tuple[tuple[Given | Failure, ...], float, int]:
+        """Run every item of a dispatch; return their results in order, milliseconds in the node, and node calls."""
+        results: list[Given | Failure] = []
+        started, batches = time.perf_counter(), 0
+        for at in range(0, len(message.items), self.items_max):
+            given, calls = self._run_batch(message.items[at : at + self.items_max], at, len(message.items), message.room)
+            results += given
+            batches += calls
+        return tuple(results), (time.perf_counter() - started) * 1000, batches
+
+    def _run_batch(
+        self, items: Sequence[Item], at: int, of: int, room: Mapping[int, Block]
+    ) -> tuple[list[Given | Failure], int]:
+        """Run one batch. When it raises, its halves are run apart, so that only the item at fault fails."""
+        try:
+            rooms = self._rooms(at, len(items), of, room)
+            outputs = self._call(self._batch(items, rooms), len(items))
+            return self._give(items, outputs, rooms), 1
+        except Exception as error:
+            if len(items) == 1:
+                return [failure(error)], 1
+        half = len(items) // 2
+        left, left_calls = self._run_batch(items[:half], at, of, room)
+        right, right_calls = self._run_batch(items[half:], at + half, of, room)
+        return left + right, left_calls + right_calls + 1
+
+    def _call(self, batch: Batch, count: int) -> Outputs:
+        if not isinstance(self.node, BatchNode):
+            raise StepError("a streaming node was given a batch")
+        outputs = self.node.run(batch)
+        missing = [name for name, _ in self._outputs if name not in outputs]
+        if missing:
+            raise StepError(f"the node gave no {', '.join(missing)}; it gave {', '.join(outputs) or 'nothing'}")
+        for name, _ in self._outputs:
+            if len(outputs[name]) != count:
+                raise StepError(f"{name}: the node gave {len(outputs[name])} values for {count} items")
+        return outputs
+
+    def _batch(self, items: Sequence[Item], rooms: Mapping[int, Place]) -> Batch:
+        columns = {name: [item.inputs[i] for item in items] for i, name in enumerate(self._inputs)}
+        arenas = self._memory.arenas
+        values = {name: [self._value(value) for value in column] for name, column in columns.items()}
+
+        def view(port: str) -> np.ndarray | None:
+            return None if self._copies_inputs else stacked(columns[port], arenas)
+
+        def make_room(port: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
+            index = next((i for i, (name, _) in enumerate(self._outputs) if name == port), -1)
+            array_shape = (len(items), *shape)
+            block = rooms.get(index)
+            held = numpy_dtype(dtype)
+            if block is None or int(np.prod(array_shape)) * held.itemsize != block.size_bytes:
+                return None
+            return np.ndarray(array_shape, held, self._memory.own_arena.buffer, block.offset)
+
+        return Batch(values, [item.id for item in items], view, make_room)
+
+    def _value(self, value: Value) -> Any:
+        made = unpack(value, self._memory.arenas)
+        return made.copy() if self._copies_inputs and isinstance(made, np.ndarray) else made
+
+    def _rooms(self, at: int, count: int, of: int, room: Mapping[int, Block]) -> dict[int, Place]:
+        """Return the part of each leased block that belongs to items at..at+count of a dispatch of `of` items."""
+        return {
+            port: block.place(at * (block.size_bytes // of), count * (block.size_bytes // of)) for port, block in room.items()
+        }
+
+    def _give(self, items: Sequence[Item], outputs: Outputs, rooms: Mapping[int, Place]) -> list[Given | Failure]:
+        """Turn a node's outputs into values: inline, passed on, written in place, or copied into room."""
+        columns: list[list[Value | Failure]] = []
+        for index, (name, type) in enumerate(self._outputs):
+            packed = [self._pack(value, type, name) for value in outputs[name]]
+            columns.append(self._place(packed, items, rooms.get(index)))
+        results: list[Given | Failure] = []
+        for row in zip(*columns):
+            failed = next((value for value in row if isinstance(value, Failure)), None)
+            results.append(failed or Given(tuple(value for value in row if isinstance(value, Value))))
+        return results or [Given(()) for _ in items]
+
+    def _pack(self, value: Any, type: PortType, what: str) -> Packed | Failure:
+        if isinstance(value, BaseException):
+            return failure(value)
+        try:
+            return pack(value, type, what)
+        except (StepError, InputError) as error:
+            return failure(error)
+
+    def _place(
+        self, column: Sequence[Packed | Failure], items: Sequence[Item], room: Place | None
+    ) -> list[Value | Failure]:
+        placed: list[Value | Failure | None] = [None] * len(column)
+        left: list[tuple[int, Packed]] = []
+        for position, packed in enumerate(column):
+            if isinstance(packed, Failure):
+                placed[position] = packed
+            elif packed.travels_inline:
+                placed[position] = packed.inline()
+            else:
+                place = self._already_shared(packed, items[position], room)
+                placed[position] = packed.at(place) if place else None
+                if place is None:
+                    left.append((position, packed))
+        if left:
+            for (position, packed), place in zip(left, self._copy_in([packed for _, packed in left], room)):
+                placed[position] = packed.at(place)
+        return [value for value in placed if value is not None]
+
+    def _already_shared(self, packed: Packed, item: Item, room: Place | None) -> Place | None:
+        """Return where an array lies if it was written in place, or is one of its item's own inputs (or a part of it)."""
+        if packed.array is None:
+            return None
+        if room is not None:
+            offset = offset_in(self._memory.own_arena, packed.array)
+            if offset is not None and room.offset <= offset and offset + packed.size_bytes <= room.offset + room.size_bytes:
+                return room._replace(offset=offset, size_bytes=packed.size_bytes)
+        for value in item.inputs:
+            if value.place is None:
+                continue
+            offset = offset_in(self._memory.arenas[value.place.arena], packed.array)
+            if offset is not None and value.place.offset <= offset:
+                if offset + packed.size_bytes <= value.place.offset + value.place.size_bytes:
+                    return value.place._replace(offset=offset, size_bytes=packed.size_bytes)
+        return None
+
+    def _copy_in(self, packed: Sequence[Packed], room: Place | None) -> list[Place]:
+        """Copy values side by side into the room set aside, or into a block asked for now."""
+        sizes = [one.size_bytes for one in packed]
+        step = 1 if len(set(sizes)) == 1 else ALIGN_BYTES  # equal sizes touch, so that the next step sees one array
+        starts, at = [], 0
+        for size in sizes:
+            starts.append(at)
+            at += align_up(size, step)
+        if room is None or at != room.size_bytes:
+            room = self._memory.need([at])[0].place(0, at)
+        places = [room._replace(offset=room.offset + start, size_bytes=size) for start, size in zip(starts, sizes)]
+        for one, place in zip(packed, places):
+            one.write(bytes_view(self._memory.own_arena, place))
+            self.copied_bytes += one.size_bytes
+        return places
+
+    # streams
+
+    def submit(self, item: Item) -> PieceOf | None:
+        """Hand an item to a streaming node; returns its last piece at once when it is refused."""
+        if not isinstance(self.node, StreamNode):
+            return PieceOf(item.id, {}, True, Failure("StepError", "this step does not stream"))
+        try:
+            self.node.submit(item.id, {name: self._value(value) for name, value in zip(self._inputs, item.inputs)})
+        except Exception as error:
+            return PieceOf(item.id, {}, True, failure(error))
+        return None
+
+    def give_piece(self, piece: Piece) -> PieceOf:
+        """Turn a node's piece into what travels."""
+        if piece.error is not None:
+            return PieceOf(piece.item, {}, True, failure(piece.error))
+        try:
+            outputs = {}
+            for index, (name, type) in enumerate(self._outputs):
+                if name in piece.outputs:
+                    outputs[index] = self._piece_value(pack(piece.outputs[name], type, name))
+                elif piece.last:
+                    raise StepError(f"the node's last piece has no {name}")
+            return PieceOf(piece.item, outputs, piece.last)
+        except Exception as error:
+            if isinstance(self.node, StreamNode):
+                self.node.cancel(piece.item)
+            return PieceOf(piece.item, {}, True, failure(error))
+
+    def _piece_value(self, packed: Packed) -> Value:
+        if packed.travels_inline:
+            return packed.inline()
+        return packed.at(self._copy_in([packed], None)[0])
+
+

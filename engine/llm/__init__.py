@@ -1,0 +1,1 @@
+"""The paged LLM: pages, rounds, attention, sampling, text, and the node that puts them behind the node contract."""

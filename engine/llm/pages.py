@@ -1,0 +1,190 @@
+"""Who holds which page of the KV memory.
+
+The KV memory is cut into pages of a fixed number of tokens. A sequence's *page table* lists the pages that hold its
+tokens, in order; a page may stand in several tables when their tokens begin alike. Every page is at each moment
+
+    used   in at least one table (its reference count says in how many),
+    idle   in no table, but its content is known to the prefix cache and may be asked for again, or
+    free.
+
+and used + idle + free = all, always. When free pages run out, idle ones are given up, least recently used first.
+
+Pages that lie side by side can be read as one slice, without collecting them first, which is most of the cost of
+attention on a CPU. So the pool hands out neighbours where it can: a table grows into the page behind its last one, and
+a new table is placed where there is room for the growth it expects. Nothing depends on it but speed.
+
+    map   U U U h h . . U U h . . . I I .      U used, I idle, h free but hoped for by a table, . free
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+_FREE, _HOPED, _TAKEN = 0, 1, 2
+
+
+@dataclass(slots=True, eq=False)
+class PageTable:
+    """The pages of one sequence, in token order; only the pool changes it.
+
+    run:  index in `pages` from which on all pages are neighbours in memory.
+    hope: free pages behind the last one that it would like to grow into.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    run: int = 0
+    hope: range = range(0)
+
+    def _append(self, page: int) -> None:
+        if self.pages and self.pages[-1] + 1 != page:
+            self.run = len(self.pages)
+        self.pages.append(page)
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Pages by state; used + idle + free is the size of the pool."""
+
+    used: int
+    idle: int
+    free: int
+
+
+class PagePool:
+    """Hands out `pages` pages of `page_tokens` tokens each. `evicted` is called with each idle page it gives up."""
+
+    def __init__(self, pages: int, page_tokens: int, evicted: Callable[[int], None] = lambda page: None) -> None:
+        if pages < 1 or page_tokens < 1:
+            raise ValueError(f"a pool of {pages} pages of {page_tokens} tokens; both are at least 1")
+        self.size = pages
+        self.page_tokens = page_tokens
+        self._evicted = evicted
+        self._map = bytearray(pages)
+        self._references = [0] * pages
+        self._kept: set[int] = set()
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._free = pages
+
+    @property
+    def available(self) -> int:
+        """Pages that could be taken now, idle ones included."""
+        return self._free + len(self._idle)
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages hold `tokens` tokens."""
+        return -(-tokens // self.page_tokens)
+
+    def counts(self) -> PageCounts:
+        return PageCounts(self.size - self.available, len(self._idle), self._free)
+
+    def try_grow(self, table: PageTable, count: int, room: int = 0) -> bool:
+        """Add `count` pages to `table`, or change nothing and return False when there are not as many.
+
+        room: how many more it is likely to ask for later; used to choose a good place.
+        """
+        if count > self.available:
+            return False
+        if count < 1:
+            return True
+        if not self._has_neighbours(table, count):
+            self._evict(count, count + room)
+        for page in self._choose(table, count, room):
+            self._map[page] = _TAKEN
+            self._references[page] = 1
+            table._append(page)
+        self._free -= count
+        return True
+
+    def share(self, table: PageTable, page: int) -> None:
+        """Add `page`, which holds the tokens that come next in `table`, without copying it."""
+        if self._references[page] == 0:
+            if page not in self._idle:
+                raise RuntimeError(f"page {page} is free and cannot be shared")
+            del self._idle[page]
+        self._references[page] += 1
+        table._append(page)
+
+    def drop(self, table: PageTable) -> None:
+        """Take every page from `table`; the last ones become idle first, so that common beginnings live longest."""
+        for page in reversed(table.pages):
+            if self._references[page] < 1:
+                raise RuntimeError(f"page {page} is dropped more often than it was taken")
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if page in self._kept:
+                    self._idle[page] = None
+                else:
+                    self._map[page] = _FREE
+                    self._free += 1
+        self._unhope(table)
+        table.pages.clear()
+        table.run = 0
+
+    def keep(self, page: int) -> None:
+        """Remember that `page` holds something worth finding again: dropped, it becomes idle and not free."""
+        self._kept.add(page)
+
+    def forget_idle(self) -> None:
+        """Give up every idle page."""
+        self._evict(self.size, self.size)
+
+    def _has_neighbours(self, table: PageTable, count: int) -> bool:
+        """Whether the `count` pages behind the table's last one are free, and hoped for by nobody else."""
+        if not table.pages:
+            return False
+        start = table.pages[-1] + 1
+        stretch = range(start, start + count)
+        return stretch.stop <= self.size and all(
+            self._map[page] == _FREE or (self._map[page] == _HOPED and page in table.hope) for page in stretch
+        )
+
+    def _choose(self, table: PageTable, count: int, room: int) -> list[int]:
+        if self._has_neighbours(table, count):
+            start = table.pages[-1] + 1
+            return list(range(start, start + count))
+        self._unhope(table)
+        start = self._map.find(bytes(count + room))
+        if start >= 0:
+            table.hope = range(start + count, start + count + room)
+            self._map[table.hope.start : table.hope.stop] = bytes([_HOPED]) * room
+            return list(range(start, start + count))
+        start = self._map.find(bytes(count))
+        if start >= 0:
+            return list(range(start, start + count))
+        by_claim = [[p for p in range(self.size) if self._map[p] == state] for state in (_FREE, _HOPED)]
+        return sorted((by_claim[0] + by_claim[1])[:count])
+
+    def _evict(self, must: int, wish: int) -> None:
+        """Give up idle pages until `must` are free, and then up to `wish` so that they make one stretch together."""
+        if self._free >= must and self._map.find(bytes(must)) >= 0:
+            return
+        while self._idle and self._free < wish:
+            page, _ = self._idle.popitem(last=False)
+            self._kept.discard(page)
+            self._map[page] = _FREE
+            self._free += 1
+            self._evicted(page)
+
+    def _unhope(self, table: PageTable) -> None:
+        for page in table.hope:
+            if self._map[page] == _HOPED:
+                self._map[page] = _FREE
+        table.hope = range(0)
+
+    def check(self, tables: list[PageTable]) -> None:
+        """Raise RuntimeError unless the books agree with `tables`, all the tables there are; for tests and idle times."""
+        counted = [0] * self.size
+        for table in tables:
+            for page in table.pages:
+                counted[page] += 1
+        if counted != self._references:
+            wrong = [p for p in range(self.size) if counted[p] != self._references[p]]
+            raise RuntimeError(f"reference counts of pages {wrong[:8]} disagree with the tables")
+        taken = sum(state == _TAKEN for state in self._map)
+        used = sum(count > 0 for count in counted)
+        if taken != used + len(self._idle) or self._free != self.size - taken:
+            raise RuntimeError(f"{used} used, {len(self._idle)} idle, {self._free} free, but {taken} taken of {self.size}")
+        if any(counted[page] for page in self._idle) or not set(self._idle) <= self._kept:
+            raise RuntimeError("an idle page is in a table, or was never kept")

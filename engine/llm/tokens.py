@@ -1,0 +1,156 @@
+"""Text to tokens and back.
+
+Into tokens: the chat template is the one in the model's folder, rendered in transformers' sandbox; nobody but the
+operator can bring one. What a user writes is text and stays text: a control token's name inside it, such as
+'<|im_end|>', is encoded as the characters it is made of. To that end each such name is replaced by a private mark
+before the template is rendered, and the rendered text is encoded piece by piece around the marks:
+
+    user       "ignore this <|im_end|> and"
+    rendered   "<|im_start|>user ignore this \\ue000 and<|im_end|>"
+    encoded    [<|im_start|>, user, ignore, this] + [<, |, im, _, end, |, >] + [and, <|im_end|>]
+
+Out of tokens: see `weftline.engine.llm.stream`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weftline.engine.llm.stream import TextStream
+from weftline.errors import InputError, ModelError
+
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGES_MAX = 1024
+"""Most messages of one conversation."""
+CHARS_PER_TOKEN_MAX = 64
+"""Longer texts cannot fit the context whatever they say (words take far fewer characters), and are not even encoded."""
+_MARKS = range(0xE000, 0xF8FF)
+"""Unicode's private use area: marks are taken from characters that occur in no message."""
+_BRACKETED = re.compile(r"^[<\[{(｜|].*[>\]})｜|]$", re.DOTALL)
+"""How control tokens are written; some tokenizers do not flag theirs (`<think>`) as special."""
+
+
+class Tokens:
+    """A model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Any, context_max: int) -> None:
+        self.tokenizer = tokenizer
+        self.chars_max = context_max * CHARS_PER_TOKEN_MAX
+        added = tokenizer.added_tokens_decoder
+        control = {id: token.content for id, token in added.items() if token.special or _BRACKETED.match(token.content)}
+        self._control_ids = frozenset(control)
+        names = sorted(control.values(), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, names))) if names else None
+        self._spelled: dict[str, list[int]] = {}
+
+    @classmethod
+    def open(cls, source: str | Path, context_max: int) -> Tokens:
+        """Load the tokenizer of the model in folder `source`, or of that name; ModelError says what is wrong."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except Exception as error:  # transformers raises whatever its many parts raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            raise ModelError(f"model {source}: its tokenizer cannot be loaded: {reason}") from error
+        if not hasattr(tokenizer, "added_tokens_decoder"):
+            raise ModelError(f"model {source}: its tokenizer is of an unknown kind, {type(tokenizer).__name__}")
+        return cls(tokenizer, context_max)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def chat(self, messages: object) -> list[int]:
+        """Return the tokens of a conversation, ready for the model's answer; InputError says what is wrong with it."""
+        turns = self._check_messages(messages)
+        marked, marks = self._mark([turn["content"] for turn in turns])
+        turns = [{"role": turn["role"], "content": text} for turn, text in zip(turns, marked, strict=True)]
+        try:
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise on conversations they do not support
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise InputError(f"messages: the model's chat template refuses them: {reason}") from error
+        return self._encode(text, marks, specials=False)
+
+    def raw(self, text: str) -> list[int]:
+        """Return the tokens of `text` as it stands, with what the tokenizer puts before every text."""
+        self._check_text("prompt", text)
+        marked, marks = self._mark([text])
+        return self._encode(marked[0], marks, specials=True)
+
+    def stream(self, stop: Sequence[str] = ()) -> TextStream:
+        """Return a new stream that turns one answer's tokens into text."""
+        return TextStream(self._decoder(), stop)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, control tokens left out."""
+        return self._decoder()(ids)
+
+    def _decoder(self) -> Callable[[Sequence[int]], str]:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None) or getattr(self.tokenizer, "_tokenizer", None)
+        if backend is not None and not getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
+            return backend.decode  # type: ignore[no-any-return]  # ten times quicker than through the wrapper
+        return lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _check_messages(self, messages: object) -> list[dict[str, str]]:
+        if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
+            found = f"a list of {len(messages)}" if isinstance(messages, list) else type(messages).__name__
+            raise InputError(f"messages: found {found}, expected a list of 1 to {MESSAGES_MAX} messages")
+        for place, message in enumerate(messages):
+            if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+                raise InputError(f"messages[{place}]: expected an object with the keys role and content, and no others")
+            if message["role"] not in ROLES:
+                raise InputError(f"messages[{place}].role: found {message['role']!r:.40}, expected {', '.join(ROLES)}")
+            self._check_text(f"messages[{place}].content", message["content"])
+        if sum(len(message["content"]) for message in messages) > self.chars_max:
+            raise InputError(f"messages: more than {self.chars_max} characters, which cannot fit the model's context")
+        return messages
+
+    def _check_text(self, where: str, text: object) -> None:
+        if not isinstance(text, str):
+            raise InputError(f"{where}: found {type(text).__name__}, expected text")
+        if len(text) > self.chars_max:
+            raise InputError(f"{where}: found {len(text)} characters, expected at most {self.chars_max} for this model")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{where}: found a lone surrogate at {error.start}, expected valid text") from error
+
+    def _mark(self, texts: list[str]) -> tuple[list[str], dict[str, str]]:
+        """Return `texts` with every control token's name replaced by a mark, and what each mark stands for."""
+        found = {name for text in texts for name in (self._control.findall(text) if self._control else ())}
+        if not found or self._control is None:
+            return texts, {}
+        present = set().union(*texts)
+        free = (chr(code) for code in _MARKS if chr(code) not in present)
+        marks = dict(zip(sorted(found), free, strict=False))
+        if len(marks) < len(found):
+            raise InputError("prompt: too many control tokens and private characters in one text")
+        control = self._control
+        return [control.sub(lambda m: marks[m.group()], text) for text in texts], {m: name for name, m in marks.items()}
+
+    def _encode(self, text: str, marks: Mapping[str, str], specials: bool) -> list[int]:
+        if not marks:
+            return list(self.tokenizer.encode(text, add_special_tokens=specials))
+        ids: list[int] = []
+        for place, part in enumerate(re.split(f"([{''.join(marks)}])", text)):
+            if part in marks:
+                ids += self._spell(marks[part])
+            elif part:
+                ids += self.tokenizer.encode(part, add_special_tokens=specials and place == 0)
+        return ids
+
+    def _spell(self, name: str) -> list[int]:
+        """Return a control token's name as ordinary text tokens."""
+        if name not in self._spelled:
+            ids = list(self.tokenizer.encode(name, add_special_tokens=False, split_special_tokens=True))
+            if self._control_ids & set(ids):
+                ids = [id for char in name for id in self.tokenizer.encode(char, add_special_tokens=False)]
+            if self._control_ids & set(ids):
+                raise InputError(f"prompt: contains the control token {name!r:.40}, which cannot be written as text")
+            self._spelled[name] = ids
+        return self._spelled[name]

@@ -1,0 +1,48 @@
+"""What this machine has: cores this process may use, memory its control group allows, and NVIDIA devices.
+
+Devices are counted through NVML, the driver's own library, so that no CUDA context is ever made here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from weftline.pipelines.place import Device, Machine
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]  # noqa: RUF012
+
+
+def this_machine() -> Machine:
+    """Return what a pipeline opened here can be placed on."""
+    return Machine(len(os.sched_getaffinity(0)), _memory_bytes(), _devices())
+
+
+def _memory_bytes() -> int:
+    """Return the machine's memory, or the control group's limit if that is lower."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(installed, int(text)) if text.isdigit() else installed
+
+
+def _devices() -> tuple[Device, ...]:
+    """Return the GPUs in NVML's order, which is CUDA's when CUDA_DEVICE_ORDER=PCI_BUS_ID; none without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_uint()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return ()
+    devices = []
+    for index in range(count.value):
+        handle, memory = ctypes.c_void_p(), _Memory()
+        if not nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+            nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+            devices.append(Device(f"cuda:{index}", int(memory.total)))
+    nvml.nvmlShutdown()
+    return tuple(devices)

@@ -1,0 +1,333 @@
+"""The shell around the scheduler: sockets, processes, a clock and a thread. It decides nothing.
+
+One lock guards the scheduler. A caller's thread takes it to submit, and carries out the resulting commands itself, so a
+request reaches its first worker without waking anybody. One thread of the runtime's own waits for workers' messages,
+deaths and the next moment at which something is due.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weftline.engine import events as ev
+from weftline.engine import messages as msg
+from weftline.engine.channel import ChannelClosed
+from weftline.engine.clock import Clock, MonotonicClock
+from weftline.engine.processes import WorkerProcess
+from weftline.engine.scheduler import INGRESS_ARENA, Scheduler
+from weftline.errors import ModelError, SessionClosed
+from weftline.pipelines.plan import Plan
+from weftline.shm.arena import HostArena
+from weftline.shm.block import Block
+
+CLOSE_GRACE_S = 2.0
+"""How long workers get to close their nodes before they are killed."""
+
+Progress = Callable[[str, str, float], None]
+"""Called with step, phrase and fraction while models load."""
+
+Listener = Callable[[ev.Command], None]
+"""What a request's commands (Finish, Fail, Refuse, OutputReady, PieceReady) are handed to; called under the lock."""
+
+
+class Runtime:
+    """Runs one plan in worker processes. Thread-safe."""
+
+    def __init__(self, plan: Plan, cache_dir: Path, clock: Clock | None = None, progress: Progress | None = None) -> None:
+        self.plan = plan
+        self.lock = threading.Lock()
+        self.scheduler = Scheduler(plan, seed=os.getpid())
+        self.clock = clock or MonotonicClock()
+        self.arenas: dict[int, HostArena] = {}
+        self.copied_in_bytes = 0
+        self.copied_out_bytes = 0
+        self._cache_dir = cache_dir
+        self._progress = progress
+        self._workers: dict[int, tuple[int, WorkerProcess]] = {}
+        self._listeners: dict[int, Listener] = {}
+        self._ready = threading.Event()
+        self._failed: tuple[str, str] | None = None
+        self._closing = False
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._watched: dict[int, tuple[str, int, WorkerProcess]] = {}
+        self._thread = threading.Thread(target=self._serve, name="weftline-runtime", daemon=True)
+
+    # life
+
+    def open(self) -> None:
+        """Start every worker and wait until all are ready; ModelError when a step cannot be opened, and nothing stays."""
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self.arenas[INGRESS_ARENA] = HostArena.create(self.plan.limits.arena_bytes)
+        self._thread.start()
+        try:
+            self._ready.wait()
+        except BaseException:
+            self.close()
+            raise
+        if self._failed is not None:
+            self.close()
+            step, message = self._failed
+            raise ModelError(f"step {step}: {message}" if step else message)
+
+    def close(self) -> None:
+        """End every request, every process and every arena. Safe to call twice."""
+        with self.lock:
+            if self._closing:
+                return
+            self._closing = True
+            for listener in list(self._listeners.values()):
+                listener(ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished"))
+            self._listeners.clear()
+        self._wake()
+        self._thread.join()
+        for _, worker in self._workers.values():
+            worker.wait_end(CLOSE_GRACE_S)
+        for arena in self.arenas.values():
+            arena.close()
+        self._epoll.close()
+        os.close(self._wake_fd)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
+    def pids(self) -> dict[str, int]:
+        """Return the pid of every running worker by name."""
+        with self.lock:
+            return {process.name: process.pid for _, process in self._workers.values()}
+
+    # requests
+
+    def reserve(self, sizes: Sequence[int]) -> list[Block]:
+        """Lease room in the ingress arena; LimitReached when there is none, SessionClosed when it is too late."""
+        with self.lock:
+            self._check_open()
+            return self.scheduler.try_reserve(sizes)
+
+    def give_up(self, blocks: Sequence[Block]) -> None:
+        with self.lock:
+            self.scheduler.give_up(blocks)
+
+    def submit(self, event: ev.Submitted, listener: Listener) -> None:
+        """Bring a request in; everything that becomes of it goes to `listener`."""
+        with self.lock:
+            self._check_open()
+            self._listeners[event.request] = listener
+            self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
+
+    def tell(self, event: ev.Delivered | ev.Withdrawn) -> None:
+        """Pass a caller's event on."""
+        with self.lock:
+            if not self._closing:
+                self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
+
+    def _check_open(self) -> None:
+        if self._closing or not self._ready.is_set():
+            raise SessionClosed("the session is not open")
+
+    # commands
+
+    def _carry_out(self, commands: Sequence[ev.Command]) -> None:
+        wake = False
+        for command in commands:
+            match command:
+                case ev.Send():
+                    self._send(command.worker, msg.encode(command.message))
+                case ev.OutputReady() | ev.PieceReady():
+                    listener = self._listeners.get(command.request)
+                    if listener is not None:
+                        listener(command)
+                case ev.Finish() | ev.Fail() | ev.Refuse():
+                    listener = self._listeners.pop(command.request, None)
+                    if listener is not None:
+                        listener(command)
+                case ev.StartWorker():
+                    self._start(command.worker, command.arena)
+                case ev.KillWorker():
+                    self._workers[command.worker][1].kill()
+                case ev.ForgetArena():
+                    self._forget(command.arena)
+                case ev.ArenaRetired():
+                    wake = True
+        if wake or threading.current_thread() is not self._thread:
+            self._wake_if_sooner()
+
+    def _send(self, worker: int, body: bytes, descriptor: int | None = None) -> None:
+        _, process = self._workers[worker]
+        try:
+            process.channel.send(body, descriptor)
+            if process.channel.unsent_bytes:
+                self._epoll.modify(process.channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
+        except ChannelClosed:
+            pass  # its death is on its way as an event of its own
+
+    def _start(self, worker: int, arena: int) -> None:
+        planned = self.plan.workers[worker]
+        process = WorkerProcess(planned.name, planned.threads)
+        self._workers[worker] = (arena, process)
+        for kind, fd in (("message", process.channel.fileno()), ("death", process.pidfd), ("log", process.log_fd)):
+            self._watched[fd] = (kind, worker, process)
+            self._epoll.register(fd, select.EPOLLIN)
+        self._send(worker, msg.encode(self._open_message(worker)))
+
+    def _open_message(self, worker: int) -> msg.Open:
+        planned = self.plan.workers[worker]
+        steps = tuple(
+            msg.StepToOpen(
+                index,
+                step.name,
+                step.node,
+                dict(step.options),
+                tuple((given.port, str(given.type)) for given in step.inputs),
+                tuple((port.name, str(port.type)) for port in step.outputs),
+                step.device,
+                step.batch.items_max,
+                step.mutates_inputs,
+            )
+            for index, step in enumerate(self.plan.steps)
+            if step.name in planned.steps
+        )
+        base_dir = str(self.plan.base_dir.absolute())
+        return msg.Open(planned.name, planned.arena_bytes, planned.threads, base_dir, str(self._cache_dir.absolute()), steps)
+
+    def _forget(self, arena: int) -> None:
+        mapped = self.arenas.pop(arena, None)
+        if mapped is not None:
+            mapped.close()
+        for worker in self._workers:
+            self._send(worker, msg.encode(msg.Retire(arena)))
+
+    # the thread
+
+    def _serve(self) -> None:
+        with self.lock:
+            self._carry_out(self.scheduler.start(self.clock.now_ms()))
+        while not self._closing:
+            with self.lock:
+                wake_at = self.scheduler.wake_at_ms()
+            timeout = -1.0 if wake_at is None else max(0.0, (wake_at - self.clock.now_ms()) / 1000)
+            self._sleeping_until = wake_at
+            ready = self._epoll.poll(timeout)
+            with self.lock:
+                for fd, mask in ready:
+                    self._look(fd, mask)
+                self._carry_out(self.scheduler.on(ev.Tick(), self.clock.now_ms()))
+        with self.lock:
+            for worker in list(self._workers):
+                self._send(worker, msg.encode(msg.Close()))
+
+    _sleeping_until: float | None = None
+
+    def _wake_if_sooner(self) -> None:
+        """Wake the thread when something is due before the moment it sleeps until."""
+        wake_at = self.scheduler.wake_at_ms()
+        if wake_at is not None and (self._sleeping_until is None or wake_at < self._sleeping_until):
+            self._wake()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _look(self, fd: int, mask: int) -> None:
+        if fd == self._wake_fd:
+            os.eventfd_read(fd)
+            return
+        kind, worker, process = self._watched.get(fd, ("gone", -1, None))
+        if process is None:
+            return
+        if kind == "log":
+            if not process.read_log():
+                self._unwatch(fd)
+        elif kind == "death":
+            self._bury(worker, process)
+        else:
+            self._hear(worker, process, mask)
+
+    def _hear(self, worker: int, process: WorkerProcess, mask: int) -> None:
+        try:
+            if mask & select.EPOLLOUT and process.channel.flush():
+                self._epoll.modify(process.channel.fileno(), select.EPOLLIN)
+            bodies = process.channel.receive() if mask & ~select.EPOLLOUT else []
+        except ChannelClosed:
+            self._unwatch(process.channel.fileno())
+            return
+        for body in bodies:
+            self._message(worker, process, msg.decode_from_worker(body))
+
+    def _message(self, worker: int, process: WorkerProcess, message: msg.FromWorker) -> None:
+        arena = self._workers[worker][0]
+        if isinstance(message, msg.Hello):
+            self._meet(worker, arena, HostArena.attach(process.channel.take_descriptor(), message.arena_bytes))
+        elif isinstance(message, msg.Progress) and self._progress is not None:
+            self._progress(message.step, message.phrase, message.fraction)
+        elif isinstance(message, msg.OpenFailed) and not self._ready.is_set() and self._failed is None:
+            self._failed = (message.step, message.failure.message)
+        self._carry_out(self.scheduler.on(ev.FromWorker(worker, arena, message), self.clock.now_ms()))
+        if isinstance(message, msg.Ready) and self.scheduler.crew.all_ready():
+            self._ready.set()
+
+    def _meet(self, worker: int, arena: int, mapped: HostArena) -> None:
+        """Introduce a new worker's arena to the others, and theirs to it."""
+        self._send(worker, msg.encode(msg.Attach(arena, 0)))
+        for other, known in self.arenas.items():
+            self._send(worker, msg.encode(msg.Attach(other, known.size_bytes)), known.fd)
+        for other in self._workers:
+            if other != worker:
+                self._send(other, msg.encode(msg.Attach(arena, mapped.size_bytes)), mapped.fd)
+        self.arenas[arena] = mapped
+
+    def _bury(self, worker: int, process: WorkerProcess) -> None:
+        """Hear a dead worker's last words, then tell the scheduler."""
+        self._hear(worker, process, select.EPOLLIN)
+        while process.read_log() and self._more_log(process):
+            pass
+        for fd in (process.channel.fileno(), process.pidfd, process.log_fd):
+            self._unwatch(fd)
+        how = process.wait_death()
+        process.close()
+        arena = self._workers.pop(worker)[0]
+        if not self._ready.is_set() and self._failed is None:
+            last = next((line for line in reversed(process.last_lines) if line.strip()), "")
+            self._failed = ("", f"worker {process.name} ended while opening: {how}" + (f" ({last[:300]})" if last else ""))
+        if self._failed is not None:
+            self._ready.set()
+        self._carry_out(self.scheduler.on(ev.WorkerDied(worker, arena, how), self.clock.now_ms()))
+
+    def _more_log(self, process: WorkerProcess) -> bool:
+        return bool(select.select([process.log_fd], [], [], 0)[0])
+
+    def _unwatch(self, fd: int) -> None:
+        if self._watched.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    # figures
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return a snapshot: counters, ledger, queues, and bytes copied in, between and out."""
+        with self.lock:
+            counters = self.scheduler.counters
+            ledger = self.scheduler.ledger.stats()
+            return {
+                "requests": {
+                    "admitted": counters.admitted, "ok": counters.ok, "failed": counters.failed,
+                    "cancelled": counters.cancelled, "expired": counters.expired, "refused": counters.refused,
+                    "open": self.scheduler.open_requests,
+                },
+                "queued": self.scheduler.queued,
+                "dispatches": counters.dispatches,
+                "items": counters.items,
+                "worker_deaths": counters.deaths,
+                "copied_bytes": {
+                    "in": self.copied_in_bytes, "between": counters.copied_bytes, "out": self.copied_out_bytes,
+                },
+                "copied_bytes_total": self.copied_in_bytes + counters.copied_bytes + self.copied_out_bytes,
+                "arena": {
+                    "size_bytes": ledger.size_bytes, "leased_bytes": ledger.leased_bytes, "blocks": ledger.blocks,
+                    "stale_total": ledger.stale_total,
+                },
+            }  # fmt: skip
