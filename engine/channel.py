@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 import socket
+from array import array
 from collections import deque
-from collections.abc import Iterator
 
 FRAME_BYTES_MAX = 256 << 20
 """Longest message. Values inside are capped at 16 KiB each, so only a broken peer ever comes near."""
 
-READ_BYTES = 256 * 1024
+READ_BYTES = 64 * 1024
+"""Below malloc's threshold for mapping fresh pages, which would cost more than the read."""
+
 DESCRIPTORS_MAX = 16
+_CONTROL_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array("i").itemsize)
 SOCKET_BUFFER_BYTES = 1 << 20
 
 
@@ -80,16 +83,16 @@ class Channel:
         """
         while True:
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._sock, READ_BYTES, DESCRIPTORS_MAX)
+                data, control, _, _ = self._sock.recvmsg(READ_BYTES, _CONTROL_BYTES)
             except (BlockingIOError, InterruptedError):
                 return []
             except OSError as error:
                 raise ChannelClosed(str(error)) from None
-            self._descriptors.extend(descriptors)
+            for _, _, fds in control:
+                self._descriptors.extend(array("i", fds[: len(fds) - len(fds) % array("i").itemsize]))
             if not data:
                 raise ChannelClosed("the other side closed the connection")
-            self._received += data
-            frames = list(self._frames())
+            frames = self._frames(data)
             if frames or not self._blocking:
                 return frames
 
@@ -106,17 +109,22 @@ class Channel:
         self._descriptors.clear()
         self._unsent.clear()
 
-    def _frames(self) -> Iterator[bytes]:
-        received, at = self._received, 0
-        while len(received) - at >= 4:
-            size = int.from_bytes(received[at : at + 4], "little")
+    def _frames(self, data: bytes) -> list[bytes]:
+        """Return the messages that end in `data`; what is left over waits for more."""
+        if self._received:
+            self._received += data
+            data = bytes(self._received)
+        frames, at = [], 0
+        while len(data) - at >= 4:
+            size = int.from_bytes(data[at : at + 4], "little")
             if size > FRAME_BYTES_MAX:
                 raise ChannelClosed(f"a message of {size} bytes; the most is {FRAME_BYTES_MAX}")
-            if len(received) - at - 4 < size:
+            if len(data) - at - 4 < size:
                 break
-            yield bytes(received[at + 4 : at + 4 + size])
+            frames.append(data[at + 4 : at + 4 + size])
             at += 4 + size
-        del received[:at]
+        self._received = bytearray(data[at:])
+        return frames
 
     def _send_all(self, frame: memoryview, descriptor: int | None) -> None:
         try:

@@ -139,19 +139,10 @@ class KillWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaRetired:
-    """An arena's writer is gone; its bytes may still be read."""
-
-    arena: int
-
-
-@dataclass(frozen=True, slots=True)
 class ForgetArena:
     """Nobody needs an arena any more: unmap it everywhere."""
 
     arena: int
 
 
-Command = (
-    Send | Finish | Fail | Refuse | OutputReady | PieceReady | StartWorker | KillWorker | ArenaRetired | ForgetArena
-)
+Command = Send | Finish | Fail | Refuse | OutputReady | PieceReady | StartWorker | KillWorker | ForgetArena

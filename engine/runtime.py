@@ -7,6 +7,7 @@ deaths and the next moment at which something is due.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -24,6 +25,8 @@ from weftline.errors import ModelError, SessionClosed
 from weftline.pipelines.plan import Plan
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block
+
+_log = logging.getLogger("weftline.runtime")
 
 CLOSE_GRACE_S = 2.0
 """How long workers get to close their nodes before they are killed."""
@@ -53,6 +56,7 @@ class Runtime:
         self._ready = threading.Event()
         self._failed: tuple[str, str] | None = None
         self._closing = False
+        self._sleeping_until: float | None = None
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watched: dict[int, tuple[str, int, WorkerProcess]] = {}
@@ -81,11 +85,10 @@ class Runtime:
             if self._closing:
                 return
             self._closing = True
-            for listener in list(self._listeners.values()):
-                listener(ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished"))
-            self._listeners.clear()
+            self._end_all()
         self._wake()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         for _, worker in self._workers.values():
             worker.wait_end(CLOSE_GRACE_S)
         for arena in self.arenas.values():
@@ -93,9 +96,10 @@ class Runtime:
         self._epoll.close()
         os.close(self._wake_fd)
 
-    @property
-    def closed(self) -> bool:
-        return self._closing
+    def _end_all(self) -> None:
+        for listener in self._listeners.values():
+            listener(ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished"))
+        self._listeners.clear()
 
     def pids(self) -> dict[str, int]:
         """Return the pid of every running worker by name."""
@@ -128,13 +132,12 @@ class Runtime:
                 self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
 
     def _check_open(self) -> None:
-        if self._closing or not self._ready.is_set():
+        if self._closing or self._failed is not None or not self._ready.is_set():
             raise SessionClosed("the session is not open")
 
     # commands
 
     def _carry_out(self, commands: Sequence[ev.Command]) -> None:
-        wake = False
         for command in commands:
             match command:
                 case ev.Send():
@@ -153,9 +156,7 @@ class Runtime:
                     self._workers[command.worker][1].kill()
                 case ev.ForgetArena():
                     self._forget(command.arena)
-                case ev.ArenaRetired():
-                    wake = True
-        if wake or threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:
             self._wake_if_sooner()
 
     def _send(self, worker: int, body: bytes, descriptor: int | None = None) -> None:
@@ -206,23 +207,36 @@ class Runtime:
     # the thread
 
     def _serve(self) -> None:
-        with self.lock:
-            self._carry_out(self.scheduler.start(self.clock.now_ms()))
-        while not self._closing:
+        """The thread's life. A mistake of ours in it must not leave callers waiting: it closes the session, loudly."""
+        try:
+            self._loop()
+        except Exception:
+            _log.exception("the runtime failed; the session is closed")
+            self._failed = ("", "the runtime failed; its log has the details")
             with self.lock:
-                wake_at = self.scheduler.wake_at_ms()
-            timeout = -1.0 if wake_at is None else max(0.0, (wake_at - self.clock.now_ms()) / 1000)
-            self._sleeping_until = wake_at
-            ready = self._epoll.poll(timeout)
-            with self.lock:
-                for fd, mask in ready:
-                    self._look(fd, mask)
-                self._carry_out(self.scheduler.on(ev.Tick(), self.clock.now_ms()))
+                self._end_all()
+            self._ready.set()
         with self.lock:
             for worker in list(self._workers):
                 self._send(worker, msg.encode(msg.Close()))
 
-    _sleeping_until: float | None = None
+    def _loop(self) -> None:
+        with self.lock:
+            self._carry_out(self.scheduler.start(self.clock.now_ms()))
+        while not self._closing:
+            ready = self._epoll.poll(self._nap_s())
+            with self.lock:
+                for fd, mask in ready:
+                    self._look(fd, mask)
+                wake_at = self.scheduler.wake_at_ms()
+                if wake_at is not None and wake_at <= self.clock.now_ms():
+                    self._carry_out(self.scheduler.on(ev.Tick(), self.clock.now_ms()))
+                    wake_at = self.scheduler.wake_at_ms()
+                self._sleeping_until = wake_at
+
+    def _nap_s(self) -> float:
+        wake_at = self._sleeping_until
+        return -1.0 if wake_at is None else max(0.0, (wake_at - self.clock.now_ms()) / 1000)
 
     def _wake_if_sooner(self) -> None:
         """Wake the thread when something is due before the moment it sleeps until."""

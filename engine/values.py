@@ -22,7 +22,7 @@ from weftline.nodes.values import fits
 from weftline.shm.arena import HostArena
 from weftline.shm.block import INLINE_BYTES_MAX, Place
 from weftline.shm.spec import STAND_INS, TensorSpec, byte_size
-from weftline.shm.view import bytes_view, numpy_dtype, numpy_view
+from weftline.shm.view import bytes_view, dtype_name, numpy_dtype, numpy_view
 
 ARRAYS: dict[str, tuple[str | None, int | None]] = {"tensor": (None, None), "image": ("uint8", 3), "audio": ("float32", 1)}
 """Kinds that are arrays, with the dtype and rank they have (None: whatever the port says)."""
@@ -128,15 +128,6 @@ def stacked(values: list[Value], arenas: Mapping[int, HostArena]) -> np.ndarray 
     return numpy_view(arenas[whole.arena], whole, TensorSpec(first.dtype, shape))
 
 
-def room_bytes(type: PortType) -> int | None:
-    """Return the bytes of one item on a port whose size is fixed by its type, or None when it is not."""
-    if type.kind == "tensor" and type.dtype is not None and type.dims is not None:
-        sizes = [dim for dim in type.dims if isinstance(dim, int)]
-        if len(sizes) == len(type.dims):
-            return byte_size(type.dtype, sizes)
-    return None
-
-
 def _pack_array(value: Any, type: PortType, what: str) -> Packed:
     dtype, rank = ARRAYS[type.kind] if type.kind != "tensor" else (type.dtype, None)
     if hasattr(value, "detach") and hasattr(value, "cpu"):
@@ -144,11 +135,11 @@ def _pack_array(value: Any, type: PortType, what: str) -> Packed:
         dtype = dtype or torch_dtype
     _expect(isinstance(value, np.ndarray | np.generic), value, "an array", what)
     array = np.ascontiguousarray(value) if np.ndim(value) else np.asarray(value)
-    held = dtype if dtype in STAND_INS and array.dtype == numpy_dtype(dtype) else array.dtype.name
+    held = dtype if dtype in STAND_INS and array.dtype == numpy_dtype(dtype) else dtype_name(array.dtype)
     if dtype is not None and held != dtype:
         raise StepError(f"{what}: found {held}{list(array.shape)}, expected {type}")
-    fits = type.dims is None or fits(type.dims, array.shape)
-    if not fits or (rank is not None and array.ndim != rank) or (type.kind == "image" and array.shape[-1] != 3):
+    right = type.dims is None or fits(type.dims, array.shape)
+    if not right or (rank is not None and array.ndim != rank) or (type.kind == "image" and array.shape[-1] != 3):
         raise StepError(f"{what}: found {held}{list(array.shape)}, expected {type}")
     byte_size(held, array.shape)
     return Packed(type.kind, held, tuple(array.shape), array)

@@ -44,10 +44,9 @@ class Ledger:
             raise ValueError(f"arena {arena} is already in the ledger")
         self._allocators[arena] = Allocator(size_bytes)
 
-    def retire_arena(self, arena: int) -> bool:
-        """Lease nothing more in `arena`; return True when it is empty and was forgotten at once."""
+    def retire_arena(self, arena: int) -> None:
+        """Lease nothing more in `arena`; `forget_empty` names it once its last lease has ended."""
         self._retired.add(arena)
-        return self._forget_if_empty(arena)
 
     def arena_bytes(self, arena: int) -> int:
         """Return the arena's size; 0 when it is unknown, forgotten or retired."""
@@ -103,6 +102,8 @@ class Ledger:
 
     def forget_empty(self) -> list[int]:
         """Forget retired arenas whose last lease has ended, and return their ids."""
+        if not self._retired:
+            return []
         return [arena for arena in sorted(self._retired) if self._forget_if_empty(arena)]
 
     def stats(self) -> LedgerStats:
@@ -125,8 +126,8 @@ class Ledger:
 
     def _forget_if_empty(self, arena: int) -> bool:
         allocator = self._allocators.get(arena)
-        if allocator is None or allocator.taken_bytes:
+        if allocator is not None and allocator.taken_bytes:
             return False
-        del self._allocators[arena]
+        self._allocators.pop(arena, None)
         self._retired.discard(arena)
         return True

@@ -8,6 +8,7 @@ torch does not check and the process ends with SIGSEGV, which is why a node that
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +21,16 @@ if TYPE_CHECKING:
     import torch
 
 
+@cache
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """Return the numpy dtype that holds `dtype`'s bits."""
     return np.dtype(STAND_INS.get(dtype, dtype))
+
+
+@cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return `dtype.name`, remembered: numpy works it out anew every time, at the cost of a whole small message."""
+    return str(dtype.name)
 
 
 def numpy_view(arena: HostArena, place: Place, spec: TensorSpec) -> np.ndarray:

@@ -43,13 +43,13 @@ def test_a_planted_bug_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) ->
     elif mutant == "kept room":
         done = Scheduler._done
 
-        def forgetful(self: Scheduler, worker: int, message: msg.Done, now_ms: float) -> None:
-            self._crew.members[worker].granted.clear()
-            done(self, worker, message, now_ms)
+        def forgetful(self: Scheduler, worker: int, message: msg.Done) -> None:
+            self.crew.members[worker].granted.clear()
+            done(self, worker, message)
 
         monkeypatch.setattr(Scheduler, "_done", forgetful)
     else:
-        monkeypatch.setattr(Scheduler, "_withdrawn", lambda s, event, now_ms: s._requests.pop(event.request, None))
+        monkeypatch.setattr("weftline.engine.book.Book.withdraw", lambda s, request: s.requests.pop(request, None))
     with pytest.raises(Exception):  # noqa: B017 - whatever way the bug shows
         for seed in range(300):
             World(seed).run()

@@ -1,0 +1,138 @@
+"""What one more hop costs, beside the floors of the machine it ran on.
+
+Chains of one and of three function steps, each step in a process of its own, asked one request after the other; the cost
+of a hop is half the difference of their medians, taken in alternating rounds so that a slow minute slows both. Floors in
+the same run: a round trip over a Unix socket, and a warm memcpy.
+
+    python benchmarks/hops.py [--rounds 7] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import weftline
+from weftline.engine.session import Session, load
+from weftline.pipelines.builder import Builder
+
+KB, MB8 = 1000, 8 << 20
+
+
+def chain(function: str, steps: int) -> Builder:
+    """Return a chain of `steps` steps that each run `function`."""
+    pipeline = Builder(f"{function}-{steps}", base_dir=Path(__file__).parent, limits={"arena_bytes": 96 << 20})
+    wire: Any = pipeline.input("x", "uint8[N]")
+    for index in range(steps):
+        wire = pipeline.step(f"s{index}", "function", x=wire, function=f"hop_steps.py:{function}").output
+    pipeline.output("y", wire)
+    return pipeline
+
+
+def median_ms(call: Callable[[], Any], repetitions: int) -> float:
+    times = []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1000
+
+
+def socket_round_trip_ms(repetitions: int) -> float:
+    """A byte to a thread of a forked process and back, blocking."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        while data := theirs.recv(64):
+            theirs.send(data)
+        os._exit(0)
+    theirs.close()
+
+    def ping() -> None:
+        ours.send(b"x")
+        ours.recv(64)
+
+    median_ms(ping, 200)
+    result = median_ms(ping, repetitions)
+    ours.close()
+    os.waitpid(child, 0)
+    return result
+
+
+def memcpy_ms(size: int, repetitions: int) -> float:
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    return median_ms(lambda: np.copyto(target, source), repetitions)
+
+
+def hop_ms(one: Session, three: Session, x: np.ndarray, rounds: int, repetitions: int) -> tuple[float, list[float]]:
+    """Return the median cost of one more hop over the rounds, and every round's figure; and warm up first."""
+    for session in (one, three):
+        median_ms(lambda session=session: session.run(x=x), max(20, repetitions // 10))
+    hops = []
+    for _ in range(rounds):
+        a = median_ms(lambda: one.run(x=x), repetitions)
+        b = median_ms(lambda: three.run(x=x), repetitions)
+        hops.append((b - a) / 2)
+    return statistics.median(hops), hops
+
+
+def throughput(session: Session, x: np.ndarray, callers: int, seconds: float) -> float:
+    """Return requests a second with `callers` threads that each wait for their answer."""
+    done = [0] * callers
+    stop = time.perf_counter() + seconds
+
+    def ask(caller: int) -> None:
+        while time.perf_counter() < stop:
+            session.run(x=x)
+            done[caller] += 1
+
+    threads = [threading.Thread(target=ask, args=(caller,)) for caller in range(callers)]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(done) / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions")
+    options = parser.parse_args()
+    scale = 10 if options.quick else 1
+    print(f"weftline {weftline.__version__}, Python {platform.python_version()}, numpy {np.__version__}, {os.cpu_count()} cores")
+    floor_socket, floor_copy = socket_round_trip_ms(5000 // scale), memcpy_ms(MB8, 200 // scale)
+    print(f"floors: Unix socket round trip {floor_socket:.4f} ms, warm memcpy of 8 MB {floor_copy:.3f} ms")
+    for function, size, repetitions in (("passes", KB, 2000), ("passes", MB8, 200), ("makes", MB8, 200)):
+        x = np.ones(size, np.uint8)
+        with load(chain(function, 1)).open() as one, load(chain(function, 3)).open() as three:
+            hop, rounds = hop_ms(one, three, x, options.rounds, repetitions // scale)
+            spread = f"[{min(rounds):.3f}-{max(rounds):.3f}]"
+            p50 = median_ms(lambda three=three: three.run(x=x), repetitions // scale)
+            before, asked = three.stats()["copied_bytes"], 10
+            for _ in range(asked):
+                three.run(x=x)
+            after = three.stats()["copied_bytes"]
+            copied = ", ".join(f"{where} {(after[where] - before[where]) // asked}" for where in after)
+            print(f"{function} {size:>8} B: one more hop {hop:.4f} ms {spread}; three steps p50 {p50:.3f} ms")
+            print(f"    copied_bytes_total a request: {copied}; worker pids {sorted(three.pids().values())}")
+            if size == KB:
+                print(f"    three steps, 8 callers: {throughput(three, x, 8, 20 / scale):.0f} requests/s")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
