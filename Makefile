@@ -35,7 +35,7 @@ format: setup  ## rewrite the code in the house format
 	$(RUN) -m ruff format .
 
 evaluate: setup  ## score the flagship on unseen recordings and pictures (needs espeak-ng)
-	$(RUN) -m examples.evaluate
+	$(RUN) -m examples.evaluate --report docs/evaluation.md
 
 bench: setup  ## the cost of a hop, beside its floors
 	$(RUN) benchmarks/hops.py

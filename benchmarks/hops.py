@@ -1,8 +1,8 @@
 """What one more hop costs, beside the floors of the machine it ran on.
 
-Chains of one and of three function steps, each step in a process of its own, asked one request after the other; the cost
-of a hop is half the difference of their medians, taken in alternating rounds so that a slow minute slows both. Floors in
-the same run: a round trip over a Unix socket, and a warm memcpy.
+Chains of one and of three function steps, each step in a process of its own, asked one request after the other; the
+cost of a hop is half the difference of their medians, taken in alternating rounds so that a slow minute slows both.
+Floors in the same run: a round trip over a Unix socket, and a warm memcpy.
 
     python benchmarks/hops.py [--rounds 7] [--quick]
 """
@@ -113,7 +113,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions")
     options = parser.parse_args()
     scale = 10 if options.quick else 1
-    print(f"weftline {weftline.__version__}, Python {platform.python_version()}, numpy {np.__version__}, {os.cpu_count()} cores")
+    print(
+        f"weftline {weftline.__version__}, Python {platform.python_version()}, numpy {np.__version__}, "
+        f"{os.cpu_count()} cores"
+    )
     floor_socket, floor_copy = socket_round_trip_ms(5000 // scale), memcpy_ms(MB8, 200 // scale)
     print(f"floors: Unix socket round trip {floor_socket:.4f} ms, warm memcpy of 8 MB {floor_copy:.3f} ms")
     for function, size, repetitions in (("passes", KB, 2000), ("passes", MB8, 200), ("makes", MB8, 200)):
@@ -121,7 +124,7 @@ def main() -> None:
         with load(chain(function, 1)).open() as one, load(chain(function, 3)).open() as three:
             hop, rounds = hop_ms(one, three, x, options.rounds, repetitions // scale)
             spread = f"[{min(rounds):.3f}-{max(rounds):.3f}]"
-            p50 = median_ms(lambda three=three: three.run(x=x), repetitions // scale)
+            p50 = median_ms(lambda three=three, x=x: three.run(x=x), repetitions // scale)
             before, asked = three.stats()["copied_bytes"], 10
             for _ in range(asked):
                 three.run(x=x)

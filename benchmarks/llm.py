@@ -191,7 +191,9 @@ def main() -> None:
 
     tokens = sum(ask.tokens for ask in asks)
     print(f"{machine()}, {options.threads} threads; transformers {transformers.__version__}")
-    print(f"{count} requests, {sum(len(a.prompt) for a in asks)} prompt tokens, {tokens} answer tokens, {rounds} rounds")
+    print(
+        f"{count} requests, {sum(len(a.prompt) for a in asks)} prompt tokens, {tokens} answer tokens, {rounds} rounds"
+    )
     expected = runs["generate"][0] if "generate" in runs else runs["ours"][0]
     print("runner      tokens/s (median, spread)    to first token, p50    answers as generate's (+ ties)")
     for name, done in runs.items():

@@ -1,8 +1,8 @@
 """When a step stops waiting and runs a batch.
 
-A Batcher holds the items that wait for one step and, told the time, says which of them leave together. It owns no clock,
-no thread and no tensor: time comes in as an argument and the decision goes out as a return value, so a test of it reads
-like a script.
+A Batcher holds the items that wait for one step and, told the time, says which of them leave together. It owns no
+clock, no thread and no tensor: time comes in as an argument and the decision goes out as a return value, so a test of
+it reads like a script.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The requests that are inside: what each has, what each still waits for, and which leases it holds.
 
 How a value lives. A producer's block is leased with one ticket, the *writer's*. When the value is there, one ticket is
-added for each reader, and the writer's is released. A step's batch takes its inputs' tickets out of the request and into
-the dispatch, so that a request can end at any moment while the bytes a worker is reading stay leased until it has
+added for each reader, and the writer's is released. A step's batch takes its inputs' tickets out of the request and
+into the dispatch, so that a request can end at any moment while the bytes a worker is reading stay leased until it has
 finished, or died. A pipeline output keeps its ticket until the caller says it was copied out (`Delivered`).
 """
 
@@ -85,7 +85,7 @@ class Book:
             self.produce(request, self.routes.slot_of_input(name), value)
 
     def produce(self, request: Request, slot: int, value: Value) -> None:
-        """A value is there: count its readers, let the steps that waited for it move up, answer when it was the last."""
+        """A value is there: count its readers, move up the steps that waited for it, answer when it was the last."""
         route = request.route
         tickets = route.tickets(slot)
         if not tickets or request.state != OPEN:

@@ -26,7 +26,7 @@ class Admission:
             )
         if self.requests >= limits.requests_max:
             raise LimitReached(
-                f"{self.requests} requests are open and limits.requests_max is {limits.requests_max}; try again shortly",
+                f"{self.requests} requests are open; limits.requests_max is {limits.requests_max}",
                 RETRY_AFTER_S,
             )
         self.requests += 1

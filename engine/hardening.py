@@ -1,8 +1,8 @@
 """What a worker process gives up before it runs anybody's model.
 
-prctl(2): it may not gain privileges, its memory may not be read through ptrace or procfs by others of the same user, and
-it is killed when the thread that started it ends. The death signal is set after exec, so the parent could already be
-gone by then; its pid is checked once more.
+prctl(2): it may not gain privileges, its memory may not be read by others of the same user through ptrace or procfs,
+and it is killed when the thread that started it ends. The death signal is set after exec, so the parent could already
+be gone by then; its pid is checked once more.
 """
 
 from __future__ import annotations

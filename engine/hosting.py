@@ -1,7 +1,7 @@
 """A node inside its worker: inputs in, batches run, outputs placed.
 
-A HostedStep knows its node, its ports and nothing of sockets. What it needs from outside are the arenas it reads, its own
-arena to write to, and `need`: a way to ask for blocks when an output's size was not known beforehand.
+A HostedStep knows its node, its ports and nothing of sockets. What it needs from outside are the arenas it reads, its
+own arena to write to, and `need`: a way to ask for blocks when an output's size was not known beforehand.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class HostedStep:
         results: list[Given | Failure] = []
         started, batches = time.perf_counter(), 0
         for at in range(0, len(message.items), self.items_max):
-            given, calls = self._run_batch(message.items[at : at + self.items_max], at, len(message.items), message.room)
+            given, calls = self._run_batch(
+                message.items[at : at + self.items_max], at, len(message.items), message.room
+            )
             results += given
             batches += calls
         return tuple(results), (time.perf_counter() - started) * 1000, batches
@@ -133,7 +135,8 @@ class HostedStep:
     def _rooms(self, at: int, count: int, of: int, room: Mapping[int, Block]) -> dict[int, Place]:
         """Return the part of each leased block that belongs to items at..at+count of a dispatch of `of` items."""
         return {
-            port: block.place(at * (block.size_bytes // of), count * (block.size_bytes // of)) for port, block in room.items()
+            port: block.place(at * (block.size_bytes // of), count * (block.size_bytes // of))
+            for port, block in room.items()
         }
 
     def _give(self, items: Sequence[Item], outputs: Outputs, rooms: Mapping[int, Place]) -> list[Given | Failure]:
@@ -177,20 +180,19 @@ class HostedStep:
         return [value for value in placed if value is not None]
 
     def _already_shared(self, packed: Packed, item: Item, room: Place | None) -> Place | None:
-        """Return where an array lies if it was written in place, or is one of its item's own inputs (or a part of it)."""
+        """Return where an array lies if it was written in place, or is (part of) one of its item's own inputs."""
         if packed.array is None:
             return None
         if room is not None:
             offset = offset_in(self._memory.own_arena, packed.array)
-            if offset is not None and room.offset <= offset and offset + packed.size_bytes <= room.offset + room.size_bytes:
+            if offset is not None and _within(offset, packed.size_bytes, room):
                 return room._replace(offset=offset, size_bytes=packed.size_bytes)
         for value in item.inputs:
             if value.place is None:
                 continue
             offset = offset_in(self._memory.arenas[value.place.arena], packed.array)
-            if offset is not None and value.place.offset <= offset:
-                if offset + packed.size_bytes <= value.place.offset + value.place.size_bytes:
-                    return value.place._replace(offset=offset, size_bytes=packed.size_bytes)
+            if offset is not None and _within(offset, packed.size_bytes, value.place):
+                return value.place._replace(offset=offset, size_bytes=packed.size_bytes)
         return None
 
     def _copy_in(self, packed: Sequence[Packed], room: Place | None) -> list[Place]:
@@ -221,6 +223,12 @@ class HostedStep:
             return PieceOf(item.id, {}, True, failure(error))
         return None
 
+    def cancel(self, items: Sequence[int]) -> None:
+        """Drop items of a streaming node."""
+        if isinstance(self.node, StreamNode):
+            for item in items:
+                self.node.cancel(item)
+
     def give_piece(self, piece: Piece) -> PieceOf:
         """Turn a node's piece into what travels."""
         if piece.error is not None:
@@ -244,3 +252,5 @@ class HostedStep:
         return packed.at(self._copy_in([packed], None)[0])
 
 
+def _within(offset: int, size_bytes: int, place: Place) -> bool:
+    return place.offset <= offset and offset + size_bytes <= place.offset + place.size_bytes

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 
 from weftline.engine.channel import Channel
 
@@ -111,6 +112,6 @@ def _environment(parent: Mapping[str, str], threads: int) -> dict[str, str]:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         kept[name] = str(threads)
     kept["TOKENIZERS_PARALLELISM"] = "false"
-    kept["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    kept["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     kept["PYTHONUNBUFFERED"] = "1"
     return kept

@@ -1,7 +1,7 @@
 """Which steps a request needs for the outputs it asks for, and who reads what.
 
-Values are numbered once for a plan: pipeline inputs first, then every step's outputs in plan order. A Route is worked out
-once for each choice of outputs and kept; steps that nobody asked for are pruned from it.
+Values are numbered once for a plan: pipeline inputs first, then every step's outputs in plan order. A Route is worked
+out once for each choice of outputs and kept; steps that nobody asked for are pruned from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class Routes:
         self._slots = {wire: slot for slot, wire in enumerate(wires)}
         self._producer = [-1] * len(plan.inputs) + [i for i, step in enumerate(plan.steps) for _ in step.outputs]
         self.input_slots = [tuple(self._slots[given.wire] for given in step.inputs) for step in plan.steps]
-        self.output_slots = [tuple(self._slots[Wire(step.name, port.name)] for port in step.outputs) for step in plan.steps]
+        self.output_slots = [
+            tuple(self._slots[Wire(step.name, port.name)] for port in step.outputs) for step in plan.steps
+        ]
         self._outputs = {output.name: self._slots[output.wire] for output in plan.outputs}
         self._kept: dict[tuple[str, ...] | None, Route] = {}
 
@@ -45,7 +47,9 @@ class Routes:
         outputs = tuple(dict.fromkeys(self._outputs if wanted is None else wanted))
         unknown = [name for name in outputs if name not in self._outputs]
         if unknown or not outputs:
-            raise InputError(f"no output is called {', '.join(unknown) or 'nothing'}; outputs: {', '.join(self._outputs)}")
+            raise InputError(
+                f"no output is called {', '.join(unknown) or 'nothing'}; outputs: {', '.join(self._outputs)}"
+            )
         needed: set[int] = set()
         ahead = [self._producer[self._outputs[name]] for name in outputs]
         while ahead:

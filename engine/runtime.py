@@ -41,7 +41,9 @@ Listener = Callable[[ev.Command], None]
 class Runtime:
     """Runs one plan in worker processes. Thread-safe."""
 
-    def __init__(self, plan: Plan, cache_dir: Path, clock: Clock | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self, plan: Plan, cache_dir: Path, clock: Clock | None = None, progress: Progress | None = None
+    ) -> None:
         self.plan = plan
         self.lock = threading.Lock()
         self.scheduler = Scheduler(plan, seed=os.getpid())
@@ -65,7 +67,7 @@ class Runtime:
     # life
 
     def open(self) -> None:
-        """Start every worker and wait until all are ready; ModelError when a step cannot be opened, and nothing stays."""
+        """Start every worker and wait until all are ready; ModelError when a step cannot be opened, leaving nothing."""
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self.arenas[INGRESS_ARENA] = HostArena.create(self.plan.limits.arena_bytes)
         self._thread.start()
@@ -195,7 +197,9 @@ class Runtime:
             if step.name in planned.steps
         )
         base_dir = str(self.plan.base_dir.absolute())
-        return msg.Open(planned.name, planned.arena_bytes, planned.threads, base_dir, str(self._cache_dir.absolute()), steps)
+        return msg.Open(
+            planned.name, planned.arena_bytes, planned.threads, base_dir, str(self._cache_dir.absolute()), steps
+        )
 
     def _forget(self, arena: int) -> None:
         mapped = self.arenas.pop(arena, None)
@@ -307,7 +311,10 @@ class Runtime:
         arena = self._workers.pop(worker)[0]
         if not self._ready.is_set() and self._failed is None:
             last = next((line for line in reversed(process.last_lines) if line.strip()), "")
-            self._failed = ("", f"worker {process.name} ended while opening: {how}" + (f" ({last[:300]})" if last else ""))
+            self._failed = (
+                "",
+                f"worker {process.name} ended while opening: {how}" + (f" ({last[:300]})" if last else ""),
+            )
         if self._failed is not None:
             self._ready.set()
         self._carry_out(self.scheduler.on(ev.WorkerDied(worker, arena, how), self.clock.now_ms()))

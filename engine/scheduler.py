@@ -116,7 +116,9 @@ class Scheduler:
     def wake_at_ms(self) -> float | None:
         """When to send a Tick if nothing else happens; None: never."""
         times = [self.crew.wake_at_ms(), self._book.wake_at_ms()]
-        times += [s.queue.wake_at_ms() for s in self._steps if len(s.queue) and any(self._free(w, s) for w in s.workers)]
+        times += [
+            s.queue.wake_at_ms() for s in self._steps if len(s.queue) and any(self._free(w, s) for w in s.workers)
+        ]
         return min((time for time in times if time is not None), default=None)
 
     def try_reserve(self, sizes: Sequence[int]) -> list[Block]:
@@ -125,7 +127,9 @@ class Scheduler:
         if blocks is None:
             self.counters.refused += 1
             limit = self.plan.limits.arena_bytes
-            raise LimitReached(f"no room for inputs of {sum(sizes)} bytes; limits.arena_bytes is {limit}", RETRY_AFTER_S)
+            raise LimitReached(
+                f"no room for inputs of {sum(sizes)} bytes; limits.arena_bytes is {limit}", RETRY_AFTER_S
+            )
         return blocks
 
     def give_up(self, blocks: Sequence[Block]) -> None:
@@ -210,7 +214,9 @@ class Scheduler:
         self.counters.items += len(items)
         if step.streams:
             for item, held, (_, arrived_ms) in zip(items, keys, taken):
-                member.streams[(index, item.id)] = Dispatch(0, index, (item.id,), [held], {}, self._now_ms, (arrived_ms,))
+                member.streams[(index, item.id)] = Dispatch(
+                    0, index, (item.id,), [held], {}, self._now_ms, (arrived_ms,)
+                )
             self._emit(ev.Send(worker, msg.Submit(index, items)))
             return
         room = self._rooms.beforehand(member.arena, step.sizes.item_bytes(items), len(items))
@@ -250,7 +256,9 @@ class Scheduler:
         for position, (item, result) in enumerate(zip(dispatch.items, message.results)):
             request = self._book.requests.get(item)
             if request is not None:
-                self._take_result(worker, request, step, result, dispatch.timing(step.name, position, self._now_ms, batch))
+                self._take_result(
+                    worker, request, step, result, dispatch.timing(step.name, position, self._now_ms, batch)
+                )
             self._book.release(dispatch.keys[position])
         self._book.release_blocks((*dispatch.room.values(), *member.granted))
         member.granted.clear()
@@ -269,7 +277,9 @@ class Scheduler:
                 continue
             del member.streams[(message.step, piece.item)]
             if request is not None:
-                result = piece.failure or msg.Given(tuple(piece.outputs[port] for port in range(len(step.output_slots))))
+                result = piece.failure or msg.Given(
+                    tuple(piece.outputs[port] for port in range(len(step.output_slots)))
+                )
                 timing = dispatch.timing(step.name, 0, self._now_ms, len(member.streams) + 1)
                 self._take_result(worker, request, step, result, timing)
             self._book.release(dispatch.keys[0])

@@ -134,9 +134,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def run(
-        self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any
-    ) -> Result:
+    def run(self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any) -> Result:
         """Answer one request and return its outputs.
 
         inputs:      one value for each pipeline input: bytes, a pathlib.Path, an array, a picture, str or json values,
@@ -194,9 +192,7 @@ class Session:
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[ev.Command] = asyncio.Queue()
         packed = await self._apack(inputs)
-        request = self._submit_packed(
-            packed, outputs, deadline_ms, lambda command: _put_soon(loop, heard, command)
-        )
+        request = self._submit_packed(packed, outputs, deadline_ms, lambda command: _put_soon(loop, heard, command))
         ended = False
         try:
             while not ended:
@@ -252,7 +248,9 @@ class Session:
         unknown = sorted(set(inputs) - set(self._inputs))
         missing = [name for name in self._inputs if name not in inputs]
         if unknown or missing:
-            told = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
+            told = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(
+                missing
+            )
             known = ", ".join(f"{name} ({given.type})" for name, given in self._inputs.items())
             raise InputError(f"{'; '.join(told)}; the pipeline's inputs are {known or 'none'}")
         return {name: self._pack_one(name, inputs[name]) for name in self._inputs}

@@ -1,7 +1,7 @@
 """What to do when a worker dies: when to start it again, and when to stop trying.
 
-Pure policy: it is told of deaths and of the time, and answers with a delay. Deaths in service and deaths before a worker
-was ever ready are different things: a crash loop is the second kind, and only that makes a step unavailable.
+Pure policy: it is told of deaths and of the time, and answers with a delay. Deaths in service and deaths before a
+worker was ever ready are different things: a crash loop is the second kind, and only that makes a step unavailable.
 """
 
 from __future__ import annotations
@@ -62,4 +62,4 @@ class Restarts:
                 return None
         delay = min(policy.first_ms * 2**self._in_a_row, policy.longest_ms)
         self._in_a_row += 1
-        return delay * (1 - self._random.random() / 2)
+        return float(delay * (1 - self._random.random() / 2))

@@ -24,7 +24,11 @@ from weftline.shm.block import INLINE_BYTES_MAX, Place
 from weftline.shm.spec import STAND_INS, TensorSpec, byte_size
 from weftline.shm.view import bytes_view, dtype_name, numpy_dtype, numpy_view
 
-ARRAYS: dict[str, tuple[str | None, int | None]] = {"tensor": (None, None), "image": ("uint8", 3), "audio": ("float32", 1)}
+ARRAYS: dict[str, tuple[str | None, int | None]] = {
+    "tensor": (None, None),
+    "image": ("uint8", 3),
+    "audio": ("float32", 1),
+}
 """Kinds that are arrays, with the dtype and rank they have (None: whatever the port says)."""
 
 
@@ -173,7 +177,9 @@ _decode_found = msgspec.msgpack.Decoder(_Found).decode
 def _unpack_detections(data: bytes | memoryview) -> Detections:
     found = _decode_found(data)
     boxes = np.frombuffer(found.boxes, np.float32).reshape(-1, 4)
-    return Detections(boxes, np.frombuffer(found.scores, np.float32), np.frombuffer(found.classes, np.int32), found.names)
+    return Detections(
+        boxes, np.frombuffer(found.scores, np.float32), np.frombuffer(found.classes, np.int32), found.names
+    )
 
 
 def _expect(ok: bool, value: Any, expected: str, what: str) -> None:

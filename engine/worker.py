@@ -88,9 +88,7 @@ class Worker:
             case Submit():
                 self._submit(message)
             case Cancel():
-                node = self._steps[message.step].node
-                for item in message.items if isinstance(node, StreamNode) else ():
-                    node.cancel(item)
+                self._steps[message.step].cancel(message.items)
             case Attach():
                 self._attach(message)
             case Retire():

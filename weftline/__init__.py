@@ -1,1 +1,101 @@
-"""Weftline: models woven into one pipeline on shared GPUs."""
+"""Weftline: models woven into one pipeline on shared GPUs.
+
+    import weftline
+
+    with weftline.load("pipeline.yaml").open() as session:
+        print(session.run(question="How many?")["answer"])
+
+Each name below is imported when it is first used, so that `import weftline` costs milliseconds and no framework.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weftline.errors import PipelineError, WeftlineError
+
+if TYPE_CHECKING:
+    from weftline.engine.session import Result, Session, load
+    from weftline.nodes.contract import Batch, BatchNode, Node, Piece, StreamNode
+    from weftline.nodes.detections import Detections
+    from weftline.nodes.ports import Ports, port
+    from weftline.pipelines.builder import Builder as Pipeline
+    from weftline.pipelines.place import Device, Machine
+
+    __version__: str
+
+__all__ = [
+    "Batch",
+    "BatchNode",
+    "Detections",
+    "Device",
+    "Machine",
+    "Node",
+    "Piece",
+    "Pipeline",
+    "PipelineError",
+    "Ports",
+    "Result",
+    "Session",
+    "StreamNode",
+    "WeftlineError",
+    "__version__",
+    "load",
+    "port",
+]
+
+_HOMES = {
+    "Batch": "weftline.nodes.contract:Batch",
+    "BatchNode": "weftline.nodes.contract:BatchNode",
+    "Detections": "weftline.nodes.detections:Detections",
+    "Device": "weftline.pipelines.place:Device",
+    "Machine": "weftline.pipelines.place:Machine",
+    "Node": "weftline.nodes.contract:Node",
+    "Piece": "weftline.nodes.contract:Piece",
+    "Pipeline": "weftline.pipelines.builder:Builder",
+    "Ports": "weftline.nodes.ports:Ports",
+    "Result": "weftline.engine.session:Result",
+    "Session": "weftline.engine.session:Session",
+    "StreamNode": "weftline.nodes.contract:StreamNode",
+    "load": "weftline.engine.session:load",
+    "port": "weftline.nodes.ports:port",
+}
+"""Where each lazily imported name lives; the imports for type checkers above say the same."""
+
+
+def _version() -> str:
+    """Return the installed version; in a clone that is not installed, what its pyproject.toml says."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("weftline")
+    except metadata.PackageNotFoundError:
+        pass
+    import tomllib
+    from pathlib import Path
+
+    project = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    try:
+        return str(tomllib.loads(project.read_text("utf-8"))["project"]["version"])
+    except (OSError, ValueError, KeyError):
+        return "0+unknown"
+
+
+if not TYPE_CHECKING:  # hidden from type checkers, which would take any attribute for granted
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            found = _version()
+        elif name in _HOMES:
+            from importlib import import_module
+
+            module, _, attribute = _HOMES[name].partition(":")
+            found = getattr(import_module(module), attribute)
+        else:
+            raise AttributeError(f"module 'weftline' has no attribute {name!r}; it has {', '.join(__all__)}")
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,7 +5,7 @@ sequences they belong to; positions are right for each, and who may see whom is 
 
     query  [1, heads, rows, width]      rows: one per token of the round
     key    [1, kv_heads, rows, width]   written to the pages of the layer first, then read back with what was there
-    keys   [kv_heads, slots, width]     a layer's pages; token t of a sequence is at slot pages[t // size] * size + t % size
+    keys   [kv_heads, slots, width]     a layer's pages; token t is at slot pages[t // size] * size + t % size
 
 Heads come first in the pages so that a sequence whose pages are neighbours is, for each head, one dense piece of
 memory: it is attended in place. Others are collected piece by piece into one, for the time of one layer.
@@ -199,7 +199,7 @@ def paged_attention(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool, softcap: float | None
 ) -> Tensor:
-    """Return softmax(q k' scale) v, [1, heads, rows, width]; k and v may have fewer heads, each serving a group of q's."""
+    """Return softmax(q k' scale) v, [1, heads, rows, width]; a head of k and v may serve a group of q's heads."""
     shared = q.shape[1] != k.shape[1]
     if softcap is None:
         return functional.scaled_dot_product_attention(

@@ -131,7 +131,7 @@ class Engine:
         return [u for share, token in self._compute(round.shares) if (u := self._note(share, token)) is not None]
 
     def generate(self, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams) -> list[list[int]]:
-        """Return the answers' tokens to all prompts, computed together; raises what the first failed one failed with."""
+        """Return the tokens of the answers to all prompts, computed together; raises what the first failure was."""
         answers: dict[int, list[int]] = {-1 - self._arrived - at: [] for at in range(len(prompts))}
         for id, prompt in zip(answers, prompts, strict=True):
             self.add(id, prompt, params)
@@ -168,7 +168,9 @@ class Engine:
         except Exception as error:  # whatever a model raises must not take the other requests along
             if len(shares) > 1:
                 return [outcome for share in shares for outcome in self._compute([share])]
-            return [(shares[0], StepError(f"the model failed on this request: {type(error).__name__}"))]
+            failure = StepError(f"the model failed on this request: {type(error).__name__}")
+            failure.__cause__ = error
+            return [(shares[0], failure)]
         broken = StepError("the model gave no usable numbers (NaN) for this request")
         tokens = {
             share.sequence.id: token if good else broken

@@ -174,7 +174,7 @@ class PagePool:
         table.hope = range(0)
 
     def check(self, tables: list[PageTable]) -> None:
-        """Raise RuntimeError unless the books agree with `tables`, all the tables there are; for tests and idle times."""
+        """Raise RuntimeError unless the books agree with `tables`, all the tables there are."""
         counted = [0] * self.size
         for table in tables:
             for page in table.pages:
@@ -185,6 +185,7 @@ class PagePool:
         taken = sum(state == _TAKEN for state in self._map)
         used = sum(count > 0 for count in counted)
         if taken != used + len(self._idle) or self._free != self.size - taken:
-            raise RuntimeError(f"{used} used, {len(self._idle)} idle, {self._free} free, but {taken} taken of {self.size}")
+            counts = f"{used} used, {len(self._idle)} idle, {self._free} free"
+            raise RuntimeError(f"{counts}, but {taken} taken of {self.size}")
         if any(counted[page] for page in self._idle) or not set(self._idle) <= self._kept:
             raise RuntimeError("an idle page is in a table, or was never kept")

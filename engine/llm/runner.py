@@ -107,7 +107,7 @@ class Runner:
             raise ModelError(f"model {source}: its weights cannot be loaded: {_first_line(error)}") from error
         missing = sorted(map(str, info.get("missing_keys") or ())) + sorted(map(str, info.get("mismatched_keys") or ()))
         if missing:
-            raise ModelError(f"model {source}: {len(missing)} weights are missing or of another shape: {missing[0]} ...")
+            raise ModelError(f"model {source}: {len(missing)} weights missing or of another shape: {missing[0]} ...")
         progress("making room for keys and values", 0.9)
         return cls(model.to(options.device), options)
 
@@ -146,7 +146,8 @@ class Runner:
         name = type(self.model).__name__
         unknown = set(getattr(config, "layer_types", None) or ()) - _LAYERS_KNOWN
         if unknown:
-            raise ModelError(f"{name} has layers of kind {', '.join(sorted(unknown))}; only {_LAYERS_KNOWN} can be paged")
+            known = ", ".join(sorted(_LAYERS_KNOWN))
+            raise ModelError(f"{name} has layers of kind {', '.join(sorted(unknown))}; only {known} can be paged")
         seats = attention.seat(self.model, self._round)
         try:
             self._forward([0, 0], [0, 1], [1])
@@ -155,17 +156,18 @@ class Runner:
         layers = [layer for layer in seats if layer.seen]
         if len(layers) != config.num_hidden_layers or any(layer.seen != 1 for layer in layers):
             raise ModelError(
-                f"{name}: {len(layers)} of its {config.num_hidden_layers} layers attend through transformers' attention "
-                "interface; all must, once\n    fix: use a plain decoder such as Llama, Qwen3 or Mistral"
+                f"{name}: {len(layers)} of its {config.num_hidden_layers} layers attend through transformers' "
+                "attention interface; all must, once\n    fix: use a plain decoder such as Llama, Qwen3 or Mistral"
             )
         return layers
 
     def _size(self, kv_bytes: int | None) -> int:
         page_bytes = self.token_bytes * self.page_tokens
         if kv_bytes is None:
-            kv_bytes = min(KV_BYTES_DEFAULT, -(-self.context_max // self.page_tokens) * page_bytes * SEQUENCES_DEFAULT)
+            longest = -(-self.context_max // self.page_tokens) * page_bytes
+            kv_bytes = min(KV_BYTES_DEFAULT, longest * SEQUENCES_DEFAULT)
         if kv_bytes < 2 * page_bytes:
-            raise ModelError(f"kv_bytes: found {kv_bytes}, but one page of this model takes {page_bytes}; give at least two")
+            raise ModelError(f"kv_bytes: found {kv_bytes}, but one page of this model takes {page_bytes}; give two")
         return kv_bytes // page_bytes
 
 
@@ -174,12 +176,14 @@ def _check_folder(source: str | Path) -> None:
     if not folder.is_dir():
         looks_local = isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
         if looks_local:
-            raise ModelError(f"model {source}: no such folder\n    fix: give a folder with config.json and *.safetensors")
+            raise ModelError(
+                f"model {source}: no such folder\n    fix: give a folder with config.json and *.safetensors"
+            )
         return
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {source}: the folder has no config.json")
     if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"model {source}: the folder has no *.safetensors; other formats can run code and are not read")
+        raise ModelError(f"model {source}: the folder has no *.safetensors; other formats can run code: not read")
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ValueError, UnicodeError) as error:

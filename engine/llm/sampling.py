@@ -28,6 +28,7 @@ class Sampler:
         self._ends = ends
         self._generator = torch.Generator()
 
+    @torch.inference_mode()
     def pick(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> tuple[list[int], list[bool]]:
         """Return the next token of each sequence, and whether its row of `logits` [sequences, vocabulary] is sound.
 
@@ -73,7 +74,7 @@ class Sampler:
 
 
 def narrow(logits: Tensor, params: SequenceOf[SamplingParams]) -> None:
-    """Set to -inf, in place, what top-k, top-p and min-p leave out; `logits` [rows, vocabulary] have their temperature."""
+    """Set to -inf, in place, what top-k, top-p and min-p leave out of `logits` [rows, vocabulary]."""
     vocabulary = logits.shape[1]
     if any(p.min_p > 0 for p in params):
         floor = logits.max(dim=-1, keepdim=True).values + _column([p.min_p for p in params], logits).log()

@@ -12,7 +12,6 @@ numbers: how many tokens are *known* (prompt and answer so far) and for how many
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields, replace
@@ -85,7 +84,8 @@ class SamplingParams:
             raise InputError(f"sampling.ignore_eos: found {self.ignore_eos!r:.40}, expected true or false")
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= STOP_CHARS_MAX:
-                raise InputError(f"sampling.stop: found {text!r:.40}, expected texts of 1 to {STOP_CHARS_MAX} characters")
+                found = _shown(text)
+                raise InputError(f"sampling.stop: found {found}, expected texts of 1 to {STOP_CHARS_MAX} characters")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, (1 << 31) - 1)
 
@@ -94,23 +94,32 @@ class SamplingParams:
         """Return `defaults` with the keys of the JSON object `values` changed; unknown keys are refused."""
         known = [item.name for item in fields(cls)]
         if not isinstance(values, Mapping):
-            raise InputError(f"sampling: found {type(values).__name__}, expected an object with keys {', '.join(known)}")
+            found = type(values).__name__
+            raise InputError(f"sampling: found {found}, expected an object with keys {', '.join(known)}")
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(str(key)[:40], known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-                raise InputError(f"sampling.{str(key):.40}: unknown key; {hint}")
+                raise InputError(f"sampling.{key!s:.40}: unknown key; {hint}")
         return replace(defaults or cls(), **dict(values))
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
-        raise InputError(f"sampling.{name}: found {value!r:.40}, expected a whole number from {low} to {high}")
+        raise InputError(f"sampling.{name}: found {_shown(value)}, expected a whole number from {low} to {high}")
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> None:
-    if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
-        raise InputError(f"sampling.{name}: found {value!r:.40}, expected a number from {low:g} to {high:g}")
+    # Not a single comparison holds for NaN, and Python compares whole numbers of any size.
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise InputError(f"sampling.{name}: found {_shown(value)}, expected a number from {low:g} to {high:g}")
+
+
+def _shown(value: object) -> str:
+    """Return the value as an error shows it; Python refuses to write out whole numbers of many thousand digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a whole number of {value.bit_length()} bits"
+    return repr(value)[:40]
 
 
 MOVES: dict[tuple[str, str], str] = {
@@ -186,5 +195,5 @@ def check_tokens(tokens: Iterable[Any], vocabulary: int) -> list[int]:
         raise InputError("prompt: found no tokens, expected at least 1")
     for place, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocabulary:
-            raise InputError(f"prompt: found token id {token!r:.40} at {place}, expected 0 to {vocabulary - 1}")
+            raise InputError(f"prompt: found token id {_shown(token)} at {place}, expected 0 to {vocabulary - 1}")
     return ids

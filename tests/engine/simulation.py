@@ -4,8 +4,8 @@ Everything is drawn from one seed and happens in virtual time, so a failing seed
 
     python -m tests.engine.simulation SEED
 
-After every event the invariants are checked: each admitted request is in exactly one state, the ledger tiles its arenas,
-and when everything has ended nothing is leased, queued or held.
+After every event the invariants are checked: each admitted request is in exactly one state, the ledger tiles its
+arenas, and when everything has ended nothing is leased, queued or held.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from tests.engine.simulation import World, random_plan
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
@@ -35,7 +36,9 @@ def test_a_planted_bug_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) ->
     release, hold = Ledger.release, Ledger.hold
     draws = random.Random(7)
     if mutant == "double free":
-        monkeypatch.setattr(Ledger, "release", lambda s, key, n=1: release(s, key, n) and (draws.random() > 0.05 or release(s, key, 1)))
+        monkeypatch.setattr(
+            Ledger, "release", lambda s, key, n=1: release(s, key, n) and (draws.random() > 0.05 or release(s, key, 1))
+        )
     elif mutant == "lost ticket":
         monkeypatch.setattr(Ledger, "hold", lambda s, key, n=1: hold(s, key, n + (draws.random() < 0.05)))
     elif mutant == "lost cancel":

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from weftline.shm.allocator import Allocator
 from weftline.shm.block import ALIGN_BYTES, PAGE_ALIGN_FROM_BYTES, PAGE_BYTES
 

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block
 from weftline.shm.spec import TensorSpec

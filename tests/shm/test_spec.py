@@ -1,6 +1,7 @@
 """Sizes are computed in unbounded integers and capped before anything is allocated."""
 
 import pytest
+
 from weftline.errors import InputError
 from weftline.shm.spec import ITEM_BYTES, RANK_MAX, TensorSpec, byte_size
 

@@ -1,0 +1,144 @@
+"""Recordings from bytes or arrays to `float32[samples]`, mono, 16 kHz: claims first, decoding in bounded pieces after.
+
+libsndfile decodes (WAV, FLAC, Ogg, MP3). What a header claims is checked before anything is decoded, and what comes out
+is counted while it comes: a header may lie in either direction.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import Any
+
+import numpy as np
+
+from weftline.errors import InputError
+from weftline.nodes.ports import AUDIO_HZ
+from weftline.nodes.resample import resample
+
+SECONDS_MAX = 120.0
+"""Longest recording when nothing else is said, in seconds: 7.7 MB at 16 kHz."""
+
+RATE_MIN_HZ, RATE_MAX_HZ = 8_000, 192_000
+CHANNELS_MAX = 8
+"""Telephone to studio; anything outside is a corrupt header or an attack on the resampler."""
+
+PEAK_MAX = 16.0
+"""Largest float sample taken as audio: above it, integers were converted without being scaled."""
+
+_FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
+_BLOCK = 1 << 16
+_UNKNOWN_FRAMES = 1 << 40
+"""libsndfile's frame counts above this mean 'not known'."""
+
+_STREAMED_BYTES = 0x7FFF_F000
+"""A WAV written to a pipe has a data size of 0xFFFFFFFF or 0x7FFFFFFF or a little less: its length is not known."""
+
+_REFUSED = "no recording that is known; recordings are WAV, FLAC, Ogg and MP3"
+_CORRUPT = "the recording is corrupt or truncated: its {} data cannot be decoded"
+
+
+def decode_audio(data: bytes, seconds_max: float = SECONDS_MAX) -> np.ndarray:
+    """Return the recording in `data` as float32[samples], mono (channels averaged), 16 kHz.
+
+    InputError for other formats, rates outside 8 to 192 kHz, more than 8 channels, more than `seconds_max` claimed or
+    found, and corrupt data; the refusal comes before memory for the samples exists.
+    """
+    _check_magic(data)
+    import soundfile
+
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            _check_claims(file, seconds_max)
+            mono = _read(file, seconds_max)
+            rate = int(file.samplerate)
+    except soundfile.SoundFileError:
+        raise InputError(_CORRUPT.format("audio")) from None
+    if not np.isfinite(mono).all():
+        raise InputError("the recording holds samples that are not numbers")
+    return resample(mono, rate, AUDIO_HZ)
+
+
+def _check_magic(data: bytes) -> None:
+    head = bytes(data[:12])
+    if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
+        _check_wav(data)
+        return
+    mp3_frame = len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0
+    if not mp3_frame and not head.startswith((b"fLaC", b"OggS", b"ID3")):
+        raise InputError(_REFUSED)
+
+
+def _check_wav(data: bytes) -> None:
+    """Refuse a WAV whose data chunk promises more than the file holds: libsndfile would shorten it silently."""
+    at = 12
+    while at + 8 <= len(data):
+        kind, length = struct.unpack_from("<4sI", data, at)
+        if kind == b"data":
+            held = len(data) - at - 8
+            if held < length < _STREAMED_BYTES:
+                raise InputError(f"the recording is truncated: its header promises {length} bytes, it holds {held}")
+            return
+        at += 8 + length + (length & 1)
+    raise InputError(_CORRUPT.format("WAV"))
+
+
+def _check_claims(file: Any, seconds_max: float) -> None:
+    if file.format not in _FORMATS:
+        raise InputError(_REFUSED)
+    if not RATE_MIN_HZ <= file.samplerate <= RATE_MAX_HZ:
+        raise InputError(f"a sample rate of {file.samplerate} Hz; from {RATE_MIN_HZ} to {RATE_MAX_HZ} is taken")
+    if not 1 <= file.channels <= CHANNELS_MAX:
+        raise InputError(f"{file.channels} channels; the most is {CHANNELS_MAX}")
+    if 0 <= file.frames < _UNKNOWN_FRAMES and file.frames > seconds_max * file.samplerate:
+        seconds = file.frames / file.samplerate
+        raise InputError(f"a recording of {seconds:.1f} s; the limit seconds_max is {seconds_max:g}")
+
+
+def _read(file: Any, seconds_max: float) -> np.ndarray:
+    """Return all frames as float32[frames], channels averaged; InputError once more come than the limit."""
+    frames_max = int(seconds_max * file.samplerate)
+    blocks: list[np.ndarray] = []
+    total = 0
+    while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+        total += len(block)
+        if total > frames_max:
+            raise InputError(f"a recording of more than {seconds_max:g} s; that is the limit seconds_max")
+        blocks.append(block[:, 0] if block.shape[1] == 1 else block.mean(axis=1))
+    if total < file.frames < _UNKNOWN_FRAMES and file.format != "MP3":  # an MP3 only estimates its length
+        raise InputError(_CORRUPT.format(file.format))
+    if not total:
+        raise InputError("the recording has no samples")
+    return np.concatenate(blocks)
+
+
+def from_array(samples: np.ndarray, seconds_max: float = SECONDS_MAX) -> np.ndarray:
+    """Return float32[n] from a one-dimensional array at 16 kHz; integers are scaled to -1 to 1.
+
+    The very same array comes back when it already is float32 and row-major.
+    """
+    found = f"{samples.dtype}[{', '.join(map(str, samples.shape))}]"
+    if samples.ndim != 1:
+        fix = "average the channels, x.mean(axis=-1), and resample to 16000 Hz"
+        raise InputError(f"wants audio (float32[samples], 16 kHz), got {found}\n    fix: {fix}")
+    if samples.size > seconds_max * AUDIO_HZ:
+        raise InputError(f"a recording of {samples.size / AUDIO_HZ:.1f} s; the limit seconds_max is {seconds_max:g}")
+    if samples.size == 0:
+        raise InputError("the recording has no samples")
+    if samples.dtype.kind == "f":
+        return _checked_floats(np.ascontiguousarray(samples, np.float32))
+    if samples.dtype == np.uint8:
+        return (samples.astype(np.float32) - 128) / 128
+    if samples.dtype in (np.int16, np.int32):
+        scaled: np.ndarray = samples.astype(np.float32) / (np.iinfo(samples.dtype).max + 1)
+        return scaled
+    raise InputError(f"wants audio (float32[samples], 16 kHz), got {found}\n    fix: convert it to float32, -1 to 1")
+
+
+def _checked_floats(samples: np.ndarray) -> np.ndarray:
+    if not np.isfinite(samples).all():
+        raise InputError("the recording holds samples that are not numbers")
+    peak = float(np.abs(samples).max())
+    if peak > PEAK_MAX:
+        raise InputError(f"audio that reaches {peak:.0f}, expected -1 to 1\n    fix: divide 16-bit samples by 32768")
+    return samples

@@ -1,0 +1,218 @@
+"""What a step runs: the contract between a node and the worker that holds it.
+
+A node class says what it is before anything is loaded (`ports`, from its config alone, without importing its framework)
+and does its work inside a worker process: `open` loads the model, `warm_up` runs it once, `run` takes a batch, `close`
+gives everything back. `run` is never called twice at a time for one instance.
+
+A node that produces its answer piece by piece is a `StreamNode`: the worker hands it items as they come and calls
+`round` as long as it is busy.
+
+    class Shout(Node):
+        '''Upper-cases text.'''
+
+        @classmethod
+        def ports(cls, config, step):
+            return Ports(inputs=(port("text", "text"),), outputs=(port("text", "text"),))
+
+        def run(self, batch):
+            return {"text": [text.upper() for text in batch["text"]]}
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weftline.nodes.ports import Ports
+
+
+@dataclass(frozen=True, slots=True)
+class NoConfig:
+    """The config of a node that has no options."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What `ports` may look at besides the config.
+
+    base_dir: the folder that relative paths in the pipeline file are relative to.
+    wired:    the names of the input ports that the step connects, for nodes whose inputs are whatever is wired.
+    """
+
+    base_dir: Path
+    wired: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenContext:
+    """What a node is given when it opens, inside its worker.
+
+    base_dir:  the folder that relative paths in the pipeline file are relative to.
+    device:    'cpu', or 'cuda:0' and so on.
+    threads:   compute threads this node may use; its share of the machine's cores.
+    items_max: the largest batch it will ever be given.
+    cache_dir: a folder that outlives the process, for compiled engines and the like; may not exist yet.
+    progress:  call with a short phrase ('reading weights') and a fraction from 0 to 1 while loading.
+    """
+
+    base_dir: Path
+    device: str = "cpu"
+    threads: int = 1
+    items_max: int = 1
+    cache_dir: Path = Path(".weftline-cache")
+    progress: Callable[[str, float], None] = field(default=lambda phrase, fraction: None)
+
+
+class Batch:
+    """The items of one call of a node: for every connected input port, one value per item.
+
+    `batch["image"]` is the sequence of that port's values, in item order; arrays are read-only views of shared memory.
+    `batch.stacked("x")` is one array [items, ...]: a view where the items lie side by side, else one copy.
+    `batch.room("y", dtype, shape)` is a writable array [items, ...] inside the shared memory where the output will be
+    read from: write the result there and return that same array, and nothing is copied. It returns None when no room
+    was set aside; return any array then.
+    """
+
+    __slots__ = ("_room", "_stacked", "_values", "ids")
+
+    def __init__(
+        self,
+        values: Mapping[str, Sequence[Any]],
+        ids: Sequence[int] = (),
+        stacked: Callable[[str], np.ndarray | None] | None = None,
+        room: Callable[[str, str, tuple[int, ...]], np.ndarray | None] | None = None,
+    ) -> None:
+        self._values = values
+        self.ids = tuple(ids) or tuple(range(len(next(iter(values.values()), ()))))
+        self._stacked = stacked
+        self._room = room
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def ports(self) -> tuple[str, ...]:
+        """The names of the connected input ports, for nodes whose inputs are whatever is wired."""
+        return tuple(self._values)
+
+    def __getitem__(self, port: str) -> Sequence[Any]:
+        return self._values[port]
+
+    def __contains__(self, port: object) -> bool:
+        return port in self._values
+
+    def get(self, port: str, default: Any = None) -> Sequence[Any]:
+        """Return the values of an optional port, or `default` once per item when it is not connected."""
+        return self._values[port] if port in self._values else [default] * len(self)
+
+    def stacked(self, port: str) -> np.ndarray:
+        """Return the port's tensors as one array [items, ...]; ValueError when their shapes differ."""
+        view = self._stacked(port) if self._stacked else None
+        return np.stack(self._values[port]) if view is None else view
+
+    def room(self, port: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """Return where to write output `port`, an array [items, *shape] of `dtype`, or None when there is no room."""
+        return self._room(port, dtype, shape) if self._room else None
+
+
+Outputs = Mapping[str, Sequence[Any] | np.ndarray]
+"""What `run` returns: for every output port one value per item. A value may be an exception: that item fails alone."""
+
+
+class Node(ABC):
+    """A model or function that a step runs.
+
+    Class attributes say what checking and placing need to know without loading anything:
+
+    Config:         a frozen dataclass of the node's options; its field docstrings are the documentation.
+    extra:          the extra that installs its framework, such as 'onnx'; empty when nothing is needed.
+    heavy:          it computes for long stretches and wants cores of its own.
+    mutates_inputs: it writes into its input arrays, so it is given private copies.
+    batch_default:  (items_max, wait_max_ms) when the step does not say.
+    """
+
+    Config: ClassVar[type[Any]] = NoConfig
+    extra: ClassVar[str] = ""
+    heavy: ClassVar[bool] = False
+    mutates_inputs: ClassVar[bool] = False
+    batch_default: ClassVar[tuple[int, float]] = (1, 0.0)
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @classmethod
+    @abstractmethod
+    def ports(cls, config: Any, step: StepContext) -> Ports:
+        """Return the step's ports from its config alone; ValueError or ModelError says what is wrong with the config.
+
+        A problem with one option is raised as `ConfigError(option, found, expected, fix)`.
+        """
+
+    def open(self, context: OpenContext) -> None:
+        """Load what the node needs; ModelError says what is wrong with the model."""
+
+    def warm_up(self) -> None:
+        """Run once on made-up input, so that the first request does not pay for compilation."""
+
+    def close(self) -> None:
+        """Give back what `open` took."""
+
+
+class BatchNode(Node):
+    """A node that answers a whole batch at once; nearly every node."""
+
+    @abstractmethod
+    def run(self, batch: Batch) -> Outputs:
+        """Return every output port's values for the batch, one per item, in item order.
+
+        An exception fails the batch's items; a value that is an exception fails that item alone.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of one item's answer.
+
+    outputs: for a piece, what is new on each streamed port; for the last one, the whole value of every output port.
+    last:    the item is finished.
+    error:   the item failed with this; it is the last piece.
+    """
+
+    item: int
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+    last: bool = False
+    error: BaseException | None = None
+
+
+class StreamNode(Node):
+    """A node that holds many items at once and answers them piece by piece, such as an LLM."""
+
+    @abstractmethod
+    def submit(self, item: int, inputs: Mapping[str, Any]) -> None:
+        """Take an item; its answer, or why it is refused, comes out of later rounds."""
+
+    @abstractmethod
+    def cancel(self, item: int) -> None:
+        """Drop an item; unknown and finished ones are ignored, and no further piece of it comes."""
+
+    @abstractmethod
+    def round(self) -> Sequence[Piece]:
+        """Do one bounded portion of work and return what it produced."""
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether `round` has work to do."""
+
+
+class ConfigError(ValueError):
+    """One option of a node is wrong; becomes a Problem with the step's file and line."""
+
+    def __init__(self, option: str, found: str, expected: str = "", fix: str = "") -> None:
+        super().__init__(f"{option}: {found}")
+        self.option, self.found, self.expected, self.fix = option, found, expected, fix

@@ -1,0 +1,53 @@
+"""Pictures fitted into a square for a detector, and its boxes brought back.
+
+The arithmetic is ultralytics' LetterBox and scale_boxes, so that a model sees here what it saw in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+PADDING = 114
+"""Grey level around a picture that is not square, as in ultralytics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Where a picture of `height` x `width` px lies in its square: its size there, and its left top corner."""
+
+    height: int
+    width: int
+    inner_height: int
+    inner_width: int
+    left: int
+    top: int
+
+    def to_picture(self, boxes: np.ndarray) -> np.ndarray:
+        """Return float32 [objects, 4] boxes x1 y1 x2 y2 of the square in pixels of the picture, cut at its edges."""
+        shift = np.array([self.left, self.top] * 2, np.float32)
+        gain = np.array([self.inner_width / self.width, self.inner_height / self.height] * 2, np.float32)
+        edge = np.array([self.width, self.height] * 2, np.float32)
+        moved: np.ndarray = np.clip((boxes - shift) / gain, 0, edge)
+        return moved.astype(np.float32)
+
+
+def fit(height: int, width: int, side: int) -> Fit:
+    """Return where a picture of `height` x `width` px goes in a square of `side` px: as large as it fits, centred."""
+    scale = min(side / height, side / width)
+    inner_height, inner_width = max(round(height * scale), 1), max(round(width * scale), 1)
+    left, top = round((side - inner_width) / 2 - 0.1), round((side - inner_height) / 2 - 0.1)
+    return Fit(height, width, inner_height, inner_width, left, top)
+
+
+def letterbox(image: np.ndarray, side: int, out: np.ndarray) -> Fit:
+    """Write uint8[H, W, 3] `image` into `out`, uint8[side, side, 3], and return where it lies there."""
+    import cv2
+
+    place = fit(image.shape[0], image.shape[1], side)
+    size = (place.inner_width, place.inner_height)
+    out.fill(PADDING)
+    inside = out[place.top : place.top + place.inner_height, place.left : place.left + place.inner_width]
+    inside[...] = image if image.shape[1::-1] == size else cv2.resize(image, size, interpolation=cv2.INTER_LINEAR)
+    return place

@@ -1,0 +1,162 @@
+"""What callers send becomes what ports carry: the one door through which request values enter.
+
+`to_value` takes bytes, files, arrays, pictures and plain Python values and gives the canonical value of a port type, or
+an InputError that says what was found and what was wanted. Every size is checked before memory for it is asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weftline.errors import InputError
+from weftline.nodes import audio, image
+from weftline.nodes.audio import decode_audio
+from weftline.nodes.image import decode_image
+from weftline.nodes.ports import PortType
+from weftline.nodes.tensor_input import to_tensor
+from weftline.nodes.values import describe, mismatch
+
+__all__ = ["MediaLimits", "decode_audio", "decode_image", "to_value"]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """What one value may be.
+
+    pixels_max:  largest picture, width times height.
+    seconds_max: longest recording, in seconds.
+    bytes_max:   most bytes of one value as it arrives, and of a tensor.
+    paths:       files may be named. True only for callers inside the process: a path from a client is never opened.
+    """
+
+    pixels_max: int = image.PIXELS_MAX
+    seconds_max: float = audio.SECONDS_MAX
+    bytes_max: int = 64 << 20
+    paths: bool = False
+
+
+def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> Any:
+    """Return `raw` as a value of `type`; InputError says what is wrong with it.
+
+    image:  encoded bytes, a path, a Pillow picture, or a uint8 array (grey, RGB or RGBA).
+    audio:  encoded bytes, a path, or an array at 16 kHz (float, or int16, int32, uint8 which are scaled).
+    text:   a str, or bytes or a file in UTF-8.
+    json:   any json value (a str is itself one), or bytes or a file that hold json.
+    bytes:  bytes, or a file.
+    tensor: an array of the stated dtype, a number or nested lists, or bytes or a file in NumPy's .npy format.
+
+    A path is a pathlib.Path; for images and audio a str is one too. An array that already is right comes back itself.
+    """
+    if isinstance(raw, str) and type.kind in ("image", "audio"):
+        raw = Path(raw)
+    if isinstance(raw, Path):
+        raw = _read_file(raw, limits)
+    if isinstance(raw, bytearray | memoryview):
+        raw = bytes(raw)
+    if isinstance(raw, bytes | str) and len(raw) > limits.bytes_max:
+        raise InputError(f"{len(raw)} bytes; the limit is {limits.bytes_max}")
+    return _CONVERT.get(type.kind, _as_it_is)(type, raw, limits)
+
+
+def _read_file(path: Path, limits: MediaLimits) -> bytes:
+    if not limits.paths:
+        raise InputError("a path instead of content; send the bytes")
+    try:
+        if not path.is_file():
+            raise InputError(f"there is no file {path}")
+        size = path.stat().st_size
+        if size > limits.bytes_max:
+            raise InputError(f"{path} has {size} bytes; the limit is {limits.bytes_max}")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "not a usable path"
+        raise InputError(f"cannot read {path}: {reason}") from None
+
+
+def _image(type: PortType, raw: Any, limits: MediaLimits) -> np.ndarray:
+    if isinstance(raw, bytes):
+        return decode_image(raw, limits.pixels_max)
+    if isinstance(raw, np.ndarray):
+        return image.from_array(raw, limits.pixels_max)
+    if hasattr(raw, "convert") and hasattr(raw, "mode") and hasattr(raw, "size"):
+        return image.from_array(image.from_pil(raw), limits.pixels_max)
+    raise InputError(f"wants image (encoded bytes, or uint8[H, W, 3]), got {describe(raw)}")
+
+
+def _audio(type: PortType, raw: Any, limits: MediaLimits) -> np.ndarray:
+    if isinstance(raw, bytes):
+        return decode_audio(raw, limits.seconds_max)
+    if isinstance(raw, np.ndarray):
+        return audio.from_array(raw, limits.seconds_max)
+    raise InputError(f"wants audio (encoded bytes, or float32[samples] at 16 kHz), got {describe(raw)}")
+
+
+def _text(type: PortType, raw: Any, limits: MediaLimits) -> str:
+    if isinstance(raw, bytes):
+        try:
+            return raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InputError(f"text that is not UTF-8 (byte {error.start})") from None
+    if isinstance(raw, str):
+        try:
+            raw.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"text with half of a surrogate pair (character {error.start})") from None
+    return str(_as_it_is(type, raw, limits))
+
+
+def _json(type: PortType, raw: Any, limits: MediaLimits) -> Any:
+    if isinstance(raw, bytes):
+        try:
+            raw = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            place = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise InputError(f"not valid json{place}") from None
+    return _as_it_is(type, raw, limits)
+
+
+def _tensor(type: PortType, raw: Any, limits: MediaLimits) -> np.ndarray:
+    if isinstance(raw, bytes):
+        raw = _read_npy(raw)
+    return to_tensor(type, raw, limits.bytes_max)
+
+
+def _read_npy(data: bytes) -> np.ndarray:
+    """Return the array in a .npy file; its header is compared with the bytes there are before room is made for it."""
+    stream = io.BytesIO(data)
+    try:
+        read = _NPY_HEADERS[np.lib.format.read_magic(stream)]
+        shape, by_column, dtype = read(stream, max_header_size=4096)
+        count = (len(data) - stream.tell()) // dtype.itemsize
+        if dtype.hasobject or any(size < 0 for size in shape) or count != math.prod(shape):
+            raise ValueError("not plain numbers, or not as many as the header says")
+        array = np.frombuffer(data, dtype, count, stream.tell())
+        return array.reshape(shape, order="F" if by_column else "C")
+    except (ValueError, KeyError, EOFError, ArithmeticError, TypeError):
+        raise InputError("bytes that are no .npy file of plain numbers") from None
+
+
+_NPY_HEADERS: dict[tuple[int, int], Callable[..., Any]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+def _as_it_is(type: PortType, raw: Any, limits: MediaLimits) -> Any:
+    wrong = mismatch(type, raw)
+    if wrong:
+        raise InputError(wrong)
+    return raw
+
+
+_CONVERT: dict[str, Callable[[PortType, Any, MediaLimits], Any]] = {
+    "image": _image, "audio": _audio, "text": _text, "json": _json, "tensor": _tensor,
+}  # fmt: skip

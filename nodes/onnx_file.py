@@ -1,0 +1,185 @@
+"""What an .onnx file takes and gives, and which other files it wants: read from the file, without onnx or onnxruntime.
+
+Only names, types and sizes of the graph's inputs and outputs are kept; weights are walked past where they lie (the file
+is mapped, not read). External data is allowed beside the model and nowhere else. Field numbers: onnx.proto3, IR 10.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from weftline.errors import ModelError
+from weftline.nodes.protobuf import WireError, chunk, fields, number, text
+
+DTYPES = {
+    1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool", 10: "float16",
+    11: "float64", 12: "uint32", 13: "uint64", 14: "complex64",
+}  # fmt: skip
+"""TensorProto.DataType by number, for the types numpy and ONNX Runtime exchange; string and bfloat16 are not."""
+
+DEPTH_MAX = 16
+"""Deepest nesting of graphs in graphs; If and Loop bodies rarely go beyond 3."""
+
+PORTS_MAX = 1024
+RANK_MAX = 16
+
+_MODEL_GRAPH, _MODEL_TRAINING, _MODEL_FUNCTIONS = 7, 20, 25
+_GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT, _GRAPH_SPARSE = 1, 5, 11, 12, 15
+_TENSOR_NAME, _TENSOR_EXTERNAL = 8, 13
+
+
+@dataclass(frozen=True, slots=True)
+class ValueInfo:
+    """A graph input or output. dtype: None when no port can carry it. dims: a size, a name, or None where unknown."""
+
+    name: str
+    dtype: str | None
+    dims: tuple[int | str | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxFile:
+    """A model's face: what it takes (initialisers left out), what it gives, and its external data files."""
+
+    inputs: tuple[ValueInfo, ...]
+    outputs: tuple[ValueInfo, ...]
+    external: tuple[str, ...]
+
+
+def read_onnx(path: Path, shown: str) -> OnnxFile:
+    """Return the face of the model at `path`, called `shown` in errors; ModelError when it is no sound ONNX file."""
+    try:
+        with path.open("rb") as file:  # the map is closed with its last view, which an error may hold on to
+            found = _read_model(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+    except (OSError, ValueError) as error:
+        reason = "it is empty or cannot be read" if not isinstance(error, WireError) else str(error)
+        raise ModelError(f"{shown} is no ONNX model, or a truncated one: {reason}") from None
+    for name in found.external:
+        check_external(path.parent, name, shown)
+    return found
+
+
+def check_external(folder: Path, name: str, shown: str) -> None:
+    """Raise ModelError unless `name` is a file inside `folder`, which is where the model lies."""
+    parts = PurePosixPath(name)
+    foreign = parts.is_absolute() or ".." in parts.parts or "\\" in name or PureWindowsPath(name).drive or "\0" in name
+    if foreign or not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise ModelError(f"{shown} wants external data at {name!r:.120}, outside its own folder; it was not opened")
+    if not (folder / name).is_file():
+        fix = "put it beside the model"
+        raise ModelError(f"{shown} wants external data in {name!r:.120}, which is missing\n    fix: {fix}")
+
+
+def _read_model(message: memoryview) -> OnnxFile:
+    graph: memoryview | None = None
+    external: set[str] = set()
+    for field, value in fields(message):
+        if field == _MODEL_GRAPH:
+            graph = chunk(value)
+        elif field == _MODEL_TRAINING:
+            for inner, nested in fields(chunk(value)):
+                if inner in (1, 2):
+                    external.update(_external_of_graph(chunk(nested), 1))
+        elif field == _MODEL_FUNCTIONS:
+            for inner, nested in fields(chunk(value)):
+                if inner == 7:
+                    external.update(_external_of_node(chunk(nested), 1))
+    if graph is None:
+        raise WireError("it has no graph")
+    return _read_graph(graph, external)
+
+
+def _read_graph(graph: memoryview, external: set[str]) -> OnnxFile:
+    inputs: list[ValueInfo] = []
+    outputs: list[ValueInfo] = []
+    known: set[str] = set()
+    for field, value in fields(graph):
+        if field in (_GRAPH_INPUT, _GRAPH_OUTPUT):
+            (inputs if field == _GRAPH_INPUT else outputs).append(_value_info(chunk(value)))
+        elif field == _GRAPH_INITIALIZER:
+            known.add(next((text(part) for inner, part in fields(chunk(value)) if inner == _TENSOR_NAME), ""))
+    if len(inputs) > PORTS_MAX or len(outputs) > PORTS_MAX or not outputs:
+        raise WireError(f"{len(inputs)} inputs and {len(outputs)} outputs; from 1 to {PORTS_MAX} outputs are sensible")
+    external.update(_external_of_graph(graph, 0))
+    return OnnxFile(tuple(i for i in inputs if i.name not in known), tuple(outputs), tuple(sorted(external)))
+
+
+def _value_info(message: memoryview) -> ValueInfo:
+    name, dtype, dims = "", None, None
+    for field, value in fields(message):
+        if field == 1:
+            name = text(value)
+        elif field == 2:
+            for kind, inner in fields(chunk(value)):
+                if kind == 1:  # a tensor; sequences, maps and optionals have no port type
+                    dtype, dims = _tensor_type(chunk(inner))
+    if not name:
+        raise WireError("an input or output without a name")
+    return ValueInfo(name, dtype, dims)
+
+
+def _tensor_type(message: memoryview) -> tuple[str | None, tuple[int | str | None, ...] | None]:
+    dtype: str | None = None
+    dims: tuple[int | str | None, ...] | None = None
+    for field, value in fields(message):
+        if field == 1:
+            dtype = DTYPES.get(number(value))
+        elif field == 2:
+            dims = tuple(_dim(chunk(part)) for inner, part in fields(chunk(value)) if inner == 1)
+            if len(dims) > RANK_MAX:
+                raise WireError(f"a tensor of {len(dims)} dimensions")
+    return dtype, dims
+
+
+def _dim(message: memoryview) -> int | str | None:
+    dim: int | str | None = None
+    for field, value in fields(message):
+        if field == 1:
+            size = number(value)
+            dim = size if size >= 0 else None  # -1 is an old way to say 'any'
+        elif field == 2:
+            dim = text(value) or None
+    return dim
+
+
+def _external_of_graph(graph: memoryview, depth: int) -> Iterator[str]:
+    """Yield the external files of a graph, its nodes' constants and its inner graphs."""
+    if depth > DEPTH_MAX:
+        raise WireError(f"graphs nested deeper than {DEPTH_MAX}")
+    for field, value in fields(graph):
+        if field == _GRAPH_NODE:
+            yield from _external_of_node(chunk(value), depth)
+        elif field == _GRAPH_INITIALIZER:
+            yield from _external_of_tensor(chunk(value))
+        elif field == _GRAPH_SPARSE:
+            yield from _external_of_sparse(chunk(value))
+
+
+def _external_of_node(node: memoryview, depth: int) -> Iterator[str]:
+    for field, attribute in fields(node):
+        if field != 5:
+            continue
+        for kind, value in fields(chunk(attribute)):
+            if kind in (5, 10):  # t, tensors
+                yield from _external_of_tensor(chunk(value))
+            elif kind in (6, 11):  # g, graphs
+                yield from _external_of_graph(chunk(value), depth + 1)
+            elif kind in (22, 23):  # sparse_tensor, sparse_tensors
+                yield from _external_of_sparse(chunk(value))
+
+
+def _external_of_sparse(sparse: memoryview) -> Iterator[str]:
+    for field, value in fields(sparse):
+        if field in (1, 2):
+            yield from _external_of_tensor(chunk(value))
+
+
+def _external_of_tensor(tensor: memoryview) -> Iterator[str]:
+    for field, entry in fields(tensor):
+        if field == _TENSOR_EXTERNAL:
+            parts = dict(fields(chunk(entry)))
+            if 1 in parts and text(parts[1]) == "location":
+                yield text(parts.get(2, memoryview(b"")))

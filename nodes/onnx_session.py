@@ -1,0 +1,57 @@
+"""Opening ONNX Runtime on a device: TensorRT, CUDA or the CPU, with threads that stay within the step's share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weftline.errors import MissingPackage, ModelError
+from weftline.nodes.contract import OpenContext
+
+Provider = tuple[str, dict[str, Any]]
+
+
+def open_session(path: Path, shown: str, context: OpenContext, tensorrt: bool = True) -> Any:
+    """Return an InferenceSession on `context`'s device; ModelError when the file or the device does not work."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise MissingPackage("onnxruntime", "onnx") from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = context.threads, 1
+    options.log_severity_level = 4
+    # A waiting thread pool that spins takes the cores of the step that is working.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    wanted = providers(onnxruntime.get_available_providers(), context.device, _engine_dir(path, context), tensorrt)
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=wanted)
+    except Exception as error:
+        reason = str(error).replace(str(path), shown).splitlines()[0]
+        raise ModelError(f"{shown} cannot be opened by ONNX Runtime: {reason:.300}") from None
+
+
+def providers(available: Sequence[str], device: str, engine_dir: Path, tensorrt: bool) -> list[Provider]:
+    """Return ONNX Runtime's providers for `device`, best first, with their options; ModelError when it has none."""
+    cpu: Provider = ("CPUExecutionProvider", {})
+    if not device.startswith("cuda"):
+        return [cpu]
+    if "CUDAExecutionProvider" not in available:
+        fix = "pip install onnxruntime-gpu instead of onnxruntime, or set device: cpu"
+        raise ModelError(f"the installed ONNX Runtime cannot use {device}\n    fix: {fix}")
+    index = int(device.partition(":")[2] or 0)
+    found: list[Provider] = [("CUDAExecutionProvider", {"device_id": index}), cpu]
+    if tensorrt and "TensorrtExecutionProvider" in available:
+        engine_dir.mkdir(parents=True, exist_ok=True)
+        kept = {"trt_engine_cache_enable": True, "trt_timing_cache_enable": True}
+        paths = {"trt_engine_cache_path": str(engine_dir), "trt_timing_cache_path": str(engine_dir)}
+        found.insert(0, ("TensorrtExecutionProvider", {"device_id": index, **kept, **paths}))
+    return found
+
+
+def _engine_dir(path: Path, context: OpenContext) -> Path:
+    """Return a folder of this very file's own: TensorRT's engine names do not change with the weights."""
+    about = path.stat()
+    mark = hashlib.sha256(f"{path}\0{about.st_size}\0{about.st_mtime_ns}".encode()).hexdigest()[:16]
+    return context.cache_dir / "tensorrt" / mark

@@ -1,0 +1,272 @@
+"""Jinja2 for templates that may be hostile: no reach outside, and limits on time, loops, sizes and output.
+
+Jinja's own sandbox keeps a template from Python's inside; it does not keep it from running for hours or filling memory.
+Here every way to make something large is either absent or counted:
+
+    source          at most SOURCE_CHARS_MAX characters and NODES_MAX syntax nodes; only the statements in `_NODES`
+    loops, calls    each iteration, call, filter and operator is a tick; ticks and time have a limit
+    strings         every operator and filter that makes one knows its length before it makes it; `%`, format, center,
+                    ljust and the like do not exist
+    numbers         at most NUMBER_BITS_MAX bits
+    lists           at most ITEMS_MAX long, and none built by a template holds another: ten lines of [x, x] would
+                    otherwise be a thousand million elements when printed or compared
+    output          counted while it is generated
+
+A single operation on one input value (sorting it, say) is as long as that input; what bounds it is the input's own
+limit and, from outside, the worker's run_max_ms.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateSyntaxError, meta, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from weftline.nodes.template_filters import FILTERS, Step, to_text
+
+SOURCE_CHARS_MAX = 64 << 10
+NODES_MAX = 5_000
+TICKS_MAX = 100_000
+"""Most loop iterations, calls, filters and operators of one rendering; a prompt needs hundreds."""
+
+TEXT_CHARS_MAX = 1 << 20
+ITEMS_MAX = 10_000
+NUMBER_BITS_MAX = 4_096
+
+_NODES = (
+    nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.NSRef, nodes.Const, nodes.Tuple, nodes.List,
+    nodes.Dict, nodes.Pair, nodes.Keyword, nodes.CondExpr, nodes.Filter, nodes.Test, nodes.Call, nodes.Getitem,
+    nodes.Getattr, nodes.Slice, nodes.Concat, nodes.Compare, nodes.Operand, nodes.BinExpr, nodes.UnaryExpr, nodes.For,
+    nodes.If, nodes.Assign, nodes.With,
+)  # fmt: skip
+"""Statements and expressions a template may hold. Not among them: what buffers output uncounted (macro, set blocks,
+call, filter blocks) and what reaches for other files (include, import, extends)."""
+
+_METHODS: dict[type, frozenset[str]] = {
+    str: frozenset((
+        "capitalize", "count", "endswith", "find", "isalpha", "isdigit", "islower", "isupper", "lower", "lstrip",
+        "partition", "removeprefix", "removesuffix", "rpartition", "rsplit", "rstrip", "split", "splitlines",
+        "startswith", "strip", "swapcase", "title", "upper",
+    )),
+    dict: frozenset(("get", "items", "keys", "values")),
+    list: frozenset(("count", "index")),
+    tuple: frozenset(("count", "index")),
+}  # fmt: skip
+"""Methods a template may call, by type: those whose result is no larger than what they are called on."""
+
+
+class Overrun(Exception):
+    """A template went over one of its limits; the message names it."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """What is left of one rendering: ticks, and the time.monotonic() at which it ends."""
+
+    ends_at: float
+    render_max_ms: float
+    ticks: int = TICKS_MAX
+
+    def tick(self) -> None:
+        """Count one operation; Overrun when there were too many, or time is up."""
+        self.ticks -= 1
+        if self.ticks < 0:
+            raise Overrun(f"more than {TICKS_MAX} loop iterations and operations")
+        if time.monotonic() > self.ends_at:
+            raise Overrun(f"not done after {self.render_max_ms:g} ms, its limit render_max_ms")
+
+
+class _Generator(CodeGenerator):
+    """Jinja's code generator, except that `~` goes through the environment, which counts."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concatenated((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of one template node. Not for two renderings at a time: `render` sets the budget."""
+
+    code_generator_class = _Generator
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
+
+    def __init__(self) -> None:
+        super().__init__(undefined=StrictUndefined, optimized=False, finalize=to_text, keep_trailing_newline=True)
+        self.budget = Budget(0.0, 0.0)
+        self.filters = {name: self._counted(function) for name, function in FILTERS.items()}
+        self.filters |= {"_each": self._each, "_flat": _flat}
+        self.globals = {"range": _short_range, "namespace": Namespace}
+
+    def prepared(self, source: str) -> tuple[Any, set[str]]:
+        """Return `source` ready for `generate`, and the variables it uses; ValueError says what is wrong with it."""
+        if len(source) > SOURCE_CHARS_MAX:
+            raise ValueError(f"a template of {len(source)} characters; the most is {SOURCE_CHARS_MAX}")
+        try:
+            tree = self.parse(source)
+            for count, node in enumerate(_walk(tree)):
+                if count >= NODES_MAX:
+                    raise ValueError(f"a template of more than {NODES_MAX} syntax nodes")
+                _check_node(node)
+            used = meta.find_undeclared_variables(tree) - set(self.globals)
+            _Counting().visit(tree)
+            return self.from_string(tree), used
+        except TemplateSyntaxError as error:
+            raise ValueError(f"line {error.lineno}: {error.message}") from None
+        except (RecursionError, MemoryError, SyntaxError):  # SyntaxError: Python's own limit on nested parentheses
+            raise ValueError("a template that is nested too deeply") from None
+
+    def generate(self, template: Any, values: Mapping[str, Any], chars_max: int, render_max_ms: float) -> str:
+        """Return the rendered text; Overrun when a limit is reached."""
+        self.budget = Budget(time.monotonic() + render_max_ms / 1e3, render_max_ms)
+        pieces: list[str] = []
+        left = chars_max
+        for piece in template.generate(**values):
+            self.budget.tick()
+            left -= len(piece)
+            if left < 0:
+                raise Overrun(f"more than {chars_max} characters, its limit output_chars_max")
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.budget.tick()
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self.budget.tick()
+        _check_operands(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def concatenated(self, parts: tuple[Any, ...]) -> str:
+        """Return what `~` gives: the texts of `parts`, joined."""
+        self.budget.tick()
+        texts = [str(to_text(part)) for part in parts]
+        if sum(map(len, texts)) > TEXT_CHARS_MAX:
+            raise Overrun(f"a text of more than {TEXT_CHARS_MAX} characters")
+        return "".join(texts)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if isinstance(obj, Step):
+            return obj.outputs.get(attribute, self.undefined(obj=obj, name=attribute))
+        return super().getattr(obj, attribute)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """Give str.format no special treatment: it is refused like every method that is not listed."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if attr.startswith("_"):
+            return False
+        if isinstance(obj, LoopContext | Namespace):
+            return True
+        return any(isinstance(obj, type) and attr in names for type, names in _METHODS.items())
+
+    def _counted(self, function: Any) -> Any:
+        from functools import wraps
+
+        @wraps(function)  # keeps the mark that tells Jinja to pass its context as the first argument
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.budget.tick()
+            return function(*args, **kwargs)
+
+        return counted
+
+    def _each(self, values: Any) -> Iterator[Any]:
+        for value in values:
+            self.budget.tick()
+            yield value
+
+
+class _Counting(NodeTransformer):
+    """Puts a counter into every loop, and a check into every list, tuple and dict that a template builds."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        node.iter = nodes.Filter(node.iter, "_each", [], [], None, None, lineno=node.lineno)
+        return self.generic_visit(node)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        node.items = [_flattened(item) for item in node.items]
+        return self.generic_visit(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        if node.ctx == "load":
+            node.items = [_flattened(item) for item in node.items]
+        return self.generic_visit(node)
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        node.value = _flattened(node.value)
+        return self.generic_visit(node)
+
+
+def _flattened(item: nodes.Expr) -> nodes.Expr:
+    if isinstance(item, nodes.Const):
+        return item
+    return nodes.Filter(item, "_flat", [], [], None, None, lineno=item.lineno)
+
+
+def _flat(value: Any) -> Any:
+    if isinstance(value, list | tuple | dict):
+        raise SecurityError("a template builds no lists of lists")
+    return value
+
+
+def _walk(node: nodes.Node) -> Iterator[nodes.Node]:
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(node.iter_child_nodes())
+
+
+def _check_node(node: nodes.Node) -> None:
+    if not isinstance(node, _NODES) or (isinstance(node, nodes.For) and node.recursive):
+        name = "recursive loop" if isinstance(node, nodes.For) else type(node).__name__.lower()
+        raise ValueError(f"line {node.lineno}: a template here holds no {name}")
+
+
+def _short_range(*bounds: int) -> range:
+    found = range(*bounds)
+    if abs((found.stop - found.start) // found.step) > TICKS_MAX:
+        raise Overrun(f"a range of more than {TICKS_MAX} numbers")
+    return found
+
+
+def _check_operands(operator: str, left: Any, right: Any) -> None:
+    """Raise before an operator makes something too large, or formats a string."""
+    if operator == "%" and isinstance(left, str | bytes):
+        raise SecurityError("'%' does not format text here; write {{ a ~ b }}")
+    if operator == "**":
+        bits = max(_bits(left), 1) * (abs(right) if isinstance(right, int) else 1)
+        if bits > NUMBER_BITS_MAX:
+            raise Overrun(f"a number of more than {NUMBER_BITS_MAX} bits")
+    elif operator == "*":
+        if _bits(left) + _bits(right) > NUMBER_BITS_MAX:
+            raise Overrun(f"a number of more than {NUMBER_BITS_MAX} bits")
+        _check_length(left, right)
+        _check_length(right, left)
+    elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+        limit = TEXT_CHARS_MAX if isinstance(left, str) else ITEMS_MAX
+        if len(left) + len(right) > limit:
+            raise Overrun(f"a text or list longer than {limit}")
+
+
+def _check_length(sequence: Any, times: Any) -> None:
+    if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
+        limit = TEXT_CHARS_MAX if isinstance(sequence, str | bytes) else ITEMS_MAX
+        if len(sequence) * times > limit:
+            raise Overrun(f"a text or list longer than {limit}")
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 0

@@ -1,0 +1,116 @@
+"""Text made from other steps' outputs: a Jinja2 template as a step.
+
+Inputs are whatever is wired. A port named `see__detections` is `see.detections` in the template, any other name is a
+variable of that name. Rendering is limited in time, loops, memory and length (see weftline.nodes.sandbox), and what
+gets past those limits is ended by the worker's run_max_ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from weftline.errors import StepError
+from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
+from weftline.nodes.ports import Ports, port
+
+if TYPE_CHECKING:
+    from weftline.nodes.sandbox import Sandbox
+
+SEPARATOR = "__"
+"""Between a step's name and its output's in the name of an input port."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateConfig:
+    """Options of `template`.
+
+    template:         Jinja2 text, such as 'The photo shows: {{ see.detections | describe }}.'
+    output_chars_max: longest text it may make, in characters.
+    render_max_ms:    longest it may take for one item, in milliseconds.
+    """
+
+    template: str
+    output_chars_max: int = 100_000
+    render_max_ms: float = 200.0
+
+
+class Template(BatchNode):
+    """Renders a template for each item."""
+
+    Config: ClassVar[type[Any]] = TemplateConfig
+    batch_default: ClassVar[tuple[int, float]] = (8, 0.0)
+
+    _sandbox: Sandbox
+    _template: Any
+
+    @classmethod
+    def ports(cls, config: TemplateConfig, step: StepContext) -> Ports:
+        if config.output_chars_max < 1 or config.render_max_ms <= 0:
+            option = "output_chars_max" if config.output_chars_max < 1 else "render_max_ms"
+            raise ConfigError(option, f"{getattr(config, option)}", "a number above 0")
+        _check_names(config.template, step.wired)
+        inputs = tuple(port(name, "any") for name in step.wired)
+        return Ports(inputs=inputs, outputs=(port("text", "text", about="the rendered text"),))
+
+    def open(self, context: OpenContext) -> None:
+        from weftline.nodes.sandbox import Sandbox
+
+        self._sandbox = Sandbox()
+        try:
+            self._template, _ = self._sandbox.prepared(self.config.template)
+        except ValueError as error:
+            raise ConfigError("template", str(error)) from None
+
+    def run(self, batch: Batch) -> Outputs:
+        rows = [{name: batch[name][place] for name in batch.ports} for place in range(len(batch))]
+        return {"text": [self._try_render(row) for row in rows]}
+
+    def _try_render(self, inputs: Mapping[str, Any]) -> str | StepError:
+        from jinja2.exceptions import TemplateError
+
+        from weftline.nodes.sandbox import Overrun
+
+        config = self.config
+        try:
+            values = variables(inputs)
+            return self._sandbox.generate(self._template, values, config.output_chars_max, config.render_max_ms)
+        except Overrun as error:
+            return StepError(f"the template makes {error}" if "limit" not in str(error) else f"the template: {error}")
+        except (TemplateError, TypeError, ValueError, KeyError, LookupError, ArithmeticError, RecursionError) as error:
+            return StepError(f"the template failed: {str(error) or type(error).__name__:.300}")
+
+
+def variables(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template's variables: `see__detections` is attribute `detections` of variable `see`."""
+    from weftline.nodes.template_filters import Step, to_template
+
+    plain: dict[str, Any] = {}
+    steps: dict[str, dict[str, Any]] = {}
+    for name, value in inputs.items():
+        step, separator, output = name.partition(SEPARATOR)
+        if separator and step and output:
+            steps.setdefault(step, {})[output] = to_template(value)
+        else:
+            plain[name] = to_template(value)
+    return {**plain, **{step: Step(outputs) for step, outputs in steps.items()}}
+
+
+def _check_names(source: str, wired: tuple[str, ...]) -> None:
+    """Raise ConfigError when the template cannot be parsed or uses a variable that is not wired.
+
+    Where Jinja2 is not installed nothing is checked: a pipeline is checked in places where it will not run.
+    """
+    try:
+        from weftline.nodes.sandbox import Sandbox
+    except ImportError:
+        return
+    try:
+        _, used = Sandbox().prepared(source)
+    except ValueError as error:
+        raise ConfigError("template", str(error)) from None
+    unknown = sorted(used - {name.partition(SEPARATOR)[0] for name in wired} - set(wired))
+    if unknown:
+        have = ", ".join(name.replace(SEPARATOR, ".", 1) for name in wired) or "nothing"
+        raise ConfigError("template", f"uses {', '.join(unknown)}, which is not wired", f"of what is wired: {have}")

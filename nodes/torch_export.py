@@ -1,0 +1,119 @@
+"""torch.export files: opened as data, as far as torch allows.
+
+torch.export.load falls back to unrestricted pickles for parts of an archive, loads compiled libraries that lie in it,
+looks functions up by the names it finds and hands texts to sympy, which evaluates them. All of that is shut out here:
+only the parts of a plain exported program may be there, every pickle is read with weights only, functions are operators
+of known namespaces, and expressions hold nothing but sizes and arithmetic. It remains a program in torch's small
+language, as TorchScript is; name a file only when you would also run a script of its author's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from weftline.errors import ModelError
+
+_ALLOWED = re.compile(
+    r"^(models/[\w.-]+\.json"
+    r"|data/(weights/(weight_\d+|[\w.-]+_config\.json)|constants/(tensor_\d+|[\w.-]+_config\.json)|sample_inputs/[\w.-]+\.pt)|archive_format|archive_version|byteorder|version|\.data/\w+|extra/[\w.-]+)$"
+)
+"""Entries of an archive, below its top folder, that a plain exported program is made of."""
+
+
+_TARGET = re.compile(
+    r"^(torch\.ops\.(aten|prim|prims|higher_order|torchvision|quantized|quantized_decomposed|torchao)\.\w+(\.\w+)?"
+    r"|_operator\.(add|sub|mul|floordiv|mod|truediv|pow|neg|getitem|eq|ne|lt|le|gt|ge|and_|or_|not_|lshift|rshift)"
+    r"|math\.\w+|torch\.sym_\w+)$"
+)
+"""Functions a program may call: operators, arithmetic, and those on symbolic sizes."""
+
+_SIZE = re.compile(r"'?\b[a-z]{1,3}\d+\b'?")
+"""A symbolic size, such as s77, in quotes or not."""
+
+_WORDS = frozenset(
+    "Symbol Integer Rational Float Add Mul Pow Mod Max Min Abs Equality Unequality Eq Ne LessThan StrictLessThan "
+    "GreaterThan StrictGreaterThan And Or Not true false True False positive nonnegative negative integer real FloorDiv "
+    "CeilDiv PythonMod ModularIndexing CleanDiv IntTrueDiv FloatTrueDiv CeilToInt FloorToInt TruncToInt ToFloat".split()
+)
+"""What expressions are made of besides sizes and numbers, in sympy's own words."""
+
+_ARITHMETIC = re.compile(r"^[\w\s+\-*/%(),<>=!&|~]*$")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+def load_exported(path: Path, shown: str) -> Any:
+    """Return the module of the exported program at `path`; ModelError when it is something else, or more than that."""
+    _check_entries(path, shown)
+    import torch
+
+    with _weights_only():
+        try:
+            # Guards are Python source in the file; ports say what they would have checked.
+            return torch.export.load(path).module(check_guards=False)
+        except Exception as error:
+            first = (str(error).replace(str(path), shown).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"{shown} is no torch.export file, or is corrupt: {first:.200}") from None
+
+
+def _check_entries(path: Path, shown: str) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+            odd = [name for name in entries if not _ALLOWED.match(name)]
+            if odd:
+                raise ModelError(
+                    f"{shown} holds {odd[0]!r:.100}, which can run code when it is loaded; it was not opened"
+                )
+            programs = [
+                json.loads(archive.read(entry)) for name, entry in entries.items() if name.startswith("models/")
+            ]
+    except (OSError, ValueError, RecursionError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error):
+        raise ModelError(f"{shown} is no torch.export file, or a truncated one") from None
+    if not programs:
+        raise ModelError(
+            f"{shown} holds no exported program\n    fix: save it with torch.export.save of torch 2.9 or later"
+        )
+    for key, text in _texts(programs):
+        if (key == "target" and not _TARGET.match(text)) or (key == "expr_str" and not _is_arithmetic(text)):
+            raise ModelError(f"{shown} asks for {text!r:.100}, which is not an operator or a size; it was not opened")
+
+
+def _texts(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield every text that has a key, at any depth of a JSON value."""
+    waiting = [("", value)]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, dict):
+            waiting.extend(value.items())
+        elif isinstance(value, list):
+            waiting.extend((key, part) for part in value)
+
+
+def _is_arithmetic(text: str) -> bool:
+    rest = _SIZE.sub("0", text)
+    return bool(_ARITHMETIC.match(rest)) and _WORDS.issuperset(_WORD.findall(rest))
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Make every torch.load inside the block read weights only, whatever its caller asks for."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,214 @@
+"""A PyTorch module as a step: a TorchScript file, a torch.export file, or a class of the user's with its weights.
+
+A batch is one call: every input is one tensor [items, ...], every output one tensor [items, ...]. bfloat16 and float8
+values, which numpy does not have, travel as the unsigned integers of weftline.shm.spec.STAND_INS with the same bits;
+this node turns them into true torch tensors on the way in and back on the way out, so modules never see the difference.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weftline.errors import MissingPackage, ModelError, StepError
+from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
+from weftline.nodes.grouping import alike
+from weftline.nodes.model_file import need_file
+from weftline.nodes.ports import Port, Ports, PortType
+from weftline.nodes.torch_export import load_exported
+from weftline.nodes.user_code import load, locate
+from weftline.nodes.weights import load_into, load_weights
+from weftline.shm.spec import STAND_INS
+
+
+@dataclass(frozen=True, slots=True)
+class TorchConfig:
+    """Options of `torch`: either `model`, or `module` with its weights.
+
+    accepts:   input ports, name to tensor type of one item, such as {x: "float32[3, 32, 32]"}; given to the module in
+               this order.
+    gives:     output ports, likewise; the module returns one tensor, a tuple in this order, or a dict by name.
+    model:     a TorchScript file, or a torch.export .pt2 file. Both are programs: name only one you would run.
+    module:    'file.py:Class' or 'package.module:Class', a class (or function) that makes the nn.Module.
+    arguments: keyword arguments of `module`.
+    weights:   safetensors, or a torch state dict, for `module`; loaded without running code from it.
+    """
+
+    accepts: dict[str, str]
+    gives: dict[str, str]
+    model: str = ""
+    module: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    weights: str = ""
+
+
+class TorchModule(BatchNode):
+    """Runs a torch module on batches of tensors, in inference mode."""
+
+    Config: ClassVar[type[Any]] = TorchConfig
+    extra: ClassVar[str] = "torch"
+    heavy: ClassVar[bool] = True
+    batch_default: ClassVar[tuple[int, float]] = (8, 1.0)
+
+    _module: Any = None
+    _ports: Ports
+    _device: str
+
+    @classmethod
+    def ports(cls, config: TorchConfig, step: StepContext) -> Ports:
+        if bool(config.model) == bool(config.module):
+            raise ConfigError("model", "neither model nor module, or both", "one of them", "see the docs of node torch")
+        if config.model:
+            need_file(config.model, step.base_dir)
+        else:
+            locate(config.module, step.base_dir, "module")
+        if config.weights:
+            need_file(config.weights, step.base_dir, "weights")
+        return Ports(_declared(config.accepts, "accepts"), _declared(config.gives, "gives"))
+
+    def open(self, context: OpenContext) -> None:
+        try:
+            import torch
+        except ImportError:
+            raise MissingPackage("torch", self.extra) from None
+        torch.set_num_threads(max(context.threads, 1))
+        self._ports = self.ports(self.config, StepContext(context.base_dir))
+        self._device = context.device
+        context.progress("reading weights", 0.1)
+        module = self._open_file(context.base_dir) if self.config.model else self._make(context.base_dir)
+        self._module = module.to(self._device)
+
+    def warm_up(self) -> None:
+        types = [port.type for port in self._ports.inputs]
+        if all(type.dtype and type.dims is not None and all(isinstance(d, int) for d in type.dims) for type in types):
+            arrays = [np.zeros((1, *_sizes(type)), STAND_INS.get(type.dtype or "", type.dtype)) for type in types]
+            self._call(arrays)
+
+    def run(self, batch: Batch) -> Outputs:
+        names = [port.name for port in self._ports.inputs]
+        groups = alike([batch[name] for name in names], len(batch))
+        if len(groups) == 1:
+            return self._into_rooms(self._call([batch.stacked(name) for name in names]), batch)
+        found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port in self._ports.outputs}
+        for group in groups:
+            answers = self._call([np.stack([batch[name][item] for item in group]) for name in names])
+            for name, tensor in answers.items():
+                for item, row in zip(group, tensor, strict=True):
+                    found[name][item] = row
+        return found
+
+    def close(self) -> None:
+        self._module = None
+
+    def _open_file(self, base_dir: Path) -> Any:
+        import torch
+
+        path, shown = need_file(self.config.model, base_dir), self.config.model
+        if path.suffix == ".pt2":
+            return load_exported(path, shown)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch advises torch.export; both are taken here
+                return torch.jit.load(path, map_location="cpu").eval()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            reason = str(error).replace(str(path), shown).strip().splitlines() or [type(error).__name__]
+            raise ModelError(f"{shown} is no TorchScript file, or is corrupt: {reason[0]:.200}") from None
+
+    def _make(self, base_dir: Path) -> Any:
+        import torch
+
+        make = load(self.config.module, base_dir, "module")
+        try:
+            module = make(**self.config.arguments)
+        except Exception as error:
+            raise ModelError(f"{self.config.module} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(module, torch.nn.Module):
+            raise ModelError(f"{self.config.module} gives {type(module).__name__}, expected a torch.nn.Module")
+        if self.config.weights:
+            state = load_weights(need_file(self.config.weights, base_dir, "weights"), self.config.weights)
+            load_into(module, state, self.config.weights)
+        return module.eval()
+
+    def _call(self, arrays: Sequence[np.ndarray]) -> dict[str, Any]:
+        """Return each output as an array [items, ...], on the CPU."""
+        import torch
+
+        with torch.inference_mode():
+            pairs = zip(arrays, self._ports.inputs, strict=True)
+            inputs = [_to_torch(array, port.type, self._device) for array, port in pairs]
+            answer = self._by_name(self._module(*inputs))
+            return {port.name: _to_numpy(answer[port.name], port, len(arrays[0])) for port in self._ports.outputs}
+
+    def _by_name(self, answer: Any) -> Mapping[str, Any]:
+        names = [port.name for port in self._ports.outputs]
+        if isinstance(answer, Mapping):
+            missing = [name for name in names if name not in answer]
+            if missing:
+                found = ", ".join(map(str, answer))
+                raise StepError(f"the module returned no {', '.join(missing)}; it returned {found}")
+            return answer
+        values = list(answer) if isinstance(answer, tuple | list) else [answer]
+        if len(values) != len(names):
+            raise StepError(f"the module returned {len(values)} values, gives declares {len(names)}")
+        return dict(zip(names, values, strict=True))
+
+    def _into_rooms(self, answers: Mapping[str, np.ndarray], batch: Batch) -> Outputs:
+        placed: dict[str, np.ndarray] = {}
+        for name, array in answers.items():
+            room = batch.room(name, str(array.dtype), array.shape[1:])
+            if room is not None:
+                np.copyto(room, array)
+            placed[name] = array if room is None else room
+        return placed
+
+
+def _declared(written: Mapping[str, str], option: str) -> tuple[Port, ...]:
+    if not written:
+        raise ConfigError(option, "empty", "at least one port", f'{option}: {{x: "float32[3, 32, 32]"}}')
+    ports = []
+    for name, text in written.items():
+        try:
+            type = PortType.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{option}.{name}", str(error)) from None
+        if type.kind != "tensor" or type.dtype is None:
+            raise ConfigError(f"{option}.{name}", f"{text}", "a tensor with a dtype, such as float32[3, 32, 32]")
+        ports.append(Port(name, type))
+    return tuple(ports)
+
+
+def _sizes(type: PortType) -> tuple[int, ...]:
+    return tuple(dim for dim in type.dims or () if isinstance(dim, int))
+
+
+def _to_torch(array: np.ndarray, type: PortType, device: str) -> Any:
+    """Return a tensor on `device` that shares the array's memory where it can; torch must not write into it."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # shared inputs are read-only, which torch tensors cannot express
+        tensor = torch.from_numpy(array)
+    if type.dtype in STAND_INS:
+        tensor = tensor.view(getattr(torch, type.dtype))
+    return tensor.to(device)
+
+
+def _to_numpy(tensor: Any, port: Port, items: int) -> np.ndarray:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != items:
+        found = f"a tensor {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise StepError(
+            f"the module's {port.name} is {found}; expected a tensor whose first dimension is {items} items"
+        )
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name != port.type.dtype:
+        raise StepError(f"the module's {port.name} is {name}, gives declares {port.type}")
+    tensor = tensor.detach().contiguous().cpu()
+    array: np.ndarray = (tensor.view(getattr(torch, STAND_INS[name])) if name in STAND_INS else tensor).numpy()
+    return array

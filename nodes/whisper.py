@@ -1,0 +1,159 @@
+"""Speech recognition with Whisper models (A. Radford et al., 2022), run by openai-whisper.
+
+Any checkpoint in openai-whisper's format works, of any size: its own dims are honoured, so a model may listen to less
+than 30 s at a time. A recording longer than that is cut at its quietest spots and the texts are joined. The windows of
+all items of a batch are decoded together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weftline.errors import MissingPackage, ModelError
+from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
+from weftline.nodes.model_file import find_model
+from weftline.nodes.ports import AUDIO_HZ, Ports, port
+from weftline.nodes.whisper_file import KNOWN, load_whisper
+from weftline.nodes.windows import cut
+
+HOP = 160
+"""Samples from one mel frame to the next; the encoder halves the frame rate: 320 samples an audio context position."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhisperConfig:
+    """Options of `whisper`.
+
+    model:      a checkpoint (.pt) or a folder with model.pt, relative to the pipeline file; or one of openai-whisper's
+                names (tiny, base.en, large-v3, turbo ...), from its cache or downloaded by it with its checksum.
+    language:   what is spoken, such as 'en'; None lets a multilingual model decide.
+    task:       'transcribe', or 'translate' into English.
+    prompt:     text the recording is taken to continue: names and spellings to expect.
+    beams:      width of the beam search; 1 is greedy.
+    tokens_max: most tokens for one window; None means half of the model's text context.
+    """
+
+    model: str
+    language: str | None = None
+    task: str = "transcribe"
+    prompt: str = ""
+    beams: int = 1
+    tokens_max: int | None = None
+
+
+class Whisper(BatchNode):
+    """Transcribes recordings."""
+
+    Config: ClassVar[type[Any]] = WhisperConfig
+    extra: ClassVar[str] = "whisper"
+    heavy: ClassVar[bool] = True
+    batch_default: ClassVar[tuple[int, float]] = (8, 5.0)
+
+    _model: Any = None
+    _options: Any = None
+    _windows_max: int = 1
+
+    @classmethod
+    def ports(cls, config: WhisperConfig, step: StepContext) -> Ports:
+        if find_model(config.model, step.base_dir) is None and config.model not in KNOWN:
+            expected = f"a file, a folder with model.pt, or one of {', '.join(KNOWN)}"
+            raise ConfigError("model", f"there is no {config.model}", expected)
+        if config.task not in ("transcribe", "translate"):
+            raise ConfigError("task", f"{config.task!r:.40}", "transcribe or translate")
+        if config.beams < 1:
+            raise ConfigError("beams", f"{config.beams}", "a count from 1")
+        return Ports(
+            inputs=(port("audio", "audio", about="what was said"),),
+            outputs=(
+                port("text", "text", about="the words"),
+                port("language", "text", about="code of the language, such as en"),
+                port("segments", "json", about="for each window: start_s, end_s, text, no_speech, logprob"),
+            ),
+        )
+
+    def open(self, context: OpenContext) -> None:
+        try:
+            import torch
+            import whisper
+        except ImportError:
+            raise MissingPackage("openai-whisper", self.extra) from None
+        torch.set_num_threads(max(context.threads, 1))
+        self._model = load_whisper(self.config.model, context)
+        self._options = self._decoding(whisper, context.device)
+        self._windows_max = max(context.items_max, 1)
+
+    def _decoding(self, whisper: Any, device: str) -> Any:
+        """Return openai-whisper's own options; ModelError when the model does not know the language."""
+        language = self.config.language or (None if self._model.is_multilingual else "en")
+        if language is not None and language not in whisper.tokenizer.LANGUAGES:
+            raise ModelError(f"language {language!r:.40} is not one of Whisper's; write a code such as en or de")
+        return whisper.DecodingOptions(
+            task=self.config.task,
+            language=language,
+            prompt=self.config.prompt or None,
+            beam_size=self.config.beams if self.config.beams > 1 else None,
+            sample_len=self.config.tokens_max,
+            without_timestamps=True,
+            fp16=device.startswith("cuda"),
+        )
+
+    def warm_up(self) -> None:
+        from dataclasses import replace
+
+        options, self._options = self._options, replace(self._options, sample_len=2)
+        try:
+            self._decode([np.zeros(AUDIO_HZ, np.float32)])
+        finally:
+            self._options = options
+
+    def run(self, batch: Batch) -> Outputs:
+        window = self._model.dims.n_audio_ctx * 2 * HOP
+        spans = [cut(samples, window) for samples in batch["audio"]]
+        pieces = [samples[a:b] for samples, parts in zip(batch["audio"], spans, strict=True) for a, b in parts]
+        results: list[Any] = []
+        for start in range(0, len(pieces), self._windows_max):
+            results += self._decode(pieces[start : start + self._windows_max])
+        rest = iter(results)
+        heard = [[(a, b, next(rest)) for a, b in parts] for parts in spans]
+        return {
+            "text": [" ".join(result.text for _, _, result in parts if result.text) for parts in heard],
+            "language": [parts[0][2].language for parts in heard],
+            "segments": [[_segment(*part) for part in parts] for parts in heard],
+        }
+
+    def close(self) -> None:
+        self._model = None
+
+    def _decode(self, pieces: Sequence[np.ndarray]) -> list[Any]:
+        """Return openai-whisper's result for each window of at most the model's context."""
+        import torch
+        import whisper
+
+        dims = self._model.dims
+        mels = []
+        with torch.inference_mode():
+            for piece in pieces:
+                padded = np.zeros(dims.n_audio_ctx * 2 * HOP, np.float32)
+                padded[: len(piece)] = piece
+                mels.append(whisper.log_mel_spectrogram(padded, dims.n_mels, device=self._model.device))
+            found: list[Any] = whisper.decode(self._model, torch.stack(mels), self._options)
+        return found
+
+
+def _segment(start: int, end: int, result: Any) -> dict[str, Any]:
+    return {
+        "start_s": round(start / AUDIO_HZ, 3),
+        "end_s": round(end / AUDIO_HZ, 3),
+        "text": result.text,
+        "no_speech": _finite(result.no_speech_prob),
+        "logprob": _finite(result.avg_logprob),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return round(float(value), 4) if math.isfinite(value) else None

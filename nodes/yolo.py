@@ -1,0 +1,161 @@
+"""Object detection with YOLO models, run by ultralytics.
+
+ultralytics is licensed under AGPL-3.0 (or a commercial licence of Ultralytics): a service built on this node takes on
+that licence's duties, among them offering its source to its users. Nothing else in Weftline depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
+from weftline.nodes.detections import Detections
+from weftline.nodes.letterbox import Fit, letterbox
+from weftline.nodes.model_file import find_model
+from weftline.nodes.ports import Ports, port
+from weftline.nodes.yolo_file import STRIDE, Detector, load_folder, load_pickle, quiet_ultralytics, read_config
+
+SUPPRESSION_MAX_S = 3600.0
+"""Time for non-maximum suppression. ultralytics' own 50 ms a picture silently drops detections on a slow machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class YoloConfig:
+    """Options of `yolo`. ultralytics, which runs the model, is licensed under AGPL-3.0.
+
+    model:          a weftline-yolo folder (model.safetensors and config.json), or ultralytics weights (.pt), relative
+                    to the pipeline file; a plain name such as yolo11n.pt is also looked for where ultralytics keeps
+                    its own, and fetched by it.
+    confidence:     least score of a detection; None takes the model's own, or 0.25.
+    iou:            overlap above which the weaker of two detections of a class is dropped; None takes the model's own.
+    detections_max: most detections of one picture.
+    image_size:     side of the square the picture is fitted into, a multiple of 32; None takes the model's own.
+    trust_pickle:   a .pt file is a pickle, which can run any code when it is loaded. True says that you trust this one.
+    """
+
+    model: str
+    confidence: float | None = None
+    iou: float | None = None
+    detections_max: int = 300
+    image_size: int | None = None
+    trust_pickle: bool = False
+
+
+class Yolo(BatchNode):
+    """Finds objects in pictures. It runs on ultralytics, which is AGPL-3.0: its duties pass on to what you build."""
+
+    Config: ClassVar[type[Any]] = YoloConfig
+    extra: ClassVar[str] = "yolo"
+    heavy: ClassVar[bool] = True
+    batch_default: ClassVar[tuple[int, float]] = (16, 2.0)
+
+    _detector: Detector | None = None
+    _side: int
+    _device: str
+
+    @classmethod
+    def ports(cls, config: YoloConfig, step: StepContext) -> Ports:
+        path = find_model(config.model, step.base_dir)
+        if path is not None and path.is_dir():
+            read_config(path, config.model)
+            if not (path / "model.safetensors").is_file():
+                raise ConfigError("model", f"the folder {config.model} has no model.safetensors")
+        else:
+            _check_pickle(config, path)
+        _check_numbers(config)
+        return Ports(
+            inputs=(port("image", "image", about="the picture"),),
+            outputs=(port("detections", "detections", about="boxes, classes and scores, most confident first"),),
+        )
+
+    def open(self, context: OpenContext) -> None:
+        self.ports(self.config, StepContext(context.base_dir))
+        path = find_model(self.config.model, context.base_dir)
+        quiet_ultralytics(context.cache_dir, offline=path is not None)
+        context.progress("reading weights", 0.1)
+        if path is not None and path.is_dir():
+            self._detector = load_folder(path, self.config.model)
+        else:
+            self._detector = load_pickle(self.config.model, path, self.config.image_size or 0)
+        import torch
+
+        torch.set_num_threads(max(context.threads, 1))
+        context.progress("folding normalisation into convolutions", 0.8)
+        self._device = context.device
+        self._detector.network.fuse(verbose=False)
+        self._detector.network.to(context.device).requires_grad_(False)
+        self._side = self.config.image_size or self._detector.image_size
+
+    def warm_up(self) -> None:
+        self._find([np.zeros((self._side, self._side, 3), np.uint8)])
+
+    def run(self, batch: Batch) -> Outputs:
+        return {"detections": self._find(batch["image"])}
+
+    def close(self) -> None:
+        self._detector = None
+
+    def _find(self, images: Sequence[np.ndarray]) -> list[Detections]:
+        import torch
+
+        squares = np.empty((len(images), self._side, self._side, 3), np.uint8)
+        fits = [letterbox(image, self._side, square) for image, square in zip(images, squares, strict=True)]
+        with torch.inference_mode():
+            pixels = torch.from_numpy(squares).to(self._device).permute(0, 3, 1, 2).float().div_(255)
+            found = self._suppress(self._opened.network(pixels))
+            return [self._detections(rows.cpu().numpy(), place) for rows, place in zip(found, fits, strict=True)]
+
+    @property
+    def _opened(self) -> Detector:
+        if self._detector is None:
+            raise RuntimeError("the node is not open")
+        return self._detector
+
+    def _suppress(self, raw: Any) -> list[Any]:
+        from ultralytics.utils.nms import non_max_suppression
+
+        config, detector = self.config, self._opened
+        found: list[Any] = non_max_suppression(
+            raw,
+            detector.confidence if config.confidence is None else config.confidence,
+            detector.iou if config.iou is None else config.iou,
+            max_det=config.detections_max,
+            nc=len(detector.names),
+            max_time_img=SUPPRESSION_MAX_S,
+            end2end=bool(getattr(detector.network, "end2end", False)),
+        )
+        return found
+
+    def _detections(self, rows: np.ndarray, place: Fit) -> Detections:
+        """Return float32 [objects, 6] rows of box, score and class as Detections of the original picture."""
+        order = np.argsort(-rows[:, 4], kind="stable")
+        boxes = place.to_picture(rows[order, :4])
+        return Detections(boxes, rows[order, 4].copy(), rows[order, 5].astype(np.int32), self._opened.names)
+
+
+def _check_pickle(config: YoloConfig, path: Path | None) -> None:
+    if not config.model.endswith(".pt"):
+        found = f"there is no {config.model}" if path is None else f"{config.model} is neither a folder nor a .pt file"
+        raise ConfigError("model", found, "a weftline-yolo folder, or ultralytics weights (.pt)")
+    if not config.trust_pickle:
+        found = f"{config.model} is a pickle: loading it can run any code that was put in it"
+        fix = "set trust_pickle: true if you trust where it came from, or use a weftline-yolo folder"
+        raise ConfigError("model", found, "a folder with model.safetensors and config.json", fix)
+    if path is None and "/" in config.model:
+        raise ConfigError("model", f"there is no file {config.model}", fix="paths are relative to the pipeline file")
+
+
+def _check_numbers(config: YoloConfig) -> None:
+    for option in ("confidence", "iou"):
+        value = getattr(config, option)
+        if value is not None and not 0 <= value <= 1:
+            raise ConfigError(option, f"{value}", "from 0 to 1")
+    if config.detections_max < 1:
+        raise ConfigError("detections_max", f"{config.detections_max}", "a count from 1")
+    if config.image_size is not None and (config.image_size < STRIDE or config.image_size % STRIDE):
+        raise ConfigError("image_size", f"{config.image_size}", f"a multiple of {STRIDE}")

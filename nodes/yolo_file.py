@@ -1,0 +1,182 @@
+"""Detector weights: the weftline-yolo folder, which holds no code, and ultralytics' own pickle, when it is trusted.
+
+A weftline-yolo folder holds model.safetensors, every tensor of the state dict, and config.json:
+
+    {"format": "weftline-yolo", "architecture": {an ultralytics model yaml}, "names": {"0": "red circle", ...},
+     "image_size": 320, "confidence": 0.25, "iou": 0.5}
+
+The architecture is data, but ultralytics evaluates parts of it, so everything in it is checked first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weftline.errors import MissingPackage, ModelError
+from weftline.nodes.weights import load_into, load_weights
+
+FORMAT = "weftline-yolo"
+STRIDE = 32
+"""Coarsest stride of the architectures: the side of the input is a multiple of it."""
+
+CONFIG_BYTES_MAX = 1 << 20
+LAYERS_MAX, WIDTH_MAX, CLASSES_MAX = 256, 8192, 10_000
+"""Largest architecture taken: YOLO11x has 24 layers and 1024 channels, Objects365 has 365 classes."""
+
+_MODULE = re.compile(r"^(nn\.|torchvision\.ops\.)?[A-Z][A-Za-z0-9]*$")
+_ACTIVATION = re.compile(r"^(torch\.)?nn\.[A-Z][A-Za-z0-9]*\(\)$")
+_WORD = re.compile(r"^[A-Za-z][A-Za-z0-9_]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class DetectorConfig:
+    """A folder's config.json. names: by class index; confidence and iou: thresholds when the step states none."""
+
+    architecture: Mapping[str, Any]
+    names: tuple[str, ...]
+    image_size: int
+    confidence: float
+    iou: float
+
+
+@dataclass(frozen=True, slots=True)
+class Detector:
+    """An opened detector: its network in eval mode, and what it was trained for."""
+
+    network: Any
+    names: tuple[str, ...]
+    image_size: int
+    confidence: float
+    iou: float
+
+
+def read_config(folder: Path, shown: str) -> DetectorConfig:
+    """Return what config.json in `folder` says; ModelError lists everything that is wrong with it."""
+    try:
+        if (folder / "config.json").stat().st_size > CONFIG_BYTES_MAX:
+            raise ModelError(f"{shown}/config.json is larger than {CONFIG_BYTES_MAX} bytes")
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not valid JSON"
+        raise ModelError(f"{shown}/config.json cannot be read: {reason}") from None
+    wrong = list(_problems(config))
+    if wrong:
+        raise ModelError(f"{shown}/config.json: {'; '.join(wrong)}")
+    names = tuple(config["names"][str(index)] for index in range(len(config["names"])))
+    return DetectorConfig(config["architecture"], names, config["image_size"], config["confidence"], config["iou"])
+
+
+def _problems(config: Any) -> Iterator[str]:
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        found = config.get("format") if isinstance(config, dict) else type(config).__name__
+        yield f"format is {found!r:.40}, expected {FORMAT!r}"
+        return
+    names, size = config.get("names"), config.get("image_size")
+    if not isinstance(names, dict) or not 0 < len(names) <= CLASSES_MAX:
+        yield f"names is no object with 1 to {CLASSES_MAX} class names"
+    elif set(names) != {str(i) for i in range(len(names))} or not all(isinstance(n, str) for n in names.values()):
+        yield 'names has other keys than "0", "1" and so on, or names that are no text'
+    elif not isinstance(config.get("architecture"), dict) or config["architecture"].get("nc") != len(names):
+        yield f"architecture is missing, or its nc is not {len(names)}, the number of names"
+    if type(size) is not int or not STRIDE <= size <= WIDTH_MAX or size % STRIDE:
+        yield f"image_size is {size!r:.40}, expected a multiple of {STRIDE} up to {WIDTH_MAX}"
+    for key in ("confidence", "iou"):
+        if not isinstance(config.get(key), int | float) or not 0 <= config[key] <= 1:
+            yield f"{key} is {config.get(key)!r:.40}, expected 0 to 1"
+    if isinstance(config.get("architecture"), dict):
+        yield from _architecture_problems(config["architecture"])
+
+
+def _architecture_problems(architecture: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what in an architecture is no plain list of layers: module names and arguments reach Python's eval."""
+    activation = architecture.get("activation")
+    if activation is not None and not (isinstance(activation, str) and _ACTIVATION.match(activation)):
+        yield f"architecture.activation is {activation!r:.40}, expected a class such as nn.SiLU()"
+    layers = [layer for part in ("backbone", "head") for layer in architecture.get(part) or ()]
+    if not 0 < len(layers) <= LAYERS_MAX:
+        yield f"architecture has {len(layers)} layers, expected 1 to {LAYERS_MAX}"
+        return
+    for place, layer in enumerate(layers):
+        if (
+            not isinstance(layer, list)
+            or len(layer) != 4
+            or not isinstance(layer[2], str)
+            or not _MODULE.match(layer[2])
+        ):
+            yield f"architecture layer {place} is not [from, repeats, Module, arguments]"
+        elif not (type(layer[1]) is int and 1 <= layer[1] <= LAYERS_MAX) or not _plain([layer[0], layer[3]]):
+            yield f"architecture layer {place} has repeats or arguments that are no small numbers or words"
+    for key, value in architecture.items():
+        if key not in ("backbone", "head", "activation") and not _plain(value, 4):
+            yield f"architecture.{key:.40} is no small number, word or list of them"
+
+
+def _plain(value: Any, depth: int = 3) -> bool:
+    if value is None or isinstance(value, bool):
+        return True
+    if isinstance(value, int | float):
+        return abs(value) <= WIDTH_MAX
+    if isinstance(value, str):
+        return bool(_WORD.match(value)) and len(value) < 64
+    if isinstance(value, dict):
+        return depth > 0 and all(isinstance(key, str) and _plain(part, depth - 1) for key, part in value.items())
+    return isinstance(value, list) and depth > 0 and len(value) < 256 and all(_plain(part, depth - 1) for part in value)
+
+
+def quiet_ultralytics(folder: Path, offline: bool) -> None:
+    """Set, before ultralytics is first imported, what keeps it to itself: no settings elsewhere, no installing.
+
+    ultralytics reads these at import and nowhere else offers them; they are set in the worker's process alone. Offline,
+    it neither looks for updates nor reports its use.
+    """
+    config = folder / "ultralytics"
+    config.mkdir(parents=True, exist_ok=True)
+    wanted = {"YOLO_CONFIG_DIR": str(config), "YOLO_AUTOINSTALL": "false", "YOLO_VERBOSE": "false"}
+    if offline:
+        wanted |= {"YOLO_OFFLINE": "true"}
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def load_folder(folder: Path, shown: str) -> Detector:
+    """Return the detector in a weftline-yolo folder."""
+    config = read_config(folder, shown)
+    state = load_weights(folder / "model.safetensors", f"{shown}/model.safetensors")
+    network_class = _ultralytics()
+    try:
+        architecture = json.loads(json.dumps(config.architecture))  # ultralytics writes into what it is given
+        network = network_class(architecture, ch=3, nc=len(config.names), verbose=False)
+    except Exception as error:  # a wrong architecture breaks anywhere in its construction
+        raise ModelError(f"{shown}/config.json: the architecture cannot be built: {error!s:.200}") from None
+    load_into(network, state, f"{shown}/model.safetensors")
+    return Detector(network.eval(), config.names, config.image_size, config.confidence, config.iou)
+
+
+def load_pickle(model: str, path: Path | None, image_size: int) -> Detector:
+    """Return the detector in ultralytics' own format: a pickle, which runs what it says. Only for trusted files."""
+    network_class = _ultralytics()
+    from ultralytics.nn.tasks import load_checkpoint
+
+    try:
+        network, _ = load_checkpoint(str(path or model))
+    except Exception as error:
+        raise ModelError(f"{model} cannot be opened by ultralytics: {error!s:.200}") from None
+    if not isinstance(network, network_class) or getattr(network, "task", "detect") != "detect":
+        raise ModelError(f"{model} is a model for {getattr(network, 'task', 'something else')}, expected detection")
+    names = tuple(str(network.names[index]) for index in range(len(network.names)))
+    trained = getattr(network, "args", {}).get("imgsz", 640)
+    return Detector(network.eval(), names, image_size or (trained if isinstance(trained, int) else 640), 0.25, 0.7)
+
+
+def _ultralytics() -> Any:
+    try:
+        from ultralytics.nn.tasks import DetectionModel
+    except ImportError:
+        raise MissingPackage("ultralytics", "yolo") from None
+    return DetectionModel

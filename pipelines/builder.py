@@ -1,0 +1,254 @@
+"""A pipeline written in Python: the same keys, the same checks and the same result as the YAML file.
+
+    p = Builder("voice-photo-assistant")
+    photo = p.input("photo", "image")
+    see = p.step("see", "yolo", image=photo, model="yolo11n.pt", batch={"items_max": 16})
+    p.output("detections", see.detections)
+    pipeline = p.build()
+
+A wire is what `input` returns, or an attribute of what `step` returns. A keyword of `step` whose value is a wire is an
+input port; any other is an option of the node. Problems name the line of the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from weftline.errors import Problem
+from weftline.nodes.catalog import CATALOG
+from weftline.nodes.contract import Node
+from weftline.pipelines.document import Document
+from weftline.pipelines.graph import Pipeline, Wire
+from weftline.pipelines.load import to_pipeline
+from weftline.pipelines.options import plain
+from weftline.pipelines.policy import BatchPolicy, Limits, Slo
+from weftline.pipelines.written import changed_fields, to_yaml
+
+
+class StepHandle:
+    """A step of a pipeline that is being built: `see.detections`, or `see["detections"]`, is a wire."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, port: str) -> Wire:
+        if port.startswith("__"):
+            raise AttributeError(port)
+        return Wire(self._name, port)
+
+    def __getitem__(self, port: str) -> Wire:
+        return Wire(self._name, port)
+
+    def __str__(self) -> str:
+        return self._name
+
+
+class Builder:
+    """Collects inputs, steps and outputs; `build` returns the Pipeline.
+
+    base_dir: the folder that relative paths are relative to; the folder of the calling Python file when left out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        about: str = "",
+        base_dir: str | Path | None = None,
+        limits: Limits | Mapping[str, Any] | None = None,
+        slo: Slo | Mapping[str, Any] | None = None,
+    ) -> None:
+        frame = _caller()
+        self._source = frame.f_code.co_filename
+        self._base_dir = Path(base_dir) if base_dir is not None else _folder(self._source)
+        self._lines: dict[str, int] = {}
+        self._problems: list[Problem] = []
+        self._unread: set[str] = set()
+        self._document: dict[str, Any] = {"weftline": 1, "name": name, "inputs": {}, "steps": {}, "outputs": {}}
+        given = {"about": about or None, "limits": _policy(limits), "slo": _policy(slo)}
+        self._document |= {key: value for key, value in given.items() if value}
+        for key in self._document:
+            self._mark(key, frame)
+
+    def input(
+        self,
+        name: str,
+        type: str,
+        *,
+        about: str = "",
+        seconds_max: float | None = None,
+        pixels_max: int | None = None,
+        bytes_max: int | None = None,
+    ) -> Wire:
+        """Declare an input of the pipeline and return its wire."""
+        limits = {"seconds_max": seconds_max, "pixels_max": pixels_max, "bytes_max": bytes_max}
+        entry = {"type": type, "about": about} | {key: value for key, value in limits.items() if value is not None}
+        self._put("inputs", name, entry)
+        return Wire(None, name)
+
+    def step(
+        self,
+        name: str,
+        node: str | type[Node] | Any,
+        /,
+        *,
+        inputs: Mapping[str, Wire] | None = None,
+        batch: BatchPolicy | Mapping[str, Any] | None = None,
+        worker: str | None = None,
+        instances: int = 1,
+        device: str = "auto",
+        run_max_ms: float | None = None,
+        **given: Any,
+    ) -> StepHandle:
+        """Add a step and return it; its attributes are its output ports.
+
+        node:   a reference as in YAML, a node class, or a Config of one (`Yolo.Config(model=...)`).
+        inputs: wires of ports whose names are no Python names; otherwise write them as keywords.
+        given:  a wire is an input port, anything else an option of the node.
+        """
+        reference, options = self._node(name, node)
+        wires: dict[str, Any] = dict(inputs or {})
+        reserved = {
+            "batch": batch,
+            "worker": worker,
+            "instances": instances,
+            "device": device,
+            "run_max_ms": run_max_ms,
+        }
+        entry: dict[str, Any] = {"node": reference, **options}
+        for key, value in {**given, **reserved}.items():
+            if isinstance(value, Wire | StepHandle):
+                wires[key] = value
+            elif key == "node":
+                self._refuse(f"steps.{name}.node", "given twice", "the node once, as the second argument")
+            elif key == "batch":
+                entry[key] = _policy(value)
+            else:
+                entry[key] = self._plain(f"steps.{name}.{key}", value)
+        entry["inputs"] = {port: str(wire) for port, wire in wires.items()}
+        self._put("steps", name, entry)
+        return StepHandle(name)
+
+    def output(self, name: str, wire: Wire) -> None:
+        """Declare an output of the pipeline: what `wire` carries is answered as `name`."""
+        self._put("outputs", name, str(wire))
+
+    def build(self) -> Pipeline:
+        """Return the Pipeline; PipelineError lists everything that a file saying the same would be refused for."""
+        document = Document(self._document, self._lines, tuple(self._problems), frozenset(self._unread))
+        return to_pipeline(document, self._file(), self._base_dir)
+
+    def to_yaml(self) -> str:
+        """Return the text of a pipeline file that says the same."""
+        return to_yaml(self.build())
+
+    def _put(self, what: str, name: str, entry: Any) -> None:
+        frame, path = _caller(), f"{what}.{name}"
+        if name in self._document[what]:
+            self._refuse(path, f"written twice, first on line {self._lines.get(path, 0)}", fix="keep one of them")
+            return
+        self._document[what][name] = entry
+        self._mark(path, frame)
+
+    def _mark(self, path: str, frame: FrameType) -> None:
+        """Remember the line of the user's call, if it is in the file that the pipeline is named after."""
+        if frame.f_code.co_filename == self._source:
+            self._lines[path] = frame.f_lineno
+
+    def _node(self, step: str, node: Any) -> tuple[str, dict[str, Any]]:
+        """Return the reference and the options of what a step was given as its node."""
+        if isinstance(node, str):
+            return node, {}
+        if inspect.isclass(node) and issubclass(node, Node):
+            return _reference(node, self._base_dir), {}
+        if isinstance(node, Node):
+            node, owner = node.config, type(node)
+            return _reference(owner, self._base_dir), self._changed(step, node)
+        owners = _owners(type(node)) if dataclasses.is_dataclass(node) else []
+        if len(owners) == 1:
+            return _reference(owners[0], self._base_dir), self._changed(step, node)
+        what = "the Config of several nodes" if owners else "no node"
+        self._refuse(
+            f"steps.{step}.node", f"{type(node).__name__} is {what}", "a catalog name, a node class, or a node's Config"
+        )
+        self._unread.add(f"steps.{step}.node")
+        return "", {}
+
+    def _changed(self, step: str, config: Any) -> dict[str, Any]:
+        try:
+            return changed_fields(config)
+        except TypeError as error:
+            self._refuse(f"steps.{step}", str(error), "options that a pipeline file can hold")
+            return {}
+
+    def _refuse(self, path: str, found: str, expected: str = "", fix: str = "") -> None:
+        frame = _caller()
+        line = frame.f_lineno if frame.f_code.co_filename == self._source else 0
+        self._problems.append(Problem(path, found, expected, fix, line, self._file()))
+
+    def _plain(self, path: str, value: Any) -> Any:
+        try:
+            return plain(value)
+        except TypeError as error:
+            self._refuse(path, str(error), "text, a number, true, false, a list or a mapping")
+            self._unread.add(path)
+            return None
+
+    def _file(self) -> str:
+        """Return the user's Python file as they would name it; '' when typed into a prompt."""
+        path = Path(self._source)
+        if not path.is_file():
+            return ""
+        return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _caller() -> FrameType:
+    """Return the nearest frame outside this module: the user's call."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _folder(source: str) -> Path:
+    path = Path(source)
+    return path.parent if path.is_file() else Path.cwd()
+
+
+def _policy(value: Any) -> Any:
+    return (
+        changed_fields(value)
+        if dataclasses.is_dataclass(value)
+        else dict(value)
+        if isinstance(value, Mapping)
+        else value
+    )
+
+
+def _owners(config: type) -> list[type[Node]]:
+    """Return the node classes whose Config this is, looked for in the module that defines it."""
+    found = vars(sys.modules.get(config.__module__, sys)).values()
+    return [one for one in found if inspect.isclass(one) and issubclass(one, Node) and one.Config is config]
+
+
+def _reference(node: type[Node], base_dir: Path) -> str:
+    """Return how a pipeline file names a node class: by catalog name, by file for a script's own, else by module."""
+    path = f"{node.__module__}:{node.__qualname__}"
+    for short, dotted in CATALOG.items():
+        if dotted == path:
+            return short
+    module = sys.modules.get(node.__module__)
+    file = getattr(module, "__file__", None)
+    if file and (node.__module__ == "__main__" or node.__module__.startswith("weftline_user_")):
+        source, folder = Path(file).resolve(), base_dir.resolve()
+        name = source.relative_to(folder) if source.is_relative_to(folder) else source
+        return f"{name.as_posix()}:{node.__qualname__}"
+    return path

@@ -1,0 +1,132 @@
+"""Types that flow along wires: does what one port gives fit what another takes, and what size is N then?
+
+A name in a port's dims is a variable of its step: `x: float32[N, 4]` and `y: float32[N]` of one step share N. Every
+wire relates two types; what that says about names is remembered, so a size fixed at one end of a chain is known at
+the other. `?`, `tensor` and `any` fit everything of their kind and say nothing.
+
+    image        is the same bytes as uint8[H, W, 3], and fits either way
+    audio        is the same bytes as float32[samples], and fits either way
+    text, detections   fit where json is taken
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from weftline.errors import Problem
+from weftline.nodes.ports import Dim, Port, PortType
+
+SAME_BYTES = {"image": PortType("tensor", "uint8", ("?", "?", 3)), "audio": PortType("tensor", "float32", ("?",))}
+"""What a picture and a recording are as tensors."""
+
+JSON_LIKE = ("text", "detections")
+"""Kinds that can be given where json is taken."""
+
+_Name = tuple[str, str]  # (scope, name of a dim)
+
+
+@dataclass(slots=True)
+class Sizes:
+    """What is known about named dims; a scope is a step's name, or '' for the pipeline's inputs."""
+
+    _known: dict[_Name, _Name | int] = field(default_factory=dict)
+
+    def fit(self, given: PortType, giver: str, wanted: PortType, taker: str) -> bool:
+        """Relate a wire's two ends and return whether they fit; a wire that does not fit teaches nothing."""
+        if "any" in (given.kind, wanted.kind):
+            return True
+        if given.kind == wanted.kind != "tensor":
+            return True
+        if wanted.kind == "json":
+            return given.kind in JSON_LIKE
+        left, right = SAME_BYTES.get(given.kind, given), SAME_BYTES.get(wanted.kind, wanted)
+        if left.kind != "tensor" or right.kind != "tensor":
+            return False
+        if None not in (left.dtype, right.dtype) and left.dtype != right.dtype:
+            return False
+        if left.dims is None or right.dims is None:
+            return True
+        if len(left.dims) != len(right.dims):
+            return False
+        before = dict(self._known)
+        pairs = zip(left.dims, right.dims, strict=True)
+        if all(self._same(self._root(a, giver), self._root(b, taker)) for a, b in pairs):
+            return True
+        self._known = before
+        return False
+
+    def settle(self, type: PortType, scope: str) -> PortType:
+        """Return `type` with every name replaced by its size where that is known."""
+        if type.dims is None:
+            return type
+        return PortType(type.kind, type.dtype, tuple(self._settled(dim, scope) for dim in type.dims))
+
+    def meet(self, given: PortType, giver: str, wanted: PortType, taker: str) -> PortType:
+        """Return what travels on a wire that fits, as the taker sees it: its own type, with what the giver knows."""
+        if wanted.kind == "any":
+            return self.settle(given, giver)
+        wanted, given = self.settle(wanted, taker), self.settle(SAME_BYTES.get(given.kind, given), giver)
+        if wanted.kind != "tensor" or given.kind != "tensor":
+            return wanted
+        dims = wanted.dims
+        if dims is None:
+            dims = given.dims
+        elif given.dims is not None:
+            dims = tuple(b if isinstance(b, int) and not isinstance(a, int) else a for a, b in zip(dims, given.dims))
+        return PortType("tensor", wanted.dtype or given.dtype, dims)
+
+    def _root(self, dim: Dim, scope: str) -> _Name | int | None:
+        """Return the size of a dim, or the name that stands for it, or None when anything goes."""
+        if isinstance(dim, int) or dim == "?":
+            return dim if isinstance(dim, int) else None
+        found: _Name | int = (scope, dim)
+        while isinstance(found, tuple) and found in self._known:
+            found = self._known[found]
+        return found
+
+    def _same(self, one: _Name | int | None, other: _Name | int | None) -> bool:
+        # Either end may have been bound by an earlier dim of the same wire.
+        one = self._root(one[1], one[0]) if isinstance(one, tuple) else one
+        other = self._root(other[1], other[0]) if isinstance(other, tuple) else other
+        if one is None or other is None or one == other:
+            return True
+        if isinstance(one, tuple):
+            self._known[one] = other
+            return True
+        if isinstance(other, tuple):
+            self._known[other] = one
+            return True
+        return False
+
+    def _settled(self, dim: Dim, scope: str) -> Dim:
+        root = self._root(dim, scope)
+        return root if isinstance(root, int) else dim
+
+
+def mismatch(path: str, given: PortType, wire: str, wanted: PortType, others: Iterable[tuple[str, Port]]) -> Problem:
+    """Return the problem of a wire that does not fit.
+
+    others: (wire text, output port) of outputs that would fit instead, nearest first.
+    """
+    found = f"wants {wanted}, {wire} gives {given}"
+    return Problem(
+        path, found, fix=next((f"read {text} instead" for text, _ in others), "") or _remedy(given, wire, wanted)
+    )
+
+
+def _remedy(given: PortType, wire: str, wanted: PortType) -> str:
+    if wanted.kind == "text":
+        shown = f"{wire} | describe" if given.kind == "detections" else wire
+        return f'put a template step between them, with template: "{{{{ {shown} }}}}"'
+    left, right = SAME_BYTES.get(given.kind, given), SAME_BYTES.get(wanted.kind, wanted)
+    between = "put a function step between them that turns"
+    if (given.kind != "tensor" and wanted.kind != "tensor") or left.kind != "tensor" or right.kind != "tensor":
+        return f"{between} {given} into {wanted}"
+    if left.dtype != right.dtype and None not in (left.dtype, right.dtype):
+        return f"{between} {left.dtype} into {right.dtype}"
+    if left.dims is not None and right.dims is not None and len(left.dims) == len(right.dims):
+        numbers = sorted(dim for dim in left.dims if isinstance(dim, int))
+        if numbers and numbers == sorted(dim for dim in right.dims if isinstance(dim, int)):
+            return f"the same sizes stand in another order: {between} {left} into {right}"
+    return f"{between} {left} into {right}"

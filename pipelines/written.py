@@ -1,0 +1,91 @@
+"""A Pipeline as its author would write it: a plain document, and YAML text that loads back to an equal Pipeline.
+
+Defaults are left out and a type alone is written in its short form, so what comes out reads like what went in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from weftline.pipelines.graph import Input, Pipeline, Step, Wire
+from weftline.pipelines.options import plain
+from weftline.pipelines.policy import BatchPolicy
+
+
+def to_document(pipeline: Pipeline) -> dict[str, Any]:
+    """Return the pipeline as plain values, in the order of a pipeline file; TypeError when an option is not plain."""
+    document: dict[str, Any] = {"weftline": 1, "name": pipeline.name}
+    if pipeline.about:
+        document["about"] = pipeline.about
+    if pipeline.inputs:
+        document["inputs"] = {one.name: _input(one) for one in pipeline.inputs}
+    document["steps"] = {step.name: _step(step) for step in pipeline.steps}
+    document["outputs"] = _wires(pipeline.outputs)
+    for name, value in (("limits", pipeline.limits), ("slo", pipeline.slo)):
+        if changed := changed_fields(value):
+            document[name] = changed
+    return document
+
+
+def to_yaml(pipeline: Pipeline) -> str:
+    """Return the pipeline as the text of a pipeline file."""
+    return yaml.dump(to_document(pipeline), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def changed_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass value that differ from their defaults, as plain values."""
+    changed = {}
+    for field in dataclasses.fields(value):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        current = getattr(value, field.name)
+        if current != default or type(current) is not type(default):
+            changed[field.name] = plain(current)
+    return changed
+
+
+def _input(one: Input) -> Any:
+    entry = changed_fields(one)
+    entry.pop("name")
+    return entry["type"] if len(entry) == 1 else entry
+
+
+def _step(step: Step) -> dict[str, Any]:
+    entry: dict[str, Any] = {"node": step.node, **{key: plain(value) for key, value in step.options.items()}}
+    if step.inputs:
+        entry["inputs"] = _wires(step.inputs)
+    if step.batch is not None:
+        entry["batch"] = changed_fields(step.batch) or {"items_max": BatchPolicy().items_max}
+    written = changed_fields(step)
+    return entry | {key: written[key] for key in ("worker", "instances", "device", "run_max_ms") if key in written}
+
+
+def _wires(wires: Mapping[str, Wire]) -> dict[str, str]:
+    return {name: str(wire) for name, wire in wires.items()}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes several lines of text as a block, never an alias, and quotes what either YAML version reads as no text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_NOT_PLAIN = re.compile(r"^(?:0o[0-7]+|[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)$")
+
+_ODD_BREAKS = re.compile("[\r\x85\u2028\u2029\ufeff]")
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    if _ODD_BREAKS.search(text):  # other styles write them raw, and a reader folds them into spaces
+        style: str | None = '"'
+    else:
+        style = "|" if "\n" in text else "'" if _NOT_PLAIN.match(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,149 @@
+"""The llm node behind its contract: pieces that add up, refusals that stay alone, nothing left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.llm import tiny
+from weftline.engine.llm.node import Llm, LlmConfig
+from weftline.engine.llm.sequence import SamplingParams
+from weftline.errors import InputError, ModelError
+from weftline.nodes.contract import ConfigError, OpenContext, Piece, StepContext
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def node(folder: Path) -> Llm:
+    sampling = {"tokens_max": 8, "ignore_eos": True}
+    made = Llm(LlmConfig(model=folder.name, system="be brief", sampling=sampling, round_tokens_max=32))
+    made.open(OpenContext(base_dir=folder.parent))
+    made.warm_up()
+    return made
+
+
+def _finish(node: Llm) -> dict[int, list[Piece]]:
+    """Run rounds until nothing is left to do; returns each item's pieces."""
+    pieces: dict[int, list[Piece]] = {}
+    while node.busy:
+        for piece in node.round():
+            pieces.setdefault(piece.item, []).append(piece)
+    engine, _ = node._opened()
+    engine.check()
+    assert engine.stats().pages_used == 0
+    return pieces
+
+
+def test_pieces_add_up_to_the_whole_and_usage_counts(node):
+    node.submit(1, {"prompt": "the user asks"})
+    node.submit(2, {"messages": [{"role": "user", "content": "again"}], "sampling": {"tokens_max": 3}})
+    answered = _finish(node)
+    for item, tokens in ((1, 8), (2, 3)):
+        *pieces, last = answered[item]
+        assert last.last
+        assert last.error is None
+        assert not any(piece.last for piece in pieces)
+        assert "".join(piece.outputs["text"] for piece in pieces) == last.outputs["text"] != ""
+        usage = last.outputs["usage"]
+        assert (usage["completion_tokens"], usage["finish_reason"]) == (tokens, "length")
+    _, words = node._opened()
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the user asks"}]
+    assert answered[1][-1].outputs["usage"]["prompt_tokens"] == len(words.chat(said))
+
+
+def test_the_same_system_prompt_is_computed_once(node):
+    node.submit(1, {"prompt": "first"})
+    _finish(node)
+    node.submit(2, {"prompt": "second"})
+    assert _finish(node)[2][-1].outputs["usage"]["cached_tokens"] >= 16
+
+
+@pytest.mark.parametrize(
+    ("inputs", "named"),
+    [
+        ({}, "neither of prompt and messages"),
+        ({"prompt": "a", "messages": []}, "both of prompt and messages"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": "a\udc80"}, "surrogate"),
+        ({"prompt": "word " * 600}, "expected at most 511"),
+        ({"prompt": "\U0001f600" * 1_000_000}, "characters"),
+        ({"messages": "text"}, "messages"),
+        ({"prompt": "a", "sampling": {"tokens_max": 2**31}}, "tokens_max"),
+        ({"prompt": "a", "sampling": {"stop": ["x"] * 100_000}}, "stop"),
+        ({"prompt": "a", "sampling": {"n": 10_000}}, "unknown key"),
+        ({"prompt": "a", "sampling": 5}, "sampling"),
+    ],
+)
+def test_a_bad_request_gets_its_reason_and_the_others_their_answer(node, inputs, named):
+    node.submit(1, {"prompt": "good"})
+    node.submit(2, inputs)
+    answered = _finish(node)
+    (refusal,) = answered[2]
+    assert refusal.last
+    assert isinstance(refusal.error, InputError)
+    assert named in str(refusal.error)
+    assert answered[1][-1].outputs["usage"]["completion_tokens"] == 8
+
+
+def test_a_cancelled_item_says_nothing_more(node):
+    node.submit(1, {"prompt": "one"})
+    node.submit(2, {"prompt": "two"})
+    node.submit(3, {})
+    node.round()
+    for item in (1, 3, 99):
+        node.cancel(item)
+    assert set(_finish(node)) == {2}
+
+
+def test_config_problems_name_the_option():
+    step = StepContext(Path())
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"page_tokens": 0}, "page_tokens"), ({"dtype": "int4"}, "dtype"), ({"model": ""}, "model"),
+        ({"kv_bytes": -1}, "kv_bytes"), ({"sequences_max": 1.5}, "sequences_max"),
+    ]  # fmt: skip
+    for options, option in wrong:
+        with pytest.raises(ConfigError) as caught:
+            Llm.ports(LlmConfig(**{"model": "m", **options}), step)
+        assert caught.value.option == option
+    with pytest.raises(ConfigError) as caught:
+        LlmConfig(model="m", sampling={"temprature": 1})
+    assert caught.value.option == "sampling.temprature"
+    assert LlmConfig(model="m", sampling={"stop": ["x"]}).sampling == SamplingParams(stop=("x",))
+
+
+def test_a_missing_model_is_named():
+    node = Llm(LlmConfig(model="./no-such-model"))
+    with pytest.raises(ModelError, match="no such folder"):
+        node.open(OpenContext(base_dir=Path()))
+
+
+def test_a_model_without_a_chat_template_takes_raw_prompts_only(tmp_path):
+    folder = tiny.save(tmp_path / "raw")
+    (folder / "chat_template.jinja").unlink()
+    node = Llm(LlmConfig(model=str(folder), sampling={"tokens_max": 2, "ignore_eos": True}))
+    node.open(OpenContext(base_dir=tmp_path))
+    node.submit(1, {"prompt": "the user asks"})
+    node.submit(2, {"messages": [{"role": "user", "content": "x"}]})
+    answered = _finish(node)
+    assert answered[1][-1].outputs["usage"]["prompt_tokens"] == len(tiny.tokenizer().encode("the user asks"))
+    assert "no chat template" in str(answered[2][0].error)
+    with pytest.raises(ModelError, match="system"):
+        Llm(LlmConfig(model=str(folder), system="be brief")).open(OpenContext(base_dir=tmp_path))
+
+
+def test_ports_and_the_deciding_files_import_neither_torch_nor_transformers():
+    code = (
+        "import sys; from pathlib import Path; from weftline.nodes.contract import StepContext\n"
+        "from weftline.engine.llm.node import Llm; import weftline.engine.llm.rounds\n"
+        "Llm.ports(Llm.Config(model='m'), StepContext(Path()))\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,206 @@
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from tests.nodes.model_files import broken
+from weftline.errors import ModelError, StepError
+from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
+from weftline.nodes.onnx import Onnx, OnnxConfig
+from weftline.nodes.onnx_file import read_onnx
+from weftline.nodes.onnx_session import providers
+
+
+def linear(first: object = "N", path: Path | None = None) -> onnx.ModelProto:
+    """y = x @ W + b, with x float32 [first, 4] and y float32 [first, 2]."""
+    w, b = np.arange(8, dtype=np.float32).reshape(4, 2), np.ones(2, np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "W"], ["m"]), helper.make_node("Add", ["m", "b"], ["y.out"])],
+        "g",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, [first, 4]),
+            helper.make_tensor_value_info(
+                "W", TensorProto.FLOAT, [4, 2]
+            ),  # an initialiser listed as an input, as old files do
+        ],
+        [helper.make_tensor_value_info("y.out", TensorProto.FLOAT, [first, 2])],
+        [numpy_helper.from_array(w, "W"), numpy_helper.from_array(b, "b")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    if path:
+        onnx.save(model, path)
+    return model
+
+
+def opened(folder: Path, **options: object) -> Onnx:
+    node = Onnx(OnnxConfig("m.onnx", **options))
+    node.open(OpenContext(folder))
+    node.warm_up()
+    return node
+
+
+def written(folder: Path, **options: object) -> list[str]:
+    ports = Onnx.ports(OnnxConfig("m.onnx", **options), StepContext(folder))
+    return [f"{port.name}: {port.type}" for port in (*ports.inputs, *ports.outputs)]
+
+
+X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+Y = X @ np.arange(8, dtype=np.float32).reshape(4, 2) + 1
+
+
+@pytest.mark.parametrize(
+    ("first", "batched", "ports"),
+    [
+        ("N", "auto", ["x: float32[4]", "y_out: float32[2]"]),
+        (None, "auto", ["x: float32[4]", "y_out: float32[2]"]),
+        ("N", "false", ["x: float32[N, 4]", "y_out: float32[N, 2]"]),
+        (1, "auto", ["x: float32[1, 4]", "y_out: float32[1, 2]"]),
+        (1, True, ["x: float32[4]", "y_out: float32[2]"]),
+    ],
+)
+def test_ports_and_results_follow_the_first_dimension(
+    tmp_path: Path, first: object, batched: object, ports: list[str]
+) -> None:
+    linear(first, tmp_path / "m.onnx")
+    assert written(tmp_path, batched=batched) == ports
+    inside = ports[0] == "x: float32[4]"
+    values = list(X) if inside else [x[None] for x in X]
+    answers = opened(tmp_path, batched=batched).run(Batch({"x": values}))["y_out"]
+    np.testing.assert_allclose(np.concatenate([np.atleast_2d(a) for a in answers]), Y, rtol=1e-5)
+
+
+def test_a_batch_is_written_into_its_room(tmp_path: Path) -> None:
+    linear("N", tmp_path / "m.onnx")
+    room = np.zeros((3, 2), np.float32)
+    batch = Batch({"x": list(X)}, room=lambda port, dtype, shape: room)
+    answer = opened(tmp_path).run(batch)["y_out"]
+    assert answer is room
+    np.testing.assert_allclose(room, Y, rtol=1e-5)
+
+
+def test_items_of_different_sizes_are_run_in_groups(tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("ReduceSum", ["x"], ["y"], keepdims=0, noop_with_empty_axes=0)],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", "T"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N"])],
+    )
+    graph.node[0].input.append("axes")
+    graph.initializer.append(numpy_helper.from_array(np.array([1]), "axes"))
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "m.onnx")
+    values = [np.ones(2, np.float32), np.ones(5, np.float32), np.full(2, 3, np.float32)]
+    assert [float(y) for y in opened(tmp_path).run(Batch({"x": values}))["y"]] == [2, 5, 6]
+
+
+def test_a_batch_that_comes_back_with_other_rows_is_an_error(tmp_path: Path) -> None:
+    model = linear("N")
+    model.graph.node[1].output[0] = "z"
+    model.graph.node.append(helper.make_node("Concat", ["z", "z"], ["y.out"], axis=0))
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(StepError, match="batched: false"):
+        opened(tmp_path).run(Batch({"x": list(X)}))
+
+
+def test_batched_true_needs_a_free_first_dimension(tmp_path: Path) -> None:
+    linear(3, tmp_path / "m.onnx")
+    with pytest.raises(ConfigError, match="batched"):
+        written(tmp_path, batched=True)
+
+
+def test_ports_are_read_without_onnx_or_onnxruntime(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    linear("N", tmp_path / "m.onnx")
+    code = (
+        "import sys; from pathlib import Path; from weftline.nodes.onnx import *\n"
+        f"Onnx.ports(OnnxConfig('m.onnx'), StepContext(Path({str(tmp_path)!r})))\n"
+        "print(sorted({'onnx', 'onnxruntime', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def external(location: str, inner: bool = False) -> onnx.ModelProto:
+    model = linear("N")
+    tensor = model.graph.initializer[0]
+    if inner:  # the same tensor as a constant of a branch, where a careless check does not look
+        branch = helper.make_graph(
+            [helper.make_node("Constant", [], ["c"], value=tensor)],
+            "b",
+            [],
+            [helper.make_tensor_value_info("c", TensorProto.FLOAT, [4, 2])],
+        )
+        model.graph.node.append(helper.make_node("If", ["q"], ["w"], then_branch=branch, else_branch=branch))
+        node = model.graph.node[-1]
+        tensors = [attribute.g.node[0].attribute[0].t for attribute in node.attribute]
+    else:
+        tensors = [tensor]
+    for one in tensors:
+        one.data_location = TensorProto.EXTERNAL
+        one.external_data.add(key="location", value=location)
+    return model
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize(
+    "location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "..\\secret.bin", "C:\\x", "link/secret.bin"]
+)
+def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path, location: str, inner: bool) -> None:
+    (tmp_path / "secret.bin").write_bytes(b"\0" * 32)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    (folder / "m.onnx").write_bytes(external(location, inner).SerializeToString())
+    with pytest.raises(ModelError, match="outside its own folder"):
+        written(folder)
+
+
+def test_external_data_beside_the_model_is_used(tmp_path: Path) -> None:
+    onnx.save(linear("N"), tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    assert (tmp_path / "w.bin").is_file()
+    np.testing.assert_allclose(opened(tmp_path).run(Batch({"x": list(X)}))["y_out"], Y, rtol=1e-5)
+    (tmp_path / "w.bin").unlink()
+    with pytest.raises(ModelError, match="missing"):
+        written(tmp_path)
+
+
+def test_every_truncation_and_flip_is_refused_or_harmless(tmp_path: Path) -> None:
+    data = linear("N").SerializeToString()
+    refused = 0
+    for candidate in broken(data, flips=range(len(data))):
+        (tmp_path / "m.onnx").write_bytes(candidate)
+        node = Onnx(OnnxConfig("m.onnx"))
+        started = time.process_time()
+        try:
+            node.open(OpenContext(tmp_path))
+        except (ModelError, ConfigError) as error:
+            refused += 1
+            assert str(tmp_path) not in str(error)
+        assert time.process_time() - started < 1
+    assert refused >= 100
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.onnx"
+    path.write_bytes(data)
+    with pytest.raises(ModelError):
+        read_onnx(path, "any.onnx")
+
+
+def test_providers_follow_the_device(tmp_path: Path) -> None:
+    everything = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert [name for name, _ in providers(everything, "cpu", tmp_path, True)] == ["CPUExecutionProvider"]
+    found = providers(everything, "cuda:1", tmp_path / "engines", True)
+    assert [name for name, _ in found] == everything
+    assert found[0][1]["trt_engine_cache_path"] == str(tmp_path / "engines") and found[1][1]["device_id"] == 1
+    assert [name for name, _ in providers(everything, "cuda", tmp_path, False)] == everything[1:]
+    with pytest.raises(ModelError, match="onnxruntime-gpu"):
+        providers(["CPUExecutionProvider"], "cuda:0", tmp_path, True)

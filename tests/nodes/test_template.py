@@ -1,0 +1,176 @@
+import random
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.models import language
+from weftline.errors import StepError
+from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
+from weftline.nodes.detections import Detections
+from weftline.nodes.template import Template, TemplateConfig
+
+
+def render(source: str, values: dict[str, Any] | None = None, **options: Any) -> Any:
+    node = Template(TemplateConfig(source, **options))
+    node.open(OpenContext(Path()))
+    return node.run(Batch({name: [value] for name, value in (values or {"x": 1}).items()}))["text"][0]
+
+
+def detections(*names: str) -> Detections:
+    known = tuple(sorted(set(names)))
+    count = len(names)
+    return Detections(
+        np.zeros((count, 4), np.float32),
+        np.ones(count, np.float32),
+        np.array([known.index(name) for name in names], np.int32),
+        known,
+    )
+
+
+def test_a_port_named_with_two_underscores_is_a_steps_output() -> None:
+    values = {
+        "see__detections": detections("red circle", "blue star", "red circle"),
+        "hear__text": "what?",
+        "name": "Ann",
+    }
+    assert render("{{ see.detections | describe }}; {{ hear.text }} {{ name }}", values) == (
+        "2 red circles, 1 blue star; what? Ann"
+    )
+
+
+def test_describe_says_what_the_language_model_was_trained_on() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        things = language.scene(rng)
+        found = detections(*(thing.name for thing in things))
+        assert render("{{ see.detections | describe }}", {"see__detections": found}) == language.describe(things)
+    assert render("{{ d | describe }}", {"d": detections()}) == language.describe([]) == "nothing"
+
+
+def test_detections_can_be_looped_over() -> None:
+    values = {"d": detections("red circle", "blue star")}
+    line = "{{ loop.index }}/{{ loop.length }} {{ o.name | upper }} {{ o.box[0] }};"
+    source = "{% for o in d if o.score > 0.5 %}" + line + "{% endfor %}"
+    assert render(source, values) == "1/2 RED CIRCLE 0.0;2/2 BLUE STAR 0.0;"
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "text"),
+    [
+        ("{{ x | tojson }}", {"a": [1, None, "é"]}, '{"a": [1, null, "é"]}'),
+        ("{{ x.a }} {{ x['b'] }}", {"a": 1, "b": "<&>"}, "1 <&>"),
+        ("{% if x %}yes{% else %}no{% endif %}", [], "no"),
+        ("{% set n = namespace(t=0) %}{% for i in x %}{% set n.t = n.t + i %}{% endfor %}{{ n.t }}", [1, 2, 3], "6"),
+        ("{{ x | map('upper') | join(', ') }}", ["a", "b"], "A, B"),
+        ("{{ x.strip().split(',')[1] ~ '!' }}", " a,b ", "b!"),
+        ("{{ x }}", None, ""),
+        ("{{ x }}", [1, "a"], '[1, "a"]'),
+        ("{{ x | length }} {{ x }}", np.arange(3), "3 [0, 1, 2]"),
+        ("{{ x }}", np.zeros((300, 300, 3), np.uint8), "uint8[300, 300, 3]"),
+        ("{{ x | round(1) }} {{ x | int }} {{ 2 ** 10 }}", 2.55, "2.5 2 1024"),
+        ("{{ x | replace('a', 'b') | indent(2) }}\n", "a\na", "b\n  b\n"),
+    ],
+)
+def test_ordinary_templates_render(source: str, value: Any, text: str) -> None:
+    assert render(source, {"x": value}) == text
+
+
+def test_one_items_error_fails_it_alone() -> None:
+    node = Template(TemplateConfig("{{ x.name }}"))
+    node.open(OpenContext(Path()))
+    good, bad = node.run(Batch({"x": [{"name": "a"}, {}]}))["text"]
+    assert good == "a" and isinstance(bad, StepError) and "name" in str(bad)
+
+
+HOSTILE = [
+    "{% for i in range(9000000) %}{% endfor %}",
+    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 300000000 }}",
+    "{{ [1] * 100000000 }}",
+    "{{ 'a'.center(1000000000) }}",
+    "{{ 'a'.ljust(1000000000) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ 'a'.zfill(1000000000) }}",
+    "{{ 10 ** 1000000000 }}",
+    "{{ 9999 ** 9999 ** 9999 }}",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x=2) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
+    "{{ 1 | round(1000000000) }}",
+    "{{ ('a' * 1000000) | replace('', 'b' * 1000000) | length }}",
+    "{{ range(90000) | map('string') | join('x' * 100000) }}",
+    "{% for i in range(100000) %}{{ 'a' * 1000 }}{% endfor %}",
+    "{% set y = 'a' * 500000 %}{% for i in range(90000) %}{% set z = y ~ 'b' %}{% endfor %}",
+    "{% for i in range(90000) %}{% set q = range(99999) | list %}{% endfor %}",
+    "{{ range(10 ** 12) | list }}",
+    "{{ x | tojson(indent=1000000000) }}",
+    "{% set a = ['x' * 1000000] * 10000 %}{{ a | join }}",
+    "{% set a = ['x' * 1000000] * 10000 %}{{ a }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ x.__class__.__init__.__globals__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ (1).to_bytes(1000000000, 'big') }}",
+    "{{ undefined_name }}",
+]
+REFUSED = [
+    "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% set x %}{% endset %}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "{{ x | attr('__class__') }}",
+    "{{ x | center(1000000000) }}",
+    "{{ x | format(1) }}",
+    "{{ x | pprint }}",
+    "{% if %}",
+    "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+    "{{ " + "-" * 4000 + "1 }}",
+    "{{ " + "+".join(["1"] * 3000) + " }}",
+    "{{ x }}" * 10_000,
+    "a" * 100_000,
+]
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+def test_hostile_templates_end_at_once_in_little_memory(source: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.process_time()
+    assert isinstance(render(source), StepError)
+    assert time.process_time() - started < 0.9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # kilobytes
+
+
+@pytest.mark.parametrize("source", REFUSED, ids=range(len(REFUSED)))
+def test_what_a_template_must_not_hold_is_refused_when_checked(source: str) -> None:
+    started = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        Template.ports(TemplateConfig(source), StepContext(Path(), ("x",)))
+    assert caught.value.option == "template"
+    assert time.process_time() - started < 0.9
+
+
+def test_limits_are_options_and_are_named_when_they_are_reached() -> None:
+    assert "output_chars_max" in str(render("{{ 'a' * 200 }}", output_chars_max=100))
+    assert "render_max_ms" in str(render("{% for i in range(99999) %}{% endfor %}", render_max_ms=1))
+
+
+def test_ports_are_what_is_wired_and_unknown_names_are_refused() -> None:
+    step = StepContext(Path(), ("see__detections", "name"))
+    ports = Template.ports(TemplateConfig("{{ see.detections }} {{ name }} {{ range(2) }}"), step)
+    assert [(port.name, str(port.type)) for port in ports.inputs] == [("see__detections", "any"), ("name", "any")]
+    with pytest.raises(ConfigError, match="sea") as caught:
+        Template.ports(TemplateConfig("{{ sea.detections }}"), step)
+    assert "see.detections" in caught.value.expected
+
+
+def test_a_syntax_error_names_its_line() -> None:
+    with pytest.raises(ConfigError, match="line 3"):
+        Template.ports(TemplateConfig("a\nb\n{% endif %}"), StepContext(Path()))

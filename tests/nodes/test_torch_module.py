@@ -1,0 +1,204 @@
+import json
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.nodes.model_files import Harm, broken
+from weftline.errors import ModelError, StepError
+from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
+from weftline.nodes.torch_module import TorchConfig, TorchModule
+
+SOURCE = """
+import torch
+class Scale(torch.nn.Module):
+    def __init__(self, width=3, dtype="float32"):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=getattr(torch, dtype)))
+    def forward(self, x):
+        assert torch.is_inference_mode_enabled()
+        return x * self.weight
+class Pair(torch.nn.Module):
+    def forward(self, x, y):
+        return {"total": x + y, "rows": x.sum(1)}
+def not_a_module():
+    return 7
+class Bad(torch.nn.Module):
+    def forward(self, x):
+        return x.sum()
+"""
+ONE = {"accepts": {"x": "float32[3]"}, "gives": {"y": "float32[3]"}}
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+class Double(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    (tmp_path / "mine.py").write_text(SOURCE)
+    torch.jit.script(Double()).save(str(tmp_path / "double.pt"))
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(Double(), (torch.zeros(2, 3),), dynamic_shapes={"x": {0: batch}})
+    torch.export.save(program, tmp_path / "double.pt2")
+    return tmp_path
+
+
+def opened(folder: Path, **options: object) -> TorchModule:
+    node = TorchModule(TorchConfig(**{**ONE, **options}))
+    node.open(OpenContext(folder))
+    node.warm_up()
+    return node
+
+
+@pytest.mark.parametrize("model", ["double.pt", "double.pt2"])
+def test_a_saved_program_runs_on_a_batch(folder: Path, model: str) -> None:
+    np.testing.assert_array_equal(opened(folder, model=model).run(Batch({"x": list(X)}))["y"], X * 2)
+
+
+def test_a_users_module_gets_its_arguments_and_weights(folder: Path) -> None:
+    state = {"weight": torch.tensor([1.0, 2.0, 3.0])}
+    save_file(state, folder / "w.safetensors")
+    torch.save(state, folder / "w.pt")
+    for weights in ("w.safetensors", "w.pt"):
+        node = opened(folder, module="mine.py:Scale", weights=weights, arguments={"width": 3})
+        np.testing.assert_array_equal(node.run(Batch({"x": list(X)}))["y"], X * [1, 2, 3])
+    with pytest.raises(ModelError, match="size mismatch"):
+        opened(folder, module="mine.py:Scale", weights="w.pt", arguments={"width": 4})
+
+
+def test_read_only_inputs_are_taken_without_a_warning(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    x = X.copy()
+    x.flags.writeable = False
+    opened(folder, model="double.pt").run(Batch({"x": list(x)}, stacked=lambda port: x))
+    assert not recwarn.list
+
+
+def test_results_are_written_into_the_room(folder: Path) -> None:
+    room = np.zeros((2, 3), np.float32)
+    answer = opened(folder, model="double.pt").run(Batch({"x": list(X)}, room=lambda port, dtype, shape: room))["y"]
+    assert answer is room and room.tolist() == (X * 2).tolist()
+
+
+def test_bfloat16_travels_as_the_same_bits(folder: Path) -> None:
+    types = {"accepts": {"x": "bfloat16[3]"}, "gives": {"y": "bfloat16[3]"}}
+    node = opened(folder, module="mine.py:Scale", arguments={"dtype": "bfloat16"}, **types)
+    bits = torch.tensor([1.5, -2.0, 0.25], dtype=torch.bfloat16).view(torch.uint16).numpy()
+    answer = node.run(Batch({"x": [bits, bits]}))["y"]
+    assert answer.dtype == np.uint16 and answer[1].tolist() == bits.tolist()
+
+
+def test_several_outputs_by_name_and_items_of_different_sizes(folder: Path) -> None:
+    types = {"accepts": {"x": "float32[N]", "y": "float32[N]"}, "gives": {"total": "float32[N]", "rows": "float32[]"}}
+    node = opened(folder, module="mine.py:Pair", **types)
+    short, long = np.ones(2, np.float32), np.ones(4, np.float32)
+    answer = node.run(Batch({"x": [short, long, short], "y": [short, long, short]}))
+    assert [row.tolist() for row in answer["total"]] == [[2, 2], [2, 2, 2, 2], [2, 2]]
+    assert [float(row) for row in answer["rows"]] == [2, 4, 2]
+
+
+def test_what_a_module_returns_is_compared_with_its_ports(folder: Path) -> None:
+    with pytest.raises(StepError, match="first dimension"):
+        opened(folder, module="mine.py:Bad")
+    with pytest.raises(StepError, match="gives declares float64"):
+        opened(folder, model="double.pt", gives={"y": "float64[3]"})
+    with pytest.raises(StepError, match="1 values"):
+        opened(folder, model="double.pt", gives={"y": "float32[3]", "z": "float32[3]"})
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({}, "model"), ({"model": "a.pt", "module": "mine.py:Scale"}, "model"), ({"model": "absent.pt"}, "model"),
+        ({"module": "absent.py:X"}, "module"), ({"model": "double.pt", "accepts": {"x": "text"}}, "accepts.x"),
+        ({"model": "double.pt", "gives": {}}, "gives"),
+        ({"model": "double.pt", "gives": {"y": "float33[3]"}}, "gives.y"),
+        ({"module": "mine.py:Scale", "weights": "absent.pt"}, "weights"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_named(folder: Path, options: dict[str, object], option: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TorchModule.ports(TorchConfig(**{**ONE, **options}), StepContext(folder))
+    assert caught.value.option == option
+
+
+def test_a_factory_that_makes_no_module_is_a_model_error(folder: Path) -> None:
+    with pytest.raises(ModelError, match="int"):
+        opened(folder, module="mine.py:not_a_module")
+    with pytest.raises(ModelError, match="TypeError"):
+        opened(folder, module="mine.py:Scale", arguments={"height": 3})
+
+
+@pytest.mark.parametrize("name", ["double.pt", "double.pt2"])
+def test_truncated_and_damaged_programs_are_refused_or_harmless(folder: Path, name: str) -> None:
+    data = (folder / name).read_bytes()
+    refused = 0
+    for candidate in broken(data, truncations=100, flips=range(0, 64, 8)):
+        (folder / f"broken{Path(name).suffix}").write_bytes(candidate)
+        started = time.process_time()
+        try:
+            opened(folder, model=f"broken{Path(name).suffix}")
+        except (ModelError, StepError) as error:
+            refused += 1
+            assert str(folder) not in str(error)
+        assert time.process_time() - started < 1
+    assert refused >= 100
+
+
+def test_an_exported_program_with_a_pickle_in_it_does_not_run_it(folder: Path) -> None:
+    payload = folder / "payload.pt"
+    torch.save(({"a": Harm(folder / "ran")}, {}), payload)
+    for entry, data in (
+        ("data/sample_inputs/model.pt", payload.read_bytes()),
+        ("data/constants/opaque_obj_0", b"\x80\x02."),
+        ("data/aotinductor/model/x.so", b"\x7fELF"),
+    ):
+        with zipfile.ZipFile(folder / "double.pt2") as old, zipfile.ZipFile(folder / "bad.pt2", "w") as new:
+            for item in old.infolist():
+                if not item.filename.endswith(entry):
+                    new.writestr(item.filename, old.read(item))
+            top = old.infolist()[0].filename.partition("/")[0]
+            new.writestr(f"{top}/{entry}", data)
+        with pytest.raises(ModelError):
+            opened(folder, model="bad.pt2")
+        assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("target", "torch.hub.load"), ("target", "torch.ops.load_library.__call__"),
+        ("target", "_operator.methodcaller"), ("expr_str", "exec(chr(49))"), ("expr_str", "__import__('os')"), ("expr_str", "s0.func"),
+    ],
+)  # fmt: skip
+def test_an_exported_program_that_names_other_functions_is_refused(folder: Path, key: str, text: str) -> None:
+    with zipfile.ZipFile(folder / "double.pt2") as old, zipfile.ZipFile(folder / "bad.pt2", "w") as new:
+        for item in old.infolist():
+            data = old.read(item)
+            if "/models/" in item.filename:
+                program = json.loads(data)
+                program["graph_module"]["graph"]["nodes"][0][key] = text
+                data = json.dumps(program).encode()
+            new.writestr(item.filename, data)
+    with pytest.raises(ModelError, match="not an operator or a size"):
+        opened(folder, model="bad.pt2")
+
+
+def test_an_exported_program_with_symbolic_sizes_and_a_branch_is_taken(folder: Path) -> None:
+    class Windows(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad(x, (0, x.shape[1] // 2 + 1)).reshape(x.shape[0], -1) + x.shape[1] * 2
+
+    sizes = {"x": {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("width", min=2, max=64)}}
+    torch.export.save(
+        torch.export.export(Windows(), (torch.zeros(2, 6),), dynamic_shapes=sizes), folder / "windows.pt2"
+    )
+    node = opened(folder, model="windows.pt2", accepts={"x": "float32[N]"}, gives={"y": "float32[M]"})
+    assert node.run(Batch({"x": [np.ones(4, np.float32)]}))["y"].tolist() == [[9, 9, 9, 9, 8, 8, 8]]

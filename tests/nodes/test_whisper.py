@@ -1,0 +1,186 @@
+import socket
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import whisper
+from whisper.model import ModelDimensions
+
+from tests.nodes.model_files import Harm, broken
+from weftline.errors import ModelError
+from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
+from weftline.nodes.whisper import Whisper, WhisperConfig
+from weftline.nodes.windows import cut
+
+DIMS = ModelDimensions(
+    n_mels=80, n_audio_ctx=50, n_audio_state=32, n_audio_head=2, n_audio_layer=1,
+    n_vocab=51864, n_text_ctx=24, n_text_state=32, n_text_head=2, n_text_layer=1,
+)  # fmt: skip
+"""A model that hears one second: 50 positions of 320 samples."""
+
+SECOND = 16_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("whisper")
+    network = whisper.model.Whisper(DIMS)
+    torch.save({"dims": asdict(DIMS), "model_state_dict": network.state_dict()}, folder / "model.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def node(folder: Path) -> Whisper:
+    node = Whisper(WhisperConfig("model.pt"))
+    node.open(OpenContext(folder, items_max=4))
+    node.warm_up()
+    return node
+
+
+def tone(seconds: float, hertz: float = 300) -> np.ndarray:
+    return np.sin(2 * np.pi * hertz * np.arange(int(seconds * SECOND)) / SECOND).astype(np.float32)
+
+
+def reference(folder: Path, samples: np.ndarray) -> str:
+    """openai-whisper's own decoding of one window, through its own loader."""
+    network = whisper.load_model(str(folder / "model.pt"), device="cpu")
+    mel = whisper.log_mel_spectrogram(whisper.pad_or_trim(samples, DIMS.n_audio_ctx * 320))
+    options = whisper.DecodingOptions(language="en", without_timestamps=True, fp16=False)
+    return whisper.decode(network, mel, options).text
+
+
+def test_a_batch_gives_what_whisper_gives_one_by_one(folder: Path, node: Whisper) -> None:
+    items = [tone(0.5), tone(1.0, 700), tone(0.1, 90)]
+    answers = node.run(Batch({"audio": items}))
+    assert answers["text"] == [reference(folder, samples) for samples in items]
+    assert any(answers["text"]) and answers["language"] == ["en"] * 3
+    assert [len(segments) for segments in answers["segments"]] == [1, 1, 1]
+
+
+def test_a_recording_longer_than_the_model_hears_is_cut_and_joined(folder: Path, node: Whisper) -> None:
+    samples = np.concatenate([tone(0.9), np.zeros(1600, np.float32), tone(0.9, 700), tone(0.5, 90)])
+    answer = node.run(Batch({"audio": [samples]}))
+    segments = answer["segments"][0]
+    assert (
+        len(segments) >= 3 and segments[0]["start_s"] == 0 and segments[-1]["end_s"] == round(len(samples) / SECOND, 3)
+    )
+    first = samples[: round(segments[0]["end_s"] * SECOND)]
+    assert segments[0]["text"] == reference(folder, first)
+    assert answer["text"][0] == " ".join(segment["text"] for segment in segments if segment["text"])
+
+
+def test_cuts_fall_into_silence_and_leave_nothing_out() -> None:
+    samples = np.ones(100_000, np.float32)
+    samples[14_000:15_000] = 0
+    pieces = cut(samples, 16_000)
+    assert 14_000 <= pieces[0][1] <= 15_000
+    assert pieces[0][0] == 0 and pieces[-1][1] == 100_000
+    assert all(end == start for (_, end), (start, _) in pairwise(pieces))
+    assert all(0 < end - start <= 16_000 for start, end in pieces)
+    assert cut(samples[:5], 16_000) == [(0, 5)]
+
+
+def test_a_folder_with_model_pt_is_a_model(folder: Path) -> None:
+    node = Whisper(WhisperConfig("."))
+    node.open(OpenContext(folder))
+    assert node.run(Batch({"audio": [tone(0.3)]}))["language"] == ["en"]
+
+
+def test_ports_are_known_without_the_model_and_wrong_options_are_named(folder: Path) -> None:
+    ports = Whisper.ports(WhisperConfig("base.en"), StepContext(folder))
+    assert [str(port.type) for port in (*ports.inputs, *ports.outputs)] == ["audio", "text", "text", "json"]
+    for config, option in (
+        (WhisperConfig("absent.pt"), "model"),
+        (WhisperConfig("tiny", task="sing"), "task"),
+        (WhisperConfig("tiny", beams=0), "beams"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Whisper.ports(config, StepContext(folder))
+        assert caught.value.option == option
+
+
+def test_a_published_name_without_network_or_cache_is_a_model_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object, **options: object) -> None:
+        raise OSError("network is unreachable")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "getaddrinfo", refused)
+    with pytest.raises(ModelError, match=r"tiny\.en is not in openai-whisper's cache"):
+        Whisper(WhisperConfig("tiny.en")).open(OpenContext(tmp_path))
+
+
+def test_a_cached_checkpoint_of_the_wrong_hash_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object, **options: object) -> None:
+        raise OSError("network is unreachable")
+
+    (tmp_path / "whisper").mkdir()
+    (tmp_path / "whisper" / "tiny.en.pt").write_bytes(b"not the checkpoint")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "getaddrinfo", refused)
+    with pytest.raises(ModelError), pytest.warns(UserWarning, match="SHA256"):
+        Whisper(WhisperConfig("tiny.en")).open(OpenContext(tmp_path))
+
+
+def test_every_truncation_and_header_flip_fails_with_a_reason_in_under_a_second(folder: Path, tmp_path: Path) -> None:
+    data = (folder / "model.pt").read_bytes()
+    refused = 0
+    for candidate in broken(data, truncations=100, flips=range(0, 320, 4)):
+        (tmp_path / "model.pt").write_bytes(candidate)
+        started = time.process_time()
+        try:
+            Whisper(WhisperConfig("model.pt")).open(OpenContext(tmp_path))
+        except ModelError as error:
+            refused += 1
+            assert str(error).startswith("model.pt") and str(tmp_path) not in str(error)
+        assert time.process_time() - started < 1
+    assert refused >= 100
+
+
+def test_a_pickle_that_would_run_code_does_not_run_it(tmp_path: Path) -> None:
+    torch.save({"dims": asdict(DIMS), "model_state_dict": Harm(tmp_path / "ran")}, tmp_path / "model.pt")
+    with pytest.raises(ModelError, match="not weights"):
+        Whisper(WhisperConfig("model.pt")).open(OpenContext(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_audio_state": 1 << 40},
+        {"n_vocab": -1},
+        {"n_audio_layer": 3},
+        {"n_mels": 81},
+        {"n_audio_head": 3},
+        {"n_text_ctx": "24"},
+    ],
+)
+def test_dims_that_do_not_fit_the_weights_are_refused_before_anything_is_built(
+    folder: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    checkpoint = torch.load(folder / "model.pt", weights_only=True)
+    checkpoint["dims"] |= change
+    torch.save(checkpoint, tmp_path / "model.pt")
+    started = time.process_time()
+    with pytest.raises(ModelError, match=r"model\.pt"):
+        Whisper(WhisperConfig("model.pt")).open(OpenContext(tmp_path))
+    assert time.process_time() - started < 1
+
+
+def test_other_checkpoints_are_no_whisper(tmp_path: Path) -> None:
+    for content in ({"dims": {}, "model_state_dict": {"a": torch.ones(1)}}, {"weights": {}}, [1]):
+        torch.save(content, tmp_path / "model.pt")
+        with pytest.raises(ModelError, match="no Whisper checkpoint"):
+            Whisper(WhisperConfig("model.pt")).open(OpenContext(tmp_path))
+
+
+def test_a_language_that_is_none_is_a_model_error(folder: Path) -> None:
+    with pytest.raises(ModelError, match="klingon"):
+        Whisper(WhisperConfig("model.pt", language="klingon")).open(OpenContext(folder))

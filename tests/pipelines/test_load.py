@@ -1,0 +1,147 @@
+"""A pipeline file becomes a Pipeline, or a list of everything that is wrong with it."""
+
+from pathlib import Path
+
+import pytest
+
+from weftline.errors import PipelineError, Problem
+from weftline.pipelines.graph import Input, Wire
+from weftline.pipelines.load import load_file, load_yaml
+from weftline.pipelines.policy import BatchPolicy, Limits, Slo
+
+HEAD = "weftline: 1\nname: sample\n"
+
+
+def refused(text: str) -> dict[str, Problem]:
+    with pytest.raises(PipelineError) as caught:
+        load_yaml(text, "sample.yaml", Path())
+    assert all(one.file == "sample.yaml" for one in caught.value.problems)
+    return {one.path: one for one in caught.value.problems}
+
+
+def test_the_assistant_is_loaded_whole(samples) -> None:
+    pipeline = load_yaml(samples.ASSISTANT, "assistant.yaml", Path("models"))
+    assert pipeline.name == "voice-photo-assistant"
+    assert pipeline.inputs == (Input("question", "audio", seconds_max=30), Input("photo", "image"))
+    assert [step.name for step in pipeline.steps] == ["hear", "see", "answer", "guard"]
+    see = pipeline.step("see")
+    assert see.options == {"model": "yolo11n.pt", "trust_pickle": True}
+    assert see.inputs == {"image": Wire(None, "photo")}
+    assert see.batch == BatchPolicy(16, 2.0)
+    assert pipeline.step("guard").batch is None
+    assert pipeline.outputs["answer"] == Wire("guard", "text")
+    assert (pipeline.slo, pipeline.limits) == (Slo(1500), Limits())
+    assert pipeline.line("steps.see.batch.items_max") == 18
+    assert pipeline.line("steps.see.no.such.key") == 13
+
+
+def test_every_key_of_a_step_is_taken() -> None:
+    text = "steps:\n  a: {node: x, worker: w, instances: 2, device: 'cuda:1', run_max_ms: 5, batch: {}, q: [1]}\n"
+    step = load_yaml(HEAD + text + "outputs: {}\n", "x.yaml", Path()).steps[0]
+    assert (step.worker, step.instances, step.device, step.run_max_ms) == ("w", 2, "cuda:1", 5)
+    assert (step.batch, step.options) == (BatchPolicy(), {"q": [1]})
+
+
+def test_all_problems_come_at_once_each_with_its_line() -> None:
+    found = refused(
+        "weftline: 2\n"
+        "name: a b\n"
+        "inputs:\n"
+        "  q: {type: imge, pixels_max: 0}\n"
+        "  z: {typ: text}\n"
+        "steps:\n"
+        "  see:\n"
+        "    nod: yolo\n"
+        "    inputs: {image: a.b.c}\n"
+        "    batch: {item_max: 3, wait_max_ms: '5'}\n"
+        "    device: gpu\n"
+        "    instances: yes\n"
+        "  1x: {node: 012}\n"
+        "outputs: [a]\n"
+        "limits: {requests_max: 1.5}\n"
+        "slow: 5\n"
+    )
+    assert {path: one.line for path, one in found.items()} == {
+        "weftline": 1, "name": 2, "inputs.q.type": 4, "inputs.q.pixels_max": 4, "inputs.z.typ": 5, "inputs.z.type": 5,
+        "steps.see.node": 7, "steps.see.inputs.image": 9, "steps.see.batch.item_max": 10,
+        "steps.see.batch.wait_max_ms": 10, "steps.see.device": 11, "steps.see.instances": 12, "steps.1x": 13,
+        "steps.1x.node": 13, "outputs": 14, "limits.requests_max": 15, "slow": 16,
+    }  # fmt: skip
+    assert found["steps.see.batch.item_max"].fix == "did you mean items_max?"
+    assert found["steps.see.batch.wait_max_ms"].fix == "write it without quotes"
+    assert found["steps.see.inputs.image"].expected == "step.port, or an input's name"
+    assert found["steps.1x.node"].fix == "put it in quotes"
+    assert found["slow"].fix == "did you mean slo?"
+    assert "imge" in found["inputs.q.type"].found
+
+
+def test_the_message_is_written_like_the_style_page_says() -> None:
+    text = "inputs: {q: text}\noutputs: {y: a.value}\n"
+    text += "steps: {a: {node: echo, inputs: {value: q}, batch: {item_max: 3}}}\n"
+    with pytest.raises(PipelineError) as caught:
+        load_yaml(HEAD + text, "pipelines/ocr.yaml", Path())
+    assert str(caught.value) == (
+        "pipelines/ocr.yaml:5  steps.a.batch.item_max: unknown key\n"
+        "    expected: one of items_max, wait_max_ms\n"
+        "    fix: did you mean items_max?\n"
+        "1 problem in pipelines/ocr.yaml; nothing was started"
+    )
+
+
+def test_what_could_not_be_read_is_not_reported_twice() -> None:
+    found = refused(HEAD + "steps: {a: {node: !tag x, batch: *b}}\noutputs: {}\nouts: 3\n")
+    assert set(found) == {"steps.a.node", "steps.a.batch", "outs"}
+
+
+def test_mistakes_of_the_file_do_not_hide_those_of_the_nodes() -> None:
+    found = refused(
+        HEAD + "inputs: {q: {type: text, abuot: x}}\n"
+        "steps:\n"
+        "  one: {node: echo, inputs: {value: q}, device: gpu}\n"
+        "  two: {node: ecko, inputs: {value: one.value}, batch: {item_max: 4, items_max: 0}}\n"
+        "  one: {node: other}\n"
+        "  three: {node: echo, inputs: {value: one.vale}, type: 5}\n"
+        "outputs: {y: two.value, z: three.value}\nlimits: 3\nmore: 4\n"
+    )
+    assert {path: one.line for path, one in found.items()} == {
+        "inputs.q.abuot": 3, "steps.one.device": 5, "steps.two.batch.item_max": 6, "steps.two.batch.items_max": 6,
+        "steps.one": 7, "limits": 10, "more": 11,
+        "steps.two.node": 6, "steps.three.type": 8, "steps.three.inputs.value": 8,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["steps.a.node", "steps.a.inputs.value", "outputs.y", "inputs.q.type"])
+def test_what_wires_hang_on_is_not_left_out_to_look_further(path: str) -> None:
+    text = HEAD + "inputs: {q: {type: text}}\nsteps: {a: {node: echo, inputs: {value: q}}}\noutputs: {y: a.value}\n"
+    load_yaml(text, "x.yaml", Path())
+    key, value = path.rpartition(".")[2], {"node": "echo", "value": "q", "y": "a.value", "type": "text"}
+    assert set(refused(text.replace(f"{key}: {value[key]}", f"{key}: 7"))) == {path}
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n", "text\n", "12\n"])
+def test_a_file_that_is_no_mapping_says_how_to_start(text: str) -> None:
+    assert "weftline: 1" in refused(text)[""].expected
+
+
+def test_a_file_is_found_relative_to_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(HEAD + "steps: {}\noutputs: {}\n")
+    pipeline = load_file(tmp_path / "p.yaml")
+    assert (pipeline.base_dir, pipeline.file) == (tmp_path, str(tmp_path / "p.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("content", "found", "line"),
+    [(None, "no such file", 0), (b"a: 1\nb: \xff\xfe", "not UTF-8", 2), (b"x" * 1_000_001, "more than", 0)],
+)
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | None, found: str, line: int) -> None:
+    path = tmp_path / "p.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(PipelineError, match=found) as caught:
+        load_file(path)
+    assert caught.value.problems[0].line == line
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match="cannot be read"):
+        load_file(tmp_path)

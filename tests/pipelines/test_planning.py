@@ -1,0 +1,96 @@
+"""A sound pipeline becomes a plan with nothing left to look up; an unsound one becomes none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weftline.errors import PipelineError
+from weftline.nodes.ports import PortType
+from weftline.pipelines.graph import Wire
+from weftline.pipelines.load import load_yaml
+from weftline.pipelines.place import Machine
+from weftline.pipelines.planning import RUN_MAX_MS, make_plan
+from weftline.pipelines.policy import BatchPolicy, Slo
+
+HERE = Path(__file__).parent
+MACHINE = Machine(cores=4, memory_bytes=8 << 30)
+
+
+def test_the_assistant_is_planned_whole(samples, catalog) -> None:
+    plan = make_plan(load_yaml(samples.ASSISTANT, "a.yaml", HERE), MACHINE, catalog)
+    assert [step.name for step in plan.steps] == ["hear", "see", "answer_prompt", "answer", "guard"]
+    see, answer, guard = plan.step("see"), plan.step("answer"), plan.step("guard")
+    assert see.options == {"model": "yolo11n.pt", "confidence": 0.25, "trust_pickle": True}
+    assert (see.batch, guard.batch) == (BatchPolicy(16, 2.0), BatchPolicy(1, 0.0))
+    assert see.readers == {"detections": 1, "labels": 0}
+    assert (answer.streams, see.streams) == (True, False)
+    assert ([step.heavy for step in plan.steps], see.mutates_inputs) == ([True, True, False, True, False], False)
+    assert plan.input_types == {"question": PortType("audio"), "photo": PortType("image")}
+    assert plan.input_readers == {"question": 1, "photo": 1}
+    prompt = plan.step("answer_prompt")
+    assert [(read.port, read.wire, read.type.kind) for read in prompt.inputs] == [
+        ("see__detections", Wire("see", "detections"), "detections"),
+        ("hear__text", Wire("hear", "text"), "text"),
+    ]
+    assert [(one.name, str(one.wire), one.pieces) for one in plan.outputs] == [
+        ("transcript", "hear.text", False),
+        ("answer", "guard.text", True),
+        ("verdict", "guard.verdict", False),
+    ]
+    assert plan.slo == Slo(1500)
+    assert (plan.cores, plan.base_dir, plan.file) == (4, HERE, "a.yaml")
+    assert [plan.workers[index].name for step in plan.steps for index in step.workers] == [
+        one.name for one in plan.steps
+    ]
+    assert all(step.run_max_ms == RUN_MAX_MS for step in plan.steps)
+
+
+def test_options_travel_as_json(samples, catalog) -> None:
+    plan = make_plan(load_yaml(samples.ASSISTANT, "a.yaml", HERE), MACHINE, catalog)
+    for step in plan.steps:
+        assert json.loads(json.dumps(step.options)) == step.options
+
+
+def test_sizes_known_at_one_end_are_known_in_the_plan(catalog) -> None:
+    plan = make_plan(
+        load_yaml(
+            "weftline: 1\nname: n\ninputs: {rows: 'float32[N, 4]'}\nsteps:\n"
+            "  a: {node: shaped, takes: 'float32[M, 4]', gives: 'float32[M]', inputs: {x: rows}}\n"
+            "  b: {node: shaped, takes: 'float32[7]', inputs: {x: a.y}}\n"
+            "outputs: {y: b.y, again: a.y}\n",
+            "x.yaml",
+            HERE,
+        ),
+        MACHINE,
+        catalog,
+    )
+    assert str(plan.input_types["rows"]) == "float32[7, 4]"
+    assert str(plan.step("a").inputs[0].type) == "float32[7, 4]"
+    assert str(plan.step("a").outputs[0].type) == "float32[7]"
+    assert str(plan.outputs[1].type) == "float32[7]"
+    assert plan.step("a").readers == {"y": 2, "as_text": 0}
+    assert plan.step("a").mutates_inputs
+
+
+def test_problems_of_the_machine_and_of_the_file_come_together(catalog) -> None:
+    text = (
+        "weftline: 1\nname: n\ninputs: {q: text}\nsteps:\n"
+        "  a: {node: echo, device: cuda, inputs: {value: q}}\n"
+        "  b: {node: echo, dealy_ms: 1, inputs: {value: q}}\n"
+        "outputs: {y: a.value, z: b.value}\nlimits: {arena_bytes: 99999999999}\n"
+    )
+    with pytest.raises(PipelineError) as caught:
+        make_plan(load_yaml(text, "x.yaml", HERE), MACHINE, catalog)
+    assert [(one.path, one.line) for one in caught.value.problems] == [
+        ("steps.a.device", 5),
+        ("steps.b.dealy_ms", 6),
+        ("limits.arena_bytes", 8),
+    ]
+
+
+def test_a_plan_does_not_depend_on_where_it_was_written(samples, catalog) -> None:
+    one = make_plan(load_yaml(samples.ASSISTANT, "one.yaml", HERE), MACHINE, catalog)
+    other = make_plan(load_yaml("# moved\n\n" + samples.ASSISTANT, "other.yaml", HERE), MACHINE, catalog)
+    assert one == other
+    assert one != make_plan(load_yaml(samples.ASSISTANT.replace("base.en", "tiny"), "one.yaml", HERE), MACHINE, catalog)

@@ -1,0 +1,165 @@
+"""What imports what: rooms import downwards only, pure files stay pure, and frameworks load when a node opens."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = {"weftline.errors": 0, "weftline.shm": 1, "weftline.nodes": 2, "weftline.pipelines": 3, "weftline.engine": 4}
+FRONT_DOOR = 5
+
+PURE = [
+    *(f"shm/{name}.py" for name in ("spec", "block", "allocator", "lease")),
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "pipelines").glob("*.py"))),
+    *(
+        f"engine/{name}.py"
+        for name in (
+            *("request", "messages", "events", "flow", "batcher", "crew", "routes", "supervisor", "scheduler"),
+            *("book", "rooms", "sizing"),
+        )
+    ),
+    *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),
+]
+IMPURE = {"torch", "time", "datetime", "socket", "asyncio", "threading", "subprocess", "selectors", "select", "signal"}
+FRAMEWORKS = ("torch", "torchvision", "onnxruntime", "whisper", "ultralytics", "transformers", "PIL", "cv2", "grpc")
+UNSAFE = {"pickle", "_pickle", "multiprocessing", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+
+
+def package_files() -> list[str]:
+    """Return every Python file of the package, relative to the root."""
+    rooms = [path for room in ("shm", "nodes", "pipelines", "engine") for path in (ROOT / room).rglob("*.py")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in [*rooms, *(ROOT / "weftline").glob("*.py")])
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(), file)
+
+
+def imports_of(file: str) -> Iterator[tuple[int, str]]:
+    """Yield line and dotted name of everything a file imports, inside functions and for type checkers too."""
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno} imports relatively"
+            yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def module_of(file: str) -> str:
+    stem = file.removesuffix(".py").removesuffix("/__init__")
+    return stem.replace("/", ".") if file.startswith("weftline") else "weftline." + stem.replace("/", ".")
+
+
+def floor_of(module: str) -> int:
+    return FLOORS.get(".".join(module.split(".")[:2]), FRONT_DOOR)
+
+
+def test_rooms_import_downwards_only() -> None:
+    wrong = [
+        f"{file}:{line} imports {name}"
+        for file in package_files()
+        for line, name in imports_of(file)
+        if name.partition(".")[0] == "weftline" and floor_of(name) > floor_of(module_of(file))
+        if name != "weftline"  # `from weftline import errors` is judged by the name it takes
+    ]
+    assert wrong == []
+
+
+def test_rooms_do_not_import_the_front_door_itself() -> None:
+    wrong = []
+    for file in package_files():
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Import) and floor_of(module_of(file)) < FRONT_DOOR:
+                wrong += [f"{file}:{node.lineno}" for alias in node.names if alias.name == "weftline"]
+    assert wrong == []
+
+
+def test_the_llm_stands_beside_the_engine_and_neither_imports_the_other() -> None:
+    wrong = []
+    for file in package_files():
+        inside = file.startswith("engine/llm/")
+        for line, name in imports_of(file):
+            to_llm = name.startswith("weftline.engine.llm")
+            to_engine = floor_of(name) >= FLOORS["weftline.pipelines"] and name.startswith("weftline.") and not to_llm
+            if (inside and to_engine) or (not inside and to_llm):
+                wrong.append(f"{file}:{line} imports {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("file", PURE)
+def test_pure_files_import_neither_frameworks_nor_clocks_nor_sockets(file: str) -> None:
+    wrong = [f"line {line}: {name}" for line, name in imports_of(file) if name.partition(".")[0] in IMPURE]
+    assert wrong == []
+
+
+def test_no_framework_is_imported_at_the_top_of_a_file_of_the_spine() -> None:
+    wrong = [
+        f"{file}:{node.lineno}"
+        for file in package_files()
+        if not file.startswith("engine/llm/")  # of which only the pure files and node.py must load without one
+        for node in tree_of(file).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name.partition(".")[0] in FRAMEWORKS
+    ]
+    assert wrong == []
+
+
+def test_nodes_and_pure_files_can_be_imported_where_no_framework_is_installed() -> None:
+    nodes = [file for file in package_files() if file.startswith("nodes/")]
+    catalog = ["weftline.engine.llm.node"] if (ROOT / "engine/llm/node.py").is_file() else []
+    modules = sorted({module_of(file) for file in [*PURE, *nodes]}) + catalog
+    script = (
+        f"import sys\nfor name in {FRAMEWORKS!r}:\n    sys.modules[name] = None\n"
+        f"import importlib\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_importing_everything_but_the_llm_loads_no_framework() -> None:
+    modules = [module_of(file) for file in package_files() if not file.startswith("engine/llm/")]
+    modules.remove("weftline.__main__")
+    script = (
+        f"import sys, importlib\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
+        f"print(*[name for name in {FRAMEWORKS!r} if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == []
+
+
+def test_nobody_imports_what_could_run_code_from_bytes() -> None:
+    wrong = [
+        f"{file}:{line} imports {name}"
+        for file in package_files()
+        for line, name in imports_of(file)
+        if name.partition(".")[0] in UNSAFE
+    ]
+    assert wrong == []
+
+
+def test_no_check_is_an_assert_statement() -> None:
+    wrong = [
+        f"{file}:{node.lineno}"
+        for file in package_files()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Assert)
+    ]
+    assert wrong == [], "asserts vanish under -O; raise an error with a message"
+
+
+def test_nothing_is_evaluated_from_text() -> None:
+    wrong = [
+        f"{file}:{node.lineno}"
+        for file in package_files()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")
+    ]
+    assert wrong == []

@@ -1,0 +1,8 @@
+"""`python -m weftline`: the command line."""
+
+import sys
+
+from weftline.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

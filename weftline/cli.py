@@ -1,0 +1,222 @@
+"""The command line: `weftline check`, `plan`, `run`, `nodes`, `schema`.
+
+Here are the commands with their options and help. What a command does is imported when it runs, so that `--help` and
+shell completion answer at once and `check` works where no framework is installed. Answers go to standard output,
+everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weftline import errors
+from weftline.cli_exit import ending, exit_codes, open_closed_streams
+
+
+def _epilog() -> str:
+    return "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {meaning}" for code, meaning in exit_codes().items())
+
+
+app = typer.Typer(
+    name="weftline",
+    help="Check, explain and run pipelines of models.",
+    epilog=_epilog(),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+PipelineFile = Annotated[str, typer.Argument(metavar="FILE", help="The pipeline's YAML file.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Show the workers' logs, and tracebacks of unexpected errors.")
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import weftline
+
+        typer.echo(f"weftline {weftline.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _front(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Check, explain and run pipelines of models."""
+
+
+@app.command(short_help="List every problem of pipeline files.")
+def check(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="One or more pipeline files.")],
+    file_only: Annotated[bool, typer.Option("--file-only", help="Leave out whether it fits this machine.")] = False,
+) -> None:
+    """List every problem of pipeline files; nothing is started and no framework is imported.
+
+    \b
+    Examples:
+      weftline check pipeline.yaml
+      weftline check --file-only pipelines/*.yaml
+    """
+    from weftline.cli_pipeline import check_file
+
+    wrong = 0
+    for file in files:
+        try:
+            typer.echo(check_file(file, file_only=file_only))
+        except errors.PipelineError as error:
+            typer.echo(str(error), err=True)
+            wrong += 1
+    if wrong:
+        raise typer.Exit(errors.PipelineError.exit_code)
+
+
+@app.command(short_help="Show what would run, and where.")
+def plan(
+    file: PipelineFile,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="As a Mermaid flowchart.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="As a picture, in SVG.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="OUT", help="Write it to this file.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with so many cores.")] = None,
+) -> None:
+    """Show what would run: steps in order with their types, workers, threads and memory.
+
+    \b
+    Examples:
+      weftline plan pipeline.yaml
+      weftline plan pipeline.yaml --svg --output pipeline.svg
+    """
+    if mermaid and svg:
+        raise typer.BadParameter("--mermaid and --svg exclude each other")
+    from weftline.cli_pipeline import explained
+
+    _give(explained(file, "mermaid" if mermaid else "svg" if svg else "text", cores), output)
+
+
+@app.command(short_help="Answer one request with a pipeline.")
+def run(
+    file: PipelineFile,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME=VALUE",
+            help="One input: NAME=@FILE reads a file, NAME=@- standard input; anything else is the value itself, read "
+            "as json where the input is json or a tensor. A text that begins with @ is written with two.",
+        ),
+    ] = None,
+    outputs: Annotated[
+        list[str] | None,
+        typer.Option("--output", "-o", metavar="NAME", help="Only this output, and the steps it needs; repeatable."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One json object on standard output, outputs by name.")
+    ] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print outputs piece by piece, as they become known.")
+    ] = False,
+    deadline_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Give up when the answer takes longer, in milliseconds.")
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write pictures, sound, tensors, bytes and annotated pictures here."),
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Load a pipeline's models, answer one request, and close everything.
+
+    \b
+    Examples:
+      weftline run assistant.yaml --input question=@question.wav --input photo=@photo.png
+      weftline run classify.yaml -i text="call me at 555 0100" --output verdict --json
+      cat photo.png | weftline run detect.yaml -i photo=@- --save out
+    """
+    if as_json and stream:
+        raise typer.BadParameter("--json and --stream exclude each other: --json prints one object at the end")
+    from weftline.cli_run import Request, run_request
+
+    request = Request(file, tuple(inputs or ()), tuple(outputs or ()) or None, as_json, stream, deadline_ms, save)
+    run_request(request, sys.stdout, sys.stderr)
+
+
+@app.command(short_help="List nodes, or show one.")
+def nodes(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A node, to see its ports and options.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="As json.")] = False,
+) -> None:
+    """List the nodes that steps can run, or show one with its ports and options.
+
+    \b
+    Examples:
+      weftline nodes
+      weftline nodes onnx
+      weftline nodes my_nodes.py:Crop --json
+    """
+    from weftline.cli_nodes import describe_node, list_nodes
+
+    typer.echo(describe_node(name, as_json) if name else list_nodes(as_json))
+
+
+@app.command(short_help="Print the JSON Schema of pipeline files.")
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to this file.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of pipeline files, with which editors complete and check them.
+
+    \b
+    Examples:
+      weftline schema --output pipeline.schema.json
+      # then, as the first line of a pipeline file:
+      # yaml-language-server: $schema=pipeline.schema.json
+    """
+    import json
+
+    from weftline.pipelines.json_schema import json_schema
+
+    _give(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n", output)
+
+
+def _give(text: str, output: Path | None) -> None:
+    """Print `text`, or write it to a file and say so."""
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, "utf-8")
+    except OSError as error:
+        raise errors.WeftlineError(f"cannot write {output}: {error.strerror}") from None
+    typer.echo(f"wrote {output}", err=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; no error leaves it, and users see no traceback."""
+    open_closed_streams()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    verbose = "--verbose" in given
+    if verbose:
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    return ending(lambda: _dispatch(given), verbose=verbose)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    """Return the exit code of the command; usage errors are told here already."""
+    try:
+        typer.main.get_command(app)(args=arguments, prog_name="weftline")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    return 0

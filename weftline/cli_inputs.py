@@ -1,0 +1,119 @@
+"""The inputs of `weftline run`: `name=text`, `name=@file` and `name=@-` to values of the pipeline's input types.
+
+Everything is read and decoded before a model is loaded, so that a wrong file is known in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from weftline.errors import InputError
+from weftline.nodes.detections import Detections
+from weftline.nodes.media import MediaLimits, to_value
+from weftline.nodes.ports import PortType
+from weftline.pipelines.plan import Plan
+
+STDIN = "@-"
+
+
+def read_inputs(plan: Plan, written: Sequence[str], stdin: BinaryIO) -> dict[str, Any]:
+    """Return one decoded value for each input of the pipeline; InputError says which one is wrong, and how."""
+    given = _split(written)
+    _check_names(plan, given)
+    return {name: _value(plan, name, text, stdin) for name, text in given.items()}
+
+
+def _split(written: Sequence[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for one in written:
+        name, equals, text = one.partition("=")
+        if not equals or not name:
+            raise InputError(f"--input {one!r:.80}: expected NAME=VALUE, NAME=@FILE, or NAME=@- for standard input")
+        if name in given:
+            raise InputError(f"--input {name} is given twice")
+        given[name] = text
+    readers = [name for name, text in given.items() if text == STDIN]
+    if len(readers) > 1:
+        raise InputError(f"--input {' and '.join(readers)} both read standard input; only one can")
+    return given
+
+
+def _check_names(plan: Plan, given: Mapping[str, str]) -> None:
+    known = [one.name for one in plan.inputs]
+    unknown = [f"--input {name}: the pipeline has no such input" for name in given if name not in known]
+    missing = [f"--input {name} is missing" for name in known if name not in given]
+    if unknown or missing:
+        inputs = ", ".join(f"{name} ({plan.input_types[name]})" for name in known) or "none"
+        raise InputError("\n".join([*unknown, *missing, f"    the pipeline's inputs: {inputs}"]))
+
+
+def _value(plan: Plan, name: str, text: str, stdin: BinaryIO) -> Any:
+    type, limits = plan.input_types[name], _limits(plan, name)
+    try:
+        return _converted(type, _raw(type, name, text, limits, stdin), limits)
+    except InputError as error:
+        raise InputError(f"input {name}: {error}") from None
+
+
+def _raw(type: PortType, name: str, text: str, limits: MediaLimits, stdin: BinaryIO) -> Any:
+    """Return what stands behind `text`: bytes, a path, or a Python value."""
+    if text == STDIN:
+        data = stdin.read(limits.bytes_max + 1)
+        if len(data) > limits.bytes_max:
+            raise InputError(f"more than {limits.bytes_max} bytes on standard input; that is the limit")
+        return data
+    if text.startswith("@") and not text.startswith("@@"):
+        return Path(text[1:])
+    text = text.removeprefix("@")
+    if type.kind in ("image", "audio"):
+        raise InputError(f"wants {type}, got text\n    fix: --input {name}=@FILE reads a file")
+    if type.kind == "bytes":
+        return text.encode("utf-8", "surrogateescape")
+    if type.kind in ("text", "any"):
+        return text
+    return _parsed(text)
+
+
+def _converted(type: PortType, raw: Any, limits: MediaLimits) -> Any:
+    if type.kind == "detections":
+        return to_detections(to_value(PortType("json"), raw, limits))
+    return to_value(type, raw, limits)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        fix = "quote a text twice: once for json, once for the shell"
+        raise InputError(f"not valid json at character {error.pos + 1}: {error.msg}\n    fix: {fix}") from None
+    except (ValueError, RecursionError):
+        raise InputError("not valid json: nested too deeply, or a number of too many digits") from None
+
+
+def to_detections(value: Any) -> Detections:
+    """Return detections from a list of {"name", "score", "box"}, as `--json` prints them."""
+    try:
+        names = tuple(dict.fromkeys(str(one["name"]) for one in value))
+        boxes = np.array([one["box"] for one in value], np.float32).reshape(len(value), 4)
+        scores = np.array([one["score"] for one in value], np.float32).reshape(len(value))
+        classes = np.array([names.index(str(one["name"])) for one in value], np.int32)
+    except (TypeError, KeyError, ValueError, IndexError):
+        expected = '[{"name": "cup", "score": 0.9, "box": [x1, y1, x2, y2]}, ...]'
+        raise InputError(f"wants detections, as json: {expected}") from None
+    return Detections(boxes, scores, classes, names)
+
+
+def _limits(plan: Plan, name: str) -> MediaLimits:
+    """Return the limits of one input: its own, else the pipeline's."""
+    given = next(one for one in plan.inputs if one.name == name)
+    return MediaLimits(
+        pixels_max=given.pixels_max or plan.limits.pixels_max,
+        seconds_max=given.seconds_max or plan.limits.seconds_max,
+        bytes_max=given.bytes_max or plan.limits.request_bytes_max,
+        paths=True,
+    )

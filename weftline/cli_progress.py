@@ -1,0 +1,62 @@
+"""What is seen while models load: moving bars on a terminal, plain lines anywhere else; always on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from weftline.engine.runtime import Progress
+from weftline.show import printable
+
+
+@contextmanager
+def loading_shown(err: TextIO) -> Iterator[Progress]:
+    """Yield what the runtime is to call with (step, phrase, fraction); it may be called from another thread.
+
+    What is shown disappears from a terminal at the end, and stays in a log.
+    """
+    if err.isatty():
+        with _bars(err) as report:
+            yield report
+    else:
+        yield _lines(err)
+
+
+def _lines(err: TextIO) -> Progress:
+    """Return a callback that prints a line whenever a step's phrase changes."""
+    said: dict[str, str] = {}
+
+    def report(step: str, phrase: str, fraction: float) -> None:
+        if said.get(step) == phrase:
+            return
+        said[step] = phrase
+        try:
+            print(f"loading {step}: {printable(phrase)}", file=err, flush=True)
+        except (OSError, ValueError):  # standard error is closed: nobody looks, and loading goes on
+            pass
+
+    return report
+
+
+@contextmanager
+def _bars(err: TextIO) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(24),
+        TextColumn("{task.fields[phrase]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns, console=Console(file=err), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(step: str, phrase: str, fraction: float) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step, total=1.0, phrase="")
+            bars.update(tasks[step], completed=min(max(fraction, 0.0), 1.0), phrase=printable(phrase))
+
+        yield report
