@@ -237,7 +237,7 @@ class HostedStep:
             outputs = {}
             for index, (name, type) in enumerate(self._outputs):
                 if name in piece.outputs:
-                    outputs[index] = self._piece_value(pack(piece.outputs[name], type, name))
+                    outputs[index] = self._piece_value(pack(piece.outputs[name], type, name), piece.last)
                 elif piece.last:
                     raise StepError(f"the node's last piece has no {name}")
             return PieceOf(piece.item, outputs, piece.last)
@@ -246,8 +246,9 @@ class HostedStep:
                 self.node.cancel(piece.item)
             return PieceOf(piece.item, {}, True, failure(error))
 
-    def _piece_value(self, packed: Packed) -> Value:
-        if packed.travels_inline:
+    def _piece_value(self, packed: Packed, last: bool) -> Value:
+        """A piece on its way is always inline: nobody leases room for it. The whole value at the end may be large."""
+        if packed.travels_inline or not last:
             return packed.inline()
         return packed.at(self._copy_in([packed], None)[0])
 

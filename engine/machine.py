@@ -18,7 +18,15 @@ class _Memory(ctypes.Structure):
 
 def this_machine() -> Machine:
     """Return what a pipeline opened here can be placed on."""
-    return Machine(len(os.sched_getaffinity(0)), _memory_bytes(), _devices())
+    return Machine(_cores(), _memory_bytes(), _devices())
+
+
+def _cores() -> int:
+    """Return the cores this process may use: its affinity, or its control group's quota if that is lower."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    limit, _, period = quota.read_text().partition(" ") if quota.is_file() else ("max", "", "1")
+    return min(allowed, max(1, int(limit) // int(period))) if limit.isdigit() else allowed
 
 
 def _memory_bytes() -> int:

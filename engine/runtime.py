@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,14 @@ class Runtime:
         self._wake()
         if self._thread.ident is not None:
             self._thread.join()
-        for _, worker in self._workers.values():
-            worker.wait_end(CLOSE_GRACE_S)
         for arena in self.arenas.values():
             arena.close()
         self._epoll.close()
         os.close(self._wake_fd)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
 
     def _end_all(self) -> None:
         for listener in self._listeners.values():
@@ -220,9 +223,16 @@ class Runtime:
             with self.lock:
                 self._end_all()
             self._ready.set()
+        self._close_workers()
+
+    def _close_workers(self) -> None:
+        """Let every node close. Workers die with the thread that started them, so it stays until they are gone."""
         with self.lock:
             for worker in list(self._workers):
                 self._send(worker, msg.encode(msg.Close()))
+        until = time.monotonic() + CLOSE_GRACE_S
+        for _, process in self._workers.values():
+            process.wait_end(max(0.0, until - time.monotonic()))
 
     def _loop(self) -> None:
         with self.lock:
@@ -281,13 +291,22 @@ class Runtime:
         arena = self._workers[worker][0]
         if isinstance(message, msg.Hello):
             self._meet(worker, arena, HostArena.attach(process.channel.take_descriptor(), message.arena_bytes))
-        elif isinstance(message, msg.Progress) and self._progress is not None:
-            self._progress(message.step, message.phrase, message.fraction)
+        elif isinstance(message, msg.Progress):
+            self._report(message)
         elif isinstance(message, msg.OpenFailed) and not self._ready.is_set() and self._failed is None:
             self._failed = (message.step, message.failure.message)
         self._carry_out(self.scheduler.on(ev.FromWorker(worker, arena, message), self.clock.now_ms()))
         if isinstance(message, msg.Ready) and self.scheduler.crew.all_ready():
             self._ready.set()
+
+    def _report(self, message: msg.Progress) -> None:
+        if self._progress is None:
+            return
+        try:
+            self._progress(message.step, message.phrase, message.fraction)
+        except Exception:
+            _log.exception("the progress callback failed; it is not called again")
+            self._progress = None
 
     def _meet(self, worker: int, arena: int, mapped: HostArena) -> None:
         """Introduce a new worker's arena to the others, and theirs to it."""

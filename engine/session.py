@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,61 +26,21 @@ from typing import Any
 import numpy as np
 
 from weftline.engine import events as ev
+from weftline.engine.intake import Intake
 from weftline.engine.machine import this_machine
 from weftline.engine.messages import Value
-from weftline.engine.request import StepTiming
+from weftline.engine.result import Result, StreamedOutput, error_of
 from weftline.engine.runtime import Progress, Runtime
-from weftline.engine.values import Packed, pack, unpack
-from weftline.errors import BY_NAME, InputError, LimitReached, SessionClosed, StepError, WeftlineError
-from weftline.nodes.media import MediaLimits, to_value
+from weftline.engine.values import Packed, unpack
+from weftline.errors import SessionClosed
 from weftline.pipelines.builder import Builder
-from weftline.pipelines.graph import Input, Pipeline
+from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
-from weftline.shm.view import bytes_view
 
-CACHE_FOLDER = ".weftline-cache"
-"""Beside the pipeline file: compiled engines and the like."""
-
-
-class Result(Mapping[str, Any]):
-    """The outputs of one request by name, and how long each step took.
-
-    timings:  one StepTiming for each step that ran, in the order they finished.
-    total_ms: from submitting to having every output.
-    """
-
-    def __init__(self, outputs: Mapping[str, Any], timings: Sequence[StepTiming], total_ms: float) -> None:
-        self._outputs = dict(outputs)
-        self.timings = tuple(timings)
-        self.total_ms = total_ms
-
-    def __getitem__(self, name: str) -> Any:
-        return self._outputs[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._outputs)
-
-    def __len__(self) -> int:
-        return len(self._outputs)
-
-    def __repr__(self) -> str:
-        return f"Result({self._outputs!r}, total_ms={self.total_ms:.1f})"
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedOutput:
-    """Part of a request's answer as it becomes known.
-
-    last False: `value` is what is new on a streamed output (text to append).
-    last True:  `value` is the whole value of the output.
-    """
-
-    output: str
-    value: Any
-    last: bool
+Heard = StreamedOutput | ev.Command
 
 
 class OpenablePipeline:
@@ -116,10 +76,9 @@ class Session:
 
     def __init__(self, plan: Plan, progress: Progress | None = None) -> None:
         self.plan = plan
-        cache_dir = plan.base_dir / CACHE_FOLDER
-        self._runtime = Runtime(plan, cache_dir, progress=progress)
+        self._runtime = Runtime(plan, _cache_dir(), progress=progress)
+        self._intake = Intake(plan)
         self._ids = itertools.count(1)
-        self._inputs = {given.name: given for given in plan.inputs}
 
     def open(self) -> None:
         self._runtime.open()
@@ -127,6 +86,10 @@ class Session:
     def close(self) -> None:
         """Fail what is unfinished, end every worker and give all memory back. Safe to call twice."""
         self._runtime.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._runtime.closed
 
     def __enter__(self) -> Session:
         return self
@@ -144,7 +107,7 @@ class Session:
         """
         waiting = _Waiting()
         started_ms = self._runtime.clock.now_ms()
-        request = self._submit(inputs, outputs, deadline_ms, waiting.hear)
+        request = self._submit(self._intake.pack(inputs), outputs, deadline_ms, waiting.hear)
         try:
             end = waiting.wait()
         except BaseException:
@@ -155,7 +118,7 @@ class Session:
     async def arun(
         self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any
     ) -> Result:
-        """`run` for asyncio. Decoding the inputs takes place in a thread when one is large."""
+        """`run` for asyncio. Inputs that may need decoding are decoded in a thread."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[ev.Command] = loop.create_future()
         started_ms = self._runtime.clock.now_ms()
@@ -168,8 +131,7 @@ class Session:
             if isinstance(command, ev.Finish | ev.Fail | ev.Refuse):
                 loop.call_soon_threadsafe(settle, command)
 
-        packed = await self._apack(inputs)
-        request = self._submit_packed(packed, outputs, deadline_ms, hear)
+        request = self._submit(await self._pack_aside(inputs), outputs, deadline_ms, hear)
         try:
             end = await ended
         except BaseException:
@@ -180,9 +142,13 @@ class Session:
     def stream(
         self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any
     ) -> Iterator[StreamedOutput]:
-        """Answer one request piece by piece: whole outputs as soon as they are known, streamed ones as they grow."""
-        heard: queue.SimpleQueue[ev.Command] = queue.SimpleQueue()
-        request = self._submit(inputs, outputs, deadline_ms, heard.put)
+        """Answer one request piece by piece: whole outputs as soon as they are known, streamed ones as they grow.
+
+        Leaving the loop early cancels the request.
+        """
+        heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+        packed = self._intake.pack(inputs)
+        request = self._submit(packed, outputs, deadline_ms, lambda command: heard.put(self._piece(command)))
         return self._pieces(request, heard.get)
 
     async def astream(
@@ -190,16 +156,17 @@ class Session:
     ) -> AsyncIterator[StreamedOutput]:
         """`stream` for asyncio."""
         loop = asyncio.get_running_loop()
-        heard: asyncio.Queue[ev.Command] = asyncio.Queue()
-        packed = await self._apack(inputs)
-        request = self._submit_packed(packed, outputs, deadline_ms, lambda command: _put_soon(loop, heard, command))
-        ended = False
+        heard: asyncio.Queue[Heard] = asyncio.Queue()
+
+        def hear(command: ev.Command) -> None:
+            loop.call_soon_threadsafe(heard.put_nowait, self._piece(command))
+
+        request = self._submit(await self._pack_aside(inputs), outputs, deadline_ms, hear)
         try:
-            while not ended:
-                command = await heard.get()
-                ended = isinstance(command, ev.Finish | ev.Fail | ev.Refuse)
-                for piece in self._piece(command):
-                    yield piece
+            while isinstance(piece := await heard.get(), StreamedOutput):
+                yield piece
+            if not isinstance(piece, ev.Finish):
+                raise error_of(piece)
         finally:
             self._abandon(request)
 
@@ -211,103 +178,32 @@ class Session:
         """Return the pid of every running worker by name."""
         return self._runtime.pids()
 
-    # on the way in
-
     def _submit(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Sequence[str] | None,
-        deadline_ms: float | None,
-        hear: Callable[[ev.Command], None],
-    ) -> int:
-        return self._submit_packed(self._pack_all(inputs), outputs, deadline_ms, hear)
-
-    def _submit_packed(
         self,
         packed: Mapping[str, Packed],
         outputs: Sequence[str] | None,
         deadline_ms: float | None,
         hear: Callable[[ev.Command], None],
     ) -> int:
-        self._check_outputs(outputs)
-        request = next(self._ids)
-        values = self._place(packed)
+        wanted = self._intake.check_outputs(outputs)
         budget_ms = deadline_ms if deadline_ms is not None else self.plan.slo.latency_p99_ms
         deadline = None if budget_ms is None else self._runtime.clock.now_ms() + budget_ms
-        wanted = None if outputs is None else tuple(outputs)
+        request = next(self._ids)
+        values = self._intake.place(packed, self._runtime)
         self._runtime.submit(ev.Submitted(request, values, wanted, deadline), hear)
         return request
 
-    def _check_outputs(self, outputs: Sequence[str] | None) -> None:
-        known = [output.name for output in self.plan.outputs]
-        unknown = [name for name in outputs or () if name not in known]
-        if unknown or outputs == []:
-            raise InputError(f"no output is called {', '.join(unknown) or 'nothing'}; outputs: {', '.join(known)}")
-
-    def _pack_all(self, inputs: Mapping[str, Any]) -> dict[str, Packed]:
-        unknown = sorted(set(inputs) - set(self._inputs))
-        missing = [name for name in self._inputs if name not in inputs]
-        if unknown or missing:
-            told = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(
-                missing
-            )
-            known = ", ".join(f"{name} ({given.type})" for name, given in self._inputs.items())
-            raise InputError(f"{'; '.join(told)}; the pipeline's inputs are {known or 'none'}")
-        return {name: self._pack_one(name, inputs[name]) for name in self._inputs}
-
-    def _pack_one(self, name: str, raw: Any) -> Packed:
-        given, type = self._inputs[name], self.plan.input_types[name]
-        try:
-            return pack(to_value(type, raw, self._media_limits(given)), type, f"input {name}")
-        except StepError as error:
-            raise InputError(str(error)) from None
-        except InputError as error:
-            text = str(error)
-            raise InputError(text if text.startswith("input ") else f"input {name}: {text}") from None
-
-    def _media_limits(self, given: Input) -> MediaLimits:
-        limits = self.plan.limits
-        return MediaLimits(
-            given.pixels_max or limits.pixels_max,
-            given.seconds_max or limits.seconds_max,
-            given.bytes_max or limits.request_bytes_max,
-            paths=True,
-        )
-
-    async def _apack(self, inputs: Mapping[str, Any]) -> dict[str, Packed]:
-        small = all(isinstance(value, str | int | float | bool | np.ndarray | None) for value in inputs.values())
-        return self._pack_all(inputs) if small else await asyncio.to_thread(self._pack_all, inputs)
-
-    def _place(self, packed: Mapping[str, Packed]) -> dict[str, Value]:
-        """Put large values into the ingress arena (copy one); small ones go inside the message."""
-        large = {name: one for name, one in packed.items() if not one.travels_inline}
-        total = sum(one.size_bytes for one in packed.values())
-        if total > self.plan.limits.request_bytes_max:
-            raise LimitReached(
-                f"the inputs take {total} bytes; limits.request_bytes_max is {self.plan.limits.request_bytes_max}"
-            )
-        blocks = self._runtime.reserve([one.size_bytes for one in large.values()]) if large else []
-        values = {name: one.inline() for name, one in packed.items() if one.travels_inline}
-        try:
-            for (name, one), block in zip(large.items(), blocks):
-                place = block.place(0, one.size_bytes)
-                one.write(bytes_view(self._runtime.arenas[block.arena], place))
-                values[name] = one.at(place)
-                self._runtime.copied_in_bytes += one.size_bytes
-        except BaseException:
-            self._runtime.give_up(blocks)
-            raise
-        return values
-
-    # on the way out
+    async def _pack_aside(self, inputs: Mapping[str, Any]) -> dict[str, Packed]:
+        plain = all(isinstance(value, str | int | float | bool | np.ndarray | None) for value in inputs.values())
+        return self._intake.pack(inputs) if plain else await asyncio.to_thread(self._intake.pack, inputs)
 
     def _result(self, end: ev.Command, started_ms: float) -> Result:
-        if isinstance(end, ev.Finish):
-            outputs = {name: self._copy_out(value) for name, value in end.outputs.items()}
-            if any(value.place is not None for value in end.outputs.values()):
-                self._runtime.tell(ev.Delivered(end.request))
-            return Result(outputs, end.timings, self._runtime.clock.now_ms() - started_ms)
-        raise _error(end)
+        if not isinstance(end, ev.Finish):
+            raise error_of(end)
+        outputs = {name: self._copy_out(value) for name, value in end.outputs.items()}
+        if any(value.place is not None for value in end.outputs.values()):
+            self._runtime.tell(ev.Delivered(end.request))
+        return Result(outputs, end.timings, self._runtime.clock.now_ms() - started_ms)
 
     def _copy_out(self, value: Value) -> Any:
         made = unpack(value, self._runtime.arenas)
@@ -316,23 +212,20 @@ class Session:
             return made.copy()
         return made
 
-    def _pieces(self, request: int, get: Callable[[], ev.Command]) -> Iterator[StreamedOutput]:
-        ended = False
+    def _piece(self, command: ev.Command) -> Heard:
+        """Copy what was heard at once: should the request fail, its memory is somebody else's before anyone looks."""
+        if isinstance(command, ev.OutputReady | ev.PieceReady):
+            return StreamedOutput(command.output, self._copy_out(command.value), isinstance(command, ev.OutputReady))
+        return command
+
+    def _pieces(self, request: int, get: Callable[[], Heard]) -> Iterator[StreamedOutput]:
         try:
-            while not ended:
-                command = get()
-                ended = isinstance(command, ev.Finish | ev.Fail | ev.Refuse)
-                yield from self._piece(command)
+            while isinstance(piece := get(), StreamedOutput):
+                yield piece
+            if not isinstance(piece, ev.Finish):
+                raise error_of(piece)
         finally:
             self._abandon(request)
-
-    def _piece(self, command: ev.Command) -> Iterator[StreamedOutput]:
-        if isinstance(command, ev.OutputReady):
-            yield StreamedOutput(command.output, self._copy_out(command.value), True)
-        elif isinstance(command, ev.PieceReady):
-            yield StreamedOutput(command.output, self._copy_out(command.value), False)
-        elif not isinstance(command, ev.Finish):
-            raise _error(command)
 
     def _abandon(self, request: int) -> None:
         """Nobody waits for this request any more: withdraw it if it is open, and give its outputs back."""
@@ -360,15 +253,7 @@ class _Waiting:
         return self._end
 
 
-def _put_soon(loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[ev.Command], command: ev.Command) -> None:
-    loop.call_soon_threadsafe(heard.put_nowait, command)
-
-
-def _error(end: ev.Command) -> WeftlineError:
-    if isinstance(end, ev.Refuse):
-        return LimitReached(end.message, end.retry_after_s)
-    if not isinstance(end, ev.Fail) or end.error == "SessionClosed":
-        return SessionClosed("the session was closed before the request was finished")
-    if end.error == "StepError":
-        return StepError(end.message, end.step)
-    return BY_NAME[end.error](f"step {end.step}: {end.message}" if end.step else end.message)
+def _cache_dir() -> Path:
+    """Where compiled engines and the like are kept: the user's cache folder (XDG base directory specification)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "weftline"

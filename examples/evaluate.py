@@ -120,9 +120,9 @@ def main() -> int:
     if options.report is not None:
         about = (
             "# End to end on unseen recordings and pictures\n\n"
-            "Written by `make evaluate`. Voices, phrasings and scenes are held out; a third of the recordings carry\n"
-            "white noise at 15 to 30 dB. *Heard right* compares every word, *seen right* the exact multiset of objects,\n"
-            "*answered right* the exact answer.\n\n"
+            "Written by `make evaluate`. Voices, phrasings and scenes are held out; a third of the recordings\n"
+            "carry white noise at 15 to 30 dB. *Heard right* compares every word, *seen right* the exact\n"
+            "multiset of objects, *answered right* the exact answer.\n\n"
         )
         options.report.write_text(
             about + text + "\n\n## Where it went wrong\n\n" + ("\n".join(sorted(wrong)) or "Nowhere.") + "\n"

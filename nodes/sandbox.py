@@ -3,7 +3,7 @@
 Jinja's own sandbox keeps a template from Python's inside; it does not keep it from running for hours or filling memory.
 Here every way to make something large is either absent or counted:
 
-    source          at most SOURCE_CHARS_MAX characters and NODES_MAX syntax nodes; only the statements in `_NODES`
+    source          bounded, and only the statements that template_syntax lists
     loops, calls    each iteration, call, filter and operator is a tick; ticks and time have a limit
     strings         every operator and filter that makes one knows its length before it makes it; `%`, format, center,
                     ljust and the like do not exist
@@ -29,27 +29,16 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
 from weftline.nodes.template_filters import FILTERS, Step, to_text
+from weftline.nodes.template_syntax import EACH, FLAT, SOURCE_CHARS_MAX, check_tree, count_loops, flat
 
-SOURCE_CHARS_MAX = 64 << 10
-NODES_MAX = 5_000
 TICKS_MAX = 100_000
 """Most loop iterations, calls, filters and operators of one rendering; a prompt needs hundreds."""
 
 TEXT_CHARS_MAX = 1 << 20
 ITEMS_MAX = 10_000
 NUMBER_BITS_MAX = 4_096
-
-_NODES = (
-    nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.NSRef, nodes.Const, nodes.Tuple, nodes.List,
-    nodes.Dict, nodes.Pair, nodes.Keyword, nodes.CondExpr, nodes.Filter, nodes.Test, nodes.Call, nodes.Getitem,
-    nodes.Getattr, nodes.Slice, nodes.Concat, nodes.Compare, nodes.Operand, nodes.BinExpr, nodes.UnaryExpr, nodes.For,
-    nodes.If, nodes.Assign, nodes.With,
-)  # fmt: skip
-"""Statements and expressions a template may hold. Not among them: what buffers output uncounted (macro, set blocks,
-call, filter blocks) and what reaches for other files (include, import, extends)."""
 
 _METHODS: dict[type, frozenset[str]] = {
     str: frozenset((
@@ -106,7 +95,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(undefined=StrictUndefined, optimized=False, finalize=to_text, keep_trailing_newline=True)
         self.budget = Budget(0.0, 0.0)
         self.filters = {name: self._counted(function) for name, function in FILTERS.items()}
-        self.filters |= {"_each": self._each, "_flat": _flat}
+        self.filters |= {EACH: self._each, FLAT: flat}
         self.globals = {"range": _short_range, "namespace": Namespace}
 
     def prepared(self, source: str) -> tuple[Any, set[str]]:
@@ -115,12 +104,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise ValueError(f"a template of {len(source)} characters; the most is {SOURCE_CHARS_MAX}")
         try:
             tree = self.parse(source)
-            for count, node in enumerate(_walk(tree)):
-                if count >= NODES_MAX:
-                    raise ValueError(f"a template of more than {NODES_MAX} syntax nodes")
-                _check_node(node)
+            check_tree(tree)
             used = meta.find_undeclared_variables(tree) - set(self.globals)
-            _Counting().visit(tree)
+            count_loops(tree)
             return self.from_string(tree), used
         except TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from None
@@ -186,53 +172,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for value in values:
             self.budget.tick()
             yield value
-
-
-class _Counting(NodeTransformer):
-    """Puts a counter into every loop, and a check into every list, tuple and dict that a template builds."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        node.iter = nodes.Filter(node.iter, "_each", [], [], None, None, lineno=node.lineno)
-        return self.generic_visit(node)
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        node.items = [_flattened(item) for item in node.items]
-        return self.generic_visit(node)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        if node.ctx == "load":
-            node.items = [_flattened(item) for item in node.items]
-        return self.generic_visit(node)
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
-        node.value = _flattened(node.value)
-        return self.generic_visit(node)
-
-
-def _flattened(item: nodes.Expr) -> nodes.Expr:
-    if isinstance(item, nodes.Const):
-        return item
-    return nodes.Filter(item, "_flat", [], [], None, None, lineno=item.lineno)
-
-
-def _flat(value: Any) -> Any:
-    if isinstance(value, list | tuple | dict):
-        raise SecurityError("a template builds no lists of lists")
-    return value
-
-
-def _walk(node: nodes.Node) -> Iterator[nodes.Node]:
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting.extend(node.iter_child_nodes())
-
-
-def _check_node(node: nodes.Node) -> None:
-    if not isinstance(node, _NODES) or (isinstance(node, nodes.For) and node.recursive):
-        name = "recursive loop" if isinstance(node, nodes.For) else type(node).__name__.lower()
-        raise ValueError(f"line {node.lineno}: a template here holds no {name}")
 
 
 def _short_range(*bounds: int) -> range:

@@ -38,11 +38,13 @@ _TARGET = re.compile(
 _SIZE = re.compile(r"'?\b[a-z]{1,3}\d+\b'?")
 """A symbolic size, such as s77, in quotes or not."""
 
-_WORDS = frozenset(
-    "Symbol Integer Rational Float Add Mul Pow Mod Max Min Abs Equality Unequality Eq Ne LessThan StrictLessThan "
-    "GreaterThan StrictGreaterThan And Or Not true false True False positive nonnegative negative integer real FloorDiv "
-    "CeilDiv PythonMod ModularIndexing CleanDiv IntTrueDiv FloatTrueDiv CeilToInt FloorToInt TruncToInt ToFloat".split()
-)
+_WORDS = frozenset((
+    "Symbol", "Integer", "Rational", "Float", "Add", "Mul", "Pow", "Mod", "Max", "Min", "Abs", "Equality",
+    "Unequality", "Eq", "Ne", "LessThan", "StrictLessThan", "GreaterThan", "StrictGreaterThan", "And", "Or", "Not",
+    "true", "false", "True", "False", "positive", "nonnegative", "negative", "integer", "real", "FloorDiv",
+    "CeilDiv", "PythonMod", "ModularIndexing", "CleanDiv", "IntTrueDiv", "FloatTrueDiv", "CeilToInt", "FloorToInt",
+    "TruncToInt", "ToFloat",
+))  # fmt: skip
 """What expressions are made of besides sizes and numbers, in sympy's own words."""
 
 _ARITHMETIC = re.compile(r"^[\w\s+\-*/%(),<>=!&|~]*$")
@@ -67,6 +69,8 @@ def _check_entries(path: Path, shown: str) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+            if len(entries) != len(archive.infolist()):
+                raise ValueError("two entries of one name: which one is meant depends on the reader")
             odd = [name for name in entries if not _ALLOWED.match(name)]
             if odd:
                 raise ModelError(

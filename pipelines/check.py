@@ -85,6 +85,10 @@ def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked
     return dataclasses.replace(checked, problems=problems)
 
 
+RESERVED = frozenset({"self", "outputs", "deadline_ms"})
+"""Names an input cannot have: inputs are passed to Session.run by name, beside these."""
+
+
 def _check_written(pipeline: Pipeline, report: Report) -> None:
     """Hold a pipeline built in Python to the rules of a file."""
     bare = tuple(dataclasses.replace(step, options={}) for step in pipeline.steps)  # options are checked one by one
@@ -98,6 +102,8 @@ def _check_names(pipeline: Pipeline, report: Report) -> None:
     ):
         for name in sorted({name for name in names if names.count(name) > 1}):
             report.add(f"{what}.{name}", "written twice", fix="rename one of them")
+    for name in sorted(RESERVED & {one.name for one in pipeline.inputs}):
+        report.add(f"inputs.{name}", f"{name} is an argument of Session.run itself", fix="give the input another name")
     for name in [step.name for step in pipeline.steps if any(step.name == one.name for one in pipeline.inputs)]:
         report.add(f"steps.{name}", f"{name} is also the name of an input", fix="rename one of them")
 

@@ -1,7 +1,8 @@
 """Which bytes of an arena are free: arithmetic only, it touches no memory.
 
 Best fit with immediate coalescing. The smallest free range that is large enough is taken; what is given back joins its
-free neighbours at once, so two neighbouring free ranges never exist. Free ranges are kept three ways, always the same set:
+free neighbours at once, so two neighbouring free ranges never exist. Free ranges are kept three ways, always the same
+set:
 
     by start    {start: end}          to join a range with the one after it
     by end      {end: start}          to join a range with the one before it
@@ -48,7 +49,7 @@ class Allocator:
         return self._taken[offset]
 
     def try_take(self, size_bytes: int) -> int | None:
-        """Return the offset of `size_bytes` (rounded up to ALIGN_BYTES; zero counts as one), or None when nothing fits."""
+        """Return the offset of `size_bytes` rounded up to ALIGN_BYTES (zero counts as one); None when nothing fits."""
         size = align_up(max(size_bytes, 1), ALIGN_BYTES)
         align = PAGE_BYTES if size >= PAGE_ALIGN_FROM_BYTES else ALIGN_BYTES
         for index in range(bisect_left(self._by_size, (size, 0)), len(self._by_size)):

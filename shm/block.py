@@ -42,7 +42,9 @@ class Block(NamedTuple):
     def place(self, start_bytes: int, size_bytes: int) -> Place:
         """Return the place `start_bytes` into this block; ValueError when it does not fit."""
         if start_bytes < 0 or size_bytes < 0 or start_bytes + size_bytes > self.size_bytes:
-            raise ValueError(f"bytes {start_bytes}..{start_bytes + size_bytes} do not lie in a block of {self.size_bytes}")
+            raise ValueError(
+                f"bytes {start_bytes}..{start_bytes + size_bytes} do not lie in a block of {self.size_bytes}"
+            )
         return Place(self.arena, self.offset + start_bytes, size_bytes, self.offset, self.generation)
 
 
@@ -61,6 +63,8 @@ class Place(NamedTuple):
         return (self.arena, self.block, self.generation)
 
     def check_inside(self, arena_bytes: int) -> None:
-        """Raise ValueError unless this place lies inside an arena of `arena_bytes`; asked of every place that arrives."""
+        """Raise ValueError unless this place lies inside an arena of `arena_bytes`; asked of all that arrive."""
         if not 0 <= self.block <= self.offset or self.size_bytes < 0 or self.offset + self.size_bytes > arena_bytes:
-            raise ValueError(f"a place at {self.offset} of {self.size_bytes} bytes is outside an arena of {arena_bytes}")
+            raise ValueError(
+                f"a place at {self.offset} of {self.size_bytes} bytes is outside an arena of {arena_bytes}"
+            )

@@ -61,5 +61,5 @@ def offset_in(arena: HostArena, array: np.ndarray) -> int | None:
     """Return where in `arena` a contiguous array's bytes begin, or None when they lie elsewhere."""
     base = np.frombuffer(arena.buffer, np.uint8, 1).ctypes.data
     start = array.ctypes.data - base
-    inside = 0 <= start and start + array.nbytes <= arena.size_bytes
+    inside = start >= 0 and start + array.nbytes <= arena.size_bytes
     return start if inside and array.flags.c_contiguous else None

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from weftline.errors import PipelineError, WeftlineError
 
 if TYPE_CHECKING:
-    from weftline.engine.session import Result, Session, load
+    from weftline.engine.result import Result
+    from weftline.engine.session import Session, load
     from weftline.nodes.contract import Batch, BatchNode, Node, Piece, StreamNode
     from weftline.nodes.detections import Detections
     from weftline.nodes.ports import Ports, port
@@ -54,7 +55,7 @@ _HOMES = {
     "Piece": "weftline.nodes.contract:Piece",
     "Pipeline": "weftline.pipelines.builder:Builder",
     "Ports": "weftline.nodes.ports:Ports",
-    "Result": "weftline.engine.session:Result",
+    "Result": "weftline.engine.result:Result",
     "Session": "weftline.engine.session:Session",
     "StreamNode": "weftline.nodes.contract:StreamNode",
     "load": "weftline.engine.session:load",

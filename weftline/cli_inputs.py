@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from weftline.engine.intake import media_limits
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import MediaLimits, to_value
@@ -53,7 +54,8 @@ def _check_names(plan: Plan, given: Mapping[str, str]) -> None:
 
 
 def _value(plan: Plan, name: str, text: str, stdin: BinaryIO) -> Any:
-    type, limits = plan.input_types[name], _limits(plan, name)
+    given = next(one for one in plan.inputs if one.name == name)
+    type, limits = plan.input_types[name], media_limits(plan, given)
     try:
         return _converted(type, _raw(type, name, text, limits, stdin), limits)
     except InputError as error:
@@ -106,14 +108,3 @@ def to_detections(value: Any) -> Detections:
         expected = '[{"name": "cup", "score": 0.9, "box": [x1, y1, x2, y2]}, ...]'
         raise InputError(f"wants detections, as json: {expected}") from None
     return Detections(boxes, scores, classes, names)
-
-
-def _limits(plan: Plan, name: str) -> MediaLimits:
-    """Return the limits of one input: its own, else the pipeline's."""
-    given = next(one for one in plan.inputs if one.name == name)
-    return MediaLimits(
-        pixels_max=given.pixels_max or plan.limits.pixels_max,
-        seconds_max=given.seconds_max or plan.limits.seconds_max,
-        bytes_max=given.bytes_max or plan.limits.request_bytes_max,
-        paths=True,
-    )

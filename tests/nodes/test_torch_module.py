@@ -175,7 +175,8 @@ def test_an_exported_program_with_a_pickle_in_it_does_not_run_it(folder: Path) -
     ("key", "text"),
     [
         ("target", "torch.hub.load"), ("target", "torch.ops.load_library.__call__"),
-        ("target", "_operator.methodcaller"), ("expr_str", "exec(chr(49))"), ("expr_str", "__import__('os')"), ("expr_str", "s0.func"),
+        ("target", "_operator.methodcaller"), ("expr_str", "exec(chr(49))"), ("expr_str", "__import__('os')"),
+        ("expr_str", "s0.func"),
     ],
 )  # fmt: skip
 def test_an_exported_program_that_names_other_functions_is_refused(folder: Path, key: str, text: str) -> None:

@@ -1,0 +1,83 @@
+"""Request values on their way in: checked, converted, and put where the first steps can read them.
+
+Everything here happens in the caller's thread, before the scheduler hears of the request: decoding a picture must not
+hold up anybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weftline.engine.messages import Value
+from weftline.engine.runtime import Runtime
+from weftline.engine.values import Packed, pack
+from weftline.errors import InputError, LimitReached, StepError
+from weftline.nodes.media import MediaLimits, to_value
+from weftline.pipelines.graph import Input
+from weftline.pipelines.plan import Plan
+from weftline.shm.view import bytes_view
+
+
+class Intake:
+    """Turns what callers bring into values, for one plan. Thread-safe: it keeps nothing."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._inputs = {given.name: given for given in plan.inputs}
+        self._outputs = [output.name for output in plan.outputs]
+
+    def check_outputs(self, wanted: Sequence[str] | None) -> tuple[str, ...] | None:
+        """Return the wanted outputs, None for all; InputError names what the pipeline does not have."""
+        if wanted is None:
+            return None
+        unknown = [name for name in wanted if name not in self._outputs]
+        if unknown or not wanted:
+            known = ", ".join(self._outputs)
+            raise InputError(f"no output is called {', '.join(unknown) or 'nothing'}; outputs: {known}")
+        return tuple(wanted)
+
+    def pack(self, inputs: Mapping[str, Any]) -> dict[str, Packed]:
+        """Return every input as its port's type, ready to travel; InputError says which is wrong and how."""
+        told = [f"unknown: {', '.join(sorted(unknown))}"] if (unknown := set(inputs) - set(self._inputs)) else []
+        if missing := [name for name in self._inputs if name not in inputs]:
+            told.append(f"missing: {', '.join(missing)}")
+        if told:
+            known = ", ".join(f"{name} ({given.type})" for name, given in self._inputs.items())
+            raise InputError(f"inputs {'; '.join(told)}; the pipeline's inputs are {known or 'none'}")
+        packed = {name: self._pack_one(given, inputs[name]) for name, given in self._inputs.items()}
+        total, most = sum(one.size_bytes for one in packed.values()), self._plan.limits.request_bytes_max
+        if total > most:
+            raise LimitReached(f"the inputs take {total} bytes; limits.request_bytes_max is {most}")
+        return packed
+
+    def place(self, packed: Mapping[str, Packed], runtime: Runtime) -> dict[str, Value]:
+        """Copy large values into the ingress arena (the one copy in); small ones go inside the message."""
+        values = {name: one.inline() for name, one in packed.items() if one.travels_inline}
+        large = [(name, one) for name, one in packed.items() if not one.travels_inline]
+        blocks = runtime.reserve([one.size_bytes for _, one in large]) if large else []
+        for (name, one), block in zip(large, blocks, strict=True):
+            place = block.place(0, one.size_bytes)
+            one.write(bytes_view(runtime.arenas[block.arena], place))
+            values[name] = one.at(place)
+            runtime.copied_in_bytes += one.size_bytes
+        return values
+
+    def _pack_one(self, given: Input, raw: Any) -> Packed:
+        type, what = self._plan.input_types[given.name], f"input {given.name}"
+        try:
+            return pack(to_value(type, raw, media_limits(self._plan, given)), type, what)
+        except (StepError, InputError) as error:
+            text = str(error)
+            raise InputError(text if text.startswith(what) else f"{what}: {text}") from None
+
+
+def media_limits(plan: Plan, given: Input) -> MediaLimits:
+    """Return the limits of one input: its own, else the pipeline's. Callers inside the process may name files."""
+    limits = plan.limits
+    return MediaLimits(
+        given.pixels_max or limits.pixels_max,
+        given.seconds_max or limits.seconds_max,
+        given.bytes_max or limits.request_bytes_max,
+        paths=True,
+    )
