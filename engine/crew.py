@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,8 @@ Key = tuple[int, int, int]
 class Dispatch:
     """Work that is with a worker: for each item its id, the input leases it reads, and when it had its inputs.
 
-    room: blocks leased beforehand for the outputs, by output port.
+    room:     blocks leased beforehand for the outputs, by output port.
+    until_ms: when it has taken longer than its step allows.
     """
 
     id: int
@@ -27,6 +29,7 @@ class Dispatch:
     room: dict[int, Block]
     started_ms: float
     arrived_ms: tuple[float, ...]
+    until_ms: float = math.inf
 
     def timing(self, step: str, position: int, now_ms: float, batch: int) -> StepTiming:
         """Return how long the item at `position` queued and ran."""
@@ -127,7 +130,7 @@ class Crew:
         return [
             worker
             for worker, member in enumerate(self.members)
-            if member.dispatch is not None and self._until(member.dispatch) <= now_ms and not member.why
+            if member.dispatch is not None and member.dispatch.until_ms <= now_ms and not member.why
         ]
 
     def streaming(self, item: int) -> list[tuple[int, int]]:
@@ -153,9 +156,11 @@ class Crew:
 
     def wake_at_ms(self) -> float | None:
         """When something becomes due: a restart, or a call that takes too long."""
-        times = [m.start_ms for m in self.members if m.start_ms is not None]
-        times += [self._until(m.dispatch) for m in self.members if m.dispatch is not None and not m.why]
-        return min(times, default=None)
-
-    def _until(self, dispatch: Dispatch) -> float:
-        return dispatch.started_ms + self._plan.steps[dispatch.step].run_max_ms
+        soonest: float | None = None
+        for member in self.members:
+            at = member.start_ms
+            if member.dispatch is not None and not member.why:
+                at = member.dispatch.until_ms
+            if at is not None and (soonest is None or at < soonest):
+                soonest = at
+        return soonest

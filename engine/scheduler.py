@@ -52,6 +52,7 @@ class _Step:
     streams: bool
     input_slots: tuple[int, ...]
     output_slots: tuple[int, ...]
+    run_max_ms: float
     run_ms: float = 0.0
 
 
@@ -95,6 +96,7 @@ class Scheduler:
             planned.streams,
             self._book.routes.input_slots[index],
             self._book.routes.output_slots[index],
+            planned.run_max_ms,
         )
 
     # the door
@@ -115,11 +117,12 @@ class Scheduler:
 
     def wake_at_ms(self) -> float | None:
         """When to send a Tick if nothing else happens; None: never."""
-        times = [self.crew.wake_at_ms(), self._book.wake_at_ms()]
-        times += [
-            s.queue.wake_at_ms() for s in self._steps if len(s.queue) and any(self._free(w, s) for w in s.workers)
-        ]
-        return min((time for time in times if time is not None), default=None)
+        soonest = _sooner(self.crew.wake_at_ms(), self._book.wake_at_ms())
+        for step in self._steps:
+            wake = step.queue.wake_at_ms()
+            if wake is not None and any(self._free(worker, step) for worker in step.workers):
+                soonest = _sooner(soonest, wake)
+        return soonest
 
     def try_reserve(self, sizes: Sequence[int]) -> list[Block]:
         """Lease blocks in the ingress arena for a request's inputs, before it is submitted; LimitReached when full."""
@@ -193,8 +196,9 @@ class Scheduler:
 
     def _pump(self) -> None:
         """Give free workers their steps' due batches, the step whose oldest item has waited longest first."""
-        waiting = [(step.queue.oldest_ms() or 0.0, index) for index, step in enumerate(self._steps) if len(step.queue)]
-        for _, index in sorted(waiting):
+        waiting = [(at, index) for index, s in enumerate(self._steps) if (at := s.queue.oldest_ms()) is not None]
+        waiting.sort()
+        for _, index in waiting:
             step = self._steps[index]
             batches = max(1, min(BATCHES_MAX, int(QUICK_MESSAGE_MS / step.run_ms))) if step.run_ms else 1
             for worker in step.workers:
@@ -222,7 +226,8 @@ class Scheduler:
         room = self._rooms.beforehand(member.arena, step.sizes.item_bytes(items), len(items))
         arrived = tuple(arrived_ms for _, arrived_ms in taken)
         ids = tuple(item.id for item in items)
-        member.dispatch = Dispatch(self.crew.next_dispatch(), index, ids, keys, room, self._now_ms, arrived)
+        until_ms = self._now_ms + step.run_max_ms
+        member.dispatch = Dispatch(self.crew.next_dispatch(), index, ids, keys, room, self._now_ms, arrived, until_ms)
         self._emit(ev.Send(worker, msg.Run(member.dispatch.id, index, items, room)))
 
     # what workers say
@@ -338,3 +343,7 @@ class Scheduler:
             step = self.crew.unavailable([s for s in request.route.steps if self._steps[s].name not in done])
             if step and request.state == OPEN:
                 self._book.end(request, "fail", "WorkerDied", f"its worker keeps failing to start ({why})", step)
+
+
+def _sooner(one: float | None, other: float | None) -> float | None:
+    return one if other is None or (one is not None and one <= other) else other

@@ -136,13 +136,22 @@ class LayerPages:
         self.keys, self.values = (like.new_zeros(self.kv_heads, slots, width) for width in self.widths)
 
 
-def seat(model: torch.nn.Module, round: RoundPages) -> list[LayerPages]:
+def seat_all(model: torch.nn.Module, round: RoundPages) -> list[LayerPages]:
     """Put a LayerPages on every module of `model`; those that attend will have been `seen` after one forward."""
     seats = []
     for module in model.modules():
-        module.weftline_pages = LayerPages(round)  # type: ignore[assignment]
-        seats.append(module.weftline_pages)
-    return seats  # type: ignore[return-value]
+        layer = LayerPages(round)
+        module.weftline_pages = layer  # type: ignore[assignment]
+        seats.append(layer)
+    return seats
+
+
+def unseat_others(model: torch.nn.Module, layers: Sequence[LayerPages]) -> None:
+    """Take the LayerPages from every module whose own is not among `layers`."""
+    kept = {id(layer) for layer in layers}
+    for module in model.modules():
+        if id(module.weftline_pages) not in kept:
+            del module.weftline_pages
 
 
 def register() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,16 +94,18 @@ class Runner:
         except Exception as error:  # transformers raises whatever its many parts raise
             raise ModelError(f"model {source}: its config cannot be read: {_first_line(error)}") from error
         progress("reading weights", 0.2)
+        dtype = _dtype(options, config)
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=config,
-                dtype=_dtype(options, config),
-                attn_implementation=attention.NAME,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            with _no_progress_bars():
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    source,
+                    config=config,
+                    dtype=dtype,
+                    attn_implementation=attention.NAME,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
         except Exception as error:
             raise ModelError(f"model {source}: its weights cannot be loaded: {_first_line(error)}") from error
         missing = sorted(map(str, info.get("missing_keys") or ())) + sorted(map(str, info.get("mismatched_keys") or ()))
@@ -148,7 +151,7 @@ class Runner:
         if unknown:
             known = ", ".join(sorted(_LAYERS_KNOWN))
             raise ModelError(f"{name} has layers of kind {', '.join(sorted(unknown))}; only {known} can be paged")
-        seats = attention.seat(self.model, self._round)
+        seats = attention.seat_all(self.model, self._round)
         try:
             self._forward([0, 0], [0, 1], [1])
         except Exception as error:
@@ -159,6 +162,7 @@ class Runner:
                 f"{name}: {len(layers)} of its {config.num_hidden_layers} layers attend through transformers' "
                 "attention interface; all must, once\n    fix: use a plain decoder such as Llama, Qwen3 or Mistral"
             )
+        attention.unseat_others(self.model, layers)
         return layers
 
     def _size(self, kv_bytes: int | None) -> int:
@@ -169,6 +173,20 @@ class Runner:
         if kv_bytes < 2 * page_bytes:
             raise ModelError(f"kv_bytes: found {kv_bytes}, but one page of this model takes {page_bytes}; give two")
         return kv_bytes // page_bytes
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers' own bars off standard error while a model loads: `progress` tells how far it is."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _check_folder(source: str | Path) -> None:

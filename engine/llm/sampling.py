@@ -48,13 +48,13 @@ class Sampler:
             seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
             value = row[seen]
             row[seen] = torch.where(value < 0, value * params.repetition_penalty, value / params.repetition_penalty)
-        answer = sequence.answer
-        if answer and (params.presence_penalty or params.frequency_penalty):
-            times = Counter(answer)
+        answered = len(sequence.tokens) - sequence.prompt
+        if answered and (params.presence_penalty or params.frequency_penalty):
+            times = Counter(sequence.answer)
             seen = torch.tensor(list(times), device=row.device)
             count = torch.tensor(list(times.values()), device=row.device)
             row[seen] -= params.presence_penalty + params.frequency_penalty * count
-        if len(answer) < params.tokens_min:
+        if answered < params.tokens_min:
             row[sorted({token for token in {*self._ends, *params.stop_token_ids} if token < len(row)})] = -torch.inf
 
     def _add_noise(self, logits: Tensor, rows: list[int], sequences: SequenceOf[Sequence]) -> None:

@@ -45,6 +45,7 @@ class Tokens:
         names = sorted(control.values(), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names))) if names else None
         self._spelled: dict[str, list[int]] = {}
+        self._folds = any(added[id].normalized for id in control)
 
     @classmethod
     def open(cls, source: str | Path, context_max: int) -> Tokens:
@@ -122,6 +123,8 @@ class Tokens:
 
     def _mark(self, texts: list[str]) -> tuple[list[str], dict[str, str]]:
         """Return `texts` with every control token's name replaced by a mark, and what each mark stands for."""
+        if self._folds:
+            self._refuse_disguised(texts)
         found = {name for text in texts for name in (self._control.findall(text) if self._control else ())}
         if not found or self._control is None:
             return texts, {}
@@ -132,6 +135,12 @@ class Tokens:
             raise InputError("prompt: too many control tokens and private characters in one text")
         control = self._control
         return [control.sub(lambda m: marks[m.group()], text) for text in texts], {m: name for name, m in marks.items()}
+
+    def _refuse_disguised(self, texts: list[str]) -> None:
+        """Refuse texts that become a control token only when the tokenizer folds their letters (`＜` to `<`)."""
+        for part in [part for text in texts for part in (self._control.split(text) if self._control else [text])]:
+            if self._control_ids & set(self.tokenizer.encode(part, add_special_tokens=False)):
+                raise InputError("prompt: letters that the tokenizer would fold into a control token; write it plainly")
 
     def _encode(self, text: str, marks: Mapping[str, str], specials: bool) -> list[int]:
         if not marks:
