@@ -56,9 +56,10 @@ class PrefixCache:
 
     def publish(self, sequence: Sequence, before: int) -> None:
         """Make the pages that `sequence` filled since it had `before` computed tokens findable."""
-        if not self.enabled:
+        filled = range(before // self.pool.page_tokens, sequence.computed // self.pool.page_tokens)
+        if not self.enabled or not filled:
             return
-        for index in range(before // self.pool.page_tokens, sequence.computed // self.pool.page_tokens):
+        for index in filled:
             key, page = self._key(sequence, index), sequence.table.pages[index]
             if key not in self._pages and page not in self._keys:
                 self._pages[key] = page

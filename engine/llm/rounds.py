@@ -167,8 +167,11 @@ class Schedule:
             draft.budget -= count
 
     def _try_pages(self, sequence: Sequence, count: int) -> bool:
+        missing = self._pages_missing(sequence, count)
+        if not missing:
+            return True
         room = self.pool.pages_for(sequence.limit) - self.pool.pages_for(sequence.computed + count)
-        return self.pool.try_grow(sequence.table, self._pages_missing(sequence, count), max(room, 0))
+        return self.pool.try_grow(sequence.table, missing, max(room, 0))
 
     def _pages_missing(self, sequence: Sequence, count: int) -> int:
         return max(self.pool.pages_for(sequence.computed + count) - len(sequence.table.pages), 0)
