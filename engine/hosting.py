@@ -141,43 +141,38 @@ class HostedStep:
 
     def _give(self, items: Sequence[Item], outputs: Outputs, rooms: Mapping[int, Place]) -> list[Given | Failure]:
         """Turn a node's outputs into values: inline, passed on, written in place, or copied into room."""
-        columns: list[list[Value | Failure]] = []
-        for index, (name, type) in enumerate(self._outputs):
-            packed = [self._pack(value, type, name) for value in outputs[name]]
-            columns.append(self._place(packed, items, rooms.get(index)))
-        results: list[Given | Failure] = []
-        for row in zip(*columns):
-            failed = next((value for value in row if isinstance(value, Failure)), None)
-            results.append(failed or Given(tuple(value for value in row if isinstance(value, Value))))
-        return results or [Given(()) for _ in items]
+        columns = [
+            self._place([self._pack(value, type, name) for value in outputs[name]], items, rooms.get(index))
+            for index, (name, type) in enumerate(self._outputs)
+        ]
+        return [_row(row) for row in zip(*columns)] if columns else [Given(()) for _ in items]
 
-    def _pack(self, value: Any, type: PortType, what: str) -> Packed | Failure:
+    def _pack(self, value: Any, type: PortType, what: str) -> Packed | Value | Failure:
+        """Return the value itself when it travels inline, a Packed when it needs a place, or why it is neither."""
         if isinstance(value, BaseException):
             return failure(value)
         try:
-            return pack(value, type, what)
+            packed = pack(value, type, what)
         except (StepError, InputError) as error:
             return failure(error)
+        return packed.inline() if packed.travels_inline else packed
 
     def _place(
-        self, column: Sequence[Packed | Failure], items: Sequence[Item], room: Place | None
+        self, column: list[Packed | Value | Failure], items: Sequence[Item], room: Place | None
     ) -> list[Value | Failure]:
-        placed: list[Value | Failure | None] = [None] * len(column)
+        """Find a place for every value that needs one; those in place already stay, the others are copied together."""
         left: list[tuple[int, Packed]] = []
         for position, packed in enumerate(column):
-            if isinstance(packed, Failure):
-                placed[position] = packed
-            elif packed.travels_inline:
-                placed[position] = packed.inline()
-            else:
+            if isinstance(packed, Packed):
                 place = self._already_shared(packed, items[position], room)
-                placed[position] = packed.at(place) if place else None
                 if place is None:
                     left.append((position, packed))
+                else:
+                    column[position] = packed.at(place)
         if left:
             for (position, packed), place in zip(left, self._copy_in([packed for _, packed in left], room)):
-                placed[position] = packed.at(place)
-        return [value for value in placed if value is not None]
+                column[position] = packed.at(place)
+        return [value for value in column if not isinstance(value, Packed)]
 
     def _already_shared(self, packed: Packed, item: Item, room: Place | None) -> Place | None:
         """Return where an array lies if it was written in place, or is (part of) one of its item's own inputs."""
@@ -251,6 +246,14 @@ class HostedStep:
         if packed.travels_inline or not last:
             return packed.inline()
         return packed.at(self._copy_in([packed], None)[0])
+
+
+def _row(values: Sequence[Value | Failure]) -> Given | Failure:
+    """Return one item's outputs, or its first failure."""
+    for value in values:
+        if isinstance(value, Failure):
+            return value
+    return Given(tuple(value for value in values if isinstance(value, Value)))
 
 
 def _within(offset: int, size_bytes: int, place: Place) -> bool:

@@ -132,9 +132,6 @@ class Runner:
         logits = self._forward(tokens, places, keep or [0])
         return logits[: len(keep)].float()
 
-    def warm_up(self) -> None:
-        """Nothing is compiled or captured on a CPU: the pass that found the layers has touched all weights."""
-
     def _forward(self, tokens: list[int], places: list[int], keep: list[int]) -> Tensor:
         packed = torch.tensor([tokens, places], device=self.device)
         kept = torch.tensor(keep, device=self.device)

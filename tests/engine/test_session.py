@@ -16,7 +16,7 @@ from weftline.engine.session import Session, load
 from weftline.errors import DeadlineExceeded, InputError, LimitReached, RequestCancelled, SessionClosed, StepError
 from weftline.pipelines.builder import Builder
 
-STEPS = '''
+STEPS = """
 import time
 import numpy as np
 
@@ -41,7 +41,7 @@ def slow(text: str) -> str:
 
 def wrong(x: "float32[N]") -> "float32[N]":
     return x.astype("float64")
-'''
+"""
 
 CLOSING = '''
 from pathlib import Path
@@ -101,7 +101,9 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Session]]:
     (tmp_path / "nodes.py").write_text(CLOSING)
     sessions: list[Session] = []
 
-    def open_one(type: str, node: str, port: str, out: str, limits: dict[str, int] | None = None, **options: Any) -> Session:
+    def open_one(
+        type: str, node: str, port: str, out: str, limits: dict[str, int] | None = None, **options: Any
+    ) -> Session:
         pipeline = Builder("one", base_dir=tmp_path, limits={"arena_bytes": 16 << 20} | (limits or {}))
         step = pipeline.step("s", node, **{port: pipeline.input("x", type)}, **options)
         pipeline.output("y", step[out])

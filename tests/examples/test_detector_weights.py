@@ -64,13 +64,16 @@ def test_letterbox_centres_a_wide_picture_between_grey_bands() -> None:
     assert (square[240:] == 114).all()
 
 
-@pytest.mark.parametrize(("key", "value", "said"), [
-    ("format", "onnx", "format is 'onnx', expected 'weftline-yolo'"),
-    ("image_size", 300, "image_size is 300, expected a positive multiple of 32"),
-    ("names", {"0": "cat"}, "architecture.nc is 16, but there are 1 names"),
-    ("confidence", 1.5, "confidence is 1.5, expected 0 to 1"),
-    ("iou", None, "iou is None, expected a float"),
-])
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("format", "onnx", "format is 'onnx', expected 'weftline-yolo'"),
+        ("image_size", 300, "image_size is 300, expected a positive multiple of 32"),
+        ("names", {"0": "cat"}, "architecture.nc is 16, but there are 1 names"),
+        ("confidence", 1.5, "confidence is 1.5, expected 0 to 1"),
+        ("iou", None, "iou is None, expected a float"),
+    ],
+)
 def test_a_wrong_config_is_refused_with_the_key(tmp_path: Path, key: str, value: object, said: str) -> None:
     folder = shutil.copytree(SHIPPED, tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text())

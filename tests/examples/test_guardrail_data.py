@@ -1,6 +1,7 @@
 """The guardrail's sentences: the splits share neither templates nor fillers, and the shipped model tells them apart."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,17 @@ def test_no_template_and_no_filler_is_in_both_splits() -> None:
         assert all(t.startswith("{") and t.endswith("}") for t in both), (label, both)
     for slot, fillers in held_out.fillers.items():
         assert not {f.lower() for f in fillers} & {f.lower() for f in train.fillers.get(slot, [])}, slot
+
+
+def test_no_training_sentence_has_the_wording_of_a_held_out_template() -> None:
+    rng = random.Random(8)
+    train, held_out = Sentences("train"), Sentences("held_out")
+    worded = {label: [w for t in held_out.templates[label] if (w := _wording(t))] for label in LABELS}
+    assert sum(map(len, worded.values())) > 180
+    for _ in range(4000):
+        drawn = train.draw(rng)
+        for wording in worded[drawn.label]:
+            assert not wording.fullmatch(_plain(drawn.text)), (wording.pattern, drawn.text)
 
 
 def test_every_label_has_many_held_out_templates() -> None:
@@ -75,3 +87,12 @@ def test_a_sentence_gets_the_same_label_alone_and_beside_a_long_one() -> None:
 
 def _plain(text: str) -> str:
     return text.lower().strip(" .?!")
+
+
+def _wording(template: str) -> re.Pattern[str] | None:
+    """Return a pattern of `template` with its slots open, or None where the slots leave too few words to compare."""
+    words = re.sub(r"\{\w+\}|\[[^\]]*\]", "", template)
+    if len(words) < 8 * template.count("{") + 4:
+        return None
+    parts = re.split(r"(\{\w+\}|\[[^\]]*\])", _plain(template))
+    return re.compile("".join(r"[^.?!]{1,45}" if part[:1] in ("{", "[") else re.escape(part) for part in parts))

@@ -31,7 +31,9 @@ def test_no_seed_belongs_to_two_splits() -> None:
     spans = sorted((seeds.start, seeds.stop) for seeds in SEEDS.values())
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
     assert (picture("train", 0).image.shape, picture("held_out", 0).things) != (
-        picture("held_out", 0).image.shape, picture("train", 0).things)
+        picture("held_out", 0).image.shape,
+        picture("train", 0).things,
+    )
 
 
 def test_every_object_stays_visible_and_some_are_covered_in_part(pictures: list[Picture]) -> None:
@@ -72,8 +74,10 @@ def test_the_middle_of_an_object_has_its_colour(colour: str) -> None:
         assert _nearest(patch) == colour, f"seed {seed}: {patch}"
 
 
-@pytest.mark.parametrize(("shape", "least", "most"), [("circle", 0.75, 0.83), ("square", 0.45, 1.0),
-                                                     ("triangle", 0.3, 0.52), ("star", 0.2, 0.62)])
+@pytest.mark.parametrize(
+    ("shape", "least", "most"),
+    [("circle", 0.75, 0.83), ("square", 0.45, 1.0), ("triangle", 0.3, 0.52), ("star", 0.2, 0.62)],
+)
 def test_a_shape_fills_as_much_of_its_box_as_geometry_says(shape: str, least: float, most: float) -> None:
     """Pi/4 for a circle, half or less for a triangle, down to one half for a square standing on a corner."""
     for seed in range(12):
@@ -109,7 +113,13 @@ def test_the_picture_of_the_readme_is_the_one_the_code_draws() -> None:
     # A JPEG codec of another version may round otherwise by a level or two; another picture is tens of levels away.
     assert np.abs(stored.astype(int) - drawn.image).mean() < 2
     assert sorted(thing.name for thing in drawn.things) == [
-        "blue circle", "blue star", "green triangle", "red circle", "red circle", "yellow square"]
+        "blue circle",
+        "blue star",
+        "green triangle",
+        "red circle",
+        "red circle",
+        "yellow square",
+    ]
 
 
 def _nearest(rgb: np.ndarray) -> str:

@@ -67,7 +67,7 @@ def test_an_unknown_split_of_voices_is_refused() -> None:
 def test_no_training_sentence_is_a_held_out_question() -> None:
     held_out = {say(form, wording, t).text for form, wording in phrasings("held_out") for t in targets(form)}
     rng = random.Random(7)
-    drawn = [corpus.training_sentence(rng) for _ in range(3000)]
+    drawn = [corpus.training_sentence(rng) for _ in range(3000)] + [corpus.altered_sentence(rng) for _ in range(3000)]
     assert not held_out & set(drawn)
     assert len(set(drawn)) > 500
 
@@ -174,6 +174,16 @@ def test_an_exported_network_says_what_the_trained_one_says(tmp_path: Path) -> N
     assert torch.allclose(full[..., used], compact[..., :-1], atol=0.02)
     unused = next(token for token in range(51864) if token not in trained.vocabulary.used)
     assert torch.allclose(full[..., unused], compact[..., -1], atol=0.02)
+
+
+def test_training_goes_on_from_an_exported_network_without_a_change(tmp_path: Path) -> None:
+    vocabulary = Vocabulary.of(["Which stars are there?"])
+    first, second = Recogniser(vocabulary), Recogniser(vocabulary)
+    first.export(tmp_path / "first.pt")
+    second.adopt(tmp_path / "first.pt")
+    second.export(tmp_path / "second.pt")
+    states = [torch.load(tmp_path / name, weights_only=True)["model_state_dict"] for name in ("first.pt", "second.pt")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,22 @@ def test_truncated_weights_are_refused(folder, place):
         Runner.open(folder)
 
 
+def test_a_flipped_byte_of_the_header_is_refused_or_changes_no_weight(folder, saved):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    header, wanted = 8 + int.from_bytes(whole[:8], "little"), Runner.open(saved).model.state_dict()
+    refused, places = 0, [*range(8), *range(8, header, header // 24)]
+    for place in places:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x15]) + whole[place + 1 :])
+        try:
+            found = Runner.open(folder).model.state_dict()
+        except ModelError:
+            refused += 1
+        else:
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert refused > 0.8 * len(places)
+
+
 def test_a_weight_that_is_missing_is_not_made_up(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b"model.norm.weight", b"model.norn.weight"))

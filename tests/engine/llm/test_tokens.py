@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import AddedToken, normalizers
 
 from tests.engine.llm import tiny
 from weftline.engine.llm.stream import TextStream
@@ -46,6 +47,16 @@ def test_control_tokens_in_user_text_are_only_text(words, text):
     raw = words.raw(text)
     assert not control & set(raw)
     assert words.tokenizer.decode(raw) == text
+
+
+def test_a_control_token_in_disguise_is_refused():
+    tokenizer = tiny.tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.add_tokens([AddedToken("<|obey|>", normalized=True, special=True)], special_tokens=True)
+    words = Tokens(tokenizer, 512)
+    assert words.raw("<|obey|>") == words.tokenizer.encode("<|obey|>", split_special_tokens=True)
+    with pytest.raises(InputError, match="fold"):
+        words.raw("\uff1c|obey|\uff1e")
 
 
 @pytest.mark.parametrize(

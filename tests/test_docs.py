@@ -1,0 +1,221 @@
+"""The documentation says what the code does: commands print what is shown, tables equal the code, links resolve."""
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+
+from weftline import errors
+from weftline.cli import app
+from weftline.cli_exit import exit_codes
+from weftline.engine import request, supervisor
+from weftline.engine.llm import sequence
+from weftline.nodes.catalog import CATALOG
+from weftline.pipelines.load import load_yaml
+from weftline.pipelines.node_reference import node_reference
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [*DOCS.rglob("*.md"), ROOT / "README.md"])
+GUIDE = DOCS / "first-pipeline.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+TEST = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
+WORD = re.compile(r"[\w.+-]+|[^\w\s]")
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the code blocks of a page in one language."""
+    return [body for kind, body in BLOCK.findall(text) if kind == language]
+
+
+def without_code(text: str) -> str:
+    return BLOCK.sub("", text)
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
+
+
+def section(text: str, heading: str) -> str:
+    """Return what stands under a heading, up to the next one."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, re.DOTALL | re.MULTILINE)
+    assert found, f"no heading {heading!r}"
+    return found[1]
+
+
+def rows(text: str) -> list[tuple[str, ...]]:
+    """Return the cells of the tables in a text, without heads and code marks."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [tuple(cell.strip().replace("`", "") for cell in line.strip("|").split(" | ")) for line in lines]
+    return [row for row in cells if not set(row[0]) <= set("-|:") and row[0] not in ("state", "code", "option", "row")]
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    wrong = []
+    for link in LINK.findall(without_code(read(page))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists():
+            wrong.append(f"{link}: there is no {path}")
+        elif anchor and anchor not in map(slug, headings(target.read_text("utf-8"))):
+            wrong.append(f"{link}: {target.name} has no such heading")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tests_and_files_that_are_named_exist(page: str) -> None:
+    text = read(page)
+    wrong = [f"{file}::{name}" for file, name in TEST.findall(text) if f"def {name}(" not in _source(file)]
+    files = re.findall(r"`((?:weftline|shm|nodes|pipelines|engine|tests|examples|benchmarks)/[\w/.-]+\.\w+)`", text)
+    wrong += [file for file in files if not (ROOT / file).exists()]
+    assert wrong == []
+
+
+@cache
+def _source(file: str) -> str:
+    path = ROOT / file
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_blocks_are_what_they_say(page: str) -> None:
+    text = read(page)
+    refused = set(re.findall(r"problems? in (\S+); nothing was started", text))
+    for block in blocks(text, "python"):
+        ast.parse(block)
+    for block in blocks(text, "yaml"):
+        name = block.partition("\n")[0].removeprefix("# ")
+        if re.search(r"^weftline: 1$", block, re.MULTILINE) and name not in refused:
+            load_yaml(block, page, ROOT / "examples")
+
+
+# the guide
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write every file that the guide shows into an empty folder."""
+    made = tmp_path_factory.mktemp("guide")
+    for language in ("python", "yaml"):
+        for block in blocks(GUIDE.read_text("utf-8"), language):
+            name = block.partition("\n")[0].removeprefix("# ")
+            (made / name).write_text(block, "utf-8")
+    shutil.copy(ROOT / "examples/data/photo.png", made)
+    return made
+
+
+def _commands() -> list[tuple[str, str]]:
+    """Return each command of the guide with what is shown below it."""
+    shown = "\n".join(blocks(GUIDE.read_text("utf-8"), "console"))
+    return [(part.partition("\n")[0], part.partition("\n")[2]) for part in re.split(r"^\$ ", shown, flags=re.M)[1:]]
+
+
+@pytest.mark.parametrize(("command", "shown"), _commands(), ids=[command for command, _ in _commands()])
+def test_the_guides_commands_print_what_it_shows(folder: Path, command: str, shown: str) -> None:
+    pytest.importorskip("torch")
+    program, *words = shlex.split(command)
+    start = ["-m", "weftline"] if program == "weftline" else []
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    ended = subprocess.run(
+        [sys.executable, *start, *words], cwd=folder, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    told = [line for line in ended.stderr.splitlines() if not line.startswith(("loading ", "wrote "))]
+    printed = ended.stdout if ended.returncode == 0 else "\n".join(told)
+    found, wanted = _words(printed), _words(shown)
+    assert wanted
+    assert len(found) == len(wanted) and all(map(_alike, found, wanted)), f"{printed}\n{ended.stderr}"
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of an output with timings and rules left out: those differ from run to run."""
+    text = re.sub(r"\b\d+\.\d\b", "N", text.replace("cuda:0", "cpu"))
+    return WORD.findall(re.sub(r"[─-]{2,}", "", text))
+
+
+def _alike(found: str, wanted: str) -> bool:
+    try:
+        return float(found) == pytest.approx(float(wanted), abs=0.01)
+    except ValueError:
+        return found == wanted
+
+
+# the reference
+
+
+def test_every_error_has_its_heading_status_and_exit_code() -> None:
+    text = read("docs/reference/errors.md")
+    tree = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert [heading for heading in headings(text) if heading in tree] == list(tree)
+    for name, kind in tree.items():
+        about = section(text, name)
+        assert f"status `{kind.status}`, exit code {kind.exit_code}" in " ".join(about.split()), name
+
+
+def test_every_command_and_option_has_its_place() -> None:
+    text = read("docs/reference/cli.md")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert [heading for heading in headings(text) if heading in commands] == list(commands)
+    for name, command in commands.items():
+        options = {max(one.opts, key=len) for one in command.params if one.param_type_name == "option"}
+        told = set(re.findall(r"^\| `(?:-\w`, `)?(--[\w-]+)", section(text, name), re.MULTILINE))
+        assert told == options, name
+
+
+def test_the_exit_codes_are_those_of_the_command_line() -> None:
+    told = rows(section(read("docs/reference/cli.md"), "Exit codes"))
+    assert told == [(str(code), meaning) for code, meaning in exit_codes().items()]
+
+
+def test_the_page_of_nodes_is_up_to_date() -> None:
+    text = read("docs/reference/nodes.md")
+    assert text == node_reference(), "run: python -m weftline.pipelines.node_reference"
+    assert [heading for heading in headings(text) if heading in CATALOG] == list(CATALOG)
+
+
+# states and rows
+
+
+@pytest.mark.parametrize(
+    ("heading", "table"),
+    [
+        ("The states of a request", request.TRANSITIONS),
+        ("The states of a worker", supervisor.TRANSITIONS),
+        ("The states of a sequence", sequence.MOVES),
+    ],
+)
+def test_state_tables_are_those_of_the_code(heading: str, table: Mapping[tuple[str, str], str]) -> None:
+    told = rows(section(read("docs/life-of-a-request.md"), heading))
+    assert told == [(state, event, to) for (state, event), to in table.items()]
+
+
+def test_every_row_of_the_reliability_contract_is_answered() -> None:
+    text = read("docs/reliability.md")
+    numbers = [*(f"R{n}" for n in range(1, 28)), *(f"G{n}" for n in range(1, 4)), *(f"S{n}" for n in range(1, 18))]
+    told = [row for row in rows(text) if re.fullmatch(r"[RGS]\d+", row[0])]
+    assert [row[0] for row in told] == numbers
+    for number, _, state, *shown in told:
+        assert state in ("holds", "partly", "not there"), number
+        assert (state == "not there") or TEST.search(" ".join(shown)), f"{number} names no test"
