@@ -4,7 +4,7 @@ A function (`compare_sharpness`) is enough for most things. A class (`Sharpen`) 
 once, or answers a whole batch faster than item by item. user_node.yaml uses both.
 
     weftline check examples/user_node.yaml        # reads ports and options, runs nothing
-    weftline run examples/user_node.yaml --input photo=@examples/data/photo.png --save sharp
+    weftline run examples/user_node.yaml --input photo=@examples/data/photo.png --save demo-out
 """
 
 from dataclasses import dataclass

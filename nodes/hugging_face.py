@@ -26,7 +26,7 @@ def find_config(model: str, base_dir: Path) -> dict[str, Any] | None:
     path = find_model(model, base_dir)
     if path is not None:
         return read_config(path, model)
-    if model.count("/") > 1 or model.startswith((".", "/", "~")):
+    if is_path(model, base_dir):
         raise ConfigError("model", f"there is no folder {model}", "a folder with config.json, or a hub name")
     snapshots = _hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
     found = sorted(snapshots.glob("*/config.json")) if "\0" not in model else []
@@ -106,6 +106,12 @@ def tokens_limit(config: dict[str, Any]) -> int:
         return TOKENS_MAX
     extra = 2 if config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet") else 0
     return min(positions - extra, TOKENS_MAX)
+
+
+def is_path(model: str, base_dir: Path) -> bool:
+    """Whether `model` can only be a path: a hub name is one or two words, and no folder here starts like it."""
+    parts = model.split("/")
+    return model.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and (base_dir / parts[0]).is_dir())
 
 
 def local_or_hub(model: str, base_dir: Path) -> Path | str:

@@ -68,7 +68,7 @@ def yaml_reference() -> str:
         ("`limits`", defs["Limits"]),
         ("`slo`", defs["Slo"]),
     ):
-        parts += [f"## {title}\n", _table(of, defs)]
+        parts += [f"## {title}\n", table(of, defs)]
     parts.append("## Options of the built-in nodes\n\nWritten beside the step's own keys.\n")
     for name, node in catalog_nodes().items():
         parts += [f"### `{name}`\n", _node(name, node)]
@@ -83,11 +83,12 @@ def _node(name: str, node: type[Node]) -> str:
     about = " ".join([summary(node), *traits]).strip()
     if name == "llm":
         about += " `prompt` holds a template and makes a template step."
-    table = _table(options, options.get("$defs", {})) if options.get("properties") else "It has no options.\n"
-    return f"{about}\n\n{table}"
+    options_table = table(options, options.get("$defs", {})) if options.get("properties") else "It has no options.\n"
+    return f"{about}\n\n{options_table}"
 
 
-def _table(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
+def table(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
+    """Return the properties of a JSON Schema as a Markdown table; `defs` are its `$defs`."""
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     rows += [f"| {' | '.join(_cell(text) for text in row)} |" for row in _rows(schema, defs, "")]
     return "\n".join(rows) + "\n"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.sequence import SamplingParams
 from weftline.errors import InputError, MissingPackage, ModelError, WeftlineError
 from weftline.nodes.contract import ConfigError, OpenContext, Piece, StepContext, StreamNode
+from weftline.nodes.hugging_face import find_config, local_or_hub
 from weftline.nodes.ports import Ports, port
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Llm(StreamNode):
             raise ConfigError("dtype", f"found {config.dtype!r:.40}", f"one of {', '.join(DTYPES)}")
         if not config.model:
             raise ConfigError("model", "found an empty text", "a model's folder or name")
+        find_config(config.model, step.base_dir)
         return Ports(
             inputs=(
                 port("prompt", "text", optional=True, about="what the user says; either this or messages"),
@@ -103,8 +104,7 @@ class Llm(StreamNode):
             raise MissingPackage(error.name or "torch", self.extra) from error
         config: LlmConfig = self.config
         torch.set_num_threads(max(1, context.threads))
-        local = context.base_dir / config.model
-        source: str | Path = local if local.is_dir() or _is_path(config.model) else config.model
+        source = local_or_hub(config.model, context.base_dir)
         options = RunnerOptions(context.device, config.dtype, config.page_tokens, config.kv_bytes, config.context_max)
         runner = Runner.open(source, options, context.progress)
         self._tokens = Tokens.open(source, runner.context_max)
@@ -188,7 +188,3 @@ class Llm(StreamNode):
         if self._engine is None or self._tokens is None:
             raise RuntimeError("the llm node is not open")
         return self._engine, self._tokens
-
-
-def _is_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.count("/") > 1

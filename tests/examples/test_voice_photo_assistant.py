@@ -1,4 +1,4 @@
-"""The flagship: real models in real processes, the same plan from YAML and Python, and answers that follow the picture."""
+"""The flagship: real models in real processes, equal plans both ways, and answers that follow the picture."""
 
 from __future__ import annotations
 

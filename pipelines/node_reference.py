@@ -1,0 +1,131 @@
+"""The reference page of the built-in nodes: `python -m weftline.pipelines.node_reference` renews it.
+
+Ports, options, extras and batch defaults are read from the nodes themselves. What a node's ports depend on, and the
+licence of the package that runs it, are stated here: no other file knows them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weftline.nodes.catalog import CATALOG, resolve
+from weftline.nodes.contract import Node, StepContext, StreamNode
+from weftline.nodes.ports import Port, Ports
+from weftline.pipelines.field_docs import summary
+from weftline.pipelines.json_schema import node_options
+from weftline.pipelines.options import to_config
+from weftline.pipelines.reference import table
+
+PAGE = Path("docs/reference/nodes.md")
+COMMAND = "python -m weftline.pipelines.node_reference"
+
+MADE_UP: Mapping[str, Mapping[str, Any]] = {
+    "whisper": {"model": "base.en"},
+    "yolo": {"model": "yolo11n.pt", "trust_pickle": True},
+    "classify": {"model": "organisation/model"},
+    "embed": {"model": "organisation/model"},
+    "llm": {"model": "organisation/model"},
+    "guardrail": {},
+    "echo": {},
+    "fail": {},
+}
+"""Options with which a node can say its ports; nothing is opened with them."""
+
+PORTS_FROM: Mapping[str, str] = {
+    "function": "Its inputs are the function's parameters and its outputs what the return annotation says: one output "
+    "called `output`, or one for each key of a dict annotation. A parameter with a default may stay unwired.",
+    "torch": "Its inputs are the keys of `accepts` and its outputs those of `gives`, with the types written there.",
+    "onnx": "Its inputs and outputs are those of the graph in the file; a free first dimension is the batch and no "
+    "part of the type. Letters that a port name cannot hold become `_`.",
+    "template": "Its inputs are whatever the template names, wired without being listed; each takes any type. Its one "
+    "output is `text` (text), the rendered text.",
+}
+"""For nodes whose ports follow from what the step says."""
+
+LICENCES: Mapping[str, str] = {
+    "torch": "Runs on torch (BSD-3-Clause and others).",
+    "onnx": "Runs on onnxruntime (MIT).",
+    "whisper": "Runs on openai-whisper (MIT) and torch.",
+    "yolo": "Runs on **ultralytics, which is AGPL-3.0** (or a commercial licence of Ultralytics): a service built on "
+    "this node takes on that licence's duties, among them offering its source to its users. No other node needs it.",
+    "classify": "Runs on transformers (Apache-2.0) and torch. A folder with `model.onnx` runs on onnxruntime (MIT) "
+    "instead and needs `weftline[onnx]` only.",
+    "embed": "Runs on transformers (Apache-2.0) and torch.",
+    "guardrail": "Rules need nothing. A `classifier` needs what the same model needs in a `classify` step.",
+    "llm": "Runs on transformers (Apache-2.0) and torch.",
+}
+"""What runs the node and under which licence; nodes that are not here run on Weftline's own code."""
+
+_INTRO = f"""\
+# Built-in nodes
+
+<!-- Written by `{COMMAND}`; do not edit by hand. -->
+
+A step names one of these as its `node`; options are written beside the step's own keys, which
+[the reference of pipeline files](yaml.md) lists. `weftline nodes NAME` prints the same for one node, and for a node of
+your own. *Heavy* nodes divide the machine's cores among their processes, and `device: auto` puts them on the first GPU
+where there is one; the others have one thread on the CPU. A model has a licence of its own besides the one named here.
+
+"""
+
+
+def node_reference() -> str:
+    """Return the page, in Markdown: what every node of the catalog takes, gives and needs."""
+    nodes = {name: resolve(name, Path()) for name in CATALOG}
+    heads = ["| node | extra | what it does |", "|---|---|---|"]
+    rows = [f"| [`{name}`](#{name}) | {_extra(node)} | {summary(node)} |" for name, node in nodes.items()]
+    parts = [_INTRO + "\n".join([*heads, *rows])]
+    parts += [_section(name, node) for name, node in nodes.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _extra(node: type[Node]) -> str:
+    return f"`weftline[{node.extra}]`" if node.extra else "none"
+
+
+def _section(name: str, node: type[Node]) -> str:
+    options = node_options(node)
+    written = table(options, options.get("$defs", {})) if options.get("properties") else "It has no options."
+    traits = [f"`{CATALOG[name]}`", f"extra: {_extra(node)}", *_traits(node)]
+    parts = [f"## {name}", summary(node), "; ".join(traits) + "."]
+    parts += [LICENCES[name]] if name in LICENCES else []
+    parts += [PORTS_FROM[name] if name in PORTS_FROM else _ports(name, node), written.rstrip()]
+    return "\n\n".join(parts)
+
+
+def _traits(node: type[Node]) -> list[str]:
+    traits = ["heavy"] if node.heavy else []
+    if issubclass(node, StreamNode):
+        return [*traits, "streams, so that items join and leave between rounds and are never batched by the step"]
+    items, wait_ms = node.batch_default
+    return [*traits, f"default batch: up to {items}" + (f", waits {wait_ms:g} ms" if wait_ms else "")]
+
+
+def _ports(name: str, node: type[Node]) -> str:
+    ports: Ports = node.ports(to_config(node, MADE_UP[name]), StepContext(Path()))
+    heads = ["| port | type | meaning |", "|---|---|---|"]
+    return "\n".join([*heads, *_rows("in", ports.inputs), *_rows("out", ports.outputs)])
+
+
+def _rows(direction: str, ports: Sequence[Port]) -> list[str]:
+    rows = []
+    for one in ports:
+        marks = [mark for mark, holds in (("optional", one.optional), ("in pieces", one.pieces)) if holds]
+        meaning = ", ".join([*marks, *([one.about] if one.about else [])])
+        rows.append(f"| {direction}: `{one.name}` | `{one.type}` | {meaning} |")
+    return rows
+
+
+def main() -> None:
+    """Write the page under the current folder, the root of the repository."""
+    if not PAGE.parent.is_dir():
+        sys.exit(f"there is no folder {PAGE.parent} here; run `{COMMAND}` at the root of the repository")
+    PAGE.write_text(node_reference(), encoding="utf-8")
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
