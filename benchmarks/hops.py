@@ -10,6 +10,7 @@ Floors in the same run: a round trip over a Unix socket, and a warm memcpy.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import socket
@@ -76,6 +77,12 @@ def memcpy_ms(size: int, repetitions: int) -> float:
     return median_ms(lambda: np.copyto(target, source), repetitions)
 
 
+def memcpy_cold_ms(size: int, repetitions: int) -> float:
+    """A memcpy whose source and target have left the caches, as they have by the time a chain comes round again."""
+    buffers = itertools.cycle([np.ones(size, np.uint8) for _ in range(12)])
+    return median_ms(lambda: np.copyto(next(buffers), next(buffers)), repetitions)
+
+
 def hop_ms(one: Session, three: Session, x: np.ndarray, rounds: int, repetitions: int) -> tuple[float, list[float]]:
     """Return the median cost of one more hop over the rounds, and every round's figure; and warm up first."""
     for session in (one, three):
@@ -117,8 +124,12 @@ def main() -> None:
         f"weftline {weftline.__version__}, Python {platform.python_version()}, numpy {np.__version__}, "
         f"{os.cpu_count()} cores"
     )
+    floor_cold = memcpy_cold_ms(MB8, 200 // scale)
     floor_socket, floor_copy = socket_round_trip_ms(5000 // scale), memcpy_ms(MB8, 200 // scale)
-    print(f"floors: Unix socket round trip {floor_socket:.4f} ms, warm memcpy of 8 MB {floor_copy:.3f} ms")
+    print(
+        f"floors: Unix socket round trip {floor_socket:.4f} ms, 8 MB memcpy {floor_copy:.3f} ms warm, "
+        f"{floor_cold:.3f} ms cold"
+    )
     for function, size, repetitions in (("passes", KB, 2000), ("passes", MB8, 200), ("makes", MB8, 200)):
         x = np.ones(size, np.uint8)
         with load(chain(function, 1)).open() as one, load(chain(function, 3)).open() as three:

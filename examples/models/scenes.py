@@ -34,6 +34,7 @@ VISIBLE_MIN = 0.65
 """Least share of an object's area that nothing drawn later covers."""
 SUPERSAMPLING = 4
 
+
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A picture and the truth about it.
@@ -76,26 +77,33 @@ class _Stamp:
         return slice(self.top, self.top + height), slice(self.left, self.left + width)
 
 
-def picture(split: str, index: int) -> Picture:
+def picture(split: str, index: int, overlap: bool | None = None) -> Picture:
     """Return picture `index` of a split of `SEEDS`: a scene of 1 to 9 objects and its rendering."""
     rng = random.Random(SEEDS[split][index])
-    return render(scene(rng), rng)
+    return render(scene(rng), rng, overlap=overlap)
 
 
-def render(things: Sequence[Thing], rng: random.Random, size: tuple[int, int] | None = None,
-           plain: bool | None = None, ground: str | None = None) -> Picture:
+def render(
+    things: Sequence[Thing],
+    rng: random.Random,
+    size: tuple[int, int] | None = None,
+    plain: bool | None = None,
+    ground: str | None = None,
+    overlap: bool | None = None,
+) -> Picture:
     """Draw `things`, each once, at random places.
 
     size:  (width, height) in pixels; drawn within `SIDE_PX` when None.
     plain: True for pure colours, a flat background and hard edges; None lets chance decide.
     ground: kind of background, one of `BACKGROUNDS`; None lets chance decide.
+    overlap: whether objects may cover each other in part; None lets chance decide.
     Raises ValueError when the things do not fit even at the smallest extent.
     """
     width, height = size or _size(rng)
     crowd = 0.95 / math.sqrt(max(1, len(things)))
     look = _Look(
         plain=rng.random() < 0.33 if plain is None else plain,
-        overlap=rng.random() < 0.5,
+        overlap=(rng.random() < 0.5) if overlap is None else overlap,
         outline=_outline(rng),
         extent_max=min(EXTENT[1], crowd) * rng.choice((1.0, 1.0, 0.75, 0.5)),
     )
@@ -128,8 +136,9 @@ def _outline(rng: random.Random) -> RGB | None:
     return rng.choices((None, (0, 0, 0), (255, 255, 255), (90, 90, 90)), weights=(70, 20, 5, 5))[0]
 
 
-def _place(things: Sequence[Thing], fills: Sequence[RGB], look: _Look, size: tuple[int, int],
-           rng: random.Random) -> tuple[list[_Stamp], Floats] | None:
+def _place(
+    things: Sequence[Thing], fills: Sequence[RGB], look: _Look, size: tuple[int, int], rng: random.Random
+) -> tuple[list[_Stamp], Floats] | None:
     """Find a place for each thing in turn, smaller after each miss; None when one finds none."""
     width, height = size
     owner = np.full((height, width), -1, np.int16)
@@ -224,6 +233,12 @@ def _boxes(stamps: Sequence[_Stamp]) -> Floats:
     boxes = []
     for stamp in stamps:
         rows, columns = np.nonzero(stamp.body > 0.5)
-        boxes.append((stamp.left + columns.min(), stamp.top + rows.min(),
-                      stamp.left + columns.max() + 1, stamp.top + rows.max() + 1))
+        boxes.append(
+            (
+                stamp.left + columns.min(),
+                stamp.top + rows.min(),
+                stamp.left + columns.max() + 1,
+                stamp.top + rows.max() + 1,
+            )
+        )
     return np.asarray(boxes, np.float32).reshape(-1, 4)
