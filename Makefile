@@ -42,6 +42,7 @@ bench: setup  ## the cost of a hop, beside its floors
 
 docs: setup  ## write the generated parts of the documentation again
 	$(RUN) -m weftline.pipelines.reference
+	$(RUN) -m weftline.pipelines.node_reference
 
 clean:  ## remove what was built, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -45,8 +45,9 @@ class Memory:
 
 def failure(error: BaseException) -> Failure:
     """Return what may be told of an exception: its class and a bounded message without addresses."""
-    if isinstance(error, WeftlineError) and type(error).__name__ in BY_NAME:
-        name, text = type(error).__name__, str(error)
+    if isinstance(error, WeftlineError):
+        name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in BY_NAME), "ModelError")
+        text = str(error)
     else:
         name, text = "StepError", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, ValueError) and "read-only" in text:
@@ -218,11 +219,12 @@ class HostedStep:
             return PieceOf(item.id, {}, True, failure(error))
         return None
 
-    def cancel(self, items: Sequence[int]) -> None:
-        """Drop items of a streaming node."""
+    def cancel(self, items: Sequence[int]) -> tuple[PieceOf, ...]:
+        """Drop items of a streaming node; return their last pieces, which end the leases they read."""
         if isinstance(self.node, StreamNode):
             for item in items:
                 self.node.cancel(item)
+        return tuple(PieceOf(item, {}, True, Failure("RequestCancelled", "dropped")) for item in items)
 
     def give_piece(self, piece: Piece) -> PieceOf:
         """Turn a node's piece into what travels."""

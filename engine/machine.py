@@ -46,11 +46,27 @@ def _devices() -> tuple[Device, ...]:
     count = ctypes.c_uint()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return ()
-    devices = []
-    for index in range(count.value):
+    devices: list[Device] = []
+    for index in _visible(count.value):
         handle, memory = ctypes.c_void_p(), _Memory()
         if not nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
             nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-            devices.append(Device(f"cuda:{index}", int(memory.total)))
+            devices.append(Device(f"cuda:{len(devices)}", int(memory.total)))
     nvml.nvmlShutdown()
     return tuple(devices)
+
+
+def _visible(count: int) -> list[int]:
+    """Return the devices that CUDA_VISIBLE_DEVICES leaves, in its order: CUDA numbers them anew from 0.
+
+    As CUDA does, the list ends at the first entry that is no device. Entries that are UUIDs are not understood.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return list(range(count))
+    visible = []
+    for entry in listed.split(","):
+        if not entry.strip().isdigit() or int(entry) >= count:
+            break
+        visible.append(int(entry))
+    return visible

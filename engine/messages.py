@@ -125,7 +125,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Drop these items of a streaming step."""
+    """Drop these items of a streaming step; answered by Pieces with the last piece of each."""
 
     step: int
     items: tuple[int, ...]

@@ -111,6 +111,7 @@ def _environment(parent: Mapping[str, str], threads: int) -> dict[str, str]:
     kept = {name: parent[name] for name in KEPT_VARIABLES if name in parent}
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         kept[name] = str(threads)
+    kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which machine.py counts devices
     kept["OMP_WAIT_POLICY"] = "passive"  # threads that spin while they wait take the cores of the other workers
     kept["TOKENIZERS_PARALLELISM"] = "false"
     kept["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)

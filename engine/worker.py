@@ -89,7 +89,8 @@ class Worker:
             case Submit():
                 self._submit(message)
             case Cancel():
-                self._steps[message.step].cancel(message.items)
+                dropped = self._steps[message.step].cancel(message.items)
+                self._channel.send(encode(Pieces(message.step, dropped, 0.0)))
             case Attach():
                 self._attach(message)
             case Retire():

@@ -57,7 +57,7 @@ LICENCES: Mapping[str, str] = {
     "guardrail": "Rules need nothing. A `classifier` needs what the same model needs in a `classify` step.",
     "llm": "Runs on transformers (Apache-2.0) and torch.",
 }
-"""What runs the node and under which licence; nodes that are not here run on Weftline's own code."""
+"""What runs the node and under which licence; nodes that are not here need no more than Weftline itself."""
 
 _INTRO = f"""\
 # Built-in nodes

@@ -169,6 +169,22 @@ def test_batch_mates_of_a_bad_item_are_answered(opened: Callable[..., Session]) 
     assert session.stats()["dispatches"] < 8
 
 
+def test_a_batch_that_fails_as_a_whole_is_halved_until_only_the_bad_item_fails(opened: Callable[..., Session]) -> None:
+    session = opened(
+        "text", "fail", "value", "value", equals="bad", whole=True, batch={"items_max": 8, "wait_max_ms": 50}
+    )
+
+    def ask(text: str) -> str:
+        try:
+            return str(session.run(x=text)["y"])
+        except StepError:
+            return "failed"
+
+    texts = ["a", "b", "c", "bad", "d", "e", "f", "g"]
+    with ThreadPoolExecutor(8) as callers:
+        assert list(callers.map(ask, texts)) == ["failed" if text == "bad" else text for text in texts]
+
+
 def test_a_deadline_ends_a_request_and_frees_everything(opened: Callable[..., Session]) -> None:
     session = opened("text", port="text", **function("slow"))
     started = time.monotonic()
@@ -231,6 +247,16 @@ def test_leaving_a_stream_early_cancels_its_request(opened: Callable[..., Sessio
     stream.close()  # type: ignore[attr-defined]
     assert session.stats()["requests"]["cancelled"] == 1
     assert session.run(x="ok")["y"] == "ok"
+
+
+def test_a_cancelled_stream_gives_back_the_leases_it_read(opened: Callable[..., Session]) -> None:
+    session = opened("text", "nodes.py:Spells", "text", "text")
+    for _ in range(3):
+        stream = session.stream(x="a" * 100_000)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+    session.run(x="after")
+    assert session.stats()["arena"]["leased_bytes"] == 0
 
 
 def test_streams_for_asyncio(opened: Callable[..., Session]) -> None:

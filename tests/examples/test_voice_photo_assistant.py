@@ -83,7 +83,7 @@ def test_other_models_need_only_other_names_and_a_pickle_also_trust(tmp_path: Pa
     with pytest.raises(PipelineError, match="trust_pickle") as refused:
         weftline.load(path)
     assert len(refused.value.problems) == 1
-    path.write_text(text.replace("model: yolo11n.pt", "model: yolo11n.pt\n    trust_pickle: true"))
+    path.write_text(text.replace("model: yolo11n.pt\n", "model: yolo11n.pt\n    trust_pickle: true\n"))
     assert [step.name for step in weftline.load(path).plan.steps] == ["hear", "see", "answer_prompt", "answer", "guard"]
 
 
