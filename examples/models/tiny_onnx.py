@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnxruntime
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.functions import SHAPES, SIDE_PX, shrink
+from examples.models.onnx_clean import without_notes
 from examples.models.scenes import Picture, picture
 
 SHIPPED = Path(__file__).parent / "tiny"
@@ -155,11 +155,7 @@ def export(net: nn.Module, example: tuple[Tensor, ...], inputs: list[str], outpu
         net.eval(), example, str(path), dynamo=True, input_names=inputs, output_names=outputs, external_data=False,
         dynamic_shapes=[{0: items} for _ in example], verbose=False,
     )  # fmt: skip
-    model = onnx.load(path)
-    graph = model.graph
-    for part in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output):
-        part.ClearField("metadata_props")  # the exporter notes stack traces, with paths of the machine it ran on
-    onnx.save(model, path)
+    without_notes(path)
 
 
 def train(out: Path, pictures: int, epochs: int) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.models.guardrail_data import LABELS, Sentence, Sentences, held_out, read_sentences
+from examples.models.onnx_clean import without_notes
 
 SHIPPED = Path(__file__).parent / "guardrail"
 TOKENS_MAX = 128
@@ -139,6 +140,7 @@ def export(net: Net, tokenizer: Tokenizer, out: Path) -> None:
         net, (ids, mask), str(out / "model.onnx"), input_names=["input_ids", "attention_mask"],
         output_names=["logits"], dynamic_shapes=({0: n, 1: t}, {0: n, 1: t}), dynamo=True, external_data=False,
     )  # fmt: skip
+    without_notes(out / "model.onnx")
     onnx.checker.check_model(str(out / "model.onnx"), full_check=True)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {

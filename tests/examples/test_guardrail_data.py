@@ -96,3 +96,8 @@ def _wording(template: str) -> re.Pattern[str] | None:
         return None
     parts = re.split(r"(\{\w+\}|\[[^\]]*\])", _plain(template))
     return re.compile("".join(r"[^.?!]{1,45}" if part[:1] in ("{", "[") else re.escape(part) for part in parts))
+
+
+def test_the_shipped_file_names_no_folder_of_the_machine_that_made_it() -> None:
+    held = (Path(guardrail_data.__file__).parent / "guardrail/model.onnx").read_bytes()
+    assert b"site-packages" not in held and b".py" not in held
