@@ -10,31 +10,20 @@ import sys
 import time
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+import numpy as np
+from PIL import Image
 
 import weftline
 from weftline import Detections
+from weftline.save import annotated
 
 HERE = Path(__file__).parent
-COLOURS = {"red": "#c62828", "green": "#2e7d32", "blue": "#1565c0", "yellow": "#b28900"}
 
 
 def annotate(photo: Path, found: Detections, out: Path) -> None:
     """Write `photo` with every detection's box, name and score drawn on it."""
-    picture = Image.open(photo).convert("RGB")
-    draw = ImageDraw.Draw(picture)
-    for label, score, box in zip(found.labels, found.scores, found.boxes, strict=True):
-        colour = COLOURS.get(label.split()[0], "#37474f")
-        x1, y1, x2, y2 = map(float, box)
-        draw.rectangle((x1, y1, x2, y2), outline=colour, width=3)
-        text = f"{label} {score:.2f}"
-        left, top, right, bottom = draw.textbbox((x1, y1), text, font_size=14)
-        height = bottom - top + 6
-        above = y1 - height if y1 >= height else y1
-        draw.rectangle((x1, above, x1 + right - left + 8, above + height), fill=colour)
-        draw.text((x1 + 4, above + 1), text, fill="white", font_size=14)
     out.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(out)
+    Image.fromarray(annotated(np.asarray(Image.open(photo).convert("RGB")), found)).save(out)
 
 
 def main() -> None:
