@@ -104,7 +104,7 @@ def _pattern(kind: str, width: int, height: int, rng: random.Random) -> Floats:
     if kind == "plain":
         return np.zeros((height, width), np.float32)
     if kind == "gradient":
-        return (along - along.min()) / np.float32(np.ptp(along))
+        return np.asarray((along - along.min()) / np.ptp(along), np.float32)
     if kind == "stripes":
         return np.asarray((along // period) % 2, np.float32)
     if kind == "checks":
