@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weftline.engine.messages import Failure, Given, Item, PieceOf, Run, StepToOpen, Value
-from weftline.engine.values import Packed, pack, stacked, unpack
+from weftline.engine.values import Packed, is_of, pack, stacked, unpack
 from weftline.errors import BY_NAME, InputError, StepError, WeftlineError
 from weftline.nodes.contract import Batch, BatchNode, Node, Outputs, Piece, StreamNode
 from weftline.nodes.ports import PortType
@@ -66,6 +66,7 @@ class HostedStep:
         self._inputs = [name for name, _ in step.inputs]
         self._outputs = [(name, PortType.parse(type)) for name, type in step.outputs]
         self._copies_inputs = step.mutates_inputs
+        self._came: dict[tuple[int, int], tuple[Any, Value]] = {}
         self.copied_bytes = 0
 
     # batches
@@ -80,6 +81,7 @@ class HostedStep:
             )
             results += given
             batches += calls
+        self._came = {}
         return tuple(results), (time.perf_counter() - started) * 1000, batches
 
     def _run_batch(
@@ -114,6 +116,7 @@ class HostedStep:
         columns = {name: [item.inputs[i] for item in items] for i, name in enumerate(self._inputs)}
         arenas = self._memory.arenas
         values = {name: [self._value(value) for value in column] for name, column in columns.items()}
+        self._came = self._unchanged(columns, values)
 
         def view(port: str) -> np.ndarray | None:
             return None if self._copies_inputs else stacked(columns[port], arenas)
@@ -129,6 +132,22 @@ class HostedStep:
 
         return Batch(values, [item.id for item in items], view, make_room)
 
+    def _unchanged(
+        self, columns: Mapping[str, Sequence[Value]], values: Mapping[str, Sequence[Any]]
+    ) -> dict[tuple[int, int], tuple[Any, Value]]:
+        """Return each input and how it came, by item and identity; not those that the node could have changed.
+
+        The inputs themselves are kept, so that none of their identities can be used again.
+        """
+        if self._copies_inputs:
+            return {}
+        return {
+            (position, id(made)): (made, came)
+            for name, column in columns.items()
+            for position, (came, made) in enumerate(zip(column, values[name]))
+            if came.kind != "json"
+        }
+
     def _value(self, value: Value) -> Any:
         made = unpack(value, self._memory.arenas)
         return made.copy() if self._copies_inputs and isinstance(made, np.ndarray) else made
@@ -142,16 +161,22 @@ class HostedStep:
 
     def _give(self, items: Sequence[Item], outputs: Outputs, rooms: Mapping[int, Place]) -> list[Given | Failure]:
         """Turn a node's outputs into values: inline, passed on, written in place, or copied into room."""
-        columns = [
-            self._place([self._pack(value, type, name) for value in outputs[name]], items, rooms.get(index))
-            for index, (name, type) in enumerate(self._outputs)
-        ]
+        columns = []
+        for index, (name, type) in enumerate(self._outputs):
+            column = [self._pack(value, type, name, place) for place, value in enumerate(outputs[name])]
+            columns.append(self._place(column, items, rooms.get(index)))
         return [_row(row) for row in zip(*columns)] if columns else [Given(()) for _ in items]
 
-    def _pack(self, value: Any, type: PortType, what: str) -> Packed | Value | Failure:
-        """Return the value itself when it travels inline, a Packed when it needs a place, or why it is neither."""
+    def _pack(self, value: Any, type: PortType, what: str, position: int) -> Packed | Value | Failure:
+        """Return what is ready to travel, a Packed when it needs a place, or why it is neither.
+
+        An input that is given back as it came is ready: it goes on as it arrived.
+        """
         if isinstance(value, BaseException):
             return failure(value)
+        came = self._came.get((position, id(value)))
+        if came is not None and came[0] is value and is_of(came[1], type):
+            return came[1]
         try:
             packed = pack(value, type, what)
         except (StepError, InputError) as error:

@@ -21,7 +21,7 @@ from weftline.nodes.ports import PortType
 from weftline.nodes.values import fits
 from weftline.shm.arena import HostArena
 from weftline.shm.block import INLINE_BYTES_MAX, Place
-from weftline.shm.spec import STAND_INS, TensorSpec, byte_size
+from weftline.shm.spec import STAND_INS, TensorSpec
 from weftline.shm.view import bytes_view, dtype_name, numpy_dtype, numpy_view
 
 ARRAYS: dict[str, tuple[str | None, int | None]] = {
@@ -132,9 +132,17 @@ def stacked(values: list[Value], arenas: Mapping[int, HostArena]) -> np.ndarray 
     return numpy_view(arenas[whole.arena], whole, TensorSpec(first.dtype, shape))
 
 
+def is_of(value: Value, type: PortType) -> bool:
+    """Whether a value that travelled here may go on, as it is, on a port of `type`."""
+    if type.kind == "any":
+        return True
+    dtype_fits = type.dtype is None or type.dtype == value.dtype
+    return type.kind == value.kind and dtype_fits and (type.dims is None or fits(type.dims, value.shape))
+
+
 def _pack_array(value: Any, type: PortType, what: str) -> Packed:
     dtype, rank = ARRAYS[type.kind] if type.kind != "tensor" else (type.dtype, None)
-    if hasattr(value, "detach") and hasattr(value, "cpu"):
+    if not isinstance(value, np.ndarray) and hasattr(value, "detach"):
         value, torch_dtype = _from_torch(value)
         dtype = dtype or torch_dtype
     _expect(isinstance(value, np.ndarray | np.generic), value, "an array", what)
@@ -145,7 +153,6 @@ def _pack_array(value: Any, type: PortType, what: str) -> Packed:
     right = type.dims is None or fits(type.dims, array.shape)
     if not right or (rank is not None and array.ndim != rank) or (type.kind == "image" and array.shape[-1] != 3):
         raise StepError(f"{what}: found {held}{list(array.shape)}, expected {type}")
-    byte_size(held, array.shape)
     return Packed(type.kind, held, tuple(array.shape), array)
 
 

@@ -297,3 +297,21 @@ def test_closing_ends_the_requests_that_wait(opened: Callable[..., Session]) -> 
         session.close()
         with pytest.raises((SessionClosed, RequestCancelled)):
             waiting.result(5)
+
+
+def test_what_is_passed_on_is_not_packed_again_and_a_new_value_never_mistaken_for_it(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(
+        "import numpy as np\n"
+        'def both(x: "float32[N]") -> {"same": "float32[N]", "other": "float32[N]"}:\n'
+        "    return {'same': x, 'other': np.stack([x, x + 1])[1]}\n"
+    )
+    p = Builder("both", base_dir=tmp_path)
+    step = p.step("s", "function", function="steps.py:both", x=p.input("x", "float32[N]"), batch={"items_max": 4})
+    p.output("same", step.same)
+    p.output("other", step.other)
+    with load(p).open() as session, ThreadPoolExecutor(4) as callers:
+        xs = [np.full(5000 * (1 + i % 2), i, np.float32) for i in range(40)]
+        for x, result in zip(xs, callers.map(lambda x: session.run(x=x), xs), strict=True):
+            np.testing.assert_array_equal(result["same"], x)
+            np.testing.assert_array_equal(result["other"], x + 1)
+        assert session.stats()["arena"]["leased_bytes"] == 0
