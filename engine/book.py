@@ -74,7 +74,7 @@ class Book:
         route = self.routes.route(event.wanted)
         self.admission.admit(size)
         self.counters.admitted += 1
-        request = Request(event.request, route, now_ms, event.deadline_ms, size, missing=dict(route.missing))
+        request = Request(event.request, route, now_ms, event.deadline_ms, missing=dict(route.missing))
         self.requests[request.id] = request
         if request.deadline_ms is not None:
             heappush(self._deadlines, (request.deadline_ms, request.id))
@@ -191,5 +191,5 @@ class Book:
     def _leave(self, request: Request) -> None:
         request.values.clear()
         request.tickets.clear()
-        self.admission.leave(request.size_bytes)
+        self.admission.leave()
         del self.requests[request.id]

@@ -90,7 +90,7 @@ class Channel:
             try:
                 if self._blocking:
                     self._poll.poll()
-                data, control, _, _ = self._sock.recvmsg(READ_BYTES, _CONTROL_BYTES)
+                data, control, _, _ = self._sock.recvmsg(READ_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
             except (BlockingIOError, InterruptedError):
                 return []
             except OSError as error:
@@ -102,6 +102,10 @@ class Channel:
             frames = self._frames(data)
             if frames or not self._blocking:
                 return frames
+
+    def has_mail(self) -> bool:
+        """Whether `receive` would find something at once."""
+        return bool(self._poll.poll(0))
 
     def take_descriptor(self) -> int:
         """Return the descriptor that came with the message just received; the caller owns it."""

@@ -145,4 +145,7 @@ class ForgetArena:
     arena: int
 
 
+ForCaller = Finish | Fail | Refuse | OutputReady | PieceReady
+"""What is handed to whoever brought the request."""
+
 Command = Send | Finish | Fail | Refuse | OutputReady | PieceReady | StartWorker | KillWorker | ForgetArena

@@ -1,4 +1,7 @@
-"""Who may come in: bounded in requests and bytes, and an immediate refusal that names the limit."""
+"""Who may come in: so many requests at a time, each of so many bytes; over a limit an immediate refusal that names it.
+
+What all of them hold together is bounded by the arenas, which have a fixed size.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ RETRY_AFTER_S = 0.1
 
 
 class Admission:
-    """Counts what is inside one pipeline. Pure: it decides and remembers two numbers."""
+    """Counts what is inside one pipeline. Pure: it decides and remembers one number."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.requests = 0
-        self.size_bytes = 0
 
     def admit(self, size_bytes: int) -> None:
         """Count a request of `size_bytes` in, or raise LimitReached."""
@@ -30,9 +32,7 @@ class Admission:
                 RETRY_AFTER_S,
             )
         self.requests += 1
-        self.size_bytes += size_bytes
 
-    def leave(self, size_bytes: int) -> None:
+    def leave(self) -> None:
         """Count a request out."""
         self.requests -= 1
-        self.size_bytes -= size_bytes

@@ -6,6 +6,7 @@ own arena to write to, and `need`: a way to ask for blocks when an output's size
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from weftline.nodes.ports import PortType
 from weftline.shm.arena import HostArena
 from weftline.shm.block import ALIGN_BYTES, Block, Place, align_up
 from weftline.shm.view import bytes_view, numpy_dtype, offset_in
+
+_log = logging.getLogger(__name__)
 
 MESSAGE_CHARS_MAX = 600
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
@@ -66,6 +69,7 @@ class HostedStep:
         self._inputs = [name for name, _ in step.inputs]
         self._outputs = [(name, PortType.parse(type)) for name, type in step.outputs]
         self._copies_inputs = step.mutates_inputs
+        self._held: set[int] = set()  # items a streaming node has and has not finished
         self._came: dict[tuple[int, int], tuple[Any, Value]] = {}
         self.copied_bytes = 0
 
@@ -137,7 +141,8 @@ class HostedStep:
     ) -> dict[tuple[int, int], tuple[Any, Value]]:
         """Return each input and how it came, by item and identity; not those that the node could have changed.
 
-        The inputs themselves are kept, so that none of their identities can be used again.
+        Shared memory is mapped read-only; an array inside a message is not, and torch would write into it. The inputs
+        themselves are kept, so that none of their identities can be used again.
         """
         if self._copies_inputs:
             return {}
@@ -145,7 +150,7 @@ class HostedStep:
             (position, id(made)): (made, came)
             for name, column in columns.items()
             for position, (came, made) in enumerate(zip(column, values[name]))
-            if came.kind != "json"
+            if came.place is not None or came.kind in ("text", "bytes")
         }
 
     def _value(self, value: Value) -> Any:
@@ -242,17 +247,40 @@ class HostedStep:
             self.node.submit(item.id, {name: self._value(value) for name, value in zip(self._inputs, item.inputs)})
         except Exception as error:
             return PieceOf(item.id, {}, True, failure(error))
+        self._held.add(item.id)
         return None
 
     def cancel(self, items: Sequence[int]) -> tuple[PieceOf, ...]:
         """Drop items of a streaming node; return their last pieces, which end the leases they read."""
-        if isinstance(self.node, StreamNode):
-            for item in items:
-                self.node.cancel(item)
+        for item in items:
+            self._drop(item)
         return tuple(PieceOf(item, {}, True, Failure("RequestCancelled", "dropped")) for item in items)
+
+    def round(self) -> list[PieceOf]:
+        """Let a streaming node do one round. One that raises fails the items the node holds, not the worker."""
+        if not isinstance(self.node, StreamNode):
+            return []
+        try:
+            made = list(self.node.round())
+        except Exception as error:
+            pieces = [PieceOf(item, {}, True, failure(error)) for item in sorted(self._held)]
+            for item in sorted(self._held):
+                self._drop(item)
+            return pieces
+        return [self.give_piece(piece) for piece in made]
+
+    def _drop(self, item: int) -> None:
+        self._held.discard(item)
+        try:
+            if isinstance(self.node, StreamNode):
+                self.node.cancel(item)
+        except Exception:
+            _log.exception("step %s: the node could not drop item %d", self.name, item)
 
     def give_piece(self, piece: Piece) -> PieceOf:
         """Turn a node's piece into what travels."""
+        if piece.last or piece.error is not None:
+            self._held.discard(piece.item)
         if piece.error is not None:
             return PieceOf(piece.item, {}, True, failure(piece.error))
         try:
@@ -264,8 +292,7 @@ class HostedStep:
                     raise StepError(f"the node's last piece has no {name}")
             return PieceOf(piece.item, outputs, piece.last)
         except Exception as error:
-            if isinstance(self.node, StreamNode):
-                self.node.cancel(piece.item)
+            self._drop(piece.item)
             return PieceOf(piece.item, {}, True, failure(error))
 
     def _piece_value(self, packed: Packed, last: bool) -> Value:

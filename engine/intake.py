@@ -60,7 +60,6 @@ class Intake:
             place = block.place(0, one.size_bytes)
             one.write(bytes_view(runtime.arenas[block.arena], place))
             values[name] = one.at(place)
-            runtime.copied_in_bytes += one.size_bytes
         return values
 
     def _pack_one(self, given: Input, raw: Any) -> Packed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 from weftline.engine.channel import Channel
 
 LOG_LINES_KEPT = 40
+LOG_LINE_BYTES_MAX = 8192
+_LINE_END = re.compile(rb"[\r\n]")  # progress bars end their lines with a carriage return
 KEPT_VARIABLES = (
     "PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME",
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME", "XDG_CACHE_HOME", "SSL_CERT_FILE", "VIRTUAL_ENV",
@@ -36,7 +39,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "weftline.engine.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "weftline.engine.worker", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -55,18 +58,20 @@ class WorkerProcess:
         self.log_fd = self._process.stdout.fileno()
         os.set_blocking(self.log_fd, False)
 
-    def read_log(self) -> bool:
-        """Take in what the worker has written; False at the end of it."""
+    def read_log(self) -> int | None:
+        """Take in what the worker has written: how many bytes, 0 at the end of it, None when there is nothing now."""
         try:
             data = os.read(self.log_fd, 65536)
         except BlockingIOError:
-            return True
-        *lines, self._partial = (self._partial + data).split(b"\n")
+            return None
+        *lines, self._partial = _LINE_END.split(self._partial + data)
+        self._partial = self._partial[-LOG_LINE_BYTES_MAX:]
         for line in lines:
-            text = line.decode("utf-8", "replace").encode("unicode_escape").decode()
-            self._lines.append(text)
-            _log.info("%s: %s", self.name, text)
-        return bool(data)
+            text = line[-LOG_LINE_BYTES_MAX:].decode("utf-8", "replace").encode("unicode_escape").decode()
+            if text.strip():
+                self._lines.append(text)
+                _log.info("%s: %s", self.name, text)
+        return len(data)
 
     @property
     def last_lines(self) -> list[str]:
@@ -114,6 +119,7 @@ def _environment(parent: Mapping[str, str], threads: int) -> dict[str, str]:
     kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which machine.py counts devices
     kept["OMP_WAIT_POLICY"] = "passive"  # threads that spin while they wait take the cores of the other workers
     kept["TOKENIZERS_PARALLELISM"] = "false"
+    # The parent's path and no more: with -P the folder somebody happens to stand in is not searched for modules.
     kept["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     kept["PYTHONUNBUFFERED"] = "1"
     return kept

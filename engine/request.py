@@ -77,7 +77,6 @@ class Request:
     route: Route
     admitted_ms: float
     deadline_ms: float | None
-    size_bytes: int
     state: str = OPEN
     values: dict[int, Value] = field(default_factory=dict)
     tickets: dict[int, int] = field(default_factory=dict)

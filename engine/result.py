@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from weftline.engine import events as ev
@@ -47,6 +48,48 @@ class StreamedOutput:
     output: str
     value: Any
     last: bool
+
+
+class OutputStream(Iterator[StreamedOutput]):
+    """Iterates over a request's pieces. Leaving it early, closing it or dropping it cancels the request.
+
+    get:     waits for the next piece, or for the command that ends the request.
+    abandon: tells the engine that nobody waits any more; called once.
+    """
+
+    def __init__(self, get: Callable[[], StreamedOutput | ev.Command], abandon: Callable[[], None]) -> None:
+        self._get = get
+        self._abandon: Callable[[], None] | None = abandon
+
+    def __next__(self) -> StreamedOutput:
+        if self._abandon is None:
+            raise StopIteration
+        try:
+            piece = self._get()
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(piece, StreamedOutput):
+            return piece
+        self.close()
+        if isinstance(piece, ev.Finish):
+            raise StopIteration
+        raise error_of(piece)
+
+    def close(self) -> None:
+        """Cancel the request if it is not finished. Safe to call twice."""
+        abandon, self._abandon = self._abandon, None
+        if abandon is not None:
+            abandon()
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def error_of(end: ev.Command) -> WeftlineError:

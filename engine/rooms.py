@@ -1,8 +1,8 @@
 """Room for outputs: leased before a dispatch where sizes are known, on demand where only the worker knows them.
 
-A worker that asks waits until its arena has room. When nothing will free memory by itself (every busy worker waits for
-room, and no caller is still copying an answer out), waiting longer cannot help and the request for room is refused; its
-items fail with the limit's name instead of standing still for ever.
+A worker that asks waits until its arena has room. When nothing will free memory by itself (nothing runs, starts, can be
+dispatched or is still being copied out), waiting longer cannot help and the request for room is refused; its items fail
+with the limit's name instead of standing still for ever.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Rooms:
                 room[port] = block
         return room
 
-    def grant(self, nobody_copies_out: bool) -> None:
-        """Answer every worker whose wish can be met, or never will be."""
+    def grant(self, stuck: Callable[[], bool]) -> None:
+        """Answer every worker whose wish can be met, or never will be: too large for its arena, or all are `stuck`."""
         for worker, member in enumerate(self._crew.members):
             if not member.needs:
                 continue
@@ -56,10 +56,7 @@ class Rooms:
                 member.granted += blocks
                 member.needs = ()
                 self._emit(ev.Send(worker, msg.Room(tuple(blocks))))
-            elif sum(member.needs) > self._ledger.arena_bytes(member.arena) or (nobody_copies_out and self._stalled()):
+            elif sum(member.needs) > self._ledger.arena_bytes(member.arena) or stuck():
                 asked, member.needs = sum(member.needs), ()
                 refused = f"outputs of {asked} bytes do not fit; the limit is limits.arena_bytes for each worker"
                 self._emit(ev.Send(worker, msg.Room((), refused)))
-
-    def _stalled(self) -> bool:
-        return all(member.needs or not member.busy for member in self._crew.members)

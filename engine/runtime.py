@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
 from weftline.engine.channel import ChannelClosed
@@ -32,10 +34,13 @@ _log = logging.getLogger("weftline.runtime")
 CLOSE_GRACE_S = 2.0
 """How long workers get to close their nodes before they are killed."""
 
+LAST_READS_MAX = 64
+"""How often a dead worker's socket and log are read to the end; children of its own could keep them open for ever."""
+
 Progress = Callable[[str, str, float], None]
 """Called with step, phrase and fraction while models load."""
 
-Listener = Callable[[ev.Command], None]
+Listener = Callable[[ev.ForCaller], None]
 """What a request's commands (Finish, Fail, Refuse, OutputReady, PieceReady) are handed to; called under the lock."""
 
 
@@ -55,6 +60,7 @@ class Runtime:
         self._cache_dir = cache_dir
         self._progress = progress
         self._workers: dict[int, tuple[int, WorkerProcess]] = {}
+        self._introduced: set[int] = set()  # workers that said Hello and know every arena
         self._listeners: dict[int, Listener] = {}
         self._ready = threading.Event()
         self._failed: tuple[str, str] | None = None
@@ -70,9 +76,9 @@ class Runtime:
     def open(self) -> None:
         """Start every worker and wait until all are ready; ModelError when a step cannot be opened, leaving nothing."""
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self.arenas[INGRESS_ARENA] = HostArena.create(self.plan.limits.arena_bytes)
-        self._thread.start()
         try:
+            self.arenas[INGRESS_ARENA] = HostArena.create(self.plan.limits.arena_bytes)
+            self._thread.start()
             self._ready.wait()
         except BaseException:
             self.close()
@@ -102,9 +108,13 @@ class Runtime:
         return self._closing
 
     def _end_all(self) -> None:
-        for listener in self._listeners.values():
-            listener(ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished"))
-        self._listeners.clear()
+        end = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            try:
+                listener(end)
+            except Exception:
+                _log.debug("a caller could not be told that the session is closed", exc_info=True)
 
     def pids(self) -> dict[str, int]:
         """Return the pid of every running worker by name."""
@@ -117,7 +127,9 @@ class Runtime:
         """Lease room in the ingress arena; LimitReached when there is none, SessionClosed when it is too late."""
         with self.lock:
             self._check_open()
-            return self.scheduler.try_reserve(sizes)
+            blocks = self.scheduler.try_reserve(sizes)
+            self.copied_in_bytes += sum(sizes)
+            return blocks
 
     def give_up(self, blocks: Sequence[Block]) -> None:
         with self.lock:
@@ -129,6 +141,12 @@ class Runtime:
             self._check_open()
             self._listeners[event.request] = listener
             self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
+
+    def deliver(self, request: int, copied_bytes: int) -> None:
+        """Say that a request's outputs were copied out."""
+        with self.lock:
+            self.copied_out_bytes += copied_bytes
+        self.tell(ev.Delivered(request))
 
     def tell(self, event: ev.Delivered | ev.Withdrawn) -> None:
         """Pass a caller's event on."""
@@ -148,13 +166,9 @@ class Runtime:
                 case ev.Send():
                     self._send(command.worker, msg.encode(command.message))
                 case ev.OutputReady() | ev.PieceReady():
-                    listener = self._listeners.get(command.request)
-                    if listener is not None:
-                        listener(command)
+                    self._pass_on(command, self._listeners.get(command.request))
                 case ev.Finish() | ev.Fail() | ev.Refuse():
-                    listener = self._listeners.pop(command.request, None)
-                    if listener is not None:
-                        listener(command)
+                    self._pass_on(command, self._listeners.pop(command.request, None))
                 case ev.StartWorker():
                     self._start(command.worker, command.arena)
                 case ev.KillWorker():
@@ -163,6 +177,18 @@ class Runtime:
                     self._forget(command.arena)
         if threading.current_thread() is not self._thread:
             self._wake_if_sooner()
+
+    def _pass_on(self, command: ev.ForCaller, listener: Listener | None) -> None:
+        """Tell a caller. One who cannot be told (its event loop is closed, say) loses its request, and nobody else."""
+        if listener is None:
+            return
+        try:
+            listener(command)
+        except Exception:
+            _log.debug("request %d: its caller is gone", command.request, exc_info=True)
+            self._listeners.pop(command.request, None)
+            for event in (ev.Withdrawn(command.request), ev.Delivered(command.request)):
+                self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
 
     def _send(self, worker: int, body: bytes, descriptor: int | None = None) -> None:
         _, process = self._workers[worker]
@@ -175,7 +201,11 @@ class Runtime:
 
     def _start(self, worker: int, arena: int) -> None:
         planned = self.plan.workers[worker]
-        process = WorkerProcess(planned.name, planned.threads)
+        try:
+            process = WorkerProcess(planned.name, planned.threads)
+        except OSError as error:  # out of descriptors or processes: a death like any other, with its back-off
+            self._dead(worker, arena, planned.name, f"it could not be started: {error.strerror}", "")
+            return
         self._workers[worker] = (arena, process)
         for kind, fd in (("message", process.channel.fileno()), ("death", process.pidfd), ("log", process.log_fd)):
             self._watched[fd] = (kind, worker, process)
@@ -208,7 +238,7 @@ class Runtime:
         mapped = self.arenas.pop(arena, None)
         if mapped is not None:
             mapped.close()
-        for worker in self._workers:
+        for worker in self._introduced:
             self._send(worker, msg.encode(msg.Retire(arena)))
 
     # the thread
@@ -269,7 +299,7 @@ class Runtime:
         if process is None:
             return
         if kind == "log":
-            if not process.read_log():
+            if process.read_log() == 0:
                 self._unwatch(fd)
         elif kind == "death":
             self._bury(worker, process)
@@ -281,17 +311,22 @@ class Runtime:
             if mask & select.EPOLLOUT and process.channel.flush():
                 self._epoll.modify(process.channel.fileno(), select.EPOLLIN)
             bodies = process.channel.receive() if mask & ~select.EPOLLOUT else []
-        except ChannelClosed:
+            messages = [msg.decode_from_worker(body) for body in bodies]
+            for message in messages:
+                if isinstance(message, msg.Hello):
+                    arena = HostArena.attach(process.channel.take_descriptor(), message.arena_bytes)
+                    self._meet(worker, self._workers[worker][0], arena)
+        except (ChannelClosed, msgspec.MsgspecError, OSError, ValueError):
+            # Dead, or not to be understood: either way nothing more is heard from it, and its death says the rest.
             self._unwatch(process.channel.fileno())
+            process.kill()
             return
-        for body in bodies:
-            self._message(worker, process, msg.decode_from_worker(body))
+        for message in messages:
+            self._message(worker, message)
 
-    def _message(self, worker: int, process: WorkerProcess, message: msg.FromWorker) -> None:
+    def _message(self, worker: int, message: msg.FromWorker) -> None:
         arena = self._workers[worker][0]
-        if isinstance(message, msg.Hello):
-            self._meet(worker, arena, HostArena.attach(process.channel.take_descriptor(), message.arena_bytes))
-        elif isinstance(message, msg.Progress):
+        if isinstance(message, msg.Progress):
             self._report(message)
         elif isinstance(message, msg.OpenFailed) and not self._ready.is_set() and self._failed is None:
             self._failed = (message.step, message.failure.message)
@@ -313,33 +348,35 @@ class Runtime:
         self._send(worker, msg.encode(msg.Attach(arena, 0)))
         for other, known in self.arenas.items():
             self._send(worker, msg.encode(msg.Attach(other, known.size_bytes)), known.fd)
-        for other in self._workers:
-            if other != worker:
-                self._send(other, msg.encode(msg.Attach(arena, mapped.size_bytes)), mapped.fd)
+        for other in self._introduced:
+            self._send(other, msg.encode(msg.Attach(arena, mapped.size_bytes)), mapped.fd)
+        self._introduced.add(worker)
         self.arenas[arena] = mapped
 
     def _bury(self, worker: int, process: WorkerProcess) -> None:
         """Hear a dead worker's last words, then tell the scheduler."""
-        self._hear(worker, process, select.EPOLLIN)
-        while process.read_log() and self._more_log(process):
-            pass
+        process.kill()  # whatever it started goes with it, while its process group is still its own
+        for _ in range(LAST_READS_MAX):
+            if process.channel.fileno() in self._watched:
+                self._hear(worker, process, select.EPOLLIN)
+            if not process.read_log() and process.channel.fileno() not in self._watched:
+                break
         for fd in (process.channel.fileno(), process.pidfd, process.log_fd):
             self._unwatch(fd)
         how = process.wait_death()
         process.close()
-        arena = self._workers.pop(worker)[0]
+        last = next((line for line in reversed(process.last_lines) if line.strip()), "")
+        self._introduced.discard(worker)
+        self._dead(worker, self._workers.pop(worker)[0], process.name, how, last)
+
+    def _dead(self, worker: int, arena: int, name: str, how: str, last: str) -> None:
+        """Tell the scheduler; before the session is open a death is also the reason why it cannot be."""
         if not self._ready.is_set() and self._failed is None:
-            last = next((line for line in reversed(process.last_lines) if line.strip()), "")
-            self._failed = (
-                "",
-                f"worker {process.name} ended while opening: {how}" + (f" ({last[:300]})" if last else ""),
-            )
+            _log.error("worker %s ended while opening: %s; its last line: %s", name, how, last)
+            self._failed = ("", f"worker {name} ended while opening: {how}; the weftline.runtime log has its last line")
         if self._failed is not None:
             self._ready.set()
         self._carry_out(self.scheduler.on(ev.WorkerDied(worker, arena, how), self.clock.now_ms()))
-
-    def _more_log(self, process: WorkerProcess) -> bool:
-        return bool(select.select([process.log_fd], [], [], 0)[0])
 
     def _unwatch(self, fd: int) -> None:
         if self._watched.pop(fd, None) is not None:

@@ -16,9 +16,11 @@ from weftline.engine.batcher import Batcher
 from weftline.engine.book import Book, Counters
 from weftline.engine.crew import Crew, Dispatch
 from weftline.engine.events import Command, Event
+from weftline.engine.flow import RETRY_AFTER_S
 from weftline.engine.request import OPEN, Request, StepTiming
 from weftline.engine.rooms import Rooms, lease_all
 from weftline.engine.sizing import OutputSizes
+from weftline.engine.supervisor import GIVEN_UP, READY, STARTING
 from weftline.errors import LimitReached
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.policy import BatchPolicy
@@ -37,13 +39,15 @@ BATCHES_MAX = 32
 STREAM_ITEMS_MAX = 64
 """Most items handed to a streaming step in one message; it takes them all and does its own batching."""
 
-RETRY_AFTER_S = 0.1
-"""What a caller is told to wait before trying again when the arena is full."""
-
 
 @dataclass(slots=True)
 class _Step:
-    """One step while it runs. run_ms: moving average of one batch; 0 is unknown."""
+    """One step while it runs.
+
+    run_ms:   moving average of one batch; 0 is unknown.
+    in_place: its outputs have needed room in shared memory; then each message carries one batch, because the room of a
+              message's batches is freed only when all of them are done.
+    """
 
     name: str
     queue: Batcher
@@ -54,6 +58,12 @@ class _Step:
     output_slots: tuple[int, ...]
     run_max_ms: float
     run_ms: float = 0.0
+    in_place: bool = False
+
+    def batches_a_message(self) -> int:
+        if self.in_place or not self.run_ms:
+            return 1
+        return max(1, min(BATCHES_MAX, int(QUICK_MESSAGE_MS / self.run_ms)))
 
 
 class Scheduler:
@@ -192,7 +202,7 @@ class Scheduler:
 
     def _free(self, worker: int, step: _Step) -> bool:
         member = self.crew.members[worker]
-        return member.state == "ready" and (step.streams or member.dispatch is None)
+        return member.state == READY and (step.streams or member.dispatch is None)
 
     def _pump(self) -> None:
         """Give free workers their steps' due batches, the step whose oldest item has waited longest first."""
@@ -200,14 +210,24 @@ class Scheduler:
         waiting.sort()
         for _, index in waiting:
             step = self._steps[index]
-            batches = max(1, min(BATCHES_MAX, int(QUICK_MESSAGE_MS / step.run_ms))) if step.run_ms else 1
+            batches = step.batches_a_message()
             for worker in step.workers:
                 while len(step.queue) and self._free(worker, step):
                     taken = step.queue.take(self._now_ms, batches)
                     if not taken:
                         break
                     self._dispatch(worker, index, taken)
-        self._rooms.grant(nobody_copies_out=not self._book.owed)
+        self._rooms.grant(self._stuck)
+
+    def _stuck(self) -> bool:
+        """Whether no memory will come free by itself, now or when a batch's wait is over or a worker has restarted."""
+        if self._book.owed:
+            return False
+        for member in self.crew.members:
+            if (member.busy and not member.needs) or member.state == STARTING or member.start_ms is not None:
+                return False
+        waiting = [step for step in self._steps if len(step.queue)]
+        return not any(self._free(worker, step) for step in waiting for worker in step.workers)
 
     def _dispatch(self, worker: int, index: int, taken: list[tuple[int, float]]) -> None:
         step, member = self._steps[index], self.crew.members[worker]
@@ -224,6 +244,7 @@ class Scheduler:
             self._emit(ev.Send(worker, msg.Submit(index, items)))
             return
         room = self._rooms.beforehand(member.arena, step.sizes.item_bytes(items), len(items))
+        step.in_place = step.in_place or bool(room)
         arrived = tuple(arrived_ms for _, arrived_ms in taken)
         ids = tuple(item.id for item in items)
         until_ms = self._now_ms + step.run_max_ms
@@ -244,7 +265,10 @@ class Scheduler:
         self.crew.members[worker].why = f"step {message.step}: {message.failure.message}"
 
     def _need(self, worker: int, message: msg.Need) -> None:
-        self.crew.members[worker].needs = message.sizes
+        member = self.crew.members[worker]
+        member.needs = message.sizes
+        if member.dispatch is not None:
+            self._steps[member.dispatch.step].in_place = True
 
     def _done(self, worker: int, message: msg.Done) -> None:
         member = self.crew.members[worker]
@@ -333,7 +357,7 @@ class Scheduler:
         member.granted.clear()
         member.needs = ()
         self.ledger.retire_arena(event.arena)
-        if member.state == "given_up":
+        if member.state == GIVEN_UP:
             self._fail_hopeless(why)
 
     def _fail_hopeless(self, why: str) -> None:

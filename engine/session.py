@@ -18,7 +18,7 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +29,7 @@ from weftline.engine import events as ev
 from weftline.engine.intake import Intake
 from weftline.engine.machine import this_machine
 from weftline.engine.messages import Value
-from weftline.engine.result import Result, StreamedOutput, error_of
+from weftline.engine.result import OutputStream, Result, StreamedOutput, error_of
 from weftline.engine.runtime import Progress, Runtime
 from weftline.engine.values import Packed, unpack
 from weftline.errors import SessionClosed
@@ -141,15 +141,15 @@ class Session:
 
     def stream(
         self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any
-    ) -> Iterator[StreamedOutput]:
+    ) -> OutputStream:
         """Answer one request piece by piece: whole outputs as soon as they are known, streamed ones as they grow.
 
-        Leaving the loop early cancels the request.
+        The request starts at once. Closing or dropping the stream before its end cancels it.
         """
         heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
         packed = self._intake.pack(inputs)
         request = self._submit(packed, outputs, deadline_ms, lambda command: heard.put(self._piece(command)))
-        return self._pieces(request, heard.get)
+        return OutputStream(heard.get, lambda: self._abandon(request))
 
     async def astream(
         self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any
@@ -200,32 +200,28 @@ class Session:
     def _result(self, end: ev.Command, started_ms: float) -> Result:
         if not isinstance(end, ev.Finish):
             raise error_of(end)
-        outputs = {name: self._copy_out(value) for name, value in end.outputs.items()}
-        if any(value.place is not None for value in end.outputs.values()):
-            self._runtime.tell(ev.Delivered(end.request))
+        copied = sum(value.place.size_bytes for value in end.outputs.values() if value.place is not None)
+        try:
+            outputs = {name: self._copy_out(value) for name, value in end.outputs.items()}
+        finally:
+            if copied:
+                self._runtime.deliver(end.request, copied)
         return Result(outputs, end.timings, self._runtime.clock.now_ms() - started_ms)
 
     def _copy_out(self, value: Value) -> Any:
-        made = unpack(value, self._runtime.arenas)
-        if isinstance(made, np.ndarray):
-            self._runtime.copied_out_bytes += made.nbytes if value.place is not None else 0
-            return made.copy()
-        return made
+        try:
+            made = unpack(value, self._runtime.arenas)
+            return made.copy() if isinstance(made, np.ndarray) else made
+        except (KeyError, ValueError):
+            if self.closed:
+                raise SessionClosed("the session was closed while an output was being copied out") from None
+            raise
 
     def _piece(self, command: ev.Command) -> Heard:
         """Copy what was heard at once: should the request fail, its memory is somebody else's before anyone looks."""
         if isinstance(command, ev.OutputReady | ev.PieceReady):
             return StreamedOutput(command.output, self._copy_out(command.value), isinstance(command, ev.OutputReady))
         return command
-
-    def _pieces(self, request: int, get: Callable[[], Heard]) -> Iterator[StreamedOutput]:
-        try:
-            while isinstance(piece := get(), StreamedOutput):
-                yield piece
-            if not isinstance(piece, ev.Finish):
-                raise error_of(piece)
-        finally:
-            self._abandon(request)
 
     def _abandon(self, request: int) -> None:
         """Nobody waits for this request any more: withdraw it if it is open, and give its outputs back."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import select
 import socket
 import sys
 import time
@@ -30,7 +29,6 @@ from weftline.engine.messages import (
     Need,
     Open,
     OpenFailed,
-    PieceOf,
     Pieces,
     Progress,
     Ready,
@@ -68,7 +66,7 @@ class Worker:
         """Take messages until told to close."""
         while self._open:
             streaming = [index for index, step in self._steps.items() if _busy(step.node)]
-            if not self._inbox and (not streaming or self._has_mail()):
+            if not self._inbox and (not streaming or self._channel.has_mail()):
                 self._inbox += self._channel.receive()
             while self._inbox and self._open:
                 self._take(decode_to_worker(self._inbox.popleft()))
@@ -78,9 +76,6 @@ class Worker:
     def close(self) -> None:
         for step in self._steps.values():
             step.node.close()
-
-    def _has_mail(self) -> bool:
-        return bool(select.select([self._channel], [], [], 0)[0])
 
     def _take(self, message: ToWorker) -> None:
         match message:
@@ -108,8 +103,11 @@ class Worker:
 
     def _attach(self, message: Attach) -> None:
         if message.size_bytes:
-            descriptor = self._channel.take_descriptor()
-            self._memory.arenas[message.arena] = HostArena.attach(descriptor, message.size_bytes)
+            arena = HostArena.attach(self._channel.take_descriptor(), message.size_bytes)
+            known = self._memory.arenas.pop(message.arena, None)
+            if known is not None:
+                known.close()
+            self._memory.arenas[message.arena] = arena
         else:
             self._memory.arenas[message.arena] = self._memory.arenas.pop(OWN_ARENA)
             self._memory.own = message.arena
@@ -171,7 +169,7 @@ class Worker:
             return
         started = time.perf_counter()
         step.copied_bytes = 0
-        pieces: list[PieceOf] = [step.give_piece(piece) for piece in node.round()]
+        pieces = step.round()
         run_ms = (time.perf_counter() - started) * 1000
         if pieces:
             self._channel.send(encode(Pieces(index, tuple(pieces), run_ms, step.copied_bytes)))

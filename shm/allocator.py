@@ -67,14 +67,6 @@ class Allocator:
             return at
         return None
 
-    def trim(self, offset: int, size_bytes: int) -> None:
-        """Give back all but the first `size_bytes` (rounded up) of what was taken at `offset`."""
-        size = self._taken[offset]
-        keep = align_up(max(size_bytes, 1), ALIGN_BYTES)
-        if keep < size:
-            self._taken[offset] = keep
-            self._give(offset + keep, offset + size)
-
     def give_back(self, offset: int) -> None:
         """Free what was taken at `offset`; KeyError when nothing is taken there (a double free)."""
         size = self._taken.pop(offset)

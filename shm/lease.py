@@ -95,11 +95,6 @@ class Ledger:
         self._allocators[arena].give_back(offset)
         return True
 
-    def trim(self, block: Block, size_bytes: int) -> None:
-        """Give back all but the first `size_bytes` of a live block whose true size is now known."""
-        if (block.arena, block.offset, block.generation) in self._readers:
-            self._allocators[block.arena].trim(block.offset, size_bytes)
-
     def forget_empty(self) -> list[int]:
         """Forget retired arenas whose last lease has ended, and return their ids."""
         if not self._retired:

@@ -10,7 +10,7 @@ ROUTE = Route((), (), (), {}, ())
 
 @pytest.mark.parametrize("event", [event for _, event in TRANSITIONS])
 def test_every_end_is_final(event: str) -> None:
-    request = Request(1, ROUTE, 0.0, None, 0)
+    request = Request(1, ROUTE, 0.0, None)
     request.move(event)
     assert request.state == TRANSITIONS[(OPEN, event)]
     with pytest.raises(RuntimeError, match="allowed: nothing"):
@@ -19,7 +19,7 @@ def test_every_end_is_final(event: str) -> None:
 
 def test_an_unknown_event_names_the_known_ones() -> None:
     with pytest.raises(RuntimeError, match="complete"):
-        Request(1, ROUTE, 0.0, None, 0).move("vanish")
+        Request(1, ROUTE, 0.0, None).move("vanish")
 
 
 def test_every_worker_state_can_be_reached() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from weftline.engine.session import Session, load
-from weftline.errors import DeadlineExceeded, InputError, LimitReached, RequestCancelled, SessionClosed, StepError
+from weftline.errors import (
+    DeadlineExceeded,
+    InputError,
+    LimitReached,
+    RequestCancelled,
+    SessionClosed,
+    StepError,
+    WeftlineError,
+)
 from weftline.pipelines.builder import Builder
 
 STEPS = """
@@ -39,6 +52,25 @@ def slow(text: str) -> str:
     time.sleep(0.3)
     return text
 
+def makes(x: "float32[N]") -> "float32[?]":
+    return np.ones(25_000, np.float32)
+
+def gathers(x: "float32[N]") -> "float32[]":
+    return np.float32(x.sum())
+
+def spawns(text: str) -> str:
+    import subprocess
+    return str(subprocess.Popen(["sleep", "60"]).pid)
+
+def bars(text: str) -> str:
+    import sys
+    for part in range(40):
+        sys.stderr.write("x" * 100_000 + "\\r")
+    return text
+
+def passes(x: "uint8[N]") -> "uint8[N]":
+    return x
+
 def wrong(x: "float32[N]") -> "float32[N]":
     return x.astype("float64")
 """
@@ -62,6 +94,28 @@ class Closes(BatchNode):
     def close(self):
         time.sleep(0.2)
         self.mark.write_text("yes")
+
+class Breaks(StreamNode):
+    """Raises in the round in which it holds two items."""
+    @classmethod
+    def ports(cls, config, step):
+        return Ports((port("text", "text"),), (port("text", "text", pieces=True),))
+    def __init__(self, config):
+        super().__init__(config)
+        self.left = {}
+    def submit(self, item, inputs):
+        self.left[item] = inputs["text"]
+    def cancel(self, item):
+        self.left.pop(item, None)
+    @property
+    def busy(self):
+        return bool(self.left)
+    def round(self):
+        time.sleep(0.01)
+        if len(self.left) > 1:
+            raise RuntimeError("too many")
+        done = [item for item, text in self.left.items() if text != "wait"]
+        return [Piece(item, {"text": self.left.pop(item)}, last=True) for item in done]
 
 class Spells(StreamNode):
     """Gives a word letter by letter, one each round."""
@@ -244,7 +298,7 @@ def test_leaving_a_stream_early_cancels_its_request(opened: Callable[..., Sessio
     session = opened("text", "nodes.py:Spells", "text", "text")
     stream = session.stream(x="a" * 1000)
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert session.stats()["requests"]["cancelled"] == 1
     assert session.run(x="ok")["y"] == "ok"
 
@@ -254,7 +308,7 @@ def test_a_cancelled_stream_gives_back_the_leases_it_read(opened: Callable[..., 
     for _ in range(3):
         stream = session.stream(x="a" * 100_000)
         next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
     session.run(x="after")
     assert session.stats()["arena"]["leased_bytes"] == 0
 
@@ -315,3 +369,128 @@ def test_what_is_passed_on_is_not_packed_again_and_a_new_value_never_mistaken_fo
             np.testing.assert_array_equal(result["same"], x)
             np.testing.assert_array_equal(result["other"], x + 1)
         assert session.stats()["arena"]["leased_bytes"] == 0
+
+
+def test_a_caller_whose_event_loop_is_closed_loses_only_its_own_request(opened: Callable[..., Session]) -> None:
+    session = opened("text", port="text", **function("slow"))
+    loop = asyncio.new_event_loop()
+    left_behind = loop.create_task(session.arun(x="a"))
+    loop.run_until_complete(asyncio.sleep(0.1))
+    loop._ready.clear()  # type: ignore[attr-defined]
+    loop.close()
+    time.sleep(0.5)
+    assert not left_behind.done() and session.run(x="b")["y"] == "b"
+
+
+def test_a_stream_that_is_dropped_unread_gives_everything_back(opened: Callable[..., Session]) -> None:
+    session = opened("float32[N]", port="x", **function("double"))
+    for _ in range(3):
+        session.stream(x=np.ones(100_000, np.float32))
+    session.run(x=np.ones(10, np.float32))
+    assert session.stats()["arena"]["leased_bytes"] == 0
+
+
+def test_a_round_that_raises_fails_its_items_and_not_the_worker(opened: Callable[..., Session]) -> None:
+    session = opened("text", "nodes.py:Breaks", "text", "text")
+    pids = session.pids()
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(session.run, x="wait")
+        time.sleep(0.1)
+        for one in (first, callers.submit(session.run, x="wait")):
+            with pytest.raises(StepError, match="too many"):
+                one.result(10)
+    assert session.run(x="ok")["y"] == "ok" and session.pids() == pids
+
+
+def test_work_that_waits_for_company_frees_room_and_nobody_is_refused_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    p = Builder("room", base_dir=tmp_path, limits={"arena_bytes": 256 << 10})
+    x = p.input("x", "float32[N]")
+    made = p.step("make", "function", function="steps.py:makes", x=x, batch={"items_max": 1})
+    batch = {"items_max": 8, "wait_max_ms": 200}
+    p.output("y", p.step("sum", "function", function="steps.py:gathers", x=made.output, batch=batch).output)
+    with load(p).open() as session, ThreadPoolExecutor(6) as callers:
+        results = callers.map(lambda _: session.run(x=np.zeros(4, np.float32)), range(6))
+        assert [float(result["y"]) for result in results] == [25_000.0] * 6
+
+
+def test_a_chain_that_passes_8_mb_on_copies_it_in_and_out_and_nothing_between(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    p = Builder("chain", base_dir=tmp_path)
+    wire: Any = p.input("x", "uint8[N]")
+    for name in ("a", "b", "c"):
+        wire = p.step(name, "function", function="steps.py:passes", x=wire).output
+    p.output("y", wire)
+    size = 8 << 20
+    with load(p).open() as session:
+        assert session.run(x=np.full(size, 3, np.uint8))["y"].sum() == 3 * size
+        stats = session.stats()
+        assert stats["copied_bytes"] == {"in": size, "between": 0, "out": size}
+        assert stats["copied_bytes_total"] == 2 * size
+        assert len(set(session.pids().values())) == 3
+
+
+def test_a_killed_workers_children_go_with_it(opened: Callable[..., Session]) -> None:
+    session = opened("text", port="text", **function("spawns"))
+    child = int(session.run(x="a")["y"])
+    assert psutil.pid_exists(child)
+    os.kill(session.pids()["s"], signal.SIGKILL)
+    until = time.monotonic() + 5
+    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie" and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+def test_a_restarted_worker_leaves_no_descriptor_of_its_old_arena_in_the_others(tmp_path: Path) -> None:
+    p = Builder("three")
+    wire: Any = p.input("x", "text")
+    for name in ("a", "b", "c"):
+        wire = p.step(name, "echo", value=wire).value
+    p.output("y", wire)
+
+    def arenas(pid: int) -> int:
+        return sum("memfd:weftline" in str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir())
+
+    with load(p).open() as session:
+        before = session.pids()
+        counts = {name: arenas(pid) for name, pid in before.items()}
+        os.kill(before["a"], signal.SIGKILL)
+        until = time.monotonic() + 20
+        while (session.pids().get("a") in (None, before["a"]) or not answers(session)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert {name: arenas(pid) for name, pid in session.pids().items()} == counts
+
+
+def answers(session: Session) -> bool:
+    try:
+        return bool(session.run(x="a", deadline_ms=500)["y"])
+    except WeftlineError:
+        return False
+
+
+def test_modules_in_the_current_folder_are_not_run_by_workers(tmp_path: Path) -> None:
+    (tmp_path / "logging.py").write_text("raise SystemExit('a stranger ran')")
+    script = (
+        "from weftline.engine.session import load\n"
+        "from weftline.pipelines.builder import Builder\n"
+        "p = Builder('one')\n"
+        "p.output('y', p.step('s', 'echo', value=p.input('x', 'text')).value)\n"
+        "with load(p).open() as session: print(session.run(x='fine')['y'])\n"
+    )
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_endless_lines_on_standard_error_are_cut(opened: Callable[..., Session]) -> None:
+    session = opened("text", port="text", **function("bars"))
+    assert session.run(x="a")["y"] == "a"
+    time.sleep(0.2)
+    (_, process), *_ = session._runtime._workers.values()
+    assert len(process._partial) <= 8192 and all(len(line) <= 8192 for line in process.last_lines)

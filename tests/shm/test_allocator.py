@@ -52,14 +52,6 @@ def test_a_full_arena_says_none_and_a_double_free_is_an_error() -> None:
         allocator.give_back(0)
 
 
-def test_trim_gives_the_tail_back() -> None:
-    allocator = Allocator(4096)
-    assert allocator.try_take(4096) == 0
-    allocator.trim(0, 100)
-    assert allocator.free_bytes == 4096 - 2 * ALIGN_BYTES
-    allocator.check()
-
-
 @given(st.integers(max_value=0) | st.integers(1, SIZE).filter(lambda n: n % ALIGN_BYTES != 0))
 def test_a_size_that_is_no_multiple_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match="multiple"):
@@ -90,13 +82,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         offset = data.draw(st.sampled_from(sorted(self.taken)))
         del self.taken[offset]
         self.allocator.give_back(offset)
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data(), size=st.integers(0, 200_000))
-    def trim(self, data: st.DataObject, size: int) -> None:
-        offset = data.draw(st.sampled_from(sorted(self.taken)))
-        self.allocator.trim(offset, size)
-        self.taken[offset] = self.allocator.size_of(offset)
 
     @invariant()
     def nothing_overlaps_and_nothing_is_lost(self) -> None:

@@ -62,12 +62,3 @@ def test_a_retired_arena_goes_with_its_last_lease() -> None:
     books.release(block.place(0, 64).key)
     assert books.forget_empty() == [1]
     assert books.stats().arenas == 0
-
-
-def test_trim_frees_what_was_not_needed() -> None:
-    books = ledger()
-    block = books.try_lease(1, 4096)
-    assert block is not None and books.try_lease(1, 64) is None
-    books.trim(block, 128)
-    assert books.try_lease(1, 64) is not None
-    books.check()

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, MambaC
 from tests.engine.llm import tiny
 from weftline.engine.llm import attention
 from weftline.engine.llm.engine import Engine
+from weftline.engine.llm.node import Llm, LlmConfig
 from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner, RunnerOptions
 from weftline.engine.llm.sequence import SamplingParams
 from weftline.errors import ModelError
+from weftline.nodes.contract import ConfigError, OpenContext
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +81,27 @@ def test_truncated_weights_are_refused(folder, place):
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[: place if isinstance(place, int) else int(len(whole) * place)])
-    with pytest.raises(ModelError, match="weights cannot be loaded"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file, or a truncated one"):
         Runner.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "{"), ("config.json", '{"model_type": "no-such-model"}'), ("config.json", None),
+        ("model.safetensors", "x"), ("model.safetensors", None), ("tokenizer.json", "{"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_model_as_it_was_written(folder, file, text):
+    (folder / file).write_text(text) if text else (folder / file).unlink()
+    node = Llm(LlmConfig(model=folder.name))
+    with pytest.raises((ModelError, ConfigError)) as caught:
+        node.open(OpenContext(base_dir=folder.parent))
+    error: BaseException | None = caught.value
+    assert "model" in str(error)
+    while error is not None:  # what it was raised from would be printed with it
+        assert str(folder.parent) not in str(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def test_a_flipped_byte_of_the_header_is_refused_or_changes_no_weight(folder, saved):
