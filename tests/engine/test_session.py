@@ -452,6 +452,7 @@ def test_a_restarted_worker_leaves_no_descriptor_of_its_old_arena_in_the_others(
         return sum("memfd:weftline" in str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir())
 
     with load(p).open() as session:
+        assert answers(session)  # so that every worker has taken in what it was sent
         before = session.pids()
         counts = {name: arenas(pid) for name, pid in before.items()}
         os.kill(before["a"], signal.SIGKILL)
