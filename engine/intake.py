@@ -58,7 +58,7 @@ class Intake:
         blocks = runtime.reserve([one.size_bytes for _, one in large]) if large else []
         for (name, one), block in zip(large, blocks, strict=True):
             place = block.place(0, one.size_bytes)
-            one.write(bytes_view(runtime.arenas[block.arena], place))
+            one.write(bytes_view(runtime.fleet.arenas[block.arena], place))
             values[name] = one.at(place)
         return values
 

@@ -210,7 +210,7 @@ class Session:
 
     def _copy_out(self, value: Value) -> Any:
         try:
-            made = unpack(value, self._runtime.arenas)
+            made = unpack(value, self._runtime.fleet.arenas)
             return made.copy() if isinstance(made, np.ndarray) else made
         except (KeyError, ValueError):
             if self.closed:

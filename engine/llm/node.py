@@ -106,8 +106,8 @@ class Llm(StreamNode):
         torch.set_num_threads(max(1, context.threads))
         source = local_or_hub(config.model, context.base_dir)
         options = RunnerOptions(context.device, config.dtype, config.page_tokens, config.kv_bytes, config.context_max)
-        runner = Runner.open(source, options, context.progress)
-        self._tokens = Tokens.open(source, runner.context_max)
+        runner = Runner.open(source, options, context.progress, config.model)
+        self._tokens = Tokens.open(source, runner.context_max, config.model)
         if config.system and not self._tokens.has_template:
             raise ModelError(f"model {config.model}: it has no chat template, so `system` cannot be said to it")
         self._engine = Engine(runner, self._tokens, RoundLimits(config.round_tokens_max, config.sequences_max))

@@ -22,6 +22,7 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.attention import RoundPages, Span
 from weftline.engine.llm.rounds import Share
 from weftline.errors import ModelError
+from weftline.nodes.hugging_face import check_weights, first_line
 
 KV_BYTES_DEFAULT = 256 << 20
 """KV memory when nobody says how much: modest, since other models share the machine."""
@@ -81,18 +82,22 @@ class Runner:
         source: str | Path,
         options: RunnerOptions | None = None,
         progress: Callable[[str, float], None] = lambda phrase, fraction: None,
+        shown: str | None = None,
     ) -> Runner:
-        """Load the model in folder `source`, or of that name on the hub; ModelError says what is wrong with it."""
+        """Load the model in folder `source`, or of that name on the hub; ModelError says what is wrong with it.
+
+        shown: the model's name in errors, as its user wrote it; None: `source` as it is.
+        """
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        options = options or RunnerOptions()
+        options, shown = options or RunnerOptions(), shown or str(source)
         attention.register()
         progress("reading the model's config", 0.0)
-        _check_folder(source)
+        _check_folder(source, shown)
         try:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever its many parts raise
-            raise ModelError(f"model {source}: its config cannot be read: {_first_line(error)}") from error
+            raise ModelError(f"model {shown}: its config cannot be read: {first_line(error, source, shown)}") from None
         progress("reading weights", 0.2)
         dtype = _dtype(options, config)
         try:
@@ -107,10 +112,11 @@ class Runner:
                     output_loading_info=True,
                 )
         except Exception as error:
-            raise ModelError(f"model {source}: its weights cannot be loaded: {_first_line(error)}") from error
+            reason = first_line(error, source, shown)
+            raise ModelError(f"model {shown}: its weights cannot be loaded: {reason}") from None
         missing = sorted(map(str, info.get("missing_keys") or ())) + sorted(map(str, info.get("mismatched_keys") or ()))
         if missing:
-            raise ModelError(f"model {source}: {len(missing)} weights missing or of another shape: {missing[0]} ...")
+            raise ModelError(f"model {shown}: {len(missing)} weights missing or of another shape: {missing[0]} ...")
         progress("making room for keys and values", 0.9)
         return cls(model.to(options.device), options)
 
@@ -152,7 +158,7 @@ class Runner:
         try:
             self._forward([0, 0], [0, 1], [1])
         except Exception as error:
-            raise ModelError(f"{name} cannot run with paged attention: {_first_line(error)}") from error
+            raise ModelError(f"{name} cannot run with paged attention: {first_line(error)}") from error
         layers = [layer for layer in seats if layer.seen]
         if len(layers) != config.num_hidden_layers or any(layer.seen != 1 for layer in layers):
             raise ModelError(
@@ -186,23 +192,22 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_folder(source: str | Path) -> None:
+def _check_folder(source: str | Path, shown: str) -> None:
     folder = Path(source)
     if not folder.is_dir():
         looks_local = isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
         if looks_local:
             raise ModelError(
-                f"model {source}: no such folder\n    fix: give a folder with config.json and *.safetensors"
+                f"model {shown}: no such folder\n    fix: give a folder with config.json and *.safetensors"
             )
         return
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model {source}: the folder has no config.json")
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"model {source}: the folder has no *.safetensors; other formats can run code: not read")
+        raise ModelError(f"model {shown}: the folder has no config.json")
+    check_weights(folder, shown)
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ValueError, UnicodeError) as error:
-        raise ModelError(f"model {source}: config.json is not JSON: {_first_line(error)}") from error
+        raise ModelError(f"model {shown}: config.json is not JSON: {first_line(error)}") from None
 
 
 def _dtype(options: RunnerOptions, config: Any) -> Any:
@@ -232,7 +237,3 @@ def _context(config: Any, wanted: int | None) -> int:
     if wanted is not None and not 1 <= wanted <= made_for:
         raise ModelError(f"context_max: found {wanted}, expected 1 to {made_for}, what the model was made for")
     return wanted or made_for
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -21,6 +21,7 @@ from typing import Any
 
 from weftline.engine.llm.stream import TextStream
 from weftline.errors import InputError, ModelError
+from weftline.nodes.hugging_face import first_line
 
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGES_MAX = 1024
@@ -48,17 +49,21 @@ class Tokens:
         self._folds = any(added[id].normalized for id in control)
 
     @classmethod
-    def open(cls, source: str | Path, context_max: int) -> Tokens:
-        """Load the tokenizer of the model in folder `source`, or of that name; ModelError says what is wrong."""
+    def open(cls, source: str | Path, context_max: int, shown: str | None = None) -> Tokens:
+        """Load the tokenizer of the model in folder `source`, or of that name; ModelError says what is wrong.
+
+        shown: the model's name in errors, as its user wrote it; None: `source` as it is.
+        """
         from transformers import AutoTokenizer
 
+        shown = shown or str(source)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever its many parts raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-            raise ModelError(f"model {source}: its tokenizer cannot be loaded: {reason}") from error
+            reason = first_line(error, source, shown)
+            raise ModelError(f"model {shown}: its tokenizer cannot be loaded: {reason}") from None
         if not hasattr(tokenizer, "added_tokens_decoder"):
-            raise ModelError(f"model {source}: its tokenizer is of an unknown kind, {type(tokenizer).__name__}")
+            raise ModelError(f"model {shown}: its tokenizer is of an unknown kind, {type(tokenizer).__name__}")
         return cls(tokenizer, context_max)
 
     @property
@@ -73,8 +78,7 @@ class Tokens:
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise on conversations they do not support
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise InputError(f"messages: the model's chat template refuses them: {reason}") from error
+            raise InputError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
         return self._encode(text, marks, specials=False)
 
     def raw(self, text: str) -> list[int]:

@@ -493,5 +493,5 @@ def test_endless_lines_on_standard_error_are_cut(opened: Callable[..., Session])
     session = opened("text", port="text", **function("bars"))
     assert session.run(x="a")["y"] == "a"
     time.sleep(0.2)
-    (_, process), *_ = session._runtime._workers.values()
+    (_, process), *_ = session._runtime.fleet._workers.values()
     assert len(process._partial) <= 8192 and all(len(line) <= 8192 for line in process.last_lines)
