@@ -65,23 +65,28 @@ def load_network(auto_class: str, model: str, context: OpenContext) -> Any:
     torch.set_num_threads(max(context.threads, 1))
     source = local_or_hub(model, context.base_dir)
     if isinstance(source, Path):
-        files = sorted(source.glob("*.safetensors"))
-        if not files:
-            raise ModelError(f"{model} has no .safetensors file; pickled weights are not loaded")
-        for file in files:
-            check_safetensors(file, f"{model}/{file.name}")
+        check_weights(source, model)
     context.progress("reading weights", 0.2)
     try:
         found = getattr(transformers, auto_class).from_pretrained(
             str(source), use_safetensors=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:
-        raise ModelError(f"{model} cannot be opened by transformers: {_first_line(error, source, model)}") from None
+        raise ModelError(f"{model} cannot be opened by transformers: {first_line(error, source, model)}") from None
     network, report = found
     missing = sorted(map(str, report.get("missing_keys") or ()))
     if missing:  # transformers would leave them at random and only warn
         raise ModelError(f"{model}: its weights lack {', '.join(missing[:3])} ({len(missing)} tensors in all)")
     return network.to(context.device).eval()
+
+
+def check_weights(folder: Path, shown: str) -> None:
+    """Raise ModelError unless `folder`, called `shown` in errors, has safetensors files, and all of them are sound."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{shown} has no *.safetensors; pickled weights are not loaded")
+    for file in files:
+        check_safetensors(file, f"{shown}/{file.name}")
 
 
 def load_tokens(model: str, context: OpenContext, tokens_max: int) -> TextTokens:
@@ -92,7 +97,7 @@ def load_tokens(model: str, context: OpenContext, tokens_max: int) -> TextTokens
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except Exception as error:
-        raise ModelError(f"{model} has no usable tokenizer: {_first_line(error, source, model)}") from None
+        raise ModelError(f"{model} has no usable tokenizer: {first_line(error, source, model)}") from None
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         raise ModelError(f"{model} has no tokenizer.json")
@@ -119,6 +124,7 @@ def local_or_hub(model: str, base_dir: Path) -> Path | str:
     return find_model(model, base_dir) or model
 
 
-def _first_line(error: BaseException, source: Path | str, model: str) -> str:
-    text = str(error).replace(str(source), model).strip()
+def first_line(error: BaseException, source: Path | str | None = None, shown: str = "") -> str:
+    """Return the first line of an error's message, with `shown` in place of `source`: where a model lies is private."""
+    text = (str(error) if source is None else str(error).replace(str(source), shown)).strip()
     return f"{text.splitlines()[0]:.300}" if text else type(error).__name__

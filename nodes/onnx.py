@@ -89,8 +89,8 @@ class Onnx(BatchNode):
         for group in groups:
             arrays = [np.stack([batch[name][item] for item in group]) for name in names]
             for name, values in self._call(arrays, None, len(group)).items():
-                for place, item in enumerate(group):
-                    found[name][item] = values[place]
+                for position, item in enumerate(group):
+                    found[name][item] = values[position]
         return found
 
     def close(self) -> None:

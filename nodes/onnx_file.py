@@ -78,6 +78,8 @@ def _read_model(message: memoryview) -> OnnxFile:
     external: set[str] = set()
     for field, value in fields(message):
         if field == _MODEL_GRAPH:
+            if graph is not None:  # protobuf would merge them, and a part that only it sees would go unchecked
+                raise WireError("it has two graph fields, expected one")
             graph = chunk(value)
         elif field == _MODEL_TRAINING:
             for inner, nested in fields(chunk(value)):

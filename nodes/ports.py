@@ -19,7 +19,6 @@ What travels for each kind, as a node sees it:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weftline.shm.spec import ITEM_BYTES
@@ -115,8 +114,3 @@ class Ports:
 def port(name: str, type: str, *, optional: bool = False, pieces: bool = False, about: str = "") -> Port:
     """Return a Port whose type is written as text: `port("image", "uint8[H, W, 3]")`."""
     return Port(name, PortType.parse(type), optional, pieces, about)
-
-
-def ports_from(declared: Mapping[str, str]) -> tuple[Port, ...]:
-    """Return ports from a mapping of name to written type, as steps declare them in YAML."""
-    return tuple(port(name, type) for name, type in declared.items())

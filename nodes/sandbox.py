@@ -7,7 +7,7 @@ Here every way to make something large is either absent or counted:
     loops, calls    each iteration, call, filter and operator is a tick; ticks and time have a limit
     strings         every operator and filter that makes one knows its length before it makes it; `%`, format, center,
                     ljust and the like do not exist
-    numbers         at most NUMBER_BITS_MAX bits
+    numbers         at most NUMBER_BITS_MAX bits before an operator takes them; texts that become numbers are short
     lists           at most ITEMS_MAX long, and none built by a template holds another: ten lines of [x, x] would
                     otherwise be a thousand million elements when printed or compared
     output          counted while it is generated
@@ -30,13 +30,12 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from weftline.nodes.template_filters import FILTERS, Step, to_text
-from weftline.nodes.template_syntax import EACH, FLAT, SOURCE_CHARS_MAX, check_tree, count_loops, flat
+from weftline.nodes.template_filters import FILTERS, TEXT_CHARS_MAX, Step, to_text
+from weftline.nodes.template_syntax import EACH, FLAT, TEMPLATE_CHARS_MAX, check_tree, count_loops, flat
 
 TICKS_MAX = 100_000
 """Most loop iterations, calls, filters and operators of one rendering; a prompt needs hundreds."""
 
-TEXT_CHARS_MAX = 1 << 20
 ITEMS_MAX = 10_000
 NUMBER_BITS_MAX = 4_096
 
@@ -50,7 +49,8 @@ _METHODS: dict[type, frozenset[str]] = {
     list: frozenset(("count", "index")),
     tuple: frozenset(("count", "index")),
 }  # fmt: skip
-"""Methods a template may call, by type: those whose result is no larger than what they are called on."""
+"""Methods a template may call, by type: those whose result holds no more characters than what they are called on. Only
+a change of case may make two or three letters of one ('\\u0390'.upper() has three), and those do not grow again."""
 
 
 class Overrun(Exception):
@@ -100,8 +100,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def prepared(self, source: str) -> tuple[Any, set[str]]:
         """Return `source` ready for `generate`, and the variables it uses; ValueError says what is wrong with it."""
-        if len(source) > SOURCE_CHARS_MAX:
-            raise ValueError(f"a template of {len(source)} characters; the most is {SOURCE_CHARS_MAX}")
+        if len(source) > TEMPLATE_CHARS_MAX:
+            raise ValueError(f"a template of {len(source)} characters; the most is {TEMPLATE_CHARS_MAX}")
         try:
             tree = self.parse(source)
             check_tree(tree)
@@ -185,13 +185,14 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
     """Raise before an operator makes something too large, or formats a string."""
     if operator == "%" and isinstance(left, str | bytes):
         raise SecurityError("'%' does not format text here; write {{ a ~ b }}")
+    bits = max(_bits(left), _bits(right))  # of the longest number there is before, during or after the operation
     if operator == "**":
-        bits = max(_bits(left), 1) * (abs(right) if isinstance(right, int) else 1)
-        if bits > NUMBER_BITS_MAX:
-            raise Overrun(f"a number of more than {NUMBER_BITS_MAX} bits")
+        bits = max(bits, max(_bits(left), 1) * (abs(right) if isinstance(right, int) else 1))
     elif operator == "*":
-        if _bits(left) + _bits(right) > NUMBER_BITS_MAX:
-            raise Overrun(f"a number of more than {NUMBER_BITS_MAX} bits")
+        bits = _bits(left) + _bits(right)
+    if bits > NUMBER_BITS_MAX:
+        raise Overrun(f"a number of more than {NUMBER_BITS_MAX} bits")
+    if operator == "*":
         _check_length(left, right)
         _check_length(right, left)
     elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):

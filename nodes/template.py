@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weftline.nodes.sandbox import Sandbox
 
 SEPARATOR = "__"
-"""Between a step's name and its output's in the name of an input port."""
+"""Between a step's name and its output's in the name of an input port, since a port's name has no dots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Template(BatchNode):
             raise ConfigError("template", str(error)) from None
 
     def run(self, batch: Batch) -> Outputs:
-        rows = [{name: batch[name][place] for name in batch.ports} for place in range(len(batch))]
+        rows = [{name: batch[name][position] for name in batch.ports} for position in range(len(batch))]
         return {"text": [self._try_render(row) for row in rows]}
 
     def _try_render(self, inputs: Mapping[str, Any]) -> str | StepError:

@@ -28,6 +28,9 @@ SHOWN_ELEMENTS_MAX = 4_096
 
 INDENT_MAX = 64
 
+NUMBER_CHARS_MAX = 1_000
+"""Longest text that becomes a number: more digits than a float has, fewer than make arithmetic slow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -131,8 +134,24 @@ def indent(value: Any, width: int = 4, first: bool = False) -> str:
     return (space if first else "") + text.replace("\n", "\n" + space)
 
 
+def number_from(name: str) -> Callable[..., Any]:
+    """Return Jinja's filter `name` (int or float) with a limit on the length of the texts it reads."""
+
+    def bounded(value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_digits(name, value)
+        return JINJA[name](value, *args, **kwargs)
+
+    return bounded
+
+
+def _check_digits(name: str, value: Any) -> None:
+    if isinstance(value, str) and len(value) > NUMBER_CHARS_MAX:
+        raise FilterArgumentError(f"{name}: a text of {len(value)} characters; a number has {NUMBER_CHARS_MAX} at most")
+
+
 def rounded(value: Any, precision: int = 0) -> float:
     """Return `value` rounded to `precision` places."""
+    _check_digits("round", value)
     if not -20 <= precision <= 20:
         raise FilterArgumentError("round: a precision from -20 to 20")
     return round(float(value), precision)
@@ -148,14 +167,15 @@ def total(values: Any, attribute: str | None = None, start: float = 0) -> float:
 
 
 _TAKEN = (
-    "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "int", "items", "last", "length",
+    "abs", "capitalize", "count", "d", "default", "dictsort", "first", "items", "last", "length",
     "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "title",
     "trim", "truncate", "unique", "upper", "wordcount",
 )  # fmt: skip
-"""Filters of Jinja2's own whose result is no larger than their input."""
+"""Filters of Jinja2's own whose result is no larger than their input, or three times that where upper and title change
+letters that have no capital of their own."""
 
 FILTERS: dict[str, Callable[..., Any]] = {
     **{name: JINJA[name] for name in _TAKEN},
-    "describe": describe, "indent": indent, "join": join, "replace": replace, "round": rounded,
-    "string": lambda value: str(to_text(value)), "sum": total, "tojson": to_json,
+    "describe": describe, "float": number_from("float"), "indent": indent, "int": number_from("int"), "join": join,
+    "replace": replace, "round": rounded, "string": lambda value: str(to_text(value)), "sum": total, "tojson": to_json,
 }  # fmt: skip

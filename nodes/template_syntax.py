@@ -17,7 +17,9 @@ from jinja2.visitor import NodeTransformer
 EACH, FLAT = "_each", "_flat"
 """Names of the two filters; a template that names them itself only counts twice."""
 
-SOURCE_CHARS_MAX = 64 << 10
+TEMPLATE_CHARS_MAX = 64 << 10
+"""Longest template, in characters."""
+
 NODES_MAX = 5_000
 _NODES = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.NSRef, nodes.Const, nodes.Tuple, nodes.List,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.errors import ModelError
+from weftline.nodes.weights import check_stored
 
 _ALLOWED = re.compile(
     r"^(models/[\w.-]+\.json"
@@ -27,6 +28,10 @@ _ALLOWED = re.compile(
 )
 """Entries of an archive, below its top folder, that a plain exported program is made of."""
 
+PROGRAM_BYTES_MAX = 32 << 20
+"""Most bytes of JSON in an archive: an operator takes some two thousand, and JSON twenty times its size once read."""
+
+_ZIP_MAGIC = b"PK\x03\x04"
 
 _TARGET = re.compile(
     r"^(torch\.ops\.(aten|prim|prims|higher_order|torchvision|quantized|quantized_decomposed|torchao)\.\w+(\.\w+)?"
@@ -76,11 +81,15 @@ def _check_entries(path: Path, shown: str) -> None:
                 raise ModelError(
                     f"{shown} holds {odd[0]!r:.100}, which can run code when it is loaded; it was not opened"
                 )
-            programs = [
-                json.loads(archive.read(entry)) for name, entry in entries.items() if name.startswith("models/")
-            ]
-    except (OSError, ValueError, RecursionError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error):
+            check_stored(archive.infolist(), path.stat().st_size)
+            for name, entry in entries.items():
+                if name.startswith("data/"):
+                    _check_saved_tensors(archive, entry)
+            programs = _read_programs(archive, [entry for name, entry in entries.items() if name.startswith("models/")])
+    except (OSError, RecursionError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error, UnicodeError):
         raise ModelError(f"{shown} is no torch.export file, or a truncated one") from None
+    except ValueError as error:
+        raise ModelError(f"{shown} is no torch.export file, or a truncated one: {error!s:.120}") from None
     if not programs:
         raise ModelError(
             f"{shown} holds no exported program\n    fix: save it with torch.export.save of torch 2.9 or later"
@@ -88,6 +97,22 @@ def _check_entries(path: Path, shown: str) -> None:
     for key, text in _texts(programs):
         if (key == "target" and not _TARGET.match(text)) or (key == "expr_str" and not _is_arithmetic(text)):
             raise ModelError(f"{shown} asks for {text!r:.100}, which is not an operator or a size; it was not opened")
+
+
+def _check_saved_tensors(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Raise ValueError when a stored entry is an archive of torch.save that holds more than its own size."""
+    with archive.open(entry) as file:
+        if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:  # how torch.load tells, too
+            return
+        with zipfile.ZipFile(file) as inner:
+            check_stored(inner.infolist(), entry.file_size)
+
+
+def _read_programs(archive: zipfile.ZipFile, entries: list[zipfile.ZipInfo]) -> list[Any]:
+    claimed = sum(entry.file_size for entry in entries)
+    if claimed > PROGRAM_BYTES_MAX:
+        raise ValueError(f"its programs take {claimed} bytes, expected at most {PROGRAM_BYTES_MAX}")
+    return [json.loads(archive.read(entry)) for entry in entries]
 
 
 def _texts(value: Any) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ import json
 import math
 import struct
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,17 @@ def check_torch_zip(path: Path, shown: str) -> None:
             raise ValueError("it is a zip file without torch's data.pkl")
         if any(name.startswith(("/", "\\")) or ".." in name.split("/") for name in names):
             raise ValueError("it holds a path that leads outside")
-        unpacked = sum(entry.file_size for entry in entries)
-        if unpacked > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError(f"it unpacks to {unpacked} bytes from {size}: torch never compresses")
+        check_stored(entries, size)
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, struct.error) as error:
         reason = "no zip file: an old format, or truncated" if isinstance(error, zipfile.BadZipFile) else error
         raise ModelError(f"{shown} is no torch checkpoint: {reason}") from None
+
+
+def check_stored(entries: Sequence[zipfile.ZipInfo], archive_bytes: int) -> None:
+    """Raise ValueError unless all `entries` of an archive of that size are stored as they are, in room of their own."""
+    unpacked = sum(entry.file_size for entry in entries)
+    if unpacked > archive_bytes or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError(f"it unpacks to {unpacked} bytes from {archive_bytes}: torch never compresses")
 
 
 def check_state(state: Any, shown: str) -> None:

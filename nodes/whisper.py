@@ -18,7 +18,7 @@ from weftline.errors import MissingPackage, ModelError
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
 from weftline.nodes.model_file import find_model
 from weftline.nodes.ports import AUDIO_HZ, Ports, port
-from weftline.nodes.whisper_file import KNOWN, load_whisper
+from weftline.nodes.whisper_file import KNOWN, PUBLISHED_TEXT_CONTEXT, load_whisper
 from weftline.nodes.windows import cut
 
 HOP = 160
@@ -35,7 +35,7 @@ class WhisperConfig:
     task:       'transcribe', or 'translate' into English.
     prompt:     text the recording is taken to continue: names and spellings to expect.
     beams:      width of the beam search; 1 is greedy.
-    tokens_max: most tokens for one window; None means half of the model's text context.
+    tokens_max: most tokens for one window, at most half of the model's text context; None means that half.
     """
 
     model: str
@@ -67,6 +67,11 @@ class Whisper(BatchNode):
             raise ConfigError("task", f"{config.task!r:.40}", "transcribe or translate")
         if config.beams < 1:
             raise ConfigError("beams", f"{config.beams}", "a count from 1")
+        published = find_model(config.model, step.base_dir) is None
+        tokens_max = PUBLISHED_TEXT_CONTEXT // 2 if published else None  # another's context is in its checkpoint
+        if config.tokens_max is not None and not 1 <= config.tokens_max <= (tokens_max or config.tokens_max):
+            expected = f"from 1 to {tokens_max}" if tokens_max else "a count from 1"
+            raise ConfigError("tokens_max", f"{config.tokens_max}", expected)
         return Ports(
             inputs=(port("audio", "audio", about="what was said"),),
             outputs=(
@@ -84,6 +89,10 @@ class Whisper(BatchNode):
             raise MissingPackage("openai-whisper", self.extra) from None
         torch.set_num_threads(max(context.threads, 1))
         self._model = load_whisper(self.config.model, context)
+        half = self._model.dims.n_text_ctx // 2  # the rest is for the prompt and the marks before the text
+        if (self.config.tokens_max or 0) > half:
+            found = f"tokens_max: found {self.config.tokens_max}, expected at most {half}"
+            raise ModelError(f"{found}, half of the text context of {self.config.model}")
         self._options = self._decoding(whisper, context.device)
         self._windows_max = max(context.items_max, 1)
 

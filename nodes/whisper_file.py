@@ -19,6 +19,9 @@ KNOWN = (
 )  # fmt: skip
 """openai-whisper's names for its published checkpoints."""
 
+PUBLISHED_TEXT_CONTEXT = 448
+"""Text context of all published checkpoints, in tokens: their dims.n_text_ctx."""
+
 CONNECT_MAX_S = 10.0
 """Longest wait for the server of the published checkpoints before it counts as unreachable."""
 

@@ -23,6 +23,9 @@ from weftline.nodes.yolo_file import STRIDE, Detector, load_folder, load_pickle,
 SUPPRESSION_MAX_S = 3600.0
 """Time for non-maximum suppression. ultralytics' own 50 ms a picture silently drops detections on a slow machine."""
 
+DETECTIONS_MAX = 30_000
+"""Most candidates of one picture that ultralytics' suppression looks at; more detections than that never come out."""
+
 
 @dataclass(frozen=True, slots=True)
 class YoloConfig:
@@ -33,7 +36,7 @@ class YoloConfig:
                     its own, and fetched by it.
     confidence:     least score of a detection; None takes the model's own, or 0.25.
     iou:            overlap above which the weaker of two detections of a class is dropped; None takes the model's own.
-    detections_max: most detections of one picture.
+    detections_max: most detections of one picture, up to 30 000.
     image_size:     side of the square the picture is fitted into, a multiple of 32; None takes the model's own.
     trust_pickle:   a .pt file is a pickle, which can run any code when it is loaded. True says that you trust this one.
     """
@@ -155,7 +158,7 @@ def _check_numbers(config: YoloConfig) -> None:
         value = getattr(config, option)
         if value is not None and not 0 <= value <= 1:
             raise ConfigError(option, f"{value}", "from 0 to 1")
-    if config.detections_max < 1:
-        raise ConfigError("detections_max", f"{config.detections_max}", "a count from 1")
+    if not 1 <= config.detections_max <= DETECTIONS_MAX:
+        raise ConfigError("detections_max", f"{config.detections_max}", f"a count from 1 to {DETECTIONS_MAX}")
     if config.image_size is not None and (config.image_size < STRIDE or config.image_size % STRIDE):
         raise ConfigError("image_size", f"{config.image_size}", f"a multiple of {STRIDE}")

@@ -17,15 +17,11 @@ from jinja2 import meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from weftline.nodes.catalog import CATALOG, dotted
+from weftline.nodes.template import SEPARATOR
+from weftline.nodes.template_syntax import TEMPLATE_CHARS_MAX
 from weftline.pipelines.graph import Pipeline, Step, Wire
 from weftline.pipelines.problems import did_you_mean, listed
 from weftline.pipelines.report import Report
-
-TEMPLATE_CHARS_MAX = 65_536
-"""Longest template, in characters."""
-
-JOINT = "__"
-"""Stands for the dot of a wire in a template's port names, since a port's name has no dots."""
 
 
 class _AnyName(dict[str, Any]):
@@ -63,7 +59,7 @@ class Expansion:
 
 def port_of(wire: Wire) -> str:
     """Return the name of a template's input port for `wire`."""
-    return str(wire).replace(".", JOINT)
+    return str(wire).replace(".", SEPARATOR)
 
 
 def expand(pipeline: Pipeline, report: Report, catalog: Mapping[str, Any] = CATALOG) -> Expansion:
@@ -203,6 +199,9 @@ def _wire(reading: Reading, pipeline: Pipeline) -> tuple[Wire | None, tuple[str,
             )
         fix = did_you_mean(name, [*inputs, *steps]) or f"known here: {listed([*inputs, *steps])}"
         return None, (f"{reading}, and no step and no input is named {name}", fix)
-    if JOINT in str(wire):
-        return None, (f"{reading}, where {JOINT} in a name cannot be told from a dot", f"rename {name} without {JOINT}")
+    if SEPARATOR in str(wire):
+        return None, (
+            f"{reading}, where {SEPARATOR} in a name cannot be told from a dot",
+            f"rename {name} without {SEPARATOR}",
+        )
     return wire, None

@@ -161,6 +161,19 @@ def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path, loca
         written(folder)
 
 
+def test_a_graph_in_two_parts_which_protobuf_would_merge_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret.bin").write_bytes(b"\0" * 32)
+    (tmp_path / "model").mkdir()
+    first, second = onnx.ModelProto(), linear("N")
+    first.graph.initializer.append(external("../secret.bin", inner=False).graph.initializer[0])
+    data = first.SerializeToString() + second.SerializeToString()
+    merged = onnx.ModelProto.FromString(data).graph
+    assert len(merged.initializer) == 3 and merged.node  # protobuf reads both, as one
+    (tmp_path / "model" / "m.onnx").write_bytes(data)
+    with pytest.raises(ModelError, match="two graph fields"):
+        written(tmp_path / "model")
+
+
 def test_external_data_beside_the_model_is_used(tmp_path: Path) -> None:
     onnx.save(linear("N"), tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
     assert (tmp_path / "w.bin").is_file()

@@ -119,6 +119,11 @@ HOSTILE = [
     "{{ self._TemplateReference__context }}",
     "{{ (1).to_bytes(1000000000, 'big') }}",
     "{{ undefined_name }}",
+    "{% set a = ('f' * 1000000) | int(0, 16) %}{% set b = ('f' * 500000) | int(0, 16) %}{{ a // b }}",
+    "{% set a = ('f' * 1000000) | int(0, 16) %}{% set b = ('f' * 500000) | int(0, 16) %}{{ a % b }}",
+    "{% set a = ('7' * 1000000) | int(base=8) %}{{ a / a }}",
+    "{{ ('1' * 1000000) | float }}",
+    "{{ ('1' * 1000000) | round }}",
 ]
 REFUSED = [
     "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
@@ -146,6 +151,21 @@ def test_hostile_templates_end_at_once_in_little_memory(source: str) -> None:
     assert isinstance(render(source), StepError)
     assert time.process_time() - started < 0.9
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # kilobytes
+
+
+@pytest.mark.parametrize("operator", ["+", "-", "*", "/", "//", "%", "**"])
+def test_numbers_of_too_many_bits_are_refused_before_any_operator(operator: str) -> None:
+    long = 1 << 100_000
+    for x, y in ((long, 3), (3, long), (-long, 3)):
+        assert "a number of more than 4096 bits" in str(render(f"{{{{ x {operator} y }}}}", {"x": x, "y": y}))
+
+
+def test_letters_that_grow_when_their_case_changes_grow_to_three_at_most() -> None:
+    letters = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    changes = [getattr(str, name) for name in ("upper", "lower", "title", "capitalize", "swapcase")]
+    growing = [letter for letter in letters if any(len(change(letter)) > 1 for change in changes)]
+    assert max(len(second(first(letter))) for letter in growing for first in changes for second in changes) == 3
+    assert render("{{ x.upper() }} {{ x | upper | upper | length }}", {"x": "\u0390"}) == "\u0399\u0308\u0301 3"
 
 
 @pytest.mark.parametrize("source", REFUSED, ids=range(len(REFUSED)))

@@ -1,5 +1,7 @@
+import io
 import json
 import time
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.nodes.model_files import Harm, broken
 from weftline.errors import ModelError, StepError
+from weftline.nodes import torch_export
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.torch_module import TorchConfig, TorchModule
 
@@ -169,6 +172,39 @@ def test_an_exported_program_with_a_pickle_in_it_does_not_run_it(folder: Path) -
         with pytest.raises(ModelError):
             opened(folder, model="bad.pt2")
         assert not (folder / "ran").exists()
+
+
+def _with_entry(folder: Path, ending: str, data: bytes, compression: int) -> None:
+    """Write bad.pt2: double.pt2 with `data` in place of the entry of that ending, compressed in that way."""
+    with zipfile.ZipFile(folder / "double.pt2") as old, zipfile.ZipFile(folder / "bad.pt2", "w") as new:
+        for item in old.infolist():
+            chosen = item.filename.endswith(ending)
+            new.writestr(item.filename, data if chosen else old.read(item), compression if chosen else None)
+
+
+def test_a_zip_bomb_in_an_exported_program_is_refused_before_it_unpacks(folder: Path) -> None:
+    zeros = b" " * 30_000_000
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", zeros)
+    for ending, data, compression in (
+        ("models/model.json", zeros + b"{}", zipfile.ZIP_DEFLATED),
+        ("data/sample_inputs/model.pt", inner.getvalue(), zipfile.ZIP_STORED),
+    ):
+        _with_entry(folder, ending, data, compression)
+        assert (folder / "bad.pt2").stat().st_size < 200_000
+        tracemalloc.start()
+        with pytest.raises(ModelError, match=r"bad\.pt2 .*it unpacks to 30\d+ bytes"):
+            opened(folder, model="bad.pt2")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 5_000_000
+
+
+def test_a_program_too_large_to_be_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_export, "PROGRAM_BYTES_MAX", 1_000)
+    with pytest.raises(ModelError, match="at most 1000"):
+        opened(folder, model="double.pt2")
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,20 @@ def test_ports_are_known_without_the_model_and_wrong_options_are_named(folder: P
         (WhisperConfig("absent.pt"), "model"),
         (WhisperConfig("tiny", task="sing"), "task"),
         (WhisperConfig("tiny", beams=0), "beams"),
+        (WhisperConfig("model.pt", tokens_max=0), "tokens_max"),
+        (WhisperConfig("base.en", tokens_max=225), "tokens_max"),
     ):
         with pytest.raises(ConfigError) as caught:
             Whisper.ports(config, StepContext(folder))
         assert caught.value.option == option
+
+
+def test_more_tokens_than_half_the_models_text_context_are_refused_when_it_opens(folder: Path) -> None:
+    half = DIMS.n_text_ctx // 2
+    assert Whisper.ports(WhisperConfig("model.pt", tokens_max=half + 1), StepContext(folder))  # not known before
+    with pytest.raises(ModelError, match=f"tokens_max: found {half + 1}, expected at most {half}"):
+        Whisper(WhisperConfig("model.pt", tokens_max=half + 1)).open(OpenContext(folder))
+    Whisper(WhisperConfig("model.pt", tokens_max=half)).open(OpenContext(folder))
 
 
 def test_a_published_name_without_network_or_cache_is_a_model_error(

@@ -205,7 +205,7 @@ def test_every_truncation_and_header_flip_of_the_weights_fails_with_a_reason(fol
     [
         ({"model": "absent"}, "model"), ({"model": "x/absent.pt", "trust_pickle": True}, "model"),
         ({"confidence": 2}, "confidence"), ({"image_size": 33}, "image_size"),
-        ({"detections_max": 0}, "detections_max"),
+        ({"detections_max": 0}, "detections_max"), ({"detections_max": 30_001}, "detections_max"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(folder: Path, options: dict[str, object], option: str) -> None:
