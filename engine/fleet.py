@@ -95,7 +95,7 @@ class Fleet:
         os.eventfd_write(self._wake_fd, 1)
 
     def close_workers(self) -> None:
-        """Let every node close, then end every process; to be called by the thread that started them (see hardening)."""
+        """Let every node close, then end every process; for the thread that started them (they die with it)."""
         for worker in list(self._workers):
             self.send(worker, msg.Close())
         until = time.monotonic() + CLOSE_GRACE_S

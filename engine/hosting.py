@@ -18,7 +18,7 @@ import numpy as np
 from weftline.engine.messages import Failure, Given, Item, PieceOf, Run, StepToOpen, Value
 from weftline.engine.values import Packed, is_of, pack, stacked, unpack
 from weftline.errors import BY_NAME, InputError, StepError, WeftlineError
-from weftline.nodes.contract import Batch, BatchNode, Node, Outputs, Piece, StreamNode
+from weftline.nodes.contract import Batch, BatchNode, ConfigError, Node, Outputs, Piece, StreamNode
 from weftline.nodes.ports import PortType
 from weftline.shm.arena import HostArena
 from weftline.shm.block import ALIGN_BYTES, Block, Place, align_up
@@ -48,7 +48,10 @@ class Memory:
 
 def failure(error: BaseException) -> Failure:
     """Return what may be told of an exception: its class and a bounded message without addresses."""
-    if isinstance(error, WeftlineError):
+    if isinstance(error, ConfigError):
+        told = [f"{error.option}: {error.found}", f"expected: {error.expected}" if error.expected else "", error.fix]
+        name, text = "ModelError", "; ".join(part for part in told if part)
+    elif isinstance(error, WeftlineError):
         name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in BY_NAME), "ModelError")
         text = str(error)
     else:

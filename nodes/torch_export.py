@@ -86,7 +86,7 @@ def _check_entries(path: Path, shown: str) -> None:
                 if name.startswith("data/"):
                     _check_saved_tensors(archive, entry)
             programs = _read_programs(archive, [entry for name, entry in entries.items() if name.startswith("models/")])
-    except (OSError, RecursionError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error, UnicodeError):
+    except (OSError, RuntimeError, zipfile.BadZipFile, EOFError, zlib.error, UnicodeError):  # RuntimeError: encrypted
         raise ModelError(f"{shown} is no torch.export file, or a truncated one") from None
     except ValueError as error:
         raise ModelError(f"{shown} is no torch.export file, or a truncated one: {error!s:.120}") from None

@@ -201,6 +201,17 @@ def test_a_zip_bomb_in_an_exported_program_is_refused_before_it_unpacks(folder: 
         assert peak < 5_000_000
 
 
+def test_an_encrypted_program_is_refused(folder: Path) -> None:
+    data = bytearray((folder / "double.pt2").read_bytes())
+    at = data.find(b"PK\x01\x02")
+    while at >= 0:  # the encryption flag of every entry in the zip's directory
+        data[at + 8] |= 1
+        at = data.find(b"PK\x01\x02", at + 4)
+    (folder / "bad.pt2").write_bytes(data)
+    with pytest.raises(ModelError, match=r"no torch\.export file"):
+        opened(folder, model="bad.pt2")
+
+
 def test_a_program_too_large_to_be_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_export, "PROGRAM_BYTES_MAX", 1_000)
     with pytest.raises(ModelError, match="at most 1000"):
