@@ -19,7 +19,7 @@ class Dispatch:
     """Work that is with a worker: for each item its id, the input leases it reads, and when it had its inputs.
 
     room:     blocks leased beforehand for the outputs, by output port.
-    until_ms: when it has taken longer than its step allows.
+    limit_ms: how long it may take: the whole of a dispatch, or a streaming worker's silence.
     """
 
     id: int
@@ -29,7 +29,11 @@ class Dispatch:
     room: dict[int, Block]
     started_ms: float
     arrived_ms: tuple[float, ...]
-    until_ms: float = math.inf
+    limit_ms: float
+
+    @property
+    def until_ms(self) -> float:
+        return self.started_ms + self.limit_ms
 
     def timing(self, step: str, position: int, now_ms: float, batch: int) -> StepTiming:
         """Return how long the item at `position` queued and ran."""
@@ -44,6 +48,7 @@ class WorkerState:
     streams:  items of streaming steps it holds, by (step, item).
     needs:    sizes it waits to be given room for.
     granted:  blocks given for the work in hand.
+    heard_ms: when a streaming worker last said something, or was first given work.
     start_ms: when to start it again while it is dead.
     why:      why it is about to die, if it said so.
     """
@@ -55,12 +60,20 @@ class WorkerState:
     streams: dict[tuple[int, int], Dispatch] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
     granted: list[Block] = field(default_factory=list)
+    heard_ms: float = 0.0
     start_ms: float | None = None
     why: str = ""
 
     @property
     def busy(self) -> bool:
         return self.dispatch is not None or bool(self.streams)
+
+    @property
+    def until_ms(self) -> float:
+        """When it has been busy for longer than its step allows without a word; infinite when it is idle."""
+        if self.dispatch is not None:
+            return self.dispatch.until_ms
+        return min((self.heard_ms + held.limit_ms for held in self.streams.values()), default=math.inf)
 
     @property
     def alive(self) -> bool:
@@ -126,11 +139,11 @@ class Crew:
         return lost
 
     def overdue(self, now_ms: float) -> list[int]:
-        """Return the workers whose running call has taken longer than its step allows; each is named once."""
+        """Return the workers that have been at it for longer than their step allows; each is named once."""
         return [
             worker
             for worker, member in enumerate(self.members)
-            if member.dispatch is not None and member.dispatch.until_ms <= now_ms and not member.why
+            if member.busy and member.until_ms <= now_ms and not member.why
         ]
 
     def streaming(self, item: int) -> list[tuple[int, int]]:
@@ -159,8 +172,8 @@ class Crew:
         soonest: float | None = None
         for member in self.members:
             at = member.start_ms
-            if member.dispatch is not None and not member.why:
-                at = member.dispatch.until_ms
+            if member.busy and not member.why:
+                at = member.until_ms
             if at is not None and (soonest is None or at < soonest):
                 soonest = at
         return soonest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from weftline.shm.view import bytes_view, numpy_dtype, offset_in
 _log = logging.getLogger(__name__)
 
 MESSAGE_CHARS_MAX = 600
+ENDED_KEPT = 4096
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 Need = Callable[[Sequence[int]], Sequence[Block]]
@@ -57,7 +59,8 @@ def failure(error: BaseException) -> Failure:
     else:
         name, text = "StepError", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, ValueError) and "read-only" in text:
-            text += " (inputs are shared memory: a node that writes into them sets mutates_inputs)"
+            text += " (inputs are shared memory: copy them first; a node class may set mutates_inputs instead)"
+    text = text.encode("utf-8", "backslashreplace").decode()
     return Failure(name, _ADDRESS.sub("(address)", text)[:MESSAGE_CHARS_MAX])
 
 
@@ -73,6 +76,7 @@ class HostedStep:
         self._outputs = [(name, PortType.parse(type)) for name, type in step.outputs]
         self._copies_inputs = step.mutates_inputs
         self._held: set[int] = set()  # items a streaming node has and has not finished
+        self._ended: deque[int] = deque(maxlen=ENDED_KEPT)  # a late piece of one of these is no mistake
         self._came: dict[tuple[int, int], tuple[Any, Value]] = {}
         self.copied_bytes = 0
 
@@ -264,7 +268,7 @@ class HostedStep:
         if not isinstance(self.node, StreamNode):
             return []
         try:
-            made = list(self.node.round())
+            made = [piece for piece in self.node.round() if self._is_held(piece)]
         except Exception as error:
             pieces = [PieceOf(item, {}, True, failure(error)) for item in sorted(self._held)]
             for item in sorted(self._held):
@@ -272,8 +276,20 @@ class HostedStep:
             return pieces
         return [self.give_piece(piece) for piece in made]
 
-    def _drop(self, item: int) -> None:
+    def _end(self, item: int) -> None:
         self._held.discard(item)
+        self._ended.append(item)
+
+    def _is_held(self, piece: Piece) -> bool:
+        """Whether a piece is of an item the node has; StepError for one that was never submitted to it."""
+        if not isinstance(piece, Piece) or type(piece.item) is not int:
+            raise StepError(f"the node's round gave {type(piece).__name__}, expected Pieces with the ids it was given")
+        if piece.item not in self._held and piece.item not in self._ended:
+            raise StepError(f"the node gave a piece of item {piece.item}, which it does not have")
+        return piece.item in self._held
+
+    def _drop(self, item: int) -> None:
+        self._end(item)
         try:
             if isinstance(self.node, StreamNode):
                 self.node.cancel(item)
@@ -283,7 +299,7 @@ class HostedStep:
     def give_piece(self, piece: Piece) -> PieceOf:
         """Turn a node's piece into what travels."""
         if piece.last or piece.error is not None:
-            self._held.discard(piece.item)
+            self._end(piece.item)
         if piece.error is not None:
             return PieceOf(piece.item, {}, True, failure(piece.error))
         try:

@@ -18,6 +18,9 @@ from weftline.pipelines.graph import Input
 from weftline.pipelines.plan import Plan
 from weftline.shm.view import bytes_view
 
+DEADLINE_MS_MAX = 86_400_000
+"""Longest deadline, a day: as in a pipeline file. It also keeps every wait inside what the system can count."""
+
 
 class Intake:
     """Turns what callers bring into values, for one plan. Thread-safe: it keeps nothing."""
@@ -31,11 +34,23 @@ class Intake:
         """Return the wanted outputs, None for all; InputError names what the pipeline does not have."""
         if wanted is None:
             return None
+        if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted):
+            raise InputError("outputs: expected a list of names")
         unknown = [name for name in wanted if name not in self._outputs]
         if unknown or not wanted:
             known = ", ".join(self._outputs)
             raise InputError(f"no output is called {', '.join(unknown) or 'nothing'}; outputs: {known}")
         return tuple(wanted)
+
+    def budget_ms(self, deadline_ms: float | None) -> float | None:
+        """Return the request's time budget: the caller's, else the pipeline's; None when there is none."""
+        if deadline_ms is None:
+            return self._plan.slo.latency_p99_ms
+        if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, int | float):
+            raise InputError(f"deadline_ms: found {type(deadline_ms).__name__}, expected a number of milliseconds")
+        if not 0 <= deadline_ms <= DEADLINE_MS_MAX:
+            raise InputError(f"deadline_ms: found {deadline_ms}, expected 0 to {DEADLINE_MS_MAX} milliseconds")
+        return deadline_ms
 
     def pack(self, inputs: Mapping[str, Any]) -> dict[str, Packed]:
         """Return every input as its port's type, ready to travel; InputError says which is wrong and how."""

@@ -26,6 +26,9 @@ from weftline.shm.block import Block
 
 _log = logging.getLogger("weftline.runtime")
 
+NAP_S_MAX = 3600.0
+"""Longest wait at a time; epoll counts milliseconds in 32 bits."""
+
 Progress = Callable[[str, str, float], None]
 """Called with step, phrase and fraction while models load."""
 
@@ -51,6 +54,7 @@ class Runtime:
         self._ready = threading.Event()
         self._failed: tuple[str, str] | None = None
         self._closing = False
+        self._pid = os.getpid()
         self._sleeping_until: float | None = None
         self._thread = threading.Thread(target=self._serve, name="weftline-runtime", daemon=True)
 
@@ -58,6 +62,8 @@ class Runtime:
 
     def open(self) -> None:
         """Start every worker and wait until all are ready; ModelError when a step cannot be opened, leaving nothing."""
+        if self._closing or self._thread.ident is not None:
+            raise SessionClosed("a session is opened once; open a new one")
         try:
             self.fleet.arenas[INGRESS_ARENA] = HostArena.create(self.plan.limits.arena_bytes)
             self._thread.start()
@@ -73,7 +79,7 @@ class Runtime:
     def close(self) -> None:
         """End every request, every process and every arena. Safe to call twice."""
         with self._lock:
-            if self._closing:
+            if self._closing or os.getpid() != self._pid:
                 return
             self._closing = True
             self._end_all()
@@ -130,10 +136,12 @@ class Runtime:
     def tell(self, event: ev.Delivered | ev.Withdrawn) -> None:
         """Pass a caller's event on."""
         with self._lock:
-            if not self._closing:
+            if not self._closing and os.getpid() == self._pid:
                 self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise SessionClosed("the session was opened in another process; open one in this process")
         if self._closing or self._failed is not None or not self._ready.is_set():
             raise SessionClosed("the session is not open")
 
@@ -200,7 +208,7 @@ class Runtime:
 
     def _nap_s(self) -> float:
         wake_at = self._sleeping_until
-        return -1.0 if wake_at is None else max(0.0, (wake_at - self.clock.now_ms()) / 1000)
+        return -1.0 if wake_at is None else min(max(0.0, (wake_at - self.clock.now_ms()) / 1000), NAP_S_MAX)
 
     def _wake_if_sooner(self) -> None:
         """Wake the thread when something is due before the moment it sleeps until."""

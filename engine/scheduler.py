@@ -196,7 +196,7 @@ class Scheduler:
         for worker, arena in self.crew.due(self._now_ms):
             self._emit(ev.StartWorker(worker, arena))
         for worker in self.crew.overdue(self._now_ms):
-            self._kill(worker, "one call took longer than run_max_ms")
+            self._kill(worker, "it was busy for longer than run_max_ms")
 
     # dispatching
 
@@ -237,9 +237,11 @@ class Scheduler:
         self.counters.dispatches += 1
         self.counters.items += len(items)
         if step.streams:
+            if not member.streams:
+                member.heard_ms = self._now_ms
             for item, held, (_, arrived_ms) in zip(items, keys, taken):
                 member.streams[(index, item.id)] = Dispatch(
-                    0, index, (item.id,), [held], {}, self._now_ms, (arrived_ms,)
+                    0, index, (item.id,), [held], {}, self._now_ms, (arrived_ms,), step.run_max_ms
                 )
             self._emit(ev.Send(worker, msg.Submit(index, items)))
             return
@@ -247,8 +249,9 @@ class Scheduler:
         step.in_place = step.in_place or bool(room)
         arrived = tuple(arrived_ms for _, arrived_ms in taken)
         ids = tuple(item.id for item in items)
-        until_ms = self._now_ms + step.run_max_ms
-        member.dispatch = Dispatch(self.crew.next_dispatch(), index, ids, keys, room, self._now_ms, arrived, until_ms)
+        member.dispatch = Dispatch(
+            self.crew.next_dispatch(), index, ids, keys, room, self._now_ms, arrived, step.run_max_ms
+        )
         self._emit(ev.Send(worker, msg.Run(member.dispatch.id, index, items, room)))
 
     # what workers say
@@ -256,6 +259,7 @@ class Scheduler:
     def _from_worker(self, event: ev.FromWorker) -> None:
         member = self.crew.members[event.worker]
         if event.arena == member.arena and member.alive:  # else it comes late from one that is gone, and is ignored
+            member.heard_ms = self._now_ms
             self._handlers[type(event.message)](event.worker, event.message)
 
     def _hello(self, worker: int, message: msg.Hello) -> None:

@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import os
 import queue
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -81,6 +82,7 @@ class Session:
         self._ids = itertools.count(1)
 
     def open(self) -> None:
+        """Start the workers and wait until every model is loaded; a session opens once."""
         self._runtime.open()
 
     def close(self) -> None:
@@ -186,7 +188,7 @@ class Session:
         hear: Callable[[ev.Command], None],
     ) -> int:
         wanted = self._intake.check_outputs(outputs)
-        budget_ms = deadline_ms if deadline_ms is not None else self.plan.slo.latency_p99_ms
+        budget_ms = self._intake.budget_ms(deadline_ms)
         deadline = None if budget_ms is None else self._runtime.clock.now_ms() + budget_ms
         request = next(self._ids)
         values = self._intake.place(packed, self._runtime)
@@ -252,4 +254,7 @@ class _Waiting:
 def _cache_dir() -> Path:
     """Where compiled engines and the like are kept: the user's cache folder (XDG base directory specification)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "weftline"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "weftline"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "weftline"

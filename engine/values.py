@@ -21,7 +21,7 @@ from weftline.nodes.ports import PortType
 from weftline.nodes.values import fits
 from weftline.shm.arena import HostArena
 from weftline.shm.block import INLINE_BYTES_MAX, Place
-from weftline.shm.spec import STAND_INS, TensorSpec
+from weftline.shm.spec import ITEM_BYTES, STAND_INS, TensorSpec
 from weftline.shm.view import bytes_view, dtype_name, numpy_dtype, numpy_view
 
 ARRAYS: dict[str, tuple[str | None, int | None]] = {
@@ -83,7 +83,10 @@ def pack(value: Any, type: PortType, what: str) -> Packed:
         return _pack_array(value, type, what)
     if kind == "text":
         _expect(isinstance(value, str), value, "a str", what)
-        return Packed(kind, data=value.encode("utf-8", "replace"))
+        try:
+            return Packed(kind, data=value.encode())
+        except UnicodeEncodeError:
+            raise StepError(f"{what}: found text with a lone surrogate, expected text that UTF-8 can hold") from None
     if kind == "bytes":
         _expect(isinstance(value, bytes | bytearray | memoryview), value, "bytes", what)
         return Packed(kind, data=bytes(value))
@@ -147,8 +150,10 @@ def _pack_array(value: Any, type: PortType, what: str) -> Packed:
         dtype = dtype or torch_dtype
     _expect(isinstance(value, np.ndarray | np.generic), value, "an array", what)
     array = np.ascontiguousarray(value) if np.ndim(value) else np.asarray(value)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     held = dtype if dtype in STAND_INS and array.dtype == numpy_dtype(dtype) else dtype_name(array.dtype)
-    if dtype is not None and held != dtype:
+    if held not in ITEM_BYTES or (dtype is not None and held != dtype):
         raise StepError(f"{what}: found {held}{list(array.shape)}, expected {type}")
     right = type.dims is None or fits(type.dims, array.shape)
     if not right or (rank is not None and array.ndim != rank) or (type.kind == "image" and array.shape[-1] != 3):

@@ -149,9 +149,9 @@ def _check_types(checked: Checked, report: Report) -> None:
         for name, one in checked.steps.items()
         for port in one.ports.inputs
     }
-    order = {f"steps.{name}": place for place, name in enumerate(checked.steps)}
+    order = {name: position for position, name in enumerate(checked.steps)}
     wires = [(path, wire) for path, wire in readers(checked.pipeline) if path in ends]
-    for path, wire in sorted(wires, key=lambda one: order[one[0].partition(".inputs.")[0]]):
+    for path, wire in sorted(wires, key=lambda one: order[ends[one[0]][1]]):
         source, (wanted, taker) = checked.source(wire), ends[path]
         if source is None or checked.sizes.fit(*source, wanted, taker):
             continue

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from weftline.errors import PipelineError, Problem
+from weftline.errors import InputError, PipelineError, Problem
 from weftline.nodes.contract import Node
 from weftline.pipelines.problems import from_validation
 from weftline.pipelines.schema import STEP_KEYS
@@ -36,6 +36,9 @@ def read_options(node: type[Node], options: Mapping[str, Any], path: str) -> tup
         return None, [Problem(path, f"options of {node.__name__} cannot be checked: {reason}")]
     try:
         return model.model_validate_json(written).config, []  # type: ignore[attr-defined]
+    except InputError as error:  # a config's own check, written 'option: what is wrong'
+        option, _, found = str(error).partition(": ")
+        return None, [Problem(f"{path}.{option}" if path else option, found)]
     except ValidationError as error:
         own = [*_known(model, ()), *STEP_KEYS]
         problems = from_validation(

@@ -74,8 +74,10 @@ def open_closed_streams() -> None:
 
 
 def _tell(message: str, code: int) -> int:
+    from weftline.show import printable  # here, because it brings numpy along
+
     try:
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
     except OSError:  # standard error is closed: the code still tells
         pass
     return code

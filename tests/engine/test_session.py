@@ -26,6 +26,7 @@ from weftline.errors import (
     SessionClosed,
     StepError,
     WeftlineError,
+    WorkerDied,
 )
 from weftline.pipelines.builder import Builder
 
@@ -71,6 +72,15 @@ def bars(text: str) -> str:
 def passes(x: "uint8[N]") -> "uint8[N]":
     return x
 
+def foreign(x: "float32[N]") -> "tensor":
+    return np.arange(6, dtype=">f4")
+
+def objects(x: "float32[N]") -> "tensor":
+    return np.array([object(), 1], dtype=object)
+
+def surrogate(text: str) -> str:
+    raise ValueError("bad \\udcff name")
+
 def wrong(x: "float32[N]") -> "float32[N]":
     return x.astype("float64")
 """
@@ -94,6 +104,26 @@ class Closes(BatchNode):
     def close(self):
         time.sleep(0.2)
         self.mark.write_text("yes")
+
+class Confused(StreamNode):
+    """Answers for an item it was never given, or never answers at all."""
+    @classmethod
+    def ports(cls, config, step):
+        return Ports((port("text", "text"),), (port("text", "text", pieces=True),))
+    def __init__(self, config):
+        super().__init__(config)
+        self.text = None
+    def submit(self, item, inputs):
+        self.text = inputs["text"]
+    def cancel(self, item):
+        self.text = None
+    @property
+    def busy(self):
+        return self.text is not None
+    def round(self):
+        if self.text == "hang":
+            time.sleep(60)
+        return [Piece(2**63, {"text": "x"}, last=True)]
 
 class Breaks(StreamNode):
     """Raises in the round in which it holds two items."""
@@ -495,3 +525,50 @@ def test_endless_lines_on_standard_error_are_cut(opened: Callable[..., Session])
     time.sleep(0.2)
     (_, process), *_ = session._runtime.fleet._workers.values()
     assert len(process._partial) <= 8192 and all(len(line) <= 8192 for line in process.last_lines)
+
+
+@pytest.mark.parametrize("deadline_ms", [float("inf"), float("nan"), 1e300, -1, "soon", True])
+def test_a_deadline_that_is_none_is_refused_and_harms_nobody(opened: Callable[..., Session], deadline_ms: Any) -> None:
+    session = opened("text", "nodes.py:Spells", "text", "text")
+    with pytest.raises(InputError, match="deadline_ms"):
+        session.stream(x="a", deadline_ms=deadline_ms)
+    assert session.run(x="ok", deadline_ms=86_400_000)["y"] == "ok"
+
+
+def test_foreign_byte_order_is_converted_and_objects_are_refused(opened: Callable[..., Session]) -> None:
+    session = opened("float32[N]", port="x", **function("foreign"))
+    assert session.run(x=np.zeros(1, np.float32))["y"].tolist() == [0, 1, 2, 3, 4, 5]
+    session = opened("float32[N]", port="x", **function("objects"))
+    with pytest.raises(StepError, match="found object"):
+        session.run(x=np.zeros(1, np.float32))
+
+
+def test_a_message_that_utf8_cannot_hold_is_escaped(opened: Callable[..., Session]) -> None:
+    session = opened("text", port="text", **function("surrogate"))
+    with pytest.raises(StepError, match=r"bad \\udcff name"):
+        session.run(x="a")
+
+
+def test_a_piece_of_nobodys_item_fails_the_step_and_says_so(opened: Callable[..., Session]) -> None:
+    session = opened("text", "nodes.py:Confused", "text", "text")
+    with pytest.raises(StepError, match="which it does not have"):
+        session.run(x="a", deadline_ms=10_000)
+
+
+def test_a_streaming_node_that_hangs_is_killed_after_run_max_ms(opened: Callable[..., Session]) -> None:
+    session = opened("text", "nodes.py:Confused", "text", "text", run_max_ms=300)
+    with pytest.raises(WorkerDied, match="run_max_ms"):
+        session.run(x="hang", deadline_ms=20_000)
+
+
+def test_a_session_belongs_to_the_process_that_opened_it(opened: Callable[..., Session]) -> None:
+    session = opened("text", port="text", **function("picky"))
+    child = os.fork()
+    if child == 0:
+        try:
+            session.run(x="a", deadline_ms=2000)
+        except SessionClosed:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert session.run(x="a")["y"] == "A"
