@@ -114,8 +114,8 @@ class StepEntry(_Strict):
     """`auto`, `cpu`, `cuda`, or `cuda:1` and so on; `auto` puts heavy nodes on a GPU when there is one."""
 
     run_max_ms: Annotated[float, Field(gt=0, le=86_400_000)] | None = None
-    """Longest one call of the node may take before its worker is killed; left out, 10 minutes. Streaming steps, such as
-    `llm`, are not watched by it."""
+    """Longest one call of the node may take before its worker is killed; left out, 10 minutes. For a streaming step,
+    such as `llm`: its longest silence while it has work."""
 
 
 class PipelineFile(_Strict):

@@ -121,3 +121,22 @@ def test_checking_imports_no_framework(samples, tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path / "p.yaml"), str(HERE), *pairs]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_a_step_may_be_called_like_a_section_of_the_file(problems) -> None:
+    steps = "  inputs: {node: echo, inputs: {value: t}}\n  outputs: {node: echo, inputs: {value: inputs.value}}\n"
+    assert problems(f"inputs: {{t: text}}\nsteps:\n{steps}outputs: {{y: outputs.value}}\n") == {}
+
+
+def test_names_that_run_itself_takes_are_refused_for_inputs(problems) -> None:
+    found = problems(
+        "inputs: {deadline_ms: text}\nsteps:\n  s: {node: echo, inputs: {value: deadline_ms}}\noutputs: {y: s.value}\n"
+    )
+    assert list(found) == ["inputs.deadline_ms"]
+
+
+def test_a_configs_own_check_is_a_problem_with_its_place() -> None:
+    step = "s: {node: llm, model: some-org/some-model, inputs: {prompt: t}, sampling: {tokens_max: 0}}"
+    text = f"weftline: 1\nname: x\ninputs: {{t: text}}\nsteps:\n  {step}\noutputs: {{y: s.text}}\n"
+    (found,) = check(load_yaml(text, "x.yaml", HERE))
+    assert (found.path, found.line) == ("steps.s.sampling.tokens_max", 5)
