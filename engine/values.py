@@ -18,7 +18,7 @@ from weftline.engine.messages import Value
 from weftline.errors import StepError
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
-from weftline.nodes.values import fits
+from weftline.nodes.values import fits, is_json
 from weftline.shm.arena import HostArena
 from weftline.shm.block import INLINE_BYTES_MAX, Place
 from weftline.shm.spec import ITEM_BYTES, STAND_INS, TensorSpec
@@ -95,6 +95,10 @@ def pack(value: Any, type: PortType, what: str) -> Packed:
         return Packed(kind, data=_pack_detections(value))
     if isinstance(value, Detections):
         value = value.to_json()
+    if not is_json(value):
+        raise StepError(
+            f"{what}: {_name(value)} is no json value (None, bool, numbers, text, lists, dicts with text keys)"
+        )
     try:
         return Packed("json", data=msgspec.msgpack.encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -199,7 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     descriptor, parent_pid = map(int, (arguments or sys.argv[1:])[:2])
     harden(parent_pid)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
-    worker = Worker(Channel(socket.socket(fileno=descriptor), blocking=True))
+    channel = Channel(socket.socket(fileno=descriptor), blocking=True)
+    os.register_at_fork(after_in_child=channel.close)  # a child that a step forks must not answer in our name
+    worker = Worker(channel)
     try:
         worker.serve()
         worker.close()

@@ -81,6 +81,12 @@ def objects(x: "float32[N]") -> "tensor":
 def surrogate(text: str) -> str:
     raise ValueError("bad \\udcff name")
 
+def forks(text: str) -> str:
+    import os
+    if os.fork() == 0:
+        return "the child"
+    return "the parent"
+
 def wrong(x: "float32[N]") -> "float32[N]":
     return x.astype("float64")
 """
@@ -572,3 +578,10 @@ def test_a_session_belongs_to_the_process_that_opened_it(opened: Callable[..., S
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert session.run(x="a")["y"] == "A"
+
+
+def test_a_child_that_a_step_forks_does_not_answer_for_it(opened: Callable[..., Session]) -> None:
+    session = opened("text", port="text", **function("forks"))
+    pids = session.pids()
+    assert [session.run(x="a")["y"] for _ in range(5)] == ["the parent"] * 5
+    assert session.pids() == pids

@@ -84,6 +84,8 @@ def test_torch_tensors_travel_as_what_they_are() -> None:
         ("a", "bytes", "expected bytes"),
         ("a", "detections", "expected Detections"),
         ({1, 2}.__class__, "json", "no json value"),
+        ({(1, 2): "tuple key"}, "json", "no json value"),
+        ([b"bytes"], "json", "no json value"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(value: Any, type: str, told: str) -> None:
