@@ -7,6 +7,7 @@ this node turns them into true torch tensors on the way in and back on the way o
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,8 @@ class TorchModule(BatchNode):
         if config.model:
             need_file(config.model, step.base_dir)
         else:
-            locate(config.module, step.base_dir, "module")
+            if not _of_the_framework(config.module):
+                locate(config.module, step.base_dir, "module")
         if config.weights:
             need_file(config.weights, step.base_dir, "weights")
         return Ports(_declared(config.accepts, "accepts"), _declared(config.gives, "gives"))
@@ -212,3 +214,9 @@ def _to_numpy(tensor: Any, port: Port, items: int) -> np.ndarray:
     tensor = tensor.detach().contiguous().cpu()
     array: np.ndarray = (tensor.view(getattr(torch, STAND_INS[name])) if name in STAND_INS else tensor).numpy()
     return array
+
+
+def _of_the_framework(module: str) -> bool:
+    """Whether `module` is one of torch's own where torch is not installed: checking must not need it, opening will."""
+    package = module.partition(":")[0].partition(".")[0]
+    return package in ("torch", "torchvision") and importlib.util.find_spec(package) is None

@@ -250,3 +250,13 @@ def test_an_exported_program_with_symbolic_sizes_and_a_branch_is_taken(folder: P
     )
     node = opened(folder, model="windows.pt2", accepts={"x": "float32[N]"}, gives={"y": "float32[M]"})
     assert node.run(Batch({"x": [np.ones(4, np.float32)]}))["y"].tolist() == [[9, 9, 9, 9, 8, 8, 8]]
+
+
+def test_a_module_of_torchs_own_is_checked_where_torch_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"accepts": {"x": "float32[3]"}, "gives": {"y": "float32[3]"}}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    step = StepContext(Path())
+    ports = TorchModule.ports(TorchConfig(module="torch.nn:Flatten", **options), step)
+    assert [port.name for port in ports.outputs] == ["y"]
+    with pytest.raises(ConfigError, match="no Python module"):
+        TorchModule.ports(TorchConfig(module="nowhere.nn:Flatten", **options), step)
