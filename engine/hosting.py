@@ -175,7 +175,7 @@ class HostedStep:
         """Turn a node's outputs into values: inline, passed on, written in place, or copied into room."""
         columns = []
         for index, (name, type) in enumerate(self._outputs):
-            column = [self._pack(value, type, name, place) for place, value in enumerate(outputs[name])]
+            column = [self._pack(value, type, name, position) for position, value in enumerate(outputs[name])]
             columns.append(self._place(column, items, rooms.get(index)))
         return [_row(row) for row in zip(*columns)] if columns else [Given(()) for _ in items]
 

@@ -38,8 +38,8 @@ def main() -> None:
     with pipeline.open() as session:
         print(f"ready after {time.perf_counter() - started:.1f} s", file=sys.stderr)
         result = session.run(question=options.question, photo=options.photo)
-        annotated = options.out / "annotated.png"
-        annotate(options.photo, result["detections"], annotated)
+        drawn = options.out / "annotated.png"
+        annotate(options.photo, result["detections"], drawn)
     print(f"transcript   {result['transcript']}")
     print(f"detections   {result['detections'].describe()}")
     print(f"answer       {result['answer']}")
@@ -48,7 +48,7 @@ def main() -> None:
     for timing in result.timings:
         print(f"             {timing.step:14} {timing.run_ms:7.1f} ms")
     print(f"             {'in all':14} {result.total_ms:7.1f} ms   (hear and see run side by side)")
-    print(f"picture      {annotated}")
+    print(f"picture      {drawn}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from weftline.nodes.torch_export import load_exported
 from weftline.nodes.user_code import load, locate
 from weftline.nodes.weights import load_into, load_weights
 from weftline.shm.spec import STAND_INS
+from weftline.shm.view import torch_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +191,7 @@ def _sizes(type: PortType) -> tuple[int, ...]:
 
 def _to_torch(array: np.ndarray, type: PortType, device: str) -> Any:
     """Return a tensor on `device` that shares the array's memory where it can; torch must not write into it."""
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # shared inputs are read-only, which torch tensors cannot express
-        tensor = torch.from_numpy(array)
-    if type.dtype in STAND_INS:
-        tensor = tensor.view(getattr(torch, type.dtype))
-    return tensor.to(device)
+    return torch_view(array, type.dtype).to(device)
 
 
 def _to_numpy(tensor: Any, port: Port, items: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
+from weftline.engine.clock import ManualClock
 from weftline.engine.scheduler import Scheduler
 from weftline.nodes.ports import Port, PortType
 from weftline.pipelines.graph import Input, Wire
@@ -67,7 +68,7 @@ class World:
         self.rng = random.Random(seed)
         self.plan = random_plan(self.rng)
         self.scheduler = Scheduler(self.plan, seed)
-        self.now = 0.0
+        self.clock = ManualClock()
         self.todo: list[tuple[float, int, object]] = []
         self.order = count()
         self.ended: dict[int, str] = {}
@@ -81,6 +82,10 @@ class World:
         self.deadly = self.rng.random() < 0.5
         for request in range(1, requests + 1):
             self.at(self.rng.uniform(5, 200), ("submit", request))
+
+    @property
+    def now(self) -> float:
+        return self.clock.now_ms()
 
     def at(self, when: float, what: object) -> None:
         heappush(self.todo, (when, next(self.order), what))
@@ -96,10 +101,11 @@ class World:
             if not self.todo and wake is None:
                 break
             if wake is not None and (not self.todo or wake <= self.todo[0][0]):
-                self.now = max(self.now, wake)
+                self.clock.advance(max(0.0, wake - self.now))
                 self.tell(ev.Tick())
                 continue
-            self.now, _, what = heappop(self.todo)
+            when, _, what = heappop(self.todo)
+            self.clock.advance(max(0.0, when - self.now))
             self.happen(*what)  # type: ignore[misc]
         else:
             raise AssertionError("the simulation does not come to rest")
