@@ -1,25 +1,28 @@
 """The requests that are inside: what each has, what each still waits for, and which leases it holds.
 
 How a value lives. A producer's block is leased with one ticket, the *writer's*. When the value is there, one ticket is
-added for each reader, and the writer's is released. A step's batch takes its inputs' tickets out of the request and
-into the dispatch, so that a request can end at any moment while the bytes a worker is reading stay leased until it has
-finished, or died. A pipeline output keeps its ticket until the caller says it was copied out (`Delivered`).
+added for each reader, and the writer's is released. A task takes its inputs' tickets out of the request, so that a
+request can end at any moment while the bytes a worker is reading stay leased until it has finished, or died. A pipeline
+output keeps its ticket until the caller says it was copied out (`Delivered`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from weftline.engine import events as ev
 from weftline.engine.flow import Admission
-from weftline.engine.messages import Value
+from weftline.engine.messages import ABSENT, Value
 from weftline.engine.request import OPEN, Request
-from weftline.engine.routes import Routes
+from weftline.engine.routes import Route, Routes
 from weftline.pipelines.plan import Plan
-from weftline.shm.block import Block
-from weftline.shm.lease import Key, Ledger
+from weftline.shm.block import Block, Key
+from weftline.shm.lease import Ledger
+
+STALE_DEADLINES_MAX = 1024
+"""How many deadlines of ended requests may lie in the heap, beyond as many as there are open ones."""
 
 
 @dataclass(slots=True)
@@ -33,17 +36,28 @@ class Counters:
     expired: int = 0
     refused: int = 0
     deaths: int = 0
+    retried: int = 0
+    quarantined: int = 0
+    late: int = 0
     copied_bytes: int = 0
     dispatches: int = 0
     items: int = 0
 
 
+def size_of(event: ev.Submitted) -> int:
+    """Return the bytes of a request's inputs."""
+    size = 0
+    for value in event.inputs.values():
+        size += value.size_bytes
+    return size
+
+
 class Book:
     """Keeps the requests of one plan. Pure; owned by the scheduler.
 
-    emit:    takes the commands that follow.
-    enqueue: called with (request id, step) when a request has everything that a step reads.
-    drop:    called with a request that ends unanswered, so that it leaves every queue and worker.
+    emit:  takes the commands that follow.
+    ready: called with a request and a unit's place when every value that the unit reads is settled.
+    drop:  called with a request that ends, so that its tasks leave every queue and worker.
     """
 
     def __init__(
@@ -51,83 +65,114 @@ class Book:
         plan: Plan,
         ledger: Ledger,
         emit: Callable[[ev.Command], None],
-        enqueue: Callable[[int, int], None],
+        ready: Callable[[Request, int], None],
         drop: Callable[[Request], None],
     ) -> None:
         self.routes = Routes(plan)
         self.counters = Counters()
         self.admission = Admission(plan.limits)
         self.requests: dict[int, Request] = {}
-        self.owed: dict[int, list[Value]] = {}
+        self.owed: dict[int, list[Key]] = {}
+        self.now_ms = 0.0
         self._ledger = ledger
         self._emit = emit
-        self._enqueue = enqueue
+        self._ready = ready
         self._drop = drop
         self._step_names = [step.name for step in plan.steps]
         self._deadlines: list[tuple[float, int]] = []
 
     # the life of a request
 
-    def admit(self, event: ev.Submitted, now_ms: float) -> None:
-        """Take a request in and start it; LimitReached refuses it, and its inputs' leases are the caller's to end."""
-        size = sum(value.size_bytes for value in event.inputs.values())
-        route = self.routes.route(event.wanted)
-        self.admission.admit(size)
+    def admit(self, event: ev.Submitted, route: Route) -> None:
+        """Take a request in and start it; its inputs' leases are the caller's to end."""
+        size = size_of(event)
+        self.admission.enter(size)
         self.counters.admitted += 1
-        request = Request(event.request, route, now_ms, event.deadline_ms, missing=dict(route.missing))
+        request = Request(
+            event.request, route, self.now_ms, event.deadline_ms, size, list(route.missing), event.priority,
+            event.sequence, event.pieces,
+        )  # fmt: skip
         self.requests[request.id] = request
         if request.deadline_ms is not None:
             heappush(self._deadlines, (request.deadline_ms, request.id))
-        for step, missing in route.missing.items():
-            if not missing:
-                self._enqueue(request.id, step)
+            if len(self._deadlines) > 2 * len(self.requests) + STALE_DEADLINES_MAX:
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self.requests]
+                heapify(self._deadlines)
+        for place in route.entries:
+            if not request.missing[place]:
+                self._ready(request, place)
         for name, value in event.inputs.items():
             self.produce(request, self.routes.slot_of_input(name), value)
 
     def produce(self, request: Request, slot: int, value: Value) -> None:
-        """A value is there: count its readers, move up the steps that waited for it, answer when it was the last."""
+        """A value is settled: count its readers, move up the units that waited for it, answer when it was the last."""
         route = request.route
-        tickets = route.tickets(slot)
+        tickets = route.tickets[slot]
         if not tickets or request.state != OPEN:
             return
-        if value.place is not None:
-            self._ledger.hold(value.place.key, tickets)
+        for key in value.keys if value.data is None else ():
+            self._ledger.hold(key, tickets)
         request.values[slot] = value
         request.tickets[slot] = tickets
-        for name in route.outputs_at[slot]:
+        names = route.outputs_at[slot]
+        for name in names:
             request.outputs[name] = value
-            self._emit(ev.OutputReady(request.id, name, value))
-        for step in route.readers[slot]:
-            request.missing[step] -= 1
-            if not request.missing[step]:
-                self._enqueue(request.id, step)
-        if len(request.outputs) == len(route.outputs) and route.outputs_at[slot]:
+            if request.pieces:
+                self._emit(ev.OutputReady(request.id, name, value))
+        missing = request.missing
+        ready = None
+        for place in route.readers[slot]:
+            left = missing[place] - 1
+            if left < 0:  # settled without this value
+                self.release(self.take(request, slot))
+                continue
+            missing[place] = left
+            if not left or route.units[place].control:
+                ready = [place] if ready is None else [*ready, place]
+        for place in ready or ():
+            if missing[place] >= 0 and request.state == OPEN:
+                self._ready(request, place)
+        if names and len(request.outputs) == len(route.outputs) and request.state == OPEN:
             self._complete(request)
 
-    def take_inputs(self, request: Request, slots: Iterable[int]) -> tuple[tuple[Value, ...], list[Key]]:
-        """Move input tickets out of the request; return the values, and the leases to release when they were read."""
-        values, keys = [], []
-        for slot in slots:
-            value = request.values[slot]
-            values.append(value)
-            if value.place is not None:
-                keys.append(value.place.key)
-            request.tickets[slot] -= 1
-            if not request.tickets[slot]:
-                del request.tickets[slot], request.values[slot]
-        return tuple(values), keys
+    def take(self, request: Request, slot: int) -> tuple[Key, ...]:
+        """Move one ticket of a settled value out of the request; return the leases that go with it."""
+        value = request.values[slot]
+        left = request.tickets[slot] - 1
+        if left:
+            request.tickets[slot] = left
+        else:
+            del request.tickets[slot], request.values[slot]
+        return () if value.data is not None else value.keys
+
+    def settle(self, request: Request, place: int) -> None:
+        """A unit will not run (any more): give back what it was to read, now or when it comes."""
+        unit = request.route.units[place]
+        if request.missing[place] < 0:
+            return
+        request.missing[place] = -1
+        for slot in (*unit.slots, *unit.looks_at):
+            if slot in request.values:
+                self.release(self.take(request, slot))
+
+    def skip(self, request: Request, place: int) -> None:
+        """Settle a unit, and everything it would have given is absent."""
+        self.settle(request, place)
+        for slot in request.route.units[place].returns:
+            self.produce(request, slot, ABSENT)
 
     def end(self, request: Request, event: str, error: str, message: str, step: str = "") -> None:
         """End a request that will not be answered: it leaves every queue and gives back every ticket it still has."""
         if request.state != OPEN:
             return
         request.move(event)
-        setattr(self.counters, request.state, getattr(self.counters, request.state) + 1)
+        counters = self.counters
+        setattr(counters, request.state, getattr(counters, request.state) + 1)
         self._drop(request)
         for slot, value in request.values.items():
             self._release_value(value, request.tickets[slot])
         self._leave(request)
-        self._emit(ev.Fail(request.id, error, message, step))
+        self._emit(ev.Fail(request.id, error, message, step, tuple(request.timings)))
 
     def withdraw(self, request_id: int) -> None:
         request = self.requests.get(request_id)
@@ -135,20 +180,31 @@ class Book:
             self.end(request, "cancel", "RequestCancelled", "the caller withdrew the request")
 
     def delivered(self, request_id: int) -> None:
-        for value in self.owed.pop(request_id, ()):
-            self._release_value(value, 1)
+        self.release(self.owed.pop(request_id, ()))
 
-    def expire(self, now_ms: float) -> None:
+    def expire(self) -> None:
         """End every request whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] <= now_ms:
+        while self._deadlines and self._deadlines[0][0] <= self.now_ms:
             _, request_id = heappop(self._deadlines)
             request = self.requests.get(request_id)
             if request is not None:
-                done = {timing.step for timing in request.timings}
-                left = [name for name in (self._step_names[step] for step in request.route.steps) if name not in done]
-                after_ms = now_ms - request.admitted_ms
-                told = f"the deadline passed after {after_ms:.0f} ms; unfinished steps: {', '.join(left)}"
+                after_ms = self.now_ms - request.admitted_ms
+                left = ", ".join(self.unfinished(request)) or "none"
+                told = f"the deadline passed after {after_ms:.0f} ms; unfinished steps: {left}"
                 self.end(request, "expire", "DeadlineExceeded", told)
+
+    def unfinished(self, request: Request) -> list[str]:
+        """Return the names of the steps that a request still waits for."""
+        done = {timing.step for timing in request.timings}
+        waits = [
+            unit
+            for place, unit in enumerate(request.route.units)
+            if request.missing[place] >= 0 or self._at(request, place)
+        ]
+        return [name for unit in waits for name in (self._step_names[step] for step in unit.steps) if name not in done]
+
+    def _at(self, request: Request, place: int) -> bool:
+        return any(task.place == place for task in request.tasks.values())
 
     def wake_at_ms(self) -> float | None:
         """When the next deadline passes; None: no open request has one."""
@@ -158,38 +214,53 @@ class Book:
 
     # leases
 
-    def release(self, keys: Iterable[Key]) -> None:
+    def hold(self, keys: Iterable[Key], readers: int = 1) -> None:
         for key in keys:
-            self._ledger.release(key)
+            self._ledger.hold(key, readers)
+
+    def release(self, keys: Iterable[Key], readers: int = 1) -> None:
+        for key in keys:
+            self._ledger.release(key, readers)
 
     def release_blocks(self, blocks: Iterable[Block]) -> None:
         self.release((block.arena, block.offset, block.generation) for block in blocks)
 
     def holds_all(self, values: Sequence[Value]) -> bool:
         """Whether every place named is leased, and inside its lease."""
-        return all(value.place is None or self._ledger.holds(value.place) for value in values)
+        for value in values:
+            if value.data is not None:
+                continue
+            if value.place is not None and not self._ledger.holds(value.place):
+                return False
+            if value.items and not self.holds_all(value.items):
+                return False
+        return True
 
     def release_inputs(self, inputs: Mapping[str, Value]) -> None:
         """Release the writer's tickets of a request's inputs."""
-        self.release(value.place.key for value in inputs.values() if value.place is not None)
+        for value in inputs.values():
+            if value.data is None:
+                self.release(value.keys)
 
     def _complete(self, request: Request) -> None:
         request.move("complete")
         self.counters.ok += 1
-        owed = [value for value in request.outputs.values() if value.place is not None]
+        owed = [key for value in request.outputs.values() for key in value.keys]
         if owed:
             self.owed[request.id] = owed
+        if request.tasks or request.gathers or request.stalled or request.sequence is not None:
+            self._drop(request)
         for slot, value in request.values.items():
             self._release_value(value, request.tickets[slot] - len(request.route.outputs_at[slot]))
         self._leave(request)
         self._emit(ev.Finish(request.id, dict(request.outputs), tuple(request.timings)))
 
     def _release_value(self, value: Value, tickets: int) -> None:
-        if value.place is not None and tickets > 0:
-            self._ledger.release(value.place.key, tickets)
+        if tickets > 0 and value.data is None:
+            self.release(value.keys, tickets)
 
     def _leave(self, request: Request) -> None:
         request.values.clear()
         request.tickets.clear()
-        self.admission.leave()
+        self.admission.leave(request.size_bytes, self.now_ms)
         del self.requests[request.id]

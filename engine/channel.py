@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 from array import array
 from collections import deque
 
@@ -29,7 +30,10 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One side of a connection between the runtime and a worker. Not thread-safe."""
+    """One side of a connection between the runtime and a worker.
+
+    A blocking channel may be sent to from several threads; everything else is for one thread at a time.
+    """
 
     def __init__(self, sock: socket.socket, *, blocking: bool) -> None:
         sock.setblocking(blocking)
@@ -40,7 +44,9 @@ class Channel:
         # which saves a context switch for every message.
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._received = bytearray()
+        self._received = bytearray()  # the beginning of a message, and how long it must become
+        self._wanted_bytes = 0
+        self._sending = threading.Lock()
         self._descriptors: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
 
@@ -49,19 +55,36 @@ class Channel:
 
     @property
     def unsent_bytes(self) -> int:
-        return sum(len(view) for view, _ in self._unsent)
+        return sum(len(view) for view, _ in self._unsent) if self._unsent else 0
 
     def send(self, body: bytes, descriptor: int | None = None) -> None:
         """Send one message, with a duplicate of `descriptor` if given; ChannelClosed when nobody is there.
 
         A blocking channel waits until everything has left; the other kind keeps what does not fit for `flush`.
         """
-        frame = memoryview(len(body).to_bytes(4, "little") + body)
+        frame = len(body).to_bytes(4, "little") + body
         if self._blocking:
-            self._send_all(frame, descriptor)
-            return
-        self._unsent.append((frame, [] if descriptor is None else [os.dup(descriptor)]))
-        self.flush()
+            with self._sending:
+                self._send_all(frame, descriptor)
+        elif self._unsent or descriptor is not None or not self._send_now(frame):
+            self._unsent.append((memoryview(frame), [] if descriptor is None else [os.dup(descriptor)]))
+            self.flush()
+
+    def try_send(self, body: bytes) -> bool:
+        """Send one short message on a blocking channel if nobody else is sending and the socket takes it at once."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            frame = len(body).to_bytes(4, "little") + body
+            sent = self._sock.send(frame, socket.MSG_DONTWAIT)
+            self._send_all(frame[sent:], None)  # the rest of a frame that has begun must follow
+            return True
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+        finally:
+            self._sending.release()
 
     def flush(self) -> bool:
         """Send what is waiting; True when nothing is left."""
@@ -124,20 +147,38 @@ class Channel:
         """Return the messages that end in `data`; what is left over waits for more."""
         if self._received:
             self._received += data
+            if len(self._received) < self._wanted_bytes:
+                return []
             data = bytes(self._received)
-        frames, at = [], 0
-        while len(data) - at >= 4:
+            self._received.clear()
+        self._wanted_bytes = 4
+        frames, at, end = [], 0, len(data)
+        while end - at >= 4:
             size = int.from_bytes(data[at : at + 4], "little")
             if size > FRAME_BYTES_MAX:
                 raise ChannelClosed(f"a message of {size} bytes; the most is {FRAME_BYTES_MAX}")
-            if len(data) - at - 4 < size:
+            if end - at - 4 < size:
+                self._wanted_bytes = 4 + size
                 break
             frames.append(data[at + 4 : at + 4 + size])
             at += 4 + size
-        self._received = bytearray(data[at:])
+        if at < end:
+            self._received += data[at:]
         return frames
 
-    def _send_all(self, frame: memoryview, descriptor: int | None) -> None:
+    def _send_now(self, frame: bytes) -> bool:
+        """Send a frame if the socket takes all of it now; what it takes of a longer one is not sent again."""
+        try:
+            sent = self._sock.send(frame)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+        if sent < len(frame):
+            self._unsent.append((memoryview(frame)[sent:], []))
+        return True
+
+    def _send_all(self, frame: bytes, descriptor: int | None) -> None:
         try:
             if descriptor is not None:
                 frame = frame[socket.send_fds(self._sock, [frame], [descriptor]) :]

@@ -6,78 +6,80 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weftline.engine.request import StepTiming
+from weftline.engine.request import Task
+from weftline.engine.routes import Unit
 from weftline.engine.supervisor import DEAD, GIVEN_UP, READY, STARTING, TRANSITIONS, RestartPolicy, Restarts
 from weftline.pipelines.plan import Plan
 from weftline.shm.block import Block
 
-Key = tuple[int, int, int]
+OPEN_MAX_MS = 1_800_000.0
+"""Longest a worker may take to open its models, half an hour: a large one on a slow disk takes minutes."""
+
+LOOK_MS = 250.0
+"""How often workers are looked at for silence and for calls that take too long."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Dispatch:
-    """Work that is with a worker: for each item its id, the input leases it reads, and when it had its inputs.
+    """Work that is with a worker: one message to it, answered by one Done.
 
-    room:     blocks leased beforehand for the outputs, by output port.
-    limit_ms: how long it may take: the whole of a dispatch, or a streaming worker's silence.
+    room:       blocks leased beforehand for the outputs, by output port.
+    started_ms: when the worker could begin with it: when it was sent, or when the one before it was done.
+    limit_ms:   how long it may take.
+    suspect:    a worker died of these tasks before, or may have.
     """
 
     id: int
-    step: int
-    items: tuple[int, ...]
-    keys: list[list[Key]]
+    unit: Unit
+    tasks: list[Task]
     room: dict[int, Block]
     started_ms: float
-    arrived_ms: tuple[float, ...]
     limit_ms: float
-
-    @property
-    def until_ms(self) -> float:
-        return self.started_ms + self.limit_ms
-
-    def timing(self, step: str, position: int, now_ms: float, batch: int) -> StepTiming:
-        """Return how long the item at `position` queued and ran."""
-        return StepTiming(step, self.started_ms - self.arrived_ms[position], now_ms - self.started_ms, batch)
+    suspect: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkerState:
     """One worker. `arena` is the id of this incarnation's arena; a message that names another one is late.
 
-    dispatch: what it is running; at most one.
-    streams:  items of streaming steps it holds, by (step, item).
+    running:  what it has to do; the first is being run, a second waits so that it need not.
+    streams:  tasks of streaming steps that it holds, by id.
     needs:    sizes it waits to be given room for.
     granted:  blocks given for the work in hand.
-    heard_ms: when a streaming worker last said something, or was first given work.
+    chains:   chains it has been told of.
+    heard_ms: when it last said anything; `spoke_ms`: when a streaming step last said something, or was given work.
+    free_ms:  when it last became free.
     start_ms: when to start it again while it is dead.
-    why:      why it is about to die, if it said so.
+    why:      why it is about to die, if somebody decided so.
     """
 
     restarts: Restarts
+    name: str = ""
     state: str = DEAD
     arena: int = -1
-    dispatch: Dispatch | None = None
-    streams: dict[tuple[int, int], Dispatch] = field(default_factory=dict)
+    running: list[Dispatch] = field(default_factory=list)
+    streams: dict[int, Task] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
     granted: list[Block] = field(default_factory=list)
+    chains: set[int] = field(default_factory=set)
     heard_ms: float = 0.0
+    spoke_ms: float = 0.0
+    free_ms: float = 0.0
     start_ms: float | None = None
     why: str = ""
 
     @property
     def busy(self) -> bool:
-        return self.dispatch is not None or bool(self.streams)
-
-    @property
-    def until_ms(self) -> float:
-        """When it has been busy for longer than its step allows without a word; infinite when it is idle."""
-        if self.dispatch is not None:
-            return self.dispatch.until_ms
-        return min((self.heard_ms + held.limit_ms for held in self.streams.values()), default=math.inf)
+        return bool(self.running or self.streams)
 
     @property
     def alive(self) -> bool:
         return self.state in (STARTING, READY)
+
+    @property
+    def suspect(self) -> bool:
+        """It is running what may kill it: nothing else is put at risk beside it."""
+        return bool(self.running and self.running[0].suspect) or any(task.deaths for task in self.streams.values())
 
     def move(self, event: str) -> None:
         """Go to the next state; RuntimeError for a move the table does not have."""
@@ -93,9 +95,14 @@ class Crew:
 
     def __init__(self, plan: Plan, seed: int = 0, policy: RestartPolicy | None = None) -> None:
         self._plan = plan
-        self.members = [WorkerState(Restarts(policy or RestartPolicy(), seed + i)) for i in range(len(plan.workers))]
+        self.members = [
+            WorkerState(Restarts(policy or RestartPolicy(), seed + place), worker.name)
+            for place, worker in enumerate(plan.workers)
+        ]
+        self._silence_max_ms = plan.limits.silence_max_ms
         self._arenas = 0
         self._dispatches = 0
+        self._look_ms = 0.0
 
     def next_dispatch(self) -> int:
         self._dispatches += 1
@@ -114,17 +121,18 @@ class Crew:
             if member.start_ms is not None and member.start_ms <= now_ms:
                 member.move("start")
                 self._arenas += 1
-                member.arena, member.start_ms, member.why = self._arenas, None, ""
+                member.arena, member.start_ms, member.why, member.heard_ms = self._arenas, None, "", now_ms
                 started.append((worker, member.arena))
         return started
 
-    def ready(self, worker: int) -> None:
+    def ready(self, worker: int, now_ms: float) -> None:
         member = self.members[worker]
         member.move("ready")
+        member.free_ms = now_ms
         member.restarts.ready()
 
-    def died(self, worker: int, now_ms: float) -> list[Dispatch]:
-        """Bury a worker, decide when it comes back, and return what it was running."""
+    def died(self, worker: int, now_ms: float) -> tuple[list[Dispatch], list[Task]]:
+        """Bury a worker, decide when it comes back, and return what it had to do: dispatches, and streaming tasks."""
         member = self.members[worker]
         was_ready = member.state == READY
         member.move("died")
@@ -133,28 +141,50 @@ class Crew:
             member.move("give_up")
         else:
             member.start_ms = now_ms + delay
-        lost = [*([member.dispatch] if member.dispatch else []), *member.streams.values()]
-        member.dispatch = None
-        member.streams.clear()
+        lost = member.running, list(member.streams.values())
+        member.running, member.streams, member.needs = [], {}, ()
+        member.chains.clear()
         return lost
 
-    def overdue(self, now_ms: float) -> list[int]:
-        """Return the workers that have been at it for longer than their step allows; each is named once."""
+    def overdue(self, now_ms: float) -> list[tuple[int, str]]:
+        """Return (worker, why) for those that must be killed: silent, or too long at one thing; each is named once."""
+        self._look_ms = now_ms + LOOK_MS
         return [
-            worker
+            (worker, why)
             for worker, member in enumerate(self.members)
-            if member.busy and member.until_ms <= now_ms and not member.why
+            if member.alive and not member.why and (why := self._complaint(member, now_ms))
         ]
 
-    def streaming(self, item: int) -> list[tuple[int, int]]:
-        """Return (worker, step) of every streaming step that holds `item`."""
-        return [(w, step) for w, m in enumerate(self.members) for step, held in m.streams if held == item]
+    def _complaint(self, member: WorkerState, now_ms: float) -> str:
+        if member.state == STARTING:
+            late = now_ms - member.heard_ms > OPEN_MAX_MS
+            return f"it said nothing for {OPEN_MAX_MS / 1000:g} s while opening" if late else ""
+        if now_ms - member.heard_ms > self._silence_max_ms:
+            return f"it gave no sign of life for {self._silence_max_ms / 1000:g} s"
+        first = member.running[0] if member.running else None
+        if first is not None and now_ms - first.started_ms > first.limit_ms:
+            return "it was busy for longer than run_max_ms"
+        at_work = [task for task in member.streams.values() if not task.request.stalled]
+        limits = (self._plan.steps[task.unit.step].run_max_ms for task in at_work)
+        return (
+            "it was busy for longer than run_max_ms" if now_ms - member.spoke_ms > min(limits, default=math.inf) else ""
+        )
+
+    def heard_of(self, step: int, now_ms: float) -> bool:
+        """Whether an instance of the step is ready and gave a sign of life lately."""
+        workers = self._plan.steps[step].workers
+        return not workers or any(
+            self.members[worker].state == READY
+            and not self.members[worker].why
+            and now_ms - self.members[worker].heard_ms <= self._silence_max_ms
+            for worker in workers
+        )
 
     def unavailable(self, steps: Sequence[int]) -> str:
         """Return the name of the first of `steps` that has no worker left to hope for, or ''."""
         for step in steps:
             planned = self._plan.steps[step]
-            if all(self.members[worker].state == GIVEN_UP for worker in planned.workers):
+            if planned.workers and all(self.members[worker].state == GIVEN_UP for worker in planned.workers):
                 return planned.name
         return ""
 
@@ -168,12 +198,10 @@ class Crew:
         return any(member.busy for member in self.members)
 
     def wake_at_ms(self) -> float | None:
-        """When something becomes due: a restart, or a call that takes too long."""
+        """When something becomes due: a restart, or a look at those that live."""
         soonest: float | None = None
         for member in self.members:
-            at = member.start_ms
-            if member.busy and not member.why:
-                at = member.until_ms
+            at = member.start_ms if member.start_ms is not None else self._look_ms if member.alive else None
             if at is not None and (soonest is None or at < soonest):
                 soonest = at
         return soonest

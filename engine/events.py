@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from weftline.engine.messages import FromWorker as MessageFromWorker
 from weftline.engine.messages import ToWorker, Value
 from weftline.engine.request import StepTiming
+from weftline.nodes.urgency import SequencePart
 
 # events
 
@@ -18,12 +19,18 @@ class Submitted:
 
     wanted:      the outputs asked for; None means all of them.
     deadline_ms: on the scheduler's clock; None means no deadline.
+    priority:    from -100 to 100, the higher goes first.
+    sequence:    where it stands in a sequence of requests; None outside of one.
+    pieces:      the caller takes streamed outputs piece by piece; otherwise it is told of whole ones only.
     """
 
     request: int
     inputs: Mapping[str, Value]
     wanted: tuple[str, ...] | None = None
     deadline_ms: float | None = None
+    priority: int = 0
+    sequence: SequencePart | None = None
+    pieces: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,20 @@ class Delivered:
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
     """The caller cancels a request; unknown and ended ones are ignored."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The caller of a streamed request has limits.stream_bytes_max unread; its producers are paused."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The caller of a stalled request has read on."""
 
     request: int
 
@@ -63,7 +84,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Submitted | Delivered | Withdrawn | FromWorker | WorkerDied | Tick
+Event = Submitted | Delivered | Withdrawn | Stalled | Resumed | FromWorker | WorkerDied | Tick
 
 # commands
 
@@ -93,20 +114,25 @@ class Fail:
     error: str
     message: str
     step: str = ""
+    timings: tuple[StepTiming, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A request was not admitted."""
+    """A request was not admitted: over a limit, or sure to miss its deadline (`error` is then DeadlineExceeded)."""
 
     request: int
     message: str
     retry_after_s: float
+    error: str = "LimitReached"
 
 
 @dataclass(frozen=True, slots=True)
 class OutputReady:
-    """A pipeline output is known before the whole request is finished; its bytes stay leased until Delivered."""
+    """A pipeline output is known before the whole request is finished; its bytes stay leased until Delivered.
+
+    Only of requests whose caller takes pieces.
+    """
 
     request: int
     output: str

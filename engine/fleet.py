@@ -6,18 +6,21 @@ how, last line)`, and carries out what it is told. It decides nothing and keeps 
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from weftline.engine import messages as msg
 from weftline.engine.channel import ChannelClosed
+from weftline.engine.descriptors import NONE_LEFT, Reserve, shortage
 from weftline.engine.processes import WorkerProcess
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.plan import Plan, PlannedStep
 from weftline.shm.arena import HostArena
 
 CLOSE_GRACE_S = 2.0
@@ -25,6 +28,11 @@ CLOSE_GRACE_S = 2.0
 
 LAST_READS_MAX = 64
 """How often a dead worker's socket and log are read to the end; children of its own could keep them open for ever."""
+
+EVENTS_MAX = 256
+"""Most descriptors looked at in one go; the others are ready the next time."""
+
+_log = logging.getLogger("weftline.runtime")
 
 Heard = Callable[[int, int, msg.FromWorker], None]
 Died = Callable[[int, int, str, str, str], None]
@@ -35,45 +43,63 @@ class Fleet:
 
     def __init__(self, plan: Plan, cache_dir: Path, heard: Heard, died: Died) -> None:
         self.arenas: dict[int, HostArena] = {}
+        self.short = False
         self._plan = plan
         self._cache_dir = cache_dir
         self._heard = heard
         self._died = died
         self._workers: dict[int, tuple[int, WorkerProcess]] = {}
         self._introduced: set[int] = set()  # workers that said Hello and know every arena
-        self._watched: dict[int, tuple[str, int, WorkerProcess]] = {}
-        self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._starting: set[int] = set()  # workers that did not say Hello yet
+        self._watched: dict[int, Callable[[int], None]] = {}  # what to do when a descriptor is ready
+        self._wake_fd = -1
+        self._reserve: Reserve | None = None
 
     # for the owner
+
+    def open(self) -> None:
+        """Take what it needs of the system; OSError when there is none, `close` then gives back what it got."""
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._watch(self._wake_fd, lambda mask: self._take_wake())
+        self._reserve = Reserve()
+        if not self._reserve.whole:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def start(self, worker: int, arena: int) -> None:
         """Start a worker's process; out of descriptors or processes is a death like any other."""
         planned = self._plan.workers[worker]
+        self._starting.add(worker)
+        self._lend()
         try:
             process = WorkerProcess(planned.name, planned.threads)
         except OSError as error:
-            self._died(worker, arena, planned.name, f"it could not be started: {error.strerror}", "")
+            self._stands(worker)
+            self._died(worker, arena, planned.name, f"it could not be started: {self.reason(error)}", "")
             return
         self._workers[worker] = (arena, process)
-        for kind, fd in (("message", process.channel.fileno()), ("death", process.pidfd), ("log", process.log_fd)):
-            self._watched[fd] = (kind, worker, process)
-            self._epoll.register(fd, select.EPOLLIN)
+        self._watch(process.channel.fileno(), lambda mask: self._hear(worker, process, mask))
+        self._watch(process.pidfd, lambda mask: self._bury(worker, process))
+        self._watch(process.log_fd, lambda mask: self._read_log(process))
         self.send(worker, self._open_message(worker))
 
     def send(self, worker: int, message: msg.ToWorker, descriptor: int | None = None) -> None:
         """Send a message; what the socket does not take at once leaves when it can."""
-        _, process = self._workers[worker]
+        process = self._workers[worker][1]
+        channel = process.channel
         try:
-            process.channel.send(msg.encode(message), descriptor)
-            if process.channel.unsent_bytes:
-                self._epoll.modify(process.channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
+            channel.send(msg.encode(message), descriptor)
+            if channel.unsent_bytes:
+                self._epoll.modify(channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
         except ChannelClosed:
             pass  # its death is on its way as an event of its own
+        except OSError as error:  # the descriptor could not be duplicated: it cannot go on without that arena
+            _log.error("worker %s is killed: an arena cannot be shared with it: %s", process.name, self.reason(error))
+            process.kill()
 
     def kill(self, worker: int) -> None:
-        self._workers[worker][1].kill()
+        if worker in self._workers:
+            self._workers[worker][1].kill()
 
     def forget(self, arena: int) -> None:
         """Unmap an arena here and in every worker."""
@@ -88,11 +114,28 @@ class Fleet:
 
     def wait_ready(self, nap_s: float) -> list[tuple[int, int]]:
         """Wait until a descriptor has something to say, `wake` is called, or `nap_s` has passed (-1: for ever)."""
-        return self._epoll.poll(nap_s)
+        return self._epoll.poll(nap_s, EVENTS_MAX)
+
+    def look(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Take in what ready descriptors have to say."""
+        for fd, mask in ready:
+            take = self._watched.get(fd)
+            if take is not None:
+                take(mask)
 
     def wake(self) -> None:
         """End a `wait_ready` from another thread."""
-        os.eventfd_write(self._wake_fd, 1)
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def is_short(self) -> bool:
+        """Whether this process still has fewer descriptors left than a worker's start takes."""
+        self.short = self._reserve is not None and not self._reserve.fill()
+        return self.short
+
+    def reason(self, error: OSError) -> str:
+        """Put into words why the system refused something."""
+        return shortage() if error.errno in NONE_LEFT else f"{error.strerror}"
 
     def close_workers(self) -> None:
         """Let every node close, then end every process; for the thread that started them (they die with it)."""
@@ -103,45 +146,50 @@ class Fleet:
             process.wait_end(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
+        """Give everything back. Safe to call twice."""
         for arena in self.arenas.values():
             arena.close()
-        self._epoll.close()
-        os.close(self._wake_fd)
+        self.arenas.clear()
+        if self._reserve is not None:
+            self._reserve.close()
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        if wake_fd >= 0:
+            self._epoll.close()
+            os.close(wake_fd)
 
     # what descriptors say
 
-    def look(self, fd: int, mask: int) -> None:
-        """Take in what a ready descriptor has to say."""
-        if fd == self._wake_fd:
-            os.eventfd_read(fd)
-            return
-        kind, worker, process = self._watched.get(fd, ("gone", -1, None))
-        if process is None:
-            return
-        if kind == "log":
-            if process.read_log() == 0:
-                self._unwatch(fd)
-        elif kind == "death":
-            self._bury(worker, process)
-        else:
-            self._hear(worker, process, mask)
+    def _take_wake(self) -> None:
+        os.eventfd_read(self._wake_fd)
+
+    def _read_log(self, process: WorkerProcess) -> None:
+        if process.read_log() == 0:
+            self._unwatch(process.log_fd)
 
     def _hear(self, worker: int, process: WorkerProcess, mask: int) -> None:
+        channel = process.channel
         try:
-            if mask & select.EPOLLOUT and process.channel.flush():
-                self._epoll.modify(process.channel.fileno(), select.EPOLLIN)
-            bodies = process.channel.receive() if mask & ~select.EPOLLOUT else []
-            messages = [msg.decode_from_worker(body) for body in bodies]
-            for message in messages:
-                if isinstance(message, msg.Hello):
-                    self._meet(worker, HostArena.attach(process.channel.take_descriptor(), message.arena_bytes))
-        except (ChannelClosed, msgspec.MsgspecError, OSError, ValueError):
+            if mask & select.EPOLLOUT and channel.flush():
+                self._epoll.modify(channel.fileno(), select.EPOLLIN)
+            messages = [msg.decode_from_worker(body) for body in channel.receive()] if mask != select.EPOLLOUT else []
+            if worker in self._starting:
+                self._greet(worker, process, messages)
+        except (ChannelClosed, msgspec.MsgspecError, OSError, ValueError) as error:
             # Dead, or not to be understood: either way nothing more is heard from it, and its death says the rest.
-            self._unwatch(process.channel.fileno())
+            if isinstance(error, OSError) and error.errno in NONE_LEFT:
+                _log.error("worker %s is killed: its arena cannot be mapped: %s", process.name, self.reason(error))
+            self._unwatch(channel.fileno())
             process.kill()
             return
+        arena = self._workers[worker][0]
         for message in messages:
-            self._heard(worker, self._workers[worker][0], message)
+            self._heard(worker, arena, message)
+
+    def _greet(self, worker: int, process: WorkerProcess, messages: Sequence[msg.FromWorker]) -> None:
+        for message in messages:
+            if isinstance(message, msg.Hello):
+                self._meet(worker, HostArena.attach(process.channel.take_descriptor(), message.arena_bytes))
+                self._stands(worker)
 
     def _meet(self, worker: int, mapped: HostArena) -> None:
         """Introduce a new worker's arena to the others, and theirs to it."""
@@ -168,7 +216,25 @@ class Fleet:
         process.close()
         last = next((line for line in reversed(process.last_lines) if line.strip()), "")
         self._introduced.discard(worker)
+        self._stands(worker)
         self._died(worker, self._workers.pop(worker)[0], process.name, how, last)
+
+    # descriptors
+
+    def _lend(self) -> None:
+        if self._reserve is not None:
+            self._reserve.lend()
+
+    def _stands(self, worker: int) -> None:
+        """A worker has started, or never will; when no other one is starting, the reserve is taken back."""
+        self._starting.discard(worker)
+        if not self._starting and self._reserve is not None and self._reserve.lent:
+            self._reserve.take_back()
+            self.short = not self._reserve.whole
+
+    def _watch(self, fd: int, take: Callable[[int], None]) -> None:
+        self._watched[fd] = take
+        self._epoll.register(fd, select.EPOLLIN)
 
     def _unwatch(self, fd: int) -> None:
         if self._watched.pop(fd, None) is not None:
@@ -177,19 +243,25 @@ class Fleet:
     def _open_message(self, worker: int) -> msg.Open:
         planned = self._plan.workers[worker]
         steps = tuple(
-            msg.StepToOpen(
-                index,
-                step.name,
-                step.node,
-                dict(step.options),
-                tuple((given.port, str(given.type)) for given in step.inputs),
-                tuple((port.name, str(port.type)) for port in step.outputs),
-                step.device,
-                step.batch.items_max,
-                step.mutates_inputs,
-            )
+            self._step_to_open(index, step, worker)
             for index, step in enumerate(self._plan.steps)
             if step.name in planned.steps
         )
         folders = str(self._plan.base_dir.absolute()), str(self._cache_dir.absolute())
         return msg.Open(planned.name, planned.arena_bytes, planned.threads, *folders, steps)
+
+    def _step_to_open(self, index: int, step: PlannedStep, worker: int) -> msg.StepToOpen:
+        return msg.StepToOpen(
+            index,
+            step.name,
+            step.node,
+            dict(step.options),
+            tuple((given.port, str(given.type)) for given in step.inputs),
+            tuple((port.name, str(port.type)) for port in step.outputs),
+            step.devices[step.workers.index(worker)] if step.devices else step.device,
+            step.batch.items_max,
+            step.mutates_inputs,
+            dict(step.batch.pad),
+            step.batch.pad_value,
+            str(step.base_dir.absolute()) if step.base_dir is not None else "",
+        )

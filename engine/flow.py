@@ -1,6 +1,6 @@
-"""Who may come in: so many requests at a time, each of so many bytes; over a limit an immediate refusal that names it.
+"""Who may come in: so many requests at a time, so many bytes; over a limit an immediate refusal that names it.
 
-What all of them hold together is bounded by the arenas, which have a fixed size.
+What a request holds beyond its inputs is bounded by the arenas, which have a fixed size.
 """
 
 from __future__ import annotations
@@ -8,31 +8,52 @@ from __future__ import annotations
 from weftline.errors import LimitReached
 from weftline.pipelines.policy import Limits
 
-RETRY_AFTER_S = 0.1
-"""What a refused caller is told to wait before trying again."""
+RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 0.01, 5.0
+"""Bounds of what a refused caller is told to wait before trying again."""
 
 
 class Admission:
-    """Counts what is inside one pipeline. Pure: it decides and remembers one number."""
+    """Counts what is inside one pipeline, and how quickly it leaves. Pure."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.requests = 0
+        self.size_bytes = 0
+        self._gap_ms = 100.0  # between two that leave, as a moving average
+        self._left_ms: float | None = None
+        self._refused = 0  # since somebody last left
 
-    def admit(self, size_bytes: int) -> None:
-        """Count a request of `size_bytes` in, or raise LimitReached."""
+    def check(self, size_bytes: int) -> None:
+        """Raise LimitReached unless a request of `size_bytes` may come in."""
         limits = self._limits
         if size_bytes > limits.request_bytes_max:
             raise LimitReached(
                 f"the request's inputs take {size_bytes} bytes; limits.request_bytes_max is {limits.request_bytes_max}"
             )
         if self.requests >= limits.requests_max:
-            raise LimitReached(
-                f"{self.requests} requests are open; limits.requests_max is {limits.requests_max}",
-                RETRY_AFTER_S,
-            )
-        self.requests += 1
+            raise self._full(f"{self.requests} requests are open; limits.requests_max is {limits.requests_max}")
+        if self.size_bytes + size_bytes > limits.open_bytes_max:
+            held = f"the inputs of open requests take {self.size_bytes} bytes"
+            raise self._full(f"{held}; limits.open_bytes_max is {limits.open_bytes_max}")
 
-    def leave(self) -> None:
+    def enter(self, size_bytes: int) -> None:
+        """Count a request in; `check` said that it may."""
+        self.requests += 1
+        self.size_bytes += size_bytes
+
+    def leave(self, size_bytes: int, now_ms: float) -> None:
         """Count a request out."""
         self.requests -= 1
+        self.size_bytes -= size_bytes
+        if self._left_ms is not None:
+            self._gap_ms += 0.1 * (now_ms - self._left_ms - self._gap_ms)
+        self._left_ms = now_ms
+        self._refused = 0
+
+    def retry_after_s(self) -> float:
+        """Return when a place should be free for one who is refused now: each refused one stands behind the others."""
+        self._refused += 1
+        return min(max(self._gap_ms * self._refused / 1000, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
+
+    def _full(self, message: str) -> LimitReached:
+        return LimitReached(message, self.retry_after_s())

@@ -1,333 +1,234 @@
-"""A node inside its worker: inputs in, batches run, outputs placed.
+"""A batch node inside its worker: inputs in, batches run, outputs out.
 
-A HostedStep knows its node, its ports and nothing of sockets. What it needs from outside are the arenas it reads, its
-own arena to write to, and `need`: a way to ask for blocks when an output's size was not known beforehand.
+A HostedStep knows its node and its ports, and nothing of sockets. `run` does a dispatch of its own; `call` does one
+batch on values of any origin and leaves what it gives where it is, which is what a chain hands from step to step.
 """
 
 from __future__ import annotations
 
-import logging
-import re
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from weftline.engine.messages import Failure, Given, Item, PieceOf, Run, StepToOpen, Value
-from weftline.engine.values import Packed, is_of, pack, stacked, unpack
-from weftline.errors import BY_NAME, InputError, StepError, WeftlineError
-from weftline.nodes.contract import Batch, BatchNode, ConfigError, Node, Outputs, Piece, StreamNode
+from weftline.engine.batch import HostedBatch
+from weftline.engine.faults import failure, free_caches, is_out_of_memory, out_of_memory
+from weftline.engine.inbox import Cancels
+from weftline.engine.memory import Memory, Row, Source
+from weftline.engine.messages import Done, Failure, Given, Item, Ran, Run, StepToOpen, Value
+from weftline.engine.padding import Padding
+from weftline.engine.values import ARRAYS, is_of, live, pack
+from weftline.errors import InputError, StepError
+from weftline.nodes.contract import BatchNode, Node, Outputs
 from weftline.nodes.ports import PortType
-from weftline.shm.arena import HostArena
-from weftline.shm.block import ALIGN_BYTES, Block, Place, align_up
-from weftline.shm.view import bytes_view, numpy_dtype, offset_in
+from weftline.shm.block import INLINE_BYTES_MAX, Block, Place
 
-_log = logging.getLogger(__name__)
+CANCELLED = Failure("RequestCancelled", "nobody waits for it any more")
+_PASSED_ON = (*ARRAYS, "text", "bytes")
+"""Kinds whose values a node cannot have changed: when it gives one back, it goes on as it came."""
 
-MESSAGE_CHARS_MAX = 600
-ENDED_KEPT = 4096
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-
-Need = Callable[[Sequence[int]], Sequence[Block]]
-"""Ask for one block of each size; LimitReached when there is no room."""
-
-
-@dataclass(slots=True)
-class Memory:
-    """What a worker can see: every attached arena by id, its own id, and how to ask for room in it."""
-
-    arenas: dict[int, HostArena]
-    own: int
-    need: Need
-
-    @property
-    def own_arena(self) -> HostArena:
-        return self.arenas[self.own]
-
-
-def failure(error: BaseException) -> Failure:
-    """Return what may be told of an exception: its class and a bounded message without addresses."""
-    if isinstance(error, ConfigError):
-        told = [f"{error.option}: {error.found}", f"expected: {error.expected}" if error.expected else "", error.fix]
-        name, text = "ModelError", "; ".join(part for part in told if part)
-    elif isinstance(error, WeftlineError):
-        name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in BY_NAME), "ModelError")
-        text = str(error)
-    else:
-        name, text = "StepError", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        if isinstance(error, ValueError) and "read-only" in text:
-            text += " (inputs are shared memory: copy them first; a node class may set mutates_inputs instead)"
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return Failure(name, _ADDRESS.sub("(address)", text)[:MESSAGE_CHARS_MAX])
+_NOTHING: Mapping[int, Any] = {}
 
 
 class HostedStep:
-    """One step of this worker, with its node."""
+    """One step of this worker, with its node.
 
-    def __init__(self, step: StepToOpen, node: Node, memory: Memory) -> None:
+    batches:       calls of the node since `begin`.
+    out_of_memory: items of the largest batch since `begin` for which there was no memory.
+    """
+
+    def __init__(self, step: StepToOpen, node: Node, memory: Memory, cancels: Cancels | None = None) -> None:
+        if not isinstance(node, BatchNode):
+            raise StepError(f"step {step.name}: {type(node).__name__} is no BatchNode")
         self.name = step.name
         self.node = node
         self.items_max = step.items_max
-        self._memory = memory
-        self._inputs = [name for name, _ in step.inputs]
-        self._outputs = [(name, PortType.parse(type)) for name, type in step.outputs]
-        self._copies_inputs = step.mutates_inputs
-        self._held: set[int] = set()  # items a streaming node has and has not finished
-        self._ended: deque[int] = deque(maxlen=ENDED_KEPT)  # a late piece of one of these is no mistake
-        self._came: dict[tuple[int, int], tuple[Any, Value]] = {}
-        self.copied_bytes = 0
+        self.memory = memory
+        self.copies_inputs = step.mutates_inputs
+        self.inputs = [name for name, _ in step.inputs]
+        self.outputs = [(name, PortType.parse(type)) for name, type in step.outputs]
+        self.cancels = cancels or Cancels()
+        self.batches = self.out_of_memory = self._reached = 0
+        self._lists = [port for port, (_, type) in enumerate(step.inputs) if type.startswith("list[")]
+        self._padding = Padding.of(step)
 
-    # batches
+    def begin(self) -> None:
+        self.batches = self.out_of_memory = self.memory.copied_bytes = self._reached = 0
 
-    def run(self, message: Run) -> tuple[tuple[Given | Failure, ...], float, int]:
-        """Run every item of a dispatch; return their results in order, milliseconds in the node, and node calls."""
+    def run(self, message: Run, refused: Mapping[int, Failure] = _NOTHING) -> Done:
+        """Do a dispatch; `refused` items, by position, have their result already."""
+        items, of = message.items, len(message.items)
+        self.begin()
+        started = time.perf_counter()
         results: list[Given | Failure] = []
-        started, batches = time.perf_counter(), 0
-        for at in range(0, len(message.items), self.items_max):
-            given, calls = self._run_batch(
-                message.items[at : at + self.items_max], at, len(message.items), message.room
-            )
-            results += given
-            batches += calls
-        self._came = {}
-        return tuple(results), (time.perf_counter() - started) * 1000, batches
+        for at in range(0, of, self.items_max):
+            if at:
+                self.cancels.look()
+            batch = items[at : at + self.items_max]
+            if refused or self.cancels.gone:
+                results += self._run_some(batch, at, refused)
+            else:
+                rooms = _rooms(message.room, at, len(batch), of) if message.room else _NOTHING
+                self._reached += len(batch)
+                rows = self.call(batch, [item.inputs for item in batch], rooms)
+                results += self.memory.give(rows, rooms)
+        ran = Ran((time.perf_counter() - started) * 1000, self.batches, self._reached)
+        return Done(message.dispatch, tuple(results), (ran,), self.memory.copied_bytes, self.out_of_memory)
 
-    def _run_batch(
-        self, items: Sequence[Item], at: int, of: int, room: Mapping[int, Block]
-    ) -> tuple[list[Given | Failure], int]:
-        """Run one batch. When it raises, its halves are run apart, so that only the item at fault fails."""
+    def _run_some(self, batch: Sequence[Item], at: int, refused: Mapping[int, Failure]) -> list[Given | Failure]:
+        """Run a batch without its refused and cancelled items; it asks for room of its own."""
+        out = {p: refused[at + p] for p in range(len(batch)) if at + p in refused}
+        out |= {p: CANCELLED for p, item in enumerate(batch) if item.id in self.cancels.gone}
+        left = [item for p, item in enumerate(batch) if p not in out]
+        self._reached += len(left)
+        given = iter(self.memory.give(self.call(left, [item.inputs for item in left]), _NOTHING) if left else ())
+        return [out[p] if p in out else next(given) for p in range(len(batch))]
+
+    def call(
+        self, items: Sequence[Item], rows: Sequence[Sequence[Source]], rooms: Mapping[int, Place] = _NOTHING
+    ) -> list[Row | Failure]:
+        """Run one batch on these inputs and return each item's outputs, not yet placed, or why it has none.
+
+        rooms: where outputs may be written, by port. When the node raises, the halves of the batch are run apart, so
+        that only the item at fault fails.
+        """
         try:
-            rooms = self._rooms(at, len(items), of, room)
-            outputs = self._call(self._batch(items, rooms), len(items))
-            return self._give(items, outputs, rooms), 1
+            return self._call(items, rows, rooms)
         except Exception as error:
-            if len(items) == 1:
-                return [failure(error)], 1
-        half = len(items) // 2
-        left, left_calls = self._run_batch(items[:half], at, of, room)
-        right, right_calls = self._run_batch(items[half:], at + half, of, room)
-        return left + right, left_calls + right_calls + 1
+            no_memory = is_out_of_memory(error)
+            told = out_of_memory(error) if no_memory else failure(error)
+        if no_memory:
+            self.out_of_memory = max(self.out_of_memory, len(items))
+            free_caches()
+        count = len(items)
+        if count == 1:
+            return [told]
+        half = count // 2
+        left = self.call(items[:half], rows[:half], _part(rooms, 0, half, count))
+        return left + self.call(items[half:], rows[half:], _part(rooms, half, count - half, count))
 
-    def _call(self, batch: Batch, count: int) -> Outputs:
-        if not isinstance(self.node, BatchNode):
-            raise StepError("a streaming node was given a batch")
-        outputs = self.node.run(batch)
-        missing = [name for name, _ in self._outputs if name not in outputs]
-        if missing:
-            raise StepError(f"the node gave no {', '.join(missing)}; it gave {', '.join(outputs) or 'nothing'}")
-        for name, _ in self._outputs:
+    def _call(
+        self, items: Sequence[Item], rows: Sequence[Sequence[Source]], rooms: Mapping[int, Place]
+    ) -> list[Row | Failure]:
+        self.batches += 1
+        arenas = self.memory.arenas
+        columns = [[live(source, arenas) for source in column] for column in zip(*rows)]
+        if self.copies_inputs:
+            columns = [[_private(value) for value in column] for column in columns]
+        came = [tuple(column) for column in columns]  # as they were given out: a node may change the lists
+        for port in self._lists:
+            came[port] = tuple(map(_fixed, columns[port]))
+        values = dict(zip(self.inputs, columns))
+        padded = self._padding.pad(values) if self._padding is not None else None
+        outputs = self.node.run(HostedBatch(self, items, rows, values, rooms, padded))
+        count = len(items)
+        for name, _ in self.outputs:
+            if name not in outputs:
+                raise StepError(f"the node gave no {name}; it gave {', '.join(outputs) or 'nothing'}")
             if len(outputs[name]) != count:
                 raise StepError(f"{name}: the node gave {len(outputs[name])} values for {count} items")
-        return outputs
+        if padded is not None:
+            outputs = {
+                name: [padded.cut(name, v, at) for at, v in enumerate(outputs[name])] for name, _ in self.outputs
+            }
+        return [self._row(position, row, came, outputs, rooms) for position, row in enumerate(rows)]
 
-    def _batch(self, items: Sequence[Item], rooms: Mapping[int, Place]) -> Batch:
-        columns = {name: [item.inputs[i] for item in items] for i, name in enumerate(self._inputs)}
-        arenas = self._memory.arenas
-        values = {name: [self._value(value) for value in column] for name, column in columns.items()}
-        self._came = self._unchanged(columns, values)
+    def _row(
+        self,
+        position: int,
+        row: Sequence[Source],
+        came: Sequence[tuple[Any, ...]],
+        outputs: Outputs,
+        rooms: Mapping[int, Place],
+    ) -> Row | Failure:
+        """Return one item's outputs, or the first failure among them."""
+        made: Row = []
+        for port, (name, type) in enumerate(self.outputs):
+            packed = self._pack(outputs[name][position], type, name, position, row, came, rooms.get(port))
+            if isinstance(packed, Failure):
+                return packed
+            made.append(packed)
+        return made
 
-        def view(port: str) -> np.ndarray | None:
-            return None if self._copies_inputs else stacked(columns[port], arenas)
-
-        def make_room(port: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
-            index = next((i for i, (name, _) in enumerate(self._outputs) if name == port), -1)
-            array_shape = (len(items), *shape)
-            block = rooms.get(index)
-            held = numpy_dtype(dtype)
-            if block is None or int(np.prod(array_shape)) * held.itemsize != block.size_bytes:
-                return None
-            return np.ndarray(array_shape, held, self._memory.own_arena.buffer, block.offset)
-
-        return Batch(values, [item.id for item in items], view, make_room)
-
-    def _unchanged(
-        self, columns: Mapping[str, Sequence[Value]], values: Mapping[str, Sequence[Any]]
-    ) -> dict[tuple[int, int], tuple[Any, Value]]:
-        """Return each input and how it came, by item and identity; not those that the node could have changed.
-
-        Shared memory is mapped read-only; an array inside a message is not, and torch would write into it. The inputs
-        themselves are kept, so that none of their identities can be used again.
-        """
-        if self._copies_inputs:
-            return {}
-        return {
-            (position, id(made)): (made, came)
-            for name, column in columns.items()
-            for position, (came, made) in enumerate(zip(column, values[name]))
-            if came.place is not None or came.kind in ("text", "bytes")
-        }
-
-    def _value(self, value: Value) -> Any:
-        made = unpack(value, self._memory.arenas)
-        return made.copy() if self._copies_inputs and isinstance(made, np.ndarray) else made
-
-    def _rooms(self, at: int, count: int, of: int, room: Mapping[int, Block]) -> dict[int, Place]:
-        """Return the part of each leased block that belongs to items at..at+count of a dispatch of `of` items."""
-        return {
-            port: block.place(at * (block.size_bytes // of), count * (block.size_bytes // of))
-            for port, block in room.items()
-        }
-
-    def _give(self, items: Sequence[Item], outputs: Outputs, rooms: Mapping[int, Place]) -> list[Given | Failure]:
-        """Turn a node's outputs into values: inline, passed on, written in place, or copied into room."""
-        columns = []
-        for index, (name, type) in enumerate(self._outputs):
-            column = [self._pack(value, type, name, position) for position, value in enumerate(outputs[name])]
-            columns.append(self._place(column, items, rooms.get(index)))
-        return [_row(row) for row in zip(*columns)] if columns else [Given(()) for _ in items]
-
-    def _pack(self, value: Any, type: PortType, what: str, position: int) -> Packed | Value | Failure:
-        """Return what is ready to travel, a Packed when it needs a place, or why it is neither.
-
-        An input that is given back as it came is ready: it goes on as it arrived.
-        """
+    def _pack(
+        self,
+        value: Any,
+        type: PortType,
+        name: str,
+        position: int,
+        row: Sequence[Source],
+        came: Sequence[tuple[Any, ...]],
+        room: Place | None,
+    ) -> Source | Failure:
+        """Return an output ready to be placed: what came in and is given back goes on as it came."""
         if isinstance(value, BaseException):
-            return failure(value)
-        came = self._came.get((position, id(value)))
-        if came is not None and came[0] is value and is_of(came[1], type):
-            return came[1]
+            if not is_out_of_memory(value):
+                return failure(value)
+            self.out_of_memory = max(self.out_of_memory, 1)
+            return out_of_memory(value)
+        if not self.copies_inputs:
+            for column, source in zip(came, row):
+                if value is column[position] and source.kind in _PASSED_ON and is_of(source, type):
+                    return source
         try:
-            packed = pack(value, type, what)
+            if type.kind == "list":
+                return pack(value, type, name, self._known(position, row, came))
+            packed = pack(value, type, name)
         except (StepError, InputError) as error:
             return failure(error)
-        return packed.inline() if packed.travels_inline else packed
+        if packed.array is None or packed.size_bytes <= INLINE_BYTES_MAX:
+            return packed
+        return self.memory.lies_at(packed, row, room) or packed
 
-    def _place(
-        self, column: list[Packed | Value | Failure], items: Sequence[Item], room: Place | None
-    ) -> list[Value | Failure]:
-        """Find a place for every value that needs one; those in place already stay, the others are copied together."""
-        left: list[tuple[int, Packed]] = []
-        for position, packed in enumerate(column):
-            if isinstance(packed, Packed):
-                place = self._already_shared(packed, items[position], room)
-                if place is None:
-                    left.append((position, packed))
-                else:
-                    column[position] = packed.at(place)
-        if left:
-            for (position, packed), place in zip(left, self._copy_in([packed for _, packed in left], room)):
-                column[position] = packed.at(place)
-        return [value for value in column if not isinstance(value, Packed)]
+    def _known(self, position: int, row: Sequence[Source], came: Sequence[tuple[Any, ...]]) -> Any:
+        """Return a function that finds where an element of an output list lies in shared memory already."""
+        held: dict[int, tuple[Any, Value]] = {}
+        if not self.copies_inputs:
+            for column, source in zip(came, row):
+                _index(column[position], source, held)
 
-    def _already_shared(self, packed: Packed, item: Item, room: Place | None) -> Place | None:
-        """Return where an array lies if it was written in place, or is (part of) one of its item's own inputs."""
-        if packed.array is None:
-            return None
-        if room is not None:
-            offset = offset_in(self._memory.own_arena, packed.array)
-            if offset is not None and _within(offset, packed.size_bytes, room):
-                return room._replace(offset=offset, size_bytes=packed.size_bytes)
-        for value in item.inputs:
-            if value.place is None:
-                continue
-            offset = offset_in(self._memory.arenas[value.place.arena], packed.array)
-            if offset is not None and _within(offset, packed.size_bytes, value.place):
-                return value.place._replace(offset=offset, size_bytes=packed.size_bytes)
-        return None
+        def known(value: Any, type: PortType) -> Value | None:
+            found = held.get(id(value))
+            if found is not None and found[0] is value and is_of(found[1], type):
+                return found[1]
+            if type.kind not in ARRAYS or not isinstance(value, np.ndarray) or value.nbytes <= INLINE_BYTES_MAX:
+                return None
+            return self.memory.lies_at(pack(value, type, "an element"), row)
 
-    def _copy_in(self, packed: Sequence[Packed], room: Place | None) -> list[Place]:
-        """Copy values side by side into the room set aside, or into a block asked for now."""
-        sizes = [one.size_bytes for one in packed]
-        step = 1 if len(set(sizes)) == 1 else ALIGN_BYTES  # equal sizes touch, so that the next step sees one array
-        starts, at = [], 0
-        for size in sizes:
-            starts.append(at)
-            at += align_up(size, step)
-        if room is None or at != room.size_bytes:
-            room = self._memory.need([at])[0].place(0, at)
-        places = [room._replace(offset=room.offset + start, size_bytes=size) for start, size in zip(starts, sizes)]
-        for one, place in zip(packed, places):
-            one.write(bytes_view(self._memory.own_arena, place))
-            self.copied_bytes += one.size_bytes
-        return places
-
-    # streams
-
-    def submit(self, item: Item) -> PieceOf | None:
-        """Hand an item to a streaming node; returns its last piece at once when it is refused."""
-        if not isinstance(self.node, StreamNode):
-            return PieceOf(item.id, {}, True, Failure("StepError", "this step does not stream"))
-        try:
-            self.node.submit(item.id, {name: self._value(value) for name, value in zip(self._inputs, item.inputs)})
-        except Exception as error:
-            return PieceOf(item.id, {}, True, failure(error))
-        self._held.add(item.id)
-        return None
-
-    def cancel(self, items: Sequence[int]) -> tuple[PieceOf, ...]:
-        """Drop items of a streaming node; return their last pieces, which end the leases they read."""
-        for item in items:
-            self._drop(item)
-        return tuple(PieceOf(item, {}, True, Failure("RequestCancelled", "dropped")) for item in items)
-
-    def round(self) -> list[PieceOf]:
-        """Let a streaming node do one round. One that raises fails the items the node holds, not the worker."""
-        if not isinstance(self.node, StreamNode):
-            return []
-        try:
-            made = [piece for piece in self.node.round() if self._is_held(piece)]
-        except Exception as error:
-            pieces = [PieceOf(item, {}, True, failure(error)) for item in sorted(self._held)]
-            for item in sorted(self._held):
-                self._drop(item)
-            return pieces
-        return [self.give_piece(piece) for piece in made]
-
-    def _end(self, item: int) -> None:
-        self._held.discard(item)
-        self._ended.append(item)
-
-    def _is_held(self, piece: Piece) -> bool:
-        """Whether a piece is of an item the node has; StepError for one that was never submitted to it."""
-        if not isinstance(piece, Piece) or type(piece.item) is not int:
-            raise StepError(f"the node's round gave {type(piece).__name__}, expected Pieces with the ids it was given")
-        if piece.item not in self._held and piece.item not in self._ended:
-            raise StepError(f"the node gave a piece of item {piece.item}, which it does not have")
-        return piece.item in self._held
-
-    def _drop(self, item: int) -> None:
-        self._end(item)
-        try:
-            if isinstance(self.node, StreamNode):
-                self.node.cancel(item)
-        except Exception:
-            _log.exception("step %s: the node could not drop item %d", self.name, item)
-
-    def give_piece(self, piece: Piece) -> PieceOf:
-        """Turn a node's piece into what travels."""
-        if piece.last or piece.error is not None:
-            self._end(piece.item)
-        if piece.error is not None:
-            return PieceOf(piece.item, {}, True, failure(piece.error))
-        try:
-            outputs = {}
-            for index, (name, type) in enumerate(self._outputs):
-                if name in piece.outputs:
-                    outputs[index] = self._piece_value(pack(piece.outputs[name], type, name), piece.last)
-                elif piece.last:
-                    raise StepError(f"the node's last piece has no {name}")
-            return PieceOf(piece.item, outputs, piece.last)
-        except Exception as error:
-            self._drop(piece.item)
-            return PieceOf(piece.item, {}, True, failure(error))
-
-    def _piece_value(self, packed: Packed, last: bool) -> Value:
-        """A piece on its way is always inline: nobody leases room for it. The whole value at the end may be large."""
-        if packed.travels_inline or not last:
-            return packed.inline()
-        return packed.at(self._copy_in([packed], None)[0])
+        return known
 
 
-def _row(values: Sequence[Value | Failure]) -> Given | Failure:
-    """Return one item's outputs, or its first failure."""
-    for value in values:
-        if isinstance(value, Failure):
-            return value
-    return Given(tuple(value for value in values if isinstance(value, Value)))
+def _rooms(blocks: Mapping[int, Block], at: int, count: int, of: int) -> dict[int, Place]:
+    """Return the part of each leased block that belongs to items at..at+count of a dispatch of `of` items."""
+    return _part({port: block.place(0, block.size_bytes) for port, block in blocks.items()}, at, count, of)
 
 
-def _within(offset: int, size_bytes: int, place: Place) -> bool:
-    return place.offset <= offset and offset + size_bytes <= place.offset + place.size_bytes
+def _part(rooms: Mapping[int, Place], at: int, count: int, of: int) -> dict[int, Place]:
+    return {
+        port: place._replace(
+            offset=place.offset + at * (place.size_bytes // of), size_bytes=count * (place.size_bytes // of)
+        )
+        for port, place in rooms.items()
+    }
+
+
+def _private(value: Any) -> Any:
+    """Return a copy that a node may write into."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return [_private(one) for one in value] if isinstance(value, list) else value
+
+
+def _fixed(value: Any) -> Any:
+    """Return a list as it is now: the node it is given to may change it."""
+    return tuple(map(_fixed, value)) if isinstance(value, list) else value
+
+
+def _index(value: Any, source: Source, held: dict[int, tuple[Any, Value]]) -> None:
+    """Note values that lie in shared memory by identity, lists by their elements."""
+    if source.items is not None:
+        for one, item in zip(value, source.items):
+            _index(one, item, held)
+    elif isinstance(source, Value) and source.place is not None and source.kind in _PASSED_ON:
+        held[id(value)] = (value, source)

@@ -6,10 +6,10 @@ hold up anybody else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from weftline.engine.messages import Value
+from weftline.engine.messages import ABSENT, Value
 from weftline.engine.runtime import Runtime
 from weftline.engine.values import Packed, pack
 from weftline.errors import InputError, LimitReached, StepError
@@ -23,12 +23,16 @@ DEADLINE_MS_MAX = 86_400_000
 
 
 class Intake:
-    """Turns what callers bring into values, for one plan. Thread-safe: it keeps nothing."""
+    """Turns what callers bring into values, for one plan. Thread-safe: it keeps nothing but constants."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._inputs = {given.name: given for given in plan.inputs}
+        self._asked = {one.name: one for one in plan.inputs if not one.hidden}
+        self._needed = {name for name, one in self._asked.items() if not one.may_be_left_out}
         self._outputs = [output.name for output in plan.outputs]
+        constants = {one.name: self._constant(one) for one in plan.inputs if one.hidden or one.may_be_left_out}
+        self._small = {name: ABSENT if one is None else one.inline() for name, one in constants.items() if _small(one)}
+        self._large = {name: one for name, one in constants.items() if one is not None and not _small(one)}
 
     def check_outputs(self, wanted: Sequence[str] | None) -> tuple[str, ...] | None:
         """Return the wanted outputs, None for all; InputError names what the pipeline does not have."""
@@ -53,23 +57,33 @@ class Intake:
         return deadline_ms
 
     def pack(self, inputs: Mapping[str, Any]) -> dict[str, Packed]:
-        """Return every input as its port's type, ready to travel; InputError says which is wrong and how."""
-        told = [f"unknown: {', '.join(sorted(unknown))}"] if (unknown := set(inputs) - set(self._inputs)) else []
-        if missing := [name for name in self._inputs if name not in inputs]:
-            told.append(f"missing: {', '.join(missing)}")
-        if told:
-            known = ", ".join(f"{name} ({given.type})" for name, given in self._inputs.items())
-            raise InputError(f"inputs {'; '.join(told)}; the pipeline's inputs are {known or 'none'}")
-        packed = {name: self._pack_one(given, inputs[name]) for name, given in self._inputs.items()}
-        total, most = sum(one.size_bytes for one in packed.values()), self._plan.limits.request_bytes_max
+        """Return every input that was brought as its port's type, ready to travel; InputError says which is wrong.
+
+        An optional input that is None is one that was left out.
+        """
+        if inputs.keys() - self._asked.keys():
+            raise self._wrong_names(inputs)
+        packed = {
+            name: self._pack_one(self._asked[name], raw, media_limits(self._plan, self._asked[name]))
+            for name, raw in inputs.items()
+            if raw is not None or not self._asked[name].optional
+        }
+        if self._needed - packed.keys():
+            raise self._wrong_names(packed)
+        total, most = sum([one.size_bytes for one in packed.values()]), self._plan.limits.request_bytes_max
         if total > most:
             raise LimitReached(f"the inputs take {total} bytes; limits.request_bytes_max is {most}")
         return packed
 
     def place(self, packed: Mapping[str, Packed], runtime: Runtime) -> dict[str, Value]:
-        """Copy large values into the ingress arena (the one copy in); small ones go inside the message."""
-        values = {name: one.inline() for name, one in packed.items() if one.travels_inline}
-        large = [(name, one) for name, one in packed.items() if not one.travels_inline]
+        """Copy large values into the ingress arena (the one copy in); small ones go inside the message.
+
+        What was left out gets its default, or is absent.
+        """
+        whole = {**self._large, **packed} if self._large else packed
+        values = dict(self._small)
+        values |= {name: one.inline() for name, one in whole.items() if one.travels_inline}
+        large = [(name, one) for name, one in whole.items() if not one.travels_inline]
         blocks = runtime.reserve([one.size_bytes for _, one in large]) if large else []
         for (name, one), block in zip(large, blocks, strict=True):
             place = block.place(0, one.size_bytes)
@@ -77,13 +91,33 @@ class Intake:
             values[name] = one.at(place)
         return values
 
-    def _pack_one(self, given: Input, raw: Any) -> Packed:
+    def _wrong_names(self, given: Iterable[str]) -> InputError:
+        """Return what to raise when inputs are unknown or missing."""
+        names = set(given)
+        told = [f"unknown: {', '.join(sorted(unknown))}"] if (unknown := names - set(self._asked)) else []
+        if missing := [name for name in self._asked if name in self._needed - names]:
+            told.append(f"missing: {', '.join(missing)}")
+        known = ", ".join(
+            f"{name} ({one.type})" if name in self._needed else f"{name} ({one.type}, may be left out)"
+            for name, one in self._asked.items()
+        )
+        return InputError(f"inputs {'; '.join(told)}; the pipeline's inputs are {known or 'none'}")
+
+    def _constant(self, one: Input) -> Packed | None:
+        """Return what an input is when nobody brings it; None when it is then absent."""
+        return None if one.default is None and one.optional else self._pack_one(one, one.default, MediaLimits())
+
+    def _pack_one(self, given: Input, raw: Any, limits: MediaLimits) -> Packed:
         type, what = self._plan.input_types[given.name], f"input {given.name}"
         try:
-            return pack(to_value(type, raw, media_limits(self._plan, given)), type, what)
+            return pack(to_value(type, raw, limits), type, what)
         except (StepError, InputError) as error:
             text = str(error)
             raise InputError(text if text.startswith(what) else f"{what}: {text}") from None
+
+
+def _small(one: Packed | None) -> bool:
+    return one is None or one.travels_inline
 
 
 def media_limits(plan: Plan, given: Input) -> MediaLimits:

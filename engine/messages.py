@@ -4,8 +4,9 @@ Small frozen structs, MessagePack on the wire, never pickle: a message holds ids
 up to INLINE_BYTES_MAX bytes. Messages travel on one Unix stream socket for each worker, in order, each with a four-byte
 length in front. Two of them bring a file descriptor along (Hello and Attach).
 
-    runtime -> worker    Open, Attach, Retire, Run, Room, Submit, Cancel, Close
-    worker -> runtime    Hello, Progress, OpenFailed, Ready, Need, Done, Pieces
+    runtime -> worker    Open, Attach, Retire, Chain, Run, Room, Submit, Cancel, Pause, Resume, EndSequences,
+                         Quarantine, Close
+    worker -> runtime    Hello, Progress, OpenFailed, Ready, Beat, Need, Suspected, Done, Pieces
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import Any
 
 import msgspec
 
-from weftline.shm.block import Block, Place
+from weftline.shm.block import Block, Key, Place
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
     """One value of one port: its kind, and its bytes either inline (`data`) or in shared memory (`place`).
 
     dtype and shape belong to the kinds that are tensors (tensor, image, audio).
+    items:  of kind 'list', its elements, in order.
+    A value of kind 'absent' has nothing: the step that would have given it was skipped.
     """
 
     kind: str
@@ -28,23 +31,60 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...] = ()
     data: bytes | None = None
     place: Place | None = None
+    items: tuple[Value, ...] | None = None
 
     @property
     def size_bytes(self) -> int:
-        return len(self.data) if self.data is not None else self.place.size_bytes if self.place else 0
+        if self.data is not None:
+            return len(self.data)
+        if self.items is not None:
+            return sum(one.size_bytes for one in self.items)
+        return self.place.size_bytes if self.place else 0
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The leases that its bytes are held by, each once."""
+        if self.place is not None:
+            return (self.place.key,)
+        if self.items:
+            return tuple(dict.fromkeys(key for one in self.items for key in one.keys))
+        return ()
+
+
+ABSENT = Value("absent")
+"""The value that is not there."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Why an item has no outputs: the name of an error class in weftline.errors, and its message."""
+    """Why an item has no outputs: the name of an error class in weftline.errors, and its message.
+
+    stage: of a chain, which of its steps failed, by position.
+    """
 
     error: str
     message: str
+    stage: int = 0
 
 
 class Given(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An item's outputs, one value for each output port of the step, in port order."""
+    """An item's outputs: one value for each output port of the step, or for each of a chain's `returns`, in order."""
 
     outputs: tuple[Value, ...]
+
+
+class Brought(msgspec.Struct, frozen=True, array_like=True):
+    """What an item brings along from its request; None in an Item stands for the usual: priority 0, no deadline.
+
+    priority: from -100 to 100.
+    left_ms:  milliseconds to the deadline, when the message was sent.
+    sequence: id of its sequence of requests, '' outside of one; `start` and `end` mark its first and last item.
+    """
+
+    priority: int = 0
+    left_ms: float | None = None
+    sequence: str = ""
+    start: bool = False
+    end: bool = False
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
@@ -52,13 +92,17 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     inputs: tuple[Value, ...]
+    brought: Brought | None = None
 
 
 # runtime -> worker
 
 
 class StepToOpen(msgspec.Struct, frozen=True):
-    """A step as its worker needs to know it; fields as in PlannedStep, port types as written text."""
+    """A step as its worker needs to know it; fields as in PlannedStep, port types as written text.
+
+    base_dir: what relative paths in its options are relative to; '': that of Open.
+    """
 
     index: int
     name: str
@@ -69,6 +113,9 @@ class StepToOpen(msgspec.Struct, frozen=True):
     device: str
     items_max: int
     mutates_inputs: bool
+    pad: dict[str, tuple[int, ...]] = {}
+    pad_value: float = 0.0
+    base_dir: str = ""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -98,16 +145,43 @@ class Retire(msgspec.Struct, frozen=True, array_like=True, tag=True):
     arena: int
 
 
+class Stage(msgspec.Struct, frozen=True, array_like=True):
+    """One step of a chain.
+
+    inputs: for each connected input port, where it comes from: (-1, position in Item.inputs), or (an earlier stage,
+            its output port).
+    """
+
+    step: int
+    inputs: tuple[tuple[int, int], ...]
+
+
+class Chain(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Steps of this worker that hand over to each other inside it; sent once, before the first Run that names it.
+
+    returns: what is answered, as (stage, output port); everything else stays in the worker.
+    """
+
+    id: int
+    stages: tuple[Stage, ...]
+    returns: tuple[tuple[int, int], ...]
+
+
 class Run(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Run a step on these items, in batches of at most its items_max; answered by one Done.
 
-    room: for output ports (by index) whose size is known beforehand, a leased block for all items side by side.
+    chain:   0, or the id of a Chain that starts with `step`; items are then those of its first stage, plus the inputs
+             that later stages read.
+    room:    for output ports (by index) whose size is known beforehand, a leased block for all items side by side.
+    suspect: a worker has died of this item, or may have: say by Suspected what it is made of before running it.
     """
 
     dispatch: int
     step: int
     items: tuple[Item, ...]
     room: dict[int, Block] = {}
+    chain: int = 0
+    suspect: bool = False
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -125,10 +199,42 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Drop these items of a streaming step; answered by Pieces with the last piece of each."""
+    """Nobody waits for these items any more.
+
+    A streaming step drops them and answers by Pieces with the last piece of each. A batch that holds them is told when
+    it asks, and one that has not begun leaves them out; its Done has a result for each of them all the same.
+    """
 
     step: int
     items: tuple[int, ...]
+
+
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Produce nothing more of these items of a streaming step until Resume: their readers are slow."""
+
+    step: int
+    items: tuple[int, ...]
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Go on with paused items."""
+
+    step: int
+    items: tuple[int, ...]
+
+
+class EndSequences(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """These sequences of requests are over; the step's node may forget them."""
+
+    step: int
+    sequences: tuple[str, ...]
+
+
+class Quarantine(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Refuse items of this step that are made of what killed a worker before; `digests` replaces earlier ones."""
+
+    step: int
+    digests: tuple[bytes, ...]
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -161,9 +267,14 @@ class OpenFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Every step is open and warm. `opened_ms` says how long each took."""
+    """Every step is open and warm. `opened_ms` says how long each took, `warm_ms` its warm-up alone."""
 
     opened_ms: dict[str, float]
+    warm_ms: dict[str, float] = {}
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The process lives and its interpreter runs; sent by a thread of its own, every BEAT_S seconds."""
 
 
 class Need(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -172,19 +283,39 @@ class Need(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sizes: tuple[int, ...]
 
 
+class Suspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What the items of a suspect dispatch are made of: a SHA-256 of each one's inputs, sent before they are run."""
+
+    dispatch: int
+    digests: tuple[bytes, ...]
+
+
+class Ran(msgspec.Struct, frozen=True, array_like=True):
+    """How one step of a dispatch ran.
+
+    run_ms:  time spent in it.
+    batches: how many calls of the node it took.
+    items:   how many items reached it.
+    """
+
+    run_ms: float
+    batches: int
+    items: int
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A dispatch is over: one result for each item, in item order.
 
-    run_ms:       time spent in the node.
-    batches:      how many calls of the node it took.
-    copied_bytes: bytes of outputs that had to be copied into shared memory.
+    ran:           one for each stage; one alone without a chain.
+    copied_bytes:  bytes of outputs that had to be copied into shared memory.
+    out_of_memory: the device or the host had no memory for a batch of so many items; 0: it never happened.
     """
 
     dispatch: int
     results: tuple[Given | Failure, ...]
-    run_ms: float
-    batches: int
-    copied_bytes: int
+    ran: tuple[Ran, ...]
+    copied_bytes: int = 0
+    out_of_memory: int = 0
 
 
 class PieceOf(msgspec.Struct, frozen=True, array_like=True):
@@ -205,8 +336,13 @@ class Pieces(msgspec.Struct, frozen=True, array_like=True, tag=True):
     copied_bytes: int = 0
 
 
-ToWorker = Open | Attach | Retire | Run | Room | Submit | Cancel | Close
-FromWorker = Hello | Progress | OpenFailed | Ready | Need | Done | Pieces
+ToWorker = (
+    Open | Attach | Retire | Chain | Run | Room | Submit | Cancel | Pause | Resume | EndSequences | Quarantine | Close
+)
+FromWorker = Hello | Progress | OpenFailed | Ready | Beat | Need | Suspected | Done | Pieces
+
+BEAT_S = 1.0
+"""How often a worker says that it lives, in seconds."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

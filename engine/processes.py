@@ -7,6 +7,7 @@ pidfd. What it writes to standard error goes line by line to the `weftline.worke
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -33,30 +34,40 @@ _log = logging.getLogger("weftline.worker")
 
 
 class WorkerProcess:
-    """A running worker: its channel, its pidfd, and the end of its log."""
+    """A running worker: its channel, its pidfd, and the end of its log. OSError when it cannot be started."""
 
     def __init__(self, name: str, threads: int) -> None:
         ours, theirs = socket.socketpair()
-        self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "weftline.engine.worker", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=_environment(os.environ, threads),
-            start_new_session=True,
-        )
-        theirs.close()
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            self.name = name
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "weftline.engine.worker", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=_environment(os.environ, threads),
+                start_new_session=True,
+            )
+            undo.callback(self._undo_start)
+            self.pid = self._process.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            undo.pop_all()
         self.channel = Channel(ours, blocking=False)
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
         self._lines: deque[str] = deque(maxlen=LOG_LINES_KEPT)
         self._partial = b""
         if self._process.stdout is None:
             raise RuntimeError("a worker was started without a pipe for its log")
         self.log_fd = self._process.stdout.fileno()
         os.set_blocking(self.log_fd, False)
+
+    def _undo_start(self) -> None:
+        """Leave nothing of a process that runs but cannot be watched: descriptors ran out between the two."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def read_log(self) -> int | None:
         """Take in what the worker has written: how many bytes, 0 at the end of it, None when there is nothing now."""

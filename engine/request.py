@@ -12,10 +12,17 @@ Every admitted request ends exactly once; an ended one holds no block and waits 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from weftline.engine.messages import Value
+from weftline.nodes.urgency import SequencePart
+from weftline.shm.block import Key
+
+if TYPE_CHECKING:
+    from weftline.engine.routes import Route, Unit
 
 OPEN, OK, FAILED, CANCELLED, EXPIRED = "open", "ok", "failed", "cancelled", "expired"
 
@@ -28,61 +35,118 @@ TRANSITIONS: Mapping[tuple[str, str], str] = {
 """(state, event) -> state. What is not here cannot happen."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
+class StepTiming(NamedTuple):
     """How long one step of one request took, in milliseconds.
 
-    queued_ms: from having all its inputs to leaving for the worker.
-    run_ms:    from leaving to the result being back (messages included).
-    batch:     how many items shared the call.
+    queued_ms:     from having all its inputs to leaving for the worker.
+    run_ms:        from leaving to the result being back (messages included); inside a chain, the step's own share.
+    batch:         how many items shared the call.
+    batch_wait_ms: the part of queued_ms in which a worker was free and the item waited for company.
+    node_ms:       time the call spent in the node.
+    worker:        the process that ran it, by name; '' for a step without one.
+    started_ms:    when it left for the worker, on the runtime's clock.
+    attempts:      how often it was tried; 1 is usual.
+    element:       of a `map:` step, which element of the list; -1 otherwise.
+    outcome:       'ok', 'failed', 'skipped' (its condition did not hold), or 'lost' (tried again, or its fallback ran).
     """
 
     step: str
     queued_ms: float
     run_ms: float
     batch: int
+    batch_wait_ms: float = 0.0
+    node_ms: float = 0.0
+    worker: str = ""
+    started_ms: float = 0.0
+    attempts: int = 1
+    element: int = -1
+    outcome: str = "ok"
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """What has to happen for a given choice of outputs; worked out once for each choice.
+@dataclass(slots=True, eq=False)
+class Task:
+    """One unit of one request, or one element of it under `map:`; what is queued and what a worker is given.
 
-    Values are numbered: pipeline inputs first, then each step's outputs. `steps` are those that somebody needs.
-    readers:    for each value, the steps that read it (twice if on two ports).
-    outputs_at: for each value, the pipeline outputs it is.
-    missing:    for each step, how many wired inputs it waits for.
+    id:         as messages name it; never used twice.
+    place:      the unit's index in the request's route.
+    keys:       the leases its inputs hold until it is answered or dropped.
+    arrived_ms: when it had all its inputs.
+    due_ms:     when it must be finished for the request to make its deadline.
+    worker:     who has it; -1 while it waits.
+    started_ms: when it left for the worker.
+    attempts:   how often it was started, this time included.
+    deaths:     how many workers died while they had it.
+    digest:     what it is made of, once a worker has said so.
+    said:       pieces of its answer have reached the caller: it can no longer be tried again.
     """
 
-    steps: tuple[int, ...]
-    readers: tuple[tuple[int, ...], ...]
-    outputs_at: tuple[tuple[str, ...], ...]
-    missing: Mapping[int, int]
-    outputs: tuple[str, ...]
+    id: int
+    request: Request
+    place: int
+    unit: Unit
+    inputs: tuple[Value, ...]
+    keys: Sequence[Key]
+    arrived_ms: float
+    due_ms: float = math.inf
+    element: int = -1
+    worker: int = -1
+    started_ms: float = 0.0
+    attempts: int = 1
+    deaths: int = 0
+    digest: bytes = b""
+    said: bool = False
 
-    def tickets(self, value: int) -> int:
-        """How many readers a value has: step inputs and pipeline outputs."""
-        return len(self.readers[value]) + len(self.outputs_at[value])
+
+@dataclass(slots=True, eq=False)
+class Gather:
+    """A `map:` step of one request: the outputs of its elements as they come, and how many are still to come."""
+
+    outputs: list[tuple[Value, ...]]
+    left: int
 
 
 @dataclass(slots=True)
+class Called:
+    """A stand-in at work: the unit it stands in for, and what that one failed with."""
+
+    place: int
+    error: str
+    message: str
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A request that was admitted. Owned by the scheduler.
 
-    values:  what has been produced and not yet read by everybody, by value number.
-    tickets: how many readers of each value are still to come.
-    arrived: for each running or waiting step, when its inputs were complete.
+    values:  what has been produced and not yet read by everybody, by slot.
+    tickets: how many readers of each value are still to come, by slot.
+    missing: for each unit of the route, how many values it waits for; -1 when it is settled: begun, skipped or not
+             needed any more.
+    tasks:   what waits or runs for it, by task id.
+    called:  stand-ins at work, by unit.
+    stalled: its reader is slow, and its streams are paused.
+    reached: of a sequence, the steps with memory that were given a task for it.
     """
 
     id: int
     route: Route
     admitted_ms: float
     deadline_ms: float | None
+    size_bytes: int
+    missing: list[int]
+    priority: int = 0
+    sequence: SequencePart | None = None
+    pieces: bool = True
     state: str = OPEN
+    stalled: bool = False
     values: dict[int, Value] = field(default_factory=dict)
     tickets: dict[int, int] = field(default_factory=dict)
-    missing: dict[int, int] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
     timings: list[StepTiming] = field(default_factory=list)
+    tasks: dict[int, Task] = field(default_factory=dict)
+    gathers: dict[int, Gather] = field(default_factory=dict)
+    called: dict[int, Called] = field(default_factory=dict)
+    reached: set[int] = field(default_factory=set)
 
     def move(self, event: str) -> None:
         """Go to the next state; RuntimeError for a move the table does not have."""

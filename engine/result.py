@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from weftline.engine import events as ev
+from weftline.engine.messages import Value
+from weftline.engine.reading import Heard, StreamedOutput
 from weftline.engine.request import StepTiming
 from weftline.errors import BY_NAME, LimitReached, SessionClosed, StepError, WeftlineError
 
 
 class Result(Mapping[str, Any]):
     """The outputs of one request by name, and how long each step took.
+
+    An optional output whose step was skipped is None.
 
     timings:  one StepTiming for each step that ran, in the order they finished.
     total_ms: from the call to having every output.
@@ -37,29 +42,16 @@ class Result(Mapping[str, Any]):
         return f"Result({self._outputs!r}, total_ms={self.total_ms:.1f})"
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedOutput:
-    """Part of a request's answer as it becomes known.
-
-    last False: `value` is what is new on a streamed output (text to append).
-    last True:  `value` is the whole value of the output.
-    """
-
-    output: str
-    value: Any
-    last: bool
-
-
 class OutputStream(Iterator[StreamedOutput]):
     """Iterates over a request's pieces. Leaving it early, closing it or dropping it cancels the request.
 
     get:     waits for the next piece, or for the command that ends the request.
-    abandon: tells the engine that nobody waits any more; called once.
+    abandon: tells the engine that nobody reads any more, called once: with True where no lock may be waited for.
     """
 
-    def __init__(self, get: Callable[[], StreamedOutput | ev.Command], abandon: Callable[[], None]) -> None:
+    def __init__(self, get: Callable[[], Heard], abandon: Callable[[bool], None]) -> None:
         self._get = get
-        self._abandon: Callable[[], None] | None = abandon
+        self._abandon: Callable[[bool], None] | None = abandon
 
     def __next__(self) -> StreamedOutput:
         if self._abandon is None:
@@ -78,9 +70,12 @@ class OutputStream(Iterator[StreamedOutput]):
 
     def close(self) -> None:
         """Cancel the request if it is not finished. Safe to call twice."""
+        self._leave(False)
+
+    def _leave(self, dropped: bool) -> None:
         abandon, self._abandon = self._abandon, None
         if abandon is not None:
-            abandon()
+            abandon(dropped)
 
     def __enter__(self) -> OutputStream:
         return self
@@ -89,15 +84,39 @@ class OutputStream(Iterator[StreamedOutput]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._leave(True)  # wherever the garbage collector runs, which may be inside one of the engine's locks
+
+
+def placed_bytes(value: Value) -> int:
+    """How many bytes of a value, or of its elements, lie in shared memory."""
+    if value.items is not None:
+        return sum(placed_bytes(one) for one in value.items)
+    return value.place.size_bytes if value.place is not None else 0
+
+
+def owned(value: Any) -> Any:
+    """Return an output as the caller's own: views of shared memory are copied, in lists too."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, list):
+        return [owned(one) for one in value]
+    return value
 
 
 def error_of(end: ev.Command) -> WeftlineError:
-    """Return the exception for a request that ended without an answer."""
+    """Return the exception for a request that ended without an answer; `timings` has the steps that ran."""
     if isinstance(end, ev.Refuse):
-        return LimitReached(end.message, end.retry_after_s)
+        if end.error == "LimitReached":
+            return LimitReached(end.message, end.retry_after_s)
+        return BY_NAME[end.error](end.message)
     if not isinstance(end, ev.Fail) or end.error == "SessionClosed":
-        return SessionClosed("the session was closed before the request was finished")
+        return SessionClosed(end.message if isinstance(end, ev.Fail) else "the session was closed")
+    error = _error_of_fail(end)
+    error.timings = end.timings
+    return error
+
+
+def _error_of_fail(end: ev.Fail) -> WeftlineError:
     if end.error == "StepError":
         return StepError(end.message, end.step)
     return BY_NAME[end.error](f"step {end.step}: {end.message}" if end.step else end.message)

@@ -36,6 +36,8 @@ class Rooms:
         self._ledger = ledger
         self._crew = crew
         self._emit = emit
+        self.asked = False
+        """Somebody waits for room: `grant` is to be called after every event."""
 
     def beforehand(self, arena: int, item_bytes: Mapping[int, int], items: int) -> dict[int, Block]:
         """Lease one block for each large output of known size, all items side by side; ports without room ask later."""
@@ -60,3 +62,4 @@ class Rooms:
                 asked, member.needs = sum(member.needs), ()
                 refused = f"outputs of {asked} bytes do not fit; the limit is limits.arena_bytes for each worker"
                 self._emit(ev.Send(worker, msg.Room((), refused)))
+        self.asked = any(member.needs for member in self._crew.members)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from typing import Any
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
 from weftline.engine.clock import Clock, MonotonicClock
+from weftline.engine.descriptors import shortage
 from weftline.engine.fleet import Fleet
+from weftline.engine.health import Health, judge
 from weftline.engine.scheduler import INGRESS_ARENA, Scheduler
-from weftline.errors import ModelError, SessionClosed
+from weftline.errors import LimitReached, ModelError, SessionClosed
 from weftline.pipelines.plan import Plan
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block
@@ -29,11 +32,33 @@ _log = logging.getLogger("weftline.runtime")
 NAP_S_MAX = 3600.0
 """Longest wait at a time; epoll counts milliseconds in 32 bits."""
 
+LATE_MS = 50.0
+"""The thread comes so much later than it meant to: what workers have said meanwhile is taken in before time passes."""
+
+PAUSE_MS = 1000.0
+"""So late that this process was stopped, or with it the whole machine."""
+
+GRACE_MS = 500.0
+"""How long workers then get to say what they could not say while they stood still too."""
+
+SHORT_RETRY_S = 1.0
+"""When to try again, for those who are refused because descriptors are short."""
+
+DRAINS_MAX = 64
+"""How often descriptors are looked at before time is told to pass; a read takes 64 KiB, a socket holds some MB."""
+
+CLOSED = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
+
+OPENING = frozenset({msg.Progress, msg.OpenFailed, msg.Ready})
+"""Messages that say how opening goes."""
+
 Progress = Callable[[str, str, float], None]
 """Called with step, phrase and fraction while models load."""
 
-Listener = Callable[[ev.ForCaller], None]
-"""What a request's commands (Finish, Fail, Refuse, OutputReady, PieceReady) are handed to; called under the lock."""
+Listener = Callable[[ev.ForCaller], ev.Event | None]
+"""What a request's commands (Finish, Fail, Refuse, OutputReady, PieceReady) are handed to; called under the lock.
+
+It may answer with an event, which the scheduler is told next."""
 
 
 class Runtime:
@@ -47,53 +72,85 @@ class Runtime:
         self.clock = clock or MonotonicClock()
         self.fleet = Fleet(plan, cache_dir, self._heard, self._died)
         self._lock = threading.Lock()
+        self._ending = threading.RLock()
         self._copied_in_bytes = 0
         self._copied_out_bytes = 0
         self._progress = progress
         self._listeners: dict[int, Listener] = {}
+        self._later: deque[ev.Event] = deque()
         self._ready = threading.Event()
         self._failed: tuple[str, str] | None = None
         self._closing = False
         self._pid = os.getpid()
+        self._asleep = False
         self._sleeping_until: float | None = None
+        self._quiet_until_ms: float | None = None
         self._thread = threading.Thread(target=self._serve, name="weftline-runtime", daemon=True)
+        self._carry: dict[type, Callable[[Any], None]] = {
+            ev.Send: lambda command: self.fleet.send(command.worker, command.message),
+            ev.OutputReady: self._tell_caller,
+            ev.PieceReady: self._tell_caller,
+            ev.Finish: self._end,
+            ev.Fail: self._end,
+            ev.Refuse: self._end,
+            ev.StartWorker: lambda command: self.fleet.start(command.worker, command.arena),
+            ev.KillWorker: lambda command: self.fleet.kill(command.worker),
+            ev.ForgetArena: lambda command: self.fleet.forget(command.arena),
+        }
 
     # life
 
-    def open(self) -> None:
-        """Start every worker and wait until all are ready; ModelError when a step cannot be opened, leaving nothing."""
-        if self._closing or self._thread.ident is not None:
-            raise SessionClosed("a session is opened once; open a new one")
+    def open(self, timeout_s: float | None = None) -> None:
+        """Start every worker and wait until all are ready; ModelError when a step cannot be opened, leaving nothing.
+
+        timeout_s: longest wait; None: as long as it takes.
+        """
         try:
-            self.fleet.arenas[INGRESS_ARENA] = HostArena.create(self.plan.limits.arena_bytes)
-            self._thread.start()
-            self._ready.wait()
+            with self._lock:
+                if self._closing or self._thread.ident is not None:
+                    raise SessionClosed("a session is opened once; open a new one")
+                self.fleet.open()
+                self.fleet.arenas[INGRESS_ARENA] = HostArena.create(self.plan.limits.arena_bytes)
+                self._thread.start()
+            in_time = self._ready.wait(timeout_s)
+        except SessionClosed:
+            raise
+        except OSError as error:
+            self.close()
+            raise ModelError(f"the pipeline could not be opened: {self.fleet.reason(error)}") from None
         except BaseException:
             self.close()
             raise
+        if self._failed is None and not in_time:
+            loading = [name for name, ready in self._steps_ready().items() if not ready]
+            self._failed = ("", f"not open after {timeout_s} s; still loading: {', '.join(loading)}")
         if self._failed is not None:
             self.close()
             step, message = self._failed
             raise ModelError(f"step {step}: {message}" if step else message)
+        if self._closing:
+            self.close()
+            raise SessionClosed("the session was closed while it was being opened")
 
-    def close(self) -> None:
-        """End every request, every process and every arena. Safe to call twice."""
+    def close(self, end: ev.Fail = CLOSED) -> None:
+        """End every request (by `end`), every process and every arena. Safe to call twice, and from several threads."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            if self._closing or os.getpid() != self._pid:
-                return
             self._closing = True
-            self._end_all()
-        self.fleet.wake()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self.fleet.close()
+            self._end_all(end)
+        self._ready.set()
+        with self._ending:
+            self.fleet.wake()
+            if self._thread.ident is not None:
+                self._thread.join()
+            self.fleet.close()
 
     @property
     def closed(self) -> bool:
         return self._closing
 
-    def _end_all(self) -> None:
-        end = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
+    def _end_all(self, end: ev.Fail) -> None:
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             try:
@@ -106,7 +163,27 @@ class Runtime:
         with self._lock:
             return self.fleet.pids()
 
+    def health(self) -> Health:
+        """Return whether every step can answer now."""
+        try:
+            self._check_open()
+        except SessionClosed as error:
+            return judge(dict.fromkeys((step.name for step in self.plan.steps), False), str(error))
+        return judge(self._steps_ready())
+
+    def _steps_ready(self) -> dict[str, bool]:
+        with self._lock:
+            return dict(self.scheduler.health(self.clock.now_ms()))
+
     # requests
+
+    def check_descriptors(self) -> None:
+        """Refuse new work while this process is short of descriptors: LimitReached."""
+        if self.fleet.short:
+            with self._lock:
+                if self.fleet.is_short():
+                    self.scheduler.counters.refused += 1
+                    raise LimitReached(shortage(), SHORT_RETRY_S)
 
     def reserve(self, sizes: Sequence[int]) -> list[Block]:
         """Lease room in the ingress arena; LimitReached when there is none, SessionClosed when it is too late."""
@@ -126,18 +203,37 @@ class Runtime:
             self._check_open()
             self._listeners[event.request] = listener
             self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
+            self._wake_if_sooner()
 
     def deliver(self, request: int, copied_bytes: int) -> None:
-        """Say that a request's outputs were copied out."""
+        """A finished request's outputs were copied out: `copied_bytes` of them from shared memory."""
         with self._lock:
             self._copied_out_bytes += copied_bytes
-        self.tell(ev.Delivered(request))
+            if not self._closing and os.getpid() == self._pid:
+                self._take(ev.Delivered(request))
+                self._wake_if_sooner()
 
-    def tell(self, event: ev.Delivered | ev.Withdrawn) -> None:
-        """Pass a caller's event on."""
+    def tell(self, *events: ev.Event) -> None:
+        """Tell the scheduler something about a request; ignored when it is too late for that."""
         with self._lock:
             if not self._closing and os.getpid() == self._pid:
-                self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
+                for event in events:
+                    self._take(event)
+                self._wake_if_sooner()
+
+    def tell_if(self, decide: Callable[[], ev.Event | None]) -> None:
+        """Tell the scheduler what `decide`, called under the lock, says; nothing when that is None."""
+        with self._lock:
+            event = decide()
+            if event is not None and not self._closing:
+                self._take(event)
+                self._wake_if_sooner()
+
+    def tell_later(self, *events: ev.Event) -> None:
+        """Tell the scheduler soon, without taking a lock: for finalizers, which may run where the lock is held."""
+        if os.getpid() == self._pid and not self._closing:
+            self._later.extend(events)
+            self.fleet.wake()
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
@@ -148,34 +244,33 @@ class Runtime:
     # commands
 
     def _carry_out(self, commands: Sequence[ev.Command]) -> None:
+        carry = self._carry
         for command in commands:
-            match command:
-                case ev.Send():
-                    self.fleet.send(command.worker, command.message)
-                case ev.OutputReady() | ev.PieceReady():
-                    self._pass_on(command, self._listeners.get(command.request))
-                case ev.Finish() | ev.Fail() | ev.Refuse():
-                    self._pass_on(command, self._listeners.pop(command.request, None))
-                case ev.StartWorker():
-                    self.fleet.start(command.worker, command.arena)
-                case ev.KillWorker():
-                    self.fleet.kill(command.worker)
-                case ev.ForgetArena():
-                    self.fleet.forget(command.arena)
-        if threading.current_thread() is not self._thread:
-            self._wake_if_sooner()
+            carry[type(command)](command)
+
+    def _take(self, event: ev.Event) -> None:
+        self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
+
+    def _tell_caller(self, command: ev.ForCaller) -> None:
+        self._pass_on(command, self._listeners.get(command.request))
+
+    def _end(self, command: ev.ForCaller) -> None:
+        self._pass_on(command, self._listeners.pop(command.request, None))
 
     def _pass_on(self, command: ev.ForCaller, listener: Listener | None) -> None:
         """Tell a caller. One who cannot be told (its event loop is closed, say) loses its request, and nobody else."""
         if listener is None:
             return
         try:
-            listener(command)
+            answer = listener(command)
         except Exception:
             _log.debug("request %d: its caller is gone", command.request, exc_info=True)
             self._listeners.pop(command.request, None)
-            for event in (ev.Withdrawn(command.request), ev.Delivered(command.request)):
-                self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
+            self._take(ev.Withdrawn(command.request))
+            self._take(ev.Delivered(command.request))
+        else:
+            if answer is not None:
+                self._take(answer)
 
     # the thread
 
@@ -187,24 +282,53 @@ class Runtime:
             _log.exception("the runtime failed; the session is closed")
             self._failed = ("", "the runtime failed; its log has the details")
             with self._lock:
-                self._end_all()
+                self._end_all(CLOSED)
             self._ready.set()
         with self._lock:
             self.fleet.close_workers()
 
     def _loop(self) -> None:
+        fleet = self.fleet
         with self._lock:
             self._carry_out(self.scheduler.start(self.clock.now_ms()))
         while not self._closing:
-            ready = self.fleet.wait_ready(self._nap_s())
+            ready = fleet.wait_ready(self._nap_s())
+            self._asleep = False
             with self._lock:
-                for fd, mask in ready:
-                    self.fleet.look(fd, mask)
-                wake_at = self.scheduler.wake_at_ms()
-                if wake_at is not None and wake_at <= self.clock.now_ms():
-                    self._carry_out(self.scheduler.on(ev.Tick(), self.clock.now_ms()))
-                    wake_at = self.scheduler.wake_at_ms()
-                self._sleeping_until = wake_at
+                fleet.look(ready)
+                while self._later:
+                    self._take(self._later.popleft())
+                self._sleeping_until = self._let_time_pass()
+                self._asleep = True
+
+    def _let_time_pass(self) -> float | None:
+        """Tell the scheduler that something is due, if it is, and return when the next thing will be.
+
+        When this thread was kept from running for a while, everything that workers have said meanwhile is taken in
+        first, and after a long while those that stood still with it get a moment to speak: nobody is killed for a
+        silence that was ours. Once time has passed for everybody, the next pause is a new one.
+        """
+        wake_at = self.scheduler.wake_at_ms()
+        now_ms = self.clock.now_ms()
+        if wake_at is None or wake_at > now_ms:
+            return wake_at
+        late_ms = 0.0 if self._sleeping_until is None else now_ms - self._sleeping_until
+        if late_ms > LATE_MS or self._quiet_until_ms is not None:
+            if self._quiet_until_ms is None and late_ms > PAUSE_MS:
+                self._quiet_until_ms = now_ms + GRACE_MS
+            self._take_in_all()
+            if self._quiet_until_ms is not None and now_ms < self._quiet_until_ms:
+                return self._quiet_until_ms
+        self._quiet_until_ms = None
+        self._carry_out(self.scheduler.on(ev.Tick(), self.clock.now_ms()))
+        return self.scheduler.wake_at_ms()
+
+    def _take_in_all(self) -> None:
+        for _ in range(DRAINS_MAX):
+            ready = self.fleet.wait_ready(0)
+            if not ready:
+                return
+            self.fleet.look(ready)
 
     def _nap_s(self) -> float:
         wake_at = self._sleeping_until
@@ -212,17 +336,24 @@ class Runtime:
 
     def _wake_if_sooner(self) -> None:
         """Wake the thread when something is due before the moment it sleeps until."""
+        if not self._asleep:
+            return  # it looks again before it sleeps
         wake_at = self.scheduler.wake_at_ms()
         if wake_at is not None and (self._sleeping_until is None or wake_at < self._sleeping_until):
+            self._asleep = False
             self.fleet.wake()
 
     def _heard(self, worker: int, arena: int, message: msg.FromWorker) -> None:
+        self._carry_out(self.scheduler.on(ev.FromWorker(worker, arena, message), self.clock.now_ms()))
+        if type(message) in OPENING:
+            self._note_opening(message)
+
+    def _note_opening(self, message: msg.FromWorker) -> None:
         if isinstance(message, msg.Progress):
             self._report(message)
         elif isinstance(message, msg.OpenFailed) and not self._ready.is_set() and self._failed is None:
             self._failed = (message.step, message.failure.message)
-        self._carry_out(self.scheduler.on(ev.FromWorker(worker, arena, message), self.clock.now_ms()))
-        if isinstance(message, msg.Ready) and self.scheduler.crew.all_ready():
+        elif isinstance(message, msg.Ready) and self.scheduler.crew.all_ready():
             self._ready.set()
 
     def _died(self, worker: int, arena: int, name: str, how: str, last: str) -> None:
@@ -260,6 +391,9 @@ class Runtime:
                 "dispatches": counters.dispatches,
                 "items": counters.items,
                 "worker_deaths": counters.deaths,
+                "retried": counters.retried,
+                "quarantined": counters.quarantined,
+                "late_messages": counters.late,
                 "copied_bytes": {
                     "in": self._copied_in_bytes, "between": counters.copied_bytes, "out": self._copied_out_bytes,
                 },

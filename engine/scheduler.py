@@ -1,69 +1,38 @@
-"""What happens next: batches, dispatches, and what workers say, decided in one place.
+"""What happens next, decided in one place.
 
 `scheduler.on(event, now_ms) -> commands`. Nothing here reads a clock, opens a socket or touches a tensor: the shell
-(`runtime.py`) turns the outside world into events, carries out the commands, and decides nothing. The scheduler owns
-the parts that remember: the Book (requests and their leases), the Crew (workers), the Rooms, and a queue for each step.
+(`runtime.py`) turns the outside world into events, carries out the commands, and decides nothing.
+
+This file is the door: callers' requests, and time. Behind it each room knows one thing: the Book (requests and their
+leases), Branches (the graph inside a request), Tasks (what is alive, and the lanes it waits in), the Dispatcher (which
+batch goes to whom), Answers (what workers say), Deaths (what follows when one dies), the Crew, and the Rooms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
-from weftline.engine.batcher import Batcher
-from weftline.engine.book import Book, Counters
-from weftline.engine.crew import Crew, Dispatch
+from weftline.engine.answers import Answers
+from weftline.engine.book import Book, Counters, size_of
+from weftline.engine.branches import Branches
+from weftline.engine.crew import Crew
+from weftline.engine.deaths import Deaths
+from weftline.engine.dispatcher import Dispatcher
 from weftline.engine.events import Command, Event
-from weftline.engine.flow import RETRY_AFTER_S
-from weftline.engine.request import OPEN, Request, StepTiming
+from weftline.engine.lanes import Lane
+from weftline.engine.request import Request
 from weftline.engine.rooms import Rooms, lease_all
-from weftline.engine.sizing import OutputSizes
-from weftline.engine.supervisor import GIVEN_UP, READY, STARTING
+from weftline.engine.tasks import Tasks
+from weftline.engine.timing import note
 from weftline.errors import LimitReached
 from weftline.pipelines.plan import Plan
-from weftline.pipelines.policy import BatchPolicy
 from weftline.shm.block import PAGE_BYTES, Block, align_up
 from weftline.shm.lease import Ledger
 
 INGRESS_ARENA = 0
 """The arena of the process that admits requests; workers' arenas are numbered from 1, never twice."""
-
-QUICK_MESSAGE_MS = 0.5
-"""A message may carry several batches of a step as long as they are expected to take no longer than this together."""
-
-BATCHES_MAX = 32
-"""Most batches in one message."""
-
-STREAM_ITEMS_MAX = 64
-"""Most items handed to a streaming step in one message; it takes them all and does its own batching."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """One step while it runs.
-
-    run_ms:   moving average of one batch; 0 is unknown.
-    in_place: its outputs have needed room in shared memory; then each message carries one batch, because the room of a
-              message's batches is freed only when all of them are done.
-    """
-
-    name: str
-    queue: Batcher
-    sizes: OutputSizes
-    workers: tuple[int, ...]
-    streams: bool
-    input_slots: tuple[int, ...]
-    output_slots: tuple[int, ...]
-    run_max_ms: float
-    run_ms: float = 0.0
-    in_place: bool = False
-
-    def batches_a_message(self) -> int:
-        if self.in_place or not self.run_ms:
-            return 1
-        return max(1, min(BATCHES_MAX, int(QUICK_MESSAGE_MS / self.run_ms)))
 
 
 class Scheduler:
@@ -74,40 +43,27 @@ class Scheduler:
         self.ledger = Ledger()
         self.ledger.add_arena(INGRESS_ARENA, align_up(plan.limits.arena_bytes, PAGE_BYTES))
         self.crew = Crew(plan, seed)
-        self._now_ms = 0.0
         self._out: list[Command] = []
-        self._book = Book(plan, self.ledger, self._emit, self._enqueue, self._drop)
+        self._tasks = Tasks(plan, self.crew, self._emit)
+        self._branches = Branches(plan, self._tasks.begin, self._tasks.drop)
+        self._book = Book(plan, self.ledger, self._emit, self._branches.ready, self._tasks.drop_all)
+        self._tasks.attach(self._book, self._branches)
+        self._branches.attach(self._book)
         self._rooms = Rooms(self.ledger, self.crew, self._emit)
-        self._steps = [self._make_step(index) for index in range(len(plan.steps))]
+        self._dispatcher = Dispatcher(self._tasks, self._book, self.crew, self._rooms, self._emit)
+        known = self._tasks, self._book, self._branches, self.crew
+        self._answers = Answers(plan, *known, self._rooms, self.ledger, self._emit)
+        self._deaths = Deaths(plan, *known, self.ledger, self._emit)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Submitted: self._submitted,
-            ev.Delivered: lambda event: self._book.delivered(event.request),
-            ev.Withdrawn: lambda event: self._book.withdraw(event.request),
-            ev.WorkerDied: self._worker_died,
-            ev.FromWorker: self._from_worker,
+            ev.Delivered: self._delivered,
+            ev.Withdrawn: self._withdrawn,
+            ev.Stalled: self._stalled,
+            ev.Resumed: self._resumed,
+            ev.WorkerDied: self._deaths.died,
+            ev.FromWorker: self._answers.hear,
             ev.Tick: self._tick,
-            msg.Hello: self._hello,
-            msg.Ready: lambda worker, message: self.crew.ready(worker),
-            msg.OpenFailed: self._open_failed,
-            msg.Progress: lambda worker, message: None,
-            msg.Need: self._need,
-            msg.Done: self._done,
-            msg.Pieces: self._pieces,
         }
-
-    def _make_step(self, index: int) -> _Step:
-        planned = self.plan.steps[index]
-        policy = BatchPolicy(STREAM_ITEMS_MAX, 0.0) if planned.streams else planned.batch
-        return _Step(
-            planned.name,
-            Batcher(policy),
-            OutputSizes(planned),
-            planned.workers,
-            planned.streams,
-            self._book.routes.input_slots[index],
-            self._book.routes.output_slots[index],
-            planned.run_max_ms,
-        )
 
     # the door
 
@@ -117,9 +73,13 @@ class Scheduler:
 
     def on(self, event: Event, now_ms: float) -> list[Command]:
         """Take in what happened and return what to do, in order."""
-        self._now_ms = now_ms
+        self._book.now_ms = self._book.now_ms = now_ms
+        self._book.expire()
         self._handlers[type(event)](event)
-        self._pump()
+        if self._tasks.due:
+            self._dispatcher.pump()
+        if self._rooms.asked:
+            self._rooms.grant(self._dispatcher.stuck)
         for arena in self.ledger.forget_empty():
             self._emit(ev.ForgetArena(arena))
         out, self._out = self._out, []
@@ -128,21 +88,16 @@ class Scheduler:
     def wake_at_ms(self) -> float | None:
         """When to send a Tick if nothing else happens; None: never."""
         soonest = _sooner(self.crew.wake_at_ms(), self._book.wake_at_ms())
-        for step in self._steps:
-            wake = step.queue.wake_at_ms()
-            if wake is not None and any(self._free(worker, step) for worker in step.workers):
-                soonest = _sooner(soonest, wake)
-        return soonest
+        soonest = _sooner(soonest, self._tasks.timers.wake_at_ms())
+        return _sooner(soonest, min(self._dispatcher.waits.values())) if self._dispatcher.waits else soonest
 
     def try_reserve(self, sizes: Sequence[int]) -> list[Block]:
         """Lease blocks in the ingress arena for a request's inputs, before it is submitted; LimitReached when full."""
         blocks = lease_all(self.ledger, INGRESS_ARENA, sizes)
         if blocks is None:
             self.counters.refused += 1
-            limit = self.plan.limits.arena_bytes
-            raise LimitReached(
-                f"no room for inputs of {sum(sizes)} bytes; limits.arena_bytes is {limit}", RETRY_AFTER_S
-            )
+            told = f"no room for inputs of {sum(sizes)} bytes; limits.arena_bytes is {self.plan.limits.arena_bytes}"
+            raise LimitReached(told, self._book.admission.retry_after_s())
         return blocks
 
     def give_up(self, blocks: Sequence[Block]) -> None:
@@ -160,217 +115,139 @@ class Scheduler:
     @property
     def queued(self) -> dict[str, int]:
         """How many items wait for each step."""
-        return {step.name: len(step.queue) for step in self._steps}
+        return {lane.name: lane.waiting for lane in self._tasks.lanes}
+
+    def health(self, now_ms: float) -> dict[str, bool]:
+        """Return for each step whether an instance of it is ready and gave a sign of life lately."""
+        return {lane.name: self.crew.heard_of(lane.index, now_ms) for lane in self._tasks.lanes}
 
     def idle(self) -> bool:
         """Whether nothing is open, running, or still to be copied out."""
-        return not self._book.requests and not self._book.owed and not self.crew.busy()
-
-    # requests
+        return not self._book.requests and not self._book.owed and not self.crew.busy() and not self._tasks.live
 
     def _emit(self, command: Command) -> None:
         self._out.append(command)
 
-    def _enqueue(self, request_id: int, step: int) -> None:
-        self._steps[step].queue.add(request_id, self._now_ms)
-
-    def _drop(self, request: Request) -> None:
-        for step in request.route.steps:
-            self._steps[step].queue.discard(request.id)
-        for worker, step in self.crew.streaming(request.id):
-            self._emit(ev.Send(worker, msg.Cancel(step, (request.id,))))
-
     def _submitted(self, event: ev.Submitted) -> None:
         try:
-            lost = self.crew.unavailable(self._book.routes.route(event.wanted).steps)
-            if lost:
-                raise LimitReached(f"step {lost} is unavailable: its worker keeps failing to start")
-            self._book.admit(event, self._now_ms)
+            route = self._book.routes.route(event.wanted)
+            lost = self._tasks.hopeless.intersection(route.vital) if self._tasks.hopeless else ()
+            for step in lost:
+                name = self._tasks.lanes[step].name
+                raise LimitReached(f"step {name} is unavailable: its worker keeps failing to start")
+            self._book.admission.check(size_of(event))
+            refused = self._in_time(event) or self._in_sequence(event)
+            if refused is not None:
+                self.counters.refused += 1
+                self._emit(refused)
+            else:
+                self._book.admit(event, route)
         except LimitReached as refusal:
             self.counters.refused += 1
             self._emit(ev.Refuse(event.request, str(refusal), refusal.retry_after_s))
         self._book.release_inputs(event.inputs)
 
+    def _in_time(self, event: ev.Submitted) -> ev.Refuse | None:
+        """Return a refusal when measured times say that the request cannot make its deadline."""
+        if event.deadline_ms is None or not self.plan.slo.refuse_early:
+            return None
+        left = event.deadline_ms - self._book.now_ms
+        needs = self._tasks.whole_ms(self._book.routes.route(event.wanted))
+        if needs <= left:
+            return None
+        told = f"by recent times it needs about {needs:.0f} ms and has {max(left, 0):.0f} ms; it was not begun"
+        return ev.Refuse(event.request, told, self._book.admission.retry_after_s(), "DeadlineExceeded")
+
+    def _in_sequence(self, event: ev.Submitted) -> ev.Refuse | None:
+        """Tell every step with memory of a request's sequence; return a refusal when one cannot take it."""
+        part = event.sequence
+        for lane in self._tasks.remembering(self._book.routes.route(event.wanted)):
+            if part is None:
+                told = f"step {lane.name} remembers between the requests of a sequence; say which one this belongs to"
+                return ev.Refuse(event.request, told, 0.0, "InputError")
+        if part is None:
+            return None
+        admitted: list[Lane] = []
+        for lane in self._tasks.remembering(self._book.routes.route(event.wanted)):
+            refused = lane.admit(part, self._book.now_ms)
+            if refused is not None:
+                for earlier in admitted:
+                    self._tasks.forgo(earlier, part.id)
+                after_s = self._book.admission.retry_after_s() if isinstance(refused, LimitReached) else 0.0
+                return ev.Refuse(event.request, f"step {lane.name}: {refused}", after_s, type(refused).__name__)
+            admitted.append(lane)
+        return None
+
+    def _delivered(self, event: ev.Delivered) -> None:
+        self._book.delivered(event.request)
+
+    def _withdrawn(self, event: ev.Withdrawn) -> None:
+        self._book.withdraw(event.request)
+
+    def _stalled(self, event: ev.Stalled) -> None:
+        request = self._book.requests.get(event.request)
+        if request is None or request.stalled:
+            return
+        request.stalled = True
+        self._tasks.timers.add(self._book.now_ms + self.plan.limits.stall_max_ms, ("stall", request.id))
+        self._tell_streams(request, msg.Pause)
+
+    def _resumed(self, event: ev.Resumed) -> None:
+        request = self._book.requests.get(event.request)
+        if request is None or not request.stalled:
+            return
+        request.stalled = False
+        self._tasks.timers.discard(("stall", request.id))
+        self._tell_streams(request, msg.Resume)
+
+    def _tell_streams(self, request: Request, message: type[msg.Pause] | type[msg.Resume]) -> None:
+        for task in request.tasks.values():
+            if task.worker >= 0 and self._tasks.lanes[task.unit.step].streams:
+                member = self.crew.members[task.worker]
+                member.spoke_ms = self._book.now_ms
+                self._emit(ev.Send(task.worker, message(task.unit.step, (task.id,))))
+
     def _tick(self, event: ev.Tick) -> None:
-        self._book.expire(self._now_ms)
-        for worker, arena in self.crew.due(self._now_ms):
+        now_ms = self._book.now_ms
+        for kind, id in self._tasks.timers.due(now_ms):
+            self._timed(kind, id)
+        for worker, arena in self.crew.due(now_ms):
             self._emit(ev.StartWorker(worker, arena))
-        for worker in self.crew.overdue(self._now_ms):
-            self._kill(worker, "it was busy for longer than run_max_ms")
+        for worker, why in self.crew.overdue(now_ms):
+            self._kill(worker, why)
+        self._tasks.end_idle_sequences()
+        for step in self._tasks.recovery.quarantine.forget(now_ms):
+            self._deaths.tell_quarantine(step)
+        self._tasks.due.update(self._dispatcher.waits)
 
-    # dispatching
-
-    def _free(self, worker: int, step: _Step) -> bool:
-        member = self.crew.members[worker]
-        return member.state == READY and (step.streams or member.dispatch is None)
-
-    def _pump(self) -> None:
-        """Give free workers their steps' due batches, the step whose oldest item has waited longest first."""
-        waiting = [(at, index) for index, s in enumerate(self._steps) if (at := s.queue.oldest_ms()) is not None]
-        waiting.sort()
-        for _, index in waiting:
-            step = self._steps[index]
-            batches = step.batches_a_message()
-            for worker in step.workers:
-                while len(step.queue) and self._free(worker, step):
-                    taken = step.queue.take(self._now_ms, batches)
-                    if not taken:
-                        break
-                    self._dispatch(worker, index, taken)
-        self._rooms.grant(self._stuck)
-
-    def _stuck(self) -> bool:
-        """Whether no memory will come free by itself, now or when a batch's wait is over or a worker has restarted."""
-        if self._book.owed:
-            return False
-        for member in self.crew.members:
-            if (member.busy and not member.needs) or member.state == STARTING or member.start_ms is not None:
-                return False
-        waiting = [step for step in self._steps if len(step.queue)]
-        return not any(self._free(worker, step) for step in waiting for worker in step.workers)
-
-    def _dispatch(self, worker: int, index: int, taken: list[tuple[int, float]]) -> None:
-        step, member = self._steps[index], self.crew.members[worker]
-        inputs = [self._book.take_inputs(self._book.requests[request], step.input_slots) for request, _ in taken]
-        items = tuple(msg.Item(request, values) for (request, _), (values, _) in zip(taken, inputs))
-        keys = [held for _, held in inputs]
-        self.counters.dispatches += 1
-        self.counters.items += len(items)
-        if step.streams:
-            if not member.streams:
-                member.heard_ms = self._now_ms
-            for item, held, (_, arrived_ms) in zip(items, keys, taken):
-                member.streams[(index, item.id)] = Dispatch(
-                    0, index, (item.id,), [held], {}, self._now_ms, (arrived_ms,), step.run_max_ms
-                )
-            self._emit(ev.Send(worker, msg.Submit(index, items)))
-            return
-        room = self._rooms.beforehand(member.arena, step.sizes.item_bytes(items), len(items))
-        step.in_place = step.in_place or bool(room)
-        arrived = tuple(arrived_ms for _, arrived_ms in taken)
-        ids = tuple(item.id for item in items)
-        member.dispatch = Dispatch(
-            self.crew.next_dispatch(), index, ids, keys, room, self._now_ms, arrived, step.run_max_ms
-        )
-        self._emit(ev.Send(worker, msg.Run(member.dispatch.id, index, items, room)))
-
-    # what workers say
-
-    def _from_worker(self, event: ev.FromWorker) -> None:
-        member = self.crew.members[event.worker]
-        if event.arena == member.arena and member.alive:  # else it comes late from one that is gone, and is ignored
-            member.heard_ms = self._now_ms
-            self._handlers[type(event.message)](event.worker, event.message)
-
-    def _hello(self, worker: int, message: msg.Hello) -> None:
-        self.ledger.add_arena(self.crew.members[worker].arena, message.arena_bytes)
-
-    def _open_failed(self, worker: int, message: msg.OpenFailed) -> None:
-        self.crew.members[worker].why = f"step {message.step}: {message.failure.message}"
-
-    def _need(self, worker: int, message: msg.Need) -> None:
-        member = self.crew.members[worker]
-        member.needs = message.sizes
-        if member.dispatch is not None:
-            self._steps[member.dispatch.step].in_place = True
-
-    def _done(self, worker: int, message: msg.Done) -> None:
-        member = self.crew.members[worker]
-        dispatch = member.dispatch
-        if dispatch is None or dispatch.id != message.dispatch or len(message.results) != len(dispatch.items):
-            self._kill(worker, "it answered a dispatch that is not running")
-            return
-        member.dispatch = None
-        step = self._steps[dispatch.step]
-        run_ms = message.run_ms / max(message.batches, 1)
-        step.run_ms = 0.8 * step.run_ms + 0.2 * run_ms if step.run_ms else run_ms
-        self.counters.copied_bytes += message.copied_bytes
-        batch = -(-len(dispatch.items) // max(message.batches, 1))
-        for position, (item, result) in enumerate(zip(dispatch.items, message.results)):
-            request = self._book.requests.get(item)
+    def _timed(self, kind: str, id: int) -> None:
+        if kind == "stall":
+            request = self._book.requests.get(id)
             if request is not None:
-                self._take_result(
-                    worker, request, step, result, dispatch.timing(step.name, position, self._now_ms, batch)
-                )
-            self._book.release(dispatch.keys[position])
-        self._book.release_blocks((*dispatch.room.values(), *member.granted))
-        member.granted.clear()
-
-    def _pieces(self, worker: int, message: msg.Pieces) -> None:
-        member, step = self.crew.members[worker], self._steps[message.step]
-        self.counters.copied_bytes += message.copied_bytes
-        for piece in message.pieces:
-            dispatch = member.streams.get((message.step, piece.item))
-            request = self._book.requests.get(piece.item)
-            if dispatch is None:
-                continue
-            if not piece.last:
-                if request is not None:
-                    self._pass_on(request, step, piece)
-                continue
-            del member.streams[(message.step, piece.item)]
-            if request is not None:
-                result = piece.failure or msg.Given(
-                    tuple(piece.outputs[port] for port in range(len(step.output_slots)))
-                )
-                timing = dispatch.timing(step.name, 0, self._now_ms, len(member.streams) + 1)
-                self._take_result(worker, request, step, result, timing)
-            self._book.release(dispatch.keys[0])
-        self._book.release_blocks(member.granted)
-        member.granted.clear()
-
-    def _pass_on(self, request: Request, step: _Step, piece: msg.PieceOf) -> None:
-        for port, value in piece.outputs.items():
-            for name in request.route.outputs_at[step.output_slots[port]]:
-                self._emit(ev.PieceReady(request.id, name, value))
-
-    def _take_result(
-        self, worker: int, request: Request, step: _Step, result: msg.Given | msg.Failure, timing: StepTiming
-    ) -> None:
-        request.timings.append(timing)
-        if isinstance(result, msg.Failure):
-            self._book.end(request, "fail", result.error, result.message, step.name)
-        elif not self._book.holds_all(result.outputs):
-            self._book.end(request, "fail", "StepError", "its worker named memory it does not hold", step.name)
-            self._kill(worker, "it named memory it does not hold")
+                seconds = self.plan.limits.stall_max_ms / 1000
+                told = f"its reader took nothing for {seconds:g} s; limits.stall_max_ms"
+                self._book.end(request, "fail", "LimitReached", told)
+            return
+        task = self._tasks.live.get(id)
+        if task is None:
+            return
+        if kind == "again":
+            self._tasks.enqueue(task)
+            return
+        lane = self._tasks.lanes[task.unit.step]
+        if task.worker >= 0:  # the worker keeps it until it answers; the attempt that follows is another task
+            self._emit(ev.Send(task.worker, msg.Cancel(task.unit.step, (task.id,))))
+            task = self._tasks.replace(task)
         else:
-            for slot, value in zip(step.output_slots, result.outputs):
-                self._book.produce(request, slot, value)
-
-    # deaths
+            lane.discard(task)
+            self._tasks.timers.discard(("again", task.id))
+        note(self.plan.steps, self.crew, task, self._book.now_ms, "lost")
+        told = f"it took longer than its timeout_ms, {lane.step.timeout_ms:g} ms"
+        self._tasks.fail(task, "DeadlineExceeded", told, lane.name, timed_out=True)
 
     def _kill(self, worker: int, why: str) -> None:
         self.crew.members[worker].why = why
         self._emit(ev.KillWorker(worker, why))
-
-    def _worker_died(self, event: ev.WorkerDied) -> None:
-        member = self.crew.members[event.worker]
-        if event.arena != member.arena or not member.alive:
-            return
-        self.counters.deaths += 1
-        why = member.why or event.how
-        for dispatch in self.crew.died(event.worker, self._now_ms):
-            for item, keys in zip(dispatch.items, dispatch.keys):
-                request = self._book.requests.get(item)
-                if request is not None:
-                    step = self._steps[dispatch.step].name
-                    self._book.end(request, "fail", "WorkerDied", f"its worker died while running it ({why})", step)
-                self._book.release(keys)
-            self._book.release_blocks(dispatch.room.values())
-        self._book.release_blocks(member.granted)
-        member.granted.clear()
-        member.needs = ()
-        self.ledger.retire_arena(event.arena)
-        if member.state == GIVEN_UP:
-            self._fail_hopeless(why)
-
-    def _fail_hopeless(self, why: str) -> None:
-        """End every request that still needs a step nobody will run any more."""
-        for request in list(self._book.requests.values()):
-            done = {timing.step for timing in request.timings}
-            step = self.crew.unavailable([s for s in request.route.steps if self._steps[s].name not in done])
-            if step and request.state == OPEN:
-                self._book.end(request, "fail", "WorkerDied", f"its worker keeps failing to start ({why})", step)
 
 
 def _sooner(one: float | None, other: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""What people use: open a pipeline, ask it things, close it.
+"""What people use: open a pipeline, ask it things, reload it, close it.
 
     pipeline = weftline.load("examples/voice_photo_assistant.yaml")
     with pipeline.open() as session:
@@ -8,6 +8,8 @@
         for piece in session.stream(question=..., photo=...):
             print(piece.output, piece.value)
 
+        session.reload("examples/voice_photo_assistant.yaml")    # a new version takes over; no request notices
+
 A session is thread-safe: requests from many threads and tasks share batches. Arrays that come out are the caller's own.
 """
 
@@ -15,25 +17,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import queue
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from weftline.engine import events as ev
-from weftline.engine.intake import Intake
+from weftline.engine.health import Health
 from weftline.engine.machine import this_machine
 from weftline.engine.messages import Value
-from weftline.engine.result import OutputStream, Result, StreamedOutput, error_of
-from weftline.engine.runtime import Progress, Runtime
+from weftline.engine.reading import AsyncReader, Heard, Mailbox, Reader, StreamedOutput, Unread
+from weftline.engine.result import OutputStream, Result, error_of, owned, placed_bytes
+from weftline.engine.runtime import Progress
 from weftline.engine.values import Packed, unpack
-from weftline.errors import SessionClosed
+from weftline.engine.version import Version
+from weftline.errors import InputError, SessionClosed
+from weftline.nodes.urgency import PRIORITY_MAX, SequencePart
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
@@ -41,57 +44,131 @@ from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 
-Heard = StreamedOutput | ev.Command
+Source = str | Path | Pipeline | Builder
+"""What a pipeline is loaded from: a YAML file, or one built in Python."""
+
+DRAIN_S = 30.0
+"""How long open requests get to finish in a version that is being replaced, when nobody says."""
+
+SEQUENCE_CHARS_MAX = 128
+"""Longest id of a sequence of requests."""
+
+REPLACED = ev.Fail(-1, "RequestCancelled", "a new version took over, and the request was not finished within drain_s")
+ENDED = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
 
 
 class OpenablePipeline:
     """A pipeline that was checked and planned for a machine; nothing runs until `open`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, machine: Machine | None = None) -> None:
         self.plan = plan
+        self._machine = machine
 
-    def open(self, progress: Progress | None = None) -> Session:
+    def open(self, progress: Progress | None = None, timeout_s: float | None = None) -> Session:
         """Start the workers, load every model, and return a session; ModelError when one cannot be opened.
 
-        progress: called with (step, phrase, fraction) while models load, from another thread.
+        progress:  called with (step, phrase, fraction) while models load, from another thread.
+        timeout_s: longest wait; None: as long as it takes.
         """
-        session = Session(self.plan, progress)
-        session.open()
+        session = Session(self.plan, progress, self._machine)
+        session.open(timeout_s)
         return session
 
 
-def load(pipeline: str | Path | Pipeline | Builder, machine: Machine | None = None) -> OpenablePipeline:
+def load(pipeline: Source, machine: Machine | None = None) -> OpenablePipeline:
     """Check and plan a YAML file, or a pipeline built in Python; PipelineError lists every problem.
 
     machine: what to place it on; this machine when left out.
     """
+    return OpenablePipeline(plan_of(pipeline, machine), machine)
+
+
+def plan_of(pipeline: Source, machine: Machine | None = None) -> Plan:
+    """Return the plan of a pipeline for a machine; PipelineError lists every problem."""
     if isinstance(pipeline, str | Path):
         pipeline = load_file(pipeline)
     elif isinstance(pipeline, Builder):
         pipeline = pipeline.build()
-    return OpenablePipeline(make_plan(pipeline, machine or this_machine()))
+    return make_plan(pipeline, machine or this_machine())
 
 
 class Session:
-    """An open pipeline. Close it, or use it in a with statement; then no process and no memory of it is left."""
+    """An open pipeline. Close it, or use it in a with statement; then no process and no memory of it is left.
 
-    def __init__(self, plan: Plan, progress: Progress | None = None) -> None:
-        self.plan = plan
-        self._runtime = Runtime(plan, _cache_dir(), progress=progress)
-        self._intake = Intake(plan)
+    Inputs and outputs of a request are those of the version it meets.
+    """
+
+    def __init__(self, plan: Plan, progress: Progress | None = None, machine: Machine | None = None) -> None:
+        self._current = Version(1, plan, progress)
+        self._machine = machine
         self._ids = itertools.count(1)
+        self._mail: MutableMapping[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+        self._closed = False
+        self._reloading = threading.Lock()
+        self._changing = threading.Lock()  # guards the three below, for moments only
+        self._opening: Version | None = None
+        self._draining: Version | None = None
 
-    def open(self) -> None:
+    # life
+
+    def open(self, timeout_s: float | None = None) -> None:
         """Start the workers and wait until every model is loaded; a session opens once."""
-        self._runtime.open()
+        self._current.runtime.open(timeout_s)
 
-    def close(self) -> None:
-        """Fail what is unfinished, end every worker and give all memory back. Safe to call twice."""
-        self._runtime.close()
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, end every worker and give all memory back. Safe to call twice, and from any thread.
 
-    @property
-    def closed(self) -> bool:
-        return self._runtime.closed
+        drain_s: how long open requests get to finish; what is unfinished then fails.
+        """
+        with self._changing:
+            self._closed = True
+            others = [version for version in (self._opening, self._draining) if version is not None]
+            current = self._current
+        for version in others:
+            version.drain(0.0, ENDED)
+        current.drain(drain_s, ENDED)
+
+    def reload(
+        self,
+        pipeline: Source | OpenablePipeline,
+        *,
+        timeout_s: float | None = None,
+        drain_s: float = DRAIN_S,
+        progress: Progress | None = None,
+    ) -> int:
+        """Open a new version, let it take over, end the old one, and return the new one's number.
+
+        The new version opens beside the old, which serves meanwhile: both need memory for that while. A pipeline with
+        problems (PipelineError), or one that cannot be opened (ModelError), leaves everything as it was. New requests
+        meet the new version from one moment to the next; open ones finish in the old, and none is lost between.
+        One reload at a time: others wait for it.
+
+        timeout_s: longest wait for the new version to open; None: as long as it takes.
+        drain_s:   how long requests get to finish in the old version; then they are cancelled.
+        progress:  as for `open`.
+        """
+        with self._reloading:
+            plan = pipeline.plan if isinstance(pipeline, OpenablePipeline) else plan_of(pipeline, self._machine)
+            version = Version(self._current.number + 1, plan, progress)
+            with self._changing:
+                self._check_not_closed()
+                self._opening = version
+            try:
+                version.runtime.open(timeout_s)
+                with self._changing:
+                    self._check_not_closed()
+                    old, self._current = self._current, version
+                    self._draining = old
+            except BaseException:
+                version.runtime.close()
+                raise
+            finally:
+                self._opening = None
+            try:
+                old.drain(drain_s, REPLACED)
+            finally:
+                self._draining = None
+            return version.number
 
     def __enter__(self) -> Session:
         return self
@@ -99,140 +176,263 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def run(self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any) -> Result:
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._current.runtime.closed
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the current version."""
+        return self._current.plan
+
+    @property
+    def version(self) -> int:
+        """The number of the current version; 1 at first, and one more with each reload."""
+        return self._current.number
+
+    # requests
+
+    def run(
+        self,
+        *,
+        outputs: Sequence[str] | None = None,
+        deadline_ms: float | None = None,
+        priority: int = 0,
+        sequence: SequencePart | str | None = None,
+        **inputs: Any,
+    ) -> Result:
         """Answer one request and return its outputs.
 
         inputs:      one value for each pipeline input: bytes, a pathlib.Path, an array, a picture, str or json values,
                      whatever its type takes.
         outputs:     which outputs are wanted; steps that only others need do not run. None: all.
         deadline_ms: give up after so long; the pipeline's slo.latency_p99_ms when left out.
+        priority:    from -100 to 100; the higher goes first wherever requests wait.
+        sequence:    where the request stands in a sequence of requests; an id alone stands for one in the middle.
         """
-        waiting = _Waiting()
-        started_ms = self._runtime.clock.now_ms()
-        request = self._submit(self._intake.pack(inputs), outputs, deadline_ms, waiting.hear)
+        asked = _Asked(outputs, deadline_ms, priority, sequence)
+        version, request = self._enter()
         try:
-            end = waiting.wait()
-        except BaseException:
-            self._abandon(request)
-            raise
-        return self._result(end, started_ms)
+            waiting = _Waiting()
+            started_ms = version.runtime.clock.now_ms()
+            self._submit(version, request, version.intake.pack(inputs), asked, waiting.hear)
+            try:
+                end = waiting.wait()
+            except BaseException:
+                version.runtime.tell(ev.Withdrawn(request), ev.Delivered(request))
+                raise
+            return self._result(version, end, started_ms)
+        finally:
+            version.leave(request)
 
     async def arun(
-        self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any
+        self,
+        *,
+        outputs: Sequence[str] | None = None,
+        deadline_ms: float | None = None,
+        priority: int = 0,
+        sequence: SequencePart | str | None = None,
+        **inputs: Any,
     ) -> Result:
         """`run` for asyncio. Inputs that may need decoding are decoded in a thread."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[ev.Command] = loop.create_future()
-        started_ms = self._runtime.clock.now_ms()
-
-        def settle(end: ev.Command) -> None:
-            if not ended.done():
-                ended.set_result(end)
-
-        def hear(command: ev.Command) -> None:
-            if isinstance(command, ev.Finish | ev.Fail | ev.Refuse):
-                loop.call_soon_threadsafe(settle, command)
-
-        request = self._submit(await self._pack_aside(inputs), outputs, deadline_ms, hear)
+        asked = _Asked(outputs, deadline_ms, priority, sequence)
+        version, request = self._enter()
         try:
-            end = await ended
-        except BaseException:
-            self._abandon(request)
-            raise
-        return self._result(end, started_ms)
+            loop = asyncio.get_running_loop()
+            ended: asyncio.Future[ev.Command] = loop.create_future()
+            started_ms = version.runtime.clock.now_ms()
+
+            mail = self._mail.get(loop) or self._mail.setdefault(loop, Mailbox())
+
+            def hear(command: ev.Command) -> None:
+                if type(command) in ENDS:
+                    mail.put(ended, command)
+
+            self._submit(version, request, await _pack_aside(version, inputs), asked, hear)
+            try:
+                end = await ended
+            except BaseException as error:
+                _abandon(version, request, isinstance(error, GeneratorExit))
+                raise
+            return self._result(version, end, started_ms)
+        finally:
+            version.leave(request)
 
     def stream(
-        self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any
+        self,
+        *,
+        outputs: Sequence[str] | None = None,
+        deadline_ms: float | None = None,
+        priority: int = 0,
+        sequence: SequencePart | str | None = None,
+        **inputs: Any,
     ) -> OutputStream:
         """Answer one request piece by piece: whole outputs as soon as they are known, streamed ones as they grow.
 
-        The request starts at once. Closing or dropping the stream before its end cancels it.
+        The request starts at once. Closing or dropping the stream before its end cancels it. A reader that falls behind
+        by more than limits.stream_bytes_max stops the steps that write its stream until it has caught up; one that
+        takes nothing for limits.stall_max_ms loses it.
         """
-        heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
-        packed = self._intake.pack(inputs)
-        request = self._submit(packed, outputs, deadline_ms, lambda command: heard.put(self._piece(command)))
-        return OutputStream(heard.get, lambda: self._abandon(request))
+        asked = _Asked(outputs, deadline_ms, priority, sequence, pieces=True)
+        version, request = self._enter()
+        try:
+            unread = Unread(request, version.plan.limits.stream_bytes_max)
+            reader = Reader(unread, lambda: version.runtime.tell_if(unread.may_resume))
+            hear = self._listen(version, reader.put)
+            self._submit(version, request, version.intake.pack(inputs), asked, hear)
+        except BaseException:
+            version.leave(request)
+            raise
+
+        def abandon(dropped: bool) -> None:
+            _abandon(version, request, dropped)
+            version.leave(request)
+
+        return OutputStream(reader.get, abandon)
 
     async def astream(
-        self, *, outputs: Sequence[str] | None = None, deadline_ms: float | None = None, **inputs: Any
+        self,
+        *,
+        outputs: Sequence[str] | None = None,
+        deadline_ms: float | None = None,
+        priority: int = 0,
+        sequence: SequencePart | str | None = None,
+        **inputs: Any,
     ) -> AsyncIterator[StreamedOutput]:
         """`stream` for asyncio."""
-        loop = asyncio.get_running_loop()
-        heard: asyncio.Queue[Heard] = asyncio.Queue()
-
-        def hear(command: ev.Command) -> None:
-            loop.call_soon_threadsafe(heard.put_nowait, self._piece(command))
-
-        request = self._submit(await self._pack_aside(inputs), outputs, deadline_ms, hear)
+        asked = _Asked(outputs, deadline_ms, priority, sequence, pieces=True)
+        version, request = self._enter()
+        dropped = False
         try:
-            while isinstance(piece := await heard.get(), StreamedOutput):
+            unread = Unread(request, version.plan.limits.stream_bytes_max)
+            loop = asyncio.get_running_loop()
+            reader = AsyncReader(unread, lambda: version.runtime.tell_if(unread.may_resume), loop)
+            hear = self._listen(version, reader.put)
+            self._submit(version, request, await _pack_aside(version, inputs), asked, hear)
+            while isinstance(piece := await reader.get(), StreamedOutput):
                 yield piece
             if not isinstance(piece, ev.Finish):
                 raise error_of(piece)
+        except GeneratorExit:
+            dropped = True
+            raise
         finally:
-            self._abandon(request)
+            _abandon(version, request, dropped)
+            version.leave(request)
+
+    # what goes on
+
+    def health(self) -> Health:
+        """Return whether requests can be answered now, which steps can, and what is wrong if something is."""
+        return self._current.runtime.health()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every step can answer now."""
+        return self.health().ready
 
     def stats(self) -> Mapping[str, Any]:
-        """Return a snapshot of counters, queues and memory."""
-        return self._runtime.stats()
+        """Return a snapshot of counters, queues and memory of the current version.
+
+        `draining` says whether requests are still finishing in the one before it.
+        """
+        current = self._current
+        extra = {"version": current.number, "draining": self._draining is not None}
+        return dict(current.runtime.stats()) | extra
 
     def pids(self) -> dict[str, int]:
-        """Return the pid of every running worker by name."""
-        return self._runtime.pids()
+        """Return the pid of every running worker of the current version by name."""
+        return self._current.runtime.pids()
+
+    # inside
+
+    def _enter(self) -> tuple[Version, int]:
+        """Return the current version and a new request's id; the version stays until the request leaves it."""
+        request = next(self._ids)
+        while not (version := self._current).enter(request):
+            self._check_not_closed()  # else it was replaced this very moment
+        return version, request
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise SessionClosed("the session is not open")
 
     def _submit(
         self,
+        version: Version,
+        request: int,
         packed: Mapping[str, Packed],
-        outputs: Sequence[str] | None,
-        deadline_ms: float | None,
-        hear: Callable[[ev.Command], None],
-    ) -> int:
-        wanted = self._intake.check_outputs(outputs)
-        budget_ms = self._intake.budget_ms(deadline_ms)
-        deadline = None if budget_ms is None else self._runtime.clock.now_ms() + budget_ms
-        request = next(self._ids)
-        values = self._intake.place(packed, self._runtime)
-        self._runtime.submit(ev.Submitted(request, values, wanted, deadline), hear)
-        return request
+        asked: _Asked,
+        hear: Callable[[ev.ForCaller], ev.Event | None],
+    ) -> None:
+        runtime, intake = version.runtime, version.intake
+        wanted = intake.check_outputs(asked.outputs)
+        budget_ms = intake.budget_ms(asked.deadline_ms)
+        runtime.check_descriptors()
+        deadline = None if budget_ms is None else runtime.clock.now_ms() + budget_ms
+        values = intake.place(packed, runtime)
+        runtime.submit(
+            ev.Submitted(request, values, wanted, deadline, asked.priority, asked.sequence, asked.pieces), hear
+        )
 
-    async def _pack_aside(self, inputs: Mapping[str, Any]) -> dict[str, Packed]:
-        plain = all(isinstance(value, str | int | float | bool | np.ndarray | None) for value in inputs.values())
-        return self._intake.pack(inputs) if plain else await asyncio.to_thread(self._intake.pack, inputs)
+    def _listen(
+        self, version: Version, put: Callable[[Heard, int], ev.Event | None]
+    ) -> Callable[[ev.ForCaller], ev.Event | None]:
+        """Copy what is heard at once: should the request fail, its memory is somebody else's before anyone looks."""
 
-    def _result(self, end: ev.Command, started_ms: float) -> Result:
+        def hear(command: ev.ForCaller) -> ev.Event | None:
+            if isinstance(command, ev.OutputReady | ev.PieceReady):
+                value = self._copy_out(version, command.value)
+                whole = isinstance(command, ev.OutputReady)
+                return put(StreamedOutput(command.output, value, whole), command.value.size_bytes)
+            return put(command, 0)
+
+        return hear
+
+    def _result(self, version: Version, end: ev.Command, started_ms: float) -> Result:
         if not isinstance(end, ev.Finish):
             raise error_of(end)
-        copied = sum(value.place.size_bytes for value in end.outputs.values() if value.place is not None)
+        copied = sum(placed_bytes(value) for value in end.outputs.values())
         try:
-            outputs = {name: self._copy_out(value) for name, value in end.outputs.items()}
+            outputs = {name: self._copy_out(version, value) for name, value in end.outputs.items()}
         finally:
             if copied:
-                self._runtime.deliver(end.request, copied)
-        return Result(outputs, end.timings, self._runtime.clock.now_ms() - started_ms)
+                version.runtime.deliver(end.request, copied)
+        return Result(outputs, end.timings, version.runtime.clock.now_ms() - started_ms)
 
-    def _copy_out(self, value: Value) -> Any:
+    def _copy_out(self, version: Version, value: Value) -> Any:
         try:
-            made = unpack(value, self._runtime.fleet.arenas)
-            return made.copy() if isinstance(made, np.ndarray) else made
+            return owned(unpack(value, version.runtime.fleet.arenas))
         except (KeyError, ValueError):
-            if self.closed:
+            if version.runtime.closed:
                 raise SessionClosed("the session was closed while an output was being copied out") from None
             raise
 
-    def _piece(self, command: ev.Command) -> Heard:
-        """Copy what was heard at once: should the request fail, its memory is somebody else's before anyone looks."""
-        if isinstance(command, ev.OutputReady | ev.PieceReady):
-            return StreamedOutput(command.output, self._copy_out(command.value), isinstance(command, ev.OutputReady))
-        return command
 
-    def _abandon(self, request: int) -> None:
-        """Nobody waits for this request any more: withdraw it if it is open, and give its outputs back."""
-        self._runtime.tell(ev.Withdrawn(request))
-        self._runtime.tell(ev.Delivered(request))
+class _Asked:
+    """What a caller wants beside the inputs, checked as far as it can be without knowing the pipeline."""
+
+    __slots__ = ("deadline_ms", "outputs", "pieces", "priority", "sequence")
+
+    def __init__(
+        self,
+        outputs: Sequence[str] | None,
+        deadline_ms: float | None,
+        priority: int,
+        sequence: SequencePart | str | None,
+        pieces: bool = False,
+    ) -> None:
+        self.outputs = outputs
+        self.deadline_ms = deadline_ms
+        self.priority = priority if priority == 0 and type(priority) is int else _checked_priority(priority)
+        self.sequence = None if sequence is None else _checked_sequence(sequence)
+        self.pieces = pieces
 
 
 class _Waiting:
     """One caller waiting for one request: a lock that is released when the end comes."""
+
+    __slots__ = ("_end", "_latch")
 
     def __init__(self) -> None:
         self._end: ev.Command | None = None
@@ -240,7 +440,7 @@ class _Waiting:
         self._latch.acquire()
 
     def hear(self, command: ev.Command) -> None:
-        if isinstance(command, ev.Finish | ev.Fail | ev.Refuse):
+        if type(command) in ENDS:
             self._end = command
             self._latch.release()
 
@@ -251,10 +451,35 @@ class _Waiting:
         return self._end
 
 
-def _cache_dir() -> Path:
-    """Where compiled engines and the like are kept: the user's cache folder (XDG base directory specification)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "weftline"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "weftline"
+ENDS = frozenset({ev.Finish, ev.Fail, ev.Refuse})
+
+
+def _abandon(version: Version, request: int, dropped: bool) -> None:
+    """Nobody waits for this request any more: withdraw it if it is open, and give its outputs back.
+
+    dropped: this runs in a finalizer, where no lock may be waited for.
+    """
+    tell = version.runtime.tell_later if dropped else version.runtime.tell
+    tell(ev.Withdrawn(request), ev.Delivered(request))
+
+
+async def _pack_aside(version: Version, inputs: Mapping[str, Any]) -> dict[str, Packed]:
+    plain = all(isinstance(value, str | int | float | bool | np.ndarray | None) for value in inputs.values())
+    return version.intake.pack(inputs) if plain else await asyncio.to_thread(version.intake.pack, inputs)
+
+
+def _checked_priority(priority: object) -> int:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InputError(f"priority: found {type(priority).__name__}, expected a whole number")
+    if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
+        raise InputError(f"priority: found {priority}, expected -{PRIORITY_MAX} to {PRIORITY_MAX}")
+    return priority
+
+
+def _checked_sequence(sequence: object) -> SequencePart:
+    part = SequencePart(sequence) if isinstance(sequence, str) else sequence
+    if not isinstance(part, SequencePart) or not isinstance(part.id, str):
+        raise InputError(f"sequence: found {type(sequence).__name__}, expected an id, or a weftline.SequencePart")
+    if not 1 <= len(part.id) <= SEQUENCE_CHARS_MAX:
+        raise InputError(f"sequence: found an id of {len(part.id)} characters, expected 1 to {SEQUENCE_CHARS_MAX}")
+    return part

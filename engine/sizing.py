@@ -36,6 +36,7 @@ class OutputSizes:
                     where.setdefault(dim, (index, axis))
         rules = (_rule(port, output.type, where) for port, output in enumerate(step.outputs))
         self._rules = tuple(rule for rule in rules if rule is not None)
+        self.any = bool(self._rules)
 
     def item_bytes(self, items: Sequence[Item]) -> dict[int, int]:
         """Return the bytes of one item for every output port whose size is known and the same for all `items`."""

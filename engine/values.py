@@ -3,26 +3,29 @@
 `pack` turns a value into a Packed: kind, dtype, shape and a buffer, with nothing copied yet. Whoever owns memory then
 decides where the bytes go: inline, or into a block. `unpack` turns a received Value into what a node or a caller sees;
 arrays are views of the shared memory or of the message.
+
+A list is packed element by element. All of its bytes travel inline, or all of them lie side by side in one block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from weftline.engine.messages import Value
+from weftline.engine.packed import Packed
 from weftline.errors import StepError
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import fits, is_json
 from weftline.shm.arena import HostArena
-from weftline.shm.block import INLINE_BYTES_MAX, Place
 from weftline.shm.spec import ITEM_BYTES, STAND_INS, TensorSpec
 from weftline.shm.view import bytes_view, dtype_name, numpy_dtype, numpy_view
+
+__all__ = ["ARRAYS", "LIST_ITEMS_MAX", "Packed", "is_of", "live", "pack", "side_by_side", "stacked", "unpack"]
 
 ARRAYS: dict[str, tuple[str | None, int | None]] = {
     "tensor": (None, None),
@@ -30,6 +33,15 @@ ARRAYS: dict[str, tuple[str | None, int | None]] = {
     "audio": ("float32", 1),
 }
 """Kinds that are arrays, with the dtype and rank they have (None: whatever the port says)."""
+
+LIST_ITEMS_MAX = 65_536
+"""Longest list that may travel: each element costs some bytes of its message, wherever its own bytes are."""
+
+_HELD: dict[str, np.dtype[Any]] = {name: numpy_dtype(name) for name in ITEM_BYTES}
+_NAMES: dict[str, str] = {held.char: name for name, held in _HELD.items() if name not in STAND_INS}
+
+Known = Callable[[Any, PortType], Value | None]
+"""Where an element of a list lies already, if it does: it is then not packed again."""
 
 
 class _Found(msgspec.Struct, array_like=True):
@@ -41,43 +53,11 @@ class _Found(msgspec.Struct, array_like=True):
     classes: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A value ready to travel. `array` is set for tensors: contiguous, not copied; `data` for all other kinds."""
+def pack(value: Any, type: PortType, what: str, known: Known | None = None) -> Packed:
+    """Return `value` ready to travel on a port of `type`; StepError names `what` when it is not of that type.
 
-    kind: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    array: np.ndarray | None = None
-    data: bytes = b""
-
-    @property
-    def size_bytes(self) -> int:
-        return int(self.array.nbytes) if self.array is not None else len(self.data)
-
-    @property
-    def travels_inline(self) -> bool:
-        return self.size_bytes <= INLINE_BYTES_MAX
-
-    def inline(self) -> Value:
-        """Return the value with its bytes inside."""
-        data = self.array.tobytes() if self.array is not None else self.data
-        return Value(self.kind, self.dtype, self.shape, data)
-
-    def at(self, place: Place) -> Value:
-        """Return the value whose bytes lie at `place`."""
-        return Value(self.kind, self.dtype, self.shape, None, place)
-
-    def write(self, buffer: memoryview) -> None:
-        """Copy the bytes into `buffer`, which is exactly `size_bytes` long."""
-        if self.array is not None:
-            np.copyto(np.frombuffer(buffer, self.array.dtype).reshape(self.array.shape), self.array)
-        else:
-            buffer[:] = self.data
-
-
-def pack(value: Any, type: PortType, what: str) -> Packed:
-    """Return `value` ready to travel on a port of `type`; StepError names `what` when it is not of that type."""
+    known: of the elements of a list, says which need not be packed.
+    """
     kind = type.kind
     if kind in ARRAYS:
         return _pack_array(value, type, what)
@@ -90,6 +70,8 @@ def pack(value: Any, type: PortType, what: str) -> Packed:
     if kind == "bytes":
         _expect(isinstance(value, bytes | bytearray | memoryview), value, "bytes", what)
         return Packed(kind, data=bytes(value))
+    if kind == "list":
+        return _pack_list(value, type, what, known)
     if kind == "detections":
         _expect(isinstance(value, Detections), value, "Detections", what)
         return Packed(kind, data=_pack_detections(value))
@@ -106,23 +88,39 @@ def pack(value: Any, type: PortType, what: str) -> Packed:
 
 
 def unpack(value: Value, arenas: Mapping[int, HostArena]) -> Any:
-    """Return the Python value; arrays are read-only views, everything else is a copy. KeyError: unknown arena."""
-    if value.kind in ARRAYS:
-        spec = TensorSpec(value.dtype, value.shape)
-        if value.place is not None:
-            return numpy_view(arenas[value.place.arena], value.place, spec)
-        return np.frombuffer(value.data or b"", numpy_dtype(value.dtype)).reshape(value.shape)
-    data = bytes_view(arenas[value.place.arena], value.place) if value.place is not None else value.data or b""
-    if value.kind == "text":
-        return str(data, "utf-8")
-    if value.kind == "bytes":
-        return bytes(data)
-    if value.kind == "detections":
-        return _unpack_detections(data)
-    return msgspec.msgpack.decode(data)
+    """Return the Python value; arrays are read-only views, everything else is a copy. KeyError: unknown arena.
+
+    A value that is absent is None.
+    """
+    kind, place = value.kind, value.place
+    if kind in ARRAYS:
+        if place is not None:
+            return numpy_view(arenas[place.arena], place, TensorSpec(value.dtype, value.shape))
+        return _inline_array(value)
+    if kind == "list":
+        return [unpack(item, arenas) for item in value.items or ()]
+    if kind == "absent":
+        return None
+    return _decode(kind, bytes_view(arenas[place.arena], place) if place is not None else value.data or b"")
 
 
-def stacked(values: list[Value], arenas: Mapping[int, HostArena]) -> np.ndarray | None:
+def live(source: Value | Packed, arenas: Mapping[int, HostArena]) -> Any:
+    """Return what a reader in this process sees of a value, whether it travelled or was packed here.
+
+    Arrays are read-only views in both cases, everything else is a copy of its own.
+    """
+    if isinstance(source, Value):
+        return unpack(source, arenas)
+    if source.array is not None:
+        view = source.array.view()
+        view.flags.writeable = False
+        return view
+    if source.items is not None:
+        return [live(item, arenas) for item in source.items]
+    return _decode(source.kind, source.data)
+
+
+def stacked(values: Sequence[Value], arenas: Mapping[int, HostArena]) -> np.ndarray | None:
     """Return one array [items, ...] when the tensors lie side by side in one arena, else None."""
     first = values[0]
     if first.place is None:
@@ -139,30 +137,94 @@ def stacked(values: list[Value], arenas: Mapping[int, HostArena]) -> np.ndarray 
     return numpy_view(arenas[whole.arena], whole, TensorSpec(first.dtype, shape))
 
 
-def is_of(value: Value, type: PortType) -> bool:
+def side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return one read-only array [items, ...] when these are neighbours in the memory of one array, else None."""
+    first = arrays[0]
+    if first.base is None or not first.nbytes:
+        return None
+    at = _address(first)
+    for index, array in enumerate(arrays):
+        if array.base is not first.base or array.shape != first.shape or array.dtype != first.dtype:
+            return None
+        if not array.flags.c_contiguous or _address(array) != at + index * first.nbytes:
+            return None
+    whole = (len(arrays), *first.shape), (first.nbytes, *first.strides)
+    return np.lib.stride_tricks.as_strided(first, *whole, writeable=False)
+
+
+def is_of(value: Value | Packed, type: PortType) -> bool:
     """Whether a value that travelled here may go on, as it is, on a port of `type`."""
-    if type.kind == "any":
+    kind = type.kind
+    if kind == "any":
         return True
+    if kind != value.kind:
+        return False
+    if kind == "list":
+        return type.item is None or all(is_of(item, type.item) for item in value.items or ())
     dtype_fits = type.dtype is None or type.dtype == value.dtype
-    return type.kind == value.kind and dtype_fits and (type.dims is None or fits(type.dims, value.shape))
+    return dtype_fits and (type.dims is None or fits(type.dims, value.shape))
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _inline_array(value: Value) -> np.ndarray:
+    data = value.data or b""
+    array: np.ndarray = np.ndarray(value.shape, _HELD[value.dtype], data)
+    if array.nbytes != len(data):
+        raise ValueError(f"{value.dtype}{list(value.shape)} takes {array.nbytes} bytes, its message has {len(data)}")
+    return array
+
+
+def _decode(kind: str, data: bytes | memoryview) -> Any:
+    if kind == "text":
+        return str(data, "utf-8")
+    if kind == "bytes":
+        return bytes(data)
+    if kind == "detections":
+        return _unpack_detections(data)
+    return msgspec.msgpack.decode(data)
 
 
 def _pack_array(value: Any, type: PortType, what: str) -> Packed:
     dtype, rank = ARRAYS[type.kind] if type.kind != "tensor" else (type.dtype, None)
-    if not isinstance(value, np.ndarray) and hasattr(value, "detach"):
-        value, torch_dtype = _from_torch(value)
-        dtype = dtype or torch_dtype
-    _expect(isinstance(value, np.ndarray | np.generic), value, "an array", what)
-    array = np.ascontiguousarray(value) if np.ndim(value) else np.asarray(value)
+    if value.__class__ is not np.ndarray:
+        if not isinstance(value, np.ndarray) and hasattr(value, "detach"):
+            value, torch_dtype = _from_torch(value)
+            dtype = dtype or torch_dtype
+        _expect(isinstance(value, np.ndarray | np.generic), value, "an array", what)
+    array: np.ndarray = np.ascontiguousarray(value) if value.ndim else np.asarray(value)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    held = dtype if dtype in STAND_INS and array.dtype == numpy_dtype(dtype) else dtype_name(array.dtype)
+    if dtype in STAND_INS and array.dtype == _HELD[dtype]:
+        held = dtype
+    else:
+        held = _NAMES.get(array.dtype.char) or dtype_name(array.dtype)
+    shape, dims = array.shape, type.dims
     if held not in ITEM_BYTES or (dtype is not None and held != dtype):
-        raise StepError(f"{what}: found {held}{list(array.shape)}, expected {type}")
-    right = type.dims is None or fits(type.dims, array.shape)
-    if not right or (rank is not None and array.ndim != rank) or (type.kind == "image" and array.shape[-1] != 3):
-        raise StepError(f"{what}: found {held}{list(array.shape)}, expected {type}")
-    return Packed(type.kind, held, tuple(array.shape), array)
+        raise StepError(f"{what}: found {held}{list(shape)}, expected {type}")
+    if dims is None or (len(dims) == 1 == len(shape) and dims[0].__class__ is str):  # at once, what most ports say
+        right = True
+    else:
+        right = fits(dims, shape)
+    if not right or (rank is not None and array.ndim != rank) or (type.kind == "image" and shape[-1] != 3):
+        raise StepError(f"{what}: found {held}{list(shape)}, expected {type}")
+    return Packed(type.kind, held, shape, array)
+
+
+def _pack_list(value: Any, type: PortType, what: str, known: Known | None) -> Packed:
+    if hasattr(value, "detach") or (isinstance(value, np.ndarray) and value.ndim):
+        value = list(value) if type.item is None or type.item.kind in ARRAYS else value.tolist()
+    _expect(isinstance(value, list | tuple), value, f"a {type}", what)
+    if len(value) > LIST_ITEMS_MAX:
+        raise StepError(f"{what}: found a list of {len(value)} elements; the most is {LIST_ITEMS_MAX}")
+    item = type.item or PortType("json")
+    packed: list[Packed | Value] = []
+    for index, one in enumerate(value):
+        held = known(one, item) if known is not None else None
+        packed.append(pack(one, item, f"{what}[{index}]", known) if held is None else held)
+    return Packed("list", items=tuple(packed))
 
 
 def _from_torch(tensor: Any) -> tuple[np.ndarray, str]:

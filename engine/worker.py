@@ -13,35 +13,47 @@ import os
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from weftline.engine.chain import HostedChain
 from weftline.engine.channel import Channel, ChannelClosed
+from weftline.engine.digest import digest
+from weftline.engine.faults import failure
 from weftline.engine.hardening import harden
-from weftline.engine.hosting import HostedStep, Memory, failure
+from weftline.engine.hosting import HostedStep
+from weftline.engine.inbox import Inbox
+from weftline.engine.memory import Memory
 from weftline.engine.messages import (
     Attach,
     Cancel,
+    Chain,
     Close,
-    Done,
+    EndSequences,
+    Failure,
     Hello,
     Need,
     Open,
     OpenFailed,
+    Pause,
+    PieceOf,
     Pieces,
     Progress,
+    Quarantine,
     Ready,
+    Resume,
     Retire,
     Room,
     Run,
     StepToOpen,
     Submit,
+    Suspected,
     ToWorker,
-    decode_to_worker,
     encode,
 )
-from weftline.errors import LimitReached
+from weftline.engine.pulse import Pulse
+from weftline.engine.streaming import HostedStream
+from weftline.errors import LimitReached, StepError
 from weftline.nodes.catalog import resolve
 from weftline.nodes.contract import Node, OpenContext, StreamNode
 from weftline.pipelines.options import to_config
@@ -51,31 +63,46 @@ from weftline.shm.block import Block
 OWN_ARENA = -1
 """The key of the worker's own arena until the runtime tells its id in an Attach without a descriptor."""
 
+QUARANTINED = Failure("InputError", "this input killed its worker before; it is refused")
+
+_log = logging.getLogger(__name__)
+
 
 class Worker:
     """The loop of one worker process."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._inbox: deque[bytes] = deque()
-        self._steps: dict[int, HostedStep] = {}  # by index in the plan
+        self._inbox = Inbox(channel)
+        self._pulse = Pulse(channel)
+        self._nodes: dict[int, Node] = {}  # by index in the plan, as are those that hold them:
+        self._batches: dict[int, HostedStep] = {}
+        self._streams: dict[int, HostedStream] = {}
+        self._chains: dict[int, HostedChain] = {}
+        self._quarantined: dict[int, frozenset[bytes]] = {}  # by step; none is empty
         self._memory = Memory({}, OWN_ARENA, self._need)
         self._open = True
 
     def serve(self) -> None:
         """Take messages until told to close."""
+        inbox = self._inbox
         while self._open:
-            streaming = [index for index, step in self._steps.items() if _busy(step.node)]
-            if not self._inbox and (not streaming or self._channel.has_mail()):
-                self._inbox += self._channel.receive()
-            while self._inbox and self._open:
-                self._take(decode_to_worker(self._inbox.popleft()))
-            for index in streaming if self._open else ():
+            busy = [index for index, stream in self._streams.items() if stream.busy] if self._streams else None
+            if not busy:
+                if not inbox:
+                    inbox.wait_mail()
+                self._take(inbox.take())
+                continue
+            inbox.fetch()
+            while inbox and self._open:
+                self._take(inbox.take())
+            for index in busy if self._open else ():
                 self._round(index)
 
     def close(self) -> None:
-        for step in self._steps.values():
-            step.node.close()
+        self._pulse.stop()
+        for node in self._nodes.values():
+            node.close()
 
     def _take(self, message: ToWorker) -> None:
         match message:
@@ -84,8 +111,24 @@ class Worker:
             case Submit():
                 self._submit(message)
             case Cancel():
-                dropped = self._steps[message.step].cancel(message.items)
-                self._channel.send(encode(Pieces(message.step, dropped, 0.0)))
+                if message.step in self._streams:  # of batches the inbox has noted it
+                    dropped = self._streams[message.step].cancel(message.items)
+                    self._channel.send(encode(Pieces(message.step, dropped, 0.0)))
+            case Pause():
+                if message.step in self._streams:
+                    self._streams[message.step].pause(message.items)
+            case Resume():
+                if message.step in self._streams:
+                    self._streams[message.step].resume(message.items)
+            case EndSequences():
+                self._end_sequences(message)
+            case Chain():
+                steps = [self._batch_step(stage.step) for stage in message.stages]
+                self._chains[message.id] = HostedChain(message, steps)
+            case Quarantine():
+                self._quarantined.pop(message.step, None)
+                if message.digests:
+                    self._quarantined[message.step] = frozenset(message.digests)
             case Attach():
                 self._attach(message)
             case Retire():
@@ -117,26 +160,31 @@ class Worker:
         self._memory.arenas[OWN_ARENA] = arena
         self._channel.send(encode(Hello(os.getpid(), arena.size_bytes)), arena.fd)
         opened: dict[str, float] = {}
+        warm: dict[str, float] = {}
         for step in message.steps:
             started = time.perf_counter()
             try:
-                node = self._open_node(step, message)
+                node = self._nodes[step.index] = self._open_node(step, message, warm)
+                if isinstance(node, StreamNode):
+                    self._streams[step.index] = HostedStream(step, node, self._memory)
+                else:
+                    self._batches[step.index] = HostedStep(step, node, self._memory, self._inbox.cancels)
             except Exception as error:
                 logging.exception("step %s could not be opened", step.name)
                 self._channel.send(encode(OpenFailed(step.name, failure(error))))
                 self._open = False
                 return
-            self._steps[step.index] = HostedStep(step, node, self._memory)
             opened[step.name] = (time.perf_counter() - started) * 1000
         gc.collect()
         gc.freeze()  # what the frameworks brought stays; looking through it again and again would cost milliseconds
-        self._channel.send(encode(Ready(opened)))
+        self._channel.send(encode(Ready(opened, warm)))
+        self._pulse.start()
 
-    def _open_node(self, step: StepToOpen, message: Open) -> Node:
+    def _open_node(self, step: StepToOpen, message: Open, warm: dict[str, float]) -> Node:
         def progress(phrase: str, fraction: float) -> None:
             self._channel.send(encode(Progress(step.name, phrase, fraction)))
 
-        base_dir = Path(message.base_dir)
+        base_dir = Path(step.base_dir or message.base_dir)
         node_class = resolve(step.node, base_dir)
         node = node_class(to_config(node_class, step.options))
         progress("opening", 0.0)
@@ -144,54 +192,74 @@ class Worker:
             OpenContext(base_dir, step.device, message.threads, step.items_max, Path(message.cache_dir), progress)
         )
         progress("warming up", 0.9)
+        started = time.perf_counter()
         node.warm_up()
+        if type(node).warm_up is not Node.warm_up:
+            warm[step.name] = (time.perf_counter() - started) * 1000
         progress("ready", 1.0)
         return node
 
     # working
 
+    def _batch_step(self, index: int) -> HostedStep:
+        if index not in self._batches:
+            raise StepError(f"step {index} of this worker takes no batches")
+        return self._batches[index]
+
     def _run(self, message: Run) -> None:
-        step = self._steps[message.step]
-        step.copied_bytes = 0
-        results, run_ms, batches = step.run(message)
-        self._channel.send(encode(Done(message.dispatch, results, run_ms, batches, step.copied_bytes)))
+        self._inbox.begin(message)
+        refused = self._screen(message) if message.suspect or self._quarantined else {}
+        runner = self._chains[message.chain] if message.chain else self._batches[message.step]
+        done = runner.run(message, refused)
+        self._inbox.end()
+        self._channel.send(encode(done))
+
+    def _screen(self, message: Run) -> dict[int, Failure]:
+        """Say what a suspect dispatch is made of; return the failures of the items that are refused, by position."""
+        listed = self._quarantined.get(message.step, frozenset())
+        if not listed and not message.suspect:
+            return {}
+        digests = tuple(digest(item.inputs, self._memory.arenas) for item in message.items)
+        if message.suspect:
+            self._channel.send(encode(Suspected(message.dispatch, digests)))
+        return {position: QUARANTINED for position, one in enumerate(digests) if one in listed}
 
     def _submit(self, message: Submit) -> None:
-        step = self._steps[message.step]
-        refused = [piece for item in message.items if (piece := step.submit(item)) is not None]
+        stream = self._streams.get(message.step)
+        no_stream = Failure("StepError", "this step does not stream")
+        pieces = [
+            stream.submit(item) if stream is not None else PieceOf(item.id, {}, True, no_stream)
+            for item in message.items
+        ]
+        refused = [piece for piece in pieces if piece is not None]
         if refused:
             self._channel.send(encode(Pieces(message.step, tuple(refused), 0.0)))
 
     def _round(self, index: int) -> None:
-        step = self._steps[index]
-        node = step.node
-        if not isinstance(node, StreamNode) or not node.busy:
+        stream = self._streams[index]
+        if not stream.busy:
             return
         started = time.perf_counter()
-        step.copied_bytes = 0
-        pieces = step.round()
+        pieces = stream.round()
         run_ms = (time.perf_counter() - started) * 1000
         if pieces:
-            self._channel.send(encode(Pieces(index, tuple(pieces), run_ms, step.copied_bytes)))
+            self._channel.send(encode(Pieces(index, tuple(pieces), run_ms, self._memory.copied_bytes)))
+
+    def _end_sequences(self, message: EndSequences) -> None:
+        node = self._nodes[message.step]
+        for sequence in message.sequences:
+            try:
+                node.end_sequence(sequence)
+            except Exception:
+                _log.exception("step %d: the node could not end sequence %.128s", message.step, sequence)
 
     def _need(self, sizes: Sequence[int]) -> Sequence[Block]:
-        """Ask the runtime for blocks and wait for them; other messages that come first are kept for later."""
+        """Ask the runtime for blocks and wait for them."""
         self._channel.send(encode(Need(tuple(sizes))))
-        room: Room | None = None
-        while room is None:
-            for body in self._channel.receive():
-                message = decode_to_worker(body)
-                if isinstance(message, Room):
-                    room = message
-                else:
-                    self._inbox.append(body)
+        room = self._inbox.wait_room()
         if room.refused:
             raise LimitReached(room.refused)
         return room.blocks
-
-
-def _busy(node: Node) -> bool:
-    return isinstance(node, StreamNode) and node.busy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,8 @@
     str -> text    bytes -> bytes    dict, list, float, int, bool, Any -> json    np.ndarray, torch.Tensor -> tensor
     Detections -> detections         "image", "audio", "float32[C, 32, 32]" ... -> that port type
     Annotated[np.ndarray, "float32[C, 32, 32]"] -> that port type, for those who run a type checker
+    "list[image]", list["image"], Annotated[list, "list[image]"] -> list[image]: a Python list of pictures
+    list[bytes], list[np.ndarray], list[Detections] -> a list of these; a list of anything else is json
     X | None, Optional[X] -> X
 
 A parameter with a default is an input that may be left unwired. The return annotation is one output named `output`, or
@@ -14,7 +16,7 @@ from __future__ import annotations
 import ast
 
 from weftline.nodes.contract import ConfigError
-from weftline.nodes.ports import Port, Ports, PortType
+from weftline.nodes.ports import Port, Ports, PortType, list_of
 
 SINGLE = "output"
 """Name of the output port of a function whose return annotation is not a dict."""
@@ -24,6 +26,10 @@ _KINDS = {
     "dict": "json", "list": "json", "float": "json", "int": "json", "bool": "json",
     "Dict": "json", "List": "json", "Mapping": "json", "Sequence": "json",
 }  # fmt: skip
+
+_LISTS = ("list", "List", "Sequence")
+_IN_JSON = ("json", "text")
+"""Elements of these kinds make a list that is json, unless the list is written as a port type."""
 
 _FIX = 'annotate it, as in: def {name}(photo: "image", text: str, x: "float32[3, H, W]") -> {{"label": "text"}}'
 
@@ -93,19 +99,35 @@ class _Reader:
             sides = [side for side in (annotation.left, annotation.right) if not _is_none(side)]
             if len(sides) == 1:
                 return self._type(sides[0], what)
-        name = annotation.attr if isinstance(annotation, ast.Attribute) else getattr(annotation, "id", None)
+        name = _name(annotation)
         if name in _KINDS:
             return PortType.parse(_KINDS[name])
         raise self.error(f"has a type for {what} that is no port type: {ast.unparse(annotation):.80}", self._known())
 
     def _subscript(self, annotation: ast.Subscript, what: str) -> PortType:
-        name = getattr(annotation.value, "attr", None) or getattr(annotation.value, "id", None)
+        name = _name(annotation.value)
+        if name in _LISTS:
+            element = self._element(annotation.slice, what)
+            return PortType("json") if element is None else list_of(element)
         if name == "Optional":
             return self._type(annotation.slice, what)
         if name == "Annotated" and isinstance(annotation.slice, ast.Tuple):
             written = [part for part in annotation.slice.elts[1:] if isinstance(part, ast.Constant)]
             return self._type(written[0] if written else annotation.slice.elts[0], what)
         return self._type(annotation.value, what)
+
+    def _element(self, node: ast.expr, what: str) -> PortType | None:
+        """Return what a list holds that is written `list[node]`; None when the list is json."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.strip() not in _KINDS:
+            return self._written(node.value, what)
+        if isinstance(node, ast.Subscript) and _name(node.value) in _LISTS:
+            inner = self._element(node.slice, what)
+            return None if inner is None else list_of(inner)
+        if isinstance(node, ast.Subscript) and _name(node.value) == "Annotated":
+            return self._subscript(node, what)
+        name = node.value.strip() if isinstance(node, ast.Constant) and isinstance(node.value, str) else _name(node)
+        kind = _KINDS.get(name or "", "json")
+        return None if kind in _IN_JSON else PortType.parse(kind)
 
     def _written(self, text: str, what: str) -> PortType:
         """Read a string: a port type first, else the name of a Python type in quotes."""
@@ -118,7 +140,14 @@ class _Reader:
 
     @staticmethod
     def _known() -> str:
-        return 'str, bytes, dict, list, float, int, bool, Any, or a port type in quotes such as "image"'
+        return (
+            'str, bytes, dict, list, float, int, bool, Any, or a port type in quotes such as "image" or "list[image]"'
+        )
+
+
+def _name(node: ast.expr) -> str | None:
+    """Return the last part of a name such as `ndarray` or `np.ndarray`; None for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
 
 
 def _is_none(node: ast.expr) -> bool:

@@ -23,13 +23,18 @@ CATALOG: Mapping[str, str] = {
     "onnx": "weftline.nodes.onnx:Onnx",
     "whisper": "weftline.nodes.whisper:Whisper",
     "yolo": "weftline.nodes.yolo:Yolo",
+    "crop": "weftline.nodes.crop:Crop",
     "classify": "weftline.nodes.classify:Classify",
     "embed": "weftline.nodes.embed:Embed",
     "template": "weftline.nodes.template:Template",
     "guardrail": "weftline.nodes.guardrail:Guardrail",
     "llm": "weftline.engine.llm.node:Llm",
+    "first": "weftline.nodes.control:First",
+    "switch": "weftline.nodes.control:Switch",
     "echo": "weftline.nodes.fakes:Echo",
     "fail": "weftline.nodes.fakes:Fail",
+    "remember": "weftline.nodes.fakes:Remember",
+    "trickle": "weftline.nodes.fakes:Trickle",
 }
 """Dotted path of each built-in node by the name used in pipelines."""
 

@@ -28,7 +28,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weftline.nodes.ports import Ports
+from weftline.nodes.ports import Ports, PortType
+from weftline.nodes.urgency import USUAL, Urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,12 @@ class StepContext:
 
     base_dir: the folder that relative paths in the pipeline file are relative to.
     wired:    the names of the input ports that the step connects, for nodes whose inputs are whatever is wired.
+    types:    what their wires give, by port, as far as it is known.
     """
 
     base_dir: Path
     wired: tuple[str, ...] = ()
+    types: Mapping[str, PortType] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,13 @@ class Batch:
     `batch.room("y", dtype, shape)` is a writable array [items, ...] inside the shared memory where the output will be
     read from: write the result there and return that same array, and nothing is copied. It returns None when no room
     was set aside; return any array then.
+    `batch.cancelled(2)` says whether the request of the third item is gone; a long call may ask now and then, and leave
+    that item's work undone: any value will do for it.
+    `batch.lengths("x")` are the items' true sizes along a padded axis of `x`, where the step pads (`batch.pad`).
+    `batch.urgency(2)` is what the third item brings along: priority, time left, and its place in a sequence.
     """
 
-    __slots__ = ("_room", "_stacked", "_values", "ids")
+    __slots__ = ("_cancelled", "_lengths", "_room", "_stacked", "_urgency", "_values", "ids")
 
     def __init__(
         self,
@@ -86,8 +93,14 @@ class Batch:
         ids: Sequence[int] = (),
         stacked: Callable[[str], np.ndarray | None] | None = None,
         room: Callable[[str, str, tuple[int, ...]], np.ndarray | None] | None = None,
+        cancelled: Callable[[int], bool] | None = None,
+        lengths: Mapping[str, Sequence[int]] | None = None,
+        urgency: Sequence[Urgency] = (),
     ) -> None:
         self._values = values
+        self._cancelled = cancelled
+        self._lengths = lengths or {}
+        self._urgency = urgency
         self.ids = tuple(ids) or tuple(range(len(next(iter(values.values()), ()))))
         self._stacked = stacked
         self._room = room
@@ -119,6 +132,18 @@ class Batch:
         """Return where to write output `port`, an array [items, *shape] of `dtype`, or None when there is no room."""
         return self._room(port, dtype, shape) if self._room else None
 
+    def cancelled(self, position: int) -> bool:
+        """Whether the item at `position` belongs to a request that is gone; looks for news when it is called."""
+        return self._cancelled(self.ids[position]) if self._cancelled else False
+
+    def lengths(self, port: str) -> Sequence[int]:
+        """Return each item's true size along the padded axis of `port`; KeyError when the step does not pad it."""
+        return self._lengths[port]
+
+    def urgency(self, position: int) -> Urgency:
+        """Return what the item at `position` brings along from its request."""
+        return self._urgency[position] if self._urgency else USUAL
+
 
 Outputs = Mapping[str, Sequence[Any] | np.ndarray]
 """What `run` returns: for every output port one value per item. A value may be an exception: that item fails alone."""
@@ -134,6 +159,8 @@ class Node(ABC):
     heavy:          it computes for long stretches and wants cores of its own.
     mutates_inputs: it writes into its input arrays, so it is given private copies.
     batch_default:  (items_max, wait_max_ms) when the step does not say.
+    idempotent:     running it twice for one item does no harm; what a step says with `idempotent:` goes before it.
+    stateful:       it remembers between the requests of a sequence; see Batch.urgency and end_sequence.
     """
 
     Config: ClassVar[type[Any]] = NoConfig
@@ -141,6 +168,8 @@ class Node(ABC):
     heavy: ClassVar[bool] = False
     mutates_inputs: ClassVar[bool] = False
     batch_default: ClassVar[tuple[int, float]] = (1, 0.0)
+    idempotent: ClassVar[bool] = True
+    stateful: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -161,6 +190,9 @@ class Node(ABC):
 
     def close(self) -> None:
         """Give back what `open` took."""
+
+    def end_sequence(self, id: str) -> None:
+        """Forget a sequence: its last request was answered, it was idle for too long, or its caller gave up."""
 
 
 class BatchNode(Node):
@@ -193,12 +225,18 @@ class StreamNode(Node):
     """A node that holds many items at once and answers them piece by piece, such as an LLM."""
 
     @abstractmethod
-    def submit(self, item: int, inputs: Mapping[str, Any]) -> None:
+    def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
         """Take an item; its answer, or why it is refused, comes out of later rounds."""
 
     @abstractmethod
     def cancel(self, item: int) -> None:
         """Drop an item; unknown and finished ones are ignored, and no further piece of it comes."""
+
+    def pause(self, item: int) -> None:
+        """Produce nothing more of an item until `resume`: its reader is slow. Nodes that cannot may ignore it."""
+
+    def resume(self, item: int) -> None:
+        """Go on with a paused item."""
 
     @abstractmethod
     def round(self) -> Sequence[Piece]:

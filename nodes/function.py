@@ -6,7 +6,13 @@ Its ports are read from its annotations, out of the source text: checking a pipe
     def split(text: str) -> {"first": "text", "rest": "text"}: ...             # two outputs
     def scale(x: Annotated[np.ndarray, "float32[C, 32, 32]"]) -> "float32[C, 32, 32]": ...
 
-A class works too: it is made once, when the node opens, and its `__call__` is the function.
+A parameter with a default takes it when its input is not wired, and for an item whose value is absent because the step
+that would have given it was skipped. Inside, `weftline.current()` says whether the item was cancelled, how urgent it is
+and which sequence it belongs to.
+
+A class works too: it is made once, when the node opens, and its `__call__` is the function. It may remember between the
+requests of a sequence: say so with `sequence: {}` on the step, keep what you like by `weftline.current().sequence.id`,
+and forget it in a method `end_sequence(self, id)`, which is called when the sequence is over.
 """
 
 from __future__ import annotations
@@ -15,12 +21,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from weftline.errors import ModelError, StepError
 from weftline.nodes.annotations import SINGLE, read_ports
 from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
+from weftline.nodes.current import SCOPE, Scope
+from weftline.nodes.detections import Detections
 from weftline.nodes.ports import Port, Ports
 from weftline.nodes.user_code import definition, load, locate
 from weftline.nodes.values import describe, mismatch
+
+_HELD_LATER: Mapping[str, tuple[type[Any], ...]] = {
+    "text": (str,), "bytes": (bytes, bytearray, memoryview), "json": (object,), "any": (object,),
+    "tensor": (np.ndarray,), "image": (np.ndarray,), "audio": (np.ndarray,), "list": (list, tuple, np.ndarray),
+    "detections": (Detections,),
+}  # fmt: skip
+"""Values of these classes are held to their port's type by the worker that passes them on; twice would cost time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +45,9 @@ class FunctionConfig:
     """Options of `function`.
 
     function: what to call: 'file.py:name' relative to the pipeline file, or 'package.module:name'.
-    batched:  the function takes a list for every parameter, one value per item, and returns a list (or, with several
-              outputs, a dict of lists). Otherwise it is called item by item, and one item's exception fails it alone.
+    batched:  the function takes a list for every parameter, one value per item (None where it is absent), and returns a
+              list (or, with several outputs, a dict of lists). Otherwise it is called item by item, and one item's
+              exception fails it alone.
     """
 
     function: str
@@ -44,6 +62,9 @@ class Function(BatchNode):
 
     _call: Callable[..., Any]
     _outputs: tuple[Port, ...]
+    _names: list[str]  # of the outputs
+    _defaults: frozenset[str]  # inputs that the function can do without
+    _held_later: tuple[type[Any], ...]  # of the one output; none with several
 
     @classmethod
     def ports(cls, config: FunctionConfig, step: StepContext) -> Ports:
@@ -51,7 +72,13 @@ class Function(BatchNode):
         return read_ports(definition(source, "function"), source.path.name, "function")
 
     def open(self, context: OpenContext) -> None:
-        self._outputs = self.ports(self.config, StepContext(context.base_dir)).outputs
+        ports = self.ports(self.config, StepContext(context.base_dir))
+        self._outputs = ports.outputs
+        self._defaults = frozenset(port.name for port in ports.inputs if port.optional)
+        self._names = [port.name for port in ports.outputs]
+        self._name_set = frozenset(self._names)
+        self._outputs_held_later = [(port, _HELD_LATER[port.type.kind]) for port in ports.outputs]
+        self._held_later = self._outputs_held_later[0][1] if self._names == [SINGLE] else ()
         found = load(self.config.function, context.base_dir, "function")
         try:
             call = found() if isinstance(found, type) else found
@@ -62,37 +89,79 @@ class Function(BatchNode):
         self._call = call
 
     def run(self, batch: Batch) -> Outputs:
-        if self.config.batched:
-            return self._together(self._call(**{name: list(batch[name]) for name in batch.ports}), len(batch))
-        answers = [self._alone({name: batch[name][place] for name in batch.ports}) for place in range(len(batch))]
+        scope = Scope(batch)
+        token = SCOPE.set(scope)
+        try:
+            return self._together(batch) if self.config.batched else self._one_by_one(batch, scope)
+        finally:
+            SCOPE.reset(token)
+
+    def end_sequence(self, id: str) -> None:
+        forget = getattr(self._call, "end_sequence", None)
+        if forget is not None:
+            forget(id)
+
+    def _one_by_one(self, batch: Batch, scope: Scope) -> Outputs:
+        names = batch.ports
+        columns = [(name, batch[name]) for name in names]
+        sparse = not self._defaults.isdisjoint(names)
+        call, held_later = self._call, self._held_later
+        answers: list[Any] = []
+        for place in range(len(batch)):
+            scope.place = place
+            inputs = {name: column[place] for name, column in columns}
+            if sparse:
+                inputs = {name: value for name, value in inputs.items() if not self._falls_back(name, value)}
+            try:
+                answer = call(**inputs)
+                answers.append(answer if isinstance(answer, held_later) else self._apart(answer))
+            except Exception as error:
+                answers.append(error)
+        if held_later:
+            return {SINGLE: answers}
         return {
             port.name: [answer if isinstance(answer, Exception) else answer[place] for answer in answers]
             for place, port in enumerate(self._outputs)
         }
 
-    def _alone(self, inputs: Mapping[str, Any]) -> list[Any] | Exception:
-        """Return one item's checked value for each output port, in port order, or why it failed."""
-        try:
-            answer = self._by_name(self._call(**inputs))
-            return [_checked(port, answer[port.name]) for port in self._outputs]
-        except Exception as error:
-            return error
+    def _apart(self, answer: Any) -> Any:
+        """Return one item's checked value for each output port, in port order; of a single one, the value itself."""
+        by_name = self._by_name(answer)
+        values = [
+            value if isinstance(value := by_name[port.name], held_later) else _checked(port, value)
+            for port, held_later in self._outputs_held_later
+        ]
+        return values[0] if self._held_later else values
 
-    def _together(self, answer: Any, items: int) -> Outputs:
+    def _falls_back(self, name: str, value: Any) -> bool:
+        return value is None and name in self._defaults
+
+    def _together(self, batch: Batch) -> Outputs:
+        columns = {name: list(batch[name]) for name in batch.ports}
+        inputs = {
+            name: column
+            for name, column in columns.items()
+            if not all(self._falls_back(name, value) for value in column)
+        }
+        return self._listed(self._call(**inputs), len(batch))
+
+    def _listed(self, answer: Any, items: int) -> Outputs:
         lists = self._by_name(answer)
         for name, values in lists.items():
             if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or len(values) != items:
                 raise StepError(f"the function was given {items} items; its answer for {name} is no list of {items}")
-        return {port.name: [_tried(port, value) for value in lists[port.name]] for port in self._outputs}
+        return {
+            port.name: [value if isinstance(value, held_later) else _tried(port, value) for value in lists[port.name]]
+            for port, held_later in self._outputs_held_later
+        }
 
     def _by_name(self, answer: Any) -> Mapping[str, Any]:
         """Return the function's answer as a mapping of output port to value."""
-        wanted = [port.name for port in self._outputs]
-        if wanted == [SINGLE]:
+        if self._names == [SINGLE]:
             return {SINGLE: answer}
-        if not isinstance(answer, Mapping) or set(answer) != set(wanted):
+        if not isinstance(answer, Mapping) or answer.keys() != self._name_set:
             found = f"a dict of {sorted(map(str, answer))}" if isinstance(answer, Mapping) else describe(answer)
-            raise StepError(f"the function returned {found}; its annotation promises a dict of {wanted}")
+            raise StepError(f"the function returned {found}; its annotation promises a dict of {self._names}")
         return answer
 
 

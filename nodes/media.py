@@ -22,7 +22,7 @@ from weftline.nodes.audio import decode_audio
 from weftline.nodes.image import decode_image
 from weftline.nodes.ports import PortType
 from weftline.nodes.tensor_input import to_tensor
-from weftline.nodes.values import describe, mismatch
+from weftline.nodes.values import array_dtype, describe, mismatch
 
 __all__ = ["MediaLimits", "decode_audio", "decode_image", "to_value"]
 
@@ -52,9 +52,12 @@ def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> A
     json:   any json value (a str is itself one), or bytes or a file that hold json.
     bytes:  bytes, or a file.
     tensor: an array of the stated dtype, a number or nested lists, or bytes or a file in NumPy's .npy format.
+    list:   a list or tuple of such values, or an array of them stacked; gives a list. The limits hold for each element.
 
     A path is a pathlib.Path; for images and audio a str is one too. An array that already is right comes back itself.
     """
+    if type.kind == "list":
+        return _list(type, raw, limits)
     if isinstance(raw, str) and type.kind in ("image", "audio"):
         raw = Path(raw)
     if isinstance(raw, Path):
@@ -64,6 +67,25 @@ def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> A
     if isinstance(raw, bytes | str) and len(raw) > limits.bytes_max:
         raise InputError(f"{len(raw)} bytes; the limit is {limits.bytes_max}")
     return _CONVERT.get(type.kind, _as_it_is)(type, raw, limits)
+
+
+_STACKED_DIMS: dict[str, tuple[int, ...]] = {"image": (4,), "audio": (2,), "tensor": tuple(range(1, 65))}
+"""How many dims an array has that is a list of these: one more than its elements."""
+
+
+def _list(type: PortType, raw: Any, limits: MediaLimits) -> list[Any]:
+    item = type.item or PortType("any")
+    if array_dtype(raw) is not None and len(raw.shape) in _STACKED_DIMS.get(item.kind, ()):
+        raw = list(raw)
+    if not isinstance(raw, list | tuple):
+        raise InputError(f"wants {type} (a list), got {describe(raw)}")
+    values = []
+    for place, one in enumerate(raw):
+        try:
+            values.append(to_value(item, one, limits))
+        except InputError as error:
+            raise InputError(f"element {place}: {error}") from None
+    return values
 
 
 def _read_file(path: Path, limits: MediaLimits) -> bytes:

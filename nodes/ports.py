@@ -1,8 +1,9 @@
 """Typed ports: what a node takes and gives, written the way people write it.
 
-A port type is a word (`text`, `json`, `bytes`, `image`, `audio`, `detections`, `any`) or a tensor such as
-`float32[C, 32, 32]`. It describes ONE item: the batch axis is never part of it. A name stands for a size that is the
-same wherever it occurs in one step's ports; `?` is a size nobody needs to know; `tensor` alone is any tensor.
+A port type is a word (`text`, `json`, `bytes`, `image`, `audio`, `detections`, `any`), a tensor such as
+`float32[C, 32, 32]`, or a list of one of them, such as `list[image]`. It describes ONE item: the batch axis is never
+part of it. A name stands for a size that is the same wherever it occurs in one step's ports; `?` is a size nobody needs
+to know; `tensor` alone is any tensor.
 
 What travels for each kind, as a node sees it:
 
@@ -13,6 +14,7 @@ What travels for each kind, as a node sees it:
     image        uint8[H, W, 3] numpy array, RGB
     audio        float32[samples] numpy array, mono, 16 kHz, -1 to 1
     detections   nodes.detections.Detections
+    list[T]      list of values of type T, such as list[image]; what a `map:` step takes and gives
     any          whatever the wired output gives; an input that takes every type, as a template's do
 """
 
@@ -27,6 +29,9 @@ KINDS = ("tensor", "text", "json", "bytes", "image", "audio", "detections", "any
 AUDIO_HZ = 16_000
 """Sample rate of every `audio` value, in samples a second: what Whisper was trained on."""
 
+LIST_DEPTH_MAX = 4
+"""Deepest nesting of lists in a type."""
+
 Dim = int | str
 """A size, a name for a size, or '?' for any size."""
 
@@ -38,16 +43,20 @@ _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 class PortType:
     """The type of one item on a port.
 
-    kind:  one of KINDS.
+    kind:  one of KINDS, or 'list'.
     dtype: for a tensor, its dtype, or None for any.
     dims:  for a tensor, its sizes, or None for any rank.
+    item:  for a list, the type of its elements.
     """
 
     kind: str
     dtype: str | None = None
     dims: tuple[Dim, ...] | None = None
+    item: PortType | None = None
 
     def __str__(self) -> str:
+        if self.kind == "list":
+            return f"list[{self.item}]"
         if self.kind != "tensor":
             return self.kind
         if self.dtype is None:
@@ -63,14 +72,23 @@ class PortType:
         if text in ITEM_BYTES:
             return cls("tensor", text)
         match = _TENSOR.match(text)
+        if match and match[1] == "list":
+            if text.count("list[") > LIST_DEPTH_MAX:
+                raise ValueError(f"{text!r:.60}: lists are at most {LIST_DEPTH_MAX} deep")
+            return list_of(cls.parse(match[2]))
         if not match:
-            known = f"types are {', '.join(KINDS)}, or a tensor like float32[3, H, W]"
+            known = f"types are {', '.join(KINDS)}, a tensor like float32[3, H, W], or a list like list[image]"
             raise ValueError(f"{text!r:.60} is no port type; {known}")
         dtype, inside = match.groups()
         if dtype not in ITEM_BYTES:
             raise ValueError(f"unknown dtype {dtype!r:.40} in {text!r:.60}; known: {', '.join(ITEM_BYTES)}")
         dims = tuple(_parse_dim(part.strip(), text) for part in inside.split(",")) if inside.strip() else ()
         return cls("tensor", dtype, dims)
+
+
+def list_of(type: PortType) -> PortType:
+    """Return the type of a list whose elements are of `type`."""
+    return PortType("list", item=type)
 
 
 def _parse_dim(part: str, text: str) -> Dim:

@@ -19,10 +19,24 @@ JSON_DEPTH_MAX = 64
 def mismatch(type: PortType, value: Any) -> str:
     """Return why `value` is no value of `type`, such as 'wants text (a str), got nothing'; '' when it is one.
 
+    A list is a Python list or tuple, and the first of its elements that is wrong is named.
+
     Named sizes of a tensor are not compared with other ports: one value is looked at, alone.
     """
+    if type.kind == "list":
+        return _list_mismatch(type, value)
     right = _is_tensor(type, value) if type.kind == "tensor" else _CHECKS[type.kind](value)
     return "" if right else f"wants {_MEANS.get(type.kind, type)}, got {describe(value)}"
+
+
+def _list_mismatch(type: PortType, value: Any) -> str:
+    if not isinstance(value, list | tuple):
+        return f"wants {type} (a list), got {describe(value)}"
+    for place, element in enumerate(value):
+        wrong = mismatch(type.item or PortType("any"), element)
+        if wrong:
+            return f"is a list whose element {place} {wrong}"
+    return ""
 
 
 def _is_tensor(type: PortType, value: Any) -> bool:

@@ -7,7 +7,8 @@
     pipeline = p.build()
 
 A wire is what `input` returns, or an attribute of what `step` returns. A keyword of `step` whose value is a wire is an
-input port; any other is an option of the node. Problems name the line of the call.
+input port; any other is an option of the node. `constant(224)` is a wire that always carries the same. Problems name
+the line of the call.
 """
 
 from __future__ import annotations
@@ -15,40 +16,25 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from weftline.errors import Problem
-from weftline.nodes.catalog import CATALOG
 from weftline.nodes.contract import Node
+from weftline.pipelines.condition import Condition
 from weftline.pipelines.document import Document
-from weftline.pipelines.graph import Pipeline, Wire
+from weftline.pipelines.graph import Pipeline
+from weftline.pipelines.handles import ConstantWire, StepHandle, constant
 from weftline.pipelines.load import to_pipeline
+from weftline.pipelines.node_names import owners, reference
 from weftline.pipelines.options import plain
-from weftline.pipelines.policy import BatchPolicy, Limits, Slo
+from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.wire import Wire
 from weftline.pipelines.written import changed_fields, to_yaml
 
-
-class StepHandle:
-    """A step of a pipeline that is being built: `see.detections`, or `see["detections"]`, is a wire."""
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, port: str) -> Wire:
-        if port.startswith("__"):
-            raise AttributeError(port)
-        return Wire(self._name, port)
-
-    def __getitem__(self, port: str) -> Wire:
-        return Wire(self._name, port)
-
-    def __str__(self) -> str:
-        return self._name
+__all__ = ["Builder", "ConstantWire", "StepHandle", "constant"]
 
 
 class Builder:
@@ -87,58 +73,98 @@ class Builder:
         seconds_max: float | None = None,
         pixels_max: int | None = None,
         bytes_max: int | None = None,
+        default: Any = None,
+        optional: bool = False,
     ) -> Wire:
-        """Declare an input of the pipeline and return its wire."""
-        limits = {"seconds_max": seconds_max, "pixels_max": pixels_max, "bytes_max": bytes_max}
-        entry = {"type": type, "about": about} | {key: value for key, value in limits.items() if value is not None}
-        self._put("inputs", name, entry)
+        """Declare an input of the pipeline and return its wire.
+
+        default:  what it is when a request leaves it out.
+        optional: a request may leave it out; without a default it is then absent.
+        """
+        more = {"seconds_max": seconds_max, "pixels_max": pixels_max, "bytes_max": bytes_max}
+        more["default"] = self._plain(f"inputs.{name}.default", default)
+        entry = {"type": type, "about": about, "optional": optional}
+        self._put("inputs", name, entry | {key: value for key, value in more.items() if value is not None})
         return Wire(None, name)
+
+    def constant(self, value: Any) -> ConstantWire:
+        """Return a wire that always carries `value`."""
+        return constant(value)
 
     def step(
         self,
         name: str,
-        node: str | type[Node] | Any,
+        node: str | type[Node] | Any = None,
         /,
         *,
+        pipeline: str | Path | None = None,
         inputs: Mapping[str, Wire] | None = None,
+        when: str | Condition | None = None,
         batch: BatchPolicy | Mapping[str, Any] | None = None,
+        map: str | Sequence[str] = (),
+        retry: int | Retry | Mapping[str, Any] | None = None,
+        timeout_ms: float | None = None,
+        fallback: str | StepHandle | Mapping[str, Any] | None = None,
+        idempotent: bool | None = None,
+        sequence: SequencePolicy | Mapping[str, Any] | None = None,
         worker: str | None = None,
-        instances: int = 1,
+        instances: int | Mapping[str, int] = 1,
         device: str = "auto",
         run_max_ms: float | None = None,
         **given: Any,
     ) -> StepHandle:
         """Add a step and return it; its attributes are its output ports.
 
-        node:   a reference as in YAML, a node class, or a Config of one (`Yolo.Config(model=...)`).
-        inputs: wires of ports whose names are no Python names; otherwise write them as keywords.
-        given:  a wire is an input port, anything else an option of the node.
+        node:     a reference as in YAML, a node class, or a Config of one (`Yolo.Config(model=...)`).
+        pipeline: instead of a node, a pipeline file that is run as this step.
+        inputs:   wires of ports whose names are no Python names; otherwise write them as keywords.
+        fallback: a step, its name, or constants by output port.
+        given:    a wire is an input port, anything else an option of the node.
+        The other keywords are those of a pipeline file.
         """
-        reference, options = self._node(name, node)
-        wires: dict[str, Any] = dict(inputs or {})
-        reserved = {
-            "batch": batch,
-            "worker": worker,
-            "instances": instances,
-            "device": device,
-            "run_max_ms": run_max_ms,
+        entry: dict[str, Any] = {}
+        if node is not None:
+            named, options = self._node(name, node)
+            entry = {"node": named, **options}
+        own: dict[str, tuple[Any, Any]] = {
+            "pipeline": (pipeline, None),
+            "when": (when.text if isinstance(when, Condition) else when, None),
+            "batch": (batch, None),
+            "map": (map, ()),
+            "retry": (retry, None),
+            "timeout_ms": (timeout_ms, None),
+            "idempotent": (idempotent, None),
+            "sequence": (sequence, None),
+            "worker": (worker, None),
+            "instances": (instances, 1),
+            "device": (device, "auto"),
+            "run_max_ms": (run_max_ms, None),
         }
-        entry: dict[str, Any] = {"node": reference, **options}
-        for key, value in {**given, **reserved}.items():
+        wires: dict[str, Any] = dict(inputs or {})
+        if isinstance(fallback, Wire):
+            wires["fallback"] = fallback
+        elif fallback is not None:
+            entry["fallback"] = self._plain(f"steps.{name}.fallback", _named(fallback))
+        for key, value in given.items():
             if isinstance(value, Wire | StepHandle):
                 wires[key] = value
             elif key == "node":
                 self._refuse(f"steps.{name}.node", "given twice", "the node once, as the second argument")
-            elif key == "batch":
-                entry[key] = _policy(value)
             else:
                 entry[key] = self._plain(f"steps.{name}.{key}", value)
-        entry["inputs"] = {port: str(wire) for port, wire in wires.items()}
+        for key, (value, usual) in own.items():
+            if isinstance(value, Wire | StepHandle):
+                wires[key] = value
+            elif value is not usual and (value != usual or type(value) is not type(usual)):
+                entry[key] = self._plain(f"steps.{name}.{key}", _policy(value))
+        entry["inputs"] = {port: self._wired(f"steps.{name}.inputs.{port}", wire) for port, wire in wires.items()}
         self._put("steps", name, entry)
         return StepHandle(name)
 
     def output(self, name: str, wire: Wire) -> None:
         """Declare an output of the pipeline: what `wire` carries is answered as `name`."""
+        if isinstance(wire, ConstantWire):
+            self._refuse(f"outputs.{name}", "a constant", "an output of a step, or an input", "wire it to a step")
         self._put("outputs", name, str(wire))
 
     def build(self) -> Pipeline:
@@ -168,14 +194,14 @@ class Builder:
         if isinstance(node, str):
             return node, {}
         if inspect.isclass(node) and issubclass(node, Node):
-            return _reference(node, self._base_dir), {}
+            return reference(node, self._base_dir), {}
         if isinstance(node, Node):
             node, owner = node.config, type(node)
-            return _reference(owner, self._base_dir), self._changed(step, node)
-        owners = _owners(type(node)) if dataclasses.is_dataclass(node) else []
-        if len(owners) == 1:
-            return _reference(owners[0], self._base_dir), self._changed(step, node)
-        what = "the Config of several nodes" if owners else "no node"
+            return reference(owner, self._base_dir), self._changed(step, node)
+        found = owners(type(node)) if dataclasses.is_dataclass(node) else []
+        if len(found) == 1:
+            return reference(found[0], self._base_dir), self._changed(step, node)
+        what = "the Config of several nodes" if found else "no node"
         self._refuse(
             f"steps.{step}.node", f"{type(node).__name__} is {what}", "a catalog name, a node class, or a node's Config"
         )
@@ -193,6 +219,10 @@ class Builder:
         frame = _caller()
         line = frame.f_lineno if frame.f_code.co_filename == self._source else 0
         self._problems.append(Problem(path, found, expected, fix, line, self._file()))
+
+    def _wired(self, path: str, wire: Any) -> Any:
+        """Return how a pipeline file writes what a port reads."""
+        return {"value": self._plain(path, wire.value)} if isinstance(wire, ConstantWire) else str(wire)
 
     def _plain(self, path: str, value: Any) -> Any:
         try:
@@ -224,31 +254,10 @@ def _folder(source: str) -> Path:
 
 
 def _policy(value: Any) -> Any:
-    return (
-        changed_fields(value)
-        if dataclasses.is_dataclass(value)
-        else dict(value)
-        if isinstance(value, Mapping)
-        else value
-    )
+    if dataclasses.is_dataclass(value):
+        return changed_fields(value)
+    return dict(value) if isinstance(value, Mapping) else value
 
 
-def _owners(config: type) -> list[type[Node]]:
-    """Return the node classes whose Config this is, looked for in the module that defines it."""
-    found = vars(sys.modules.get(config.__module__, sys)).values()
-    return [one for one in found if inspect.isclass(one) and issubclass(one, Node) and one.Config is config]
-
-
-def _reference(node: type[Node], base_dir: Path) -> str:
-    """Return how a pipeline file names a node class: by catalog name, by file for a script's own, else by module."""
-    path = f"{node.__module__}:{node.__qualname__}"
-    for short, dotted in CATALOG.items():
-        if dotted == path:
-            return short
-    module = sys.modules.get(node.__module__)
-    file = getattr(module, "__file__", None)
-    if file and (node.__module__ == "__main__" or node.__module__.startswith("weftline_user_")):
-        source, folder = Path(file).resolve(), base_dir.resolve()
-        name = source.relative_to(folder) if source.is_relative_to(folder) else source
-        return f"{name.as_posix()}:{node.__qualname__}"
-    return path
+def _named(fallback: Any) -> Any:
+    return str(fallback) if isinstance(fallback, StepHandle) else fallback

@@ -7,56 +7,26 @@ the same and also returns what it learnt, which is what a plan is made from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weftline.errors import ModelError, Problem
 from weftline.nodes.catalog import CATALOG, dotted, resolve
 from weftline.nodes.contract import ConfigError, Node, StepContext
 from weftline.nodes.ports import Port, Ports, PortType
-from weftline.pipelines.graph import Pipeline, Step, Wire
+from weftline.pipelines.behaviour import check_behaviour, check_fallbacks
+from weftline.pipelines.checked import Checked, CheckedStep
+from weftline.pipelines.condition import resolve as resolve_names
+from weftline.pipelines.control import check_conditions
+from weftline.pipelines.expansion import Constraint, expand
+from weftline.pipelines.graph import Pipeline, Step
 from weftline.pipelines.options import read_options
-from weftline.pipelines.ports import Sizes, mismatch
-from weftline.pipelines.prompts import expand
+from weftline.pipelines.ports import Sizes, loose, mismatch
 from weftline.pipelines.report import Report
 from weftline.pipelines.schema import validate
-from weftline.pipelines.wiring import check_use, check_wires, readers, run_order
+from weftline.pipelines.wire import Wire
+from weftline.pipelines.wiring import check_use, check_wires, run_order
 from weftline.pipelines.written import to_document
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedStep:
-    """A step with its node class, the dotted path to it, its Config and its ports."""
-
-    step: Step
-    node: type[Node]
-    reference: str
-    config: Any
-    ports: Ports
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What a check learnt.
-
-    pipeline: as written, with prompts made steps of their own.
-    steps:    those whose node and options are sound, in run order; all of them when there are no problems.
-    sizes:    what the wires say about named dims.
-    """
-
-    pipeline: Pipeline
-    steps: Mapping[str, CheckedStep]
-    sizes: Sizes
-    problems: tuple[Problem, ...]
-
-    def source(self, wire: Wire) -> tuple[PortType, str] | None:
-        """Return the type a wire gives and the scope of its names; None when it leads nowhere."""
-        if wire.step is None:
-            one = next((one for one in self.pipeline.inputs if one.name == wire.port), None)
-            return (_input_type(one.type), "") if one else None
-        port = self.steps[wire.step].ports.output(wire.port) if wire.step in self.steps else None
-        return (port.type, wire.step) if port else None
 
 
 def check(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> list[Problem]:
@@ -69,23 +39,42 @@ def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked
     report = Report(pipeline)
     _check_written(pipeline, report)
     expansion = expand(pipeline, report, catalog)
-    pipeline, report.origins = expansion.pipeline, expansion.origins
+    pipeline = _with_conditions(expansion.pipeline)
     _check_names(pipeline, report)
-    known = {}
-    for step in pipeline.steps:
-        found = _check_step(step, pipeline, catalog, report)
+    known: dict[str, CheckedStep] = {}
+    checked = Checked(pipeline, known, Sizes(), (), expansion.origins, expansion.constraints)
+    order = run_order(pipeline)
+    rest = [step.name for step in pipeline.steps if step.name not in order]  # in a circle, or behind one
+    steps = {step.name: step for step in pipeline.steps}
+    for name in [*order, *rest]:  # types flow downstream: what a step is given is known before its ports are asked for
+        found = _check_step(steps[name], checked, catalog, report)
         if found:
-            known[step.name] = found
+            known[name] = found
+            _check_types(found, checked, report)
+    for name in rest:
+        if name in known:
+            _check_types(known[name], checked, report)
     check_wires(pipeline, {name: one.ports for name, one in known.items()}, report)
-    check_use(pipeline, report)
-    ordered = {name: known[name] for name in run_order(pipeline) if name in known}
-    checked = Checked(pipeline, {**ordered, **known}, Sizes(), ())
-    _check_types(checked, report)
+    _check_constraints(expansion.constraints, checked, report)
+    check_use(pipeline, [one.wire for one in expansion.constraints], report)
+    check_conditions(checked, report)
+    check_behaviour(checked, report)
+    check_fallbacks(checked, report)
     problems = tuple(sorted(report.problems, key=lambda one: one.line))
     return dataclasses.replace(checked, problems=problems)
 
 
-RESERVED = frozenset({"self", "outputs", "deadline_ms"})
+def _with_conditions(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline with `a.b` in conditions read as a key of input `a` where there is such an input."""
+    inputs = {one.name for one in pipeline.inputs}
+    steps = [
+        dataclasses.replace(step, when=resolve_names(step.when, inputs)) if step.when else step
+        for step in pipeline.steps
+    ]
+    return dataclasses.replace(pipeline, steps=tuple(steps))
+
+
+RESERVED = frozenset({"self", "outputs", "deadline_ms", "priority", "sequence"})
 """Names an input cannot have: inputs are passed to Session.run by name, beside these."""
 
 
@@ -108,18 +97,20 @@ def _check_names(pipeline: Pipeline, report: Report) -> None:
         report.add(f"steps.{name}", f"{name} is also the name of an input", fix="rename one of them")
 
 
-def _check_step(step: Step, pipeline: Pipeline, catalog: Mapping[str, str], report: Report) -> CheckedStep | None:
-    path = f"steps.{step.name}"
+def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report: Report) -> CheckedStep | None:
+    path, base_dir = f"steps.{step.name}", step.base_dir or checked.pipeline.base_dir
+    if step.pipeline:  # could not be written out, and the report says why
+        return None
     try:
-        node = resolve(step.node, pipeline.base_dir, catalog)
+        node = resolve(step.node, base_dir, catalog)
     except ConfigError as error:
         report.add(f"{path}.{error.option}", error.found, error.expected, error.fix)
         return None
-    options = dict(step.options)
+    options, types = dict(step.options), _types(step, checked)
     for attempt in (1, 2):
         config, problems = read_options(node, options, path)
         if not problems:
-            ports, problems = _ports(node, config, StepContext(pipeline.base_dir, tuple(step.inputs)), path)
+            ports, problems = _ports(node, config, StepContext(base_dir, tuple(step.inputs), types), path)
             if ports:
                 return CheckedStep(step, node, dotted(step.node, catalog), config, ports)
         if attempt == 1:  # what is wrong the second time only follows from leaving options out
@@ -142,37 +133,44 @@ def _ports(node: type[Node], config: Any, context: StepContext, path: str) -> tu
         return None, [Problem(path, f"{node.__name__}.ports failed: {type(error).__name__}: {error}")]
 
 
-def _check_types(checked: Checked, report: Report) -> None:
-    """Fit every wire's two ends, in run order, so that sizes flow downstream."""
-    ends = {
-        f"steps.{name}.inputs.{port.name}": (port.type, name)
-        for name, one in checked.steps.items()
-        for port in one.ports.inputs
-    }
-    order = {name: position for position, name in enumerate(checked.steps)}
-    wires = [(path, wire) for path, wire in readers(checked.pipeline) if path in ends]
-    for path, wire in sorted(wires, key=lambda one: order[ends[one[0]][1]]):
-        source, (wanted, taker) = checked.source(wire), ends[path]
-        if source is None or checked.sizes.fit(*source, wanted, taker):
+def _types(step: Step, checked: Checked) -> dict[str, PortType]:
+    """Return what the step's wires give, as far as it is known; of a port under `map:`, the type of one element."""
+    found = {port: checked.type_of(wire) for port, wire in step.inputs.items()}
+    types = {port: loose(type) for port, type in found.items() if type is not None}
+    return {port: type.item if port in step.map and type.item else type for port, type in types.items()}
+
+
+def _check_types(one: CheckedStep, checked: Checked, report: Report) -> None:
+    """Fit both ends of every wire into a step, so that sizes flow downstream."""
+    for port, wire in one.step.inputs.items():
+        source, wanted, taker = checked.source(wire), one.takes(port), one.step.name
+        if source is None or wanted is None or checked.sizes.fit(*source, wanted, taker):
             continue
-        given, giver = source
+        path, settle = f"steps.{taker}.inputs.{port}", checked.sizes.settle
+        if port in one.step.map and source[0].item is None:
+            gives = f"runs for each element of {port}, and {wire} gives {settle(*source)}, which is no list"
+            report.add(path, gives, f"{settle(wanted, taker)}", f"take {port} out of `map:`")
+            continue
         others = _others(checked, wire, wanted, taker)
-        settle = checked.sizes.settle
-        report.take([mismatch(path, settle(given, giver), str(wire), settle(wanted, taker), others)])
+        report.take([mismatch(path, settle(*source), str(wire), settle(wanted, taker), others)])
+
+
+def _check_constraints(constraints: Iterable[Constraint], checked: Checked, report: Report) -> None:
+    """Hold wires into sub-pipelines to the types that their inputs declare."""
+    for one in constraints:
+        source, wanted = checked.source(one.wire), PortType.parse(one.type)
+        if source is not None and not checked.sizes.fit(*source, wanted, one.scope):
+            given = checked.sizes.settle(*source)
+            report.take([mismatch(one.path, given, str(one.wire), wanted, ())])
 
 
 def _others(checked: Checked, wire: Wire, wanted: PortType, taker: str) -> list[tuple[str, Port]]:
     """Return other outputs of the wire's step that would fit."""
     if wire.step is None or wire.step not in checked.steps:
         return []
+    if checked.steps[wire.step].step.map:
+        return []
     outputs = checked.steps[wire.step].ports.outputs
     trial = [port for port in outputs if port.name != wire.port and port.type.kind != "any"]
     copies = dataclasses.replace(checked.sizes, _known={})
     return [(f"{wire.step}.{port.name}", port) for port in trial if copies.fit(port.type, wire.step, wanted, taker)]
-
-
-def _input_type(text: str) -> PortType:
-    try:
-        return PortType.parse(text)
-    except ValueError:  # reported with its line already
-        return PortType("any")

@@ -11,21 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weftline.pipelines.policy import BatchPolicy, Limits, Slo
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """Where a value comes from: output `port` of `step`, or pipeline input `port` when `step` is None.
-
-    Written `hear.text`, or `question` for a pipeline input.
-    """
-
-    step: str | None
-    port: str
-
-    def __str__(self) -> str:
-        return self.port if self.step is None else f"{self.step}.{self.port}"
+from weftline.pipelines.condition import Condition
+from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +25,9 @@ class Input:
     seconds_max: longest recording, in seconds; for `audio`.
     pixels_max:  largest picture, in pixels of width times height; for `image`.
     bytes_max:   most bytes of the value as it is sent.
+    default:     what it is when a request leaves it out; text, a number, true, false, a list or a mapping.
+    optional:    a request may leave it out, and without a default it is then absent.
+    hidden:      nobody may send it: a constant that somebody wrote into the pipeline, with its value as `default`.
     """
 
     name: str
@@ -45,31 +36,57 @@ class Input:
     seconds_max: float | None = None
     pixels_max: int | None = None
     bytes_max: int | None = None
+    default: Any = None
+    optional: bool = False
+    hidden: bool = False
+
+    @property
+    def may_be_left_out(self) -> bool:
+        """Whether a request may leave it out: it has a default, or may be absent."""
+        return self.optional or self.default is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One place in a pipeline.
 
-    node:       a catalog name, or 'package.module:Class', or 'file.py:Class'.
+    node:       a catalog name, or 'package.module:Class', or 'file.py:Class'; '' for a `pipeline:` step.
     options:    the node's own options, as written; validated against the node's Config.
     inputs:     wires by input port name.
     batch:      None takes the node's default.
     worker:     steps that name the same worker share its process; None gives each instance one of its own.
-    instances:  loaded copies.
+    instances:  loaded copies; or how many on each device, such as {'cuda:0': 2, 'cpu': 1}.
     device:     'auto', 'cpu', 'cuda', 'cuda:1'.
     run_max_ms: longest one call of the node may take before its worker is killed; None means 10 minutes.
+    when:       a condition; where it does not hold the step is skipped and its outputs are absent.
+    fallback:   a step that answers in this one's place when it fails or takes too long, or constants by output port.
+    retry:      what is tried again; None: nothing but the one attempt after a worker's death.
+    idempotent: the step may run twice for one item; None takes the node's word.
+    timeout_ms: longest the step may take for one item, waiting included; then it has failed.
+    map:        input ports that are given a list and run item by item; the outputs become lists.
+    sequence:   the step remembers between the requests of a sequence; None takes the node's word.
+    pipeline:   a pipeline file that is run as this step, instead of a node.
+    base_dir:   what relative paths in options are relative to; None: the pipeline's own. Never written in a file.
     """
 
     name: str
-    node: str
+    node: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Wire] = field(default_factory=dict)
     batch: BatchPolicy | None = None
     worker: str | None = None
-    instances: int = 1
+    instances: int | Mapping[str, int] = 1
     device: str = "auto"
     run_max_ms: float | None = None
+    when: Condition | None = None
+    fallback: str | Mapping[str, Any] | None = None
+    retry: Retry | None = None
+    idempotent: bool | None = None
+    timeout_ms: float | None = None
+    map: tuple[str, ...] = ()
+    sequence: SequencePolicy | None = None
+    pipeline: str = ""
+    base_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

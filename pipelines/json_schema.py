@@ -14,7 +14,7 @@ from weftline.nodes.catalog import CATALOG, resolve
 from weftline.nodes.contract import ConfigError, Node
 from weftline.pipelines.field_docs import field_docs, summary
 from weftline.pipelines.options import options_schema
-from weftline.pipelines.schema import PipelineFile
+from weftline.pipelines.schema import BESIDE_PIPELINE, PipelineFile
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TEMPLATED = {"llm": "prompt"}
@@ -35,7 +35,8 @@ def json_schema(catalog: Mapping[str, str] = CATALOG) -> dict[str, Any]:
     step = defs["StepEntry"]
     nodes = catalog_nodes(catalog)
     step["properties"]["node"]["anyOf"] = [{"enum": list(nodes)}, {"type": "string", "pattern": ":"}]
-    step["allOf"] = [_branch(name, node, step, defs) for name, node in nodes.items()]
+    step["oneOf"] = [{"required": ["node"]}, {"required": ["pipeline"]}]
+    step["allOf"] = [_of_pipelines(), *(_branch(name, node, step, defs) for name, node in nodes.items())]
     return {"$schema": _DIALECT, "title": "Weftline pipeline", **schema}
 
 
@@ -59,6 +60,12 @@ def node_options(node: type[Node]) -> dict[str, Any]:
         if name in docs:
             entry["description"] = docs[name]
     return schema
+
+
+def _of_pipelines() -> dict[str, Any]:
+    """Return the rule 'if it runs a pipeline file, then it has few other keys'."""
+    then = {"properties": dict.fromkeys(BESIDE_PIPELINE, True), "additionalProperties": False}
+    return {"if": {"required": ["pipeline"]}, "then": then}
 
 
 def _branch(name: str, node: type[Node], step: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:

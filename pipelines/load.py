@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,18 @@ from pydantic import BaseModel
 
 from weftline.errors import PipelineError, Problem
 from weftline.nodes.catalog import CATALOG
+from weftline.pipelines import condition
 from weftline.pipelines.check import check
+from weftline.pipelines.constants import type_of
 from weftline.pipelines.document import TEXT_BYTES_MAX, Document, read_document
-from weftline.pipelines.graph import Input, Pipeline, Step, Wire
-from weftline.pipelines.policy import BatchPolicy, Limits, Slo
+from weftline.pipelines.entries import ConstantEntry
+from weftline.pipelines.graph import Input, Pipeline, Step
+from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.schema import PipelineFile, StepEntry, validate
+from weftline.pipelines.wire import Wire
 
 
-def load_file(path: str | Path) -> Pipeline:
+def load_file(path: str | Path, catalog: Mapping[str, str] = CATALOG) -> Pipeline:
     """Return the pipeline in the YAML file at `path`; PipelineError when it cannot be read or says something wrong.
 
     Relative paths inside it are relative to its folder.
@@ -44,7 +48,7 @@ def load_file(path: str | Path) -> Pipeline:
         line = raw[: error.start].count(b"\n") + 1
         found = f"byte 0x{raw[error.start]:02x} is not UTF-8"
         raise PipelineError([Problem("", found, fix="save the file as UTF-8", line=line, file=name)]) from None
-    return load_yaml(text, name, path.parent)
+    return load_yaml(text, name, path.parent, catalog)
 
 
 def load_yaml(text: str, file: str, base_dir: Path, catalog: Mapping[str, str] = CATALOG) -> Pipeline:
@@ -92,7 +96,7 @@ def _without(document: Document, problems: list[Problem]) -> PipelineFile | None
 
 _APART = re.compile(
     r"^(about|limits|slo|inputs\.[^.]+\.(about|seconds_max|pixels_max|bytes_max)"
-    r"|steps\.[^.]+\.(batch|worker|instances|device|run_max_ms))(\.|$)"
+    r"|steps\.[^.]+\.(batch|worker|instances|device|run_max_ms|retry|timeout_ms|idempotent|sequence))(\.|$)"
 )
 """Paths that no wire and no type depends on."""
 
@@ -101,15 +105,23 @@ def _pipeline(model: PipelineFile, document: Document, file: str, base_dir: Path
     return Pipeline(
         name=model.name,
         about=model.about,
-        inputs=tuple(Input(name, **dict(entry)) for name, entry in model.inputs.items()),
+        inputs=(*(Input(name, **dict(entry)) for name, entry in model.inputs.items()), *_constants(model)),
         steps=tuple(_step(name, entry) for name, entry in model.steps.items()),
-        outputs=_wires(model.outputs),
+        outputs={name: parse_wire(text) for name, text in model.outputs.items()},
         limits=Limits(**_fields(model.limits)),
         slo=Slo(**_fields(model.slo)),
         file=file,
         base_dir=base_dir,
         lines=document.lines,
     )
+
+
+def _constants(model: PipelineFile) -> Iterator[Input]:
+    """Yield a hidden input for each constant on a port; `/` is in no name that somebody can write."""
+    for step, entry in model.steps.items():
+        for port, source in entry.inputs.items():
+            if isinstance(source, ConstantEntry):
+                yield Input(f"{step}/{port}", type_of(source.value), default=source.value, hidden=True)
 
 
 def parse_wire(text: str) -> Wire:
@@ -119,12 +131,21 @@ def parse_wire(text: str) -> Wire:
 
 
 def _step(name: str, entry: StepEntry) -> Step:
+    retry = entry.retry
     return Step(
         name=name,
-        node=entry.node,
+        node=entry.node or "",
+        pipeline=entry.pipeline or "",
         options=dict(entry.model_extra or {}),
-        inputs=_wires(entry.inputs),
-        batch=BatchPolicy(**_fields(entry.batch)) if entry.batch is not None else None,
+        inputs={port: _source(name, port, source) for port, source in entry.inputs.items()},
+        when=condition.parse(entry.when) if entry.when is not None else None,
+        batch=BatchPolicy(**dict(entry.batch)) if entry.batch is not None else None,
+        map=entry.map,
+        retry=Retry(retry) if isinstance(retry, int) else Retry(**dict(retry)) if retry is not None else None,
+        timeout_ms=entry.timeout_ms,
+        fallback=entry.fallback,
+        idempotent=entry.idempotent,
+        sequence=SequencePolicy(**dict(entry.sequence)) if entry.sequence is not None else None,
         worker=entry.worker,
         instances=entry.instances,
         device=entry.device,
@@ -132,8 +153,8 @@ def _step(name: str, entry: StepEntry) -> Step:
     )
 
 
-def _wires(written: Mapping[str, str]) -> dict[str, Wire]:
-    return {name: parse_wire(text) for name, text in written.items()}
+def _source(step: str, port: str, written: str | ConstantEntry) -> Wire:
+    return parse_wire(written) if isinstance(written, str) else Wire(None, f"{step}/{port}")
 
 
 def _fields(model: BaseModel | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from weftline.nodes.catalog import CATALOG, resolve
 from weftline.nodes.contract import Node, StepContext, StreamNode
+from weftline.nodes.control import Control
 from weftline.nodes.ports import Port, Ports
 from weftline.pipelines.field_docs import summary
 from weftline.pipelines.json_schema import node_options
@@ -42,6 +43,10 @@ PORTS_FROM: Mapping[str, str] = {
     "part of the type. Letters that a port name cannot hold become `_`.",
     "template": "Its inputs are whatever the template names, wired without being listed; each takes any type. Its one "
     "output is `text` (text), the rendered text.",
+    "first": "Its inputs are whatever is wired, under any names; its one output is `value`, of the type that fits them "
+    "all.",
+    "switch": "It decides by `by`: text, json, or a tensor of one element. Every other input is a case, except for "
+    "`default`. Its one output is `value`, of the type that fits all cases.",
 }
 """For nodes whose ports follow from what the step says."""
 
@@ -98,6 +103,8 @@ def _section(name: str, node: type[Node]) -> str:
 
 def _traits(node: type[Node]) -> list[str]:
     traits = ["heavy"] if node.heavy else []
+    if issubclass(node, Control):
+        return ["decided without a worker"]
     if issubclass(node, StreamNode):
         return [*traits, "streams, so that items join and leave between rounds and are never batched by the step"]
     items, wait_ms = node.batch_default

@@ -38,10 +38,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The processes, and for every step its device and the indexes of its processes, one for each instance."""
+    """The processes, and for every step its devices and the indexes of its processes, one for each instance."""
 
     workers: tuple[PlannedWorker, ...]
-    devices: Mapping[str, str]
+    devices: Mapping[str, tuple[str, ...]]
     places: Mapping[str, tuple[int, ...]]
 
 
@@ -60,7 +60,7 @@ def place(
     heavy: by step name, whether its node computes for long stretches.
     """
     problems: list[Problem] = []
-    devices = {step.name: _device(step, heavy[step.name], machine, problems) for step in steps}
+    devices = {step.name: _devices(step, heavy[step.name], machine, problems) for step in steps}
     processes, places = _processes(steps, heavy)
     _check_memory(processes, limits, machine, problems)
     threads = _threads(processes, machine.cores)
@@ -71,16 +71,30 @@ def place(
     return Placement(workers, devices, places), problems
 
 
-def _device(step: Step, heavy: bool, machine: Machine, problems: list[Problem]) -> str:
+def instance_count(step: Step) -> int:
+    """Return how many loaded copies a step asks for."""
+    return step.instances if isinstance(step.instances, int) else sum(step.instances.values())
+
+
+def _devices(step: Step, heavy: bool, machine: Machine, problems: list[Problem]) -> tuple[str, ...]:
+    """Return the device of each instance."""
+    path = f"steps.{step.name}"
+    if isinstance(step.instances, int):
+        return (_device(f"{path}.device", step.device, heavy, machine, problems),) * step.instances
+    found: list[str] = []
+    for device, count in step.instances.items():
+        found += [_device(f"{path}.instances.{device}", device, heavy, machine, problems)] * count
+    return tuple(found)
+
+
+def _device(path: str, written: str, heavy: bool, machine: Machine, problems: list[Problem]) -> str:
     names = [device.name for device in machine.devices]
-    wanted = "cuda:0" if step.device == "cuda" else step.device
+    wanted = "cuda:0" if written == "cuda" else written
     if wanted == "auto":
         return names[0] if names and heavy else "cpu"
     if wanted != "cpu" and wanted not in names:
-        found = f"{step.device}, and this machine has {', '.join(names) or 'no GPU'}"
-        problems.append(
-            Problem(f"steps.{step.name}.device", found, fix="write auto, which uses a GPU where there is one")
-        )
+        found = f"{written}, and this machine has {', '.join(names) or 'no GPU'}"
+        problems.append(Problem(path, found, fix="write auto, which uses a GPU where there is one"))
     return wanted
 
 
@@ -95,7 +109,7 @@ def _processes(steps: Sequence[Step], heavy: Mapping[str, bool]) -> tuple[list[_
     taken: set[str] = set()
     for step in steps:
         own = []
-        for copy in range(step.instances):
+        for copy in range(instance_count(step)):
             key = (step.worker is not None, step.worker or step.name, copy)
             if key not in index:
                 index[key] = len(processes)

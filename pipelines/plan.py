@@ -11,17 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from weftline.nodes.ports import Port, PortType
-from weftline.pipelines.graph import Input, Wire
-from weftline.pipelines.policy import BatchPolicy, Limits, Slo
+from weftline.pipelines.condition import Condition
+from weftline.pipelines.graph import Input
+from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedInput:
-    """An input port of a step, wired: the node's port name, where its value comes from, and the unified type."""
+    """An input port of a step, wired: the node's port name, where its value comes from, and the unified type.
+
+    type:     as the node sees it: of a port named in `map`, the type of one element of the list.
+    optional: the node can do without; an absent value on any other port skips the step.
+    """
 
     port: str
     wire: Wire
     type: PortType
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +38,24 @@ class PlannedStep:
     node:       dotted path of the node class, 'weftline.nodes.whisper:Whisper', or 'file.py:Class' of a user's file.
     options:    the node's options as plain JSON-like values, defaults included, ready to become its Config.
     inputs:     connected inputs only, in port order.
-    outputs:    the node's output ports, types unified with their readers.
-    readers:    for every output port, how many step inputs and pipeline outputs read it (0: nobody does).
+    outputs:    the node's output ports as it gives them, types unified with their readers.
+    readers:    for every output port, how many step inputs, conditions and pipeline outputs read it (0: nobody does).
     streams:    the node is a StreamNode.
-    workers:    indexes into Plan.workers, one for each instance.
+    workers:    indexes into Plan.workers, one for each instance; none for a control.
     run_max_ms: longest one call may take before its worker is killed.
+    devices:    one for each instance, beside `workers`; `device` is the first.
+    control:    '' for a node; 'first', 'switch' or 'passes' for a step that the scheduler decides itself, without a
+                worker.
+    cases:      of a switch, after its first input (what it decides by) one value for each further input but the last
+                one when `default` is true.
+    default:    of a switch, whether its last input is taken when no case fits.
+    when:       skipped where it does not hold; of a step that serves only cases of switches, also where none of them
+                can be chosen.
+    fallback:   the step that answers in its place; that step runs for nobody else.
+    retry, timeout_ms, map, sequence: as in graph.Step; `sequence` is set for every stateful node.
+    idempotent: may run twice for one item.
+    conditional: its outputs may be absent.
+    base_dir:   what relative paths in options are relative to; None: the plan's own.
     """
 
     name: str
@@ -51,6 +71,19 @@ class PlannedStep:
     device: str
     workers: tuple[int, ...]
     run_max_ms: float
+    devices: tuple[str, ...] = ()
+    control: str = ""
+    cases: tuple[Any, ...] = ()
+    default: bool = False
+    when: Condition | None = None
+    fallback: str | None = None
+    retry: Retry | None = None
+    idempotent: bool = True
+    timeout_ms: float | None = None
+    map: tuple[str, ...] = ()
+    sequence: SequencePolicy | None = None
+    conditional: bool = False
+    base_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +98,22 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOutput:
-    """A pipeline output, where it comes from and its type. `pieces`: it can be streamed."""
+    """A pipeline output, where it comes from and its type. `pieces`: it can be streamed; `optional`: may be absent."""
 
     name: str
     wire: Wire
     type: PortType
     pieces: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A pipeline that can run; `steps` are in an order in which every step comes after what it reads.
 
-    cores: how many cores the machine it was placed on has.
+    inputs: hidden ones are constants.
+    cores:  how many cores the machine it was placed on has.
+    chains: indexes of steps that hand over inside one worker, each chain in running order; a step is in at most one.
     """
 
     name: str
@@ -93,6 +129,7 @@ class Plan:
     base_dir: Path
     file: str = field(default="", compare=False)  # where it was written is no part of what it is
     about: str = ""
+    chains: tuple[tuple[int, ...], ...] = ()
 
     def step(self, name: str) -> PlannedStep:
         return next(step for step in self.steps if step.name == name)

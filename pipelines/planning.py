@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from weftline.errors import PipelineError
 from weftline.nodes.catalog import CATALOG
 from weftline.nodes.contract import StreamNode
 from weftline.nodes.ports import PortType
-from weftline.pipelines.check import Checked, CheckedStep, examine
+from weftline.pipelines.chains import chains
+from weftline.pipelines.check import examine
+from weftline.pipelines.checked import Checked, CheckedStep
+from weftline.pipelines.condition import Condition, all_of
+from weftline.pipelines.control import conditional, guards, may_lack, switch_cases
 from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.options import to_options
 from weftline.pipelines.place import Machine, Placement, place
 from weftline.pipelines.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
-from weftline.pipelines.policy import BatchPolicy
+from weftline.pipelines.policy import BatchPolicy, SequencePolicy
 from weftline.pipelines.report import Report
-from weftline.pipelines.wiring import readers
+from weftline.pipelines.wire import Wire
+from weftline.pipelines.wiring import readers, run_order
 
 RUN_MAX_MS = 600_000.0
 """Longest one call of a node may take when its step does not say: 10 minutes."""
@@ -26,8 +31,10 @@ RUN_MAX_MS = 600_000.0
 def make_plan(pipeline: Pipeline, machine: Machine, catalog: Mapping[str, str] = CATALOG) -> Plan:
     """Return the plan of the pipeline on `machine`; PipelineError lists every problem of both."""
     checked = examine(pipeline, catalog)
-    heavy = {step.name: _heavy(checked, step.name) for step in checked.pipeline.steps}
-    placement, problems = place(checked.pipeline.steps, heavy, pipeline.limits, machine)
+    controls = {name for name, one in checked.steps.items() if one.control}
+    run = [step for step in checked.pipeline.steps if step.name not in controls]
+    heavy = {step.name: _heavy(checked, step.name) for step in run}
+    placement, problems = place(run, heavy, pipeline.limits, machine)
     report = Report(pipeline, problems=list(checked.problems))
     report.take(problems)
     if report.problems:
@@ -40,49 +47,75 @@ def _heavy(checked: Checked, name: str) -> bool:
 
 
 def _plan(checked: Checked, placement: Placement, machine: Machine) -> Plan:
-    pipeline = checked.pipeline
+    pipeline, found = checked.pipeline, guards(checked)
     uses = Counter(wire for _, wire in readers(pipeline))
-    types = {one.name: checked.sizes.settle(PortType.parse(one.type), "") for one in pipeline.inputs}
+    absent = conditional(checked)
+    steps = []
+    for name in run_order(_guarded(pipeline, found)):
+        step = _step(checked.steps[name], checked, placement, uses)
+        when = [one for one in (step.when, found.get(name)) if one is not None]
+        may_lack_it = name in absent or name in found
+        steps.append(dataclasses.replace(step, when=all_of(when) if when else None, conditional=may_lack_it))
     return Plan(
         name=pipeline.name,
         about=pipeline.about,
         inputs=pipeline.inputs,
-        input_types=types,
-        input_readers={
-            one.name: sum(n for wire, n in uses.items() if wire.step is None and wire.port == one.name)
-            for one in pipeline.inputs
-        },
-        steps=tuple(_step(one, checked, placement, uses) for one in checked.steps.values()),
-        outputs=_outputs(checked),
+        input_types={one.name: checked.sizes.settle(PortType.parse(one.type), "") for one in pipeline.inputs},
+        input_readers={one.name: uses[Wire(None, one.name)] for one in pipeline.inputs},
+        steps=tuple(steps),
+        outputs=_outputs(checked, absent),
         workers=placement.workers,
         limits=pipeline.limits,
         slo=pipeline.slo,
         cores=machine.cores,
         base_dir=pipeline.base_dir,
         file=pipeline.file,
+        chains=chains(steps, pipeline.inputs),
     )
 
 
-def _step(one: CheckedStep, checked: Checked, placement: Placement, uses: Counter) -> PlannedStep:
+def _guarded(pipeline: Pipeline, found: Mapping[str, Condition]) -> Pipeline:
+    """Return the pipeline with its guards as conditions: what a guard looks at runs before the guarded step."""
+    steps = [
+        dataclasses.replace(step, when=all_of([one for one in (step.when, found[step.name]) if one]))
+        if step.name in found
+        else step
+        for step in pipeline.steps
+    ]
+    return dataclasses.replace(pipeline, steps=tuple(steps))
+
+
+def _step(one: CheckedStep, checked: Checked, placement: Placement, uses: Counter[Wire]) -> PlannedStep:
     step, node, settle = one.step, one.node, checked.sizes.settle
-    readers_of = {
-        port.name: sum(n for wire, n in uses.items() if (wire.step, wire.port) == (step.name, port.name))
-        for port in one.ports.outputs
-    }
+    streams = issubclass(node, StreamNode)
+    cases, default = switch_cases(one) if one.control == "switch" else ((), False)
+    devices = placement.devices.get(step.name, ())
     return PlannedStep(
         name=step.name,
         node=one.reference,
         options=to_options(one.config),
         inputs=_inputs(one, checked),
         outputs=tuple(dataclasses.replace(port, type=settle(port.type, step.name)) for port in one.ports.outputs),
-        readers=readers_of,
+        readers={port.name: uses[Wire(step.name, port.name)] for port in one.ports.outputs},
         batch=step.batch or BatchPolicy(*node.batch_default),
-        streams=issubclass(node, StreamNode),
+        streams=streams,
         mutates_inputs=node.mutates_inputs,
         heavy=node.heavy,
-        device=placement.devices[step.name],
-        workers=placement.places[step.name],
+        device=devices[0] if devices else "",
+        workers=placement.places.get(step.name, ()),
         run_max_ms=RUN_MAX_MS if step.run_max_ms is None else step.run_max_ms,
+        devices=devices,
+        control=one.control,
+        cases=cases,
+        default=default,
+        when=step.when,
+        fallback=step.fallback if isinstance(step.fallback, str) else None,
+        retry=step.retry,
+        idempotent=node.idempotent if step.idempotent is None else step.idempotent,
+        timeout_ms=step.timeout_ms,
+        map=step.map,
+        sequence=step.sequence or (SequencePolicy() if node.stateful and not streams else None),
+        base_dir=step.base_dir,
     )
 
 
@@ -92,15 +125,23 @@ def _inputs(one: CheckedStep, checked: Checked) -> tuple[PlannedInput, ...]:
         wire = one.step.inputs.get(port.name)
         source = checked.source(wire) if wire else None
         if wire and source:
-            planned.append(PlannedInput(port.name, wire, checked.sizes.meet(*source, port.type, one.step.name)))
+            given, giver = source
+            given = given.item if port.name in one.step.map and given.item else given
+            type = checked.sizes.meet(given, giver, port.type, one.step.name)
+            planned.append(PlannedInput(port.name, wire, type, port.optional))
     return tuple(planned)
 
 
-def _outputs(checked: Checked) -> tuple[PlannedOutput, ...]:
+def _outputs(checked: Checked, absent: Collection[str]) -> tuple[PlannedOutput, ...]:
     planned = []
+    left_out = {one.name for one in checked.pipeline.inputs if may_lack(one)}
     for name, wire in checked.pipeline.outputs.items():
-        source = checked.source(wire)
-        if source:
-            port = checked.steps[wire.step].ports.output(wire.port) if wire.step else None
-            planned.append(PlannedOutput(name, wire, checked.sizes.settle(*source), bool(port and port.pieces)))
+        type = checked.type_of(wire)
+        if type is None:
+            continue
+        giver = checked.steps.get(wire.step) if wire.step else None
+        port = giver.ports.output(wire.port) if giver else None
+        pieces = bool(giver and port and port.pieces and not giver.step.map)
+        optional = wire.step in absent if wire.step else wire.port in left_out
+        planned.append(PlannedOutput(name, wire, type, pieces, optional))
     return tuple(planned)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+AUTO_WAIT_MAX_MS = 20.0
+"""Longest wait of `wait: auto` when wait_max_ms is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,11 +15,54 @@ class BatchPolicy:
     """How a step groups items.
 
     items_max:   most items in one call of the node, at least 1.
-    wait_max_ms: longest an item waits for company; 0 means it never waits.
+    wait_max_ms: longest an item waits for company; 0 means it never waits (with `wait: auto`: at most 20 ms).
+    wait:        `fixed` waits for wait_max_ms; `auto` waits only while waiting pays, by the step's measured latency.
+    sizes:       preferred numbers of items, rising; a batch leaves at once when the largest that can be had is reached.
+    shapes:      `any` lets items of all shapes share a call; `same` only items whose tensors have equal shapes.
+    pad:         named sizes of the step's inputs that are padded up to one of these numbers, and cut back afterwards.
+    pad_value:   what padding is filled with.
+    order:       `deadline` lets the most urgent item go first; `arrival` the oldest.
     """
 
     items_max: int = 1
     wait_max_ms: float = 0.0
+    wait: Literal["fixed", "auto"] = "fixed"
+    sizes: tuple[int, ...] = ()
+    shapes: Literal["any", "same"] = "any"
+    pad: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pad_value: float = 0.0
+    order: Literal["deadline", "arrival"] = "deadline"
+
+    @property
+    def wait_ms(self) -> float:
+        """The longest wait that is meant, in milliseconds."""
+        return AUTO_WAIT_MAX_MS if self.wait == "auto" and not self.wait_max_ms else self.wait_max_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """What is tried again, beside the one attempt that an idempotent step gets when its worker dies.
+
+    attempts: how many further attempts an item gets.
+    wait_ms:  pause before the first of them; it doubles with each.
+    on:       which ends are tried again: `error` (the node failed on the item), `timeout` (of the step).
+    """
+
+    attempts: int = 0
+    wait_ms: float = 0.0
+    on: tuple[Literal["error", "timeout"], ...] = ("error", "timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePolicy:
+    """How a step with memory treats sequences of requests; one sequence stays with one instance.
+
+    live_max:    most sequences of the step that live at a time.
+    idle_max_ms: a sequence that brings nothing for so long is ended.
+    """
+
+    live_max: int = 64
+    idle_max_ms: float = 60_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +71,28 @@ class Limits:
 
     requests_max:      most requests admitted and not yet finished.
     request_bytes_max: most bytes of one request's inputs.
+    open_bytes_max:    most bytes of the inputs of all open requests together.
     pixels_max:        largest picture, in pixels of width times height, checked before decoding.
     seconds_max:       longest recording, in seconds, checked before decoding.
+    map_items_max:     longest list that a `map:` step takes from one request.
     arena_bytes:       shared memory of each writing process, in bytes; reserved when the pipeline opens.
+    stream_bytes_max:  most bytes of a streamed answer that wait for a slow reader before its producer is paused.
+    stall_max_ms:      a stream whose reader takes nothing for so long is cut.
+    silence_max_ms:    a worker that gives no sign of life for so long is killed and started again.
+    retry_share:       most further attempts, as a share of first ones.
     """
 
     requests_max: int = 256
     request_bytes_max: int = 64 << 20
+    open_bytes_max: int = 1 << 30
     pixels_max: int = 16_000_000
     seconds_max: float = 120.0
+    map_items_max: int = 1024
     arena_bytes: int = 64 << 20
+    stream_bytes_max: int = 4 << 20
+    stall_max_ms: float = 30_000.0
+    silence_max_ms: float = 3_000.0
+    retry_share: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +100,8 @@ class Slo:
     """What the pipeline aims for.
 
     latency_p99_ms: deadline of a request that brings none of its own; None means no deadline.
+    refuse_early:   work that by the measured times cannot make its deadline is refused before it is begun.
     """
 
     latency_p99_ms: float | None = None
+    refuse_early: bool = True

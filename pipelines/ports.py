@@ -6,7 +6,8 @@ the other. `?`, `tensor` and `any` fit everything of their kind and say nothing.
 
     image        is the same bytes as uint8[H, W, 3], and fits either way
     audio        is the same bytes as float32[samples], and fits either way
-    text, detections   fit where json is taken
+    text, detections   fit where json is taken, and so do lists of text or json
+    list[T]      fits list[U] where T fits U; elements of a list may differ in the sizes that are only named
 """
 
 from __future__ import annotations
@@ -15,15 +16,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from weftline.errors import Problem
-from weftline.nodes.ports import Dim, Port, PortType
+from weftline.nodes.control import is_json_like
+from weftline.nodes.ports import Dim, Port, PortType, list_of
 
 SAME_BYTES = {"image": PortType("tensor", "uint8", ("?", "?", 3)), "audio": PortType("tensor", "float32", ("?",))}
 """What a picture and a recording are as tensors."""
 
-JSON_LIKE = ("text", "detections")
-"""Kinds that can be given where json is taken."""
-
 _Name = tuple[str, str]  # (scope, name of a dim)
+
+
+def loose(type: PortType) -> PortType:
+    """Return the type with every named size replaced by `?`."""
+    if type.item is not None:
+        return list_of(loose(type.item))
+    if type.dims is None:
+        return type
+    return PortType(type.kind, type.dtype, tuple(dim if isinstance(dim, int) else "?" for dim in type.dims))
 
 
 @dataclass(slots=True)
@@ -36,10 +44,12 @@ class Sizes:
         """Relate a wire's two ends and return whether they fit; a wire that does not fit teaches nothing."""
         if "any" in (given.kind, wanted.kind):
             return True
+        if wanted.kind == "json":
+            return is_json_like(given)
+        if given.item is not None and wanted.item is not None:
+            return Sizes().fit(loose(given.item), giver, loose(wanted.item), taker)
         if given.kind == wanted.kind != "tensor":
             return True
-        if wanted.kind == "json":
-            return given.kind in JSON_LIKE
         left, right = SAME_BYTES.get(given.kind, given), SAME_BYTES.get(wanted.kind, wanted)
         if left.kind != "tensor" or right.kind != "tensor":
             return False
@@ -58,6 +68,8 @@ class Sizes:
 
     def settle(self, type: PortType, scope: str) -> PortType:
         """Return `type` with every name replaced by its size where that is known."""
+        if type.item is not None:
+            return list_of(self.settle(type.item, scope))
         if type.dims is None:
             return type
         return PortType(type.kind, type.dtype, tuple(self._settled(dim, scope) for dim in type.dims))
@@ -66,6 +78,8 @@ class Sizes:
         """Return what travels on a wire that fits, as the taker sees it: its own type, with what the giver knows."""
         if wanted.kind == "any":
             return self.settle(given, giver)
+        if given.item is not None and wanted.item is not None:
+            return list_of(self.meet(given.item, giver, wanted.item, taker))
         wanted, given = self.settle(wanted, taker), self.settle(SAME_BYTES.get(given.kind, given), giver)
         if wanted.kind != "tensor" or given.kind != "tensor":
             return wanted
@@ -110,12 +124,14 @@ def mismatch(path: str, given: PortType, wire: str, wanted: PortType, others: It
     others: (wire text, output port) of outputs that would fit instead, nearest first.
     """
     found = f"wants {wanted}, {wire} gives {given}"
-    return Problem(
-        path, found, fix=next((f"read {text} instead" for text, _ in others), "") or _remedy(given, wire, wanted)
-    )
+    fix = next((f"read {text} instead" for text, _ in others), "")
+    return Problem(path, found, fix=fix or _remedy(path, given, wire, wanted))
 
 
-def _remedy(given: PortType, wire: str, wanted: PortType) -> str:
+def _remedy(path: str, given: PortType, wire: str, wanted: PortType) -> str:
+    step, _, port = path.partition(".inputs.")
+    if port and given.item is not None and Sizes().fit(loose(given.item), "", loose(wanted), ""):
+        return f"add `map: {port}` to {step}, which then runs once for each element"
     if wanted.kind == "text":
         shown = f"{wire} | describe" if given.kind == "detections" else wire
         return f'put a template step between them, with template: "{{{{ {shown} }}}}"'

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -19,9 +19,10 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from weftline.nodes.catalog import CATALOG, dotted
 from weftline.nodes.template import SEPARATOR
 from weftline.nodes.template_syntax import TEMPLATE_CHARS_MAX
-from weftline.pipelines.graph import Pipeline, Step, Wire
+from weftline.pipelines.graph import Pipeline, Step
 from weftline.pipelines.problems import did_you_mean, listed
-from weftline.pipelines.report import Report
+from weftline.pipelines.report import Origin, Report
+from weftline.pipelines.wire import Wire
 
 
 class _AnyName(dict[str, Any]):
@@ -49,33 +50,30 @@ class Reading:
         return self.name if self.port is None else f"{self.name}.{self.port}"
 
 
-@dataclass(slots=True)
-class Expansion:
-    """A pipeline whose templates are wired, and where the steps that nobody wrote come from."""
-
-    pipeline: Pipeline
-    origins: dict[str, str] = field(default_factory=dict)
-
-
 def port_of(wire: Wire) -> str:
     """Return the name of a template's input port for `wire`."""
     return str(wire).replace(".", SEPARATOR)
 
 
-def expand(pipeline: Pipeline, report: Report, catalog: Mapping[str, Any] = CATALOG) -> Expansion:
-    """Return the pipeline with its templates wired and its prompts made steps of their own; problems go to `report`."""
-    expansion, steps = Expansion(pipeline), []
+def write_out_prompts(
+    pipeline: Pipeline, report: Report, catalog: Mapping[str, Any] = CATALOG
+) -> tuple[Pipeline, dict[str, Origin]]:
+    """Return the pipeline with its templates wired and its prompts made steps of their own, and where those come from.
+
+    Problems go to `report`.
+    """
+    origins: dict[str, Origin] = {}
+    steps: list[Step] = []
     for step in pipeline.steps:
         path = f"steps.{step.name}"
         if _is(step, "template", catalog) and isinstance(step.options.get("template"), str):
             wires = _wires(step.options["template"], f"{path}.template", step, pipeline, report)
             steps.append(dataclasses.replace(step, inputs={**step.inputs, **wires}))
         elif _is(step, "llm", catalog) and "prompt" in step.options:
-            steps += _prompted(step, pipeline, report, expansion, catalog)
+            steps += _prompted(step, pipeline, report, origins, catalog)
         else:
             steps.append(step)
-    expansion.pipeline = dataclasses.replace(pipeline, steps=tuple(steps))
-    return expansion
+    return dataclasses.replace(pipeline, steps=tuple(steps)), origins
 
 
 def readings(text: str) -> list[Reading]:
@@ -126,7 +124,7 @@ def _is(step: Step, name: str, catalog: Mapping[str, Any]) -> bool:
 
 
 def _prompted(
-    step: Step, pipeline: Pipeline, report: Report, expansion: Expansion, catalog: Mapping[str, Any]
+    step: Step, pipeline: Pipeline, report: Report, origins: dict[str, Origin], catalog: Mapping[str, Any]
 ) -> list[Step]:
     path, name = f"steps.{step.name}", f"{step.name}_prompt"
     options = {key: value for key, value in step.options.items() if key != "prompt"}
@@ -141,11 +139,18 @@ def _prompted(
         wires = _wires(text, f"{path}.prompt", step, pipeline, report)
         own = {port: wire for port, wire in step.inputs.items() if port in _names(text)}
         node = "template" if "template" in catalog else CATALOG["template"]
-        expansion.origins[f"steps.{name}"] = f"{path}.prompt"
+        origins[f"steps.{name}"] = Origin(f"{path}.prompt")
         inputs = {port: wire for port, wire in step.inputs.items() if port not in own}
+        listed_own = tuple(port for port in step.map if port in own)  # a list is rendered item by item
+        rest = tuple(port for port in step.map if port not in own)
         return [
-            Step(name, node, {"template": text}, {**own, **wires}),
-            dataclasses.replace(step, options=options, inputs={**inputs, "prompt": Wire(name, "text")}),
+            Step(name, node, {"template": text}, {**own, **wires}, when=step.when, map=listed_own),
+            dataclasses.replace(
+                step,
+                options=options,
+                inputs={**inputs, "prompt": Wire(name, "text")},
+                map=(*rest, "prompt") if listed_own else rest,
+            ),
         ]
     return [dataclasses.replace(step, options=options, inputs={**step.inputs, "prompt": Wire(None, "")})]
 

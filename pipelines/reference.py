@@ -11,9 +11,9 @@ from typing import Any
 from weftline.nodes.contract import Node
 from weftline.nodes.ports import KINDS
 from weftline.pipelines.document import DEPTH_MAX, EVENTS_MAX, TEXT_BYTES_MAX
+from weftline.pipelines.entries import NAME_CHARS_MAX
 from weftline.pipelines.field_docs import summary
 from weftline.pipelines.json_schema import catalog_nodes, json_schema, node_options
-from weftline.pipelines.schema import NAME_CHARS_MAX
 
 PAGE = Path("docs/reference/yaml.md")
 COMMAND = "python -m weftline.pipelines.reference"
@@ -65,6 +65,8 @@ def yaml_reference() -> str:
         ("Inputs, in long form", defs["Input"]),
         ("Steps", defs["StepEntry"]),
         ("`batch` of a step", defs["BatchPolicy"]),
+        ("`retry` of a step, in long form", defs["Retry"]),
+        ("`sequence` of a step", defs["SequencePolicy"]),
         ("`limits`", defs["Limits"]),
         ("`slo`", defs["Slo"]),
     ):
@@ -109,8 +111,9 @@ def _type(entry: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
     if "$ref" in entry:
         inner = defs.get(entry["$ref"].rpartition("/")[2], {})
         return _type(inner, defs) if "enum" in inner else "mapping"
-    if "anyOf" in entry and "type" not in entry:
-        kinds = [_type(one, defs) for one in entry["anyOf"] if one.get("type") != "null"]
+    alternatives = entry.get("anyOf", entry.get("oneOf"))
+    if alternatives and "type" not in entry:
+        kinds = [_type(one, defs) for one in alternatives if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if "enum" in entry or "const" in entry:
         return ", ".join(f"`{json.dumps(one).strip(chr(34))}`" for one in entry.get("enum", [entry.get("const")]))

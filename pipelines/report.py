@@ -10,36 +10,58 @@ from weftline.errors import Problem
 from weftline.pipelines.graph import Pipeline
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where something that nobody wrote comes from.
+
+    path:     where it was written, such as 'steps.answer.prompt'.
+    pipeline: the pipeline it was written in, when that is another one: a sub-pipeline with a file and lines of its own.
+    whole:    what is wrong anywhere in it is told at `path` itself; otherwise at the same place below `path`.
+    """
+
+    path: str
+    pipeline: Pipeline | None = None
+    whole: bool = True
+
+
 @dataclass(slots=True)
 class Report:
     """Collects problems of `pipeline`.
 
-    origins: where a step that nobody wrote comes from: 'steps.answer_prompt' was written as 'steps.answer.prompt'.
+    origins: of steps and inputs that nobody wrote: 'steps.answer_prompt' was written as 'steps.answer.prompt'.
     """
 
     pipeline: Pipeline
-    origins: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, path: str, found: str, expected: str = "", fix: str = "", line: int = 0) -> None:
         self.take([Problem(path, found, expected, fix, line)])
 
     def take(self, problems: Iterable[Problem]) -> None:
-        """Add problems that may lack file and line, or name a step that nobody wrote; a repetition is dropped."""
+        """Add problems that may lack file and line, or name a step that nobody wrote; a repetition is dropped.
+
+        A problem that names its file already is complete: it was found in that file.
+        """
         for one in problems:
-            path = self._written(one.path)
-            placed = dataclasses.replace(
-                one, path=path, file=one.file or self.pipeline.file, line=one.line or self.pipeline.line(path)
-            )
+            placed = one if one.file else self._placed(one)
             if placed not in self.problems:
                 self.problems.append(placed)
 
     def holds(self, path: str) -> bool:
         """Return whether something is already known to be wrong at `path`."""
-        return any(one.path == self._written(path) for one in self.problems)
+        path, pipeline = self._written(path)
+        return any(one.path == path and one.file == pipeline.file for one in self.problems)
 
-    def _written(self, path: str) -> str:
-        for made, written in self.origins.items():
-            if path == made or path.startswith(f"{made}."):
-                return written
-        return path
+    def _placed(self, problem: Problem) -> Problem:
+        path, pipeline = self._written(problem.path)
+        return dataclasses.replace(problem, path=path, file=pipeline.file, line=problem.line or pipeline.line(path))
+
+    def _written(self, path: str) -> tuple[str, Pipeline]:
+        """Return where the thing at `path` was written, and in which pipeline."""
+        kind, _, rest = path.partition(".")
+        name, dot, inside = rest.partition(".")
+        origin = self.origins.get(f"{kind}.{name}")
+        if origin is None:
+            return path, self.pipeline
+        return origin.path if origin.whole else f"{origin.path}{dot}{inside}", origin.pipeline or self.pipeline

@@ -1,124 +1,99 @@
-"""What a pipeline file may say, as pydantic models: the one home of its keys, their types and their bounds.
+"""What a pipeline file may say: the one home of its keys.
 
 `validate` is used for files and, through `written.to_document`, for pipelines built in Python, so both meet the same
-rules. Defaults and descriptions of batch, limits and slo come from the values in `policy`.
+rules. The pieces, their types and bounds are in `entries`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weftline.errors import Problem
-from weftline.nodes.ports import PortType
-from weftline.pipelines.field_docs import field_docs
-from weftline.pipelines.graph import Input
-from weftline.pipelines.policy import BatchPolicy, Limits, Slo
-from weftline.pipelines.problems import from_validation
-
-NAME_CHARS_MAX = 64
-"""Longest name of an input, step or output, in characters."""
-
-NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_-]*$"
-WIRE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z_][A-Za-z0-9_-]*)?$"
-NODE_CHARS_MAX = 512
-"""Longest reference to a node, in characters."""
-
-BOUNDS: dict[type, dict[str, dict[str, float]]] = {
-    BatchPolicy: {"items_max": {"ge": 1, "le": 4096}, "wait_max_ms": {"ge": 0, "le": 60_000}},
-    Limits: {
-        "requests_max": {"ge": 1, "le": 1_000_000},
-        "request_bytes_max": {"ge": 1, "le": 1 << 40},
-        "pixels_max": {"ge": 1, "le": 1 << 32},
-        "seconds_max": {"gt": 0, "le": 86_400},
-        "arena_bytes": {"ge": 1 << 16, "le": 1 << 40},
-    },
-    Slo: {"latency_p99_ms": {"gt": 0, "le": 86_400_000}},
-    Input: {
-        "seconds_max": {"gt": 0, "le": 86_400},
-        "pixels_max": {"ge": 1, "le": 1 << 32},
-        "bytes_max": {"ge": 1, "le": 1 << 40},
-    },
-}
-"""Bounds of the numbers in a file. Both ends catch slips: a negative wait, seconds for milliseconds."""
+from weftline.pipelines.entries import (
+    NAME_PATTERN,
+    WIRE_PATTERN,
+    AnyCount,
+    AnyFallback,
+    AnyInput,
+    AnyRetry,
+    AnySource,
+    BatchEntry,
+    ConditionText,
+    ConstantEntry,
+    Device,
+    DurationMs,
+    InputEntry,
+    LimitsEntry,
+    Name,
+    Names,
+    PathText,
+    RetryEntry,
+    SequenceEntry,
+    SloEntry,
+    Strict,
+    WireText,
+)
+from weftline.pipelines.problems import did_you_mean, from_validation, listed
 
 
-def _port_type(text: str) -> str:
-    PortType.parse(text)
-    return text
-
-
-Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=NAME_CHARS_MAX)]
-WireText = Annotated[str, Field(pattern=WIRE_PATTERN, max_length=2 * NAME_CHARS_MAX + 1)]
-TypeText = Annotated[str, Field(max_length=200), AfterValidator(_port_type)]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")]
-
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class _Strict(BaseModel):
-    model_config = _STRICT
-
-
-def _model_of(policy: Any, **overrides: Any) -> type[BaseModel]:
-    """Return a model with the fields, defaults and documentation of a dataclass, and the bounds above."""
-    hints, about = get_type_hints(policy), field_docs(policy)
-    fields: dict[str, Any] = {}
-    for one in dataclasses.fields(policy):
-        bounds: dict[str, Any] = dict(BOUNDS[policy].get(one.name, {}))
-        described = Field(description=about.get(one.name), **bounds)
-        default = ... if one.default is dataclasses.MISSING else one.default
-        fields[one.name] = (Annotated[overrides.get(one.name, hints[one.name]), described], default)
-    fields.pop("name", None)  # the name of an input is its key
-    doc = (policy.__doc__ or "").partition("\n")[0]
-    return create_model(policy.__name__, __config__=_STRICT, __doc__=doc, __module__=__name__, **fields)
-
-
-InputEntry: type[BaseModel] = _model_of(Input, type=TypeText)
-BatchEntry: type[BaseModel] = _model_of(BatchPolicy)
-LimitsEntry: type[BaseModel] = _model_of(Limits)
-SloEntry: type[BaseModel] = _model_of(Slo)
-
-
-def _long_form(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
-
-
-AnyInput = Annotated[InputEntry, BeforeValidator(_long_form, json_schema_input_type=TypeText | InputEntry)]  # type: ignore[valid-type]
-
-
-class StepEntry(_Strict):
+class StepEntry(Strict):
     """One step: the node it runs, what its inputs read, how it is grouped and placed, and the node's own options."""
 
     model_config = ConfigDict(extra="allow")
 
-    node: Annotated[str, Field(min_length=1, max_length=NODE_CHARS_MAX)]
+    node: PathText | None = None
     """What the step runs: a name of the catalog, `package.module:Class`, or `file.py:Class`."""
 
-    inputs: dict[Name, WireText] = Field(default_factory=dict)
-    """Where each input port reads: `step.port`, or the name of a pipeline input."""
+    pipeline: PathText | None = None
+    """A pipeline file that is run as this step, instead of a node; beside it stand `inputs` and `when` only."""
+
+    inputs: dict[Name, AnySource] = Field(default_factory=dict)
+    """Where each input port reads: `step.port`, the name of a pipeline input, or a constant, `{value: 224}`."""
+
+    when: ConditionText | None = None
+    """A condition, such as `kind.label == 'speech'`: where it does not hold, the step is skipped and its outputs are
+    absent."""
 
     batch: BatchEntry | None = None  # type: ignore[valid-type]
     """How items are grouped; left out, the node's own default."""
 
+    map: Names = ()
+    """The input port, or ports, that are given a list and run item by item; the step's outputs become lists."""
+
+    retry: AnyRetry | None = None
+    """How often a failed item is tried again, or a mapping that says more; left out, only after a worker's death."""
+
+    timeout_ms: DurationMs | None = None
+    """Longest the step may take for one item, waiting included; then it has failed."""
+
+    fallback: AnyFallback | None = None
+    """What answers when the step fails or takes too long: the name of another step, or constants by output port."""
+
+    idempotent: bool | None = None
+    """The step may run twice for one item; left out, what its node says."""
+
+    sequence: SequenceEntry | None = None  # type: ignore[valid-type]
+    """The step remembers between the requests of a sequence; left out, what its node says."""
+
     worker: Name | None = None
     """Steps that name the same worker share its process; left out, each instance has a process of its own."""
 
-    instances: Annotated[int, Field(ge=1, le=64)] = 1
-    """Loaded copies of the node."""
+    instances: AnyCount = 1
+    """Loaded copies of the node; or how many on each device, such as `{"cuda:0": 2, cpu: 1}`."""
 
     device: Device = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1` and so on; `auto` puts heavy nodes on a GPU when there is one."""
 
-    run_max_ms: Annotated[float, Field(gt=0, le=86_400_000)] | None = None
+    run_max_ms: DurationMs | None = None
     """Longest one call of the node may take before its worker is killed; left out, 10 minutes. For a streaming step,
     such as `llm`: its longest silence while it has work."""
 
 
-class PipelineFile(_Strict):
+class PipelineFile(Strict):
     """A Weftline pipeline."""
 
     weftline: Literal[1]
@@ -149,22 +124,58 @@ class PipelineFile(_Strict):
 STEP_KEYS = tuple(StepEntry.model_fields)
 """Keys of a step that are the format's own; every other key is an option of its node."""
 
+BESIDE_PIPELINE = ("pipeline", "inputs", "when")
+"""Keys of a step that runs a pipeline file; everything else is said inside that file."""
+
 
 def validate(document: Any) -> tuple[PipelineFile | None, list[Problem]]:
     """Return the document as a model, or None and every problem in it, without file or line."""
     if not isinstance(document, Mapping):
         found = "an empty file" if document is None else "a list" if isinstance(document, list) else "a single value"
         return None, [Problem("", found, "a mapping that starts with `weftline: 1`")]
+    problems = list(_what_runs(document.get("steps")))
     try:
-        return PipelineFile.model_validate(document), []
+        model = PipelineFile.model_validate(document)
     except ValidationError as error:
-        return None, [_spoken(one) for one in from_validation(error, document, "", _known)]
+        said = tuple(one.path for one in problems)
+        under = tuple(f"{path}." for path in said)
+        more = [_spoken(one) for one in from_validation(error, document, "", _known)]
+        return None, [*problems, *(one for one in more if one.path not in said and not one.path.startswith(under))]
+    return (None, problems) if problems else (model, [])
+
+
+def _what_runs(steps: Any) -> Iterator[Problem]:
+    """Yield what is wrong with steps that have no node, or a pipeline file instead of one."""
+    for name, step in steps.items() if isinstance(steps, Mapping) else ():
+        if not isinstance(step, Mapping):
+            continue
+        path, written = f"steps.{name}", [key for key, value in step.items() if value is not None]
+        if "pipeline" not in written:
+            if "node" not in written:
+                yield Problem(f"{path}.node", "missing", fix="add `node:`, or `pipeline:` with a pipeline file")
+            continue
+        if "node" in written:
+            yield Problem(f"{path}.pipeline", "written beside node", "one of the two", "remove one of them")
+            continue
+        for key in (key for key in written if key not in BESIDE_PIPELINE):
+            if key in STEP_KEYS:
+                found, fix = f"a pipeline run as a step has no {key} of its own", "write it on a step inside that file"
+                yield Problem(f"{path}.{key}", found, f"one of {listed(BESIDE_PIPELINE)}", fix)
+            else:
+                expected, fix = f"one of {listed(BESIDE_PIPELINE)}", did_you_mean(key, BESIDE_PIPELINE)
+                yield Problem(f"{path}.{key}", "unknown key", expected, fix)
+
+
+_ENTRIES: dict[str, type[BaseModel]] = {"batch": BatchEntry, "retry": RetryEntry, "sequence": SequenceEntry}
 
 
 def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
     """Return the keys allowed in the mapping at `loc`; a step's own keys are never refused here."""
-    model = {"inputs": InputEntry, "limits": LimitsEntry, "slo": SloEntry, "steps": BatchEntry}
-    return (model[str(loc[0])] if loc else PipelineFile).model_fields
+    if not loc:
+        return PipelineFile.model_fields
+    if loc[0] != "steps":
+        return {"inputs": InputEntry, "limits": LimitsEntry, "slo": SloEntry}[str(loc[0])].model_fields
+    return (_ENTRIES.get(str(loc[2]), ConstantEntry)).model_fields
 
 
 def _spoken(problem: Problem) -> Problem:
@@ -175,5 +186,5 @@ def _spoken(problem: Problem) -> Problem:
     }
     expected = next((text for pattern, text in words.items() if pattern in problem.expected), problem.expected)
     if "cuda" in expected and "pattern" in expected:
-        expected = "auto, cpu, cuda, or cuda:0 and so on"
+        expected = f"{'auto, ' if 'auto' in expected else ''}cpu, cuda, or cuda:0 and so on"
     return dataclasses.replace(problem, expected=expected)

@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import networkx as nx
 
 from weftline.nodes.ports import Port, Ports
-from weftline.pipelines.graph import Pipeline, Step, Wire
+from weftline.pipelines.graph import Pipeline, Step
 from weftline.pipelines.problems import did_you_mean, listed, nearest
 from weftline.pipelines.report import Report
+from weftline.pipelines.wire import Wire
 
 
 def readers(pipeline: Pipeline) -> Iterator[tuple[str, Wire]]:
-    """Return (path, wire) of everything that reads something: step inputs first, then pipeline outputs."""
+    """Return (path, wire) of everything that reads: step inputs and conditions first, then pipeline outputs."""
     for step in pipeline.steps:
         for port, wire in step.inputs.items():
             yield f"steps.{step.name}.inputs.{port}", wire
+        for wire in step.when.wires if step.when else ():
+            yield f"steps.{step.name}.when", wire
     for name, wire in pipeline.outputs.items():
         yield f"outputs.{name}", wire
 
 
 def graph_of(pipeline: Pipeline) -> nx.DiGraph:
-    """Return the steps as a graph, an edge from each step to every step that reads it."""
+    """Return the steps as a graph, an edge from each step to every step that reads it, in an input or a condition."""
     graph: nx.DiGraph = nx.DiGraph()
     graph.add_nodes_from(step.name for step in pipeline.steps)
     for step in pipeline.steps:
+        for wire in step.when.wires if step.when else ():
+            if wire.step in graph:
+                graph.add_edge(wire.step, step.name, path=f"steps.{step.name}.when")
         for port, wire in step.inputs.items():
             if wire.step in graph:
-                graph.add_edge(wire.step, step.name, port=port)
+                graph.add_edge(wire.step, step.name, path=f"steps.{step.name}.inputs.{port}")
     return graph
 
 
+def fallbacks_of(pipeline: Pipeline) -> dict[str, str]:
+    """Return the steps that answer in another's place, by the name of that other one."""
+    names = {step.name for step in pipeline.steps}
+    named = {step.name: step.fallback for step in pipeline.steps if isinstance(step.fallback, str)}
+    return {name: fallback for name, fallback in named.items() if fallback in names}
+
+
 def run_order(pipeline: Pipeline) -> list[str]:
-    """Return step names, each after what it reads; among steps that are ready together, in file order.
+    """Return step names, each after what it reads and what it is a fallback of; else in file order.
 
     Steps on a cycle, and those after one, are left out.
     """
     graph, place = graph_of(pipeline), {step.name: place for place, step in enumerate(pipeline.steps)}
+    graph.add_edges_from(fallbacks_of(pipeline).items())
     for ring in list(nx.strongly_connected_components(graph)):
         if len(ring) > 1 or any(graph.has_edge(name, name) for name in ring):
             graph.remove_nodes_from(
@@ -59,14 +73,17 @@ def check_wires(pipeline: Pipeline, ports: Mapping[str, Ports], report: Report) 
     _check_cycles(pipeline, report)
 
 
-def check_use(pipeline: Pipeline, report: Report) -> None:
+def check_use(pipeline: Pipeline, used: Collection[Wire], report: Report) -> None:
     """Report what exists for nobody: inputs and steps that nothing reads, and a pipeline without steps or outputs.
+
+    used: wires that count as read besides those of steps and outputs.
 
     Where a wire leads nowhere or a template could not be read, what seems unread may be what was meant: only the first
     mistake is reported then.
     """
-    read = {wire.port for _, wire in readers(pipeline) if wire.step is None}
-    heard = {wire.step for _, wire in readers(pipeline)}
+    wires = [*(wire for _, wire in readers(pipeline)), *used]
+    read = {wire.port for wire in wires if wire.step is None}
+    heard = {wire.step for wire in wires} | {*fallbacks_of(pipeline).values()}
     if not pipeline.steps:
         report.add("steps", "no steps", "at least one step")
     if not pipeline.outputs:
@@ -76,10 +93,10 @@ def check_use(pipeline: Pipeline, report: Report) -> None:
     if not _all_lead_somewhere(pipeline) or any(one.path.endswith(_TEXTS) for one in report.problems):
         return
     for one in pipeline.inputs:
-        if one.name not in read:
+        if one.name not in read and not one.hidden:
             report.add(f"inputs.{one.name}", "nothing reads this input", fix="wire it to a step, or remove it")
     for step in pipeline.steps:
-        if step.name not in heard:
+        if step.name not in heard and WITHIN not in step.name:
             report.add(
                 f"steps.{step.name}",
                 "nothing reads any of its outputs",
@@ -88,6 +105,9 @@ def check_use(pipeline: Pipeline, report: Report) -> None:
 
 
 _TEXTS = (".template", ".prompt")
+
+WITHIN = "/"
+"""Stands in the names of steps that come out of a sub-pipeline, whose outputs need not all be read."""
 
 
 def _all_lead_somewhere(pipeline: Pipeline) -> bool:
@@ -156,8 +176,6 @@ def _check_cycles(pipeline: Pipeline, report: Report) -> None:
         names = [edge[0] for edge in edges]
         turn = names.index(min(names, key=lambda name: place[name]))
         names = [*names[turn:], *names[:turn]]
-        port = graph.edges[names[-1], names[0]]["port"]
+        path = graph.edges[names[-1], names[0]]["path"]
         whole = " -> ".join([*names, names[0]])
-        report.add(
-            f"steps.{names[0]}.inputs.{port}", f"the steps run in a circle: {whole}", fix="remove one of these wires"
-        )
+        report.add(path, f"the steps run in a circle: {whole}", fix="remove one of these wires")

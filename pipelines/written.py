@@ -12,9 +12,10 @@ from typing import Any
 
 import yaml
 
-from weftline.pipelines.graph import Input, Pipeline, Step, Wire
+from weftline.pipelines.graph import Input, Pipeline, Step
 from weftline.pipelines.options import plain
-from weftline.pipelines.policy import BatchPolicy
+from weftline.pipelines.policy import BatchPolicy, Retry, SequencePolicy
+from weftline.pipelines.wire import Wire
 
 
 def to_document(pipeline: Pipeline) -> dict[str, Any]:
@@ -22,10 +23,11 @@ def to_document(pipeline: Pipeline) -> dict[str, Any]:
     document: dict[str, Any] = {"weftline": 1, "name": pipeline.name}
     if pipeline.about:
         document["about"] = pipeline.about
-    if pipeline.inputs:
-        document["inputs"] = {one.name: _input(one) for one in pipeline.inputs}
-    document["steps"] = {step.name: _step(step) for step in pipeline.steps}
-    document["outputs"] = _wires(pipeline.outputs)
+    if asked := [one for one in pipeline.inputs if not one.hidden]:
+        document["inputs"] = {one.name: _input(one) for one in asked}
+    constants = {Wire(None, one.name): plain(one.default) for one in pipeline.inputs if one.hidden}
+    document["steps"] = {step.name: _step(step, constants) for step in pipeline.steps}
+    document["outputs"] = {name: str(wire) for name, wire in pipeline.outputs.items()}
     for name, value in (("limits", pipeline.limits), ("slo", pipeline.slo)):
         if changed := changed_fields(value):
             document[name] = changed
@@ -54,18 +56,35 @@ def _input(one: Input) -> Any:
     return entry["type"] if len(entry) == 1 else entry
 
 
-def _step(step: Step) -> dict[str, Any]:
-    entry: dict[str, Any] = {"node": step.node, **{key: plain(value) for key, value in step.options.items()}}
+def _step(step: Step, constants: Mapping[Wire, Any]) -> dict[str, Any]:
+    what = {"node": step.node, "pipeline": step.pipeline}
+    entry: dict[str, Any] = {key: value for key, value in what.items() if value}
+    entry |= {key: plain(value) for key, value in step.options.items()}
     if step.inputs:
-        entry["inputs"] = _wires(step.inputs)
+        entry["inputs"] = {port: _source(wire, constants) for port, wire in step.inputs.items()}
+    if step.when is not None:
+        entry["when"] = step.when.text
     if step.batch is not None:
         entry["batch"] = changed_fields(step.batch) or {"items_max": BatchPolicy().items_max}
-    written = changed_fields(step)
-    return entry | {key: written[key] for key in ("worker", "instances", "device", "run_max_ms") if key in written}
+    if step.map:
+        entry["map"] = step.map[0] if len(step.map) == 1 else list(step.map)
+    if step.retry is not None:
+        entry["retry"] = _retry(step.retry)
+    if step.sequence is not None:
+        entry["sequence"] = changed_fields(step.sequence) or {"live_max": SequencePolicy().live_max}
+    return entry | {key: value for key, value in changed_fields(step).items() if key in _PLAIN_KEYS}
 
 
-def _wires(wires: Mapping[str, Wire]) -> dict[str, str]:
-    return {name: str(wire) for name, wire in wires.items()}
+_PLAIN_KEYS = ("timeout_ms", "fallback", "idempotent", "worker", "instances", "device", "run_max_ms")
+
+
+def _source(wire: Wire, constants: Mapping[Wire, Any]) -> Any:
+    return {"value": constants[wire]} if wire in constants else str(wire)
+
+
+def _retry(retry: Retry) -> Any:
+    changed = changed_fields(retry)
+    return changed if set(changed) - {"attempts"} else retry.attempts
 
 
 class _Dumper(yaml.SafeDumper):

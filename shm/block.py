@@ -48,6 +48,10 @@ class Block(NamedTuple):
         return Place(self.arena, self.offset + start_bytes, size_bytes, self.offset, self.generation)
 
 
+Key = tuple[int, int, int]
+"""What the ledger knows a block by: (arena, start of the block, generation)."""
+
+
 class Place(NamedTuple):
     """Where one value lies: [offset, offset + size_bytes) of `arena`, inside the block that starts at `block`."""
 

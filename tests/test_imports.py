@@ -20,7 +20,20 @@ PURE = [
         f"engine/{name}.py"
         for name in (
             *("request", "messages", "events", "flow", "batcher", "crew", "routes", "supervisor", "scheduler"),
-            *("book", "rooms", "sizing"),
+            *("book", "rooms", "sizing", "branches", "tasks", "dispatcher", "answers", "deaths", "lanes", "timers"),
+            *(
+                "estimates",
+                "latency",
+                "line",
+                "shapes",
+                "sequences",
+                "budget",
+                "quarantine",
+                "recovery",
+                "peek",
+                "timing",
+            ),
+            *("outcome", "arrivals", "where", "report", "hints", "trace"),
         )
     ),
     *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),

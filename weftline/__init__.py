@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING
 from weftline.errors import PipelineError, WeftlineError
 
 if TYPE_CHECKING:
+    from weftline.engine.health import Health
+    from weftline.engine.repository import Repository
     from weftline.engine.result import Result
     from weftline.engine.session import Session, load
     from weftline.nodes.contract import Batch, BatchNode, Node, Piece, StreamNode
+    from weftline.nodes.current import current
     from weftline.nodes.detections import Detections
     from weftline.nodes.ports import Ports, port
+    from weftline.nodes.urgency import SequencePart
     from weftline.pipelines.builder import Builder as Pipeline
     from weftline.pipelines.place import Device, Machine
 
@@ -30,17 +34,21 @@ __all__ = [
     "BatchNode",
     "Detections",
     "Device",
+    "Health",
     "Machine",
     "Node",
     "Piece",
     "Pipeline",
     "PipelineError",
     "Ports",
+    "Repository",
     "Result",
+    "SequencePart",
     "Session",
     "StreamNode",
     "WeftlineError",
     "__version__",
+    "current",
     "load",
     "port",
 ]
@@ -50,14 +58,18 @@ _HOMES = {
     "BatchNode": "weftline.nodes.contract:BatchNode",
     "Detections": "weftline.nodes.detections:Detections",
     "Device": "weftline.pipelines.place:Device",
+    "Health": "weftline.engine.health:Health",
     "Machine": "weftline.pipelines.place:Machine",
     "Node": "weftline.nodes.contract:Node",
     "Piece": "weftline.nodes.contract:Piece",
     "Pipeline": "weftline.pipelines.builder:Builder",
     "Ports": "weftline.nodes.ports:Ports",
+    "Repository": "weftline.engine.repository:Repository",
     "Result": "weftline.engine.result:Result",
+    "SequencePart": "weftline.nodes.urgency:SequencePart",
     "Session": "weftline.engine.session:Session",
     "StreamNode": "weftline.nodes.contract:StreamNode",
+    "current": "weftline.nodes.current:current",
     "load": "weftline.engine.session:load",
     "port": "weftline.nodes.ports:port",
 }

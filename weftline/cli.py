@@ -1,4 +1,4 @@
-"""The command line: `weftline check`, `plan`, `run`, `nodes`, `schema`.
+"""The command line: `weftline check`, `plan`, `run`, `bench`, `nodes`, `schema`.
 
 Here are the commands with their options and help. What a command does is imported when it runs, so that `--help` and
 shell completion answer at once and `check` works where no framework is installed. Answers go to standard output,
@@ -25,7 +25,7 @@ def _epilog() -> str:
 
 app = typer.Typer(
     name="weftline",
-    help="Check, explain and run pipelines of models.",
+    help="Check, explain, run and measure pipelines of models.",
     epilog=_epilog(),
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -54,7 +54,7 @@ def _front(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Check, explain and run pipelines of models."""
+    """Check, explain, run and measure pipelines of models."""
 
 
 @app.command(short_help="List every problem of pipeline files.")
@@ -150,6 +150,79 @@ def run(
 
     request = Request(file, tuple(inputs or ()), tuple(outputs or ()) or None, as_json, stream, deadline_ms, save)
     run_request(request, sys.stdout, sys.stderr)
+
+
+@app.command(short_help="Measure a pipeline under load.")
+def bench(
+    file: PipelineFile,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input", "-i", metavar="NAME=VALUE", help="One input of every request, as for run; others are made up."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="ROWS", help="A JSONL file, one request's inputs a line by name; taken in turn."),
+    ] = None,
+    outputs: Annotated[
+        list[str] | None,
+        typer.Option("--output", "-o", metavar="NAME", help="Only this output, and the steps it needs; repeatable."),
+    ] = None,
+    closed: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="So many callers, each waiting for its answer; 8 by default.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Arrivals a second, whatever becomes of them, instead of callers.")
+    ] = None,
+    bursty: Annotated[bool, typer.Option("--bursty", help="With --rate: in bursts of four times the rate.")] = False,
+    duration_s: Annotated[float, typer.Option(min=0.1, max=86_400.0, help="How long to measure, in seconds.")] = 10.0,
+    warm_up_s: Annotated[float, typer.Option(min=0.0, max=3600.0, help="How long to load it before that.")] = 1.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, max=200_000, help="Measure so many requests at most; 200,000 by default.")
+    ] = None,
+    deadline_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Deadline of every request, in milliseconds.")
+    ] = None,
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Priority of every request.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="For arrivals and for inputs that are made up.")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write a trace that opens at ui.perfetto.dev.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write all figures as json.")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Load a pipeline with requests for a while and say what it did: latency, steps, batches, where the time went.
+
+    \b
+    Examples:
+      weftline bench pipeline.yaml --closed 16
+      weftline bench pipeline.yaml --rate 200 --bursty --deadline-ms 50 --trace out.json
+      weftline bench pipeline.yaml --data rows.jsonl --input photo=@photo.png --requests 500
+    """
+    if closed is not None and rate is not None:
+        raise typer.BadParameter("--closed and --rate exclude each other: callers wait for answers, arrivals do not")
+    if bursty and rate is None:
+        raise typer.BadParameter("--bursty needs --rate, the mean rate of arrivals")
+    from weftline.cli_bench import Bench, run_bench
+    from weftline.engine.arrivals import Closed, Open
+
+    asked = Bench(
+        file,
+        Closed(closed or 8) if rate is None else Open(rate, bursty, seed),
+        tuple(inputs or ()),
+        data,
+        tuple(outputs or ()) or None,
+        duration_s,
+        warm_up_s,
+        requests or 200_000,
+        deadline_ms,
+        priority,
+        seed,
+        trace,
+        json,
+    )
+    run_bench(asked, sys.stdout, sys.stderr)
 
 
 @app.command(short_help="List nodes, or show one.")

@@ -22,10 +22,13 @@ from weftline.pipelines.plan import Plan
 STDIN = "@-"
 
 
-def read_inputs(plan: Plan, written: Sequence[str], stdin: BinaryIO) -> dict[str, Any]:
-    """Return one decoded value for each input of the pipeline; InputError says which one is wrong, and how."""
+def read_inputs(plan: Plan, written: Sequence[str], stdin: BinaryIO, *, partial: bool = False) -> dict[str, Any]:
+    """Return one decoded value for each input of the pipeline; InputError says which one is wrong, and how.
+
+    partial: inputs may be missing.
+    """
     given = _split(written)
-    _check_names(plan, given)
+    _check_names(plan, given, partial)
     return {name: _value(plan, name, text, stdin) for name, text in given.items()}
 
 
@@ -44,10 +47,11 @@ def _split(written: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _check_names(plan: Plan, given: Mapping[str, str]) -> None:
-    known = [one.name for one in plan.inputs]
+def _check_names(plan: Plan, given: Mapping[str, str], partial: bool) -> None:
+    known = [one.name for one in plan.inputs if not one.hidden]
+    needed = [] if partial else [one.name for one in plan.inputs if not (one.optional or one.default is not None)]
     unknown = [f"--input {name}: the pipeline has no such input" for name in given if name not in known]
-    missing = [f"--input {name} is missing" for name in known if name not in given]
+    missing = [f"--input {name} is missing" for name in known if name in needed and name not in given]
     if unknown or missing:
         inputs = ", ".join(f"{name} ({plan.input_types[name]})" for name in known) or "none"
         raise InputError("\n".join([*unknown, *missing, f"    the pipeline's inputs: {inputs}"]))

@@ -1,8 +1,8 @@
-"""What is seen while models load: moving bars on a terminal, plain lines anywhere else; always on standard error."""
+"""What is seen while models load and loads run: bars on a terminal, plain lines anywhere else; on standard error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -23,6 +23,17 @@ def loading_shown(err: TextIO) -> Iterator[Progress]:
         yield _lines(err)
 
 
+@contextmanager
+def measuring_shown(err: TextIO, warm_up_s: float, duration_s: float) -> Iterator[Callable[[float, int], None] | None]:
+    """Yield what a load is to call with (share that is done, requests that have ended); None where nobody looks."""
+    if not err.isatty():
+        _say(f"measuring for {duration_s:g} s after {warm_up_s:g} s of warm-up", err)
+        yield None
+        return
+    with _bars(err) as report:
+        yield lambda share, ended: report("measuring", f"{ended} requests", share)
+
+
 def _lines(err: TextIO) -> Progress:
     """Return a callback that prints a line whenever a step's phrase changes."""
     said: dict[str, str] = {}
@@ -31,12 +42,16 @@ def _lines(err: TextIO) -> Progress:
         if said.get(step) == phrase:
             return
         said[step] = phrase
-        try:
-            print(f"loading {step}: {printable(phrase)}", file=err, flush=True)
-        except (OSError, ValueError):  # standard error is closed: nobody looks, and loading goes on
-            pass
+        _say(f"loading {step}: {printable(phrase)}", err)
 
     return report
+
+
+def _say(line: str, err: TextIO) -> None:
+    try:
+        print(line, file=err, flush=True)
+    except (OSError, ValueError):  # standard error is closed: nobody looks, and the work goes on
+        pass
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def run_request(request: Request, out: TextIO, err: TextIO) -> None:
     What can be known to be wrong without a model is refused before one is loaded. Whatever happens, no process stays.
     """
     pipeline = load(request.file)
-    _check_outputs(pipeline.plan, request.outputs)
+    check_outputs(pipeline.plan, request.outputs)
     inputs = read_inputs(pipeline.plan, request.inputs, sys.stdin.buffer)
     if request.save is not None:
         make_folder(request.save)
@@ -58,7 +58,8 @@ def run_request(request: Request, out: TextIO, err: TextIO) -> None:
             _answer(session, request, inputs, out, err)
 
 
-def _check_outputs(plan: Plan, wanted: Sequence[str] | None) -> None:
+def check_outputs(plan: Plan, wanted: Sequence[str] | None) -> None:
+    """Refuse outputs that the pipeline does not have."""
     known = [output.name for output in plan.outputs]
     for name in wanted or ():
         if name not in known:

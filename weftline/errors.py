@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,14 @@ class Problem:
 
 
 class WeftlineError(Exception):
-    """Anything Weftline refuses or fails at; catch this to catch them all."""
+    """Anything Weftline refuses or fails at; catch this to catch them all.
+
+    timings: of a request that failed, one StepTiming for each step that had run by then.
+    """
 
     status: ClassVar[str] = "INTERNAL"
     exit_code: ClassVar[int] = 1
+    timings: tuple[Any, ...] = ()
 
 
 class PipelineError(WeftlineError):

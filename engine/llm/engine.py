@@ -5,6 +5,8 @@
     while engine.busy:
         for update in engine.step(): ...
 
+Time is told, in milliseconds on any one clock: by whoever gives requests deadlines or wants them to age.
+
 `step` plans a round, computes it, and notes what came out: five lines, everything else is in the parts. A request that
 fails takes nobody along: when a round raises, its shares are computed again one by one (they write the same keys and
 values to the same pages), and only those that raise again fail.
@@ -23,7 +25,7 @@ from weftline.engine.llm.sampling import Sampler
 from weftline.engine.llm.sequence import SamplingParams, Sequence, check_tokens
 from weftline.engine.llm.stream import TextStream
 from weftline.engine.llm.tokens import Tokens
-from weftline.errors import InputError, LimitReached, StepError
+from weftline.errors import DeadlineExceeded, InputError, LimitReached, StepError
 
 WAITING_MAX = 4096
 """Most requests inside the engine; the pipeline's own limits refuse much earlier."""
@@ -51,7 +53,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot: pages by state, requests by state, and what happened since the engine was made."""
+    """A snapshot: pages by state, requests by state, and what happened since the engine was made.
+
+    paused: how many of those that run or wait are given nothing for now.
+    """
 
     pages_free: int
     pages_idle: int
@@ -62,6 +67,7 @@ class EngineStats:
     preemptions: int
     prefix_asked_tokens: int
     prefix_hit_tokens: int
+    paused: int = 0
 
 
 class Engine:
@@ -80,12 +86,14 @@ class Engine:
         self._schedule = Schedule(limits or RoundLimits(), self._cache)
         self._sampler = Sampler(runner.ends)
         self._live: dict[int, Sequence] = {}
+        self._paused: set[int] = set()
         self._texts: dict[int, TextStream] = {}
         self._rounds = self._preemptions = self._arrived = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._live)
+        """Whether `step` has work to do: paused requests are none."""
+        return len(self._live) > len(self._paused)
 
     @property
     def context_max(self) -> int:
@@ -93,9 +101,20 @@ class Engine:
         return min(self.runner.context_max, self.runner.pages * self.runner.page_tokens)
 
     def add(
-        self, id: int, prompt: SequenceOf[int], params: SamplingParams, *, priority: int = 0, salt: bytes = b""
+        self,
+        id: int,
+        prompt: SequenceOf[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline_ms: float | None = None,
+        now_ms: float = 0.0,
+        salt: bytes = b"",
     ) -> None:
-        """Take a request; InputError or LimitReached says why it is refused, and nobody else is affected."""
+        """Take a request; InputError or LimitReached says why it is refused, and nobody else is affected.
+
+        priority: the higher goes first, but not for ever: see `nodes.urgency.PRIORITY_STEP_MS`.
+        """
         if id in self._live:
             raise InputError(f"request {id} is already running")
         if len(self._live) >= WAITING_MAX:
@@ -112,7 +131,9 @@ class Engine:
             params = replace(params, seed=secrets.randbits(62))
         limit = min(len(known) + params.tokens_max, self.context_max)
         self._arrived += 1
-        sequence = Sequence(id, known, len(known), limit, params, self._arrived, priority, salt)
+        sequence = Sequence(
+            id, known, len(known), limit, params, self._arrived, priority, salt, now_ms, deadline_ms
+        )  # fmt: skip
         self._schedule.add(sequence)
         self._live[id] = sequence
         if self.tokens is not None:
@@ -123,12 +144,29 @@ class Engine:
         if id in self._live:
             self._leave(self._live[id], "cancel")
 
-    def step(self) -> list[Update]:
-        """Compute one round; return what it brought, for the requests it brought something."""
+    def pause(self, id: int) -> None:
+        """Give a request no more tokens until `resume`; it keeps its pages while nobody needs them."""
+        if id in self._live:
+            self._live[id].paused = True
+            self._paused.add(id)
+
+    def resume(self, id: int) -> None:
+        """Go on with a paused request; its answer is the one it would have had."""
+        if id in self._paused:
+            self._live[id].paused = False
+            self._paused.discard(id)
+
+    def step(self, now_ms: float = 0.0) -> list[Update]:
+        """Compute one round; return what it brought, for the requests it brought something.
+
+        A request whose deadline has passed at `now_ms` fails, and its pages are free for this round.
+        """
+        expired = [self._expire(sequence) for sequence in self._schedule.expired(now_ms)]
         round = self._schedule.plan()
         self._preemptions += len(round.preempted)
         self._rounds += bool(round.shares)
-        return [u for share, token in self._compute(round.shares) if (u := self._note(share, token)) is not None]
+        noted = (self._note(share, token) for share, token in self._compute(round.shares))
+        return [*expired, *(update for update in noted if update is not None)]
 
     def generate(self, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams) -> list[list[int]]:
         """Return the tokens of the answers to all prompts, computed together; raises what the first failure was."""
@@ -147,6 +185,7 @@ class Engine:
         return EngineStats(
             pages.free, pages.idle, pages.used, len(self._schedule.running), len(self._schedule.waiting),
             self._rounds, self._preemptions, prefix.asked_tokens, prefix.hit_tokens,
+            len(self._paused),
         )  # fmt: skip
 
     def check(self) -> None:
@@ -202,7 +241,13 @@ class Engine:
             self._leave(sequence, "finish")
         return Update(sequence.id, (token,), text, finish, sequence.prompt, answered, sequence.cached)
 
+    def _expire(self, sequence: Sequence) -> Update:
+        self._leave(sequence, "fail")
+        so_far = f"{len(sequence.answer)} of at most {sequence.limit - sequence.prompt} tokens"
+        return Update(sequence.id, error=DeadlineExceeded(f"the deadline passed after {so_far} of the answer"))
+
     def _leave(self, sequence: Sequence, event: str) -> None:
         del self._live[sequence.id]
+        self._paused.discard(sequence.id)
         self._texts.pop(sequence.id, None)
         self._schedule.leave(sequence, event)

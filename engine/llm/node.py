@@ -6,6 +6,7 @@ answers with the pieces it produced. A request that is refused or fails gets its
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +17,7 @@ from weftline.errors import InputError, MissingPackage, ModelError, WeftlineErro
 from weftline.nodes.contract import ConfigError, OpenContext, Piece, StepContext, StreamNode
 from weftline.nodes.hugging_face import find_config, local_or_hub
 from weftline.nodes.ports import Ports, port
+from weftline.nodes.urgency import USUAL, Urgency
 
 if TYPE_CHECKING:
     from weftline.engine.llm.engine import Engine, Update
@@ -121,13 +123,16 @@ class Llm(StreamNode):
         self._engine = self._tokens = None
         self._texts.clear()
 
-    def submit(self, item: int, inputs: Mapping[str, Any]) -> None:
+    def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
         engine, _ = self._opened()
+        now_ms = _now_ms()
+        deadline_ms = None if urgency.left_ms is None else now_ms + urgency.left_ms
         try:
             params: SamplingParams = self.config.sampling
             if inputs.get("sampling") is not None:
                 params = SamplingParams.read(inputs["sampling"], params)
-            engine.add(item, self._prompt_tokens(inputs), params)
+            tokens = self._prompt_tokens(inputs)
+            engine.add(item, tokens, params, priority=urgency.priority, deadline_ms=deadline_ms, now_ms=now_ms)
         except WeftlineError as error:
             self._refused.append(Piece(item, last=True, error=error))
         else:
@@ -139,10 +144,20 @@ class Llm(StreamNode):
         if self._texts.pop(item, None) is not None:
             engine.cancel(item)
 
+    def pause(self, item: int) -> None:
+        engine, _ = self._opened()
+        if item in self._texts:
+            engine.pause(item)
+
+    def resume(self, item: int) -> None:
+        engine, _ = self._opened()
+        if item in self._texts:
+            engine.resume(item)
+
     def round(self) -> Sequence[Piece]:
         engine, _ = self._opened()
         pieces, self._refused = self._refused, []
-        return [*pieces, *(piece for update in engine.step() for piece in self._pieces(update))]
+        return [*pieces, *(piece for update in engine.step(_now_ms()) for piece in self._pieces(update))]
 
     @property
     def busy(self) -> bool:
@@ -188,3 +203,7 @@ class Llm(StreamNode):
         if self._engine is None or self._tokens is None:
             raise RuntimeError("the llm node is not open")
         return self._engine, self._tokens
+
+
+def _now_ms() -> float:
+    return time.monotonic() * 1e3

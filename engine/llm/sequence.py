@@ -19,6 +19,7 @@ from typing import Any
 
 from weftline.engine.llm.pages import PageTable
 from weftline.errors import InputError
+from weftline.nodes.urgency import PATIENCE_MS, PRIORITY_STEP_MS
 
 TOKENS_LIMIT = 1 << 20
 """Most tokens one answer may be allowed, far above any model's context."""
@@ -141,9 +142,13 @@ class Sequence:
     tokens:    known token ids, the prompt first.
     prompt:    how many of them are the prompt.
     limit:     most known tokens it may reach: prompt and answer, within the context and the pool.
-    order:     when it arrived, as a count; the lower of two goes first at equal priority.
+    order:     when it arrived, as a count; the lower of two goes first when they are equally urgent.
     priority:  the higher goes first.
     salt:      whose cached prefixes it may share.
+    arrived_ms, deadline_ms: on the clock of whoever plans rounds; no deadline is None.
+    paused:    its reader is slow; it is given no tokens.
+    due_ms:    how urgent it is, the lower goes first. It never changes, and whoever comes late enough comes after it
+               whatever its priority, so everybody's turn comes.
     computed:  how many tokens have keys and values in pages.
     cached:    how many of those came from the prefix cache when it first joined.
     hashes:    chained hash of each full page of known tokens, as far as they were needed.
@@ -157,12 +162,16 @@ class Sequence:
     order: int
     priority: int = 0
     salt: bytes = b""
+    arrived_ms: float = 0.0
+    deadline_ms: float | None = None
+    paused: bool = False
     state: str = "waiting"
     computed: int = 0
     cached: int = 0
     preemptions: int = 0
     table: PageTable = field(default_factory=PageTable)
     hashes: list[bytes] = field(default_factory=list)
+    due_ms: float = field(init=False)
 
     @property
     def remaining(self) -> int:
@@ -174,10 +183,18 @@ class Sequence:
         """The tokens generated so far."""
         return self.tokens[self.prompt :]
 
+    def __post_init__(self) -> None:
+        patient_ms = self.arrived_ms + PATIENCE_MS
+        due_ms = patient_ms if self.deadline_ms is None else min(self.deadline_ms, patient_ms)
+        self.due_ms = due_ms - self.priority * PRIORITY_STEP_MS
+
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[float, int]:
         """Who goes first when not all can: the lower."""
-        return (-self.priority, self.order)
+        return (self.due_ms, self.order)
+
+    def expired(self, now_ms: float) -> bool:
+        return self.deadline_ms is not None and now_ms >= self.deadline_ms
 
     def move(self, event: str) -> None:
         """Take the step `event` in the table of moves."""

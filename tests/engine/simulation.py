@@ -1,85 +1,81 @@
-"""A made-up world around the real scheduler: random plans, workers that are slow, fail, ask for room and die.
+"""A made-up world around the real scheduler: random plans, workers that are slow, fail, ask for room, wedge and die.
 
 Everything is drawn from one seed and happens in virtual time, so a failing seed can be replayed:
 
-    python -m tests.engine.simulation SEED
+    python -m tests.engine.simulation SEED...          replay these
+    python -m tests.engine.simulation --seeds 100000   a night's worth, in all processes of the machine
 
-After every event the invariants are checked: each admitted request is in exactly one state, the ledger tiles its
-arenas, and when everything has ended nothing is leased, queued or held.
+After every event the invariants are checked: each admitted request is in exactly one state and the ledger tiles its
+arenas; whatever is sent is checked as a worker would wish it; and when everything has ended nothing is leased, queued,
+timed or held.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from heapq import heappop, heappush
 from itertools import count
-from pathlib import Path
 
+import msgspec
+
+from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
+from weftline.engine import request as requests_module
+from weftline.engine import supervisor
 from weftline.engine.clock import ManualClock
+from weftline.engine.crew import WorkerState
+from weftline.engine.request import Request
 from weftline.engine.scheduler import Scheduler
-from weftline.nodes.ports import Port, PortType
-from weftline.pipelines.graph import Input, Wire
-from weftline.pipelines.plan import Plan, PlannedInput, PlannedOutput, PlannedStep, PlannedWorker
-from weftline.pipelines.policy import BatchPolicy, Limits, Slo
+from weftline.errors import LimitReached
+from weftline.nodes.urgency import SequencePart
 from weftline.shm.block import INLINE_BYTES_MAX, Block, Place
 
-TENSOR = PortType("tensor", "uint8", (INLINE_BYTES_MAX + 64,))
-ANY = PortType("bytes")
+REQUESTS = 30
+EVENTS_MAX = 40_000
+KILLS_MAX = 4
+"""Most workers a killer may take along: log2 of the largest batch, 8, and one."""
 
-
-def random_plan(rng: random.Random) -> Plan:
-    """Draw a DAG of 1 to 6 steps over 1 to 3 inputs, some streaming, some sharing a worker."""
-    inputs = tuple(Input(f"in{i}", "bytes") for i in range(rng.randint(1, 3)))
-    wires = [Wire(None, given.name) for given in inputs]
-    drafts = []
-    for index in range(rng.randint(1, 6)):
-        ports = tuple(Port(f"out{i}", rng.choice((TENSOR, ANY))) for i in range(rng.randint(1, 2)))
-        reads = tuple(PlannedInput(f"p{i}", rng.choice(wires), ANY) for i in range(rng.randint(1, 3)))
-        drafts.append((f"s{index}", reads, ports))
-        wires += [Wire(f"s{index}", port.name) for port in ports]
-    outputs = tuple(PlannedOutput(f"o{i}", rng.choice(wires), ANY) for i in range(rng.randint(1, 3)))
-    workers: list[PlannedWorker] = []
-    steps = []
-    for name, reads, ports in drafts:
-        if workers and rng.random() < 0.25:
-            places = (rng.randrange(len(workers)),)
-        else:
-            places = tuple(range(len(workers), len(workers) + rng.choice((1, 1, 2))))
-            workers += [PlannedWorker(f"w{i}", (), 1, 1 << 18) for i in places]
-        steps.append(
-            PlannedStep(
-                name, "sim", {}, reads, ports, {}, BatchPolicy(rng.choice((1, 2, 4, 8)), rng.choice((0.0, 2.0, 10.0))),
-                rng.random() < 0.2, False, False, "cpu", places, 1000.0,
-            )
-        )  # fmt: skip
-    return Plan(
-        "sim", inputs, {}, {}, tuple(steps), outputs, tuple(workers), Limits(requests_max=12, arena_bytes=1 << 19),
-        Slo(), 2, Path(),
-    )  # fmt: skip
+TABLES = {"request": requests_module.TRANSITIONS, "worker": supervisor.TRANSITIONS}
 
 
 class World:
-    """Drives one scheduler through `requests` random requests and checks it all the way."""
+    """Drives one scheduler through random requests and checks it all the way."""
 
-    def __init__(self, seed: int, requests: int = 30) -> None:
+    def __init__(self, seed: int, requests: int = REQUESTS) -> None:
         self.rng = random.Random(seed)
         self.plan = random_plan(self.rng)
         self.scheduler = Scheduler(self.plan, seed)
         self.clock = ManualClock()
-        self.todo: list[tuple[float, int, object]] = []
+        self.requests = requests
+        self.todo: list[tuple[float, int, tuple[object, ...]]] = []
         self.order = count()
         self.ended: dict[int, str] = {}
         self.refused: set[int] = set()
-        self.owed: set[int] = set()
-        self.arena_of: dict[int, int] = {}
-        self.waiting_room: dict[int, tuple[msg.Run | msg.Submit, int]] = {}
-        self.cancelled: dict[int, set[tuple[int, int]]] = {}
-        self.streams: dict[int, list[tuple[int, msg.Item]]] = {}
         self.seen: set[str] = set()
-        self.deadly = self.rng.random() < 0.5
+        self.moves: set[tuple[str, str, str]] = set()
+        self.arena_of: dict[int, int] = {}
+        self.ready: set[int] = set()
+        self.wedged: set[int] = set()
+        self.inbox: dict[int, list[msg.Run]] = {}
+        self.waiting_room: dict[int, msg.Run] = {}
+        self.cancelled: dict[int, set[int]] = {}
+        self.paused: dict[int, set[int]] = {}
+        self.streams: dict[int, list[tuple[int, msg.Item]]] = {}
+        self.chains: dict[int, dict[int, msg.Chain]] = {}
+        self.taken_back: set[int] = set()
+        self.sequence_of: dict[tuple[int, str], int] = {}  # (step, sequence) -> worker
+        self.deadly = self.rng.random() < 0.4
+        self.doomed = self.deadly and self.rng.random() < 0.2  # workers that never come up
+        self.killers: dict[int, int] = {}  # request -> step that it kills
+        self.kills: dict[int, int] = {}
+        if not self.deadly and self.rng.random() < 0.4:
+            for request in self.rng.sample(range(1, requests + 1), 2):
+                self.killers[request] = self.rng.randrange(len(self.plan.steps))
+        self.sequenced = any(step.sequence for step in self.plan.steps)
         for request in range(1, requests + 1):
             self.at(self.rng.uniform(5, 200), ("submit", request))
 
@@ -87,115 +83,230 @@ class World:
     def now(self) -> float:
         return self.clock.now_ms()
 
-    def at(self, when: float, what: object) -> None:
+    def at(self, when: float, what: tuple[object, ...]) -> None:
         heappush(self.todo, (when, next(self.order), what))
 
-    def later(self, what: object, most: float = 20.0) -> None:
+    def later(self, what: tuple[object, ...], most: float = 20.0) -> None:
         self.at(self.now + self.rng.uniform(0.01, most), what)
 
     def run(self) -> None:
         """Run until nothing is left to happen, then look for anything still held."""
-        self.obey(self.scheduler.start(self.now))
-        for _ in range(20_000):
-            wake = self.scheduler.wake_at_ms()
-            if not self.todo and wake is None:
-                break
-            if wake is not None and (not self.todo or wake <= self.todo[0][0]):
-                self.clock.advance(max(0.0, wake - self.now))
-                self.tell(ev.Tick())
-                continue
-            when, _, what = heappop(self.todo)
-            self.clock.advance(max(0.0, when - self.now))
-            self.happen(*what)  # type: ignore[misc]
-        else:
-            raise AssertionError("the simulation does not come to rest")
-        self.check_rest()
+        self.watch()
+        try:
+            self.obey(self.scheduler.start(self.now))
+            for _ in range(EVENTS_MAX):
+                if self.at_rest():
+                    break
+                wake = self.scheduler.wake_at_ms()
+                if wake is not None and (not self.todo or wake <= self.todo[0][0]):
+                    self.clock.advance(max(0.0, wake - self.now))
+                    self.tell(ev.Tick())
+                    continue
+                if not self.todo:
+                    raise AssertionError("requests are open and nothing will ever happen")
+                when, _, what = heappop(self.todo)
+                self.clock.advance(max(0.0, when - self.now))
+                getattr(self, f"on_{what[0]}")(*what[1:])
+            else:
+                raise AssertionError("the simulation does not come to rest")
+            self.check_rest()
+        finally:
+            self.unwatch()
+
+    def at_rest(self) -> bool:
+        settled = len(self.ended) + len(self.refused) == self.requests
+        return settled and self.scheduler.idle() and not any(what[0] == "deliver" for _, _, what in self.todo)
+
+    def watch(self) -> None:
+        """Note which entries of the state tables are used."""
+        self.own_moves = Request.move, WorkerState.move
+        for table, cls, move in (("request", Request, Request.move), ("worker", WorkerState, WorkerState.move)):
+
+            def noted(one: Request | WorkerState, event: str, table: str = table, move: object = move) -> None:
+                self.moves.add((table, one.state, event))
+                move(one, event)  # type: ignore[operator]
+
+            cls.move = noted  # type: ignore[assignment]
+
+    def unwatch(self) -> None:
+        Request.move, WorkerState.move = self.own_moves  # type: ignore[method-assign]
 
     def tell(self, event: ev.Event) -> None:
         self.seen.add(type(event).__name__)
         self.obey(self.scheduler.on(event, self.now))
         self.check()
 
-    # what happens
-
-    def happen(self, kind: str, *details: object) -> None:
-        getattr(self, f"on_{kind}")(*details)
+    # what callers do
 
     def on_submit(self, request: int) -> None:
-        inputs: dict[str, msg.Value] = {}
+        rng, inputs = self.rng, {}
         for given in self.plan.inputs:
-            if self.rng.random() < 0.5:
+            if given.optional and rng.random() < 0.4:
+                inputs[given.name] = msg.ABSENT
+            elif given.type == "json":
+                inputs[given.name] = self.json()
+            elif rng.random() < 0.5:
                 inputs[given.name] = msg.Value("bytes", data=b"x")
-                continue
-            try:
-                block = self.scheduler.try_reserve([INLINE_BYTES_MAX + 1])[0]
-            except Exception:
-                self.scheduler.give_up([b for v in inputs.values() if v.place for b in [as_block(v.place)]])
-                self.refused.add(request)
-                return
-            inputs[given.name] = msg.Value("bytes", place=block.place(0, INLINE_BYTES_MAX + 1))
+            else:
+                try:
+                    block = self.scheduler.try_reserve([INLINE_BYTES_MAX + 1])[0]
+                except LimitReached:
+                    self.scheduler.give_up([as_block(value.place) for value in inputs.values() if value.place])
+                    self.refused.add(request)
+                    return
+                inputs[given.name] = msg.Value("bytes", place=block.place(0, INLINE_BYTES_MAX + 1))
         names = [output.name for output in self.plan.outputs]
-        wanted = None if self.rng.random() < 0.7 else tuple(self.rng.sample(names, self.rng.randint(1, len(names))))
-        deadline = self.now + self.rng.uniform(5, 200) if self.rng.random() < 0.3 else None
-        self.tell(ev.Submitted(request, inputs, wanted, deadline))
-        if self.rng.random() < 0.2:
+        wanted = None if rng.random() < 0.7 else tuple(rng.sample(names, rng.randint(1, len(names))))
+        deadline = self.now + rng.uniform(5, 300) if rng.random() < 0.3 else None
+        priority = rng.choice((-100, 0, 0, 0, 100))
+        sequence = None
+        if self.sequenced and rng.random() < 0.9:
+            sequence = SequencePart(f"q{rng.randrange(4)}", rng.random() < 0.5, rng.random() < 0.2)
+        pieces = rng.random() < 0.5
+        self.tell(ev.Submitted(request, inputs, wanted, deadline, priority, sequence, pieces))
+        if rng.random() < 0.2:
             self.later(("withdraw", request), 60)
+        if rng.random() < 0.1:
+            self.later(("stall", request), 60)
 
     def on_withdraw(self, request: int) -> None:
         self.tell(ev.Withdrawn(request))
 
+    def on_stall(self, request: int) -> None:
+        self.tell(ev.Stalled(request))
+        if self.rng.random() < 0.7:
+            self.later(("resume", request), 200)
+
+    def on_resume(self, request: int) -> None:
+        self.tell(ev.Resumed(request))
+
     def on_deliver(self, request: int) -> None:
-        self.owed.discard(request)
         self.tell(ev.Delivered(request))
 
-    def on_hello(self, worker: int, arena: int) -> None:
-        self.say(worker, arena, msg.Hello(1, 1 << 18))
-        if self.deadly and self.rng.random() < 0.1:
-            self.later(("die", worker, arena))
-        else:
-            self.later(("ready", worker, arena))
+    # what workers do
 
-    def on_ready(self, worker: int, arena: int) -> None:
-        self.say(worker, arena, msg.Ready({}))
+    def on_hello(self, worker: int, arena: int) -> None:
+        if self.arena_of.get(worker) != arena:
+            return
+        if self.doomed and worker == 0:
+            self.on_die(worker, arena)
+            return
+        self.say(worker, arena, msg.Hello(1, WORKER_ARENA_BYTES))
+        self.later(("die" if self.deadly and self.rng.random() < 0.1 else "open", worker, arena))
+
+    def on_open(self, worker: int, arena: int) -> None:
+        if self.arena_of.get(worker) != arena:
+            return
+        self.say(worker, arena, msg.Progress("s0", "opening", 0.5))
+        if self.deadly and self.rng.random() < 0.05:
+            self.say(worker, arena, msg.OpenFailed("s0", msg.Failure("ModelError", "drawn")))
+            self.later(("die", worker, arena))
+            return
+        self.ready.add(worker)
+        self.say(worker, arena, msg.Ready({}, {step.name: 2.0 for step in self.plan.steps if self.rng.random() < 0.3}))
+        self.at(self.now + 1000 * msg.BEAT_S, ("beat", worker, arena))
         if self.deadly and self.rng.random() < 0.3:
             self.later(("die", worker, arena), 300)
+
+    def on_beat(self, worker: int, arena: int) -> None:
+        if self.arena_of.get(worker) == arena and worker not in self.wedged:
+            self.say(worker, arena, msg.Beat())
+            self.at(self.now + 1000 * msg.BEAT_S, ("beat", worker, arena))
 
     def on_die(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) != arena:
             return
-        del self.arena_of[worker]
-        self.waiting_room.pop(worker, None)
-        self.streams.pop(worker, None)
+        for held in (
+            self.arena_of,
+            self.inbox,
+            self.waiting_room,
+            self.streams,
+            self.chains,
+            self.cancelled,
+            self.paused,
+        ):
+            held.pop(worker, None)  # type: ignore[attr-defined]
+        self.ready.discard(worker)
+        self.wedged.discard(worker)
+        self.sequence_of = {key: who for key, who in self.sequence_of.items() if who != worker}
         self.tell(ev.WorkerDied(worker, arena, "signal 9"))
-        if self.rng.random() < 0.3:  # and once more, late
+        if self.rng.random() < 0.3:  # and once more, and something it said, late
             self.tell(ev.WorkerDied(worker, arena, "signal 9"))
-            self.tell(ev.FromWorker(worker, arena, msg.Done(1, (), 1.0, 1, 0)))
+            self.tell(ev.FromWorker(worker, arena, msg.Done(1, (), ())))
 
-    def on_work(self, worker: int, arena: int, message: msg.Run) -> None:
-        """A worker has run a dispatch: it answers, or asks for room first."""
-        if self.arena_of.get(worker) != arena:
+    def on_work(self, worker: int, arena: int) -> None:
+        """A worker runs the first dispatch it has: it answers, asks for room first, wedges, or dies of it."""
+        if self.arena_of.get(worker) != arena or not self.inbox.get(worker) or worker in self.waiting_room:
+            return
+        message = self.inbox[worker][0]
+        if message.suspect:
+            digests = tuple(bytes([self.request_of(item.id) % 256]) for item in message.items)
+            self.say(worker, arena, msg.Suspected(message.dispatch, digests))
+        if self.dies_of(worker, arena, message.step, [item.id for item in message.items]):
             return
         if self.deadly and self.rng.random() < 0.01:
-            return  # a wedge: it never answers
-        if self.rng.random() < 0.3 and worker not in self.waiting_room:
-            self.waiting_room[worker] = (message, arena)
+            if self.rng.random() < 0.5:
+                self.wedged.add(worker)  # silent: no beats either
+            return  # else it runs for ever and its heart beats
+        if self.rng.random() < 0.3:
+            self.waiting_room[worker] = message
             huge = self.rng.random() < 0.05
             self.say(worker, arena, msg.Need(((1 << 20) if huge else 20_000,)))
             return
         self.finish(worker, arena, message, None)
 
+    def request_of(self, task: int) -> int:
+        held = self.scheduler._tasks.live.get(task)
+        return held.request.id if held is not None else 0
+
+    def dies_of(self, worker: int, arena: int, step: int, tasks: list[int]) -> bool:
+        for task in tasks:
+            request = self.request_of(task)
+            if self.killers.get(request) == step:
+                self.kills[request] = self.kills.get(request, 0) + 1
+                self.on_die(worker, arena)
+                return True
+        return False
+
     def finish(self, worker: int, arena: int, message: msg.Run, room: msg.Room | None) -> None:
-        ports = self.plan.steps[message.step].outputs
+        self.inbox[worker].pop(0)
+        if self.rng.random() < 0.01:  # an answer to something else first: the scheduler kills it for that
+            self.say(worker, arena, msg.Done(message.dispatch + 1000, (), ()))
+            return
+        chain = self.chains[worker][message.chain] if message.chain else None
+        stages = chain.stages if chain else (msg.Stage(message.step, ()),)
         results: list[msg.Given | msg.Failure] = []
         for position, item in enumerate(message.items):
             if self.rng.random() < 0.1 or (room is not None and room.refused):
-                results.append(msg.Failure("StepError", "drawn"))
+                results.append(msg.Failure("StepError", "drawn", self.rng.randrange(len(stages))))
                 continue
-            values = [self.value(port, item, position, message, room) for port in range(len(ports))]
-            results.append(msg.Given(tuple(values)))
-        self.say(worker, arena, msg.Done(message.dispatch, tuple(results), 1.0, 1, 0))
+            ports = chain.returns if chain else [(0, at) for at in range(len(self.plan.steps[message.step].outputs))]
+            results.append(
+                msg.Given(tuple(self.value(stages[s].step, at, item, position, message, room) for s, at in ports))
+            )
+        ran = tuple(msg.Ran(self.rng.uniform(0.1, 3.0), 1, len(message.items)) for _ in stages)
+        short = self.rng.random() < 0.02
+        self.say(worker, arena, msg.Done(message.dispatch, tuple(results), ran, 0, len(message.items) if short else 0))
+        if self.rng.random() < 0.02:  # the same once more
+            self.say(worker, arena, msg.Done(message.dispatch, tuple(results), ran))
+        if self.inbox.get(worker):
+            self.later(("work", worker, arena))
 
-    def value(self, port: int, item: msg.Item, position: int, message: msg.Run, room: msg.Room | None) -> msg.Value:
+    def json(self) -> msg.Value:
+        return msg.Value("json", data=msgspec.msgpack.encode(self.rng.random() < 0.5))
+
+    def value(
+        self, step: int, port: int, item: msg.Item, position: int, message: msg.Run, room: msg.Room | None
+    ) -> msg.Value:
+        type = self.plan.steps[step].outputs[port].type
+        if type.kind == "list":
+            each = [self.leaf(step, port, item, position, message, room) for _ in range(self.rng.choice((0, 1, 2, 6)))]
+            return msg.Value("list", items=tuple(each))
+        return self.json() if type.kind == "json" else self.leaf(step, port, item, position, message, room)
+
+    def leaf(
+        self, step: int, port: int, item: msg.Item, position: int, message: msg.Run, room: msg.Room | None
+    ) -> msg.Value:
         draw = self.rng.random()
         passed = [value for value in item.inputs if value.place is not None]
         if self.deadly and draw < 0.005:
@@ -212,24 +323,30 @@ class World:
 
     def on_round(self, worker: int, arena: int) -> None:
         """A streaming worker does a round: pieces for some items, the end for others."""
-        if self.arena_of.get(worker) != arena or not self.streams.get(worker):
+        held = self.streams.get(worker)
+        if self.arena_of.get(worker) != arena or not held:
             return
-        step = self.streams[worker][0][0]
+        step = held[0][0]
+        if self.dies_of(worker, arena, step, [item.id for s, item in held if s == step]):
+            return
         pieces = []
-        for entry in [e for e in self.streams[worker] if e[0] == step]:
-            item = entry[1]
-            if (step, item.id) in self.cancelled.get(worker, set()):
-                self.streams[worker].remove(entry)
+        for entry in [entry for entry in held if entry[0] == step]:
+            item, ports = entry[1], self.plan.steps[step].outputs
+            if item.id in self.cancelled[worker]:
+                held.remove(entry)
                 pieces.append(msg.PieceOf(item.id, {}, True, msg.Failure("RequestCancelled", "dropped")))
+            elif item.id in self.paused[worker]:
+                continue
             elif self.rng.random() < 0.4:
-                self.streams[worker].remove(entry)
-                outputs = {i: msg.Value("bytes", data=b"z") for i in range(len(self.plan.steps[step].outputs))}
+                held.remove(entry)
+                run = msg.Run(0, step, (item,))
+                outputs = {at: self.value(step, at, item, 0, run, None) for at in range(len(ports))}
                 failed = msg.Failure("StepError", "drawn") if self.rng.random() < 0.1 else None
                 pieces.append(msg.PieceOf(item.id, {} if failed else outputs, True, failed))
             else:
                 pieces.append(msg.PieceOf(item.id, {0: msg.Value("text", data=b"z")}))
         self.say(worker, arena, msg.Pieces(step, tuple(pieces), 1.0))
-        if self.streams[worker]:
+        if self.streams.get(worker):
             self.later(("round", worker, arena))
 
     def say(self, worker: int, arena: int, message: msg.FromWorker) -> None:
@@ -240,18 +357,21 @@ class World:
     # what the scheduler asks for
 
     def obey(self, commands: list[ev.Command]) -> None:
+        sent = [command.message for command in commands if isinstance(command, ev.Send)]
+        self.taken_back = {item for message in sent if isinstance(message, msg.Cancel) for item in message.items}
         for command in commands:
             self.seen.add(type(command).__name__)
             match command:
                 case ev.StartWorker():
-                    self.arena_of[command.worker] = command.arena
-                    self.cancelled[command.worker] = set()
-                    self.later(("hello", command.worker, command.arena))
+                    worker = command.worker
+                    self.arena_of[worker] = command.arena
+                    self.inbox[worker], self.streams[worker], self.chains[worker] = [], [], {}
+                    self.cancelled[worker], self.paused[worker] = set(), set()
+                    self.later(("hello", worker, command.arena))
                 case ev.KillWorker():
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))
                 case ev.Finish():
                     self.end(command.request, "ok")
-                    self.owed.add(command.request)
                     self.later(("deliver", command.request), 10)
                 case ev.Fail():
                     self.end(command.request, command.error)
@@ -262,29 +382,37 @@ class World:
 
     def send(self, worker: int, message: msg.ToWorker) -> None:
         arena = self.arena_of.get(worker, -1)
+        self.seen.add(type(message).__name__)
+        if isinstance(message, msg.Run | msg.Submit):
+            self.check_items(worker, message)
         match message:
             case msg.Run():
-                for item in message.items:
-                    for value in item.inputs:
-                        if value.place is not None and not self.scheduler.ledger.holds(value.place):
-                            raise AssertionError(f"item {item.id} was sent memory that is not leased")
-                self.later(("work", worker, arena, message))
+                self.inbox[worker].append(message)
+                if len(self.inbox[worker]) > 2:
+                    raise AssertionError("more than two dispatches with one worker")
+                if len(self.inbox[worker]) == 1:
+                    self.later(("work", worker, arena))
+            case msg.Chain():
+                self.chains[worker][message.id] = message
             case msg.Submit():
-                fresh = not self.streams.get(worker)
-                self.streams.setdefault(worker, []).extend((message.step, item) for item in message.items)
-                if fresh:
-                    self.later(("round", worker, arena))
+                self.streams[worker].extend((message.step, item) for item in message.items)
+                self.later(("round", worker, arena))
             case msg.Cancel():
-                self.cancelled[worker] |= {(message.step, item) for item in message.items}
+                self.cancelled[worker].update(message.items)
+            case msg.Pause():
+                self.paused[worker].update(message.items)
+            case msg.Resume():
+                self.paused[worker].difference_update(message.items)
             case msg.Room():
-                waiting = self.waiting_room.pop(worker, None)
-                if waiting is not None and waiting[1] == arena:
-                    # later, as a worker's answer always is: never inside the scheduler's own turn
-                    self.at(self.now, ("resume", worker, arena, waiting[0], message))
+                if worker in self.waiting_room:  # later, as an answer always is: never inside the scheduler's own turn
+                    self.at(self.now, ("room", worker, arena, message))
+            case msg.EndSequences():
+                for id in message.sequences:
+                    self.sequence_of.pop((message.step, id), None)
 
-    def on_resume(self, worker: int, arena: int, message: msg.Run, room: msg.Room) -> None:
-        if self.arena_of.get(worker) == arena:
-            self.finish(worker, arena, message, room)
+    def on_room(self, worker: int, arena: int, room: msg.Room) -> None:
+        if self.arena_of.get(worker) == arena and worker in self.waiting_room:
+            self.finish(worker, arena, self.waiting_room.pop(worker), room)
 
     def end(self, request: int, how: str) -> None:
         if request in self.ended or request in self.refused:
@@ -293,6 +421,32 @@ class World:
 
     # what must hold
 
+    def check_items(self, worker: int, message: msg.Run | msg.Submit) -> None:
+        if worker not in self.ready:
+            raise AssertionError(f"worker {worker} was sent work and is not ready")
+        if worker not in (places := self.plan.steps[message.step].workers):
+            raise AssertionError(f"worker {worker} was sent step {message.step}, which is at {places}")
+        if isinstance(message, msg.Run) and message.chain and message.chain not in self.chains[worker]:
+            raise AssertionError("a worker was not told of the chain it is to run")
+        for item in message.items:
+            task = self.scheduler._tasks.live.get(item.id)
+            if task is None or task.request.state != "open":
+                if item.id in self.taken_back:  # its request ended in the same turn
+                    continue
+                raise AssertionError(f"item {item.id} was sent although nobody waits for it")
+            if task.request.deadline_ms is not None and task.request.deadline_ms <= self.now:
+                raise AssertionError(f"item {item.id} was sent after its deadline")
+            if task.request.route.waits_for.get(task.place, -1) not in (-1, *task.request.called):
+                raise AssertionError(f"item {item.id} is a stand-in's, and nobody has called it")
+            for value in item.inputs:
+                if not self.scheduler._book.holds_all([value]):
+                    raise AssertionError(f"item {item.id} was sent memory that is not leased")
+            if item.brought is not None and item.brought.sequence and self.plan.steps[message.step].sequence:
+                stuck = self.sequence_of.setdefault((message.step, item.brought.sequence), worker)
+                if stuck != worker and not item.brought.start:
+                    raise AssertionError(f"sequence {item.brought.sequence} moved from worker {stuck} to {worker}")
+                self.sequence_of[(message.step, item.brought.sequence)] = worker
+
     def check(self) -> None:
         scheduler = self.scheduler
         scheduler.ledger.check()
@@ -300,21 +454,61 @@ class World:
         total = c.ok + c.failed + c.cancelled + c.expired + scheduler.open_requests
         if c.admitted != total:
             raise AssertionError(f"{c.admitted} admitted, {total} accounted for")
+        if scheduler._book.admission.requests != scheduler.open_requests:
+            raise AssertionError("admission has lost count")
+        for request, kills in self.kills.items():
+            if kills > KILLS_MAX:
+                raise AssertionError(f"request {request} has killed {kills} workers")
 
     def check_rest(self) -> None:
         scheduler = self.scheduler
         left = scheduler.ledger.stats()
-        if scheduler.open_requests or left.blocks or any(scheduler.queued.values()) or not scheduler.idle():
+        if scheduler.open_requests or left.blocks or any(scheduler.queued.values()) or scheduler._tasks.live:
             raise AssertionError(f"still held at the end: {scheduler.open_requests} open, {left}, {scheduler.queued}")
-        if len(self.ended) + len(self.refused) != 30:
-            raise AssertionError(f"{len(self.ended)} ended, {len(self.refused)} refused, of 30")
+        if scheduler._tasks.timers.any:
+            raise AssertionError(f"timers are still set: {scheduler._tasks.timers._at}")
+        if scheduler._book.admission.size_bytes:
+            raise AssertionError("admission still counts bytes")
+        if len(self.ended) + len(self.refused) != self.requests:
+            raise AssertionError(f"{len(self.ended)} ended, {len(self.refused)} refused, of {self.requests}")
 
 
 def as_block(place: Place) -> Block:
     return Block(place.arena, place.block, place.size_bytes, place.generation)
 
 
-if __name__ == "__main__":
-    for seed in map(int, sys.argv[1:]):
+def replay(seed: int) -> str:
+    """Run one world; return '' or what went wrong."""
+    try:
+        World(seed).run()
+    except Exception as error:
+        return f"seed {seed}: {type(error).__name__}: {error}; replay: python -m tests.engine.simulation {seed}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", nargs="*", type=int)
+    parser.add_argument("--seeds", type=int, default=0, help="run this many, from --first on")
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    for seed in options.seed:
         World(seed).run()
         print(f"seed {seed} holds")
+    failed = 0
+    if options.seeds:
+        with ProcessPoolExecutor() as pool:
+            for done, wrong in enumerate(
+                pool.map(replay, range(options.first, options.first + options.seeds), chunksize=50), 1
+            ):
+                if wrong:
+                    failed += 1
+                    print(wrong, flush=True)
+                if done % 1000 == 0:
+                    print(f"{done} worlds, {failed} failed", file=sys.stderr, flush=True)
+        print(f"{options.seeds} worlds from seed {options.first}: {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 
 import pytest
 
@@ -40,7 +41,6 @@ def test_what_the_socket_does_not_take_waits_and_is_sent_later() -> None:
     sender.send(body)
     assert sender.unsent_bytes > 0
     received: list[bytes] = []
-    import threading
 
     reader = threading.Thread(target=lambda: received.extend(receiver.receive()))
     reader.start()
@@ -74,3 +74,35 @@ def test_a_closed_peer_and_an_absurd_length_end_the_channel() -> None:
     ours.close()
     with pytest.raises(ChannelClosed):
         receiver.receive()
+
+
+def test_many_messages_between_two_blocking_channels_in_any_cut() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Channel(ours, blocking=True), Channel(theirs, blocking=True)
+    bodies = [bytes([n % 251]) * (n * n % 90_000) for n in range(300)]
+    thread = threading.Thread(target=lambda: [sender.send(body) for body in bodies])
+    thread.start()
+    got: list[bytes] = []
+    while len(got) < len(bodies):
+        got += receiver.receive()
+    thread.join()
+    assert got == bodies
+
+
+def test_a_short_message_is_skipped_while_another_is_being_sent_or_the_socket_is_full() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Channel(ours, blocking=True), Channel(theirs, blocking=True)
+    assert sender.try_send(b"one") and receiver.receive() == [b"one"]
+    with sender._sending:
+        assert not sender.try_send(b"two")
+    assert not receiver.has_mail()
+    sent = 0
+    while sender.try_send(b"x" * 60_000):
+        sent += 1
+    got: list[bytes] = []
+    while receiver.has_mail():
+        got += receiver.receive()
+    assert sent and got == [b"x" * 60_000] * sent
+    receiver.close()
+    with pytest.raises(ChannelClosed):
+        sender.try_send(b"three")

@@ -50,9 +50,9 @@ with weftline.load(sys.argv[1]).open() as session:
 def write(tmp_path: Path) -> Callable[..., str]:
     """Write a pipeline of two steps whose second one takes `delay_ms`, and return its path."""
 
-    def write(delay_ms: float = 0.0) -> str:
+    def write(delay_ms: float = 0.0, more: str = "") -> str:
         path = tmp_path / "pipeline.yaml"
-        path.write_text(PIPELINE.replace("DELAY", f"echo, delay_ms: {delay_ms}"))
+        path.write_text(PIPELINE.replace("DELAY", f"echo, delay_ms: {delay_ms}{more}"))
         return str(path)
 
     return write
@@ -191,8 +191,9 @@ def test_the_next_run_works_after_the_parent_was_killed(write, start) -> None:
         assert session.run(x="again")["y"] == "again"
 
 
-def test_a_killed_worker_fails_its_request_and_comes_back(write, start) -> None:
-    with weftline.load(write(400)).open() as session:
+@pytest.mark.parametrize("idempotent", [True, False], ids=["may run twice", "must not run twice"])
+def test_a_killed_worker_comes_back_and_its_request_is_tried_again_or_fails(write, start, idempotent: bool) -> None:
+    with weftline.load(write(400, f", idempotent: {str(idempotent).lower()}")).open() as session:
         pids = session.pids()
 
         def kill_soon() -> None:
@@ -201,8 +202,12 @@ def test_a_killed_worker_fails_its_request_and_comes_back(write, start) -> None:
 
         killer = threading.Thread(target=kill_soon)
         killer.start()
-        with pytest.raises(WorkerDied, match="step b"):
-            session.run(x="lost")
+        if idempotent:
+            assert session.run(x="kept")["y"] == "kept"
+            assert session.stats()["retried"] == 1
+        else:
+            with pytest.raises(WorkerDied, match="step b"):
+                session.run(x="lost")
         killer.join()
         wait_until(lambda: session.pids().get("b") not in (None, pids["b"]), 10.0)
         assert session.run(x="found")["y"] == "found"

@@ -3,9 +3,9 @@
 from weftline.engine.messages import Item, Value
 from weftline.engine.sizing import OutputSizes
 from weftline.nodes.ports import Port, PortType
-from weftline.pipelines.graph import Wire
 from weftline.pipelines.plan import PlannedInput, PlannedStep
 from weftline.pipelines.policy import BatchPolicy
+from weftline.pipelines.wire import Wire
 
 
 def sizes(input: str, *outputs: str) -> OutputSizes:

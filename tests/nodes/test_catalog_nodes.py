@@ -12,6 +12,7 @@ NODES = {
     "function": "function:Function", "torch": "torch_module:TorchModule", "onnx": "onnx:Onnx",
     "whisper": "whisper:Whisper", "yolo": "yolo:Yolo", "classify": "classify:Classify", "embed": "embed:Embed",
     "template": "template:Template", "guardrail": "guardrail:Guardrail", "echo": "fakes:Echo", "fail": "fakes:Fail",
+    "crop": "crop:Crop", "remember": "fakes:Remember", "trickle": "fakes:Trickle",
 }  # fmt: skip
 FRAMEWORKS = (
     "PIL", "cv2", "jinja2", "msgspec", "onnx", "onnxruntime", "pydantic", "scipy", "soundfile", "tokenizers", "torch",

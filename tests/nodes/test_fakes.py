@@ -1,13 +1,26 @@
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from weftline.errors import ModelError
+from weftline.errors import ModelError, StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
-from weftline.nodes.fakes import EXIT_KILLED, Echo, EchoConfig, Fail, FailConfig
+from weftline.nodes.fakes import (
+    EXIT_KILLED,
+    Echo,
+    EchoConfig,
+    Fail,
+    FailConfig,
+    Remember,
+    RememberConfig,
+    Trickle,
+    TrickleConfig,
+)
+from weftline.nodes.urgency import SequencePart, Urgency
 
 STEP = StepContext(Path())
 
@@ -60,3 +73,100 @@ def test_kill_ends_the_process_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (done.returncode, done.stdout) == (EXIT_KILLED, "")
+
+
+def took_ms(node: Echo, items: int, clock: Callable[[], float]) -> float:
+    started = clock()
+    node.run(Batch({"value": ["x"] * items}))
+    return (clock() - started) * 1e3
+
+
+def test_echo_takes_a_fixed_time_and_one_for_each_item() -> None:
+    node = Echo(EchoConfig(delay_ms=10, delay_item_ms=5))
+    assert took_ms(node, 1, time.perf_counter) >= 15
+    assert took_ms(node, 4, time.perf_counter) >= 30
+    assert took_ms(node, 4, time.thread_time) < 15
+
+
+def test_a_busy_echo_computes_all_that_time() -> None:
+    assert took_ms(Echo(EchoConfig(delay_ms=10, delay_item_ms=5, busy=True)), 2, time.thread_time) >= 20
+
+
+def test_fail_has_no_memory_for_larger_batches() -> None:
+    node = Fail(FailConfig(out_of_memory_above=2))
+    assert node.run(Batch({"value": ["a", "b"]})) == {"value": ["a", "b"]}
+    with pytest.raises(MemoryError, match="3 items; there is memory for 2"):
+        node.run(Batch({"value": ["a", "b", "c"]}))
+    with pytest.raises(MemoryError):
+        Fail(FailConfig(out_of_memory_above=1)).run(Batch({"value": ["a", "b"]}))
+    with pytest.raises(ConfigError):
+        Fail.ports(FailConfig(out_of_memory_above=-1), STEP)
+
+
+@pytest.mark.parametrize(("option", "ticks"), [("hang", True), ("hold_gil", False)])
+def test_a_call_that_never_returns_lets_other_threads_run_or_not(option: str, ticks: bool) -> None:
+    code = (
+        "import threading, time; from weftline.nodes.fakes import *; from weftline.nodes.contract import Batch\n"
+        f"node = Fail(FailConfig(equals='x', {option}=True)); print(node.run(Batch({{'value': ['y']}})), flush=True)\n"
+        "def tick():\n    while True: time.sleep(0.05); print('tick', flush=True)\n"
+        "threading.Thread(target=tick, daemon=True).start(); node.run(Batch({'value': ['x']})); print('back')"
+    )
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=Path(__file__).parents[2], timeout=1.5)
+    said = (caught.value.stdout or b"").decode()
+    assert said.startswith("{'value': ['y']}") and "back" not in said
+    assert ("tick" in said) is ticks
+
+
+def test_remember_answers_with_its_sequence_until_it_ends() -> None:
+    node = Remember(RememberConfig())
+
+    def say(text: str, part: SequencePart | None) -> object:
+        return node.run(Batch({"value": [text]}, urgency=[Urgency(sequence=part)]))["value"][0]
+
+    assert say("a", SequencePart("one", start=True)) == "a"
+    assert say("x", SequencePart("two", start=True)) == "x"
+    assert say("b", SequencePart("one")) == "a b"
+    assert say("alone", None) == "alone"
+    assert node.live == ("one", "two")
+    node.end_sequence("one")
+    node.end_sequence("never seen")
+    refused = say("c", SequencePart("one", end=True))
+    assert isinstance(refused, StepError) and "'one' was never started" in str(refused)
+    assert say("again", SequencePart("two", start=True)) == "again"
+    assert (Remember.stateful, Remember.idempotent) == (True, False)
+
+
+def test_trickle_gives_each_item_a_piece_a_round_and_the_whole_at_the_end() -> None:
+    node = Trickle(TrickleConfig(pieces=2, piece_bytes=3))
+    node.submit(1, {"value": "any"})
+    assert [piece.outputs["value"] for piece in node.round()] == ["aaa"]
+    node.submit(2, {"value": "any"})
+    assert [(p.item, p.outputs["value"], p.last) for p in node.round()] == [
+        (1, "bbb", False), (1, "aaabbb", True), (2, "aaa", False),
+    ]  # fmt: skip
+    assert [piece.item for piece in node.round()] == [2, 2]
+    assert not node.busy and node.round() == []
+
+
+def test_a_paused_or_cancelled_trickle_gives_nothing_and_is_not_busy() -> None:
+    node = Trickle(TrickleConfig(pieces=9))
+    node.submit(1, {"value": "any"})
+    node.submit(2, {"value": "any"})
+    node.pause(1)
+    assert {piece.item for piece in node.round()} == {2}
+    node.cancel(2)
+    assert not node.busy and node.round() == []
+    node.resume(1)
+    assert node.busy and [piece.item for piece in node.round()] == [1]
+    node.pause(1)
+    node.cancel(1)
+    node.pause(99)
+    node.submit(3, {"value": "any"})
+    assert node.busy
+
+
+def test_trickle_names_an_option_that_is_too_small() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Trickle.ports(TrickleConfig(piece_bytes=0), STEP)
+    assert caught.value.option == "piece_bytes"

@@ -3,10 +3,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import weftline
 from weftline.errors import ModelError, StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.function import Function, FunctionConfig
 from weftline.nodes.ports import Ports
+from weftline.nodes.urgency import SequencePart, Urgency
 
 SOURCE = """
 from __future__ import annotations
@@ -38,6 +40,46 @@ def upper(text: str) -> str:
 
 def shout(text: list) -> str:
     return [t.upper() for t in text]
+
+def pictures(many: "list[image]", more: list["image"], most: Annotated[list, "list[audio]"], deep: list[list["audio"]],
+             raw: list[bytes], arrays: list[np.ndarray], named: list[Annotated[np.ndarray, "float32[3]"]],
+             found: list[Detections], few: list[Any] = None,
+             words: list[str] = (), plain: list = (), numbers: list[dict[str, int]] = ()) -> list["float32[N, 2]"]:
+    return [np.zeros((len(many), 2), np.float32)]
+
+def greet(text: str, name: str = "you", count: int = 1) -> str:
+    return f"{{text}} {{name}} {{count}}"
+
+def greet_all(text: str, name: str = ("you",)) -> str:
+    return [f"{{t}} {{n}}" for t, n in zip(text, list(name) * 9)]
+
+def parts(text: str) -> {{"first": "text", "all": "list[text]"}}:
+    return {{"first": 1 if text == "bad" else text, "all": 2 if text == "worse" else [text]}}
+
+def about(text: str) -> dict:
+    import weftline
+    now = weftline.current()
+    part = now.sequence
+    return {{"cancelled": now.cancelled, "priority": now.priority, "left_ms": now.left_ms, "items": len(now.items),
+             "sequence": [part.id, part.start, part.end] if part else None}}
+
+def about_all(text: str) -> dict:
+    import weftline
+    now = weftline.current()
+    one = about(text)
+    each = [[item.cancelled, item.sequence.id if item.sequence else None] for item in now.items]
+    return [{{**one, "each": each}} for _ in text]
+
+class Diary:
+    def __init__(self):
+        self.said = {{}}
+    def __call__(self, text: str) -> str:
+        import weftline
+        part = weftline.current().sequence
+        self.said.setdefault(part.id, []).append(text)
+        return " ".join(self.said[part.id])
+    def end_sequence(self, id):
+        del self.said[id]
 
 class Counter:
     def __init__(self):
@@ -151,10 +193,100 @@ def test_an_unwired_parameter_takes_its_default(folder: Path) -> None:
     assert opened(folder, "join").run(Batch(inputs))["output"] == ["a3"]
 
 
+def test_lists_of_port_types_are_lists_and_all_others_json(folder: Path) -> None:
+    read = ports(folder, "pictures")
+    assert {p.name: str(p.type) for p in (*read.inputs, *read.outputs)} == {
+        "many": "list[image]", "more": "list[image]", "most": "list[audio]", "deep": "list[list[audio]]",
+        "raw": "list[bytes]", "arrays": "list[tensor]", "named": "list[float32[3]]",
+        "found": "list[detections]", "few": "json", "words": "json",
+        "plain": "json", "numbers": "json", "output": "list[float32[N, 2]]",
+    }  # fmt: skip
+
+
+def test_a_wrong_type_inside_a_list_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(a: list['pikture']) -> str: return ''")
+    with pytest.raises(ConfigError, match="pikture"):
+        ports(tmp_path, "f")
+
+
+def test_an_absent_value_takes_the_default_for_its_item_alone(folder: Path) -> None:
+    batch = Batch({"text": ["a", "b"], "name": [None, "me"], "count": [2, None]})
+    assert opened(folder, "greet").run(batch)["output"] == ["a you 2", "b me 1"]
+
+
+def test_a_batched_function_takes_the_default_where_all_are_absent(folder: Path) -> None:
+    node = opened(folder, "greet_all", batched=True)
+    assert node.run(Batch({"text": ["a"], "name": [None]}))["output"] == ["a you"]
+    assert node.run(Batch({"text": ["a", "b"], "name": [None, "me"]}))["output"] == ["a None", "b me"]
+
+
+def test_several_outputs_are_taken_apart_and_a_wrong_one_fails_its_item_alone(folder: Path) -> None:
+    answers = opened(folder, "parts").run(Batch({"text": ["a", "bad", "worse"]}))
+    assert (answers["first"][0], answers["all"][0]) == ("a", ["a"])
+    assert "the function's first wants text" in str(answers["first"][1])
+    assert "the function's all wants list[text]" in str(answers["all"][2])
+    assert isinstance(answers["all"][1], StepError) and isinstance(answers["first"][2], StepError)
+
+
+def test_a_dict_with_other_keys_than_promised_fails_its_item(folder: Path) -> None:
+    (folder / "odd.py").write_text("def f(text: str) -> {'a': str, 'b': str}: return {'a': text, 'c': text}")
+    node = Function(FunctionConfig("odd.py:f"))
+    node.open(OpenContext(folder))
+    answers = node.run(Batch({"text": ["x"]}))
+    assert isinstance(answers["a"][0], StepError) and "promises a dict of ['a', 'b']" in str(answers["b"][0])
+
+
+def test_a_batched_functions_wrong_value_fails_its_item_alone(folder: Path) -> None:
+    (folder / "odd.py").write_text("def f(text: list) -> str: return [text[0], 7]")
+    node = Function(FunctionConfig("odd.py:f", batched=True))
+    node.open(OpenContext(folder))
+    first, second = node.run(Batch({"text": ["x", "y"]}))["output"]
+    assert first == "x" and "the function's output wants text" in str(second)
+
+
+def told(ids: list[int], cancelled: set[int], urgency: list[Urgency]) -> Batch:
+    return Batch({"text": ["t"] * len(ids)}, ids, cancelled=lambda id: id in cancelled, urgency=urgency)
+
+
+def test_current_speaks_of_the_item_a_function_works_on(folder: Path) -> None:
+    part = SequencePart("s", start=True)
+    batch = told([7, 8], {8}, [Urgency(3, 5000.0, part), Urgency()])
+    first, second = opened(folder, "about").run(batch)["output"]
+    assert 4000 < first.pop("left_ms") <= 5000
+    assert first == {"cancelled": False, "priority": 3, "items": 1, "sequence": ["s", True, False]}
+    assert second == {"cancelled": True, "priority": 0, "left_ms": None, "items": 1, "sequence": None}
+
+
+def test_current_speaks_of_all_items_in_a_batched_function(folder: Path) -> None:
+    urgency = [Urgency(3, 9000.0, SequencePart("s")), Urgency(-5, 5000.0)]
+    node = opened(folder, "about_all", batched=True)
+    answer = node.run(told([7, 8], {8}, urgency))["output"][0]
+    assert 4000 < answer.pop("left_ms") <= 5000
+    assert answer == {
+        "cancelled": False, "priority": 3, "items": 2, "sequence": None, "each": [[False, "s"], [True, None]],
+    }  # fmt: skip
+    assert node.run(told([7, 8], {7, 8}, urgency))["output"][0]["cancelled"]
+
+
+def test_current_is_of_nobody_outside_of_a_step_and_after_one(folder: Path) -> None:
+    opened(folder, "about").run(told([7], {7}, [Urgency(3)]))
+    now = weftline.current()
+    assert (now.cancelled, now.priority, now.left_ms, now.sequence) == (False, 0, None, None)
+
+
+def test_an_object_may_remember_a_sequence_until_it_ends(folder: Path) -> None:
+    node = opened(folder, "Diary")
+    for text, answer in (("a", "a"), ("b", "a b")):
+        assert node.run(Batch({"text": [text]}, urgency=[Urgency(sequence=SequencePart("s"))]))["output"] == [answer]
+    node.end_sequence("s")
+    assert node.run(Batch({"text": ["c"]}, urgency=[Urgency(sequence=SequencePart("s"))]))["output"] == ["c"]
+    opened(folder, "upper").end_sequence("s")
+
+
 def test_a_batched_function_gets_lists(folder: Path) -> None:
     assert opened(folder, "shout", batched=True).run(Batch({"text": ["a", "b"]}))["output"] == ["A", "B"]
     with pytest.raises(StepError, match="2 items"):
-        opened(folder, "upper", batched=True)._together(["A"], 2)
+        opened(folder, "upper", batched=True)._listed(["A"], 2)
 
 
 def test_a_class_is_made_once_and_called(folder: Path) -> None:

@@ -317,3 +317,39 @@ def test_text_and_json_are_checked() -> None:
     ):  # fmt: skip
         with pytest.raises(InputError):
             to_value(PortType(type), wrong)
+
+
+def test_a_list_takes_what_its_elements_take() -> None:
+    grey = np.zeros((2, 3), np.uint8)
+    values = to_value(PortType.parse("list[image]"), (encoded("PNG"), grey), MediaLimits())
+    assert [value.shape for value in values] == [(10, 20, 3), (2, 3, 3)]
+    assert to_value(PortType.parse("list[text]"), ["a", b"b"]) == ["a", "b"]
+    assert to_value(PortType.parse("list[list[json]]"), [[], [{}, None]]) == [[], [{}, None]]
+    assert to_value(PortType.parse("list[image]"), []) == []
+
+
+def test_an_array_of_one_more_dim_is_a_list_of_its_rows() -> None:
+    rows = to_value(PortType.parse("list[float32[3]]"), np.ones((2, 3), np.float32))
+    assert isinstance(rows, list) and [row.tolist() for row in rows] == [[1, 1, 1]] * 2
+    assert len(to_value(PortType.parse("list[image]"), np.zeros((4, 5, 6, 3), np.uint8))) == 4
+    with pytest.raises(InputError, match=r"wants list\[image\] \(a list\), got uint8\[5, 6, 3\]"):
+        to_value(PortType.parse("list[image]"), np.zeros((5, 6, 3), np.uint8))
+
+
+@pytest.mark.parametrize("raw", ["text", b"bytes", Path("/etc/passwd"), 7, None, {"a": 1}])
+def test_what_is_no_list_is_no_list_of_anything(raw: object) -> None:
+    with pytest.raises(InputError, match="a list"):
+        to_value(PortType.parse("list[text]"), raw, MediaLimits(paths=True))
+
+
+def test_limits_hold_for_each_element_and_the_error_names_it() -> None:
+    small = MediaLimits(pixels_max=50, bytes_max=400)
+    fits = np.zeros((5, 5, 3), np.uint8)
+    with pytest.raises(InputError, match=r"element 1: .*pixels_max"):
+        to_value(PortType.parse("list[image]"), [fits, np.zeros((10, 10, 3), np.uint8)], small)
+    with pytest.raises(InputError, match=r"element 0: .*limit is 400"):
+        to_value(PortType.parse("list[text]"), ["x" * 401], small)
+    with pytest.raises(InputError, match="element 1: element 0: wants"):
+        to_value(PortType.parse("list[list[text]]"), [[], [7]])
+    with pytest.raises(InputError, match="element 0: a path"):
+        to_value(PortType.parse("list[image]"), ["photo.png"])

@@ -168,6 +168,17 @@ class Shaped(Silent):
         return Ports(inputs, (port("y", config.gives), port("as_text", "text")))
 
 
+class Recall(Silent):
+    """Remembers between requests, and is not to run twice for one."""
+
+    stateful = True
+    idempotent = False
+
+    @classmethod
+    def ports(cls, config: Any, step: StepContext) -> Ports:
+        return Ports((port("value", "text"),), (port("value", "text"),))
+
+
 class Broken(Silent):
     """Its ports cannot be known: a mistake of its author."""
 
@@ -187,8 +198,11 @@ CATALOG = {
     "template": "sample_nodes.py:Write",
     "guardrail": "sample_nodes.py:Guard",
     "shaped": "sample_nodes.py:Shaped",
+    "recall": "sample_nodes.py:Recall",
     "broken": "sample_nodes.py:Broken",
     "echo": "weftline.nodes.fakes:Echo",
+    "first": "weftline.nodes.control:First",
+    "switch": "weftline.nodes.control:Switch",
 }
 
 ASSISTANT = """\

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from weftline.errors import PipelineError
 from weftline.nodes.fakes import Echo, EchoConfig
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.builder import Builder, constant
 from weftline.pipelines.check import check
-from weftline.pipelines.graph import Wire
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.place import Machine
 from weftline.pipelines.planning import make_plan
-from weftline.pipelines.policy import BatchPolicy, Limits, Slo
+from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.schema import STEP_KEYS
+from weftline.pipelines.wire import Wire
 
 HERE = Path(__file__).parent
 MACHINE = Machine(4, 8 << 30)
@@ -139,13 +140,92 @@ def test_a_step_where_a_wire_is_wanted_says_which_wire() -> None:
     ]
 
 
+CONTROLLED = """\
+weftline: 1
+name: controlled
+inputs:
+  kind: {type: json, default: {label: speech}}
+  words: {type: 'list[text]', optional: true}
+steps:
+  say:
+    node: echo
+    inputs: {value: words, size: {value: 224}, word: {value: null}}
+    when: kind.label == 'speech'
+    batch: {items_max: 4, wait: auto, sizes: [2, 4], pad: {T: [8, 16]}}
+    map: value
+    retry: {attempts: 1, on: [timeout]}
+    timeout_ms: 500
+    fallback: small
+    idempotent: false
+    instances: {cpu: 2}
+  small: {node: echo, inputs: {value: words}, fallback: {value: [Sorry]}, retry: 2, sequence: {live_max: 3}}
+  read: {pipeline: sub/ocr.yaml, inputs: {text: say.value}, when: kind}
+outputs: {said: read.text}
+"""
+
+
+def controlled() -> Builder:
+    p = Builder("controlled", base_dir=HERE)
+    kind = p.input("kind", "json", default={"label": "speech"})
+    words = p.input("words", "list[text]", optional=True)
+    small = p.step(
+        "small", "echo", value=words, fallback={"value": ["Sorry"]}, retry=Retry(2), sequence=SequencePolicy(3)
+    )
+    say = p.step(
+        "say",
+        "echo",
+        value=words,
+        size=constant(224),
+        word=p.constant(None),
+        when="kind.label == 'speech'",
+        batch=BatchPolicy(4, wait="auto", sizes=(2, 4), pad={"T": (8, 16)}),
+        map="value",
+        retry={"attempts": 1, "on": ("timeout",)},
+        timeout_ms=500,
+        fallback=small,
+        idempotent=False,
+        instances={"cpu": 2},
+    )
+    read = p.step("read", pipeline=Path("sub/ocr.yaml"), text=say.value, when=str(kind))
+    p.output("said", read.text)
+    return p
+
+
+def test_control_flow_is_the_same_in_python_and_in_yaml() -> None:
+    written, built = load_yaml(CONTROLLED, "c.yaml", HERE), controlled().build()
+    assert {step.name: step for step in built.steps} == {step.name: step for step in written.steps}
+    assert sorted(map(str, built.inputs)) == sorted(map(str, written.inputs))
+    assert (built.outputs, built.name) == (written.outputs, written.name)
+    assert load_yaml(controlled().to_yaml(), "again.yaml", HERE) == built
+
+
+def test_constants_are_for_ports_and_are_what_a_file_can_hold() -> None:
+    p = Builder("p")
+    p.step("a", "echo", value=constant(object()))
+    p.output("y", constant(3))
+    with pytest.raises(PipelineError) as caught:
+        p.build()
+    assert [one.path for one in caught.value.problems] == ["steps.a.inputs.value", "outputs.y", "outputs.y"]
+
+
+def test_a_step_has_a_node_or_a_pipeline() -> None:
+    p = Builder("p")
+    p.step("a")
+    p.step("b", "echo", pipeline="x.yaml")
+    p.step("c", pipeline="x.yaml", retry=2, instances=1, device="auto")
+    with pytest.raises(PipelineError) as caught:
+        p.build()
+    assert [one.path for one in caught.value.problems] == ["steps.a.node", "steps.b.pipeline", "steps.c.retry"]
+
+
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,6}", fullmatch=True)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False) | st.text(max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-RESERVED = {"inputs", "batch", "worker", "instances", "device", "run_max_ms", "node", "self", "x"}
+RESERVED = {*STEP_KEYS, "self", "x"}
+FINITE = st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.text(max_size=12) | st.lists(st.integers(0, 9))
 OPTIONS = st.dictionaries(NAMES.filter(lambda name: name not in RESERVED), VALUES, max_size=3)
 STEP = st.tuples(
     OPTIONS,
@@ -154,6 +234,19 @@ STEP = st.tuples(
     st.integers(1, 4),
     st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
     st.none() | st.floats(1, 1000),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "when": st.sampled_from(["a.b == 'c'", "not x and len(y.z) > 2"]),
+            "map": st.lists(NAMES, min_size=1, max_size=2),
+            "retry": st.builds(Retry, st.integers(0, 10), st.floats(0, 100), st.just(("error",))),
+            "timeout_ms": st.floats(1, 1000),
+            "fallback": NAMES | st.dictionaries(NAMES, FINITE, min_size=1, max_size=2),
+            "idempotent": st.booleans(),
+            "sequence": st.builds(SequencePolicy, st.integers(1, 100)),
+        },
+    ),
+    st.dictionaries(NAMES, FINITE, max_size=2),
 )
 
 
@@ -162,10 +255,11 @@ STEP = st.tuples(
 def test_any_pipeline_survives_its_yaml(name: str, about: str, steps: dict, outputs: dict) -> None:
     p = Builder(name, about=about, base_dir=HERE)
     given_ = p.input("given", "float32[N, 3]", about=about, bytes_max=10)
-    for step, (options, batch, worker, instances, device, run_max_ms) in steps.items():
+    for step, (options, batch, worker, instances, device, run_max_ms, flow, constants) in steps.items():
         p.step(
             step, "some.module:Node", x=given_, batch=batch, worker=worker, instances=instances, device=device,
-            run_max_ms=run_max_ms, **options,
+            run_max_ms=run_max_ms, inputs={port: constant(value) for port, value in constants.items()}, **flow,
+            **options,
         )  # fmt: skip
     for output, port in outputs.items():
         p.output(output, Wire("somewhere", port))

@@ -38,6 +38,27 @@ def test_all_text_and_boxes_lie_inside_the_page(samples, catalog) -> None:
         assert float(rect.get("y")) + float(rect.get("height")) <= height
 
 
+def test_conditions_and_fallbacks_are_drawn_in_dots_and_constants_not_at_all(catalog) -> None:
+    root = drawn(
+        "weftline: 1\nname: n\ninputs: {q: text, n: json, rows: 'list[text]'}\nsteps:\n"
+        "  a: {node: echo, fallback: {value: Sorry}, retry: 1, inputs: {value: q},\n"
+        f"      when: \"n.k == '{'x' * 90}'\"}}\n"
+        "  each: {node: echo, map: value, inputs: {value: rows}}\n"
+        "outputs: {y: a.value, z: each.value}\n",
+        catalog,
+    )
+    wires = [one for one in root.iter(f"{SVG}path") if one.get("fill") == "none"]
+    assert sorted(bool(one.get("stroke-dasharray")) for one in wires) == [False] * 4 + [True] * 2
+    texts = [one.text for one in root.iter(f"{SVG}text")]
+    assert {"a/fallback", "else a/fallback", "tried again 1 time", "text, may be absent", "list[text]"} <= {*texts}
+    assert "a/fallback/value" not in texts
+    assert [len(text) for text in texts if text.startswith("when")] == [64], "a long condition is cut short"
+    group = root.find(f"{SVG}g")
+    boxes = [one for one in group.iter(f"{SVG}rect") if one.get("rx") == "8"]
+    heights = sorted(float(one.get("height")) for one in boxes)
+    assert heights[-1] - heights[0] == 3 * 16, "a line for each note"
+
+
 def test_every_kind_of_value_has_a_colour() -> None:
     assert set(COLOURS) == set(KINDS)
 

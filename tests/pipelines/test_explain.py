@@ -63,6 +63,67 @@ def test_the_flowchart_has_every_wire(plan: Plan) -> None:
     assert 'out1(["answer"])' in chart
 
 
+CONTROL = """
+weftline: 1
+name: control
+inputs:
+  q: text
+  lang: {type: text, default: en}
+  rows: list[text]
+  skip: {type: json, optional: true}
+steps:
+  german: {node: echo, inputs: {value: q}, fallback: small}
+  small: {node: echo, inputs: {value: q}}
+  english: {node: echo, inputs: {value: q}, fallback: {value: Sorry}, retry: 2, timeout_ms: 500}
+  pick: {node: switch, cases: {a: de, b: en}, inputs: {by: lang, a: german.value, b: english.value, default: q}}
+  extra: {node: echo, inputs: {value: q}, when: "q == 'more' and not skip", batch: {items_max: 8, wait: auto}}
+  each: {node: echo, map: value, inputs: {value: rows}}
+outputs: {answer: pick.value, extra: extra.value, all: each.value}
+"""
+
+
+@pytest.fixture
+def control(catalog) -> Plan:
+    return make_plan(load_yaml(CONTROL, "c.yaml", HERE, catalog), Machine(8, 8 << 30), catalog)
+
+
+def test_the_text_says_when_steps_run_and_what_happens_when_they_fail(control: Plan) -> None:
+    text = explain_text(control)
+    for said in (
+        "lang  text        'en' when left out",
+        "skip  json        may be left out",
+        "when lang == 'de'",
+        "else small",
+        "tried again 2 times",
+        "times out after 500 ms",
+        "else english/fallback",
+        "value = 'Sorry'",
+        "decided at once",
+        "when q == 'more' and not skip",
+        "up to 8, waits while it pays, at most 20 ms",
+        "for each element of value",
+        "value <- rows: list[text]",
+        "value: list[text]",
+        "extra   <- extra.value  text (may be absent)",
+    ):
+        assert said in text, said
+    assert "(unread)" not in text, "a fallback is read where its step is"
+    assert "english/fallback/value" not in text, "a constant is no input"
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+
+
+def test_the_flowchart_has_what_is_looked_at_and_fallen_back_on_in_dots(control: Plan) -> None:
+    chart = explain_mermaid(control)
+    place = {step.name: f"step{index}" for index, step in enumerate(control.steps)}
+    assert f'{place["german"]} -.->|"fallback"| {place["small"]}' in chart
+    assert f'{place["english"]} -.->|"fallback"| {place["english/fallback"]}' in chart
+    assert f'in0 -.->|"when"| {place["extra"]}' in chart
+    assert f'in3 -.->|"when"| {place["extra"]}' in chart
+    assert '|"value: list[text]"| out2' in chart
+    assert '|"value: text (may be absent)"| out1' in chart
+    assert chart.count("-.->") == 2 + 2 + 2, "two fallbacks, two wires of one condition, two cases"
+
+
 def test_labels_cannot_break_out_of_the_flowchart(catalog) -> None:
     text = (
         "weftline: 1\nname: n\ninputs: {q: 'float32[N]'}\n"

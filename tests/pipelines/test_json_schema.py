@@ -38,6 +38,13 @@ def document(step: str = "{node: echo}", more: str = "") -> str:
         document("{node: echo, inputs: {value: q}, device: cuda, worker: w}", "limits: {requests_max: 3}"),
         document("{node: llm, model: m, prompt: '{{ q }}', sampling: {temperature: 0}}"),
         document().replace("q: text", "q: {type: image, pixels_max: 10}"),
+        document().replace("q: text", "q: {type: 'list[text]', default: [a], optional: true}"),
+        document("{pipeline: x.yaml, inputs: {a: q, b: {value: 3}}, when: q}"),
+        document("{node: echo, when: q == 'a', map: value, retry: 2, timeout_ms: 5, fallback: b, idempotent: false}"),
+        document("{node: echo, map: [value], retry: {attempts: 2, on: [error]}, fallback: {value: x}, instances: 2}"),
+        document("{node: echo, instances: {'cuda:0': 2, cpu: 1}, sequence: {live_max: 3}}"),
+        document("{node: echo, batch: {items_max: 8, wait: auto, sizes: [4, 8], shapes: same, pad: {T: [64]}}}"),
+        document(more="limits: {silence_max_ms: 2000, retry_share: 0.5}\nslo: {refuse_early: false}"),
     ],
 )  # fmt: skip
 def test_sound_files_are_accepted(validator, text: str) -> None:
@@ -56,6 +63,10 @@ def test_sound_files_are_accepted(validator, text: str) -> None:
         document().replace("weftline: 1", "weftline: 2"), document().replace("q: text", "q: {about: x}"),
         document().replace("q: text", "1q: text"), document("{node: llm, prompt: x}"),
         document("{node: llm, model: m, sampling: {temprature: 0}}"),
+        document("{node: echo, pipeline: x.yaml}"), document("{pipeline: x.yaml, batch: {}}"),
+        document("{node: echo, inputs: {value: {valu: 3}}}"), document("{node: echo, retry: {attempt: 2}}"),
+        document("{node: echo, instances: {gpu: 1}}"), document("{node: echo, batch: {wait: always}}"),
+        document().replace("q: text", "q: {type: text, hidden: true}"),
     ],
 )  # fmt: skip
 def test_what_an_editor_can_know_to_be_wrong_is_refused(validator, text: str) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from weftline.errors import PipelineError, Problem
-from weftline.pipelines.graph import Input, Wire
+from weftline.pipelines.graph import Input
 from weftline.pipelines.load import load_file, load_yaml
-from weftline.pipelines.policy import BatchPolicy, Limits, Slo
+from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.wire import Wire
 
 HEAD = "weftline: 1\nname: sample\n"
 
@@ -40,6 +41,61 @@ def test_every_key_of_a_step_is_taken() -> None:
     step = load_yaml(HEAD + text + "outputs: {}\n", "x.yaml", Path()).steps[0]
     assert (step.worker, step.instances, step.device, step.run_max_ms) == ("w", 2, "cuda:1", 5)
     assert (step.batch, step.options) == (BatchPolicy(), {"q": [1]})
+
+
+def test_control_flow_is_read_into_values() -> None:
+    step = load_yaml(
+        HEAD + "inputs: {q: text}\n"
+        "steps:\n"
+        "  a:\n"
+        "    node: x\n"
+        "    inputs: {text: q, size: {value: 224}, word: {value: seven}}\n"
+        "    batch: {items_max: 8, wait: auto, wait_max_ms: 5, sizes: [4, 8], shapes: same, pad: {T: [64, 128]},"
+        " pad_value: 1, order: arrival}\n"
+        "    instances: {'cuda:0': 2, cpu: 1}\n"
+        "    when: b.label == 'speech' and not q\n"
+        "    retry: 2\n"
+        "    idempotent: false\n"
+        "    timeout_ms: 500\n"
+        "    fallback: small\n"
+        "    map: text\n"
+        "    sequence: {live_max: 3}\n"
+        "  b: {node: y, retry: {attempts: 1, wait_ms: 10, on: [timeout]}, fallback: {text: Sorry}, map: [c, d]}\n"
+        "  c: {pipeline: sub/ocr.yaml, inputs: {image: q}, when: q}\n"
+        "outputs: {}\n",
+        "x.yaml",
+        Path(),
+    )
+    a, b, c = step.steps
+    assert a.inputs == {"text": Wire(None, "q"), "size": Wire(None, "a/size"), "word": Wire(None, "a/word")}
+    assert step.inputs[1:] == (
+        Input("a/size", "json", default=224, hidden=True),
+        Input("a/word", "text", default="seven", hidden=True),
+    )
+    assert a.batch == BatchPolicy(8, 5.0, "auto", (4, 8), "same", {"T": (64, 128)}, 1.0, "arrival")
+    assert a.when is not None and a.when.wires == (Wire("b", "label"), Wire(None, "q"))
+    assert (a.instances, a.retry, a.idempotent, a.timeout_ms) == ({"cuda:0": 2, "cpu": 1}, Retry(2), False, 500.0)
+    assert (a.fallback, a.map, a.sequence) == ("small", ("text",), SequencePolicy(3))
+    assert (b.retry, b.fallback, b.map) == (Retry(1, 10.0, ("timeout",)), {"text": "Sorry"}, ("c", "d"))
+    assert (c.pipeline, c.node, c.inputs, c.options) == ("sub/ocr.yaml", "", {"image": Wire(None, "q")}, {})
+
+
+def test_defaults_are_held_to_their_type() -> None:
+    text = "inputs:\n  a: {type: text, default: en}\n  b: {type: json, optional: true}\n"
+    text += "  c: {type: 'float32[2]', default: [1, 2]}\n  d: {type: 'list[text]', default: [x]}\n"
+    inputs = load_yaml(HEAD + text + "steps: {}\noutputs: {}\n", "x.yaml", Path()).inputs
+    assert inputs[0] == Input("a", "text", default="en")
+    assert inputs[1].may_be_left_out
+    found = refused(
+        HEAD + "inputs:\n  a: {type: text, default: 5}\n  b: {type: image, default: cat.png}\n"
+        "  c: {type: 'float32[2]', default: [1]}\n  d: {type: 'list[audio]', default: []}\n"
+        "  e: {type: text, hidden: true}\n"
+        f"  f: {{type: text, default: {'x' * 16_384}}}\nsteps: {{}}\noutputs: {{}}\n"
+    )
+    assert {path: one.line for path, one in found.items()} == {
+        f"inputs.{name}.{'hidden' if name == 'e' else 'default'}": line for line, name in enumerate("abcdef", 4)
+    }
+    assert "optional: true" in found["inputs.b.default"].fix
 
 
 def test_all_problems_come_at_once_each_with_its_line() -> None:
@@ -82,7 +138,7 @@ def test_the_message_is_written_like_the_style_page_says() -> None:
         load_yaml(HEAD + text, "pipelines/ocr.yaml", Path())
     assert str(caught.value) == (
         "pipelines/ocr.yaml:5  steps.a.batch.item_max: unknown key\n"
-        "    expected: one of items_max, wait_max_ms\n"
+        "    expected: one of items_max, wait_max_ms, wait, sizes, shapes, pad, pad_value, order\n"
         "    fix: did you mean items_max?\n"
         "1 problem in pipelines/ocr.yaml; nothing was started"
     )

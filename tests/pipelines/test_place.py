@@ -71,7 +71,7 @@ def test_heavy_processes_share_the_cores(cores: int, heavy: str, threads: list[i
     ],
 )  # fmt: skip
 def test_devices_are_what_was_asked_or_the_best_there_is(device: str, heavy: bool, machine: Machine, got: str) -> None:
-    assert placed([Step("a", "x", device=device)], {"a"} if heavy else set(), machine).devices == {"a": got}
+    assert placed([Step("a", "x", device=device)], {"a"} if heavy else set(), machine).devices == {"a": (got,)}
 
 
 @pytest.mark.parametrize(("device", "machine"), [("cuda", CPU), ("cuda:0", CPU), ("cuda:2", GPU)])
@@ -79,6 +79,17 @@ def test_a_device_the_machine_lacks_is_a_problem(device: str, machine: Machine) 
     _, problems = place([Step("a", "x", device=device)], {"a": True}, Limits(), machine)
     assert [(one.path, "auto" in one.fix) for one in problems] == [("steps.a.device", True)]
     assert device in problems[0].found
+
+
+def test_instances_are_spread_over_the_devices_they_name() -> None:
+    steps = [Step("a", "x", instances={"cuda": 2, "cpu": 1}), Step("b", "x", instances=2)]
+    placement = placed(steps, {"b"}, GPU)
+    assert placement.devices == {"a": ("cuda:0", "cuda:0", "cpu"), "b": ("cuda:0", "cuda:0")}
+    assert placement.places == {"a": (0, 1, 2), "b": (3, 4)}
+    _, problems = place([Step("a", "x", instances={"cuda:7": 1, "cpu": 1})], {"a": True}, Limits(), GPU)
+    assert [(one.path, one.found) for one in problems] == [
+        ("steps.a.instances.cuda:7", "cuda:7, and this machine has cuda:0, cuda:1")
+    ]
 
 
 def test_arenas_that_do_not_fit_say_what_would() -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from weftline.errors import PipelineError
 from weftline.nodes.ports import PortType
-from weftline.pipelines.graph import Wire
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.place import Machine
 from weftline.pipelines.planning import RUN_MAX_MS, make_plan
 from weftline.pipelines.policy import BatchPolicy, Slo
+from weftline.pipelines.wire import Wire
 
 HERE = Path(__file__).parent
 MACHINE = Machine(cores=4, memory_bytes=8 << 30)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftline.nodes.ports import PortType, port
-from weftline.pipelines.ports import Sizes, mismatch
+from weftline.pipelines.ports import Sizes, loose, mismatch
 
 
 def fits(given_: str, wanted: str) -> bool:
@@ -15,6 +15,8 @@ def fits(given_: str, wanted: str) -> bool:
 @pytest.mark.parametrize(
     ("given_", "wanted"),
     [
+        ("list[text]", "json"), ("list[list[json]]", "json"), ("list[text]", "list[json]"), ("list[image]", "any"),
+        ("list[image]", "list[uint8[H, W, 3]]"), ("list[float32[N]]", "list[float32[3]]"), ("any", "list[text]"),
         ("text", "text"), ("image", "uint8[H, W, 3]"), ("uint8[480, 640, 3]", "image"), ("audio", "float32[samples]"),
         ("float32[16000]", "audio"), ("text", "json"), ("detections", "json"), ("float32[3, 32]", "tensor"),
         ("tensor", "float32[3, 32]"), ("float32", "float32[3]"), ("float32[3]", "float32"), ("image", "tensor"),
@@ -33,7 +35,8 @@ def test_these_fit(given_: str, wanted: str) -> None:
         ("uint8[H, W, 4]", "image"), ("audio", "image"), ("float32[3]", "float32[4]"), ("float32[3]", "float32[3, 1]"),
         ("float32[3]", "float64[3]"), ("float32", "uint8[3]"), ("tensor", "text"), ("tensor", "json"),
         ("detections", "tensor"), ("float32[N, N]", "float32[3, 4]"), ("float32[3, 4]", "float32[N, N]"),
-        ("float32[]", "float32[1]"),
+        ("float32[]", "float32[1]"), ("list[text]", "text"), ("text", "list[text]"), ("json", "list[json]"),
+        ("list[image]", "json"), ("list[float32[3]]", "list[float32[4]]"), ("list[json]", "list[text]"),
     ],
 )  # fmt: skip
 def test_these_do_not(given_: str, wanted: str) -> None:
@@ -48,6 +51,15 @@ def test_a_size_flows_down_a_chain() -> None:
     assert sizes.fit(PortType.parse("float32[7, 4]"), "source", any_row, "first")
     assert [str(sizes.settle(any_row, step)) for step in ("first", "second", "third")] == ["float32[7, 4]"] * 3
     assert str(sizes.settle(any_row, "elsewhere")) == "float32[N, 4]"
+
+
+def test_elements_of_a_list_may_differ_in_what_is_only_named() -> None:
+    sizes, rows = Sizes(), PortType.parse("list[float32[N, 4]]")
+    assert sizes.fit(PortType.parse("list[float32[7, 4]]"), "a", rows, "step")
+    assert sizes.fit(PortType.parse("list[float32[8, 4]]"), "b", rows, "step")
+    assert str(sizes.settle(rows, "step")) == "list[float32[N, 4]]"
+    assert str(sizes.meet(PortType.parse("list[float32[7, 4]]"), "a", rows, "step")) == "list[float32[7, 4]]"
+    assert str(loose(rows)) == "list[float32[?, 4]]"
 
 
 def test_a_name_is_one_size_within_a_step() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from weftline.nodes.template_syntax import TEMPLATE_CHARS_MAX
 from weftline.pipelines.check import examine
-from weftline.pipelines.graph import Wire
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.prompts import Reading, readings
+from weftline.pipelines.wire import Wire
 
 HERE = Path(__file__).parent
 HEAD = "weftline: 1\nname: sample\ninputs: {question: audio, photo: image, note: text}\nsteps:\n"

@@ -1,31 +1,51 @@
 """The models of the file format follow the values they stand for."""
 
 import dataclasses
+from typing import get_type_hints
 
 import pytest
 
+from weftline.errors import Problem
+from weftline.pipelines.entries import (
+    BOUNDS,
+    BatchEntry,
+    InputEntry,
+    LimitsEntry,
+    RetryEntry,
+    SequenceEntry,
+    SloEntry,
+)
 from weftline.pipelines.graph import Input, Step
-from weftline.pipelines.policy import BatchPolicy, Limits, Slo
-from weftline.pipelines.schema import BOUNDS, STEP_KEYS, BatchEntry, InputEntry, LimitsEntry, SloEntry, validate
+from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.schema import BESIDE_PIPELINE, STEP_KEYS, validate
+
+POLICIES = [
+    (BatchEntry, BatchPolicy),
+    (RetryEntry, Retry),
+    (SequenceEntry, SequencePolicy),
+    (LimitsEntry, Limits),
+    (SloEntry, Slo),
+]
 
 
-@pytest.mark.parametrize(("model", "value"), [(BatchEntry, BatchPolicy), (LimitsEntry, Limits), (SloEntry, Slo)])
+@pytest.mark.parametrize(("model", "value"), POLICIES)
 def test_policies_have_one_home(model, value) -> None:
     assert model().model_dump() == dataclasses.asdict(value())
     assert all(field.description for field in model.model_fields.values())
 
 
 def test_an_input_is_its_entry_and_its_name() -> None:
-    assert {"name", *InputEntry.model_fields} == {field.name for field in dataclasses.fields(Input)}
+    assert {"name", "hidden", *InputEntry.model_fields} == {field.name for field in dataclasses.fields(Input)}
 
 
 def test_step_keys_are_the_fields_of_a_step() -> None:
-    assert {*STEP_KEYS, "name", "options"} == {field.name for field in dataclasses.fields(Step)}
+    assert {*STEP_KEYS, "name", "options", "base_dir"} == {field.name for field in dataclasses.fields(Step)}
 
 
-@pytest.mark.parametrize("policy", [BatchPolicy, Limits, Slo])
+@pytest.mark.parametrize("policy", [policy for _, policy in POLICIES])
 def test_every_number_of_a_policy_has_bounds(policy) -> None:
-    assert set(BOUNDS[policy]) == {field.name for field in dataclasses.fields(policy)}
+    hints = get_type_hints(policy)
+    assert set(BOUNDS[policy]) == {name for name, hint in hints.items() if hint in (int, float, float | None)}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +55,13 @@ def test_every_number_of_a_policy_has_bounds(policy) -> None:
         ("batch.items_max", 2.0, "a whole number"), ("batch.items_max", True, "a whole number"),
         ("batch.wait_max_ms", -1, "at least 0"), ("batch.wait_max_ms", float("inf"), "a finite number"),
         ("batch.wait_max_ms", float("nan"), "a finite number"), ("instances", 0, "at least 1"),
+        ("batch.wait", "always", "'fixed' or 'auto'"), ("batch.sizes", 4, "a list"), ("batch.sizes", [], "at least 1"),
+        ("batch.pad", [64], "a mapping"), ("batch.shapes", "equal", "'any' or 'same'"),
+        ("map", 3, "a list"), ("map", [], "at least 1"), ("retry", 11, "at most 10"), ("retry", True, "a whole number"),
+        ("retry.wait_ms", -1, "at least 0"), ("retry.on", "death", "'error' or 'timeout'"), ("when", True, "text"),
+        ("sequence.live_max", 0, "at least 1"), ("sequence", True, "a mapping"), ("timeout_ms", 0, "more than 0"),
+        ("idempotent", "no", "true or false"), ("fallback", {}, "at least 1"), ("fallback", 3, "text"),
+        ("instances", {}, "at least 1"), ("instances", 1.5, "a whole number"),
         ("run_max_ms", 0, "more than 0"), ("device", "cuda:x", "auto, cpu, cuda"), ("worker", "", "letters"),
         ("node", "", "at least 1 characters"), ("inputs", ["a"], "a mapping"), ("inputs.x", 3, "text"),
     ],
@@ -45,3 +72,38 @@ def test_a_number_out_of_bounds_says_what_is_allowed(where: str, value: object, 
     model, problems = validate({"weftline": 1, "name": "n", "steps": {"s": step}, "outputs": {}})
     assert model is None
     assert [(one.path, one.expected.startswith(expected)) for one in problems] == [(f"steps.s.{where}", True)]
+
+
+def validated(step: dict) -> dict[str, Problem]:
+    _, problems = validate({"weftline": 1, "name": "n", "steps": {"s": step}, "outputs": {}})
+    assert len({one.path for one in problems}) == len(problems)
+    return {one.path.removeprefix("steps.s."): one for one in problems}
+
+
+def test_a_step_runs_a_node_or_a_pipeline_and_not_both() -> None:
+    assert "pipeline" in validated({})["node"].fix
+    assert validated({"node": "x", "pipeline": "y.yaml"})["pipeline"].fix == "remove one of them"
+    assert validated({"pipeline": "y.yaml", "inputs": {"a": "b"}, "when": "b == 1"}) == {}
+
+
+@pytest.mark.parametrize("key", sorted({*STEP_KEYS} - {*BESIDE_PIPELINE, "node"}))
+def test_what_a_pipeline_says_inside_is_not_said_beside_it(key: str) -> None:
+    found = validated({"pipeline": "y.yaml", key: object()})
+    assert list(found) == [key], "told once, whatever the value"
+    assert "inside that file" in found[key].fix
+
+
+def test_an_option_beside_a_pipeline_is_an_unknown_key() -> None:
+    assert validated({"pipeline": "y.yaml", "inptus": 3})["inptus"].fix == "did you mean inputs?"
+
+
+def test_a_constant_on_a_port_has_one_key() -> None:
+    assert validated({"node": "x", "inputs": {"a": {"value": None}, "b": {"value": [1, {"c": 2}]}}}) == {}
+    assert validated({"node": "x", "inputs": {"a": {"valu": 1}}})["inputs.a.valu"].fix == "did you mean value?"
+    assert "16384" in validated({"node": "x", "inputs": {"a": {"value": "x" * 16_384}}})["inputs.a.value"].expected
+    assert "json" in validated({"node": "x", "fallback": {"a": float("nan")}})["fallback.a"].found
+
+
+def test_a_condition_is_parsed_where_it_stands() -> None:
+    assert validated({"node": "x", "when": "a.b == 'c' and not d"}) == {}
+    assert set(validated({"node": "x", "when": "f(x)"})) == {"when"}

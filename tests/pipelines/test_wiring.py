@@ -2,7 +2,8 @@
 
 import pytest
 
-from weftline.pipelines.graph import Pipeline, Step, Wire
+from weftline.pipelines.graph import Pipeline, Step
+from weftline.pipelines.wire import Wire
 from weftline.pipelines.wiring import run_order
 
 ECHO = "{{node: echo, inputs: {{value: {}}}}}"

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from weftline.pipelines.graph import Input, Pipeline, Step, Wire
+from weftline.pipelines.graph import Input, Pipeline, Step
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.policy import BatchPolicy
+from weftline.pipelines.wire import Wire
 from weftline.pipelines.written import to_document, to_yaml
 
 WORDS = "on yes null ~ 12 012 1.5 1e3 .5 0o17 0x1F true 12:30 2024-01-01 << = # {x &a *a !t é ' \" 1_000 .inf"

@@ -1,9 +1,9 @@
-"""What is seen while models load."""
+"""What is seen while models load, and while a load runs."""
 
 import io
 import threading
 
-from weftline.cli_progress import loading_shown
+from weftline.cli_progress import loading_shown, measuring_shown
 
 
 class Terminal(io.StringIO):
@@ -44,3 +44,14 @@ def test_loading_goes_on_when_nobody_can_see_it() -> None:
     with loading_shown(err) as report:
         err.close()
         report("hear", "ready", 1.0)
+
+
+def test_a_running_load_is_one_line_in_a_log_and_a_bar_on_a_terminal() -> None:
+    log, terminal = io.StringIO(), Terminal()
+    with measuring_shown(log, 1.0, 10.0) as report:
+        assert report is None
+    assert log.getvalue() == "measuring for 10 s after 1 s of warm-up\n"
+    with measuring_shown(terminal, 1.0, 10.0) as report:
+        assert report is not None
+        report(0.5, 1234)
+    assert "measuring" in terminal.getvalue() and "1234 requests" in terminal.getvalue()

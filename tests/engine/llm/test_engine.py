@@ -12,7 +12,7 @@ from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.sequence import SamplingParams
 from weftline.engine.llm.tokens import Tokens
-from weftline.errors import InputError, StepError
+from weftline.errors import DeadlineExceeded, InputError, StepError
 
 PROMPTS = 30
 """Prompts of each family; the same test with 200 is a parameter away."""
@@ -68,6 +68,79 @@ def test_sampled_answers_do_not_change_with_the_company_or_the_pages():
         for prompt, param in zip(prompts, params)
     ]
     assert together == alone
+
+
+@pytest.mark.parametrize("pages", [64, 22])
+def test_a_request_that_is_paused_now_and_then_gives_the_tokens_it_would_have_given(pages):
+    prompts = tiny.prompts(6, seed=8)
+    params = [SamplingParams(tokens_max=12, temperature=0.8, seed=s, ignore_eos=True) for s in range(6)]
+    expected = _answers(Engine(tiny.runner("llama", 64), None, RoundLimits(33, 6)), prompts, params)
+    engine, rng = Engine(tiny.runner("llama", pages), None, RoundLimits(33, 6)), random.Random(3)
+    found: dict[int, list[int]] = {at: [] for at in range(6)}
+    paused: set[int] = set()
+    for at, (prompt, param) in enumerate(zip(prompts, params)):
+        engine.add(at, prompt, param)
+    while engine.stats().running + engine.stats().waiting:
+        for at in found:
+            if rng.random() < 0.3:
+                (engine.resume if at in paused else engine.pause)(at)
+                paused ^= {at}
+        for update in engine.step():
+            assert update.id not in paused
+            found[update.id] += update.tokens
+        engine.check()
+    assert list(found.values()) == expected
+    assert pages > 22 or engine.stats().preemptions > 0
+    _at_baseline(engine)
+
+
+def test_an_engine_of_paused_requests_is_not_busy_and_a_cancelled_one_frees_its_pages():
+    engine = Engine(tiny.runner("llama"), None, RoundLimits(16, 4), prefix_cache=False)
+    engine.add(1, [5, 6, 7], SamplingParams(tokens_max=50, ignore_eos=True))
+    engine.add(2, [5, 6, 8], SamplingParams(tokens_max=50, ignore_eos=True))
+    engine.step()
+    for id in (1, 1, 2, 99):
+        engine.pause(id)
+    assert not engine.busy
+    assert engine.step() == []
+    assert engine.stats().paused == 2
+    engine.resume(2)
+    assert engine.busy
+    engine.cancel(1)
+    engine.resume(1)
+    assert [update.id for update in engine.step()] == [2]
+    engine.pause(2)
+    engine.cancel(2)
+    _at_baseline(engine)
+    assert engine.stats().paused == 0
+    assert engine.stats().pages_free == 64
+
+
+def test_a_request_past_its_deadline_fails_at_the_next_round_and_frees_its_pages():
+    engine = Engine(tiny.runner("llama"), None, RoundLimits(16, 1), prefix_cache=False)
+    long = SamplingParams(tokens_max=50, ignore_eos=True)
+    engine.add(1, [5, 6, 7], long, deadline_ms=100.0, now_ms=0.0)
+    engine.add(2, [5, 6, 8], long, deadline_ms=90.0, now_ms=0.0)
+    engine.add(3, [5, 6, 9], SamplingParams(tokens_max=2, ignore_eos=True), now_ms=0.0)
+    assert [update.id for update in engine.step(89.0)] == [2]
+    updates = engine.step(90.0)
+    assert [(update.id, type(update.error)) for update in updates] == [(2, DeadlineExceeded), (1, type(None))]
+    assert "1 of at most 50 tokens" in str(updates[0].error)
+    engine.pause(1)
+    failed, answered = engine.step(100.0)
+    assert (failed.id, type(failed.error)) == (1, DeadlineExceeded)
+    assert answered.id == 3
+    assert engine.step(1e9)[0].finish == "length"
+    _at_baseline(engine)
+    assert engine.stats().pages_free == 64
+
+
+def test_the_higher_priority_answers_first():
+    engine = Engine(tiny.runner("llama"), None, RoundLimits(16, 1))
+    for id, priority in ((1, 0), (2, -5), (3, 5)):
+        engine.add(id, [5, 6, id], SamplingParams(tokens_max=2, ignore_eos=True), priority=priority)
+    finished = [update.id for _ in range(6) for update in engine.step() if update.finish]
+    assert finished == [3, 1, 2]
 
 
 def _answers(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:

@@ -12,8 +12,9 @@ import pytest
 from tests.engine.llm import tiny
 from weftline.engine.llm.node import Llm, LlmConfig
 from weftline.engine.llm.sequence import SamplingParams
-from weftline.errors import InputError, ModelError
+from weftline.errors import DeadlineExceeded, InputError, ModelError
 from weftline.nodes.contract import ConfigError, OpenContext, Piece, StepContext
+from weftline.nodes.urgency import Urgency
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,31 @@ def test_a_cancelled_item_says_nothing_more(node):
     for item in (1, 3, 99):
         node.cancel(item)
     assert set(_finish(node)) == {2}
+
+
+def test_a_paused_item_says_nothing_until_it_is_resumed(node):
+    node.submit(1, {"prompt": "one"})
+    (whole,) = [piece for piece in _finish(node)[1] if piece.last]
+    node.submit(2, {"prompt": "one"})
+    node.submit(3, {"prompt": "three"})
+    node.round()
+    node.pause(2)
+    rest = [piece for _ in range(30) if node.busy for piece in node.round()]
+    assert {piece.item for piece in rest} == {3}
+    assert not node.busy
+    node.resume(2)
+    assert _finish(node)[2][-1].outputs["text"] == whole.outputs["text"]
+    node.pause(2)
+    node.resume(99)
+
+
+def test_an_item_without_time_left_fails_and_the_urgent_one_is_answered(node):
+    node.submit(1, {"prompt": "late"}, Urgency(left_ms=0.0))
+    node.submit(2, {"prompt": "in time"}, Urgency(priority=3, left_ms=60_000.0))
+    answered = _finish(node)
+    (refusal,) = answered[1]
+    assert isinstance(refusal.error, DeadlineExceeded)
+    assert answered[2][-1].outputs["usage"]["completion_tokens"] == 8
 
 
 def test_config_problems_name_the_option():

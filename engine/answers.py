@@ -1,0 +1,199 @@
+"""What workers say, and what follows: results go on through the graph, failures are tried again or end a unit.
+
+Whatever comes from an incarnation that is gone is ignored; whatever does not fit to what a worker was given costs it
+its life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from weftline.engine import events as ev
+from weftline.engine import messages as msg
+from weftline.engine.book import Book
+from weftline.engine.branches import Branches
+from weftline.engine.crew import Crew
+from weftline.engine.lanes import Lane
+from weftline.engine.request import Task
+from weftline.engine.rooms import Rooms
+from weftline.engine.tasks import Tasks
+from weftline.engine.timing import note
+from weftline.pipelines.plan import Plan
+from weftline.shm.lease import Ledger
+
+
+class Answers:
+    """Pure; owned by the scheduler."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        tasks: Tasks,
+        book: Book,
+        branches: Branches,
+        crew: Crew,
+        rooms: Rooms,
+        ledger: Ledger,
+        emit: Callable[[ev.Command], None],
+    ) -> None:
+        self._steps = plan.steps
+        self._tasks = tasks
+        self._book = book
+        self._branches = branches
+        self._crew = crew
+        self._rooms = rooms
+        self._ledger = ledger
+        self._emit = emit
+        self._lanes_of = tasks.by_worker(len(plan.workers))
+        self._handlers: dict[type, Callable[..., None]] = {
+            msg.Hello: self._hello,
+            msg.Ready: self._ready,
+            msg.OpenFailed: self._open_failed,
+            msg.Progress: self._heard,
+            msg.Beat: self._heard,
+            msg.Need: self._need,
+            msg.Suspected: self._suspected,
+            msg.Done: self._done,
+            msg.Pieces: self._pieces,
+        }
+
+    def hear(self, event: ev.FromWorker) -> None:
+        member = self._crew.members[event.worker]
+        if event.arena == member.arena and member.alive:  # else it comes late from one that is gone, and is ignored
+            member.heard_ms = self._book.now_ms
+            self._handlers[type(event.message)](event.worker, event.message)
+
+    def _heard(self, worker: int, message: msg.Beat | msg.Progress) -> None:
+        pass
+
+    def _hello(self, worker: int, message: msg.Hello) -> None:
+        self._ledger.add_arena(self._crew.members[worker].arena, message.arena_bytes)
+
+    def _ready(self, worker: int, message: msg.Ready) -> None:
+        self._crew.ready(worker, self._book.now_ms)
+        for lane in self._lanes_of[worker]:
+            if message.warm_ms.get(lane.name):
+                lane.latency.seed(1, message.warm_ms[lane.name])
+            digests = self._tasks.recovery.quarantine.digests(lane.index)
+            if digests:
+                self._emit(ev.Send(worker, msg.Quarantine(lane.index, digests)))
+            self._tasks.due.add(lane.index)
+
+    def _open_failed(self, worker: int, message: msg.OpenFailed) -> None:
+        self._crew.members[worker].why = f"step {message.step}: {message.failure.message}"
+
+    def _need(self, worker: int, message: msg.Need) -> None:
+        member = self._crew.members[worker]
+        member.needs = message.sizes
+        self._rooms.asked = True
+        if member.running:
+            self._tasks.lanes[member.running[0].unit.step].in_place = True
+
+    def _suspected(self, worker: int, message: msg.Suspected) -> None:
+        running = self._crew.members[worker].running
+        if running and running[0].id == message.dispatch:
+            for task, digest in zip(running[0].tasks, message.digests):
+                task.digest = digest
+
+    def _done(self, worker: int, message: msg.Done) -> None:
+        member = self._crew.members[worker]
+        dispatch = member.running[0] if member.running else None
+        sound = dispatch is not None and dispatch.id == message.dispatch
+        if dispatch is None or not sound or len(message.results) != len(dispatch.tasks):
+            self._kill(worker, "it answered a dispatch that is not running")
+            return
+        del member.running[0]
+        now_ms, unit = self._book.now_ms, dispatch.unit
+        lane = self._tasks.lanes[unit.step]
+        self._learn(lane, message)
+        self._book.counters.copied_bytes += message.copied_bytes
+        for task, result in zip(dispatch.tasks, message.results):
+            if task.id in self._tasks.live:
+                self._answered(worker, lane, task, result, message.ran)
+            else:
+                self._tasks.end(task)
+        self._book.release_blocks((*dispatch.room.values(), *member.granted))
+        member.granted.clear()
+        member.free_ms = now_ms
+        if member.running:  # it begins with what was waiting there
+            member.running[0].started_ms = now_ms
+            for task in member.running[0].tasks:
+                task.started_ms = now_ms
+        self._freed(worker)
+
+    def _freed(self, worker: int) -> None:
+        for lane in self._lanes_of[worker]:
+            if lane.any_waiting():
+                self._tasks.due.add(lane.index)
+
+    def _learn(self, lane: Lane, message: msg.Done) -> None:
+        ran = message.ran
+        if message.out_of_memory:
+            lane.out_of_memory(message.out_of_memory)
+            return
+        if not ran or not ran[0].items:
+            return
+        batches = max(ran[0].batches, 1)
+        run_ms = (ran[0].run_ms if len(ran) == 1 else sum(one.run_ms for one in ran)) / batches
+        items = -(-ran[0].items // batches)
+        lane.learn(items, run_ms, self._book.now_ms)
+        lane.went_well(items)
+
+    def _pieces(self, worker: int, message: msg.Pieces) -> None:
+        member, lane = self._crew.members[worker], self._tasks.lanes[message.step]
+        member.spoke_ms = self._book.now_ms
+        self._book.counters.copied_bytes += message.copied_bytes
+        for piece in message.pieces:
+            task = member.streams.get(piece.item)
+            if task is None or task.unit.step != message.step:
+                continue
+            if not piece.last:
+                if task.id in self._tasks.live:
+                    self._pass_on(task, piece)
+                continue
+            beside = len(member.streams)
+            del member.streams[piece.item]
+            if task.id in self._tasks.live:
+                ports = range(len(task.unit.returns))
+                result = piece.failure or msg.Given(tuple(piece.outputs[port] for port in ports))
+                run_ms = self._book.now_ms - task.started_ms
+                if piece.failure is None:
+                    lane.learn(1, run_ms, self._book.now_ms)
+                self._answered(worker, lane, task, result, (msg.Ran(run_ms, 1, beside),))
+            else:
+                self._tasks.end(task)
+        self._book.release_blocks(member.granted)
+        member.granted.clear()
+        self._freed(worker)
+
+    def _pass_on(self, task: Task, piece: msg.PieceOf) -> None:
+        request = task.request
+        if not request.pieces or task.element >= 0 or task.place in request.called:
+            return
+        for port, value in piece.outputs.items():
+            for name in request.route.outputs_at[task.unit.returns[port]]:
+                task.said = True
+                self._emit(ev.PieceReady(request.id, name, value))
+
+    def _answered(
+        self, worker: int, lane: Lane, task: Task, result: msg.Given | msg.Failure, ran: Sequence[msg.Ran]
+    ) -> None:
+        """A live task has its result: outputs go on, failures are tried again or end the unit."""
+        if isinstance(result, msg.Failure):
+            stage = min(max(result.stage, 0), len(task.unit.steps) - 1)
+            name = self._steps[task.unit.steps[stage]].name
+            note(self._steps, self._crew, task, self._book.now_ms, "failed", ran[: stage + 1])
+            self._tasks.fail(task, result.error, result.message, name)
+            return
+        if len(result.outputs) != len(task.unit.returns) or not self._book.holds_all(result.outputs):
+            self._kill(worker, "it named memory it does not hold")
+            self._tasks.fail(task, "WorkerDied", "its worker named memory it does not hold", lane.name)
+            return
+        note(self._steps, self._crew, task, self._book.now_ms, "ok", ran)
+        self._tasks.forget(task)
+        self._branches.finished(task.request, task.place, result.outputs, task.element)
+        self._tasks.end(task)
+
+    def _kill(self, worker: int, why: str) -> None:
+        self._crew.members[worker].why = why
+        self._emit(ev.KillWorker(worker, why))

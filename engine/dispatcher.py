@@ -1,0 +1,173 @@
+"""Work for workers: which batch goes to whom, and when.
+
+After every event the lanes where something has changed are looked at, the most urgent first. A free worker is given the
+next batch of a lane when the batcher says that it leaves; suspects go first, and alone. A worker that runs short
+batches is given a second one ahead, so that it need not wait for the runtime between two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from weftline.engine import events as ev
+from weftline.engine import messages as msg
+from weftline.engine.book import Book
+from weftline.engine.crew import Crew, Dispatch, WorkerState
+from weftline.engine.lanes import Lane
+from weftline.engine.request import Request, Task
+from weftline.engine.rooms import Rooms
+from weftline.engine.supervisor import READY, STARTING
+from weftline.engine.tasks import Tasks
+from weftline.shm.block import Block
+
+NAP_MS = 0.05
+"""Shortest wait of a queue that has decided to wait, in milliseconds: what is due sooner is due at the next event."""
+
+DISPATCHES_MAX = 2
+"""Most dispatches with one worker: the one it runs, and one so that it need not wait for the next."""
+
+
+class Dispatcher:
+    """Pure; owned by the scheduler.
+
+    waits: lanes with a free worker that wait for company all the same, and until when.
+    """
+
+    def __init__(self, tasks: Tasks, book: Book, crew: Crew, rooms: Rooms, emit: Callable[[ev.Command], None]) -> None:
+        self.waits: dict[int, float] = {}
+        self._tasks = tasks
+        self._book = book
+        self._crew = crew
+        self._rooms = rooms
+        self._emit = emit
+
+    def pump(self) -> None:
+        """Give free workers the due batches of the lanes where something has changed, the most urgent first."""
+        while self._tasks.due:
+            lanes = [self._tasks.lanes[index] for index in self._tasks.due]
+            self._tasks.due.clear()
+            if len(lanes) > 1:
+                lanes.sort(key=_urgency)
+            for lane in lanes:
+                self._serve(lane)
+
+    def _serve(self, lane: Lane) -> None:
+        if self.waits:
+            self.waits.pop(lane.index, None)
+        if lane.has_new:
+            for worker in lane.workers:
+                if self.has_room(self._crew.members[worker], lane):
+                    new = lane.take_new()
+                    if new is None:
+                        break
+                    self._dispatch(worker, lane, new)
+                    return
+            lane.settle(self._book.now_ms)
+        if lane.sequences is not None:
+            load = {worker: len(self._crew.members[worker].running) for worker in lane.workers}
+            lane.release_sequences(self._tasks.live, load, self._book.now_ms)
+        for worker in lane.workers:
+            member = self._crew.members[worker]
+            while lane.suspects and member.state == READY and not member.busy and not member.why:
+                group = lane.suspects.popleft()
+                if group:  # else they were all dropped meanwhile
+                    self._dispatch(worker, lane, group, suspect=True)
+            queue = lane.queue(worker)
+            while len(queue) and self.has_room(member, lane):
+                for late in queue.late(self._book.now_ms):
+                    if late in self._tasks.live:
+                        self._too_late(self._tasks.live[late], lane)
+                taken = queue.take(self._book.now_ms, lane.batches_a_message())
+                if not taken:
+                    wake = queue.wake_at_ms()
+                    if wake is not None:
+                        wake = max(wake, self._book.now_ms + NAP_MS)
+                        self.waits[lane.index] = min(self.waits.get(lane.index, wake), wake)
+                    break
+                self._dispatch(worker, lane, [self._tasks.live[id] for id in taken])
+
+    def has_room(self, member: WorkerState, lane: Lane) -> bool:
+        """Whether a worker may be given (more) of a step's work now."""
+        if member.state != READY or member.why or member.suspect:
+            return False
+        if lane.streams or not member.running:
+            return not lane.suspects or not lane.streams
+        return (
+            len(member.running) < DISPATCHES_MAX
+            and len(lane.queue(lane.workers[0])) >= lane.items_max
+            and lane.sequences is None
+            and lane.quick
+            and not member.needs
+            and not any(self._is_free(worker) for worker in lane.workers)
+        )
+
+    def _is_free(self, worker: int) -> bool:
+        member = self._crew.members[worker]
+        return member.state == READY and not member.running
+
+    def _too_late(self, task: Task, lane: Lane) -> None:
+        """Work that cannot make its deadline any more never reaches a model."""
+        self._book.counters.late += 1
+        request = task.request
+        by_ms = self._book.now_ms + lane.latency.run_ms(1) - task.due_ms
+        told = f"by recent times it would be about {max(by_ms, 0):.0f} ms too late; it was not begun"
+        lane.discard(task)
+        self._book.end(request, "expire", "DeadlineExceeded", told, lane.name)
+
+    def _dispatch(self, worker: int, lane: Lane, tasks: list[Task], suspect: bool = False) -> None:
+        member, now_ms = self._crew.members[worker], self._book.now_ms
+        self._book.counters.dispatches += 1
+        self._book.counters.items += len(tasks)
+        items = []
+        firsts = 0
+        for task in tasks:
+            task.worker, task.started_ms, request = worker, now_ms, task.request
+            firsts += task.attempts == 1
+            usual = request.deadline_ms is None and request.sequence is None and not request.priority
+            items.append(msg.Item(task.id, task.inputs, None if usual else self._brought(request)))
+        self._tasks.recovery.budget.first(firsts)
+        if lane.streams:
+            if not member.streams:
+                member.spoke_ms = now_ms
+            for task in tasks:
+                member.streams[task.id] = task
+            self._emit(ev.Send(worker, msg.Submit(lane.index, tuple(items))))
+            stalled = tuple(task.id for task in tasks if task.request.stalled)
+            if stalled:
+                self._emit(ev.Send(worker, msg.Pause(lane.index, stalled)))
+            return
+        unit = tasks[0].unit
+        room: dict[int, Block] = {}
+        if not unit.chain and lane.sizes.any:
+            room = self._rooms.beforehand(member.arena, lane.sizes.item_bytes(items), len(items))
+            lane.in_place = lane.in_place or bool(room)
+        if unit.message is not None and unit.chain not in member.chains:
+            member.chains.add(unit.chain)
+            self._emit(ev.Send(worker, unit.message))
+        dispatch = Dispatch(self._crew.next_dispatch(), unit, tasks, room, now_ms, lane.step.run_max_ms, suspect)
+        member.running.append(dispatch)
+        self._emit(ev.Send(worker, msg.Run(dispatch.id, lane.index, tuple(items), room, unit.chain, suspect)))
+
+    def _brought(self, request: Request) -> msg.Brought:
+        part = request.sequence
+        left_ms = None if request.deadline_ms is None else request.deadline_ms - self._book.now_ms
+        if part is None:
+            return msg.Brought(request.priority, left_ms)
+        return msg.Brought(request.priority, left_ms, part.id, part.start, part.end)
+
+    def stuck(self) -> bool:
+        """Whether no memory will come free by itself, now or when a batch's wait is over or a worker has restarted."""
+        if self._book.owed or self._tasks.timers.any:
+            return False
+        for member in self._crew.members:
+            if (member.busy and not member.needs) or member.state == STARTING or member.start_ms is not None:
+                return False
+        waiting = [lane for lane in self._tasks.lanes if lane.waiting]
+        return not any(self.has_room(self._crew.members[worker], lane) for lane in waiting for worker in lane.workers)
+
+
+def _urgency(lane: Lane) -> float:
+    if lane.suspects:
+        return -math.inf
+    return min((key for queue in lane.queues() if (key := queue.urgency()) is not None), default=math.inf)

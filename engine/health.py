@@ -1,0 +1,31 @@
+"""Whether a pipeline can answer: what a load balancer asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether requests can be answered now, and if not, why.
+
+    ready: the session is open, and every step has an instance that is ready and gave a sign of life within 3 s.
+    steps: the same for each step by name.
+    why:   what is wrong, as a sentence; '' when nothing is.
+    """
+
+    ready: bool
+    steps: Mapping[str, bool]
+    why: str = ""
+
+
+def judge(steps: Mapping[str, bool], closed: str = "") -> Health:
+    """Return the health of a pipeline with these steps; `closed` says why nothing can be answered at all."""
+    if closed:
+        return Health(False, dict.fromkeys(steps, False), closed)
+    silent = [name for name, ready in steps.items() if not ready]
+    if not silent:
+        return Health(True, steps)
+    whose = f"step {silent[0]} has" if len(silent) == 1 else f"steps {', '.join(silent)} have"
+    return Health(False, steps, f"{whose} no worker that is ready and was heard of within 3 s")

@@ -1,0 +1,83 @@
+"""What becomes of work that failed, or whose worker died: tried again, split, given up, or kept out for good.
+
+When a worker dies, every task it was running is a suspect. A group of suspects is split in halves that are run apart,
+so that a task that kills its worker is alone after log2 of the batch's size, and its mates are answered; this has a
+limit of its own, the deaths of one task. A task that was alone when its worker died is tried once more, within the
+budget for retries; if it kills again it is kept out by what it is made of. Work that must not run twice just fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from weftline.engine.budget import RetryBudget
+from weftline.engine.quarantine import Quarantine
+from weftline.engine.request import Task
+from weftline.pipelines.plan import Plan
+
+LONE_DEATHS_MAX = 2
+"""How many workers a task may take along before it is given up, once it is alone."""
+
+TRIED_AGAIN = frozenset({"StepError", "WorkerDied", "DeadlineExceeded", "LimitReached", "ModelError"})
+"""Errors after which another attempt may help; a wrong input stays wrong."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What to do after a death: groups to run again, each alone; tasks that failed, with the message; who is kept out.
+
+    kept_out: (step, digest) that no worker may be given again.
+    """
+
+    groups: list[list[Task]] = field(default_factory=list)
+    failed: list[tuple[Task, str]] = field(default_factory=list)
+    kept_out: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class Recovery:
+    """Decides about second attempts. Pure; owned by the scheduler."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._steps = plan.steps
+        self.budget = RetryBudget(plan.limits.retry_share)
+        self.quarantine = Quarantine()
+
+    def after_death(self, tasks: Sequence[Task], why: str, now_ms: float) -> Verdict:
+        """Return what becomes of the tasks that a worker had in hand when it died; ended requests are left out."""
+        verdict = Verdict()
+        again: list[Task] = []
+        for task in tasks:
+            task.deaths += 1
+            step = self._steps[task.unit.step]
+            if task.said or step.sequence is not None or not all(self._steps[s].idempotent for s in task.unit.steps):
+                verdict.failed.append((task, f"its worker died while running it ({why})"))
+            elif len(tasks) > 1:
+                again.append(task)
+            elif task.deaths >= LONE_DEATHS_MAX:
+                verdict.failed.append((task, f"it took {task.deaths} workers along ({why}); it is not tried again"))
+                if task.digest and self.quarantine.add(task.unit.step, task.digest, now_ms):
+                    verdict.kept_out.append((task.unit.step, task.digest))
+            elif self.budget.try_take():
+                again.append(task)
+            else:
+                verdict.failed.append((task, f"its worker died ({why}), and limits.retry_share is used up"))
+        if len(again) > 1:
+            half = (len(again) + 1) // 2
+            verdict.groups = [again[:half], again[half:]]
+        elif again:
+            verdict.groups = [again]
+        for task in again:
+            task.attempts += 1
+        return verdict
+
+    def try_again_in_ms(self, task: Task, error: str, timed_out: bool) -> float | None:
+        """Return after how long a failed task is tried again by its step's `retry:`; None: it is not."""
+        retry = self._steps[task.unit.step].retry
+        if retry is None or error not in TRIED_AGAIN or task.attempts > retry.attempts + task.deaths:
+            return None
+        if ("timeout" if timed_out else "error") not in retry.on or task.said or not self.budget.try_take():
+            return None
+        wait_ms = retry.wait_ms * 2 ** max(0, task.attempts - 1 - task.deaths)
+        task.attempts += 1
+        return float(wait_ms)

@@ -1,0 +1,143 @@
+"""A streaming node inside its worker: items in, rounds run, pieces out."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from weftline.engine.batch import urgency_of
+from weftline.engine.faults import failure
+from weftline.engine.memory import Memory
+from weftline.engine.messages import Failure, Item, PieceOf, StepToOpen, Value
+from weftline.engine.packed import Packed
+from weftline.engine.values import pack, unpack
+from weftline.errors import StepError
+from weftline.nodes.contract import Node, Piece, StreamNode
+from weftline.nodes.ports import PortType
+
+_log = logging.getLogger(__name__)
+
+ENDED_KEPT = 4096
+
+
+class HostedStream:
+    """One streaming step of this worker, with its node."""
+
+    def __init__(self, step: StepToOpen, node: Node, memory: Memory) -> None:
+        if not isinstance(node, StreamNode):
+            raise StepError(f"step {step.name}: {type(node).__name__} is no StreamNode")
+        self.name = step.name
+        self.node = node
+        self.memory = memory
+        self._inputs = [name for name, _ in step.inputs]
+        self._outputs = [(name, PortType.parse(type)) for name, type in step.outputs]
+        self._takes_urgency = _takes_urgency(node)
+        self._held: set[int] = set()  # items the node has and has not finished
+        self._ended: deque[int] = deque(maxlen=ENDED_KEPT)  # a late piece of one of these is no mistake
+
+    @property
+    def busy(self) -> bool:
+        """Whether the node has work for a round."""
+        return self.node.busy
+
+    def submit(self, item: Item) -> PieceOf | None:
+        """Hand an item to the node; returns its last piece at once when it is refused."""
+        try:
+            inputs = {
+                name: unpack(value, self.memory.arenas) for name, value in zip(self._inputs, item.inputs, strict=True)
+            }
+            if self._takes_urgency:
+                self.node.submit(item.id, inputs, urgency_of(item.brought))
+            else:
+                self.node.submit(item.id, inputs)
+        except Exception as error:
+            return PieceOf(item.id, {}, True, failure(error))
+        self._held.add(item.id)
+        return None
+
+    def cancel(self, items: Sequence[int]) -> tuple[PieceOf, ...]:
+        """Drop items; return their last pieces, which end the leases they read."""
+        for item in items:
+            self._drop(item)
+        return tuple(PieceOf(item, {}, True, Failure("RequestCancelled", "dropped")) for item in items)
+
+    def pause(self, items: Sequence[int]) -> None:
+        """Have the node produce nothing more of these items for now."""
+        self._tell(self.node.pause, items, "pause")
+
+    def resume(self, items: Sequence[int]) -> None:
+        """Have the node go on with paused items."""
+        self._tell(self.node.resume, items, "resume")
+
+    def round(self) -> list[PieceOf]:
+        """Let the node do one round. One that raises fails the items the node holds, not the worker."""
+        self.memory.copied_bytes = 0
+        try:
+            made = [piece for piece in self.node.round() if self._is_held(piece)]
+        except Exception as error:
+            pieces = [PieceOf(item, {}, True, failure(error)) for item in sorted(self._held)]
+            for item in sorted(self._held):
+                self._drop(item)
+            return pieces
+        return [self._give(piece) for piece in made if piece.item in self._held]  # one may end in this very round
+
+    def _tell(self, what: Callable[[int], None], items: Sequence[int], verb: str) -> None:
+        for item in items:
+            if item not in self._held:
+                continue
+            try:
+                what(item)
+            except Exception:
+                _log.exception("step %s: the node could not %s item %d", self.name, verb, item)
+
+    def _end(self, item: int) -> None:
+        self._held.discard(item)
+        self._ended.append(item)
+
+    def _is_held(self, piece: Piece) -> bool:
+        """Whether a piece is of an item the node has; StepError for one that was never submitted to it."""
+        if not isinstance(piece, Piece) or type(piece.item) is not int:
+            raise StepError(f"the node's round gave {type(piece).__name__}, expected Pieces with the ids it was given")
+        if piece.item not in self._held and piece.item not in self._ended:
+            raise StepError(f"the node gave a piece of item {piece.item}, which it does not have")
+        return piece.item in self._held
+
+    def _drop(self, item: int) -> None:
+        self._end(item)
+        try:
+            self.node.cancel(item)
+        except Exception:
+            _log.exception("step %s: the node could not drop item %d", self.name, item)
+
+    def _give(self, piece: Piece) -> PieceOf:
+        """Turn a node's piece into what travels."""
+        if piece.last or piece.error is not None:
+            self._end(piece.item)
+        if piece.error is not None:
+            return PieceOf(piece.item, {}, True, failure(piece.error))
+        try:
+            outputs = {}
+            for index, (name, type) in enumerate(self._outputs):
+                if name in piece.outputs:
+                    outputs[index] = self._value(pack(piece.outputs[name], type, name), piece.last)
+                elif piece.last:
+                    raise StepError(f"the node's last piece has no {name}")
+            return PieceOf(piece.item, outputs, piece.last)
+        except Exception as error:
+            self._drop(piece.item)
+            return PieceOf(piece.item, {}, True, failure(error))
+
+    def _value(self, packed: Packed, last: bool) -> Value:
+        """A piece on its way is always inline: nobody leases room for it. The whole value at the end may be large."""
+        return self.memory.give_one(packed) if last else packed.inline()
+
+
+def _takes_urgency(node: StreamNode) -> bool:
+    """Whether a node's `submit` has a third parameter: those written before there was one have not."""
+    parameters = inspect.signature(node.submit).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in positional for one in parameters) >= 3 or any(
+        one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters
+    )

@@ -1,0 +1,110 @@
+"""What a detector found, cut out of the picture: one crop for each object, for a `map:` step to look at.
+
+    see:      {node: yolo, model: yolo11n.pt, inputs: {image: photo}}
+    cut:      {node: crop, size: [224, 224], inputs: {image: photo, detections: see.detections}}
+    classify: {node: onnx, model: breeds.onnx, inputs: {image: cut.crops}, map: image}
+
+Without `size` a crop is a view of the picture: nothing is copied here. The worker that shares it makes it dense, which
+is one copy of the crop's own pixels, and none for a crop that is whole rows of the picture. With `size` all crops have
+one shape, so that the next step's batch of them is one array.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weftline.nodes.contract import Batch, BatchNode, ConfigError, Outputs, StepContext
+from weftline.nodes.detections import Detections
+from weftline.nodes.ports import Port, Ports, PortType, list_of, port
+
+SIDE_MAX = 16_384
+"""Longest side that crops are brought to, in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class CropConfig:
+    """Options of `crop`.
+
+    margin:     room around each box, as a share of its width and height; less at the picture's edges.
+    size:       [height, width] in pixels that every crop is brought to, whatever its proportions; None leaves them be.
+    items_max:  most crops of one picture; the most confident objects come first.
+    min_pixels: objects of fewer pixels, margin included, are left out.
+    """
+
+    margin: float = 0.0
+    size: tuple[int, int] | None = None
+    items_max: int = 64
+    min_pixels: int = 1
+
+
+class Crop(BatchNode):
+    """Cuts detected objects out of their picture."""
+
+    Config: ClassVar[type[Any]] = CropConfig
+    batch_default: ClassVar[tuple[int, float]] = (8, 0.0)
+
+    @classmethod
+    def ports(cls, config: CropConfig, step: StepContext) -> Ports:
+        _check(config)
+        crop = PortType("tensor", "uint8", (*config.size, 3)) if config.size is not None else PortType("image")
+        return Ports(
+            inputs=(port("image", "image"), port("detections", "detections")),
+            outputs=(
+                Port("crops", list_of(crop), about="a picture of each object, most confident first"),
+                port("boxes", "json", about="for each crop: name, score, and box as [x1, y1, x2, y2] in whole pixels"),
+            ),
+        )
+
+    def run(self, batch: Batch) -> Outputs:
+        cut = [self._cut(image, found) for image, found in zip(batch["image"], batch["detections"], strict=True)]
+        return {"crops": [crops for crops, _ in cut], "boxes": [boxes for _, boxes in cut]}
+
+    def _cut(self, image: np.ndarray, found: Detections) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
+        """Return the crops of one picture, and what each of them is."""
+        config: CropConfig = self.config
+        crops: list[np.ndarray] = []
+        boxes: list[dict[str, Any]] = []
+        for place, name in enumerate(found.labels):
+            if len(crops) == config.items_max:
+                break
+            x1, y1, x2, y2 = box = _whole(found.boxes[place], config.margin, image.shape[1], image.shape[0])
+            if (x2 - x1) * (y2 - y1) < config.min_pixels:
+                continue
+            crop = image[y1:y2, x1:x2]
+            crops.append(crop if config.size is None else _resized(crop, *config.size))
+            boxes.append({"name": name, "score": round(float(found.scores[place]), 4), "box": list(box)})
+        return crops, boxes
+
+
+def _check(config: CropConfig) -> None:
+    if not 0 <= config.margin <= 10:
+        raise ConfigError("margin", f"{config.margin}", "a share of the box from 0 to 10, such as 0.1")
+    if config.size is not None and not all(1 <= side <= SIDE_MAX for side in config.size):
+        raise ConfigError("size", f"{list(config.size)}", f"[height, width] in pixels, each from 1 to {SIDE_MAX}")
+    for option in ("items_max", "min_pixels"):
+        if getattr(config, option) < 1:
+            raise ConfigError(option, f"{getattr(config, option)}", "a whole number from 1")
+
+
+def _whole(box: np.ndarray, margin: float, width: int, height: int) -> tuple[int, int, int, int]:
+    """Return the box in whole pixels with its margin, inside the picture; one that has no pixels there is empty."""
+    if not np.isfinite(box).all():
+        return (0, 0, 0, 0)
+    x1, y1, x2, y2 = map(float, box)
+    across, down = (x2 - x1) * margin, (y2 - y1) * margin
+    left, top = max(math.floor(x1 - across), 0), max(math.floor(y1 - down), 0)
+    right, bottom = min(math.ceil(x2 + across), width), min(math.ceil(y2 + down), height)
+    return (left, top, right, bottom) if right > left and bottom > top else (0, 0, 0, 0)
+
+
+def _resized(crop: np.ndarray, height: int, width: int) -> np.ndarray:
+    if crop.shape[:2] == (height, width):
+        return crop
+    from PIL import Image
+
+    picture = Image.fromarray(np.ascontiguousarray(crop))
+    return np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR))

@@ -1,0 +1,41 @@
+"""What an item brings along from its request: how urgent it is, and its place in a sequence of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRIORITY_MAX = 100
+"""Priorities of requests go from -100 to 100; 0 is usual and the higher goes first."""
+
+PRIORITY_STEP_MS = 200.0
+"""What one level of priority is worth: -100 waits at most 40 s longer than +100, so nothing starves."""
+
+PATIENCE_MS = 10_000.0
+"""Work without a deadline is as urgent as work that has to start this long after it arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePart:
+    """Where an item stands in a sequence of requests: the sequence's id, and whether it is the first or last of it."""
+
+    id: str
+    start: bool = False
+    end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Urgency:
+    """What an item brings along from its request.
+
+    priority: from -100 to 100; the higher goes first.
+    left_ms:  milliseconds to the request's deadline when the item reached the worker; None without a deadline.
+    sequence: where the item stands in a sequence of requests; None outside of one.
+    """
+
+    priority: int = 0
+    left_ms: float | None = None
+    sequence: SequencePart | None = None
+
+
+USUAL = Urgency()
+"""The urgency of an item that brings nothing along."""

@@ -1,0 +1,57 @@
+"""Values that somebody wrote into a pipeline: defaults of inputs, constants on wires, constants to fall back on.
+
+They are what a pipeline file can hold, small enough to travel inside a message, and of a type that can be written down
+at all. Whatever is wrong with one is a ConfigError, which becomes a problem at its place in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from weftline.errors import InputError
+from weftline.nodes.contract import ConfigError
+from weftline.nodes.media import to_value
+from weftline.nodes.ports import PortType
+from weftline.shm.block import INLINE_BYTES_MAX
+
+CONSTANT_BYTES_MAX = INLINE_BYTES_MAX
+"""Largest constant, in bytes of its json text: what travels inside a message."""
+
+_NOT_WRITTEN = ("image", "audio", "bytes", "detections")
+"""Kinds whose values cannot be written in a file."""
+
+
+def type_of(value: Any) -> str:
+    """Return the type, as written, of a constant whose port is not known: `text` or `json`."""
+    return "text" if isinstance(value, str) else "json"
+
+
+def check_constant(value: Any, option: str = "") -> Any:
+    """Return `value` itself; ConfigError about `option` when it is no json value, or a large one."""
+    try:
+        size_bytes = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+    except (TypeError, ValueError, RecursionError):
+        raise ConfigError(
+            option, "a value that json cannot hold", "text, a finite number, true, false, null, a list or a mapping"
+        ) from None
+    if size_bytes > CONSTANT_BYTES_MAX:
+        found = f"a value of {size_bytes} bytes as json"
+        raise ConfigError(option, found, f"at most {CONSTANT_BYTES_MAX} bytes", "let requests bring it as an input")
+    return value
+
+
+def check_default(type: str, value: Any) -> None:
+    """Raise ConfigError about `default` when `value` cannot be the default of an input of this type."""
+    check_constant(value, "default")
+    parsed = PortType.parse(type)
+    inner = parsed
+    while inner.item is not None:
+        inner = inner.item
+    if inner.kind in _NOT_WRITTEN:
+        fix = "remove it and write `optional: true`; the input is then absent when a request leaves it out"
+        raise ConfigError("default", f"a default of type {type}, which a file cannot hold", fix=fix)
+    try:
+        to_value(parsed, value)
+    except InputError as error:
+        raise ConfigError("default", str(error)) from None

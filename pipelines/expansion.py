@@ -1,0 +1,46 @@
+"""A pipeline with nothing left in it that stands for something else: what was written short is written out.
+
+Templates are wired to what they read and prompts become template steps, constants to fall back on become steps that
+pass them on, and a pipeline file that is run as a step is replaced by that file's own steps. What comes out has steps
+and inputs that nobody wrote; their names have a `/`, or end with `_prompt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weftline.nodes.catalog import CATALOG
+from weftline.pipelines.fallbacks import write_out_fallbacks
+from weftline.pipelines.graph import Pipeline
+from weftline.pipelines.parts import Constraint
+from weftline.pipelines.prompts import write_out_prompts
+from weftline.pipelines.report import Origin, Report
+from weftline.pipelines.subpipelines import write_out_subpipelines
+
+__all__ = ["Constraint", "Expansion", "expand"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A pipeline written out.
+
+    pipeline:    a step that still names a pipeline file could not be written out, and the report says why.
+    origins:     where the steps and inputs that nobody wrote come from.
+    constraints: what wires must carry beside what their ports say: the declared inputs of sub-pipelines. Such a wire is
+                 read, whether or not a step is left that reads it.
+    """
+
+    pipeline: Pipeline
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    constraints: tuple[Constraint, ...] = ()
+
+
+def expand(pipeline: Pipeline, report: Report, catalog: Mapping[str, Any] = CATALOG) -> Expansion:
+    """Return the pipeline written out; problems go to `report`, which knows the origins afterwards."""
+    pipeline, origins = write_out_prompts(pipeline, report, catalog)
+    pipeline, more = write_out_fallbacks(pipeline)
+    report.origins = {**origins, **more}
+    pipeline, constraints = write_out_subpipelines(pipeline, report, catalog)
+    return Expansion(pipeline, report.origins, constraints)

@@ -1,0 +1,118 @@
+"""A step, hosted as in a worker, for tests: its node is a function of the batch, its room an arena of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weftline.engine import messages as msg
+from weftline.engine.hosting import HostedStep
+from weftline.engine.inbox import Cancels
+from weftline.engine.memory import Memory
+from weftline.engine.values import pack, unpack
+from weftline.errors import LimitReached
+from weftline.nodes.contract import Batch, BatchNode, Outputs, StepContext
+from weftline.nodes.ports import Ports, PortType
+from weftline.shm.arena import HostArena
+from weftline.shm.block import Block, align_up
+from weftline.shm.view import bytes_view
+
+OWN, OTHER = 1, 2
+ARENA_BYTES = 1 << 20
+
+
+class Calls(BatchNode):
+    """A node that is a function of the batch."""
+
+    def __init__(self, run: Callable[[Batch], Outputs]) -> None:
+        super().__init__(None)
+        self._run = run
+
+    @classmethod
+    def ports(cls, config: Any, step: StepContext) -> Ports:
+        raise NotImplementedError
+
+    def run(self, batch: Batch) -> Outputs:
+        return self._run(batch)
+
+
+class Bench:
+    """The memory of a worker: an arena of its own, and one of somebody else's that inputs lie in.
+
+    asked: what was asked for with Need, message by message.
+    """
+
+    def __init__(self) -> None:
+        self.arenas = {OWN: HostArena.create(ARENA_BYTES), OTHER: HostArena.create(ARENA_BYTES)}
+        self.asked: list[list[int]] = []
+        self.cancels = Cancels()
+        self.memory = Memory(self.arenas, OWN, self._need)
+        self._next = {OWN: 0, OTHER: 0}
+
+    def close(self) -> None:
+        for arena in self.arenas.values():
+            arena.close()
+
+    def block(self, size_bytes: int, arena: int = OWN) -> Block:
+        """Lease a block; LimitReached when the arena is full."""
+        offset = self._next[arena]
+        if offset + size_bytes > ARENA_BYTES:
+            raise LimitReached("no room")
+        self._next[arena] = align_up(offset + size_bytes, 4096)
+        return Block(arena, offset, size_bytes, offset + 1)
+
+    def value(self, value: Any, type: str, placed: bool = False) -> msg.Value:
+        """Return a value as it comes in a message: in the other arena when it is large or `placed`."""
+        packed = pack(value, PortType.parse(type), "x")
+        if packed.travels_inline and not placed:
+            return packed.inline()
+        place = self.block(packed.size_bytes, OTHER).place(0, packed.size_bytes)
+        packed.write(bytes_view(self.arenas[OTHER], place))
+        return packed.at(place)
+
+    def step(
+        self,
+        run: Callable[[Batch], Outputs],
+        inputs: dict[str, str],
+        outputs: dict[str, str],
+        *,
+        index: int = 0,
+        items_max: int = 8,
+        mutates_inputs: bool = False,
+        pad: dict[str, tuple[int, ...]] | None = None,
+        pad_value: float = 0.0,
+    ) -> HostedStep:
+        step = msg.StepToOpen(
+            index,
+            f"step{index}",
+            "calls",
+            {},
+            tuple(inputs.items()),
+            tuple(outputs.items()),
+            "cpu",
+            items_max,
+            mutates_inputs,
+            pad or {},
+            pad_value,
+        )
+        return HostedStep(step, Calls(run), self.memory, self.cancels)
+
+    def answers(self, done: msg.Done) -> list[Any]:
+        """Return each item's outputs as Python values (one alone as itself), or its Failure."""
+        return [self._answer(result) for result in done.results]
+
+    def _answer(self, result: msg.Given | msg.Failure) -> Any:
+        if isinstance(result, msg.Failure):
+            return result
+        values = [unpack(value, self.arenas) for value in result.outputs]
+        return values[0] if len(values) == 1 else values
+
+    def _need(self, sizes: Sequence[int]) -> Sequence[Block]:
+        self.asked.append(list(sizes))
+        return [self.block(size) for size in sizes]
+
+
+def run_of(rows: Sequence[Sequence[msg.Value]], **more: Any) -> msg.Run:
+    """Return a dispatch of items 100, 101 and so on with these inputs."""
+    items = tuple(msg.Item(100 + position, tuple(row)) for position, row in enumerate(rows))
+    return msg.Run(1, 0, items, **more)

@@ -1,0 +1,229 @@
+"""Bugs that somebody could write, planted on purpose: the simulation must find each within a thousand worlds.
+
+Every mutant patches one place. A draw keeps most of them rare, as real ones are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from weftline.engine.answers import Answers
+from weftline.engine.batcher import Batcher
+from weftline.engine.book import Book
+from weftline.engine.branches import Branches
+from weftline.engine.crew import Crew
+from weftline.engine.dispatcher import Dispatcher
+from weftline.engine.events import FromWorker, WorkerDied
+from weftline.engine.flow import Admission
+from weftline.engine.lanes import Lane
+from weftline.engine.messages import Done
+from weftline.engine.recovery import LONE_DEATHS_MAX, Recovery, Verdict
+from weftline.engine.request import Request
+from weftline.engine.scheduler import Scheduler
+from weftline.engine.sequences import Sequences
+from weftline.engine.timers import Timers
+from weftline.shm.lease import Ledger
+
+Plant = Callable[[pytest.MonkeyPatch, random.Random], None]
+
+MUTANTS: dict[str, Plant] = {}
+
+
+def mutant(plant: Plant) -> Plant:
+    MUTANTS[plant.__name__.replace("_", " ")] = plant
+    return plant
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Run with one bug in place."""
+    with pytest.MonkeyPatch.context() as patch:
+        MUTANTS[name](patch, random.Random(7))
+        yield
+
+
+@mutant
+def a_double_free(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    release = Ledger.release
+    patch.setattr(
+        Ledger, "release", lambda s, key, n=1: release(s, key, n) and (draws.random() > 0.05 or release(s, key, 1))
+    )
+
+
+@mutant
+def a_wrong_lease_count(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    hold = Ledger.hold
+    patch.setattr(Ledger, "hold", lambda s, key, n=1: hold(s, key, n + (draws.random() < 0.05)))
+
+
+@mutant
+def a_skipped_cancel_in_a_queue(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Batcher, "discard", lambda s, item: False)
+
+
+@mutant
+def a_lost_death(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    on = Scheduler.on
+
+    def deaf(self: Scheduler, event: Any, now_ms: float) -> Any:
+        return [] if isinstance(event, WorkerDied) and draws.random() < 0.2 else on(self, event, now_ms)
+
+    patch.setattr(Scheduler, "on", deaf)
+
+
+@mutant
+def a_lost_withdrawal(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Book, "withdraw", lambda s, request: s.requests.pop(request, None))
+
+
+@mutant
+def room_that_is_kept(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    hear = Answers.hear
+
+    def forgetful(self: Answers, event: FromWorker) -> None:
+        if isinstance(event.message, Done):
+            self._crew.members[event.worker].granted.clear()
+        hear(self, event)
+
+    patch.setattr(Answers, "hear", forgetful)
+
+
+@mutant
+def an_absent_value_that_is_not_told(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Book, "skip", lambda s, request, place: s.settle(request, place))
+
+
+@mutant
+def a_stand_in_that_is_never_called(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    failed = Branches.failed
+
+    def forgetful(self: Branches, request: Request, place: int, error: str, message: str, step: str) -> None:
+        if place in request.route.stand_ins:
+            self._abandon(request, place)
+        else:
+            failed(self, request, place, error, message, step)
+
+    patch.setattr(Branches, "failed", forgetful)
+
+
+@mutant
+def a_stand_in_that_is_not_dismissed(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    def too_early(self: Branches, request: Request, place: int) -> None:
+        stand_in = request.route.stand_ins.get(place)
+        for member in stand_in.group if stand_in else ():
+            request.missing[member] -= 1
+
+    patch.setattr(Branches, "_dismiss", too_early)
+
+
+@mutant
+def a_gathered_list_that_holds_nothing(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    gather = Branches._gather
+
+    def careless(self: Branches, request: Request, place: int, outputs: Any, element: int) -> Any:
+        rows = gather(self, request, place, outputs, element)
+        for value in outputs:
+            self._book.release(value.keys)
+        return rows
+
+    patch.setattr(Branches, "_gather", careless)
+
+
+@mutant
+def lists_that_are_kept_after_the_end(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Branches, "abandon_gathers", lambda s, request: None)
+
+
+@mutant
+def suspects_that_stay_together(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    after_death = Recovery.after_death
+
+    def together(self: Recovery, tasks: Any, why: str, now_ms: float) -> Verdict:
+        verdict = after_death(self, tasks, why, now_ms)
+        verdict.groups = [[task for group in verdict.groups for task in group]]
+        return verdict
+
+    patch.setattr(Recovery, "after_death", together)
+
+
+@mutant
+def a_killer_that_is_never_given_up(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr("weftline.engine.recovery.LONE_DEATHS_MAX", LONE_DEATHS_MAX + 100)
+    patch.setattr("weftline.engine.budget.RetryBudget.try_take", lambda s: True)
+
+
+@mutant
+def suspects_that_are_forgotten(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    after_death = Recovery.after_death
+
+    def lossy(self: Recovery, tasks: Any, why: str, now_ms: float) -> Verdict:
+        verdict = after_death(self, tasks, why, now_ms)
+        verdict.groups = verdict.groups[:1]
+        return verdict
+
+    patch.setattr(Recovery, "after_death", lossy)
+
+
+@mutant
+def a_deadline_that_nobody_watches(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Book, "expire", lambda s: None)
+
+
+@mutant
+def a_time_out_that_outlives_its_task(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Timers, "discard", lambda s, name: None)
+
+
+@mutant
+def a_chain_nobody_was_told_of(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    died = Crew.died
+
+    def remembers(self: Crew, worker: int, now_ms: float) -> Any:
+        chains = set(self.members[worker].chains)
+        lost = died(self, worker, now_ms)
+        self.members[worker].chains = chains
+        return lost
+
+    patch.setattr(Crew, "died", remembers)
+
+
+@mutant
+def a_sequence_that_wanders(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Sequences, "worker", lambda s, id: None)
+
+
+@mutant
+def a_sequence_that_never_goes_on(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Sequences, "done", lambda s, id, item, now_ms: False)
+
+
+@mutant
+def work_for_a_worker_that_is_not_ready(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Dispatcher, "has_room", lambda s, member, lane: not member.running)
+
+
+@mutant
+def admission_that_forgets_who_left(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    leave = Admission.leave
+    patch.setattr(Admission, "leave", lambda s, size, now: leave(s, size, now) if draws.random() > 0.01 else None)
+
+
+@mutant
+def a_dispatch_behind_that_is_lost(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    died = Crew.died
+
+    def lossy(self: Crew, worker: int, now_ms: float) -> Any:
+        dispatches, streams = died(self, worker, now_ms)
+        return dispatches[:1], streams
+
+    patch.setattr(Crew, "died", lossy)
+
+
+@mutant
+def a_waiting_batch_that_is_forgotten(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Lane, "any_waiting", lambda s: False)

@@ -1,0 +1,19 @@
+"""What a health says, and why."""
+
+from weftline.engine.health import Health, judge
+
+
+def test_ready_when_every_step_is() -> None:
+    assert judge({"a": True, "b": True}) == Health(True, {"a": True, "b": True}, "")
+
+
+def test_steps_that_are_not_ready_are_named() -> None:
+    assert not judge({"a": True, "b": False}).ready
+    assert judge({"a": True, "b": False}).why == "step b has no worker that is ready and was heard of within 3 s"
+    assert judge({"a": False, "b": False}).why.startswith("steps a, b have no worker")
+
+
+def test_a_closed_pipeline_has_no_step_that_is_ready() -> None:
+    assert judge({"a": True}, closed="the session is not open") == Health(
+        False, {"a": False}, "the session is not open"
+    )

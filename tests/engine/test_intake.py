@@ -1,0 +1,91 @@
+"""What requests bring becomes values, and what they leave out has its default or is absent."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weftline.engine.intake import Intake
+from weftline.engine.messages import ABSENT, Value
+from weftline.errors import InputError, LimitReached
+from weftline.nodes.ports import PortType
+from weftline.pipelines.graph import Input
+from weftline.pipelines.plan import Plan
+from weftline.pipelines.policy import Limits, Slo
+
+INPUTS = (
+    Input("q", "text"),
+    Input("lang", "text", default="en"),
+    Input("size", "float32[2]", default=[1, 2]),
+    Input("note", "json", optional=True),
+    Input("mark", "json", default=1, optional=True),
+    Input("words", "list[text]", optional=True),
+    Input("a/size", "json", default=None, hidden=True),
+    Input("read/more", "text", optional=True, hidden=True),
+)
+
+
+class NoArena:
+    """Nothing here is large enough for shared memory."""
+
+    def reserve(self, sizes: list[int]) -> list[Any]:
+        raise NotImplementedError(f"{sizes} bytes")
+
+
+def intake(limits: Limits = Limits(), inputs: tuple[Input, ...] = INPUTS) -> Intake:
+    types = {one.name: PortType.parse(one.type) for one in inputs}
+    return Intake(Plan("p", inputs, types, {}, (), (), (), limits, Slo(), 1, Path()))
+
+
+def taken(**given: Any) -> dict[str, Value]:
+    door = intake()
+    return door.place(door.pack(given), NoArena())
+
+
+def test_what_is_left_out_has_its_default_or_is_absent() -> None:
+    values = taken(q="hello")
+    assert {name: values[name].data for name in ("q", "lang")} == {"q": b"hello", "lang": b"en"}
+    assert np.frombuffer(values["size"].data, np.float32).tolist() == [1, 2]
+    assert [values[name] for name in ("note", "words", "read/more")] == [ABSENT] * 3
+    assert values["a/size"] == Value("json", data=b"\xc0"), "a constant null is a value"
+    assert list(values) != [] and set(values) == {one.name for one in INPUTS}
+
+
+def test_what_is_brought_goes_before_the_default() -> None:
+    values = taken(q="hello", lang="de", note={"a": 1}, words=["x", "yz"])
+    assert (values["lang"].data, values["note"].kind) == (b"de", "json")
+    assert [item.data for item in values["words"].items] == [b"x", b"yz"]
+
+
+def test_none_for_an_optional_input_leaves_it_out() -> None:
+    values = taken(q="hello", note=None, mark=None)
+    assert (values["note"], values["mark"].data) == (ABSENT, b"\x01")
+    with pytest.raises(InputError, match="input lang: wants text"):
+        taken(q="hello", lang=None)
+
+
+def test_a_constant_is_not_asked_for_and_not_taken() -> None:
+    with pytest.raises(InputError, match="unknown: a/size; missing: q") as caught:
+        intake().pack({"a/size": 3})
+    assert "q (text), lang (text, may be left out)" in str(caught.value)
+    assert str(caught.value).count("a/size") == 1
+
+
+def test_defaults_are_packed_once() -> None:
+    door = intake()
+    first, second = (door.place(door.pack({"q": "x"}), NoArena()) for _ in range(2))
+    assert first["size"] is second["size"]
+    assert first["q"] is not second["q"]
+
+
+def test_only_what_is_brought_counts_towards_the_limit() -> None:
+    door = intake(Limits(request_bytes_max=4))
+    assert list(door.pack({"q": "four"})) == ["q"]
+    with pytest.raises(LimitReached, match="request_bytes_max is 4"):
+        door.pack({"q": "four", "lang": "de"})
+
+
+def test_an_element_that_is_wrong_is_named() -> None:
+    with pytest.raises(InputError, match="input words: element 1"):
+        intake().pack({"q": "x", "words": ["a", 3]})

@@ -1,0 +1,282 @@
+"""The shell: whom it tells what, when time passes, and what it does when the system has nothing left to give."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weftline.engine import events as ev
+from weftline.engine.clock import ManualClock
+from weftline.engine.runtime import GRACE_MS, PAUSE_MS, Runtime
+from weftline.engine.session import Session, load
+from weftline.pipelines.builder import Builder
+
+
+class Diary:
+    """Stands for scheduler and fleet, and writes down what the runtime does with them."""
+
+    def __init__(self, wake_at_ms: float | None) -> None:
+        self.wake_at = wake_at_ms
+        self.unread = 2
+        self.done: list[str] = []
+
+    def wake_at_ms(self) -> float | None:
+        return self.wake_at
+
+    def on(self, event: ev.Event, now_ms: float) -> list[ev.Command]:
+        self.done.append(f"{type(event).__name__} {now_ms:.0f}")
+        return []
+
+    def wait_ready(self, nap_s: float) -> list[tuple[int, int]]:
+        self.unread -= 1
+        return [(5, 1)] if self.unread >= 0 else []
+
+    def look(self, ready: list[tuple[int, int]]) -> None:
+        self.done.append("look")
+
+
+def runtime_with(diary: Diary, clock: ManualClock) -> Any:
+    p = Builder("one")
+    p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
+    runtime: Any = Runtime(load(p).plan, Path("/nowhere"), clock)
+    runtime.scheduler = runtime.fleet = diary
+    runtime._sleeping_until = diary.wake_at
+    return runtime
+
+
+def test_time_passes_when_something_is_due_and_not_before() -> None:
+    clock, diary = ManualClock(100), Diary(wake_at_ms=110)
+    runtime = runtime_with(diary, clock)
+    assert runtime._let_time_pass() == 110 and diary.done == []
+    clock.advance(10)
+    runtime._let_time_pass()
+    assert diary.done == ["Tick 110"]
+
+
+def test_who_comes_late_takes_in_what_was_said_before_time_passes() -> None:
+    clock, diary = ManualClock(100), Diary(wake_at_ms=110)
+    runtime = runtime_with(diary, clock)
+    clock.advance(200)
+    runtime._let_time_pass()
+    assert diary.done == ["look", "look", "Tick 300"]
+
+
+def test_after_a_long_pause_workers_get_a_moment_to_speak_and_then_time_passes_for_all() -> None:
+    clock, diary = ManualClock(0), Diary(wake_at_ms=10)
+    runtime = runtime_with(diary, clock)
+    clock.advance(PAUSE_MS + 1000)
+    assert runtime._let_time_pass() == PAUSE_MS + 1000 + GRACE_MS
+    assert diary.done == ["look", "look"]
+    clock.advance(GRACE_MS + PAUSE_MS)  # late again: a process that is always late goes on all the same
+    runtime._let_time_pass()
+    assert diary.done[-1].startswith("Tick")
+
+
+def test_something_due_long_ago_that_nobody_slept_until_is_no_pause() -> None:
+    diary = Diary(wake_at_ms=0)
+    runtime = runtime_with(diary, ManualClock(1_000_000))
+    runtime._sleeping_until = None
+    runtime._let_time_pass()
+    assert diary.done == ["Tick 1000000"]
+
+
+def test_what_a_listener_answers_is_told_to_the_scheduler() -> None:
+    diary = Diary(None)
+    runtime = runtime_with(diary, ManualClock())
+    runtime._listeners[3] = lambda command: ev.Stalled(3)
+    runtime._tell_caller(ev.PieceReady(3, "y", None))
+    assert diary.done == ["Stalled 0"]
+
+
+def test_a_listener_that_raises_loses_its_own_request() -> None:
+    diary = Diary(None)
+    runtime = runtime_with(diary, ManualClock())
+    runtime._listeners[3] = lambda command: 1 / 0
+    runtime._tell_caller(ev.PieceReady(3, "y", None))
+    assert diary.done == ["Withdrawn 0", "Delivered 0"] and 3 not in runtime._listeners
+
+
+@pytest.fixture
+def one() -> Iterator[Callable[..., Session]]:
+    sessions: list[Session] = []
+
+    def opened(delay_ms: float = 0.0, **limits: float) -> Session:
+        p = Builder("one", limits={"arena_bytes": 1 << 20} | limits)
+        p.output("y", p.step("s", "echo", value=p.input("x", "text"), delay_ms=delay_ms).value)
+        sessions.append(load(p).open())
+        return sessions[-1]
+
+    yield opened
+    for session in sessions:
+        session.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> float:
+    """Wait until the condition holds and return how many seconds that took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s"
+        time.sleep(0.002)
+    return time.monotonic() - started
+
+
+def test_a_finalizer_that_runs_inside_the_lock_does_not_wait_for_it(one: Callable[..., Session]) -> None:
+    session = one(delay_ms=200)
+    stream = session.stream(x="a")
+    with session._current.runtime._lock:
+        stream.__del__()
+    assert session.stats()["requests"]["open"] == 0 or wait_until(lambda: session.stats()["requests"]["open"] == 0) < 5
+    assert session.stats()["requests"]["cancelled"] == 1
+
+
+def test_ready_is_true_only_while_every_worker_is(one: Callable[..., Session]) -> None:
+    session = one()
+    assert session.ready and session.health().steps == {"s": True} and session.health().why == ""
+    os.kill(session.pids()["s"], signal.SIGKILL)
+    wait_until(lambda: not session.ready, 5)
+    assert "step s has no worker" in session.health().why
+    wait_until(lambda: session.ready)
+    assert session.run(x="a")["y"] == "a"
+    session.close()
+    assert not session.ready and session.health().why == "the session is not open"
+
+
+def test_a_death_is_seen_within_fifty_milliseconds(one: Callable[..., Session]) -> None:
+    session = one()
+    seen_ms = []
+    for _ in range(5):
+        wait_until(lambda: session.ready)
+        deaths, pid = session.stats()["worker_deaths"], session.pids()["s"]
+        started = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda deaths=deaths: session.stats()["worker_deaths"] > deaths, 5)  # type: ignore[misc]
+        seen_ms.append((time.monotonic() - started) * 1000)
+    assert sorted(seen_ms)[2] < 50, seen_ms
+
+
+def test_a_worker_that_stands_still_is_killed_after_its_silence_and_replaced(one: Callable[..., Session]) -> None:
+    session = one(silence_max_ms=2500)
+    pid = session.pids()["s"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        took_s = wait_until(lambda: session.pids().get("s") != pid, 10)
+        assert took_s > 1.0
+        wait_until(lambda: session.ready)
+        assert session.run(x="a")["y"] == "a"
+    finally:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def test_nobody_is_killed_for_a_silence_of_our_own(one: Callable[..., Session]) -> None:
+    session = one(silence_max_ms=1500)
+    pids = session.pids()
+    with session._current.runtime._lock:
+        time.sleep(4)
+    time.sleep(1.5)
+    assert session.pids() == pids and session.stats()["worker_deaths"] == 0
+    assert session.run(x="a")["y"] == "a" and session.ready
+
+
+STOPPED = """
+import sys, time
+from weftline.engine.session import load
+from weftline.pipelines.builder import Builder
+p = Builder("one", limits={"arena_bytes": 1 << 20, "silence_max_ms": 1500})
+p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
+with load(p).open() as session:
+    pids = session.pids()
+    print("open", flush=True)
+    sys.stdin.readline()
+    time.sleep(1.5)
+    print(session.pids() == pids, session.run(x="a")["y"], session.stats()["worker_deaths"], flush=True)
+"""
+
+
+def test_a_parent_that_was_stopped_for_a_while_kills_nobody() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdout.readline() == "open\n"
+        parent.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        parent.send_signal(signal.SIGCONT)
+        parent.stdin.write("go on\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "True a 0\n"
+
+
+FEW = """
+import os, resource, signal, time
+from weftline.engine.session import load
+from weftline.errors import LimitReached, WeftlineError
+from weftline.pipelines.builder import Builder
+
+def pipeline():
+    p = Builder("one", limits={"arena_bytes": 1 << 20})
+    p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
+    return p
+
+def took():
+    taken = []
+    try:
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return taken
+
+def answer(session):
+    try:
+        return session.run(x="a", deadline_ms=5000)["y"]
+    except WeftlineError as error:
+        return f"{type(error).__name__} {error}"
+
+session = load(pipeline()).open()
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+taken = took()
+print("open ones answer:", answer(session))
+try:
+    load(pipeline()).open()
+except WeftlineError as error:
+    print("a new session:", type(error).__name__, error)
+pid = session.pids()["s"]
+os.kill(pid, signal.SIGKILL)
+while session.pids().get("s") in (None, pid) or not session.ready:
+    time.sleep(0.01)
+print("restarted from the reserve, and answers:", answer(session))
+fleet = session._current.runtime.fleet
+fleet._lend()
+taken += took()  # somebody else is quicker
+fleet._stands(0)
+print("short:", answer(session), session.stats()["requests"]["refused"])
+for descriptor in taken:
+    os.close(descriptor)
+print("with room again:", answer(session))
+taken = took()[:-3]
+session.close()
+for descriptor in taken:
+    os.close(descriptor)
+print("closed", len(os.listdir("/proc/self/fd")) < 20)
+"""
+
+
+def test_without_descriptors_workers_restart_from_the_reserve_and_new_work_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", FEW], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "open ones answer: a"
+    assert lines[1].startswith("a new session: ModelError") and "it may have 256" in lines[1]
+    assert lines[2] == "restarted from the reserve, and answers: a"
+    assert lines[3].startswith("short: LimitReached this process has no file descriptors left") and lines[3][-1] == "1"
+    assert lines[4:] == ["with room again: a", "closed True"]

@@ -1,0 +1,207 @@
+"""Random plans for the simulation: every construct the scheduler knows, in combinations nobody would write.
+
+A plan is drawn from a seed and is sound by construction (types fit, fallbacks are read by nobody else), because what
+is tested is the scheduler; `pipelines.check` has tests of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weftline.nodes.ports import Port, PortType, list_of
+from weftline.pipelines.chains import chains
+from weftline.pipelines.condition import Condition
+from weftline.pipelines.graph import Input
+from weftline.pipelines.plan import Plan, PlannedInput, PlannedOutput, PlannedStep, PlannedWorker
+from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.wire import Wire
+from weftline.shm.block import INLINE_BYTES_MAX
+
+TENSOR = PortType("tensor", "uint8", (INLINE_BYTES_MAX + 64,))
+BYTES = PortType("bytes")
+JSON = PortType("json")
+LIST = list_of(BYTES)
+
+WORKER_ARENA_BYTES = 1 << 18
+INGRESS_ARENA_BYTES = 1 << 19
+
+
+@dataclass(frozen=True, slots=True)
+class Coin(Condition):
+    """A condition that holds when the first value it looks at is truthy."""
+
+    def holds(self, values: Sequence[Any]) -> bool:
+        return bool(values[0])
+
+
+@dataclass(slots=True)
+class _Draft:
+    """Wires drawn so far: all of one kind each, and those whose value may be absent."""
+
+    plain: list[Wire]
+    json: list[Wire]
+    lists: list[Wire]
+    lacking: set[Wire]
+
+
+def random_plan(rng: random.Random) -> Plan:
+    """Draw a plan of 1 to 8 steps over 1 to 3 inputs; what is new is read most, so that paths get long."""
+    inputs = tuple(
+        Input(f"in{i}", rng.choice(("bytes", "json")), optional=rng.random() < 0.15) for i in range(rng.randint(1, 3))
+    )
+    wires = [Wire(None, given.name) for given in inputs]
+    draft = _Draft(
+        list(wires),
+        [wire for wire, given in zip(wires, inputs) if given.type == "json"],
+        [],
+        {wire for wire, given in zip(wires, inputs) if given.optional},
+    )
+    workers: list[PlannedWorker] = []
+    steps: list[PlannedStep] = []
+    plain = rng.random() < 0.25
+    for index in range(rng.randint(1, 8)):
+        steps += [_plain(f"s{index}", rng, draft, workers)] if plain else _steps(f"s{index}", rng, draft, workers)
+    pool = [*draft.plain, *draft.lists]
+    outputs = tuple(PlannedOutput(f"o{i}", _recent(rng, pool), BYTES) for i in range(rng.randint(1, 3)))
+    plan = Plan(
+        "sim", inputs, {}, {}, tuple(steps), outputs, tuple(workers),
+        Limits(
+            requests_max=12, arena_bytes=INGRESS_ARENA_BYTES, map_items_max=5, stall_max_ms=300.0,
+            open_bytes_max=rng.choice((1 << 30, 100_000)),
+        ),
+        Slo(refuse_early=rng.random() < 0.7), 2, Path(),
+    )  # fmt: skip
+    return replace(plan, chains=chains(plan.steps, plan.inputs))
+
+
+def _steps(name: str, rng: random.Random, draft: _Draft, workers: list[PlannedWorker]) -> list[PlannedStep]:
+    draw = rng.random()
+    if draw < 0.08:
+        return [_first(name, rng, draft)]
+    if draw < 0.16 and draft.json:
+        return [_switch(name, rng, draft)]
+    ports = tuple(Port(f"out{i}", rng.choice((TENSOR, BYTES, JSON, LIST))) for i in range(rng.randint(1, 2)))
+    reads = _reads(rng, draft, rng.randint(0 if rng.random() < 0.1 else 1, 3))
+    mapped: tuple[str, ...] = ()
+    if draft.lists and rng.random() < 0.4:
+        reads = (PlannedInput("list", rng.choice(draft.lists), BYTES), *reads)
+        mapped = ("list",)
+        ports = tuple(Port(port.name, BYTES) for port in ports)
+    streams = rng.random() < 0.15
+    when = Coin("coin", (rng.choice(draft.json),), ("coin",)) if draft.json and rng.random() < 0.2 else None
+    lacks = when is not None or any(not read.optional and read.wire in draft.lacking for read in reads)
+    sequence = SequencePolicy(3, 400.0) if not streams and not mapped and rng.random() < 0.1 else None
+    step = PlannedStep(
+        name, "sim", {}, reads, ports, {}, _policy(rng), streams, False, False, "cpu", _place(rng, workers), 1000.0,
+        when=when, map=mapped, sequence=sequence, conditional=lacks,
+        retry=Retry(rng.randint(1, 2), rng.choice((0.0, 5.0))) if rng.random() < 0.2 else None,
+        timeout_ms=rng.choice((10.0, 40.0, 200.0)) if rng.random() < 0.15 else None,
+        idempotent=rng.random() < 0.85,
+    )  # fmt: skip
+    made = [step]
+    if rng.random() < 0.2:
+        made = [replace(step, fallback=f"{name}f"), _stand_in(f"{name}f", ports, rng, draft, workers, bool(mapped))]
+    for port in ports:
+        _offer(Wire(name, port.name), LIST if mapped else port.type, lacks, draft)
+    return made
+
+
+def _plain(name: str, rng: random.Random, draft: _Draft, workers: list[PlannedWorker]) -> PlannedStep:
+    """Return a step that may hand over inside its worker."""
+    reads = tuple(replace(read, optional=False) for read in _reads(rng, draft, rng.randint(1, 2)))
+    lacks = any(read.wire in draft.lacking for read in reads)
+    ports = tuple(Port(f"out{i}", rng.choice((TENSOR, BYTES))) for i in range(rng.randint(1, 2)))
+    for port in ports:
+        _offer(Wire(name, port.name), port.type, lacks, draft)
+    policy = BatchPolicy(rng.choice((1, 2, 4, 8)), rng.choice((0.0, 0.0, 2.0)))
+    return PlannedStep(
+        name, "sim", {}, reads, ports, {}, policy, False, False, False, "cpu", _place(rng, workers), 1000.0,
+        conditional=lacks,
+    )  # fmt: skip
+
+
+def _offer(wire: Wire, type: PortType, lacks: bool, draft: _Draft) -> None:
+    if type.kind == "list":
+        draft.lists.append(wire)
+    else:
+        draft.plain.append(wire)
+    if type == JSON:
+        draft.json.append(wire)
+    if lacks:
+        draft.lacking.add(wire)
+
+
+def _recent(rng: random.Random, wires: Sequence[Wire]) -> Wire:
+    """Return one of the wires, most likely one of the last."""
+    return wires[-1 - min(int(rng.expovariate(0.6)), len(wires) - 1)]
+
+
+def _reads(rng: random.Random, draft: _Draft, count: int) -> tuple[PlannedInput, ...]:
+    return tuple(PlannedInput(f"p{i}", _recent(rng, draft.plain), BYTES, rng.random() < 0.2) for i in range(count))
+
+
+def _stand_in(
+    name: str, ports: tuple[Port, ...], rng: random.Random, draft: _Draft, workers: list[PlannedWorker], mapped: bool
+) -> PlannedStep:
+    """Return a step that answers in another's place; sometimes constants instead of a node."""
+    if not mapped and rng.random() < 0.4 and not any(port.type == LIST for port in ports):
+        wires = [wire for wire in draft.plain if wire not in draft.lacking]
+        if wires:
+            reads = tuple(PlannedInput(port.name, rng.choice(wires), port.type) for port in ports)
+            return _control(name, "passes", reads, ports)
+    reads = _reads(rng, draft, rng.randint(1, 2))
+    given = tuple(Port(port.name, LIST if mapped else port.type) for port in ports)
+    return PlannedStep(
+        name, "sim", {}, reads, given, {}, _policy(rng), rng.random() < 0.1, False, False, "cpu", _place(rng, workers),
+        1000.0, conditional=any(not read.optional and read.wire in draft.lacking for read in reads),
+    )  # fmt: skip
+
+
+def _first(name: str, rng: random.Random, draft: _Draft) -> PlannedStep:
+    reads = tuple(replace(read, optional=True) for read in _reads(rng, draft, rng.randint(2, 3)))
+    lacks = all(read.wire in draft.lacking for read in reads)
+    _offer(Wire(name, "value"), BYTES, lacks, draft)
+    return _control(name, "first", reads, (Port("value", BYTES),), conditional=lacks)
+
+
+def _switch(name: str, rng: random.Random, draft: _Draft) -> PlannedStep:
+    by = PlannedInput("by", rng.choice(draft.json), JSON)
+    reads = (by, *(replace(read, optional=True) for read in _reads(rng, draft, rng.randint(1, 3))))
+    default = rng.random() < 0.5 and len(reads) > 2
+    cases: tuple[Any, ...] = (True, False, "other")[: len(reads) - 1 - default]
+    lacks = not default or any(read.wire in draft.lacking for read in reads)
+    _offer(Wire(name, "value"), BYTES, lacks, draft)
+    return _control(name, "switch", reads, (Port("value", BYTES),), cases=cases, default=default, conditional=lacks)
+
+
+def _control(
+    name: str, control: str, reads: tuple[PlannedInput, ...], ports: tuple[Port, ...], **more: Any
+) -> PlannedStep:
+    return PlannedStep(
+        name, f"sim:{control}", {}, reads, ports, {}, BatchPolicy(), False, False, False, "cpu", (), 1000.0,
+        control=control, **more,
+    )  # fmt: skip
+
+
+def _policy(rng: random.Random) -> BatchPolicy:
+    items_max = rng.choice((1, 2, 4, 8))
+    return BatchPolicy(
+        items_max,
+        rng.choice((0.0, 0.0, 2.0, 10.0)),
+        "auto" if rng.random() < 0.15 else "fixed",
+        (2, 4) if items_max >= 4 and rng.random() < 0.2 else (),
+        "same" if rng.random() < 0.15 else "any",
+        order="arrival" if rng.random() < 0.2 else "deadline",
+    )
+
+
+def _place(rng: random.Random, workers: list[PlannedWorker]) -> tuple[int, ...]:
+    if workers and rng.random() < 0.45:
+        return (len(workers) - 1 if rng.random() < 0.7 else rng.randrange(len(workers)),)
+    places = tuple(range(len(workers), len(workers) + rng.choice((1, 1, 2))))
+    workers += [PlannedWorker(f"w{i}", (), 1, WORKER_ARENA_BYTES) for i in places]
+    return places
