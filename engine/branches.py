@@ -104,7 +104,8 @@ class Branches:
 
     def _allowed(self, request: Request, place: int, unit: Unit) -> bool:
         """Whether a unit runs: its condition holds and nothing it must have is absent; else it is skipped or fails."""
-        runs = not any(must and request.values[slot].kind == "absent" for must, slot in zip(unit.required, unit.slots))
+        lacks = (must and request.values[slot].kind == "absent" for must, slot in zip(unit.required, unit.slots))
+        runs = bool(unit.control) or not any(lacks)
         if runs and unit.when is not None:
             try:
                 runs = unit.when.holds([peek(request.values[slot]) for slot in unit.looks_at])
@@ -136,6 +137,10 @@ class Branches:
         """Choose among the inputs of a control as soon as the choice is sure."""
         if request.route.waits_for.get(place, -1) not in (-1, *request.called):
             return  # a stand-in's, and nobody has called it
+        if unit.when is not None and (
+            any(slot not in request.values for slot in unit.looks_at) or not self._allowed(request, place, unit)
+        ):
+            return
         values = [request.values.get(slot) for slot in unit.slots]
         if unit.control == "passes":
             if request.missing[place] == 0:

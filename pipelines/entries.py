@@ -36,6 +36,9 @@ WIRE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z_][A-Za-z0-9_-]*)?$"
 NODE_CHARS_MAX = 512
 """Longest reference to a node, or path of a pipeline file, in characters."""
 
+PORTS_MAX = 64
+"""Most ports that one `map:` names."""
+
 SIZES_MAX = 64
 """Most preferred sizes of a batch, and most sizes that one dim is padded to."""
 
@@ -104,18 +107,18 @@ Constant = Annotated[Any, AfterValidator(check_constant)]
 DurationMs = Annotated[float, Field(gt=0, le=86_400_000)]
 Sizes = Annotated[
     tuple[Annotated[int, Field(ge=1, le=1 << 32)], ...],
-    BeforeValidator(_as_tuple, json_schema_input_type=list[int]),
     Field(min_length=1, max_length=SIZES_MAX),
+    BeforeValidator(_as_tuple),
 ]
 Ends = Annotated[
     tuple[Literal["error", "timeout"], ...],
-    BeforeValidator(_one_or_more, json_schema_input_type=list[Literal["error", "timeout"]]),
     Field(min_length=1),
+    BeforeValidator(_as_tuple),
 ]
 Names = Annotated[
     tuple[Name, ...],
+    Field(min_length=1, max_length=PORTS_MAX),
     BeforeValidator(_one_or_more, json_schema_input_type=Name | list[Name]),
-    Field(min_length=1, max_length=NAME_CHARS_MAX),
 ]
 
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)

@@ -30,8 +30,7 @@ def json_schema(catalog: Mapping[str, str] = CATALOG) -> dict[str, Any]:
         one["description"] = _first_line(one.get("description", title))
         for entry in one.get("properties", {}).values():
             entry.pop("title", None)
-            if "patternProperties" in entry:  # names: what matches no pattern is no name
-                entry["additionalProperties"] = False
+            _close(entry)
     step = defs["StepEntry"]
     nodes = catalog_nodes(catalog)
     step["properties"]["node"]["anyOf"] = [{"enum": list(nodes)}, {"type": "string", "pattern": ":"}]
@@ -60,6 +59,15 @@ def node_options(node: type[Node]) -> dict[str, Any]:
         if name in docs:
             entry["description"] = docs[name]
     return schema
+
+
+def _close(schema: Any) -> None:
+    """Allow no other keys where keys are names: what matches no pattern is no name."""
+    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    for one in [*inner]:
+        _close(one)
+    if isinstance(schema, dict) and "patternProperties" in schema:
+        schema["additionalProperties"] = False
 
 
 def _of_pipelines() -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _steps(name: str, rng: random.Random, draft: _Draft, workers: list[PlannedWo
         mapped = ("list",)
         ports = tuple(Port(port.name, BYTES) for port in ports)
     streams = rng.random() < 0.15
-    when = Coin("coin", (rng.choice(draft.json),), ("coin",)) if draft.json and rng.random() < 0.2 else None
+    when = _coin(rng, draft)
     lacks = when is not None or any(not read.optional and read.wire in draft.lacking for read in reads)
     sequence = SequencePolicy(3, 400.0) if not streams and not mapped and rng.random() < 0.1 else None
     step = PlannedStep(
@@ -163,9 +163,14 @@ def _stand_in(
 
 def _first(name: str, rng: random.Random, draft: _Draft) -> PlannedStep:
     reads = tuple(replace(read, optional=True) for read in _reads(rng, draft, rng.randint(2, 3)))
-    lacks = all(read.wire in draft.lacking for read in reads)
+    when = _coin(rng, draft)
+    lacks = when is not None or all(read.wire in draft.lacking for read in reads)
     _offer(Wire(name, "value"), BYTES, lacks, draft)
-    return _control(name, "first", reads, (Port("value", BYTES),), conditional=lacks)
+    return _control(name, "first", reads, (Port("value", BYTES),), conditional=lacks, when=when)
+
+
+def _coin(rng: random.Random, draft: _Draft) -> Condition | None:
+    return Coin("coin", (rng.choice(draft.json),), ("coin",)) if draft.json and rng.random() < 0.2 else None
 
 
 def _switch(name: str, rng: random.Random, draft: _Draft) -> PlannedStep:
@@ -173,9 +178,12 @@ def _switch(name: str, rng: random.Random, draft: _Draft) -> PlannedStep:
     reads = (by, *(replace(read, optional=True) for read in _reads(rng, draft, rng.randint(1, 3))))
     default = rng.random() < 0.5 and len(reads) > 2
     cases: tuple[Any, ...] = (True, False, "other")[: len(reads) - 1 - default]
-    lacks = not default or any(read.wire in draft.lacking for read in reads)
+    when = _coin(rng, draft)
+    lacks = when is not None or not default or any(read.wire in draft.lacking for read in reads)
     _offer(Wire(name, "value"), BYTES, lacks, draft)
-    return _control(name, "switch", reads, (Port("value", BYTES),), cases=cases, default=default, conditional=lacks)
+    return _control(
+        name, "switch", reads, (Port("value", BYTES),), cases=cases, default=default, conditional=lacks, when=when
+    )
 
 
 def _control(

@@ -58,7 +58,7 @@ def test_every_number_of_a_policy_has_bounds(policy) -> None:
         ("batch.wait", "always", "'fixed' or 'auto'"), ("batch.sizes", 4, "a list"), ("batch.sizes", [], "at least 1"),
         ("batch.pad", [64], "a mapping"), ("batch.shapes", "equal", "'any' or 'same'"),
         ("map", 3, "a list"), ("map", [], "at least 1"), ("retry", 11, "at most 10"), ("retry", True, "a whole number"),
-        ("retry.wait_ms", -1, "at least 0"), ("retry.on", "death", "'error' or 'timeout'"), ("when", True, "text"),
+        ("retry.wait_ms", -1, "at least 0"), ("retry.on", "error", "a list"), ("when", True, "text"),
         ("sequence.live_max", 0, "at least 1"), ("sequence", True, "a mapping"), ("timeout_ms", 0, "more than 0"),
         ("idempotent", "no", "true or false"), ("fallback", {}, "at least 1"), ("fallback", 3, "text"),
         ("instances", {}, "at least 1"), ("instances", 1.5, "a whole number"),
