@@ -47,7 +47,8 @@ class StepTiming(NamedTuple):
     started_ms:    when it left for the worker, on the runtime's clock.
     attempts:      how often it was tried; 1 is usual.
     element:       of a `map:` step, which element of the list; -1 otherwise.
-    outcome:       'ok', 'failed', 'skipped' (its condition did not hold), or 'lost' (tried again, or its fallback ran).
+    outcome:       'ok'; 'failed' (the node failed on it); 'lost' (its worker died, or it took too long); 'skipped' (its
+                   condition did not hold). After 'failed' and 'lost' it may have been tried again, or its fallback ran.
     """
 
     step: str

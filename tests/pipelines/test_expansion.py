@@ -35,6 +35,11 @@ def test_constants_to_fall_back_on_become_a_step(catalog) -> None:
     assert examine(load_yaml(HEAD + text, "x.yaml", HERE), catalog).problems == ()
 
 
+def test_a_constant_on_a_port_is_known_to_stand_there(catalog) -> None:
+    expansion, _ = expanded("steps: {a: {node: echo, inputs: {value: {value: x}}}}\noutputs: {y: a.value}\n", catalog)
+    assert expansion.origins == {"inputs.a/value": Origin("steps.a.inputs.value")}
+
+
 def test_a_constant_that_does_not_fit_is_a_problem_where_it_stands(problems) -> None:
     found = problems(
         "inputs: {q: image}\nsteps:\n"

@@ -22,13 +22,22 @@ def test_a_tree_of_files_is_fine_however_often_one_is_used(tmp_path: Path) -> No
         check_nesting(tmp_path / "0.yaml", (tmp_path / "outer.yaml",))
 
 
+def test_a_file_met_again_further_inside_is_measured_there(tmp_path: Path) -> None:
+    for place in range(1, DEPTH_MAX):
+        file(tmp_path, f"{place}.yaml", *[f"{place + 1}.yaml"] if place < DEPTH_MAX - 1 else [])
+    check_nesting(file(tmp_path, "a.yaml", "1.yaml"), ())
+    file(tmp_path, "b.yaml", "1.yaml")
+    with pytest.raises(ConfigError, match="nested too deep"):
+        check_nesting(file(tmp_path, "a.yaml", "1.yaml", "b.yaml"), ())
+
+
 def test_a_circle_is_named(tmp_path: Path) -> None:
     file(tmp_path, "a.yaml", "b.yaml")
     file(tmp_path, "b.yaml", "c.yaml")
     path = file(tmp_path, "c.yaml", "b.yaml")
-    with pytest.raises(ConfigError, match=r"b.yaml -> c.yaml -> b.yaml"):
+    with pytest.raises(ConfigError, match=r"circle: b.yaml -> c.yaml -> b.yaml$"):
         check_nesting(tmp_path / "a.yaml", ())
-    with pytest.raises(ConfigError, match=r"c.yaml -> b.yaml -> c.yaml"):
+    with pytest.raises(ConfigError, match=r"circle: c.yaml -> b.yaml -> c.yaml$"):
         check_nesting(tmp_path / "b.yaml", (path,))
 
 

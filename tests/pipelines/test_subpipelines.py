@@ -73,6 +73,8 @@ def test_steps_of_the_file_take_the_place_of_the_step(write: Write) -> None:
     assert checked.pipeline.outputs == {
         "a": Wire("read/say", "value"), "b": Wire("read/tell", "value"), "c": Wire("read/passed", "same"),
     }  # fmt: skip
+    written = checked.origins["steps.read/say/fallback"]
+    assert (written.path, written.pipeline.file) == ("steps.say.fallback", str(path.parent / "sub/inner.yaml"))
     hidden = {one.name: one.default for one in checked.pipeline.inputs if one.hidden}
     assert hidden == {"read/lang": "en", "read/say/fallback/value": "sorry"}
     assert make_plan(load_file(path), Machine(4, 8 << 30)).step("read/say").base_dir == path.parent / "sub"

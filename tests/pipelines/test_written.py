@@ -4,7 +4,7 @@ from pathlib import Path
 
 from weftline.pipelines.graph import Input, Pipeline, Step
 from weftline.pipelines.load import load_yaml
-from weftline.pipelines.policy import BatchPolicy
+from weftline.pipelines.policy import BatchPolicy, Retry, SequencePolicy
 from weftline.pipelines.wire import Wire
 from weftline.pipelines.written import to_document, to_yaml
 
@@ -19,9 +19,17 @@ def test_defaults_are_left_out_and_short_forms_used(samples) -> None:
 
 
 def test_a_batch_of_defaults_is_not_the_nodes_own() -> None:
-    pipeline = Pipeline("p", (), (Step("a", "x", batch=BatchPolicy()), Step("b", "x")), {})
-    steps = load_yaml(to_yaml(pipeline), "x.yaml", Path()).steps
-    assert [step.batch for step in steps] == [BatchPolicy(), None]
+    plain = Step("a", "x", batch=BatchPolicy(), sequence=SequencePolicy(), retry=Retry())
+    pipeline = Pipeline("p", (), (plain, Step("b", "x")), {})
+    assert load_yaml(to_yaml(pipeline), "x.yaml", Path()).steps == pipeline.steps
+
+
+def test_constants_stand_where_they_are_read() -> None:
+    inputs = (Input("q", "text"), Input("a/size", "json", default=[1, None], hidden=True))
+    step = Step("a", "x", inputs={"text": Wire(None, "q"), "size": Wire(None, "a/size")}, retry=Retry(2))
+    document = to_document(Pipeline("p", inputs, (step,), {}))
+    assert document["inputs"] == {"q": "text"}
+    assert document["steps"]["a"] == {"node": "x", "inputs": {"text": "q", "size": {"value": [1, None]}}, "retry": 2}
 
 
 def test_text_that_looks_like_something_else_stays_text() -> None:
