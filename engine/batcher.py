@@ -21,8 +21,8 @@ from weftline.engine.line import Line, Waiting
 from weftline.nodes.urgency import PATIENCE_MS, PRIORITY_STEP_MS
 from weftline.pipelines.policy import BatchPolicy
 
-SLACK_MARGIN_MS = 0.5
-"""A batch leaves this much before it must, for messages take time too."""
+SLACK_MARGIN_MS = 5.0
+"""A batch leaves this much before it must: waking up may take a millisecond or two, and so may messages."""
 
 GAPS_WAITED = 2.0
 """Under `wait: auto`, an arrival that has not come after so many usual gaps is waited for no longer."""

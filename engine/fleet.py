@@ -62,6 +62,8 @@ class Fleet:
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watch(self._wake_fd, lambda mask: self._take_wake())
+        self._naps = select.poll()
+        self._naps.register(self._wake_fd, select.POLLIN)
         self._reserve = Reserve()
         if not self._reserve.whole:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -116,9 +118,28 @@ class Fleet:
         """Wait until a descriptor has something to say, `wake` is called, or `nap_s` has passed (-1: for ever)."""
         return self._epoll.poll(nap_s, EVENTS_MAX)
 
-    def look(self, ready: Sequence[tuple[int, int]]) -> None:
-        """Take in what ready descriptors have to say."""
+    @property
+    def epoll_fd(self) -> int:
+        """The descriptor that is readable when `wait_ready` would find something."""
+        return self._epoll.fileno()
+
+    def wait_wake(self, nap_s: float) -> None:
+        """Wait until `wake` is called, or `nap_s` has passed; whatever else there is to hear is left alone."""
+        if self._naps.poll(nap_s * 1000):
+            self._take_wake()
+
+    def set_wake_apart(self, apart: bool) -> None:
+        """Say whether `wake` is for `wait_wake` alone, or ends a `wait_ready`."""
+        if apart:
+            self._epoll.unregister(self._wake_fd)
+        else:
+            self._epoll.register(self._wake_fd, select.EPOLLIN)
+
+    def look(self, ready: Sequence[tuple[int, int]], *, wakes: bool = True) -> None:
+        """Take in what ready descriptors have to say; wake-ups too, unless somebody else is to be woken."""
         for fd, mask in ready:
+            if fd == self._wake_fd and not wakes:
+                continue
             take = self._watched.get(fd)
             if take is not None:
                 take(mask)

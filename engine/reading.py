@@ -157,15 +157,20 @@ class AsyncReader:
 class Mailbox:
     """Ends of requests on their way to the tasks of one event loop: many are handed over in one wake-up.
 
-    It does not keep the loop alive: the futures do that.
+    Made in the loop's thread. It does not keep the loop alive: the futures do that.
     """
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self._ends: deque[tuple[asyncio.Future[ev.Command], ev.Command]] = deque()
         self._told = False
 
     def put(self, waiting: asyncio.Future[ev.Command], end: ev.Command) -> None:
-        """Settle a future of the loop, from another thread; RuntimeError when the loop is closed."""
+        """Settle a future of the loop, from any thread; RuntimeError when the loop is closed."""
+        if threading.get_ident() == self._thread:
+            if not waiting.done():
+                waiting.set_result(end)
+            return
         self._ends.append((waiting, end))
         if self._told:
             return

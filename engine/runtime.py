@@ -7,6 +7,7 @@ deaths and the next moment at which something is due. The processes themselves a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ from weftline.engine.clock import Clock, MonotonicClock
 from weftline.engine.descriptors import shortage
 from weftline.engine.fleet import Fleet
 from weftline.engine.health import Health, judge
+from weftline.engine.loop_pump import LOOK_S, LoopPump
 from weftline.engine.scheduler import INGRESS_ARENA, Scheduler
 from weftline.errors import LimitReached, ModelError, SessionClosed
 from weftline.pipelines.plan import Plan
@@ -78,6 +80,8 @@ class Runtime:
         self._progress = progress
         self._listeners: dict[int, Listener] = {}
         self._later: deque[ev.Event] = deque()
+        self._news: list[ev.Event] = []  # heard in this turn, and told to the scheduler together
+        self._pump = LoopPump(self._take_in_from_loop)
         self._ready = threading.Event()
         self._failed: tuple[str, str] | None = None
         self._closing = False
@@ -140,6 +144,8 @@ class Runtime:
             self._closing = True
             self._end_all(end)
         self._ready.set()
+        with self._lock:
+            self._pump.close()
         with self._ending:
             self.fleet.wake()
             if self._thread.ident is not None:
@@ -197,10 +203,24 @@ class Runtime:
         with self._lock:
             self.scheduler.give_up(blocks)
 
-    def submit(self, event: ev.Submitted, listener: Listener) -> None:
-        """Bring a request in; everything that becomes of it goes to `listener`."""
+    def submit(
+        self, event: ev.Submitted, listener: Listener, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """Bring a request in; everything that becomes of it goes to `listener`.
+
+        loop: the event loop that waits for it, if one does, called in its thread: as long as only requests of one loop
+              are open, it takes in what workers say itself.
+        """
         with self._lock:
             self._check_open()
+            if loop is not None and not (self._pump.others and self._listeners):
+                self._pump.others = False
+                if self._pump.offer(loop, self.fleet.epoll_fd):
+                    self.fleet.wake()
+            else:
+                self._pump.others = True
+                if self._pump.refuse():
+                    self.fleet.wake()
             self._listeners[event.request] = listener
             self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
             self._wake_if_sooner()
@@ -291,15 +311,54 @@ class Runtime:
         fleet = self.fleet
         with self._lock:
             self._carry_out(self.scheduler.start(self.clock.now_ms()))
+            self._tell_news()
         while not self._closing:
-            ready = fleet.wait_ready(self._nap_s())
+            ready = self._watch_loop() if self._pump.active else fleet.wait_ready(self._nap_s())
             self._asleep = False
             with self._lock:
-                fleet.look(ready)
-                while self._later:
-                    self._take(self._later.popleft())
+                self._take_in(ready)
                 self._sleeping_until = self._let_time_pass()
                 self._asleep = True
+
+    def _take_in(self, ready: Sequence[tuple[int, int]], *, wakes: bool = True) -> None:
+        """Tell the scheduler what descriptors have to say, all of it together."""
+        self.fleet.look(ready, wakes=wakes)
+        while self._later:
+            self._news.append(self._later.popleft())
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        while self._news:
+            news, self._news = self._news, []
+            self._carry_out(self.scheduler.on_all(news, self.clock.now_ms()))
+
+    def _take_in_from_loop(self) -> None:
+        """Do the thread's work in the event loop that waits for it; only time is left to the thread."""
+        with self._lock:
+            if not self._closing:
+                self._take_in(self.fleet.wait_ready(0), wakes=False)
+                self._wake_if_sooner()
+
+    def _watch_loop(self) -> list[tuple[int, int]]:
+        """Keep the time while an event loop takes in what workers say; take over when it leaves something lying."""
+        with self._lock:
+            self.fleet.set_wake_apart(True)
+        ready: list[tuple[int, int]] = []
+        while self._pump.active and not self._closing and not ready:
+            nap_s = self._nap_s()
+            self.fleet.wait_wake(min(nap_s, LOOK_S) if nap_s >= 0 else LOOK_S)
+            self._asleep = False
+            with self._lock:
+                waiting = self.fleet.wait_ready(0)
+                if not self._listeners or (waiting and self._pump.is_asleep()):
+                    self._pump.refuse()
+                    ready = waiting
+                self._take_in(())
+                self._sleeping_until = self._let_time_pass()
+                self._asleep = True
+        with self._lock:
+            self.fleet.set_wake_apart(False)
+        return ready
 
     def _let_time_pass(self) -> float | None:
         """Tell the scheduler that something is due, if it is, and return when the next thing will be.
@@ -321,6 +380,7 @@ class Runtime:
                 return self._quiet_until_ms
         self._quiet_until_ms = None
         self._carry_out(self.scheduler.on(ev.Tick(), self.clock.now_ms()))
+        self._tell_news()
         return self.scheduler.wake_at_ms()
 
     def _take_in_all(self) -> None:
@@ -328,7 +388,7 @@ class Runtime:
             ready = self.fleet.wait_ready(0)
             if not ready:
                 return
-            self.fleet.look(ready)
+            self._take_in(ready)
 
     def _nap_s(self) -> float:
         wake_at = self._sleeping_until
@@ -344,7 +404,7 @@ class Runtime:
             self.fleet.wake()
 
     def _heard(self, worker: int, arena: int, message: msg.FromWorker) -> None:
-        self._carry_out(self.scheduler.on(ev.FromWorker(worker, arena, message), self.clock.now_ms()))
+        self._news.append(ev.FromWorker(worker, arena, message))
         if type(message) in OPENING:
             self._note_opening(message)
 
@@ -353,8 +413,10 @@ class Runtime:
             self._report(message)
         elif isinstance(message, msg.OpenFailed) and not self._ready.is_set() and self._failed is None:
             self._failed = (message.step, message.failure.message)
-        elif isinstance(message, msg.Ready) and self.scheduler.crew.all_ready():
-            self._ready.set()
+        elif isinstance(message, msg.Ready):
+            self._tell_news()
+            if self.scheduler.crew.all_ready():
+                self._ready.set()
 
     def _died(self, worker: int, arena: int, name: str, how: str, last: str) -> None:
         """Tell the scheduler; before the session is open a death is also the reason why it cannot be."""
@@ -363,7 +425,7 @@ class Runtime:
             self._failed = ("", f"worker {name} ended while opening: {how}; the weftline.runtime log has its last line")
         if self._failed is not None:
             self._ready.set()
-        self._carry_out(self.scheduler.on(ev.WorkerDied(worker, arena, how), self.clock.now_ms()))
+        self._news.append(ev.WorkerDied(worker, arena, how))
 
     def _report(self, message: msg.Progress) -> None:
         if self._progress is None:
@@ -393,7 +455,7 @@ class Runtime:
                 "worker_deaths": counters.deaths,
                 "retried": counters.retried,
                 "quarantined": counters.quarantined,
-                "late_messages": counters.late,
+                "dropped_late": counters.late,
                 "copied_bytes": {
                     "in": self._copied_in_bytes, "between": counters.copied_bytes, "out": self._copied_out_bytes,
                 },

@@ -73,9 +73,14 @@ class Scheduler:
 
     def on(self, event: Event, now_ms: float) -> list[Command]:
         """Take in what happened and return what to do, in order."""
-        self._book.now_ms = self._book.now_ms = now_ms
+        return self.on_all((event,), now_ms)
+
+    def on_all(self, events: Sequence[Event], now_ms: float) -> list[Command]:
+        """Take in several events at once; what becomes due by them leaves in as few messages as can be."""
+        self._book.now_ms = now_ms
         self._book.expire()
-        self._handlers[type(event)](event)
+        for event in events:
+            self._handlers[type(event)](event)
         if self._tasks.due:
             self._dispatcher.pump()
         if self._rooms.asked:

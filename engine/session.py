@@ -248,7 +248,7 @@ class Session:
                 if type(command) in ENDS:
                     mail.put(ended, command)
 
-            self._submit(version, request, await _pack_aside(version, inputs), asked, hear)
+            self._submit(version, request, await _pack_aside(version, inputs), asked, hear, loop)
             try:
                 end = await ended
             except BaseException as error:
@@ -364,6 +364,7 @@ class Session:
         packed: Mapping[str, Packed],
         asked: _Asked,
         hear: Callable[[ev.ForCaller], ev.Event | None],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         runtime, intake = version.runtime, version.intake
         wanted = intake.check_outputs(asked.outputs)
@@ -372,7 +373,7 @@ class Session:
         deadline = None if budget_ms is None else runtime.clock.now_ms() + budget_ms
         values = intake.place(packed, runtime)
         runtime.submit(
-            ev.Submitted(request, values, wanted, deadline, asked.priority, asked.sequence, asked.pieces), hear
+            ev.Submitted(request, values, wanted, deadline, asked.priority, asked.sequence, asked.pieces), hear, loop
         )
 
     def _listen(

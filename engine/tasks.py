@@ -42,7 +42,7 @@ class Tasks:
         self.hopeless: set[int] = set()
         self.timers = Timers()
         self.recovery = Recovery(plan)
-        self._estimates = Estimates(self.lanes)
+        self._estimates = Estimates(self.lanes, crew.members)
         self._crew = crew
         self._steps = plan.steps
         self._sequenced = any(lane.sequences is not None for lane in self.lanes)

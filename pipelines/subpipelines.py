@@ -166,7 +166,9 @@ class _Names:
         return self._reads.get(wire.port, NOWHERE)
 
     def constants(self) -> tuple[Input, ...]:
-        kept = [one for one in self._inner.inputs if self._reads[one.name] == Wire(None, self.of(one.name))]
+        # a constant that was written on this very step has that name too; it is the outer pipeline's, and there already
+        own = [one for one in self._inner.inputs if one.hidden or one.name not in self._step.inputs]
+        kept = [one for one in own if self._reads[one.name] == Wire(None, self.of(one.name))]
         return tuple(dataclasses.replace(one, name=self.of(one.name), hidden=True) for one in kept)
 
     def constraint(self, one: Constraint) -> Constraint:

@@ -49,8 +49,8 @@ class Gate:
         return [value for call in self.calls() for value in call]
 
 
-def builder(name: str = "fire", **limits: Any) -> Builder:
-    return Builder(name, base_dir=HERE, limits={"arena_bytes": 4 << 20, **limits})
+def builder(name: str = "fire", slo: Mapping[str, Any] | None = None, **limits: Any) -> Builder:
+    return Builder(name, base_dir=HERE, limits={"arena_bytes": 4 << 20, **limits}, slo=slo)
 
 
 def function(name: str, **more: Any) -> dict[str, Any]:

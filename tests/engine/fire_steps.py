@@ -1,6 +1,6 @@
 """Steps for the tests of faults in real processes: nodes that wait at a gate, crash, loop, or say what they know."""
 
-from __future__ import annotations
+# ruff: noqa: F821 - port types are no names
 
 import json
 import os
@@ -21,7 +21,7 @@ from weftline.nodes.ports import Ports, port
 class GatedConfig:
     """Options of `Gated`.
 
-    folder: where `calls` is written, and where a file `hold` keeps every call waiting.
+    folder:   where `calls` is written, and where a file `hold` keeps every call waiting.
     gives_up: a call ends as soon as nobody waits for any of its items.
     """
 
@@ -197,3 +197,18 @@ def joined(text: str, ending: str = "!") -> str:
 
 def halves(x: "float32[N]") -> "float32[M]":
     return x[: len(x) // 2]
+
+
+class Counts:
+    """Counts the requests of each sequence."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def __call__(self, text: str) -> "json":
+        part = weftline.current().sequence
+        self.counts[part.id] = self.counts.get(part.id, 0) + 1
+        return self.counts[part.id]
+
+    def end_sequence(self, id: str) -> None:
+        self.counts.pop(id, None)

@@ -39,7 +39,7 @@ class Diary:
         self.unread -= 1
         return [(5, 1)] if self.unread >= 0 else []
 
-    def look(self, ready: list[tuple[int, int]]) -> None:
+    def look(self, ready: list[tuple[int, int]], *, wakes: bool = True) -> None:
         self.done.append("look")
 
 

@@ -1,0 +1,132 @@
+"""An event loop takes in what workers say, loses the post when it is busy with something else, and gives it back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from weftline.engine.session import Session, load
+from weftline.pipelines.builder import Builder
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    p = Builder("three", limits={"arena_bytes": 1 << 20})
+    wire = p.input("x", "text")
+    for index in range(3):
+        wire = p.step(f"s{index}", "echo", value=wire).value
+    p.output("y", wire)
+    with load(p).open() as opened:
+        yield opened
+
+
+def pump_of(session: Session) -> object:
+    return session._current.runtime._pump
+
+
+async def ask(session: Session, text: str) -> str:
+    answer: str = (await session.arun(x=text))["y"]
+    return answer
+
+
+def test_the_loop_has_the_post_while_its_requests_are_the_only_ones(session: Session) -> None:
+    async def main() -> None:
+        for round in range(50):
+            answers = await asyncio.gather(*(ask(session, f"{round}-{place}") for place in range(8)))
+            assert answers == [f"{round}-{place}" for place in range(8)]
+        assert pump_of(session)._pumped > 0
+
+    asyncio.run(main())
+    time.sleep(0.1)  # the thread looks after LOOK_S, and there is nobody left in the loop
+    assert not pump_of(session).active
+    assert session.run(x="after")["y"] == "after"
+
+
+def test_a_loop_that_is_busy_with_something_else_does_not_hold_up_its_pipeline(session: Session) -> None:
+    async def main() -> float:
+        waiting = asyncio.create_task(ask(session, "a"))
+        await asyncio.sleep(0)  # it is submitted now
+        started = time.monotonic()
+        while session.stats()["requests"]["open"] and time.monotonic() - started < 5:
+            time.sleep(0.005)  # the loop is blocked, and yet the request is finished
+        assert not session.stats()["requests"]["open"]
+        assert await waiting == "a"
+        return time.monotonic() - started
+
+    assert asyncio.run(main()) < 5
+
+
+def test_callers_in_threads_do_not_wait_for_a_loop(session: Session) -> None:
+    stop = threading.Event()
+    answered = [0]
+
+    def call() -> None:
+        while not stop.is_set():
+            assert session.run(x="t")["y"] == "t"
+            answered[0] += 1
+
+    async def main() -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        for place in range(100):
+            assert await ask(session, f"a{place}") == f"a{place}"
+            if place % 20 == 0:
+                time.sleep(0.05)
+        before = answered[0]
+        time.sleep(0.3)  # the loop is blocked for long; threads are answered all the same
+        assert answered[0] > before + 5
+        stop.set()
+        await asyncio.to_thread(thread.join)
+
+    asyncio.run(main())
+
+
+def test_one_loop_after_another_and_two_at_once(session: Session) -> None:
+    async def main(count: int) -> list[str]:
+        return [await ask(session, str(place)) for place in range(count)]
+
+    for _ in range(3):
+        assert asyncio.run(main(5)) == list("01234")
+    results: list[list[str]] = []
+    threads = [threading.Thread(target=lambda: results.append(asyncio.run(main(100)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[str(place) for place in range(100)]] * 2
+
+
+def test_deadlines_pass_while_the_loop_has_the_post(session: Session) -> None:
+    async def main() -> None:
+        slow = Builder("slow", limits={"arena_bytes": 1 << 20})
+        slow.output("y", slow.step("s", "echo", value=slow.input("x", "text"), delay_ms=2000).value)
+        with load(slow).open() as other:
+            started = time.monotonic()
+            with pytest.raises(Exception, match="deadline"):
+                await other.arun(x="a", deadline_ms=200)
+            assert time.monotonic() - started < 1.5
+
+    asyncio.run(main())
+
+
+def test_closing_inside_the_loop_leaves_it_whole() -> None:
+    async def main() -> None:
+        p = Builder("one", limits={"arena_bytes": 1 << 20})
+        p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
+        with load(p).open() as opened:
+            assert await ask(opened, "a") == "a"
+        await asyncio.sleep(0.05)
+        reader, writer = await asyncio.open_unix_connection(sock=_pair())
+        writer.close()
+
+    asyncio.run(main())
+
+
+def _pair() -> object:
+    import socket
+
+    return socket.socketpair()[0]
