@@ -83,9 +83,8 @@ class Book:
 
     # the life of a request
 
-    def admit(self, event: ev.Submitted, route: Route) -> None:
-        """Take a request in and start it; its inputs' leases are the caller's to end."""
-        size = size_of(event)
+    def admit(self, event: ev.Submitted, route: Route, size: int) -> None:
+        """Take a request in, whose inputs take `size` bytes, and start it; their leases are the caller's to end."""
         self.admission.enter(size)
         self.counters.admitted += 1
         request = Request(
@@ -245,7 +244,7 @@ class Book:
     def _complete(self, request: Request) -> None:
         request.move("complete")
         self.counters.ok += 1
-        owed = [key for value in request.outputs.values() for key in value.keys]
+        owed = [key for value in request.outputs.values() if value.data is None for key in value.keys]
         if owed:
             self.owed[request.id] = owed
         if request.tasks or request.gathers or request.stalled or request.sequence is not None:

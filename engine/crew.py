@@ -79,7 +79,9 @@ class WorkerState:
     @property
     def suspect(self) -> bool:
         """It is running what may kill it: nothing else is put at risk beside it."""
-        return bool(self.running and self.running[0].suspect) or any(task.deaths for task in self.streams.values())
+        if self.running and self.running[0].suspect:
+            return True
+        return bool(self.streams) and any(task.deaths for task in self.streams.values())
 
     def move(self, event: str) -> None:
         """Go to the next state; RuntimeError for a move the table does not have."""

@@ -65,7 +65,8 @@ class Dispatcher:
                     return
             lane.settle(self._book.now_ms)
         if lane.sequences is not None:
-            load = {worker: len(self._crew.members[worker].running) for worker in lane.workers}
+            members = {worker: self._crew.members[worker] for worker in lane.workers}
+            load = {worker: len(one.running) for worker, one in members.items() if one.state == READY and not one.why}
             lane.release_sequences(self._tasks.live, load, self._book.now_ms)
         for worker in lane.workers:
             member = self._crew.members[worker]

@@ -21,6 +21,9 @@ from weftline.engine.routes import ROUTES_MAX, Route
 KEPT_MS = 1.0
 """How long an estimate is used before it is worked out again, so that its cost for a request stays flat."""
 
+MESSAGE_MS = 0.7
+"""What a batch takes beyond its run, for messages and waking up; counted as no more than the run itself."""
+
 FADES_MS = 500.0
 """Time after which a size of batch that has not been seen again counts about a third."""
 
@@ -73,7 +76,7 @@ class Estimates:
             after[place] = max(
                 (max(0.0, wait[n] - run[place]) + run[n] + after[n] for n in route.next[place]),
                 default=0.0,
-            )
+            ) + min(run[place], MESSAGE_MS)
         entries = route.entries
         whole = max((wait[place] + run[place] + after[place] for place in entries), default=0.0)
         return after, whole

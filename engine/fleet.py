@@ -91,7 +91,7 @@ class Fleet:
         channel = process.channel
         try:
             channel.send(msg.encode(message), descriptor)
-            if channel.unsent_bytes:
+            if channel.has_unsent:
                 self._epoll.modify(channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
         except ChannelClosed:
             pass  # its death is on its way as an event of its own

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from weftline.engine.messages import ABSENT, Value
 from weftline.engine.runtime import Runtime
 from weftline.engine.values import Packed, pack
@@ -28,6 +30,7 @@ class Intake:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._asked = {one.name: one for one in plan.inputs if not one.hidden}
+        self._limits = {name: media_limits(plan, one) for name, one in self._asked.items()}
         self._needed = {name for name, one in self._asked.items() if not one.may_be_left_out}
         self._outputs = [output.name for output in plan.outputs]
         constants = {one.name: self._constant(one) for one in plan.inputs if one.hidden or one.may_be_left_out}
@@ -64,7 +67,7 @@ class Intake:
         if inputs.keys() - self._asked.keys():
             raise self._wrong_names(inputs)
         packed = {
-            name: self._pack_one(self._asked[name], raw, media_limits(self._plan, self._asked[name]))
+            name: self._pack_one(self._asked[name], raw, self._limits[name])
             for name, raw in inputs.items()
             if raw is not None or not self._asked[name].optional
         }
@@ -109,6 +112,11 @@ class Intake:
 
     def _pack_one(self, given: Input, raw: Any, limits: MediaLimits) -> Packed:
         type, what = self._plan.input_types[given.name], f"input {given.name}"
+        if raw.__class__ is np.ndarray and type.kind == "tensor" and raw.nbytes <= limits.bytes_max:
+            try:
+                return pack(raw, type, what)
+            except StepError:
+                pass  # what follows says better what is wrong, or converts it
         try:
             return pack(to_value(type, raw, limits), type, what)
         except (StepError, InputError) as error:

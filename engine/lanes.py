@@ -123,7 +123,8 @@ class Lane:
     def release_sequences(self, tasks: dict[int, Task], load: dict[int, int], now_ms: float) -> bool:
         """Queue the next task of every sequence that has none running; True when there was one.
 
-        load: how much each worker has to do, for the choice of an instance for a new sequence.
+        load: how much each worker has to do that may be given a new sequence; without any, new ones wait. The one that
+              holds the fewest gets it.
         """
         moved = False
         if self.sequences is None:
@@ -131,8 +132,10 @@ class Lane:
         for id in list(self.sequences.ready()):
             worker = self.sequences.worker(id)
             if worker is None:
-                worker = min(self.workers, key=lambda one: load.get(one, 0))
-                load[worker] = load.get(worker, 0) + 1
+                if not load:
+                    continue
+                held = self.sequences.held
+                worker = min(load, key=lambda one: (held(one), load[one]))
                 self.sequences.bind(id, worker)
             task = tasks[self.sequences.take(id)]
             self._enqueue(self._queues[self.workers.index(worker)], task, now_ms)

@@ -203,9 +203,7 @@ class Runtime:
         with self._lock:
             self.scheduler.give_up(blocks)
 
-    def submit(
-        self, event: ev.Submitted, listener: Listener, loop: asyncio.AbstractEventLoop | None = None
-    ) -> None:
+    def submit(self, event: ev.Submitted, listener: Listener, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Bring a request in; everything that becomes of it goes to `listener`.
 
         loop: the event loop that waits for it, if one does, called in its thread: as long as only requests of one loop

@@ -140,13 +140,14 @@ class Scheduler:
             for step in lost:
                 name = self._tasks.lanes[step].name
                 raise LimitReached(f"step {name} is unavailable: its worker keeps failing to start")
-            self._book.admission.check(size_of(event))
+            size = size_of(event)
+            self._book.admission.check(size)
             refused = self._in_time(event) or self._in_sequence(event)
             if refused is not None:
                 self.counters.refused += 1
                 self._emit(refused)
             else:
-                self._book.admit(event, route)
+                self._book.admit(event, route, size)
         except LimitReached as refusal:
             self.counters.refused += 1
             self._emit(ev.Refuse(event.request, str(refusal), refusal.retry_after_s))

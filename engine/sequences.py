@@ -57,6 +57,7 @@ class Sequences:
         self._lost: dict[str, None] = {}
         self._over: dict[str, None] = {}  # over by a discard, and nobody has been told
         self._waiting = 0
+        self._held: dict[int, int] = {}  # worker -> how many live sequences it holds
 
     def admit(self, id: str, start: bool, end: bool, now_ms: float) -> str:
         """Let one item of a sequence come in: return '', or why it is refused.
@@ -111,7 +112,14 @@ class Sequences:
 
     def bind(self, id: str, worker: int) -> None:
         """Settle where a sequence lives; KeyError when it does not live."""
-        self._live[id].worker = worker
+        sequence = self._live[id]
+        self._let_go(sequence)
+        sequence.worker = worker
+        self._held[worker] = self.held(worker) + 1
+
+    def held(self, worker: int) -> int:
+        """Return how many live sequences a worker holds."""
+        return self._held.get(worker, 0)
 
     def take(self, id: str) -> int:
         """Return the item whose turn it is; the sequence waits until that is done. KeyError when nothing is ready."""
@@ -214,9 +222,14 @@ class Sequences:
         sequence = self._live.pop(id, None)
         if sequence is None:
             return False
+        self._let_go(sequence)
         for item in (*sequence.waiting, *(() if sequence.running is None else (sequence.running,))):
             del self._ids[item]
         self._waiting -= len(sequence.waiting)
         self._ready.pop(id, None)
         self._over.pop(id, None)
         return True
+
+    def _let_go(self, sequence: _Sequence) -> None:
+        if sequence.worker is not None:
+            self._held[sequence.worker] -= 1

@@ -34,9 +34,12 @@ def note(
     later_ms = 0.0 if len(ran) == 1 else sum(stage.run_ms for stage in ran[1:])
     run_ms = max(now_ms - started - later_ms, 0.0)
     timings.append(
-        StepTiming(
-            first, started - task.arrived_ms, run_ms, _batch(one), max(started - free, 0.0), one.run_ms, member.name,
-            started, task.attempts, task.element, outcome if len(ran) == 1 else "ok",
+        tuple.__new__(  # which is what StepTiming(...) comes to, at half the cost; it is on the way of every item
+            StepTiming,
+            (
+                first, started - task.arrived_ms, run_ms, _batch(one), max(started - free, 0.0), one.run_ms, member.name,
+                started, task.attempts, task.element, outcome if len(ran) == 1 else "ok",
+            ),
         )
     )  # fmt: skip
     for stage, one in enumerate(ran[1:], 1):

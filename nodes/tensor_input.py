@@ -10,6 +10,7 @@ from weftline.errors import InputError
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import array_dtype, describe, fits
 from weftline.shm.spec import ITEM_BYTES, STAND_INS, byte_size
+from weftline.shm.view import dtype_name
 
 
 def to_tensor(type: PortType, raw: Any, bytes_max: int) -> np.ndarray:
@@ -19,13 +20,14 @@ def to_tensor(type: PortType, raw: Any, bytes_max: int) -> np.ndarray:
     of their own and take the port's, if it holds them exactly.
     """
     array = _from_array(type, raw) if array_dtype(raw) is not None else _from_numbers(type, raw)
-    if array.dtype.name not in ITEM_BYTES:
-        raise InputError(f"wants {type}, got an array of {array.dtype.name:.40}")
-    if type.dtype is not None and array.dtype.name != STAND_INS.get(type.dtype, type.dtype):
+    dtype = dtype_name(array.dtype)
+    if dtype not in ITEM_BYTES:
+        raise InputError(f"wants {type}, got an array of {dtype:.40}")
+    if type.dtype is not None and dtype != STAND_INS.get(type.dtype, type.dtype):
         raise InputError(f"wants {type}, got {describe(array)}\n    fix: convert it, x.astype({type.dtype!r})")
     if type.dims is not None and not fits(type.dims, array.shape):
         raise InputError(f"wants {type}, got {describe(array)}")
-    if byte_size(array.dtype.name, array.shape) > bytes_max:
+    if byte_size(dtype, array.shape) > bytes_max:
         raise InputError(f"a tensor of {array.nbytes} bytes; the limit is {bytes_max}")
     return array
 
@@ -33,8 +35,9 @@ def to_tensor(type: PortType, raw: Any, bytes_max: int) -> np.ndarray:
 def _from_array(type: PortType, raw: Any) -> np.ndarray:
     if hasattr(raw, "detach"):
         raw = _from_torch(raw)
-    if raw.dtype.name in STAND_INS:  # ml_dtypes' arrays: numpy proper knows these bits as unsigned integers
-        raw = raw.view(STAND_INS[raw.dtype.name])
+    dtype = dtype_name(raw.dtype)
+    if dtype in STAND_INS:  # ml_dtypes' arrays: numpy proper knows these bits as unsigned integers
+        raw = raw.view(STAND_INS[dtype])
     if not raw.dtype.isnative:
         raw = raw.astype(raw.dtype.newbyteorder("="))
     return raw if raw.flags.c_contiguous and raw.__class__ is np.ndarray else np.array(raw, order="C")

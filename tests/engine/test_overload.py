@@ -266,9 +266,8 @@ def test_a_step_that_always_fails_is_tried_again_within_its_budget(start: Start)
     answers = [answer for _ in range(10) for answer in together(session, [{"x": "a"}] * (requests // 10))]
     assert all(isinstance(answer, StepError) for answer in answers)
     items = session.stats()["items"]
-    print(
-        f"{requests} requests, {items} attempts: {items / requests:.3f} each; {(items - 10) / requests:.3f} in the long run"
-    )
+    long_run = (items - 10) / requests
+    print(f"{requests} requests, {items} attempts: {items / requests:.3f} each, {long_run:.3f} in the long run")
     assert requests < items <= 1.1 * requests + 10, "a tenth, and the ten that anybody may begin with"
 
 

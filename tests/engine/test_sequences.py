@@ -290,3 +290,15 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
+
+
+def test_it_knows_how_many_each_worker_holds() -> None:
+    sequences = Sequences(SequencePolicy())
+    for number, worker in enumerate((0, 0, 1)):
+        assert sequences.admit(f"q{number}", True, False, 0.0) == ""
+        sequences.bind(f"q{number}", worker)
+    assert (sequences.held(0), sequences.held(1), sequences.held(2)) == (2, 1, 0)
+    sequences.bind("q0", 1)
+    assert (sequences.held(0), sequences.held(1)) == (1, 2)
+    assert sequences.lost(1) == ["q0", "q2"]
+    assert (sequences.held(0), sequences.held(1)) == (1, 0)

@@ -6,11 +6,12 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.fire import ask, builder, function, wait_until
+from tests.engine.fire import STEPS, ask, builder, function, wait_until
 from weftline.engine.result import Result
 from weftline.engine.session import Session, Source
 from weftline.errors import InputError, LimitReached, WorkerDied
@@ -56,6 +57,30 @@ def test_twenty_sequences_over_two_instances_each_stay_with_one_and_in_order(sta
     assert [answers for answers, _ in found] == [wanted] * 20
     assert all(len(workers) == 1 for _, workers in found)
     assert set.union(*(workers for _, workers in found)) == set(session.pids()), "both have some of them"
+
+
+def test_sequences_that_begin_one_after_the_other_are_spread_over_the_instances(start: Start) -> None:
+    session = start(remembering(instances=2))
+    workers = []
+    for number in range(6):
+        result = session.run(x="a", sequence=SequencePart(f"q{number}", start=True))
+        workers.append(result.timings[0].worker)
+    assert sorted(workers) == sorted(list(session.pids()) * 3)
+
+
+def test_new_sequences_go_to_the_instance_that_lives(start: Start, tmp_path: Path) -> None:
+    p = builder()
+    x = p.input("x", "text")
+    step = p.step("s", f"{STEPS}:Fragile", value=x, folder=str(tmp_path), instances=2, sequence={})
+    p.output("y", step.value)
+    session = start(p)
+    (tmp_path / "broken").touch()
+    deaths = session.stats()["worker_deaths"]
+    os.kill(next(iter(session.pids().values())), signal.SIGKILL)
+    wait_until(lambda: session.stats()["worker_deaths"] >= deaths + 2)
+    assert [say(session, f"q{number}", "a", end=True) for number in range(20)] == [["a"]] * 20
+    assert session.ready, "one instance is enough"
+    (tmp_path / "broken").unlink()
 
 
 def test_a_sequence_that_was_not_started_and_a_request_without_one_are_refused(start: Start) -> None:
