@@ -10,10 +10,10 @@ same arrivals for all:
     fifo    order: arrival, wait_max_ms: 0, no early refusal
 
 Goodput alone flatters those who drop: what was refused at the door, dropped on the way and cut off by its deadline
-stands beside it, and so does wasted work, the share of all items that a model ran for requests that were not answered in
-time.
+stands beside it, and so does wasted work, the share of all items that a model ran for requests that were not answered
+in time.
 
-    python -m benchmarks.deadlines [--quick] [--rounds 5] [--seconds 10] [--loads 0.8 1.2 1.5 2] [--kinds poisson bursty]
+    python -m benchmarks.deadlines [--quick] [--rounds 5] [--seconds 10] [--loads 0.8 1.2 1.5 2] [--deadline 2.5]
 """
 
 from __future__ import annotations
@@ -143,8 +143,9 @@ def main() -> int:
     deadline_ms = options.deadline * UNLOADED_MS
     print(conditions())
     print(
-        f"stages {', '.join(f'{fixed:g} + {item:g} ms an item' for fixed, item in STAGES)}; batches of up to {ITEMS_MAX};"
-        f" capacity {CAPACITY_PER_S:.0f}/s; deadline {deadline_ms:.0f} ms; {rounds} rounds of {seconds:g} s"
+        f"stages {', '.join(f'{fixed:g} + {item:g} ms an item' for fixed, item in STAGES)}; batches of up to"
+        f" {ITEMS_MAX}; capacity {CAPACITY_PER_S:.0f}/s; deadline {deadline_ms:.0f} ms; {rounds} rounds of"
+        f" {seconds:g} s"
     )
     missed = []
     sessions = {policy: load(pipeline(policy)).open() for policy in POLICIES}

@@ -90,7 +90,11 @@ class Answers:
             self._tasks.lanes[member.running[0].unit.step].in_place = True
 
     def _suspected(self, worker: int, message: msg.Suspected) -> None:
-        running = self._crew.members[worker].running
+        member = self._crew.members[worker]
+        for id, digest in zip(message.streams, message.digests):
+            if id in member.streams:
+                member.streams[id].digest = digest
+        running = member.running
         if running and running[0].id == message.dispatch:
             for task, digest in zip(running[0].tasks, message.digests):
                 task.digest = digest

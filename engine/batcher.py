@@ -136,7 +136,8 @@ class Batcher:
         """Remove and return the items that would miss their deadline even if they left now, the first due first.
 
         While more wait than one batch holds, an item is judged by the time of a full batch, else by that of a call
-        of its own. Nothing is late by times that are unknown or old.
+        with half of those who wait: for one item's sake a batch is not made smaller than that. Nothing is late by times
+        that are unknown or old.
         """
         self._now_ms = now_ms
         gone: list[int] = []
@@ -229,7 +230,8 @@ class Batcher:
         self._last_ms = now_ms
 
     def _least_ms(self) -> float:
-        return self._latency.run_ms(self._items_max if len(self._alive) > self._items_max else 1)
+        waiting = len(self._alive)
+        return self._latency.run_ms(self._items_max if waiting > self._items_max else (waiting + 1) // 2)
 
     def _changed(self, line: Line) -> None:
         line.leave_ms = None

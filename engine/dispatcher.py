@@ -133,7 +133,7 @@ class Dispatcher:
                 member.spoke_ms = now_ms
             for task in tasks:
                 member.streams[task.id] = task
-            self._emit(ev.Send(worker, msg.Submit(lane.index, tuple(items))))
+            self._emit(ev.Send(worker, msg.Submit(lane.index, tuple(items), suspect)))
             stalled = tuple(task.id for task in tasks if task.request.stalled)
             if stalled:
                 self._emit(ev.Send(worker, msg.Pause(lane.index, stalled)))

@@ -66,7 +66,7 @@ class Estimates:
             if not lane.latency.fresh(now_ms):
                 continue
             if lane.streams:
-                run[place] = lane.latency.recent_ms
+                run[place] = lane.least_ms
                 continue
             run[place] = lane.latency.run_ms(1 if idle else self._size(lane, now_ms))
             full = lane.waiting // (lane.items_max * max(1, len(lane.workers)))

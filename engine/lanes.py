@@ -37,6 +37,9 @@ moment between two is nothing, and what is decided later is decided better."""
 LEARN_EVERY = 16
 """Of steps that are quicker than a message, every so many batches are learned from."""
 
+LEAST_SHARE = 0.05
+"""How much of the way to a longer answer the time of a short one moves with each: old luck is forgotten slowly."""
+
 CALM_BATCHES = 64
 """How many full batches must go well before a batch size that was lowered for want of memory is doubled again."""
 
@@ -60,6 +63,7 @@ class Lane:
             False  # its outputs have needed room: then each message carries one batch, as room is freed by message
         )
         self.quick = False  # its batches are so short that a worker may be given a second message while it runs one
+        self.least_ms = 0.0  # of a streaming step: what a short answer takes; 0 is unknown
         self._batches = 1
         self._unlearned = 0
         self._new: list[Task] = []
@@ -195,6 +199,10 @@ class Lane:
 
     def learn(self, items: int, run_ms: float, now_ms: float) -> None:
         """Take in how long a batch took. Of a step quicker than a message only now and then: it costs as much as it."""
+        if self.streams:  # one answer is short and another long: what the short ones take is all that is sure
+            self.least_ms = (
+                min(run_ms, self.least_ms + LEAST_SHARE * (run_ms - self.least_ms)) if self.least_ms else run_ms
+            )
         self._unlearned += 1
         if self._unlearned < LEARN_EVERY and self.latency.samples > LEARN_EVERY and run_ms < QUICK_MESSAGE_MS:
             return

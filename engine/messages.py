@@ -192,10 +192,11 @@ class Room(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Hand items to a streaming step; answered by Pieces."""
+    """Hand items to a streaming step; answered by Pieces. `suspect` as in Run."""
 
     step: int
     items: tuple[Item, ...]
+    suspect: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -284,10 +285,14 @@ class Need(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Suspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What the items of a suspect dispatch are made of: a SHA-256 of each one's inputs, sent before they are run."""
+    """What the items of a suspect dispatch are made of: a SHA-256 of each one's inputs, sent before they are run.
+
+    streams: of a suspect Submit, its items; `dispatch` is then 0.
+    """
 
     dispatch: int
     digests: tuple[bytes, ...]
+    streams: tuple[int, ...] = ()
 
 
 class Ran(msgspec.Struct, frozen=True, array_like=True):

@@ -214,22 +214,26 @@ class Worker:
         self._inbox.end()
         self._channel.send(encode(done))
 
-    def _screen(self, message: Run) -> dict[int, Failure]:
-        """Say what a suspect dispatch is made of; return the failures of the items that are refused, by position."""
+    def _screen(self, message: Run | Submit) -> dict[int, Failure]:
+        """Say what suspect items are made of; return the failures of those that are refused, by position."""
         listed = self._quarantined.get(message.step, frozenset())
         if not listed and not message.suspect:
             return {}
         digests = tuple(digest(item.inputs, self._memory.arenas) for item in message.items)
         if message.suspect:
-            self._channel.send(encode(Suspected(message.dispatch, digests)))
+            dispatch, streams = (message.dispatch, ()) if isinstance(message, Run) else (0, message.items)
+            told = Suspected(dispatch, digests, tuple(item.id for item in streams))
+            self._channel.send(encode(told))
         return {position: QUARANTINED for position, one in enumerate(digests) if one in listed}
 
     def _submit(self, message: Submit) -> None:
         stream = self._streams.get(message.step)
-        no_stream = Failure("StepError", "this step does not stream")
+        wrong = self._screen(message) if message.suspect or self._quarantined else {}
+        if stream is None:
+            wrong = dict.fromkeys(range(len(message.items)), Failure("StepError", "this step does not stream"))
         pieces = [
-            stream.submit(item) if stream is not None else PieceOf(item.id, {}, True, no_stream)
-            for item in message.items
+            PieceOf(item.id, {}, True, wrong[at]) if at in wrong or stream is None else stream.submit(item)
+            for at, item in enumerate(message.items)
         ]
         refused = [piece for piece in pieces if piece is not None]
         if refused:

@@ -29,11 +29,8 @@ MADE_UP: Mapping[str, Mapping[str, Any]] = {
     "classify": {"model": "organisation/model"},
     "embed": {"model": "organisation/model"},
     "llm": {"model": "organisation/model"},
-    "guardrail": {},
-    "echo": {},
-    "fail": {},
 }
-"""Options with which a node can say its ports; nothing is opened with them."""
+"""Options without which a node cannot say its ports; nothing is opened with them."""
 
 PORTS_FROM: Mapping[str, str] = {
     "function": "Its inputs are the function's parameters and its outputs what the return annotation says: one output "
@@ -72,7 +69,8 @@ _INTRO = f"""\
 A step names one of these as its `node`; options are written beside the step's own keys, which
 [the reference of pipeline files](yaml.md) lists. `weftline nodes NAME` prints the same for one node, and for a node of
 your own. *Heavy* nodes divide the machine's cores among their processes, and `device: auto` puts them on the first GPU
-where there is one; the others have one thread on the CPU. A model has a licence of its own besides the one named here.
+where there is one; the others have one thread on the CPU. Nodes that *remember* keep something between the requests of a
+sequence; a worker's death takes it along. A model has a licence of its own besides the one named here.
 
 """
 
@@ -102,7 +100,7 @@ def _section(name: str, node: type[Node]) -> str:
 
 
 def _traits(node: type[Node]) -> list[str]:
-    traits = ["heavy"] if node.heavy else []
+    traits = [word for word, holds in (("heavy", node.heavy), ("remembers", node.stateful)) if holds]
     if issubclass(node, Control):
         return ["decided without a worker"]
     if issubclass(node, StreamNode):
@@ -112,7 +110,7 @@ def _traits(node: type[Node]) -> list[str]:
 
 
 def _ports(name: str, node: type[Node]) -> str:
-    ports: Ports = node.ports(to_config(node, MADE_UP[name]), StepContext(Path()))
+    ports: Ports = node.ports(to_config(node, MADE_UP.get(name, {})), StepContext(Path()))
     heads = ["| port | type | meaning |", "|---|---|---|"]
     return "\n".join([*heads, *_rows("in", ports.inputs), *_rows("out", ports.outputs)])
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from weftline.nodes.contract import Node
+from weftline.nodes.control import Control
 from weftline.nodes.ports import KINDS
+from weftline.pipelines.condition import ALLOWED, CHARS_MAX
 from weftline.pipelines.document import DEPTH_MAX, EVENTS_MAX, TEXT_BYTES_MAX
 from weftline.pipelines.entries import NAME_CHARS_MAX
 from weftline.pipelines.field_docs import summary
@@ -47,11 +49,14 @@ outputs:
 - Relative paths are relative to the file's folder.
 - A `template` step, and the `prompt` of an `llm` step, names what it reads: `{{{{ see.detections | describe }}}}` is
   wired without being listed under `inputs`. A `prompt` makes a template step of its own, called `<step>_prompt`.
+- A condition (`when`) is made of {ALLOWED}.
+  It has at most {CHARS_MAX:,} characters.
+- What [control flow](../guides/control-flow.md) and [batching](../guides/batching.md) do has guides of its own.
 
 Port types are {", ".join(f"`{kind}`" for kind in KINDS)},
-or a tensor of one item such as `float32[3, H, W]`: a name is a size that is the same wherever it occurs in one step,
-`?` is any size. `image` is the same as `uint8[H, W, 3]` and `audio` the same as `float32[samples]`; `text` and
-`detections` may be given where `json` is taken.
+a tensor of one item such as `float32[3, H, W]`, or a list of one of these, such as `list[image]`: a name is a size that
+is the same wherever it occurs in one step, `?` is any size. `image` is the same as `uint8[H, W, 3]` and `audio` the same
+as `float32[samples]`; `text`, `detections` and lists of text or json may be given where `json` is taken.
 """
 
 
@@ -81,7 +86,8 @@ def _node(name: str, node: type[Node]) -> str:
     options = node_options(node)
     traits = [f"Extra: `weftline[{node.extra}]`."] if node.extra else []
     items, wait = node.batch_default
-    traits.append(f"Default batch: up to {items}{f', waits {wait:g} ms' if wait else ''}.")
+    if not issubclass(node, Control):
+        traits.append(f"Default batch: up to {items}{f', waits {wait:g} ms' if wait else ''}.")
     about = " ".join([summary(node), *traits]).strip()
     if name == "llm":
         about += " `prompt` holds a template and makes a template step."

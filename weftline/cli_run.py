@@ -133,13 +133,26 @@ def _print_timings(result: Result, out: TextIO) -> None:
     table.add_column("step")
     for heading in ("queued ms", "run ms", "batch"):
         table.add_column(heading, justify="right")
-    for timing in result.timings:
-        table.add_row(*_row(timing))
+    for row in timing_rows(result.timings):
+        table.add_row(*row)
     console = Console(file=out, highlight=False, markup=False)
     console.print(table)
     console.print(f"{result.total_ms:.1f} ms in all")
     out.flush()
 
 
-def _row(timing: StepTiming) -> tuple[str, str, str, str]:
-    return timing.step, f"{timing.queued_ms:.1f}", f"{timing.run_ms:.1f}", str(timing.batch)
+def timing_rows(timings: Sequence[StepTiming]) -> list[tuple[str, str, str, str]]:
+    """Return the table's rows: the elements of a `map:` step as one, with the longest times of them."""
+    together: dict[tuple[str, str, int], list[StepTiming]] = {}
+    for place, timing in enumerate(timings):
+        together.setdefault((timing.step, timing.outcome, -1 if timing.element >= 0 else place), []).append(timing)
+    return [_row(same) for same in together.values()]
+
+
+def _row(same: Sequence[StepTiming]) -> tuple[str, str, str, str]:
+    first = same[0]
+    name = f"{first.step} x {len(same)}" if first.element >= 0 else first.step
+    if first.outcome == "skipped":
+        return name, "", "", "skipped"
+    queued_ms, run_ms, batch = (max(getattr(one, of) for one in same) for of in ("queued_ms", "run_ms", "batch"))
+    return name, f"{queued_ms:.1f}", f"{run_ms:.1f}", f"{batch}" if first.outcome == "ok" else first.outcome

@@ -5,6 +5,7 @@
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,8 +14,9 @@ import numpy as np
 
 import weftline
 from weftline.errors import ModelError
-from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
+from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, Piece, StepContext, StreamNode
 from weftline.nodes.ports import Ports, port
+from weftline.nodes.urgency import USUAL, Urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,42 @@ class Shaped(BatchNode):
         whole = batch.stacked("x")
         told = {"items": len(batch), "shape": list(whole.shape[1:])}
         return {"y": list(whole * 2 + 1), "told": [told] * len(batch)}
+
+
+class Spells(StreamNode):
+    """Spells its text letter by letter, and ends its worker on the word `bomb`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._left: dict[int, list[str]] = {}
+        self._whole: dict[int, str] = {}
+
+    @classmethod
+    def ports(cls, config: Any, step: StepContext) -> Ports:
+        return Ports((port("value", "text"),), (port("value", "text", pieces=True),))
+
+    def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
+        self._left[item], self._whole[item] = list(inputs["value"]), inputs["value"]
+
+    def cancel(self, item: int) -> None:
+        self._left.pop(item, None)
+
+    def round(self) -> Sequence[Piece]:
+        time.sleep(0.02)
+        if "bomb" in (self._whole[item] for item in self._left):
+            os._exit(86)
+        pieces = []
+        for item in list(self._left):
+            if self._left[item]:
+                pieces.append(Piece(item, {"value": self._left[item].pop(0)}))
+            else:
+                del self._left[item]
+                pieces.append(Piece(item, {"value": self._whole.pop(item)}, last=True))
+        return pieces
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._left)
 
 
 def shout(text: str) -> str:

@@ -303,6 +303,21 @@ def test_a_stream_whose_first_piece_has_not_come_is_begun_again(start: Start) ->
     assert session.stats()["retried"] == 1
 
 
+def test_mates_of_a_killer_in_a_streaming_step_are_answered_and_it_is_kept_out(start: Start) -> None:
+    p = builder()
+    p.output("y", p.step("s", f"{STEPS}:Spells", value=p.input("x", "text")).value)
+    session = start(p)
+    texts = ["a", "b", "bomb", "c", "d", "e", "f", "g"]
+    wanted = ["WorkerDied" if text == "bomb" else text for text in texts]
+    assert outputs(together(session, [{"x": text} for text in texts])) == wanted
+    stats = session.stats()
+    assert stats["worker_deaths"] <= 4 and stats["quarantined"] == 1
+    wait_until(lambda: session.ready)
+    with pytest.raises(InputError, match="killed its worker before"):
+        session.run(x="bomb")
+    assert session.run(x="ok")["y"] == "ok" and session.stats()["worker_deaths"] == stats["worker_deaths"]
+
+
 def test_with_two_instances_the_other_one_takes_over(start: Start, gate: Gate) -> None:
     p = builder()
     step = p.step(
