@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+SEEDS ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format evaluate bench docs clean
+.PHONY: help setup demo test lint format evaluate bench bench-quick simulate docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -37,8 +38,24 @@ format: setup  ## rewrite the code in the house format
 evaluate: setup  ## score the flagship on unseen recordings and pictures (needs espeak-ng)
 	$(RUN) -m examples.evaluate --report docs/evaluation.md
 
-bench: setup  ## the cost of a hop, beside its floors
-	$(RUN) benchmarks/hops.py
+bench: setup  ## every benchmark of the engine, about 10 minutes
+	$(RUN) benchmarks/hops.py --rounds 3
+	$(RUN) -m benchmarks.scheduling --plot docs/images/scheduling.svg
+	$(RUN) -m benchmarks.saturation --rounds 3 --seconds 3
+	$(RUN) -m benchmarks.deadlines --rounds 3 --seconds 4 --loads 1.2 2
+	$(RUN) -m benchmarks.overload --seconds 30
+	$(RUN) -m benchmarks.deaths
+
+bench-quick: setup  ## the same in about 2 minutes, to see that they run
+	$(RUN) benchmarks/hops.py --quick --rounds 1
+	$(RUN) -m benchmarks.scheduling --quick
+	$(RUN) -m benchmarks.saturation --quick --nodes echo
+	$(RUN) -m benchmarks.deadlines --quick --loads 1.2 2
+	$(RUN) -m benchmarks.overload --quick --loads 2
+	$(RUN) -m benchmarks.deaths --quick
+
+simulate: setup  ## run the scheduler through SEEDS made-up worlds
+	$(RUN) -m tests.engine.simulation --seeds $(SEEDS)
 
 docs: setup  ## write the generated parts of the documentation again
 	$(RUN) -m weftline.pipelines.reference

@@ -31,17 +31,16 @@ def peak_memory() -> str:
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """Return how much memory these processes have together: pages they share are counted once (PSS).
+    """Return how much memory these processes have resident (RSS), added up; what they share counts in each of them.
 
-    A process that is gone counts nothing.
+    A process that is gone counts nothing. Cheap: the finer figures stop a process for milliseconds.
     """
     total = 0
     for pid in pids:
         try:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
         except OSError:
             continue
-        total += sum(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
     return total
 
 

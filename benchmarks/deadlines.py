@@ -50,6 +50,9 @@ POLICIES: Mapping[str, tuple[Mapping[str, Any], bool]] = {
 BAR = 1.3
 """Goodput from 1.2 times the capacity on, as a multiple of the fixed timer's."""
 
+RATIO_MAX = 99.0
+"""A larger one says only that the other is next to nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -73,7 +76,11 @@ def pipeline(policy: str) -> Builder:
     )
     wire: Any = built.input("value", "text")
     for index, (fixed_ms, item_ms) in enumerate(STAGES):
-        options = {"delay_ms": fixed_ms, "delay_item_ms": item_ms, "batch": {"items_max": ITEMS_MAX, **batch}}
+        options: dict[str, Any] = {
+            "delay_ms": fixed_ms,
+            "delay_item_ms": item_ms,
+            "batch": {"items_max": ITEMS_MAX, **batch},
+        }
         wire = built.step(f"stage{index}", "echo", value=wire, **options).value
     built.output("value", wire)
     return built
@@ -116,7 +123,7 @@ def compare(
         order = order[1:] + order[:1]
     ratios = {}
     for policy, found in seen.items():
-        against = [one.good_per_s / max(other.good_per_s, 0.1) for one, other in zip(found, seen["timer"], strict=True)]
+        against = [_ratio(one.good_per_s, other.good_per_s) for one, other in zip(found, seen["timer"], strict=True)]
         ratios[policy] = statistics.median(against)
         shares = "  ".join(
             f"{name} {100 * statistics.median(getattr(one, name) for one in found):4.1f} %"
@@ -128,6 +135,11 @@ def compare(
             flush=True,
         )
     return ratios
+
+
+def _ratio(one: float, other: float) -> float:
+    """Return one / other, at most RATIO_MAX; 1 when both are nothing."""
+    return min(one / other, RATIO_MAX) if other else RATIO_MAX if one else 1.0
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
+import itertools
 import os
 import random
 import signal
@@ -28,21 +28,23 @@ import statistics
 import sys
 import threading
 import time
+from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions, descriptors, memory_bytes, peak_memory, quantile, shared_bytes
-from weftline.engine.driver import Driver
 from weftline.engine.session import Session, load
-from weftline.errors import RequestCancelled, WeftlineError
+from weftline.errors import WeftlineError
 from weftline.pipelines.builder import Builder
 
 CALLERS = 64
 KILL_EVERY_S = 2.0
+HUNG_S = 30.0
+"""A request that has not ended so long after the last was sent hangs."""
+
 READY_MAX_S = 10.0
 """Longest wait for the workers to be back when the killing is over."""
 
@@ -131,57 +133,78 @@ def stages() -> Builder:
     return built
 
 
+@dataclass(slots=True)
+class Noticed:
+    """What callers noticed: latencies of answers in milliseconds, failures as (when, error), and wrong answers."""
+
+    latencies_ms: array[float] = field(default_factory=lambda: array("d"))
+    failures: list[tuple[float, str]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    hung: int = 0
+
+
+def drive(session: Session, seconds: float) -> Noticed:
+    """Let CALLERS callers ask for so long, and check every answer."""
+    noticed, numbers = Noticed(), itertools.count()
+
+    async def call(until_s: float) -> None:
+        while (started_s := time.monotonic()) < until_s:
+            text = str(next(numbers))
+            try:
+                answer = (await session.arun(text=text))["text"]
+            except WeftlineError as error:
+                noticed.failures.append((time.monotonic() * 1000, type(error).__name__))
+                continue
+            noticed.latencies_ms.append((time.monotonic() - started_s) * 1000)
+            if answer != text + "abc":
+                noticed.wrong.append(answer)
+
+    async def every() -> None:
+        until_s = time.monotonic() + seconds
+        _, hung = await asyncio.wait(
+            [asyncio.create_task(call(until_s)) for _ in range(CALLERS)], timeout=seconds + HUNG_S
+        )
+        noticed.hung = len(hung)
+        for task in hung:
+            task.cancel()
+
+    asyncio.run(every())
+    return noticed
+
+
 def under_fire(session: Session, seconds: float) -> list[str]:
     """Kill workers under load, print what callers noticed, and return the bars that were missed."""
-    wrong: list[str] = []
-
-    async def ask(inputs: Mapping[str, Any], deadline_ms: float | None) -> Any:
-        result = await session.arun(**inputs)
-        if result["text"] != inputs["text"] + "abc":
-            wrong.append(result["text"])
-        return result
-
-    def drive(length_s: float) -> Driver:
-        driver = Driver(ask, lambda number: {"text": str(number)}, None)
-        asyncio.run(driver.closed(CALLERS, length_s * 1000))
-        return driver
-
-    drive(1.0)
+    drive(session, 1.0)
     before = Baseline.of(session)
     memory = memory_bytes([os.getpid(), *session.pids().values()])
     killer = Killer(session, seconds)
     killer.start()
-    outcomes = drive(seconds).outcomes
+    noticed = drive(session, seconds)
     killer.join()
     until = time.monotonic() + READY_MAX_S
     while not session.ready and time.monotonic() < until:
         time.sleep(0.05)
-    ok = sum(one.ok for one in outcomes)
-    hung = sum(one.error == RequestCancelled.__name__ for one in outcomes)
-    failed = [one for one in outcomes if not one.ok]
     told_ms = []
-    for one in failed:
-        kill = bisect_right(killer.kills_ms, one.ended_ms) - 1
-        told_ms.append(one.ended_ms - killer.kills_ms[kill] if kill >= 0 else float("inf"))
-    errors = ", ".join(f"{count} {name}" for name, count in Counter(one.error for one in failed).most_common())
-    longest_ms = max(one.latency_ms for one in outcomes)
+    for at_ms, _ in noticed.failures:
+        kill = bisect_right(killer.kills_ms, at_ms) - 1
+        told_ms.append(at_ms - killer.kills_ms[kill] if kill >= 0 else float("inf"))
+    errors = ", ".join(f"{count} {name}" for name, count in Counter(name for _, name in noticed.failures).most_common())
+    ok, wrong = len(noticed.latencies_ms), len(noticed.wrong)
+    share = ok / (ok + len(told_ms) + noticed.hung)
     print(
-        f"{len(killer.kills_ms)} kills in {seconds:g} s, {CALLERS} callers: {len(outcomes)} requests,"
-        f" {100 * ok / len(outcomes):.3f} % answered, {hung} hung, {len(wrong)} wrong; failed: {errors or 'none'};"
-        f" longest {longest_ms:.0f} ms"
+        f"{len(killer.kills_ms)} kills in {seconds:g} s, {CALLERS} callers: {ok} answers, {100 * share:.3f} % of"
+        f" requests; {noticed.hung} hung, {wrong} wrong; failed: {errors or 'none'}"
     )
     print(
-        f"    death seen after {statistics.median(killer.seen_ms):.1f} ms, at most {max(killer.seen_ms):.1f} ms; error"
-        f" told after p50 {quantile(told_ms, 0.5):.0f} ms, at most {max(told_ms, default=0.0):.0f} ms"
+        f"    answered after p50 {quantile(noticed.latencies_ms, 0.5):.1f} ms, p99"
+        f" {quantile(noticed.latencies_ms, 0.99):.1f} ms, at most {max(noticed.latencies_ms):.0f} ms; death seen after"
+        f" {statistics.median(killer.seen_ms):.1f} ms, at most {max(killer.seen_ms):.1f} ms; error told after at most"
+        f" {max(told_ms, default=0.0):.0f} ms"
     )
-    share = ok / len(outcomes)
-    outcomes.clear()
-    failed.clear()
-    gc.collect()
     after = Baseline.reached(session, before)
     grown = memory_bytes([os.getpid(), *session.pids().values()]) - memory
-    print(f"    before {before}\n    after  {after}; memory {grown / 1e6:+.1f} MB", flush=True)
-    missed = [f"{hung} hung"] * bool(hung) + [f"{len(wrong)} wrong answers"] * bool(wrong)
+    print(f"    before {before}\n    after  {after}; RSS of all processes {grown / 1e6:+.1f} MB", flush=True)
+    missed = [f"{noticed.hung} hung"] * bool(noticed.hung) + [f"{wrong} wrong answers"] * bool(wrong)
     missed += [f"{100 * share:.0f} % answered"] * (share < ANSWERED_BAR)
     missed += [f"death seen after {max(killer.seen_ms):.0f} ms"] * (max(killer.seen_ms) >= SEEN_BAR_MS)
     missed += [f"error told after {max(told_ms, default=0):.0f} ms"] * (max(told_ms, default=0) > TOLD_BAR_MS)
@@ -193,16 +216,16 @@ def cancels(session: Session, count: int) -> list[str]:
     """Cancel requests at random moments, print what is left, and return what is not as it was."""
     draw = random.Random(11)
     ends: Counter[str] = Counter()
-    left = iter(range(count))
+    numbers = itertools.count()
 
     async def read(text: str) -> None:
         async for _ in session.astream(text=text):
             pass
 
     async def caller() -> None:
-        for number in left:
-            streams = draw.random() < 0.5
-            asked = asyncio.ensure_future(read(str(number)) if streams else session.arun(text=str(number)))
+        while ends["cancelled"] < count:
+            text = str(next(numbers))
+            asked = asyncio.ensure_future(read(text) if draw.random() < 0.5 else session.arun(text=text))
             await asyncio.wait([asked], timeout=draw.uniform(0.0, CANCEL_AFTER_MS_MAX) / 1000)
             asked.cancel()
             try:
@@ -223,7 +246,7 @@ def cancels(session: Session, count: int) -> list[str]:
     requests = session.stats()["requests"]
     summed = requests["admitted"] == sum(requests[end] for end in ("ok", "failed", "cancelled", "expired", "open"))
     works = session.run(text="still here")["text"] != ""
-    print(f"{count} cancels at random: {dict(ends)}; requests {requests}")
+    print(f"cancels at random moments: {dict(ends)}; requests {requests}")
     print(f"    before {before}\n    after  {after}", flush=True)
     missed = ["not back at the baseline after cancels"] * (after != before)
     return missed + ["counters do not add up"] * (not summed) + ["it does not answer any more"] * (not works)

@@ -5,9 +5,9 @@ peak is measured with a closed load in the same run; then open-loop Poisson arri
 at half of it, until latency is what it was before.
 
     goodput     answered within the SLO, beside the peak; the bar is 90 %
-    refusals    from the moment the request was meant to be sent to the error: p99, the bar is 10 ms
+    refusals    from the call to the error: p99, the bar is 10 ms; how late the load itself called stands beside it
     admitted    latency of what was answered, beside the SLO; and what was let in and then cut off
-    memory      of the runtime and all workers together (PSS): its slope after a warm-up
+    memory      of the runtime and all workers together (RSS): its slope after a warm-up
     recovery    from the end of the overload to the first quarter of a second like before; the bar is 5 s
 
     python -m benchmarks.overload [--quick] [--seconds 60] [--loads 2 5]
@@ -23,15 +23,15 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.conditions import conditions, memory_bytes, peak_memory, quantile
 from benchmarks.deadlines import ITEMS_MAX, STAGES
-from weftline.engine.driver import Driver
-from weftline.engine.load import Open
-from weftline.engine.outcome import Outcome
+from weftline.engine.arrivals import Open
+from weftline.engine.clock import MonotonicClock
 from weftline.engine.session import Session, load
+from weftline.errors import LimitReached, WeftlineError
 from weftline.pipelines.builder import Builder
 
 SLO_MS = 300.0
@@ -45,32 +45,45 @@ WINDOW_S = 0.25
 USUAL = 1.5
 """A usual time: at most so many times the 99th percentile of the calm before."""
 
+CLOCK = MonotonicClock()
+
 GOODPUT_BAR, REFUSAL_BAR_MS, RECOVERY_BAR_S = 0.9, 10.0, 5.0
 
 
 class Tally:
-    """Takes the driver's outcomes and keeps only numbers of them: the load's own memory is not what is looked at."""
+    """What became of the requests of one load, as numbers only: the load's own memory is not what is looked at."""
 
     def __init__(self) -> None:
         self.sent_ms, self.late_ms, self.answered_ms, self.refused_ms, self.cut_ms = (array("d") for _ in range(5))
-        self.answered_at_ms = array("d")
-        self.lost_at_ms = array("d")
+        self.answered_at_ms, self.lost_at_ms = array("d"), array("d")
         self.ended_last_ms = 0.0
 
-    def __len__(self) -> int:
-        return len(self.sent_ms)
+    async def send(self, session: Session, at_ms: float, deadline_ms: float | None) -> None:
+        """Send a request that was meant to be sent at `at_ms`; latency counts from then."""
+        self.sent_ms.append(at_ms)
+        late_ms = CLOCK.now_ms() - at_ms
+        self.late_ms.append(late_ms)
+        left_ms = None if deadline_ms is None else max(deadline_ms - late_ms, 0.0)
+        try:
+            await session.arun(value="a text", deadline_ms=left_ms)
+        except WeftlineError as error:
+            refused = isinstance(error, LimitReached) or str(error).startswith("by recent times")
+            took_ms = CLOCK.now_ms() - at_ms
+            if refused:
+                self.refused_ms.append(took_ms - late_ms)
+            else:
+                self.cut_ms.append(took_ms)
+            self.lost_at_ms.append(at_ms)
+        else:
+            self.answered_ms.append(CLOCK.now_ms() - at_ms)
+            self.answered_at_ms.append(at_ms)
+        self.ended_last_ms = CLOCK.now_ms()
 
-    def append(self, outcome: Outcome) -> None:
-        self.sent_ms.append(outcome.sent_ms)
-        self.late_ms.append(outcome.late_ms)
-        self.ended_last_ms = max(self.ended_last_ms, outcome.ended_ms)
-        if outcome.ok:
-            self.answered_ms.append(outcome.latency_ms)
-            self.answered_at_ms.append(outcome.sent_ms)
-            return
-        self.lost_at_ms.append(outcome.sent_ms)
-        refused = outcome.error == "LimitReached" or outcome.message.startswith("by recent times")
-        (self.refused_ms if refused else self.cut_ms).append(outcome.latency_ms)
+    @property
+    def notes_mb(self) -> float:
+        """How much memory the numbers take."""
+        kept = (value for value in vars(self).values() if isinstance(value, array))
+        return sum(len(numbers) * numbers.itemsize for numbers in kept) / 1e6
 
     @property
     def good(self) -> int:
@@ -112,17 +125,28 @@ def pipeline() -> Builder:
 
 def drive(session: Session, arrivals_ms: Iterator[float] | None, seconds: float = 0.0) -> Tally:
     """Send requests at these times, or with CALLERS callers for so long; return what became of them."""
-
-    async def ask(inputs: Mapping[str, Any], deadline_ms: float | None) -> Any:
-        return await session.arun(deadline_ms=deadline_ms, **inputs)
-
     tally = Tally()
-    driver = Driver(ask, lambda number: {"value": "a text"}, None if arrivals_ms is None else SLO_MS)
-    driver.outcomes = tally  # type: ignore[assignment]  # it needs append and len
-    if arrivals_ms is None:
-        asyncio.run(driver.closed(CALLERS, seconds * 1000))
-    else:
-        asyncio.run(driver.open(arrivals_ms))
+
+    async def call(until_ms: float) -> None:
+        while (now_ms := CLOCK.now_ms()) < until_ms:
+            await tally.send(session, now_ms, None)
+
+    async def closed() -> None:
+        until_ms = CLOCK.now_ms() + seconds * 1000
+        await asyncio.gather(*(call(until_ms) for _ in range(CALLERS)))
+
+    async def opened(arrivals_ms: Iterator[float]) -> None:
+        start_ms, tasks = CLOCK.now_ms(), set[asyncio.Task[None]]()
+        for offset_ms in arrivals_ms:
+            at_ms = start_ms + offset_ms
+            if (wait_ms := at_ms - CLOCK.now_ms()) > 0:
+                await asyncio.sleep(wait_ms / 1000)
+            task = asyncio.create_task(tally.send(session, at_ms, SLO_MS))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(closed() if arrivals_ms is None else opened(arrivals_ms))
     return tally
 
 
@@ -157,19 +181,20 @@ def overload(session: Session, times: float, peak_per_s: float, usual_ms: float,
     recovery_s = recovered_after_s(after, end_ms, USUAL * usual_ms)
     during = [(at, size) for at, size in memory if at * 1000 <= end_ms]
     print(
-        f"{times:g}x for {seconds:g} s: {len(tally)} sent, goodput {tally.good / seconds:.0f}/s, {100 * share:.1f} % of"
-        f" peak; refused {100 * len(tally.refused_ms) / len(tally):.0f} %, let in and cut off"
-        f" {100 * len(tally.cut_ms) / len(tally):.1f} %"
+        f"{times:g}x for {seconds:g} s: {len(tally.sent_ms)} sent, goodput {tally.good / seconds:.0f}/s,"
+        f" {100 * share:.1f} % of peak; refused {100 * len(tally.refused_ms) / len(tally.sent_ms):.0f} %, let in"
+        f" and cut off {100 * len(tally.cut_ms) / len(tally.sent_ms):.1f} %"
     )
     print(
         f"    refusals p50 {quantile(tally.refused_ms, 0.5):.2f} ms, p99 {refusal_ms:.2f} ms, most"
         f" {max(tally.refused_ms, default=0):.1f} ms; answered p50 {quantile(tally.answered_ms, 0.5):.0f} ms, p99"
         f" {quantile(tally.answered_ms, 0.99):.0f} ms (SLO {SLO_MS:g} ms); cut off after at most"
-        f" {max(tally.cut_ms, default=0):.0f} ms; the load itself was late by p99 {quantile(tally.late_ms, 0.99):.1f} ms"
+        f" {max(tally.cut_ms, default=0):.0f} ms; the load was late by p99 {quantile(tally.late_ms, 0.99):.1f} ms"
     )
     print(
         f"    memory {during[0][1] / 1e6:.0f} -> {during[-1][1] / 1e6:.0f} MB, slope after warm-up"
-        f" {slope_mb_per_min(during):+.2f} MB/min; recovered after {recovery_s:.2f} s",
+        f" {slope_mb_per_min(during):+.2f} MB/min, of which the load's own notes {tally.notes_mb / seconds * 60:.2f};"
+        f" recovered after {recovery_s:.2f} s",
         flush=True,
     )
     missed = []

@@ -16,6 +16,7 @@ from weftline.engine.crew import Crew
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Task
 from weftline.engine.rooms import Rooms
+from weftline.engine.supervisor import READY
 from weftline.engine.tasks import Tasks
 from weftline.engine.timing import note
 from weftline.pipelines.plan import Plan
@@ -67,9 +68,15 @@ class Answers:
         pass
 
     def _hello(self, worker: int, message: msg.Hello) -> None:
+        if self._ledger.arena_bytes(self._crew.members[worker].arena):
+            self._kill(worker, "it said twice that it is up")
+            return
         self._ledger.add_arena(self._crew.members[worker].arena, message.arena_bytes)
 
     def _ready(self, worker: int, message: msg.Ready) -> None:
+        if self._crew.members[worker].state == READY:
+            self._kill(worker, "it said twice that it is ready")
+            return
         self._crew.ready(worker, self._book.now_ms)
         for lane in self._lanes_of[worker]:
             if message.warm_ms.get(lane.name):
@@ -144,7 +151,11 @@ class Answers:
         lane.went_well(items)
 
     def _pieces(self, worker: int, message: msg.Pieces) -> None:
-        member, lane = self._crew.members[worker], self._tasks.lanes[message.step]
+        member = self._crew.members[worker]
+        lane = next((lane for lane in self._lanes_of[worker] if lane.index == message.step), None)
+        if lane is None:
+            self._kill(worker, "it gave pieces of a step that it does not hold")
+            return
         member.spoke_ms = self._book.now_ms
         self._book.counters.copied_bytes += message.copied_bytes
         for piece in message.pieces:
@@ -159,7 +170,8 @@ class Answers:
             del member.streams[piece.item]
             if task.id in self._tasks.live:
                 ports = range(len(task.unit.returns))
-                result = piece.failure or msg.Given(tuple(piece.outputs[port] for port in ports))
+                given = msg.Given(tuple(piece.outputs[port] for port in ports if port in piece.outputs))
+                result = piece.failure or given  # one that lacks a port does not fit, and costs it its life
                 run_ms = self._book.now_ms - task.started_ms
                 if piece.failure is None:
                     lane.learn(1, run_ms, self._book.now_ms)
@@ -175,7 +187,7 @@ class Answers:
         if not request.pieces or task.element >= 0 or task.place in request.called:
             return
         for port, value in piece.outputs.items():
-            for name in request.route.outputs_at[task.unit.returns[port]]:
+            for name in request.route.outputs_at[task.unit.returns[port]] if port < len(task.unit.returns) else ():
                 task.said = True
                 self._emit(ev.PieceReady(request.id, name, value))
 

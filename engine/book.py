@@ -193,14 +193,14 @@ class Book:
                 self.end(request, "expire", "DeadlineExceeded", told)
 
     def unfinished(self, request: Request) -> list[str]:
-        """Return the names of the steps that a request still waits for."""
-        done = {timing.step for timing in request.timings}
-        waits = [
-            unit
+        """Return the names of the steps that a request still waits for; stand-ins that nobody has called are not."""
+        called, waits_for = (-1, *request.called), request.route.waits_for
+        return [
+            self._step_names[step]
             for place, unit in enumerate(request.route.units)
-            if request.missing[place] >= 0 or self._at(request, place)
+            if (request.missing[place] >= 0 and waits_for.get(place, -1) in called) or self._at(request, place)
+            for step in unit.steps
         ]
-        return [name for unit in waits for name in (self._step_names[step] for step in unit.steps) if name not in done]
 
     def _at(self, request: Request, place: int) -> bool:
         return any(task.place == place for task in request.tasks.values())

@@ -82,7 +82,8 @@ class Branches:
             if request.missing[member] > 0:
                 request.missing[member] -= 1
         for member in stand_in.group:
-            if request.missing[member] == 0 and request.state == OPEN:
+            left = request.missing[member]
+            if request.state == OPEN and (left == 0 or (left > 0 and request.route.units[member].control)):
                 self.ready(request, member)
 
     # beginning
@@ -213,7 +214,10 @@ class Branches:
             rows.append((row, held))
         self._book.release(keys)
         for element, (row, held) in enumerate(rows):
-            self._begin(request, place, row, held, element)
+            if place in request.gathers:
+                self._begin(request, place, row, held, element)
+            else:  # one before it has failed at once, and the unit with it
+                self._book.release(held)
 
     def _gather(
         self, request: Request, place: int, outputs: Sequence[Value], element: int

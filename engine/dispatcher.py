@@ -61,7 +61,7 @@ class Dispatcher:
                     new = lane.take_new()
                     if new is None:
                         break
-                    self._dispatch(worker, lane, new)
+                    self._hand_out(worker, lane, new)
                     return
             lane.settle(self._book.now_ms)
         if lane.sequences is not None:
@@ -86,7 +86,7 @@ class Dispatcher:
                         wake = max(wake, self._book.now_ms + NAP_MS)
                         self.waits[lane.index] = min(self.waits.get(lane.index, wake), wake)
                     break
-                self._dispatch(worker, lane, [self._tasks.live[id] for id in taken])
+                self._hand_out(worker, lane, [self._tasks.live[id] for id in taken])
 
     def has_room(self, member: WorkerState, lane: Lane) -> bool:
         """Whether a worker may be given (more) of a step's work now."""
@@ -99,6 +99,7 @@ class Dispatcher:
             and len(lane.queue(lane.workers[0])) >= lane.items_max
             and lane.sequences is None
             and lane.quick
+            and not lane.suspects  # they wait for a worker that has nothing else to do
             and not member.needs
             and not any(self._is_free(worker) for worker in lane.workers)
         )
@@ -115,6 +116,21 @@ class Dispatcher:
         told = f"by recent times it would be about {max(by_ms, 0):.0f} ms too late; it was not begun"
         lane.discard(task)
         self._book.end(request, "expire", "DeadlineExceeded", told, lane.name)
+
+    def _hand_out(self, worker: int, lane: Lane, tasks: list[Task]) -> None:
+        """Give tasks to a worker; each of a streaming step goes to the instance that has the fewest."""
+        if not lane.streams or len(lane.workers) == 1:
+            self._dispatch(worker, lane, tasks)
+            return
+        members = self._crew.members
+        load = {one: len(members[one].streams) for one in lane.workers if self.has_room(members[one], lane)}
+        shares: dict[int, list[Task]] = {}
+        for task in tasks:
+            least = min(load, key=load.__getitem__)
+            load[least] += 1
+            shares.setdefault(least, []).append(task)
+        for one, share in shares.items():
+            self._dispatch(one, lane, share)
 
     def _dispatch(self, worker: int, lane: Lane, tasks: list[Task], suspect: bool = False) -> None:
         member, now_ms = self._crew.members[worker], self._book.now_ms

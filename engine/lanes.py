@@ -150,6 +150,9 @@ class Lane:
         """Take a waiting task out, wherever it stands."""
         if task in self._new:
             self._new.remove(task)
+            if self.sequences is not None and task.request.sequence is not None:  # it was admitted, and is settled
+                self.sequences.add(task.request.sequence.id, task.id)
+                self.sequences.discard(task.id)
             return
         if any(queue.discard(task.id) for queue in self._queues):
             if self.sequences is not None and task.request.sequence is not None:

@@ -31,15 +31,23 @@ def peek(value: Value) -> Any:
         raise ValueError(
             f"a condition reads a {value.kind} of {value.size_bytes} bytes; the most is {INLINE_BYTES_MAX}"
         )
+    number = value.kind == "tensor" and value.dtype in _FORMATS and all(size == 1 for size in value.shape)
+    if not number and value.kind not in ("text", "json", "detections"):
+        raise ValueError(f"a condition cannot read {value.dtype or value.kind}{list(value.shape) or ''}")
+    try:
+        return _decoded(value, value.data)
+    except (struct.error, msgspec.MsgspecError, ValueError, LookupError, TypeError):
+        raise ValueError(f"{value.size_bytes} bytes that hold no {value.kind}") from None
+
+
+def _decoded(value: Value, data: bytes) -> Any:
     if value.kind == "text":
-        return value.data.decode()
+        return data.decode()
     if value.kind == "json":
-        return msgspec.msgpack.decode(value.data)
+        return msgspec.msgpack.decode(data)
     if value.kind == "detections":
-        return _labels(value.data)
-    if value.kind == "tensor" and value.dtype in _FORMATS and all(size == 1 for size in value.shape):
-        return struct.unpack(f"={_FORMATS[value.dtype]}", value.data)[0]
-    raise ValueError(f"a condition cannot read {value.dtype or value.kind}{list(value.shape) or ''}")
+        return _labels(data)
+    return struct.unpack(f"={_FORMATS[value.dtype]}", data)[0]
 
 
 def _labels(data: bytes) -> list[str]:

@@ -26,7 +26,7 @@ from weftline.engine.request import Request
 from weftline.engine.rooms import Rooms, lease_all
 from weftline.engine.tasks import Tasks
 from weftline.engine.timing import note
-from weftline.errors import LimitReached
+from weftline.errors import InputError, LimitReached
 from weftline.pipelines.plan import Plan
 from weftline.shm.block import PAGE_BYTES, Block, align_up
 from weftline.shm.lease import Ledger
@@ -151,6 +151,9 @@ class Scheduler:
         except LimitReached as refusal:
             self.counters.refused += 1
             self._emit(ev.Refuse(event.request, str(refusal), refusal.retry_after_s))
+        except InputError as refusal:
+            self.counters.refused += 1
+            self._emit(ev.Refuse(event.request, str(refusal), 0.0, "InputError"))
         self._book.release_inputs(event.inputs)
 
     def _in_time(self, event: ev.Submitted) -> ev.Refuse | None:
@@ -241,15 +244,16 @@ class Scheduler:
             self._tasks.enqueue(task)
             return
         lane = self._tasks.lanes[task.unit.step]
-        if task.worker >= 0:  # the worker keeps it until it answers; the attempt that follows is another task
+        note(self.plan.steps, self.crew, task, self._book.now_ms, "lost")
+        at_work = task.worker >= 0
+        if at_work:  # the worker keeps it until it answers; the attempt that follows is another task
             self._emit(ev.Send(task.worker, msg.Cancel(task.unit.step, (task.id,))))
             task = self._tasks.replace(task)
         else:
             lane.discard(task)
             self._tasks.timers.discard(("again", task.id))
-        note(self.plan.steps, self.crew, task, self._book.now_ms, "lost")
         told = f"it took longer than its timeout_ms, {lane.step.timeout_ms:g} ms"
-        self._tasks.fail(task, "DeadlineExceeded", told, lane.name, timed_out=True)
+        self._tasks.fail(task, "DeadlineExceeded", told, lane.name, True, at_work)
 
     def _kill(self, worker: int, why: str) -> None:
         self.crew.members[worker].why = why

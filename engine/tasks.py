@@ -74,11 +74,11 @@ class Tasks:
             due_ms = request.deadline_ms - self._estimates.after_ms(request.route, place, self._book.now_ms)
         task = Task(self._ids, request, place, unit, inputs, keys, self._book.now_ms, due_ms, element)
         self.live[task.id] = request.tasks[task.id] = task
-        if request.sequence is not None:
-            request.reached.add(unit.step)
         if unit.step in self.hopeless:
             self.fail_hopeless(task, "it is given up")
             return
+        if request.sequence is not None:
+            request.reached.add(unit.step)
         timeout_ms = self._steps[unit.step].timeout_ms
         if timeout_ms is not None:
             self.timers.add(self._book.now_ms + timeout_ms, ("timeout", task.id))
@@ -135,9 +135,14 @@ class Tasks:
                 if lane.index not in request.reached:
                     self.forgo(lane, request.sequence.id)
 
-    def fail(self, task: Task, error: str, message: str, step: str, timed_out: bool = False) -> None:
-        """A task failed: it is tried again, or its unit has failed. The task is out of its queue and worker."""
-        wait_ms = self.recovery.try_again_in_ms(task, error, timed_out)
+    def fail(
+        self, task: Task, error: str, message: str, step: str, timed_out: bool = False, at_work: bool = False
+    ) -> None:
+        """A task failed: it is tried again, or its unit has failed. The task is out of its queue and worker.
+
+        at_work: it timed out while a worker had it, which may still be running it.
+        """
+        wait_ms = self.recovery.try_again_in_ms(task, error, timed_out, at_work)
         if wait_ms is None:
             if self.forget(task):
                 self.end(task)

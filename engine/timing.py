@@ -37,8 +37,8 @@ def note(
         tuple.__new__(  # which is what StepTiming(...) comes to, at half the cost; it is on the way of every item
             StepTiming,
             (
-                first, started - task.arrived_ms, run_ms, _batch(one), max(started - free, 0.0), one.run_ms, member.name,
-                started, task.attempts, task.element, outcome if len(ran) == 1 else "ok",
+                first, started - task.arrived_ms, run_ms, _batch(one), max(started - free, 0.0), one.run_ms,
+                member.name, started, task.attempts, task.element, outcome if len(ran) == 1 else "ok",
             ),
         )
     )  # fmt: skip

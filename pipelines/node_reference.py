@@ -69,8 +69,8 @@ _INTRO = f"""\
 A step names one of these as its `node`; options are written beside the step's own keys, which
 [the reference of pipeline files](yaml.md) lists. `weftline nodes NAME` prints the same for one node, and for a node of
 your own. *Heavy* nodes divide the machine's cores among their processes, and `device: auto` puts them on the first GPU
-where there is one; the others have one thread on the CPU. Nodes that *remember* keep something between the requests of a
-sequence; a worker's death takes it along. A model has a licence of its own besides the one named here.
+where there is one; the others have one thread on the CPU. Nodes that *remember* keep something between the requests of
+a sequence; a worker's death takes it along. A model has a licence of its own besides the one named here.
 
 """
 

@@ -54,9 +54,10 @@ outputs:
 - What [control flow](../guides/control-flow.md) and [batching](../guides/batching.md) do has guides of its own.
 
 Port types are {", ".join(f"`{kind}`" for kind in KINDS)},
-a tensor of one item such as `float32[3, H, W]`, or a list of one of these, such as `list[image]`: a name is a size that
-is the same wherever it occurs in one step, `?` is any size. `image` is the same as `uint8[H, W, 3]` and `audio` the same
-as `float32[samples]`; `text`, `detections` and lists of text or json may be given where `json` is taken.
+a tensor of one item such as `float32[3, H, W]`, or a list of one of these, such as `list[image]`. A name in a tensor is
+a size that is the same wherever it occurs in one step, `?` is any size. `image` is the same as `uint8[H, W, 3]` and
+`audio` the same as `float32[samples]`; `text`, `detections` and lists of text or json may be given where `json` is
+taken.
 """
 
 

@@ -26,7 +26,7 @@ from weftline.pipelines.node_reference import node_reference
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [*DOCS.rglob("*.md"), ROOT / "README.md"])
-GUIDE = DOCS / "first-pipeline.md"
+GUIDES = ["docs/first-pipeline.md", *(page for page in PAGES if page.startswith("docs/guides/"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 TEST = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
@@ -111,35 +111,48 @@ def test_code_blocks_are_what_they_say(page: str) -> None:
             load_yaml(block, page, ROOT / "examples")
 
 
-# the guide
+# the guides
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write every file that the guide shows into an empty folder."""
-    made = tmp_path_factory.mktemp("guide")
-    for language in ("python", "yaml"):
-        for block in blocks(GUIDE.read_text("utf-8"), language):
-            name = block.partition("\n")[0].removeprefix("# ")
-            (made / name).write_text(block, "utf-8")
-    shutil.copy(ROOT / "examples/data/photo.png", made)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Write every file that a guide shows into an empty folder of its own."""
+    made = {}
+    for guide in GUIDES:
+        made[guide] = tmp_path_factory.mktemp("guide")
+        for language in ("python", "yaml"):
+            for block in blocks(read(guide), language):
+                name = block.partition("\n")[0].removeprefix("# ")
+                if re.fullmatch(r"\w+\.(py|yaml)", name):  # else a fragment
+                    (made[guide] / name).write_text(block, "utf-8")
+        shutil.copy(ROOT / "examples/data/photo.png", made[guide])
     return made
 
 
-def _commands() -> list[tuple[str, str]]:
-    """Return each command of the guide with what is shown below it."""
-    shown = "\n".join(blocks(GUIDE.read_text("utf-8"), "console"))
-    return [(part.partition("\n")[0], part.partition("\n")[2]) for part in re.split(r"^\$ ", shown, flags=re.M)[1:]]
+def _commands() -> list[tuple[str, str, str]]:
+    """Return each command of the guides with what is shown below it."""
+    found = []
+    for guide in GUIDES:
+        shown = "\n".join(blocks(read(guide), "console"))
+        parts = re.split(r"^\$ ", shown, flags=re.M)[1:]
+        found += [(guide, part.partition("\n")[0], part.partition("\n")[2]) for part in parts]
+    return found
 
 
-@pytest.mark.parametrize(("command", "shown"), _commands(), ids=[command for command, _ in _commands()])
-def test_the_guides_commands_print_what_it_shows(folder: Path, command: str, shown: str) -> None:
+@pytest.mark.parametrize(
+    ("guide", "command", "shown"),
+    _commands(),
+    ids=[f"{Path(guide).stem}: {command}" for guide, command, _ in _commands()],
+)
+def test_the_guides_commands_print_what_they_show(
+    folders: Mapping[str, Path], guide: str, command: str, shown: str
+) -> None:
     pytest.importorskip("torch")
     program, *words = shlex.split(command)
     start = ["-m", "weftline"] if program == "weftline" else []
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     ended = subprocess.run(
-        [sys.executable, *start, *words], cwd=folder, capture_output=True, text=True, timeout=100,
+        [sys.executable, *start, *words], cwd=folders[guide], capture_output=True, text=True, timeout=100,
         env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
     told = [line for line in ended.stderr.splitlines() if not line.startswith(("loading ", "wrote "))]

@@ -25,7 +25,7 @@ def check_file(file: str, *, file_only: bool) -> str:
     else:
         make_plan(pipeline, this_machine())
     counts = [
-        _counted(len(pipeline.inputs), "input"),
+        _counted(sum(not one.hidden for one in pipeline.inputs), "input"),
         _counted(len(pipeline.steps), "step"),
         _counted(len(pipeline.outputs), "output"),
     ]

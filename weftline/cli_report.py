@@ -60,7 +60,7 @@ def _requests(report: Report) -> Iterator[str]:
 
 
 def _spread(spread: Spread) -> str:
-    return f"p50 {spread.p50:.3g}, p90 {spread.p90:.3g}, p99 {spread.p99:.3g}, max {spread.max:.3g}"
+    return f"p50 {_ms(spread.p50)}, p90 {_ms(spread.p90)}, p99 {_ms(spread.p99)}, max {_ms(spread.max)}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

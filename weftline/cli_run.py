@@ -17,7 +17,7 @@ from weftline.engine.session import Session, load
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
 from weftline.pipelines.plan import Plan
-from weftline.save import make_folder, save_outputs
+from weftline.save import element_name, make_folder, save_outputs
 from weftline.show import as_json, as_text, printable
 
 
@@ -82,6 +82,8 @@ def _answer(session: Session, request: Request, inputs: Mapping[str, Any], out: 
 
 def _json(name: str, value: Any, type: PortType, saved: Mapping[str, Path]) -> Any:
     """Return an output as json; an array or bytes that went to a file as the name of that file."""
+    if type.item is not None and isinstance(value, list):
+        return [_json(element_name(name, place), one, type.item, saved) for place, one in enumerate(value)]
     if name not in saved or type.kind == "detections":
         return as_json(name, value, type)
     if type.kind == "bytes":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import wave
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from weftline.errors import WeftlineError
 from weftline.nodes.detections import Detections
-from weftline.nodes.ports import AUDIO_HZ
+from weftline.nodes.ports import AUDIO_HZ, PortType
 from weftline.pipelines.plan import Plan, PlannedOutput
 from weftline.show import finite
 
@@ -38,28 +38,44 @@ def save_outputs(plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, An
     """Write what is no text or json into `folder`, and return the file of each output that has one.
 
     Detections become json, and beside it NAME.png: the picture they were found in, with frames, where that picture is
-    an input of the pipeline. `inputs` holds the decoded inputs.
+    an input of the pipeline. `inputs` holds the decoded inputs. Each element of a list has a file of its own,
+    NAME.0.png and so on, and is returned as NAME.0.
     """
     saved = {}
     for output in plan.outputs:
-        kind = _kind(output, outputs.get(output.name))
-        if output.name not in outputs or kind not in SAVED_SUFFIXES:
-            continue
-        value, path = outputs[output.name], folder / f"{output.name}{SAVED_SUFFIXES[kind]}"
-        try:
-            _write(kind, value, path)
-            picture = picture_of(plan, output, inputs) if kind == "detections" else None
-            if picture is not None:
-                _write("image", annotated(picture, value), path.with_suffix(".png"))
-        except OSError as error:
-            raise WeftlineError(f"cannot write {path}: {error.strerror}") from None
-        saved[output.name] = path
+        for name, value, type in _values(output, outputs.get(output.name)):
+            kind = _kind(type, value)
+            if kind not in SAVED_SUFFIXES:
+                continue
+            path = folder / f"{name}{SAVED_SUFFIXES[kind]}"
+            try:
+                _write(kind, value, path)
+                picture = picture_of(plan, output, inputs) if kind == "detections" else None
+                if picture is not None:
+                    _write("image", annotated(picture, value), folder / f"{name}.png")
+            except OSError as error:
+                raise WeftlineError(f"cannot write {path}: {error.strerror}") from None
+            saved[name] = path
     return saved
 
 
-def _kind(output: PlannedOutput, value: Any) -> str:
-    if output.type.kind != "any":
-        return output.type.kind
+def element_name(name: str, place: int) -> str:
+    """Return what an element of a list is called as a file: no output's name has a dot."""
+    return f"{name}.{place}"
+
+
+def _values(output: PlannedOutput, value: Any) -> Iterator[tuple[str, Any, PortType]]:
+    """Yield an output, or each element of a list, with its name and type; nothing where it is absent."""
+    if output.type.item is not None and isinstance(value, list | tuple):
+        for place, one in enumerate(value):
+            yield element_name(output.name, place), one, output.type.item
+    elif value is not None:
+        yield output.name, value, output.type
+
+
+def _kind(type: PortType, value: Any) -> str:
+    if type.kind != "any":
+        return type.kind
     return "detections" if isinstance(value, Detections) else "tensor" if isinstance(value, np.ndarray) else "json"
 
 

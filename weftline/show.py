@@ -11,7 +11,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ JSON_BYTES_MAX = 1 << 20
 """Most bytes of a value printed as base64, 1 MiB."""
 
 TEXT_ITEMS_MAX = 16
-"""Most numbers of a tensor shown to people one by one."""
+"""Most numbers of a tensor, and elements of a list, shown to people one by one."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -36,8 +36,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 def as_json(name: str, value: Any, type: PortType) -> Any:
     """Return output `name` as a json value; LimitReached when it is too large for that.
 
-    Detections are a list of {name, score, box}; arrays {dtype, shape, data} with nested lists; bytes {base64}. Numbers
-    that json lacks are the texts "NaN", "Infinity" and "-Infinity".
+    Detections are a list of {name, score, box}; arrays {dtype, shape, data} with nested lists; bytes {base64}; what is
+    absent is null. Numbers that json lacks are the texts "NaN", "Infinity" and "-Infinity".
     """
     if isinstance(value, Detections):
         return finite(value.to_json())
@@ -45,6 +45,8 @@ def as_json(name: str, value: Any, type: PortType) -> Any:
         return _tensor_json(name, np.asarray(value), type)
     if isinstance(value, bytes | bytearray | memoryview):
         return {"base64": _base64(name, bytes(value))}
+    if type.item is not None and isinstance(value, list | tuple):
+        return [as_json(name, one, type.item) for one in value]
     return finite(value)
 
 
@@ -82,11 +84,20 @@ def as_text(name: str, value: Any, type: PortType) -> str:
         return f"{name}: {_tensor_text(np.asarray(value), type)}"
     if isinstance(value, bytes | bytearray | memoryview):
         return f"{name}: {len(value)} bytes (--save DIR writes them)"
+    if type.item is not None and type.item.kind not in ("text", "json") and isinstance(value, list | tuple):
+        return "\n".join([f"{name}: a list of {len(value)}", *_elements(value, type.item)])
     text = value if isinstance(value, str) else json.dumps(finite(value), ensure_ascii=False, indent=2)
     lines = printable(text).splitlines()
     if len(lines) < 2:
         return f"{name}: {''.join(lines)}"
     return "\n".join([f"{name}:", *(f"  {line}" for line in lines)])
+
+
+def _elements(values: Sequence[Any], type: PortType) -> list[str]:
+    """Return indented lines for the first elements of a list."""
+    shown = [as_text(str(place), one, type) for place, one in enumerate(values[:TEXT_ITEMS_MAX])]
+    shown += [f"... and {len(values) - len(shown)} more"] if len(values) > len(shown) else []
+    return [f"  {line}" for one in shown for line in one.splitlines()]
 
 
 def printable(text: str) -> str:

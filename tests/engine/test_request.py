@@ -2,15 +2,23 @@
 
 import pytest
 
-from weftline.engine.request import OPEN, TRANSITIONS, Request, Route
+from tests.engine.desk import Desk
+from weftline.engine.request import OPEN, TRANSITIONS, Request
+from weftline.engine.routes import Routes
 from weftline.engine.supervisor import TRANSITIONS as WORKER_TRANSITIONS
+from weftline.pipelines.builder import Builder
 
-ROUTE = Route((), (), (), {}, ())
+
+def opened() -> Request:
+    p = Builder("one")
+    p.output("y", p.step("a", "echo", value=p.input("x", "text")).value)
+    route = Routes(Desk(p, up=False).plan).route(None)
+    return Request(1, route, 0.0, None, 10, list(route.missing))
 
 
 @pytest.mark.parametrize("event", [event for _, event in TRANSITIONS])
 def test_every_end_is_final(event: str) -> None:
-    request = Request(1, ROUTE, 0.0, None)
+    request = opened()
     request.move(event)
     assert request.state == TRANSITIONS[(OPEN, event)]
     with pytest.raises(RuntimeError, match="allowed: nothing"):
@@ -18,8 +26,8 @@ def test_every_end_is_final(event: str) -> None:
 
 
 def test_an_unknown_event_names_the_known_ones() -> None:
-    with pytest.raises(RuntimeError, match="complete"):
-        Request(1, ROUTE, 0.0, None).move("vanish")
+    with pytest.raises(RuntimeError, match="request 1 is open and cannot vanish; allowed: .*complete"):
+        opened().move("vanish")
 
 
 def test_every_worker_state_can_be_reached() -> None:

@@ -255,6 +255,18 @@ def test_what_killed_a_worker_is_told_before_it_runs_and_refused_afterwards(star
     assert answers(talk.run([text(5, "poison")])) == ["poison 3 0"]
 
 
+def test_streaming_items_are_told_and_refused_in_the_same_way(start: Start) -> None:
+    talk = start("Urgent")
+    talk.say(msg.Submit(0, (text(5, "poison"),), suspect=True))
+    told = talk.wait_for(msg.Suspected)
+    assert told.streams == (5,) and told.dispatch == 0 and len(told.digests) == 1
+    assert talk.wait_for(msg.Pieces).pieces[0].failure is None
+    talk.say(msg.Quarantine(0, told.digests))
+    talk.say(msg.Submit(0, (text(6, "poison"),)))
+    [piece] = talk.wait_for(msg.Pieces).pieces
+    assert piece.last and piece.failure is not None and piece.failure.error == "InputError"
+
+
 def test_a_worker_beats_while_it_works_and_while_it_idles_but_not_while_the_interpreter_is_held(start: Start) -> None:
     talk = start("Holds")
     talk.wait_for(msg.Beat, 3 * msg.BEAT_S)

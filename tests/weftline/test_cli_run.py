@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from weftline.cli_run import timing_rows
+from weftline.engine.request import StepTiming
+
 CHAIN = """
 inputs: {x: text, n: json}
 steps:
@@ -86,6 +89,24 @@ def test_outputs_come_under_their_names_with_a_table_of_steps(weft, write) -> No
     assert ["step", "queued", "ms", "run", "ms", "batch"] in table
     assert {row[0] for row in table if len(row) == 4} >= {"a", "b", "c"}
     assert ended.out.rstrip().endswith("ms in all")
+
+
+def test_the_table_has_one_row_for_a_list_and_says_what_was_skipped_or_failed() -> None:
+    timings = [
+        StepTiming("a", 0.0, 1.0, 1),
+        StepTiming("cut", 1.0, 2.0, 4, element=0),
+        StepTiming("b", 0.0, 0.0, 0, outcome="skipped"),
+        StepTiming("cut", 3.0, 1.0, 8, element=1),
+        StepTiming("c", 0.0, 5.0, 1, outcome="failed"),
+        StepTiming("c", 0.5, 5.0, 1, attempts=2),
+    ]
+    assert timing_rows(timings) == [
+        ("a", "0.0", "1.0", "1"),
+        ("cut x 2", "3.0", "2.0", "8"),
+        ("b", "", "", "skipped"),
+        ("c", "0.0", "5.0", "failed"),
+        ("c", "0.5", "5.0", "1"),
+    ]
 
 
 def test_progress_goes_to_standard_error(weft, write) -> None:

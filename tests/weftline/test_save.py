@@ -84,3 +84,12 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WeftlineError, match=r"--save .*file: cannot make this folder"):
         make_folder(tmp_path / "file")
+
+
+def test_each_element_of_a_list_has_a_file_and_what_is_absent_has_none(tmp_path: Path) -> None:
+    text = PIPELINE.replace("photo: image,", 'photo: image, cuts: "list[image]", none: {type: image, optional: true},')
+    text = text.replace("seen: e.value}", "seen: e.value, cuts: cuts, none: none}")
+    plan = make_plan(load_yaml(text, "test.yaml", tmp_path), Machine(2, 8 << 30))
+    saved = save_outputs(plan, {}, {"cuts": [PICTURE, PICTURE[:8]], "none": None}, tmp_path)
+    assert saved == {"cuts.0": tmp_path / "cuts.0.png", "cuts.1": tmp_path / "cuts.1.png"}
+    assert all(path.stat().st_size for path in saved.values())

@@ -58,3 +58,18 @@ def test_texts_of_several_lines_are_indented() -> None:
 
 def test_control_characters_are_made_visible() -> None:
     assert printable("a\tb\nc\x1b]0;title\x07\r\x9b1m") == "a\tb\nc\\x1b]0;title\\x07\\r\\x9b1m"
+
+
+def test_a_list_is_shown_element_by_element_and_what_is_absent_is_null() -> None:
+    pictures, type = [np.zeros((4, 6, 3), np.uint8), np.zeros((2, 2, 3), np.uint8)], PortType.parse("list[image]")
+    assert [one["shape"] for one in as_json("y", pictures, type)] == [[4, 6, 3], [2, 2, 3]]
+    assert as_text("y", pictures, type).splitlines() == [
+        "y: a list of 2",
+        "  0: picture of 6 x 4 pixels (--save DIR writes it)",
+        "  1: picture of 2 x 2 pixels (--save DIR writes it)",
+    ]
+    assert as_text("y", pictures * 10, type).splitlines()[-1] == "  ... and 4 more"
+    assert as_text("y", ["a", "b"], PortType.parse("list[text]")) == 'y:\n  [\n    "a",\n    "b"\n  ]'
+    for written in ("image", "text", "list[image]", "detections"):
+        assert as_text("y", None, PortType.parse(written)) == "y: null"
+        assert as_json("y", None, PortType.parse(written)) is None
