@@ -1,6 +1,7 @@
 """The documentation says what the code does: commands print what is shown, tables equal the code, links resolve."""
 
 import ast
+import inspect
 import os
 import re
 import shlex
@@ -8,20 +9,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 import typer
 
+import weftline
+import weftline.nodes.current
 from weftline import errors
 from weftline.cli import app
 from weftline.cli_exit import exit_codes
-from weftline.engine import request, supervisor
+from weftline.engine import repository, request, supervisor
 from weftline.engine.llm import sequence
 from weftline.nodes.catalog import CATALOG
+from weftline.pipelines.graph import Step
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.node_reference import node_reference
+from weftline.pipelines.policy import BatchPolicy, Retry, SequencePolicy, Slo
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -208,6 +214,33 @@ def test_the_page_of_nodes_is_up_to_date() -> None:
     assert [heading for heading in headings(text) if heading in CATALOG] == list(CATALOG)
 
 
+def test_every_public_name_has_its_heading_and_sessions_all_their_methods() -> None:
+    text = read("docs/reference/python.md")
+    assert sorted(heading for heading in headings(text) if heading in weftline.__all__) == sorted(weftline.__all__)
+    for name in ("Session", "Repository", "Result", "Health", "SequencePart", "Pipeline", "Batch", "current"):
+        kind = weftline.nodes.current.Current if name == "current" else getattr(weftline, name)
+        about = section(text, name)
+        faces = [face for face in vars(kind) if not face.startswith("_") and face not in ("get", "ids", "ports")]
+        assert [face for face in faces if not re.search(rf"\b{face}\b", about)] == [], name
+    asked = set(inspect.signature(weftline.Session.run).parameters) - {"self", "inputs"}
+    assert {row[0] for row in rows(section(text, "Session"))} >= asked
+
+
+def test_every_key_that_makes_a_step_is_explained_in_a_guide() -> None:
+    told = " ".join(read(page) for page in GUIDES)
+    keys = [one.name for kind in (Step, BatchPolicy, Retry, SequencePolicy, Slo) for one in fields(kind)]
+    unwritten = {"name", "options", "base_dir"}
+    assert [key for key in keys if key not in unwritten and not re.search(rf"\b{key}\b", told)] == []
+
+
+def test_every_file_has_its_place_in_the_architecture() -> None:
+    told = set(re.findall(r"`([\w/]+\.py)`", read("docs/architecture.md")))
+    rooms = ("weftline", "shm", "nodes", "pipelines", "engine")
+    files = {path.relative_to(ROOT).as_posix() for room in rooms for path in (ROOT / room).glob("*.py")}
+    files |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "engine/llm").glob("*.py")}
+    assert sorted(file for file in files - told if "__init__" not in file) == []
+
+
 # states and rows
 
 
@@ -216,6 +249,7 @@ def test_the_page_of_nodes_is_up_to_date() -> None:
     [
         ("The states of a request", request.TRANSITIONS),
         ("The states of a worker", supervisor.TRANSITIONS),
+        ("The states of a pipeline in a repository", repository.TRANSITIONS),
         ("The states of a sequence", sequence.MOVES),
     ],
 )

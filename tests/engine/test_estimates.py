@@ -1,106 +1,79 @@
-"""An estimate counts what is known of the way ahead: busy workers, queues in front, and batches as they are."""
+"""How long what is ahead will take, and who is refused by it."""
 
 from __future__ import annotations
 
-import pytest
-
-from tests.engine.desk import plan_of
-from weftline.engine.crew import Crew, Dispatch
-from weftline.engine.estimates import KEPT_MS, MESSAGE_MS, Estimates
-from weftline.engine.lanes import Lane
-from weftline.engine.request import Request, Task
-from weftline.engine.routes import Routes
+from tests.engine.desk import Desk
+from weftline.engine.latency import FRESH_MS
 from weftline.pipelines.builder import Builder
-
-ITEMS_MAX = 8
-
-
-class Two:
-    """Two steps in a row, each with a worker; a call takes 8 ms and 1 ms for each item in it."""
-
-    def __init__(self) -> None:
-        p = Builder("two")
-        wire = p.input("x", "text")
-        for name in ("first", "second"):
-            wire = p.step(name, "echo", value=wire, batch={"items_max": ITEMS_MAX}, worker=name).value
-        p.output("y", wire)
-        plan = plan_of(p)
-        self.route = Routes(plan).route(None)
-        self.lanes = [Lane(index, step) for index, step in enumerate(plan.steps)]
-        self.crew = Crew(plan)
-        self.estimates = Estimates(self.lanes, self.crew.members)
-        self.request = Request(1, self.route, 0.0, None, 0, [])
-
-    def learn(self, now_ms: float = 0.0) -> None:
-        for lane in self.lanes:
-            for items in (1, 2, 4, ITEMS_MAX) * 3:
-                lane.latency.learn(items, 8.0 + items, now_ms)
-
-    def run(self, step: int, items: int, now_ms: float) -> None:
-        """Give a step's worker a batch."""
-        unit = self.route.units[step]
-        tasks = [Task(id, self.request, step, unit, (), (), now_ms) for id in range(items)]
-        self.crew.members[self.lanes[step].workers[0]].running.append(Dispatch(1, unit, tasks, {}, now_ms, 1e9))
-
-    def wait(self, step: int, items: int) -> None:
-        unit = self.route.units[step]
-        for id in range(items):
-            self.lanes[step].add(Task(1000 + id, self.request, step, unit, (), (), 0.0))
-
-    def whole_ms(self, now_ms: float = 0.0) -> float:
-        return self.estimates.whole_ms(self.route, now_ms)
+from weftline.pipelines.policy import Slo
 
 
-@pytest.fixture
-def two() -> Two:
-    return Two()
+def two_steps(**slo: object) -> Desk:
+    p = Builder("two", slo=Slo(**slo))  # type: ignore[arg-type]
+    a = p.step("a", "echo", type="json", value=p.input("x", "json"), batch={"items_max": 1})
+    p.output("y", p.step("b", "echo", type="json", value=a.value, batch={"items_max": 1}).value)
+    return Desk(p)
 
 
-def test_what_nobody_knows_counts_as_nothing(two: Two) -> None:
-    two.wait(0, 100)
-    assert two.whole_ms() == 0.0
-    two.learn(now_ms=0.0)
-    assert two.whole_ms(now_ms=20_000.0) == 0.0, "what was learned long ago is not known either"
+def serve(desk: Desk, requests: int, a_ms: float, b_ms: float) -> Desk:
+    for _ in range(requests):
+        desk.submit(x=0)
+        for step, run_ms in (("a", a_ms), ("b", b_ms)):
+            desk.now_ms += run_ms
+            desk.answer(step, run_ms=run_ms)
+    return desk
 
 
-def test_an_idle_pipeline_takes_the_runs_of_one_item_and_the_messages(two: Two) -> None:
-    two.learn()
-    assert two.whole_ms() == pytest.approx(9 + 9 + 2 * MESSAGE_MS)
-    assert two.estimates.after_ms(two.route, 0, 0.0) == pytest.approx(9 + 2 * MESSAGE_MS)
+def test_a_request_that_cannot_make_its_deadline_is_refused_with_the_estimate() -> None:
+    desk = serve(two_steps(), 4, 40.0, 60.0)
+    one = desk.submit(x=1, deadline_ms=90)
+    refused = desk.refusal(one)
+    assert refused.error == "DeadlineExceeded"
+    assert refused.message == "by recent times it needs about 101 ms and has 90 ms; it was not begun"
+    assert refused.retry_after_s > 0
+    assert desk.running() == []
+    assert desk.is_clean()
 
 
-def test_a_worker_that_is_busy_is_waited_for_and_its_batch_says_how_large_the_next_will_be(two: Two) -> None:
-    two.learn()
-    two.run(0, ITEMS_MAX, now_ms=0.0)
-    assert two.whole_ms(now_ms=6.0) == pytest.approx((16 - 6) + 16 + 9 + 2 * MESSAGE_MS)
+def test_one_that_can_make_it_is_let_in() -> None:
+    desk = serve(two_steps(), 4, 40.0, 60.0)
+    desk.submit(x=1, deadline_ms=110)
+    assert desk.running() == ["a"]
 
 
-def test_full_batches_in_front_are_waited_for(two: Two) -> None:
-    two.learn()
-    two.wait(0, 2 * ITEMS_MAX + 3)
-    assert two.whole_ms() == pytest.approx(2 * 16 + 9 + 9 + 2 * MESSAGE_MS)
+def test_nobody_is_refused_by_times_that_are_not_known() -> None:
+    desk = serve(two_steps(), 2, 40.0, 60.0)
+    desk.submit(x=1, deadline_ms=1)
+    assert desk.running() == ["a"]
 
 
-def test_a_queue_further_on_drains_while_the_request_is_on_its_way(two: Two) -> None:
-    two.learn()
-    two.wait(1, ITEMS_MAX)
-    assert two.whole_ms() == pytest.approx(9 + (16 - 9) + 9 + 2 * MESSAGE_MS)
+def test_nobody_is_refused_by_old_times() -> None:
+    desk = serve(two_steps(), 4, 40.0, 60.0)
+    desk.advance(FRESH_MS - 100)
+    assert desk.submit(x=1, deadline_ms=50) in desk.ended
+    desk.advance(200)
+    desk.submit(x=1, deadline_ms=50)
+    assert desk.running() == ["a"]
 
 
-def test_the_size_of_a_batch_is_remembered_for_a_while_and_counts_only_while_something_is_at_work(two: Two) -> None:
-    two.learn()
-    two.run(0, ITEMS_MAX, now_ms=0.0)
-    two.whole_ms()
-    two.crew.members[0].running.clear()
-    two.wait(1, 1)
-    soon = two.whole_ms(now_ms=2.0)
-    assert soon == pytest.approx(16 + 9 + 2 * MESSAGE_MS)
-    assert two.whole_ms(now_ms=5_000.0) == pytest.approx(9 + 9 + 2 * MESSAGE_MS)
+def test_nobody_is_refused_early_who_did_not_want_it() -> None:
+    desk = serve(two_steps(refuse_early=False), 4, 40.0, 60.0)
+    one = desk.submit(x=1, deadline_ms=20)
+    assert desk.scheduler.counters.refused == 0
+    assert "it was not begun" in desk.failure(one).message  # its step would still have been too late
 
 
-def test_an_estimate_is_used_for_a_moment_before_it_is_worked_out_again(two: Two) -> None:
-    two.learn()
-    idle = two.whole_ms()
-    two.wait(0, 100)
-    assert two.whole_ms(KEPT_MS / 2) == idle
-    assert two.whole_ms(KEPT_MS * 2) > idle
+def test_what_waits_in_front_counts() -> None:
+    desk = serve(two_steps(), 4, 40.0, 60.0)
+    for _ in range(5):
+        desk.submit(x=0)
+    desk.now_ms += 2.0
+    assert desk.submit(x=1, deadline_ms=150) in desk.ended
+
+
+def test_a_task_is_due_early_enough_for_what_comes_after_it() -> None:
+    desk = serve(two_steps(), 4, 40.0, 60.0)
+    desk.submit(x=1, deadline_ms=200)
+    (task,) = desk.scheduler._tasks.live.values()
+    left_ms = task.due_ms - desk.now_ms
+    assert 135 < left_ms < 141

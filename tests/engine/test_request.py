@@ -26,7 +26,7 @@ def test_every_end_is_final(event: str) -> None:
 
 
 def test_an_unknown_event_names_the_known_ones() -> None:
-    with pytest.raises(RuntimeError, match="request 1 is open and cannot vanish; allowed: .*complete"):
+    with pytest.raises(RuntimeError, match=r"request 1 is open and cannot vanish; allowed: .*complete"):
         opened().move("vanish")
 
 
