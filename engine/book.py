@@ -8,6 +8,7 @@ output keeps its ticket until the caller says it was copied out (`Delivered`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -20,6 +21,9 @@ from weftline.engine.routes import Route, Routes
 from weftline.pipelines.plan import Plan
 from weftline.shm.block import Block, Key
 from weftline.shm.lease import Ledger
+
+NESTED_MAX = 32
+"""How deep units that settle others at once (skipped, decided) may stand inside each other; more wait their turn."""
 
 STALE_DEADLINES_MAX = 1024
 """How many deadlines of ended requests may lie in the heap, beyond as many as there are open ones."""
@@ -80,6 +84,8 @@ class Book:
         self._drop = drop
         self._step_names = [step.name for step in plan.steps]
         self._deadlines: list[tuple[float, int]] = []
+        self._nested = 0
+        self._put_off: deque[tuple[Request, int]] = deque()
 
     # the life of a request
 
@@ -130,7 +136,10 @@ class Book:
                 ready = [place] if ready is None else [*ready, place]
         for place in ready or ():
             if missing[place] >= 0 and request.state == OPEN:
-                self._ready(request, place)
+                if route.units[place].plain:
+                    self._ready(request, place)
+                else:
+                    self._settle_next(request, place)
         if names and len(request.outputs) == len(route.outputs) and request.state == OPEN:
             self._complete(request)
 
@@ -143,6 +152,21 @@ class Book:
         else:
             del request.tickets[slot], request.values[slot]
         return () if value.data is not None else value.keys
+
+    def _settle_next(self, request: Request, place: int) -> None:
+        """Let a unit go on that may settle the next at once, and that one the next: any number of skipped steps."""
+        if self._nested >= NESTED_MAX:
+            self._put_off.append((request, place))
+            return
+        self._nested += 1
+        try:
+            self._ready(request, place)
+            while self._put_off and self._nested == 1:
+                later, place = self._put_off.popleft()
+                if later.state == OPEN and later.missing[place] >= 0:
+                    self._ready(later, place)
+        finally:
+            self._nested -= 1
 
     def settle(self, request: Request, place: int) -> None:
         """A unit will not run (any more): give back what it was to read, now or when it comes."""

@@ -77,7 +77,7 @@ class Branches:
         if stand_in is None:
             self._book.end(request, "fail", error, message, step)
             return
-        request.called[stand_in.unit] = Called(place, error, f"step {step}: {message}")
+        request.called[stand_in.unit] = Called(place, error, message, step)
         for member in stand_in.group:
             if request.missing[member] > 0:
                 request.missing[member] -= 1
@@ -123,8 +123,7 @@ class Branches:
         called = request.called.get(place)
         if called is not None:  # a stand-in that does not run: what it stood in for has failed
             self._book.settle(request, place)
-            failed = request.route.units[called.place].step
-            self._book.end(request, "fail", called.error, called.message, self._steps[failed].name)
+            self._book.end(request, "fail", called.error, called.message, called.step)
             return
         self._dismiss(request, place)
         self._book.skip(request, place)

@@ -142,7 +142,7 @@ class Dispatcher:
             task.worker, task.started_ms, request = worker, now_ms, task.request
             firsts += task.attempts == 1
             usual = request.deadline_ms is None and request.sequence is None and not request.priority
-            items.append(msg.Item(task.id, task.inputs, None if usual else self._brought(request)))
+            items.append(msg.Item(task.id, task.inputs, None if usual else self._brought(request, lane)))
         self._tasks.recovery.budget.first(firsts)
         if lane.streams:
             if not member.streams:
@@ -166,12 +166,13 @@ class Dispatcher:
         member.running.append(dispatch)
         self._emit(ev.Send(worker, msg.Run(dispatch.id, lane.index, tuple(items), room, unit.chain, suspect)))
 
-    def _brought(self, request: Request) -> msg.Brought:
+    def _brought(self, request: Request, lane: Lane) -> msg.Brought:
         part = request.sequence
         left_ms = None if request.deadline_ms is None else request.deadline_ms - self._book.now_ms
         if part is None:
             return msg.Brought(request.priority, left_ms)
-        return msg.Brought(request.priority, left_ms, part.id, part.start, part.end)
+        first = lane.sequences is not None and lane.sequences.begin(part.id)
+        return msg.Brought(request.priority, left_ms, part.id, part.start or first, part.end)
 
     def stuck(self) -> bool:
         """Whether no memory will come free by itself, now or when a batch's wait is over or a worker has restarted."""

@@ -1,7 +1,8 @@
 """The worker processes and arenas of one runtime: started, heard, introduced to each other, buried.
 
 A Fleet turns what its descriptors say into two calls, `heard(worker, arena, message)` and `died(worker, arena, name,
-how, last line)`, and carries out what it is told. It decides nothing and keeps no lock: its owner calls it under one.
+how, last line)`, and carries out what it is told. It decides nothing and keeps no lock:
+its owner calls it under one, except where a method waits.
 """
 
 from __future__ import annotations
@@ -146,8 +147,9 @@ class Fleet:
 
     def wake(self) -> None:
         """End a `wait_ready` from another thread."""
-        if self._wake_fd >= 0:
-            os.eventfd_write(self._wake_fd, 1)
+        wake_fd = self._wake_fd  # read once: `close` may take it away meanwhile
+        if wake_fd >= 0:
+            os.eventfd_write(wake_fd, 1)
 
     def is_short(self) -> bool:
         """Whether this process still has fewer descriptors left than a worker's start takes."""
@@ -158,10 +160,16 @@ class Fleet:
         """Put into words why the system refused something."""
         return shortage() if error.errno in NONE_LEFT else f"{error.strerror}"
 
-    def close_workers(self) -> None:
-        """Let every node close, then end every process; for the thread that started them (they die with it)."""
+    def dismiss(self) -> None:
+        """Tell every worker to close its nodes and end."""
         for worker in list(self._workers):
             self.send(worker, msg.Close())
+
+    def end_workers(self) -> None:
+        """Wait for the ends of workers that were dismissed, for CLOSE_GRACE_S, and end the rest.
+
+        For the thread that started them (they die with it), when nothing else will be asked of the fleet but `close`.
+        """
         until = time.monotonic() + CLOSE_GRACE_S
         for _, process in self._workers.values():
             process.wait_end(max(0.0, until - time.monotonic()))

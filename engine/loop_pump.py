@@ -53,6 +53,10 @@ class LoopPump:
         self._looked = self._pumped
         return True
 
+    def serves_another(self, loop: asyncio.AbstractEventLoop | None) -> bool:
+        """Whether the loop that has the post, or had it last, is not this one."""
+        return self._loop is not None and self._loop is not loop
+
     def refuse(self) -> bool:
         """Somebody who is not in the loop waits: the thread takes messages in again; True when that is a change."""
         was, self.active = self.active, False

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -106,11 +107,10 @@ class WorkerProcess:
 
     def wait_end(self, timeout_s: float) -> None:
         """Wait for an orderly end, kill what is left, and give every descriptor back."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
-        self.kill()
+        ended = select.poll()
+        ended.register(self.pidfd, select.POLLIN)
+        ended.poll(timeout_s * 1000)
+        self.kill()  # not reaped yet, so its process group is still its own
         self._process.wait()
         self.close()
 

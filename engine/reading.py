@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 from weftline.engine import events as ev
 
@@ -157,12 +158,13 @@ class AsyncReader:
 class Mailbox:
     """Ends of requests on their way to the tasks of one event loop: many are handed over in one wake-up.
 
-    Made in the loop's thread. It does not keep the loop alive: the futures do that.
+    Made in the loop's thread. It keeps neither the loop nor the futures alive: their tasks do that, and a loop that was
+    closed with ends on their way leaves nothing behind.
     """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._ends: deque[tuple[asyncio.Future[ev.Command], ev.Command]] = deque()
+        self._ends: deque[tuple[ref[asyncio.Future[ev.Command]], ev.Command]] = deque()
         self._told = False
 
     def put(self, waiting: asyncio.Future[ev.Command], end: ev.Command) -> None:
@@ -171,7 +173,7 @@ class Mailbox:
             if not waiting.done():
                 waiting.set_result(end)
             return
-        self._ends.append((waiting, end))
+        self._ends.append((ref(waiting), end))
         if self._told:
             return
         self._told = True
@@ -184,6 +186,7 @@ class Mailbox:
     def _deliver(self) -> None:
         self._told = False  # before the first is looked at: who comes later tells again
         while self._ends:
-            waiting, end = self._ends.popleft()
-            if not waiting.done():
+            known, end = self._ends.popleft()
+            waiting = known()
+            if waiting is not None and not waiting.done():
                 waiting.set_result(end)

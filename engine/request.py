@@ -108,11 +108,12 @@ class Gather:
 
 @dataclass(slots=True)
 class Called:
-    """A stand-in at work: the unit it stands in for, and what that one failed with."""
+    """A stand-in at work: the unit it stands in for, what that one failed with, and in which of its steps."""
 
     place: int
     error: str
     message: str
+    step: str
 
 
 @dataclass(slots=True, eq=False)

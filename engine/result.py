@@ -106,9 +106,9 @@ def owned(value: Any) -> Any:
 def error_of(end: ev.Command) -> WeftlineError:
     """Return the exception for a request that ended without an answer; `timings` has the steps that ran."""
     if isinstance(end, ev.Refuse):
-        if end.error == "LimitReached":
-            return LimitReached(end.message, end.retry_after_s)
-        return BY_NAME[end.error](end.message)
+        refusal = BY_NAME[end.error](end.message)
+        refusal.retry_after_s = end.retry_after_s
+        return refusal
     if not isinstance(end, ev.Fail) or end.error == "SessionClosed":
         return SessionClosed(end.message if isinstance(end, ev.Fail) else "the session was closed")
     error = _error_of_fail(end)

@@ -7,7 +7,7 @@ schedules are *units*: a step, or a chain of steps that hand over to each other 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from weftline.engine.messages import Chain, Stage
@@ -17,7 +17,8 @@ from weftline.pipelines.plan import Plan
 from weftline.pipelines.wire import Wire
 
 ROUTES_MAX = 256
-"""Most choices of outputs remembered; a plan has a handful, a hostile client could ask for thousands."""
+"""Most choices of outputs remembered; a plan has a handful, a hostile client could ask for thousands. For more of them
+no chains are made, because every worker remembers the chains it was told of: their steps are dispatched one by one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,12 +134,13 @@ class Routes:
         """Return the route for these outputs (None: all); InputError names an output the pipeline does not have."""
         route = self._kept.get(wanted)
         if route is None:
-            route = self._work_out(wanted)
-            if len(self._kept) < ROUTES_MAX:
+            kept = len(self._kept) < ROUTES_MAX
+            route = self._work_out(wanted, chained=kept)
+            if kept:
                 self._kept[wanted] = route
         return route
 
-    def _work_out(self, wanted: tuple[str, ...] | None) -> Route:
+    def _work_out(self, wanted: tuple[str, ...] | None, chained: bool) -> Route:
         outputs = tuple(dict.fromkeys(self._outputs if wanted is None else wanted))
         unknown = [name for name in outputs if name not in self._outputs]
         if unknown or not outputs:
@@ -149,7 +151,7 @@ class Routes:
         names: list[list[str]] = [[] for _ in self.slots]
         for name in outputs:
             names[self._outputs[name]].append(name)
-        units = self._units(needed, names)
+        units = self._units(needed, names, self._plan.chains if chained else ())
         unit_of = {step: place for place, unit in enumerate(units) for step in unit.steps}
         readers: list[list[int]] = [[] for _ in self.slots]
         missing = []
@@ -157,7 +159,7 @@ class Routes:
             for slot in (*unit.slots, *unit.looks_at):
                 readers[slot].append(place)
             missing.append(len(unit.slots) + len(unit.looks_at))
-        stand_ins = self._stand_ins(units, unit_of, readers)
+        stand_ins = self._stand_ins(units, unit_of, readers, names)
         for one in stand_ins.values():
             for place in one.group:
                 missing[place] += 1
@@ -199,8 +201,10 @@ class Routes:
                 ahead.append(self._fallback[step])
         return sorted(needed)
 
-    def _units(self, needed: Sequence[int], names: Sequence[Sequence[str]]) -> tuple[Unit, ...]:
-        chains = [tuple(step for step in chain if step in needed) for chain in self._plan.chains]
+    def _units(
+        self, needed: Sequence[int], names: Sequence[Sequence[str]], chains: Sequence[tuple[int, ...]]
+    ) -> tuple[Unit, ...]:
+        chains = [tuple(step for step in chain if step in needed) for chain in chains]
         chained = {step: chain for chain in chains if len(chain) > 1 for step in chain}
         units = []
         for step in needed:
@@ -260,9 +264,22 @@ class Routes:
         return Unit(id, steps[0], steps, tuple(slots), required, slots_out, message=message)
 
     def _stand_ins(
-        self, units: Sequence[Unit], unit_of: dict[int, int], readers: Sequence[Sequence[int]]
+        self,
+        units: Sequence[Unit],
+        unit_of: dict[int, int],
+        readers: Sequence[Sequence[int]],
+        names: Sequence[Sequence[str]],
     ) -> dict[int, StandIn]:
         found = {}
+        groups = _Groups(
+            [
+                None
+                if any(names[slot] for slot in unit.returns)
+                else {r for slot in unit.returns for r in readers[slot]}
+                for unit in units
+            ],
+            [unit_of.get(self._fallback[unit.step], -1) for unit in units],
+        )
         for place, unit in enumerate(units):
             target = self._fallback[unit.step]
             if target < 0:
@@ -272,17 +289,37 @@ class Routes:
                 own.index(port.name) if port.name in own else -1 for port in self._plan.steps[unit.step].outputs
             )
             called = unit_of[target]
-            found[place] = StandIn(called, self._group(called, units, readers), ports)
+            found[place] = StandIn(called, groups.of(called), ports)
         return found
 
-    def _group(self, called: int, units: Sequence[Unit], readers: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Return the units that exist only for `called`: everybody who reads what they give is in the group."""
-        group = {called}
-        for place in range(called - 1, -1, -1):
-            read = [reader for slot in units[place].returns for reader in readers[slot]]
-            if read and group.issuperset(read) and not any(self._answers(slot) for slot in units[place].returns):
-                group.add(place)
-        return tuple(sorted(group))
 
-    def _answers(self, slot: int) -> bool:
-        return slot in self._outputs.values()
+class _Groups:
+    """Which units run only for a stand-in.
+
+    readers:   for each unit, the units that read what it gives; None where the request itself asks for that.
+    stand_ins: for each unit, the one that answers in its place, or -1.
+    """
+
+    def __init__(self, readers: Sequence[Set[int] | None], stand_ins: Sequence[int]) -> None:
+        self._readers = readers
+        self._stand_ins = stand_ins
+
+    def of(self, called: int) -> tuple[int, ...]:
+        """Return the units that run only for `called`, itself included: all that they give is read among them."""
+        return tuple(sorted(self._reach(called)[0]))
+
+    def _reach(self, called: int) -> tuple[set[int], set[int]]:
+        """Return the group of `called`; and with it the groups of its members' own stand-ins, which may read it too."""
+        group, inside, added = set[int](), set[int](), [called]
+        while added:
+            for place in added:
+                group.add(place)
+                inside.add(place)
+                if self._stand_ins[place] >= 0:
+                    inside |= self._reach(self._stand_ins[place])[1]
+            added = [place for place in range(called) if place not in group and self._is_for(place, group, inside)]
+        return group, inside
+
+    def _is_for(self, place: int, group: Set[int], inside: Set[int]) -> bool:
+        read = self._readers[place]
+        return read is not None and bool(group & read) and inside >= read

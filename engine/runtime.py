@@ -84,6 +84,7 @@ class Runtime:
         self._pump = LoopPump(self._take_in_from_loop)
         self._ready = threading.Event()
         self._failed: tuple[str, str] | None = None
+        self._mistake: Exception | None = None  # of ours, made in an event loop that took messages in
         self._closing = False
         self._pid = os.getpid()
         self._asleep = False
@@ -211,7 +212,8 @@ class Runtime:
         """
         with self._lock:
             self._check_open()
-            if loop is not None and not (self._pump.others and self._listeners):
+            alone = not self._listeners or not (self._pump.others or self._pump.serves_another(loop))
+            if loop is not None and alone:
                 self._pump.others = False
                 if self._pump.offer(loop, self.fleet.epoll_fd):
                     self.fleet.wake()
@@ -303,7 +305,8 @@ class Runtime:
                 self._end_all(CLOSED)
             self._ready.set()
         with self._lock:
-            self.fleet.close_workers()
+            self.fleet.dismiss()
+        self.fleet.end_workers()  # not under the lock: whoever comes late must not wait for a node that closes slowly
 
     def _loop(self) -> None:
         fleet = self.fleet
@@ -313,6 +316,8 @@ class Runtime:
         while not self._closing:
             ready = self._watch_loop() if self._pump.active else fleet.wait_ready(self._nap_s())
             self._asleep = False
+            if self._mistake is not None:
+                raise self._mistake
             with self._lock:
                 self._take_in(ready)
                 self._sleeping_until = self._let_time_pass()
@@ -331,11 +336,17 @@ class Runtime:
             self._carry_out(self.scheduler.on_all(news, self.clock.now_ms()))
 
     def _take_in_from_loop(self) -> None:
-        """Do the thread's work in the event loop that waits for it; only time is left to the thread."""
+        """Do the thread's work in the event loop that waits for it; time, and our mistakes, stay with the thread."""
         with self._lock:
-            if not self._closing:
+            if self._closing or self._mistake is not None:
+                return
+            try:
                 self._take_in(self.fleet.wait_ready(0), wakes=False)
                 self._wake_if_sooner()
+            except Exception as mistake:
+                self._mistake = mistake
+                self._pump.refuse()
+                self.fleet.wake()
 
     def _watch_loop(self) -> list[tuple[int, int]]:
         """Keep the time while an event loop takes in what workers say; take over when it leaves something lying."""
@@ -346,6 +357,8 @@ class Runtime:
             nap_s = self._nap_s()
             self.fleet.wait_wake(min(nap_s, LOOK_S) if nap_s >= 0 else LOOK_S)
             self._asleep = False
+            if self._mistake is not None:
+                break
             with self._lock:
                 waiting = self.fleet.wait_ready(0)
                 if not self._listeners or (waiting and self._pump.is_asleep()):

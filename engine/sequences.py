@@ -30,6 +30,7 @@ class _Sequence:
     ending:  its last item was admitted.
     waiting: its items whose turn has not come, in order.
     running: the item that was taken and is not done.
+    begun:   the node has been sent an item of it.
     """
 
     seen_ms: float
@@ -38,6 +39,7 @@ class _Sequence:
     worker: int | None = None
     waiting: dict[int, None] = field(default_factory=dict)
     running: int | None = None
+    begun: bool = False
 
     def busy(self) -> bool:
         return self.running is not None or bool(self.waiting)
@@ -129,6 +131,14 @@ class Sequences:
         del sequence.waiting[item]
         self._waiting -= 1
         return item
+
+    def begin(self, id: str) -> bool:
+        """Say whether the item now sent is the first to reach the node: the one that was marked may never have."""
+        sequence = self._live.get(id)
+        if sequence is None or sequence.begun:
+            return False
+        sequence.begun = True
+        return True
 
     def done(self, id: str, item: int, now_ms: float) -> bool:
         """Take note that an item is answered; True when its sequence is over, and its worker may forget it."""

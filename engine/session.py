@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -122,11 +123,14 @@ class Session:
         """
         with self._changing:
             self._closed = True
-            others = [version for version in (self._opening, self._draining) if version is not None]
-            current = self._current
-        for version in others:
-            version.drain(0.0, ENDED)
-        current.drain(drain_s, ENDED)
+            opening, draining, current = self._opening, self._draining, self._current
+        if opening is not None:
+            opening.drain(0.0, ENDED)
+        current.retire()
+        until = time.monotonic() + drain_s
+        for version in (draining, current):
+            if version is not None:
+                version.drain(max(0.0, until - time.monotonic()), ENDED)
 
     def reload(
         self,
@@ -158,7 +162,7 @@ class Session:
                 with self._changing:
                     self._check_not_closed()
                     old, self._current = self._current, version
-                    self._draining = old
+                    self._opening, self._draining = None, old
             except BaseException:
                 version.runtime.close()
                 raise

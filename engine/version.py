@@ -46,9 +46,13 @@ class Version:
     def leave(self, request: int) -> None:
         self._inside.discard(request)
 
+    def retire(self) -> None:
+        """Let nobody in any more."""
+        self._retired = True
+
     def drain(self, drain_s: float, end: ev.Fail) -> None:
         """Let nobody in any more, wait up to `drain_s` until all have left, then close and end the rest by `end`."""
-        self._retired = True
+        self.retire()
         until = time.monotonic() + drain_s
         while self._inside and not self.runtime.closed and time.monotonic() < until:
             time.sleep(DRAIN_NAP_S)

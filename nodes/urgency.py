@@ -28,7 +28,7 @@ class Urgency:
     """What an item brings along from its request.
 
     priority: from -100 to 100; the higher goes first.
-    left_ms:  milliseconds to the request's deadline when the item reached the worker; None without a deadline.
+    left_ms:  milliseconds to the request's deadline when the item left for the worker; None without a deadline.
     sequence: where the item stands in a sequence of requests; None outside of one.
     """
 

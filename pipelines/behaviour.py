@@ -12,6 +12,7 @@ import networkx as nx
 from weftline.nodes.contract import StreamNode
 from weftline.nodes.ports import Dim
 from weftline.pipelines.checked import Checked, CheckedStep
+from weftline.pipelines.fallbacks import PASSES
 from weftline.pipelines.graph import Pipeline, Step
 from weftline.pipelines.policy import BatchPolicy
 from weftline.pipelines.ports import mismatch
@@ -176,7 +177,9 @@ def _unlike(name: str, fallback: str, checked: Checked) -> Iterator[tuple[str, s
         if wanted is None:
             continue
         given = checked.source(Wire(fallback, port))
-        if given is None:
+        if given is None and checked.steps[fallback].step.node == PASSES:
+            yield f"no constant for {port}, which is read", f"add `{port}: <value>` to it"
+        elif given is None:
             near = nearest(port, own) or listed(own)
             yield f"{fallback} has no output {port}, which is read", f"give {fallback} an output {port} (it has {near})"
         elif not checked.sizes.fit(*given, *wanted):

@@ -17,15 +17,18 @@ from weftline.nodes.ports import Port, Ports, PortType
 from weftline.pipelines.behaviour import check_behaviour, check_fallbacks
 from weftline.pipelines.checked import Checked, CheckedStep
 from weftline.pipelines.condition import resolve as resolve_names
-from weftline.pipelines.control import check_conditions
+from weftline.pipelines.constants import misfit
+from weftline.pipelines.control import check_conditions, may_lack
 from weftline.pipelines.expansion import Constraint, expand
+from weftline.pipelines.fallbacks import PASSES
 from weftline.pipelines.graph import Pipeline, Step
 from weftline.pipelines.options import read_options
 from weftline.pipelines.ports import Sizes, loose, mismatch
+from weftline.pipelines.problems import did_you_mean, listed
 from weftline.pipelines.report import Report
 from weftline.pipelines.schema import validate
 from weftline.pipelines.wire import Wire
-from weftline.pipelines.wiring import check_use, check_wires, run_order
+from weftline.pipelines.wiring import check_use, check_wires, fallbacks_of, run_order
 from weftline.pipelines.written import to_document
 
 
@@ -46,7 +49,12 @@ def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked
     order = run_order(pipeline)
     rest = [step.name for step in pipeline.steps if step.name not in order]  # in a circle, or behind one
     steps = {step.name: step for step in pipeline.steps}
+    owners = {fallback: name for name, fallback in fallbacks_of(pipeline).items()}
+    for one in expansion.constraints:
+        _take_constant(one.path, one.wire, PortType.parse(one.type), checked, report)
     for name in [*order, *rest]:  # types flow downstream: what a step is given is known before its ports are asked for
+        if steps[name].node == PASSES and name in owners:
+            _take_fallback(steps[name], owners[name], checked, report)
         found = _check_step(steps[name], checked, catalog, report)
         if found:
             known[name] = found
@@ -61,7 +69,15 @@ def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked
     check_behaviour(checked, report)
     check_fallbacks(checked, report)
     problems = tuple(sorted(report.problems, key=lambda one: one.line))
-    return dataclasses.replace(checked, problems=problems)
+    return dataclasses.replace(checked, problems=problems, pipeline=_with_types(pipeline, checked.constants))
+
+
+def _with_types(pipeline: Pipeline, constants: Mapping[Wire, PortType]) -> Pipeline:
+    """Return the pipeline with constants as inputs of the types that they are taken as."""
+    inputs = [
+        dataclasses.replace(one, type=str(constants.get(Wire(None, one.name), one.type))) for one in pipeline.inputs
+    ]
+    return dataclasses.replace(pipeline, inputs=tuple(inputs))
 
 
 def _with_conditions(pipeline: Pipeline) -> Pipeline:
@@ -143,6 +159,8 @@ def _types(step: Step, checked: Checked) -> dict[str, PortType]:
 def _check_types(one: CheckedStep, checked: Checked, report: Report) -> None:
     """Fit both ends of every wire into a step, so that sizes flow downstream."""
     for port, wire in one.step.inputs.items():
+        if (type := one.takes(port)) is not None:
+            _take_constant(f"steps.{one.step.name}.inputs.{port}", wire, type, checked, report)
         source, wanted, taker = checked.source(wire), one.takes(port), one.step.name
         if source is None or wanted is None or checked.sizes.fit(*source, wanted, taker):
             continue
@@ -153,6 +171,34 @@ def _check_types(one: CheckedStep, checked: Checked, report: Report) -> None:
             continue
         others = _others(checked, wire, wanted, taker)
         report.take([mismatch(path, settle(*source), str(wire), settle(wanted, taker), others)])
+
+
+def _take_constant(path: str, wire: Wire, wanted: PortType, checked: Checked, report: Report) -> None:
+    """Take a constant as what its reader wants, a list or a tensor; report one that cannot be that."""
+    one = next((one for one in checked.pipeline.inputs if one.hidden and Wire(None, one.name) == wire), None)
+    if one is None or one.type not in ("text", "json") or wire in checked.constants or may_lack(one):
+        return
+    given, wanted = PortType.parse(one.type), loose(wanted)
+    if Sizes().fit(given, "", wanted, ""):
+        return
+    wrong = misfit(wanted, one.default)
+    if wrong:
+        report.add(path, wrong)
+    checked.constants[wire] = wanted
+
+
+def _take_fallback(step: Step, owner: str, checked: Checked, report: Report) -> None:
+    """Take the constants to fall back on as what the step gives that they stand in for."""
+    if owner not in checked.steps or checked.steps[owner].control:
+        return
+    known = [port.name for port in checked.steps[owner].ports.outputs]
+    for port, wire in step.inputs.items():
+        path, source = f"steps.{owner}.fallback.{port}", checked.source(Wire(owner, port))
+        if source is not None:
+            _take_constant(path, wire, checked.sizes.settle(*source), checked, report)
+        else:
+            found = f"{checked.steps[owner].step.node} has no output {port}"
+            report.add(path, found, f"one of {listed(known)}", did_you_mean(port, known))
 
 
 def _check_constraints(constraints: Iterable[Constraint], checked: Checked, report: Report) -> None:

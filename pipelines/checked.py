@@ -9,7 +9,7 @@ from typing import Any
 from weftline.errors import Problem
 from weftline.nodes.contract import Node
 from weftline.nodes.control import Control
-from weftline.nodes.ports import Ports, PortType, list_of
+from weftline.nodes.ports import Port, Ports, PortType, list_of
 from weftline.pipelines.graph import Pipeline, Step
 from weftline.pipelines.parts import Constraint
 from weftline.pipelines.ports import Sizes, loose
@@ -39,6 +39,10 @@ class CheckedStep:
             return None
         return list_of(loose(found.type)) if port in self.step.map else found.type
 
+    def does_without(self, port: Port) -> bool:
+        """Whether the step runs when this input is absent. A list to map over must be there, or nothing can run."""
+        return port.optional and port.name not in self.step.map
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -48,6 +52,7 @@ class Checked:
     steps:    those whose node and options are sound, in run order; all of them when there are no problems.
     sizes:    what the wires say about named dims.
     origins, constraints: as in Expansion.
+    constants: the types that constants are taken as, where what reads them wants another than `text` or `json`.
     """
 
     pipeline: Pipeline
@@ -56,12 +61,15 @@ class Checked:
     problems: tuple[Problem, ...]
     origins: Mapping[str, Origin] = field(default_factory=dict)
     constraints: tuple[Constraint, ...] = ()
+    constants: dict[Wire, PortType] = field(default_factory=dict)
 
     def source(self, wire: Wire) -> tuple[PortType, str] | None:
         """Return the type a wire gives and the scope of its names; None when it leads nowhere.
 
         A step under `map:` gives lists, whose elements may differ in the sizes that its ports only name.
         """
+        if wire in self.constants:
+            return self.constants[wire], ""
         if wire.step is None:
             one = next((one for one in self.pipeline.inputs if one.name == wire.port), None)
             return (_input_type(one.type), "") if one else None

@@ -66,6 +66,10 @@ def parse(text: str) -> Condition:
         raise ValueError(f"at character {lead + (error.offset or 1)}: {error.msg}{_dialect(flat)}") from None
     except (ValueError, RecursionError, MemoryError):
         raise ValueError(f"no condition; it is made of {ALLOWED}") from None
+    rest = flat.strip().encode()[found.body.end_col_offset :]
+    if b"#" in rest:  # lines were joined: whatever stood after it, on other lines too, would be left out in silence
+        at = lead + len(flat.strip()) - len(rest[rest.index(b"#") :].decode()) + 1
+        raise ValueError(f"at character {at}: a condition has no comments; it is made of {ALLOWED}")
     reader = _Reader(flat.strip(), lead)
     tree = reader.tree(found.body, 1)
     return Condition(text, tuple(reader.wires), tree)
@@ -182,7 +186,7 @@ class _Reader:
             case ast.Compare():
                 return self._compared(node, depth)
             case _:
-                return ("value", self._constant(node))
+                return ("value", self._constant(node, depth))
 
     def _wire(self, wire: Wire) -> Tree:
         return ("wire", self.wires.setdefault(wire, len(self.wires)))
@@ -203,7 +207,9 @@ class _Reader:
             raise self._refusal(node, "a key is text in quotes, or a whole number")
         return key
 
-    def _constant(self, node: ast.expr) -> Any:
+    def _constant(self, node: ast.expr, depth: int = 1) -> Any:
+        if depth > DEPTH_MAX:
+            raise ValueError(f"a condition nested more than {DEPTH_MAX} deep")
         match node:
             case ast.Constant(value=bool() | int() | float() | str() | None as value):
                 return value
@@ -212,7 +218,7 @@ class _Reader:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if value is not True:
                 return -value
             case ast.List(elts=parts):
-                return [self._constant(part) for part in parts]
+                return [self._constant(part, depth + 1) for part in parts]
         raise self._refusal(node, _what(node))
 
     def _refusal(self, node: ast.expr, what: str) -> ValueError:

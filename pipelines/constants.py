@@ -45,13 +45,28 @@ def check_default(type: str, value: Any) -> None:
     """Raise ConfigError about `default` when `value` cannot be the default of an input of this type."""
     check_constant(value, "default")
     parsed = PortType.parse(type)
-    inner = parsed
-    while inner.item is not None:
-        inner = inner.item
-    if inner.kind in _NOT_WRITTEN:
+    if not can_be_written(parsed):
         fix = "remove it and write `optional: true`; the input is then absent when a request leaves it out"
         raise ConfigError("default", f"a default of type {type}, which a file cannot hold", fix=fix)
     try:
         to_value(parsed, value)
     except InputError as error:
         raise ConfigError("default", str(error)) from None
+
+
+def can_be_written(type: PortType) -> bool:
+    """Whether a file can hold values of this type."""
+    while type.item is not None:
+        type = type.item
+    return type.kind not in _NOT_WRITTEN
+
+
+def misfit(type: PortType, value: Any) -> str:
+    """Return why a constant cannot be what a port of this type is given; '' when it can."""
+    if not can_be_written(type):
+        return f"a constant, and {type} is nothing that a file can hold"
+    try:
+        to_value(type, value)
+    except InputError as error:
+        return str(error)
+    return ""

@@ -111,7 +111,7 @@ def _may_skip(one: CheckedStep, absent: set[Wire]) -> bool:
         return len(lacking) == len(one.ports.inputs)
     if one.control == "switch":
         return bool(lacking) or DEFAULT not in one.step.inputs
-    return any(port.name in lacking and not port.optional for port in one.ports.inputs)
+    return any(port.name in lacking and not one.does_without(port) for port in one.ports.inputs)
 
 
 # switches

@@ -50,4 +50,13 @@ def _named_in(path: Path) -> list[Path]:
     steps = value.get("steps") if isinstance(value, dict) else None
     entries = steps.values() if isinstance(steps, dict) else ()
     named = [step.get("pipeline") for step in entries if isinstance(step, dict)]
-    return [(path.parent / one).resolve() for one in named if isinstance(one, str) and "\0" not in one]
+    paths = [path.parent / one for one in named if isinstance(one, str) and "\0" not in one]
+    return [found for one in paths if (found := _resolved(one)) is not None]
+
+
+def _resolved(path: Path) -> Path | None:
+    """Return where a path leads; None when its links run in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        return None

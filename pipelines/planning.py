@@ -128,7 +128,7 @@ def _inputs(one: CheckedStep, checked: Checked) -> tuple[PlannedInput, ...]:
             given, giver = source
             given = given.item if port.name in one.step.map and given.item else given
             type = checked.sizes.meet(given, giver, port.type, one.step.name)
-            planned.append(PlannedInput(port.name, wire, type, port.optional))
+            planned.append(PlannedInput(port.name, wire, type, one.does_without(port)))
     return tuple(planned)
 
 

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from weftline.pipelines.checked import Checked
 
 
+STEPS_MAX = 1000
+"""Most steps of a pipeline with all that it runs as steps: files that name files multiply."""
+
+
 def write_out_subpipelines(
     pipeline: Pipeline, report: Report, catalog: Mapping[str, Any]
 ) -> tuple[Pipeline, tuple[Constraint, ...]]:
@@ -39,6 +43,7 @@ def write_out_subpipelines(
     """
     read: dict[str, Checked] = {}
     parts: dict[str, Part] = {}
+    count = len(pipeline.steps)
     for step in pipeline.steps:
         if not step.pipeline:
             continue
@@ -47,6 +52,11 @@ def write_out_subpipelines(
             read[step.pipeline] = checked
             _check_inputs(step, checked.pipeline, report)
             parts[step.name] = _part(step, checked)
+            count += len(parts[step.name].steps) - 1
+        if count > STEPS_MAX:
+            found = f"{count} steps or more, with those of the pipelines that are run as steps"
+            report.add("steps", found, f"at most {STEPS_MAX}", "run some of them as pipelines of their own")
+            return pipeline, ()
     if not parts:
         return pipeline, ()
     report.origins = {**report.origins, **{key: one for part in parts.values() for key, one in part.origins.items()}}
@@ -62,7 +72,7 @@ def _read(step: Step, pipeline: Pipeline, report: Report, catalog: Mapping[str, 
     at, path = f"steps.{step.name}.pipeline", pipeline.base_dir / step.pipeline
     outer = Path(pipeline.file)
     try:
-        if not path.is_file():
+        if not _is_file(path):
             report.add(at, f"there is no file {step.pipeline}", fix="give its path, relative to this file's folder")
             return None
         check_nesting(path, (outer.resolve(),) if outer.is_file() else ())
@@ -79,6 +89,13 @@ def _read(step: Step, pipeline: Pipeline, report: Report, catalog: Mapping[str, 
     report.add(at, f"{step.pipeline} has {count} of its own, listed with this one")
     report.take(problems)
     return None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, say
+        return False
 
 
 def _check_inputs(step: Step, inner: Pipeline, report: Report) -> None:

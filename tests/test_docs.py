@@ -21,7 +21,7 @@ import weftline.nodes.current
 from weftline import errors
 from weftline.cli import app
 from weftline.cli_exit import exit_codes
-from weftline.engine import repository, request, supervisor
+from weftline.engine import messages, repository, request, supervisor
 from weftline.engine.llm import sequence
 from weftline.nodes.catalog import CATALOG
 from weftline.pipelines.graph import Step
@@ -227,7 +227,7 @@ def test_every_public_name_has_its_heading_and_sessions_all_their_methods() -> N
 
 
 def test_every_key_that_makes_a_step_is_explained_in_a_guide() -> None:
-    told = " ".join(read(page) for page in GUIDES)
+    told = " ".join(read(page) for page in GUIDES[1:])
     keys = [one.name for kind in (Step, BatchPolicy, Retry, SequencePolicy, Slo) for one in fields(kind)]
     unwritten = {"name", "options", "base_dir"}
     assert [key for key in keys if key not in unwritten and not re.search(rf"\b{key}\b", told)] == []
@@ -256,6 +256,12 @@ def test_every_file_has_its_place_in_the_architecture() -> None:
 def test_state_tables_are_those_of_the_code(heading: str, table: Mapping[tuple[str, str], str]) -> None:
     told = rows(section(read("docs/life-of-a-request.md"), heading))
     assert told == [(state, event, to) for (state, event), to in table.items()]
+
+
+def test_every_message_is_told_of() -> None:
+    told = re.findall(r"`([A-Z]\w+)`", section(read("docs/life-of-a-request.md"), "The messages"))
+    kinds = [kind.__name__ for kind in (*messages.ToWorker.__args__, *messages.FromWorker.__args__)]
+    assert sorted({*told}) == sorted(kinds)
 
 
 def test_every_row_of_the_reliability_contract_is_answered() -> None:

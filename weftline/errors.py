@@ -54,12 +54,14 @@ class Problem:
 class WeftlineError(Exception):
     """Anything Weftline refuses or fails at; catch this to catch them all.
 
+    retry_after_s: when it is worth trying again, in seconds; 0 says nothing about it.
     timings: of a request that failed, one StepTiming for each step that had run by then.
     """
 
     status: ClassVar[str] = "INTERNAL"
     exit_code: ClassVar[int] = 1
     timings: tuple[Any, ...] = ()
+    retry_after_s: float = 0.0
 
 
 class PipelineError(WeftlineError):

@@ -152,3 +152,20 @@ def test_deadlines_of_requests_that_are_gone_do_not_pile_up() -> None:
         desk.withdraw(desk.submit(x=1, wanted=("x",), deadline_ms=1e9))
     assert len(desk.scheduler._book._deadlines) <= STALE_DEADLINES_MAX + 2
     assert desk.scheduler._book.wake_at_ms() is None
+
+
+def test_however_many_units_settle_each_other_at_once_the_request_is_answered() -> None:
+    p = Builder("long")
+    x = p.input("x", "json")
+    wire = x
+    for index in range(400):
+        wire = p.step(f"f{index}", "first", a=wire).value
+    skipped = wire
+    for index in range(200):
+        skipped = p.step(f"s{index}", "echo", type="json", worker="w", when="x == 0", value=skipped).value
+    p.output("y", p.step("last", "first", a=skipped, b=wire).value)
+    desk = Desk(p)
+    one = desk.submit(x=1)
+    assert desk.output(one) == 1
+    assert desk.steps_of(one) == [(f"s{index}", "skipped") for index in range(200)]
+    assert desk.is_clean()

@@ -174,11 +174,11 @@ def test_a_switch_that_cannot_decide_fails() -> None:
 
 
 def guarded(**more: object) -> Builder:
-    """`a` may be answered for by `b`, which reads what `helper` makes for it alone."""
+    """`a` may be answered for by `b`, which reads what `before` makes for it alone."""
     p = Builder("guarded")
     x, z = p.input("x", "json"), p.input("z", "json")
-    helper = p.step("helper", "echo", type="json", value=z)
-    b = p.step("b", "echo", type="json", value=helper.value)
+    before = p.step("before", "echo", type="json", value=z)
+    b = p.step("b", "echo", type="json", value=before.value)
     a = p.step("a", "echo", type="json", value=x, fallback=b, **more)  # type: ignore[arg-type]
     p.output("y", p.step("end", "echo", type="json", value=a.value).value)
     return p
@@ -194,12 +194,12 @@ def test_a_stand_in_answers_with_inputs_of_its_own_when_its_step_failed_for_good
     desk = Desk(guarded())
     one = desk.submit(x=1, z=2)
     desk.answer("a", broken)
-    assert desk.running() == ["helper"]
-    desk.answer("helper")
+    assert desk.running() == ["before"]
+    desk.answer("before")
     assert desk.answer("b") == [2]
     desk.answer("end")
     assert desk.output(one) == 2
-    assert desk.steps_of(one) == [("a", "failed"), ("helper", "ok"), ("b", "ok"), ("end", "ok")]
+    assert desk.steps_of(one) == [("a", "failed"), ("before", "ok"), ("b", "ok"), ("end", "ok")]
     assert desk.is_clean()
 
 
@@ -220,7 +220,7 @@ def test_a_stand_in_that_fails_too_fails_the_request_with_its_own_error() -> Non
     desk = Desk(guarded())
     one = desk.submit(x=1, z=2)
     desk.answer("a", broken)
-    desk.answer("helper")
+    desk.answer("before")
     desk.answer("b", lambda value: StepError("this as well"))
     assert (desk.failure(one).step, desk.failure(one).message) == ("b", "this as well")
     assert desk.is_clean()
@@ -234,7 +234,7 @@ def test_a_stand_in_that_is_skipped_fails_the_request_with_what_the_step_failed_
     desk = Desk(p)
     one = desk.submit(x={})
     desk.answer("a", broken)
-    assert (desk.failure(one).step, desk.failure(one).message) == ("a", "step a: drawn")
+    assert (desk.failure(one).step, desk.failure(one).message) == ("a", "drawn")
     assert desk.is_clean()
 
 
@@ -354,14 +354,14 @@ def test_lists_of_different_lengths_do_not_go_together() -> None:
 def test_the_elements_of_a_step_that_is_given_up_fail_once_and_their_stand_in_is_called_once() -> None:
     p = Builder("given-up")
     xs, z = p.input("xs", "list[json]"), p.input("z", "list[json]")
-    helper = p.step("helper", "echo", type="list[json]", value=z, worker="h")
-    b = p.step("b", "echo", type="list[json]", value=helper.value, worker="h")
+    before = p.step("before", "echo", type="list[json]", value=z, worker="h")
+    b = p.step("b", "echo", type="list[json]", value=before.value, worker="h")
     a = p.step("a", "echo", type="json", value=xs, map="value", fallback=b, worker="a")
     p.output("y", a.value)
     desk = Desk(p)
     desk.crash([worker.name for worker in desk.plan.workers].index("a"))
     one = desk.submit(xs=items(1, 2, 3), z=items(7))
-    desk.answer("helper")
+    desk.answer("before")
     desk.answer("b")
     assert desk.output(one) == [7]
     assert desk.is_clean()

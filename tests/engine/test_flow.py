@@ -16,7 +16,7 @@ def full(**limits: int) -> Admission:
 
 def test_the_limit_on_open_requests_holds_and_is_given_back() -> None:
     gate = full()
-    with pytest.raises(LimitReached, match="2 requests are open; limits.requests_max is 2"):
+    with pytest.raises(LimitReached, match=r"2 requests are open; limits\.requests_max is 2"):
         gate.check(10)
     gate.leave(10, 5.0)
     gate.check(10)
@@ -27,13 +27,13 @@ def test_the_limit_on_the_bytes_of_all_open_requests_holds() -> None:
     gate = Admission(Limits(open_bytes_max=100))
     gate.enter(60)
     gate.check(40)
-    with pytest.raises(LimitReached, match="take 60 bytes; limits.open_bytes_max is 100"):
+    with pytest.raises(LimitReached, match=r"take 60 bytes; limits\.open_bytes_max is 100"):
         gate.check(41)
 
 
 def test_one_request_too_large_is_refused_and_nobody_says_when_to_come_again() -> None:
     gate = Admission(Limits(request_bytes_max=100))
-    with pytest.raises(LimitReached, match="take 101 bytes; limits.request_bytes_max is 100") as refused:
+    with pytest.raises(LimitReached, match=r"take 101 bytes; limits\.request_bytes_max is 100") as refused:
         gate.check(101)
     assert refused.value.retry_after_s == 0
 

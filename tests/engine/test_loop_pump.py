@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from weftline.engine import events as ev
 from weftline.engine.session import Session, load
+from weftline.errors import SessionClosed
 from weftline.pipelines.builder import Builder
 
 
@@ -120,7 +122,7 @@ def test_closing_inside_the_loop_leaves_it_whole() -> None:
         with load(p).open() as opened:
             assert await ask(opened, "a") == "a"
         await asyncio.sleep(0.05)
-        reader, writer = await asyncio.open_unix_connection(sock=_pair())
+        _, writer = await asyncio.open_unix_connection(sock=_pair())
         writer.close()
 
     asyncio.run(main())
@@ -130,3 +132,45 @@ def _pair() -> object:
     import socket
 
     return socket.socketpair()[0]
+
+
+def test_two_loops_at_once_leave_the_post_to_the_thread(session: Session) -> None:
+    async def other() -> None:
+        assert await ask(session, "other") == "other"
+
+    async def main() -> None:
+        waiting = asyncio.create_task(ask(session, "a"))
+        await asyncio.sleep(0)  # it is submitted now, and this loop has the post
+        assert pump_of(session).active
+        thread = threading.Thread(target=lambda: asyncio.run(other()))
+        thread.start()
+        thread.join()  # this loop does nothing meanwhile
+        assert not pump_of(session).active
+        assert await waiting == "a"
+
+    asyncio.run(main())
+
+
+def test_a_mistake_of_ours_while_the_loop_has_the_post_closes_the_session(
+    session: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        runtime = session._current.runtime
+        waiting = asyncio.create_task(ask(session, "a"))
+        await asyncio.sleep(0)
+        assert pump_of(session).active
+        here, on_all = threading.get_ident(), runtime.scheduler.on_all
+
+        def fails_here(events: Sequence[ev.Event], now_ms: float) -> list[ev.Command]:
+            if threading.get_ident() == here:
+                raise RuntimeError("a mistake")
+            return on_all(events, now_ms)
+
+        monkeypatch.setattr(runtime.scheduler, "on_all", fails_here)
+        with pytest.raises(SessionClosed):
+            await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(main())
+    assert "the runtime failed" in caplog.text
+    with pytest.raises(SessionClosed):
+        session.run(x="b")

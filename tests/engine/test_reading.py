@@ -1,8 +1,10 @@
 """What waits for a slow reader: counted, bounded, and told once in each direction."""
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from weakref import ref
 
 import pytest
 
@@ -168,3 +170,18 @@ def test_many_ends_reach_their_tasks_in_one_wake_up_and_a_closed_loop_is_told_ev
         for _ in range(2):
             with pytest.raises(RuntimeError):
                 elsewhere.submit(mail.put, future, END).result()
+
+
+def test_a_loop_that_was_closed_with_ends_on_their_way_is_not_kept() -> None:
+    def close_early() -> tuple[Mailbox, ref[asyncio.AbstractEventLoop]]:
+        loop = asyncio.new_event_loop()
+        mail, future = Mailbox(), loop.create_future()
+        thread = threading.Thread(target=mail.put, args=(future, END))
+        thread.start()
+        thread.join()
+        loop.close()
+        return mail, ref(loop)
+
+    mail, loop = close_early()
+    gc.collect()
+    assert mail._ends and loop() is None

@@ -29,6 +29,10 @@ def slow(text: str) -> str:
     time.sleep(0.4)
     return text + " slow"
 
+def long(text: str) -> str:
+    time.sleep(3)
+    return text + " long"
+
 def lasting(text: str) -> str:
     time.sleep(30)
     return text
@@ -234,3 +238,15 @@ def test_closing_can_let_open_requests_finish(pipeline: Callable[..., Builder]) 
             session.run(x="b")
         assert asked.result()["y"] == "a slow"
         closing.result()
+
+
+def test_closing_can_let_requests_finish_in_a_version_that_is_being_replaced(pipeline: Callable[..., Builder]) -> None:
+    session = load(pipeline("long")).open()
+    with ThreadPoolExecutor(2) as callers:
+        asked = callers.submit(session.run, x="a")
+        wait_until(lambda: session.stats()["requests"]["open"] == 1)
+        reload = callers.submit(session.reload, pipeline("one"))
+        wait_until(lambda: session.version == 2)
+        session.close(10.0)
+        assert asked.result()["y"] == "a long"
+        assert reload.result() == 2

@@ -76,13 +76,27 @@ def test_a_bounded_number_of_choices_is_remembered(monkeypatch: pytest.MonkeyPat
     assert routes.route(("left",)) is not routes.route(("left",))
 
 
+def test_choices_that_are_not_remembered_make_no_chains_which_workers_would_remember(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "ROUTES_MAX", 2)
+    p = Builder("row")
+    wire = p.input("x", "text")
+    for name in ("a", "b", "c"):
+        wire = p.step(name, "echo", value=wire, worker="w").value
+        p.output(name, wire)
+    routes = Routes(plan_of(p))
+    units = [len(routes.route(wanted).units) for wanted in (("b",), ("c",), ("a", "c"), ("a", "b", "c"))]
+    assert units == [1, 1, 3, 3]
+
+
 def fallbacks() -> Plan:
-    """`a` may be answered for by `b`; `helper` runs for `b` alone, `shared` is read by `end` too."""
+    """`a` may be answered for by `b`; `before` runs for `b` alone, `shared` is read by `end` too."""
     p = Builder("fallbacks")
     x = p.input("x", "json")
     shared = p.step("shared", "echo", type="json", value=x)
-    helper = p.step("helper", "echo", type="json", value=shared.value)
-    b = p.step("b", "echo", type="json", value=helper.value)
+    before = p.step("before", "echo", type="json", value=shared.value)
+    b = p.step("b", "echo", type="json", value=before.value)
     a = p.step("a", "echo", type="json", value=x, fallback=b)
     p.output("y", a.value)
     p.output("z", shared.value)
@@ -95,10 +109,34 @@ def test_a_stand_in_waits_to_be_called_with_what_runs_only_for_it() -> None:
     at = {plan.steps[unit.step].name: place for place, unit in enumerate(route.units)}
     stand_in = route.stand_ins[at["a"]]
     assert stand_in.unit == at["b"]
-    assert set(stand_in.group) == {at["b"], at["helper"]}
-    assert route.waits_for == {at["b"]: at["b"], at["helper"]: at["b"]}
-    assert [route.missing[at[name]] for name in ("shared", "helper", "b", "a")] == [1, 2, 2, 1]
+    assert set(stand_in.group) == {at["b"], at["before"]}
+    assert route.waits_for == {at["b"]: at["b"], at["before"]: at["b"]}
+    assert [route.missing[at[name]] for name in ("shared", "before", "b", "a")] == [1, 2, 2, 1]
     assert set(route.entries) == {at["shared"], at["a"]}
+
+
+def test_what_only_a_stand_in_reads_is_dormant_where_nobody_asks_for_it() -> None:
+    plan = fallbacks()
+    route = Routes(plan).route(("y",))
+    at = {plan.steps[unit.step].name: place for place, unit in enumerate(route.units)}
+    assert set(route.stand_ins[at["a"]].group) == {at["b"], at["before"], at["shared"]}
+    assert set(route.entries) == {at["a"]}
+
+
+def test_what_a_stand_in_and_its_own_stand_in_read_waits_for_the_first_of_them() -> None:
+    p = Builder("fallbacks")
+    x = p.input("x", "json")
+    both = p.step("both", "echo", type="json", value=x)
+    last = p.step("last", "echo", type="json", value=both.value)
+    c = p.step("c", "echo", type="json", value=last.value)
+    b = p.step("b", "echo", type="json", value=both.value, fallback=c)
+    p.output("y", p.step("a", "echo", type="json", value=x, fallback=b).value)
+    plan = plan_of(p)
+    route = Routes(plan).route(None)
+    at = {plan.steps[unit.step].name: place for place, unit in enumerate(route.units)}
+    assert set(route.stand_ins[at["a"]].group) == {at["both"], at["b"]}
+    assert set(route.stand_ins[at["b"]].group) == {at["last"], at["c"]}
+    assert set(route.entries) == {at["a"]}
 
 
 def test_vital_are_the_steps_without_which_nothing_can_be_answered() -> None:

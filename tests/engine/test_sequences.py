@@ -30,6 +30,15 @@ def test_items_run_one_at_a_time_in_order_on_one_worker() -> None:
     assert sequences.take("x") == 2
 
 
+def test_the_first_item_to_reach_the_node_begins_the_sequence_whichever_was_marked() -> None:
+    sequences = begun(1, 2)
+    sequences.discard(1)  # the one marked as the start was withdrawn while it waited
+    assert sequences.take("x") == 2
+    assert sequences.begin("x")
+    assert not sequences.begin("x")
+    assert not sequences.begin("nobody")
+
+
 def test_sequences_do_not_wait_for_each_other() -> None:
     sequences = begun(1, 2)
     sequences.admit("y", True, False, 0.0)

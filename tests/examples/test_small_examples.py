@@ -152,10 +152,10 @@ def test_a_wrong_option_of_the_users_node_is_refused_with_its_line(tmp_path: Pat
     assert (problem.path, problem.line, problem.expected) == ("steps.sharpen.radius_px", line, "1 to 16")
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, "control_flow"])
 def test_the_readmes_command_prints_what_the_readme_says(name: str, tmp_path: Path) -> None:
     """Words are compared as they are, numbers within a hundredth, `...` with any; loading and timings are left out."""
-    if name == "embedding" and not (EXAMPLES / "models" / "shapes-chat" / "config.json").is_file():
+    if name in ("embedding", "control_flow") and not (EXAMPLES / "models" / "shapes-chat" / "config.json").is_file():
         pytest.skip("the bundled chat model is not in this checkout")
     command, shown = _from_readme(name)
     words = [str(tmp_path / "saved") if word == "demo-out" else word for word in command[1:]]

@@ -197,9 +197,26 @@ def test_constants_to_fall_back_on_are_passed_on(problems: Problems, catalog: di
     step = "{node: echo, inputs: {value: q}, fallback: {value: Sorry}}"
     assert planned(catalog, step).fallback == "a/fallback"
     assert found(problems, "{node: echo, inputs: {value: q}, fallback: {value: 3}}") == {
-        "steps.a.fallback": "a.value is text, a/fallback.value is json"
+        "steps.a.fallback.value": "wants text (a str), got a value of type int"
     }
-    assert list(found(problems, "{node: echo, inputs: {value: q}, fallback: {other: x}}")) == ["steps.a.fallback"]
+    assert found(problems, "{node: echo, inputs: {value: q}, fallback: {other: x}}") == {
+        "steps.a.fallback.other": "echo has no output other",
+        "steps.a.fallback": "no constant for value, which is read",
+    }
+
+
+def test_constants_to_fall_back_on_are_lists_and_tensors_where_the_step_gives_them(
+    problems: Problems, catalog: dict[str, str]
+) -> None:
+    step = "{node: echo, inputs: {value: many}, map: value, fallback: {value: [Sorry]}}"
+    assert planned(catalog, step).fallback == "a/fallback"
+    assert found(problems, step.replace("[Sorry]", "Sorry")) == {
+        "steps.a.fallback.value": "wants list[text] (a list), got a str of length 5"
+    }
+    step = "{node: echo, type: 'float32[2]', inputs: {value: {value: [1, 2]}}, fallback: {value: [0, 0.5]}}"
+    assert planned(catalog, step).fallback == "a/fallback"
+    wrong = found(problems, step.replace("[1, 2]", "[1, 2, 3]"))
+    assert wrong == {"steps.a.inputs.value": "wants float32[2], got float32[3]"}
 
 
 # instances

@@ -51,6 +51,16 @@ def test_a_step_with_a_condition_and_all_behind_it_may_be_absent(planned: Planne
     assert [read.optional for read in plan.step("c").inputs] == [False, True]
 
 
+def test_an_absent_list_skips_a_step_that_maps_over_it_even_if_its_port_is_optional(planned: Planned) -> None:
+    plan = planned(
+        "inputs: {q: text, n: {type: 'list[text]', optional: true}}\nsteps:\n"
+        "  a: {node: shaped, takes: text, inputs: {x: q, extra: n}, map: extra}\n"
+        "outputs: {a: a.y}\n"
+    )
+    assert absent(plan) == (["a"], ["a"])
+    assert [read.optional for read in plan.step("a").inputs] == [False, False]
+
+
 def test_a_switch_without_default_may_give_nothing(planned: Planned) -> None:
     switch = "inputs: {{q: text}}\nsteps:\n  s: {{node: switch, inputs: {{by: q, a: q{}}}}}\noutputs: {{y: s.value}}\n"
     assert absent(planned(switch.format(""))) == (["s"], ["y"])

@@ -48,7 +48,7 @@ def test_a_constant_that_does_not_fit_is_a_problem_where_it_stands(problems) -> 
         "outputs: {y: see.labels, z: also.detections}\n"
     )
     assert found["steps.see.inputs.image"].line == 5
-    assert found["steps.also.fallback"].line == 6
+    assert found["steps.also.fallback.detections"].line == 6
 
 
 def test_a_prompt_is_skipped_and_mapped_with_its_step(catalog) -> None:

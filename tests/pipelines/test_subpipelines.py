@@ -11,6 +11,7 @@ from weftline.pipelines.checked import Checked
 from weftline.pipelines.load import load_file
 from weftline.pipelines.place import Machine
 from weftline.pipelines.planning import make_plan
+from weftline.pipelines.subpipelines import STEPS_MAX
 from weftline.pipelines.wire import Wire
 
 HEAD = "weftline: 1\nname: sample\n"
@@ -183,3 +184,32 @@ def test_a_template_reads_a_pipelines_outputs(write: Write) -> None:
     checked = examined(path)
     assert checked.problems == ()
     assert checked.steps["last"].step.inputs == {"read__said": Wire("read/say", "value")}
+
+
+def test_files_that_name_files_do_not_multiply_without_end(write: Write) -> None:
+    row = "".join(f"  s{n}: {{node: echo, inputs: {{value: q}}}}\n" for n in range(40))
+    inner = (
+        HEAD
+        + "inputs: {q: text}\nsteps:\n"
+        + row
+        + "outputs: {"
+        + ", ".join(f"o{n}: s{n}.value" for n in range(40))
+        + "}\n"
+    )
+    steps = "".join(f"  p{n}: {{pipeline: sub/inner.yaml, inputs: {{q: q}}}}\n" for n in range(30))
+    outer = (
+        OUTER.replace(", k: json", "") + steps + "outputs: {" + ", ".join(f"o{n}: p{n}.o0" for n in range(30)) + "}\n"
+    )
+    found = found_in(write(outer=outer, inner=inner))
+    assert found["outer.yaml", "steps"].expected == f"at most {STEPS_MAX}"
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "circle"])
+def test_a_name_that_leads_nowhere_is_a_problem_wherever_it_stands(write: Write, name: str) -> None:
+    step = f"  read: {{pipeline: {name}.yaml, inputs: {{words: q}}}}\n"
+    path = write(outer=OUTER.replace(", k: json", "") + step + "outputs: {a: read.said}\n")
+    (path.parent / "circle.yaml").symlink_to("circle.yaml")
+    above = path.with_name("above.yaml")
+    above.write_text(path.read_text().replace(f"{name}.yaml", "outer.yaml"))
+    assert found_in(path)["outer.yaml", "steps.read.pipeline"].found == f"there is no file {name}.yaml"
+    assert found_in(above)["outer.yaml", "steps.read.pipeline"].found == f"there is no file {name}.yaml"

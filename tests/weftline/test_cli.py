@@ -135,7 +135,12 @@ def test_one_node_is_shown_with_ports_and_options(weft) -> None:
     assert '  type: str, default "text"\n      port type of `value`, in and out.' in shown
     told = json.loads(weft("nodes", "echo", "--json").out)
     assert told["inputs"] == [{"name": "value", "type": "text", "optional": False, "pieces": False, "about": ""}]
-    assert [(one["name"], one["default"]) for one in told["options"]] == [("type", "text"), ("delay_ms", 0.0)]
+    assert [(one["name"], one["default"]) for one in told["options"]] == [
+        ("type", "text"),
+        ("delay_ms", 0.0),
+        ("delay_item_ms", 0.0),
+        ("busy", False),
+    ]
 
 
 def test_a_node_whose_ports_depend_on_options_says_on_which(weft) -> None:
