@@ -12,7 +12,7 @@ from weftline.engine import events as ev
 from weftline.engine.messages import Value
 from weftline.engine.reading import Heard, StreamedOutput
 from weftline.engine.request import StepTiming
-from weftline.errors import BY_NAME, LimitReached, SessionClosed, StepError, WeftlineError
+from weftline.errors import BY_NAME, SessionClosed, StepError, WeftlineError
 
 
 class Result(Mapping[str, Any]):

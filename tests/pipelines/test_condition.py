@@ -33,7 +33,7 @@ from weftline.pipelines.wire import Wire
         ("kind in ['a', 'b']", ["b"], True), ("kind not in ['a', 'b']", [None], True),
         ("len(see.boxes) > 2", [[None] * 3], True), ("0 < score <= 0.5", [0.5], True), ("0 < score <= 0.5", [0], False),
         ("x.missing.deeper == null", [{}], True), ("x[7] == null", [[1]], True), ("x[-3] == null", [[1]], True),
-        ("x == true", [True], True),
+        ("x == true", [True], True), ("x == '# 1'", ["# 1"], True),
         ("x == -1.5", [-1.5], True), (" x\n  == 'a b' ", ["a b"], True), ("'b' in text", ["abc"], True),
         ("(a or b) == 3", [None, 3], True), ("a.x.__class__ == null", [{}], True),
     ],
@@ -59,6 +59,7 @@ def test_it_knows_what_it_reads_each_once() -> None:
         ("len(*x)", 1, "nothing can be called"), ("lambda: x", 1, "cannot stand here"), ("'a'.upper", 1, "has none"),
         ("x if y else z", 1, "cannot stand here"), ("true.x", 1, "has none"), ("-true", 1, "nothing can be computed"),
         ("x == 1j", 6, "cannot stand here"), ("(x := 3)", 2, "cannot stand here"), ("len(x, y)", 1, "nothing can be"),
+        (" (x)  # é\n and y == 1", 7, "no comments"),
     ],
 )  # fmt: skip
 def test_what_a_condition_cannot_say_is_refused_with_its_place(text: str, where: int, said: str) -> None:
@@ -68,8 +69,12 @@ def test_what_a_condition_cannot_say_is_refused_with_its_place(text: str, where:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " \n", "not " * 60 + "x", "(" * 300 + "x" + ")" * 300, "x" + ".a" * 40, "x" * (CHARS_MAX + 1), "\0"]
-)
+    "text",
+    [
+        "", " \n", "not " * 60 + "x", "(" * 300 + "x" + ")" * 300, "x" + ".a" * 40, "x" * (CHARS_MAX + 1), "\0",
+        "x == " + "[" * 40 + "]" * 40,
+    ],
+)  # fmt: skip
 def test_what_is_empty_long_or_deep_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse(text)
