@@ -87,7 +87,12 @@ class Fleet:
         self.send(worker, self._open_message(worker))
 
     def send(self, worker: int, message: msg.ToWorker, descriptor: int | None = None) -> None:
-        """Send a message; what the socket does not take at once leaves when it can."""
+        """Send a message; what the socket does not take at once leaves when it can.
+
+        One that has just been buried is told nothing: its death is among what the scheduler is hearing right now.
+        """
+        if worker not in self._workers:
+            return
         process = self._workers[worker][1]
         channel = process.channel
         try:

@@ -51,6 +51,9 @@ DRAINS_MAX = 64
 
 CLOSED = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
 
+REPORTS_MAX = 256
+"""Most words on progress that wait to be told; of a flood, the last ones."""
+
 OPENING = frozenset({msg.Progress, msg.OpenFailed, msg.Ready})
 """Messages that say how opening goes."""
 
@@ -78,10 +81,12 @@ class Runtime:
         self._copied_in_bytes = 0
         self._copied_out_bytes = 0
         self._progress = progress
+        self._reports: deque[msg.Progress] = deque(maxlen=REPORTS_MAX)
         self._listeners: dict[int, Listener] = {}
         self._later: deque[ev.Event] = deque()
         self._news: list[ev.Event] = []  # heard in this turn, and told to the scheduler together
         self._pump = LoopPump(self._take_in_from_loop)
+        self._up = False  # every worker has been ready
         self._ready = threading.Event()
         self._failed: tuple[str, str] | None = None
         self._mistake: Exception | None = None  # of ours, made in an event loop that took messages in
@@ -313,6 +318,8 @@ class Runtime:
         with self._lock:
             self._carry_out(self.scheduler.start(self.clock.now_ms()))
             self._tell_news()
+            if self.scheduler.crew.all_ready():  # no worker at all: the scheduler decides every step itself
+                self._ready.set()
         while not self._closing:
             ready = self._watch_loop() if self._pump.active else fleet.wait_ready(self._nap_s())
             self._asleep = False
@@ -322,6 +329,9 @@ class Runtime:
                 self._take_in(ready)
                 self._sleeping_until = self._let_time_pass()
                 self._asleep = True
+            self._report()
+            if self._up and not self._ready.is_set():  # said last, so that nothing of the opening is told after it
+                self._ready.set()
 
     def _take_in(self, ready: Sequence[tuple[int, int]], *, wakes: bool = True) -> None:
         """Tell the scheduler what descriptors have to say, all of it together."""
@@ -367,6 +377,7 @@ class Runtime:
                 self._take_in(())
                 self._sleeping_until = self._let_time_pass()
                 self._asleep = True
+            self._report()
         with self._lock:
             self.fleet.set_wake_apart(False)
         return ready
@@ -421,13 +432,12 @@ class Runtime:
 
     def _note_opening(self, message: msg.FromWorker) -> None:
         if isinstance(message, msg.Progress):
-            self._report(message)
+            self._reports.append(message)
         elif isinstance(message, msg.OpenFailed) and not self._ready.is_set() and self._failed is None:
             self._failed = (message.step, message.failure.message)
         elif isinstance(message, msg.Ready):
             self._tell_news()
-            if self.scheduler.crew.all_ready():
-                self._ready.set()
+            self._up = self._up or self.scheduler.crew.all_ready()
 
     def _died(self, worker: int, arena: int, name: str, how: str, last: str) -> None:
         """Tell the scheduler; before the session is open a death is also the reason why it cannot be."""
@@ -438,14 +448,17 @@ class Runtime:
             self._ready.set()
         self._news.append(ev.WorkerDied(worker, arena, how))
 
-    def _report(self, message: msg.Progress) -> None:
-        if self._progress is None:
-            return
-        try:
-            self._progress(message.step, message.phrase, message.fraction)
-        except Exception:
-            _log.exception("the progress callback failed; it is not called again")
-            self._progress = None
+    def _report(self) -> None:
+        """Tell of progress; not under the lock, because whoever is told may ask the session something."""
+        while self._reports:
+            message = self._reports.popleft()
+            if self._progress is None:
+                continue
+            try:
+                self._progress(message.step, message.phrase, message.fraction)
+            except Exception:
+                _log.exception("the progress callback failed; it is not called again")
+                self._progress = None
 
     # figures
 

@@ -116,6 +116,18 @@ outputs: {y: u.output}
 """
 
 
+def test_a_pipeline_that_only_chooses_opens_without_a_worker(start: Start, write: Write) -> None:
+    session = start(
+        write(
+            "inputs: {best: {type: text, optional: true}, usual: text}\n"
+            "steps: {pick: {node: first, inputs: {a: best, b: usual}}}\noutputs: {picked: pick.value}\n"
+        )
+    )
+    assert session.pids() == {}
+    assert [session.run(usual="u")["picked"], session.run(best="b", usual="u")["picked"]] == ["u", "b"]
+    assert session.ready
+
+
 def test_inputs_that_are_left_out_have_defaults_or_are_absent(start: Start, write: Write) -> None:
     session = start(write(OPTIONAL))
     assert session.run(text="a")["y"] == "a...!?", "the function's own default stands in for what is absent"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from weftline.engine import events as ev
+from weftline.engine import messages as msg
 from weftline.engine.clock import ManualClock
 from weftline.engine.runtime import GRACE_MS, PAUSE_MS, Runtime
 from weftline.engine.session import Session, load
@@ -280,3 +281,15 @@ def test_without_descriptors_workers_restart_from_the_reserve_and_new_work_is_re
     assert lines[2] == "restarted from the reserve, and answers: a"
     assert lines[3].startswith("short: LimitReached this process has no file descriptors left") and lines[3][-1] == "1"
     assert lines[4:] == ["with room again: a", "closed True"]
+
+
+def test_a_message_to_a_worker_that_has_just_been_buried_is_dropped(one: Callable[..., Session]) -> None:
+    session = one()
+    fleet = session._current.runtime.fleet
+    before = dict(fleet._workers)
+    fleet._workers.clear()
+    try:
+        fleet.send(0, msg.Cancel(0, (1,)))  # its death and this were decided in one turn
+    finally:
+        fleet._workers.update(before)
+    assert session.run(x="a")["y"] == "a"

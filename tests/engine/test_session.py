@@ -585,3 +585,14 @@ def test_a_child_that_a_step_forks_does_not_answer_for_it(opened: Callable[..., 
     pids = session.pids()
     assert [session.run(x="a")["y"] for _ in range(5)] == ["the parent"] * 5
     assert session.pids() == pids
+
+
+def test_who_is_told_of_progress_may_ask_the_session_and_is_told_everything_before_it_is_open() -> None:
+    p = Builder("one", limits={"arena_bytes": 1 << 20})
+    p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
+    told: list[tuple[str, int]] = []
+    session = Session(load(p).plan, lambda step, phrase, share: told.append((phrase, session.stats()["queued"][step])))
+    with ThreadPoolExecutor(1) as callers:
+        callers.submit(session.open, 20.0).result(10)
+        assert told == [("opening", 0), ("warming up", 0), ("ready", 0)]
+        session.close()
