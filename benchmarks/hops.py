@@ -10,6 +10,7 @@ Floors in the same run: a round trip over a Unix socket, and a warm memcpy.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import os
 import platform
@@ -31,12 +32,13 @@ from weftline.pipelines.builder import Builder
 KB, MB8 = 1000, 8 << 20
 
 
-def chain(function: str, steps: int) -> Builder:
-    """Return a chain of `steps` steps that each run `function`."""
+def chain(function: str, steps: int, worker: str | None = None) -> Builder:
+    """Return a chain of `steps` steps that each run `function`, each in a process of its own or all in one `worker`."""
     pipeline = Builder(f"{function}-{steps}", base_dir=Path(__file__).parent, limits={"arena_bytes": 96 << 20})
     wire: Any = pipeline.input("x", "uint8[N]")
     for index in range(steps):
-        wire = pipeline.step(f"s{index}", "function", x=wire, function=f"hop_steps.py:{function}").output
+        step = f"hop_steps.py:{function}"
+        wire = pipeline.step(f"s{index}", "function", x=wire, function=step, worker=worker).output
     pipeline.output("y", wire)
     return pipeline
 
@@ -114,6 +116,36 @@ def throughput(session: Session, x: np.ndarray, callers: int, seconds: float) ->
     return sum(done) / (time.perf_counter() - started)
 
 
+async def throughput_of_tasks(session: Session, x: np.ndarray, callers: int, seconds: float) -> float:
+    """Return requests a second with `callers` tasks of one event loop that each wait for their answer."""
+    done, stop = 0, time.perf_counter() + seconds
+
+    async def ask() -> None:
+        nonlocal done
+        while time.perf_counter() < stop:
+            await session.arun(x=x)
+            done += 1
+
+    started = time.perf_counter()
+    await asyncio.gather(*(ask() for _ in range(callers)))
+    return done / (time.perf_counter() - started)
+
+
+def print_throughput(apart: Session, fused: Session, x: np.ndarray, seconds: float, rounds: int) -> None:
+    """Print medians of interleaved rounds for 8 threads, 8 tasks and 64 tasks, in three processes and in one."""
+    seen: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, session in (("three processes", apart), ("one process", fused)):
+            of_threads = throughput(session, x, 8, seconds)
+            seen.setdefault(f"8 threads, {name}", []).append(of_threads)
+            for tasks in (8, 64):
+                of_tasks = asyncio.run(throughput_of_tasks(session, x, tasks, seconds))
+                seen.setdefault(f"{tasks} tasks, {name}", []).append(of_tasks)
+    for what, figures in sorted(seen.items()):
+        spread = f"[{min(figures):.0f}-{max(figures):.0f}]"
+        print(f"    three steps, {what}: {statistics.median(figures):.0f} requests/s {spread}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -144,7 +176,11 @@ def main() -> None:
             print(f"{function} {size:>8} B: one more hop {hop:.4f} ms {spread}; three steps p50 {p50:.3f} ms")
             print(f"    copied_bytes_total a request: {copied}; worker pids {sorted(three.pids().values())}")
             if size == KB:
-                print(f"    three steps, 8 callers: {throughput(three, x, 8, 20 / scale):.0f} requests/s")
+                with load(chain(function, 3, "shared")).open() as fused:
+                    hop, rounds = hop_ms(one, fused, x, options.rounds, repetitions // scale)
+                    spread = f"[{min(rounds):.4f}-{max(rounds):.4f}]"
+                    print(f"{function} {size:>8} B, handed over inside one process: one more hop {hop:.4f} ms {spread}")
+                    print_throughput(three, fused, x, 4 / scale, 5)
     sys.stdout.flush()
 
 

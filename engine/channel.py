@@ -14,8 +14,9 @@ import threading
 from array import array
 from collections import deque
 
-FRAME_BYTES_MAX = 256 << 20
-"""Longest message. Values inside are capped at 16 KiB each, so only a broken peer ever comes near."""
+FRAME_BYTES_MAX = 1 << 30
+"""Longest message. Values inside are capped at 16 KiB each, and the largest batch has 4 096 items: with a dozen inputs
+all of that size it stays below, and what announces more is a broken peer."""
 
 READ_BYTES = 64 * 1024
 """Below malloc's threshold for mapping fresh pages, which would cost more than the read."""

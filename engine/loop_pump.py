@@ -33,6 +33,7 @@ class LoopPump:
         self._fd = -1
         self._pumped = 0
         self._looked = 0
+        self._watched = False
         self.active = False
         self.others = False
 
@@ -43,12 +44,15 @@ class LoopPump:
         if self._loop is not loop:
             self.close()
             fd = os.dup(epoll_fd)  # its own, so that its number is not given away while the loop still knows it
-            try:
-                loop.add_reader(fd, self._readable)
-            except (NotImplementedError, OSError, RuntimeError):
-                os.close(fd)
-                return False
             self._loop, self._fd, self._thread = loop, fd, threading.get_ident()
+        if not self._watched:
+            try:
+                loop.add_reader(self._fd, self._readable)
+            except (NotImplementedError, OSError, RuntimeError):  # a loop of another kind
+                os.close(self._fd)
+                self._loop, self._fd = None, -1
+                return False
+            self._watched = True
         self.active = True
         self._looked = self._pumped
         return True
@@ -70,6 +74,7 @@ class LoopPump:
     def close(self) -> None:
         """Let the loop go."""
         loop, fd, self._loop, self._fd, self.active = self._loop, self._fd, None, -1, False
+        self._watched = False
         if loop is None:
             return
 
@@ -89,3 +94,8 @@ class LoopPump:
         if self.active:
             self._pumped += 1
             self._take_in()
+            return
+        loop, fd = self._loop, self._fd  # the thread has the post: what comes is no longer this loop's to look at
+        if loop is not None:
+            loop.remove_reader(fd)
+            self._watched = False

@@ -219,7 +219,7 @@ class Session:
         try:
             waiting = _Waiting()
             started_ms = version.runtime.clock.now_ms()
-            self._submit(version, request, version.intake.pack(inputs), asked, waiting.hear)
+            self._submit(version, request, version.intake.pack(inputs), asked, waiting.hear, started_ms)
             try:
                 end = waiting.wait()
             except BaseException:
@@ -252,7 +252,7 @@ class Session:
                 if type(command) in ENDS:
                     mail.put(ended, command)
 
-            self._submit(version, request, await _pack_aside(version, inputs), asked, hear, loop)
+            self._submit(version, request, await _pack_aside(version, inputs), asked, hear, started_ms, loop)
             try:
                 end = await ended
             except BaseException as error:
@@ -283,7 +283,8 @@ class Session:
             unread = Unread(request, version.plan.limits.stream_bytes_max)
             reader = Reader(unread, lambda: version.runtime.tell_if(unread.may_resume))
             hear = self._listen(version, reader.put)
-            self._submit(version, request, version.intake.pack(inputs), asked, hear)
+            started_ms = version.runtime.clock.now_ms()
+            self._submit(version, request, version.intake.pack(inputs), asked, hear, started_ms)
         except BaseException:
             version.leave(request)
             raise
@@ -312,7 +313,8 @@ class Session:
             loop = asyncio.get_running_loop()
             reader = AsyncReader(unread, lambda: version.runtime.tell_if(unread.may_resume), loop)
             hear = self._listen(version, reader.put)
-            self._submit(version, request, await _pack_aside(version, inputs), asked, hear)
+            started_ms = version.runtime.clock.now_ms()
+            self._submit(version, request, await _pack_aside(version, inputs), asked, hear, started_ms)
             while isinstance(piece := await reader.get(), StreamedOutput):
                 yield piece
             if not isinstance(piece, ev.Finish):
@@ -368,13 +370,14 @@ class Session:
         packed: Mapping[str, Packed],
         asked: _Asked,
         hear: Callable[[ev.ForCaller], ev.Event | None],
+        started_ms: float,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         runtime, intake = version.runtime, version.intake
         wanted = intake.check_outputs(asked.outputs)
         budget_ms = intake.budget_ms(asked.deadline_ms)
         runtime.check_descriptors()
-        deadline = None if budget_ms is None else runtime.clock.now_ms() + budget_ms
+        deadline = None if budget_ms is None else started_ms + budget_ms  # decoding is part of it
         values = intake.place(packed, runtime)
         runtime.submit(
             ev.Submitted(request, values, wanted, deadline, asked.priority, asked.sequence, asked.pieces), hear, loop

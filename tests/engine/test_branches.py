@@ -149,13 +149,11 @@ def test_a_switch_without_a_case_that_fits_is_absent() -> None:
 
 def test_true_is_no_case_of_one() -> None:
     p = Builder("kinds")
-    x = p.input("x", "json")
+    by, yes, one = (p.input(name, "json") for name in ("by", "yes", "one"))
     cases = {"yes": True, "one": 1}
-    p.output("y", p.step("pick", "switch", inputs={"by": x, "yes": x, "one": x}, cases=cases).value)
+    p.output("y", p.step("pick", "switch", inputs={"by": by, "yes": yes, "one": one}, cases=cases).value)
     desk = Desk(p)
-    assert desk.output(desk.submit(x=True)) is True
-    assert desk.output(desk.submit(x=1)) == 1
-    assert desk.output(desk.submit(x=2)) is None
+    assert [desk.output(desk.submit(by=by, yes="yes", one="one")) for by in (True, 1, 2)] == ["yes", "one", None]
 
 
 def test_a_switch_that_cannot_decide_fails() -> None:
@@ -326,12 +324,14 @@ def test_one_element_that_fails_calls_the_stand_in_for_the_whole_list() -> None:
     p = Builder("mapped")
     xs = p.input("xs", "list[json]")
     b = p.step("b", "echo", type="list[json]", value=xs)
-    p.output("y", p.step("a", "echo", type="json", value=xs, map="value", fallback=b).value)
+    a = p.step("a", "echo", type="json", value=xs, map="value", fallback=b, batch={"items_max": 2})
+    p.output("y", a.value)
     desk = Desk(p)
-    one = desk.submit(xs=items(1, 2))
+    one = desk.submit(xs=items(1, 2, 3, 4))
     desk.answer("a", lambda x: StepError("not two") if x == 2 else x)
+    assert desk.running() == ["b"]  # nobody runs the other two
     desk.answer("b")
-    assert desk.output(one) == [1, 2]
+    assert desk.output(one) == [1, 2, 3, 4]
     assert desk.is_clean()
 
 

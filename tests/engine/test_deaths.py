@@ -60,6 +60,18 @@ def test_a_killer_is_kept_out_of_every_later_incarnation() -> None:
     assert desk.sent(msg.Quarantine) == [msg.Quarantine(0, (b"killer",))]
 
 
+def test_the_other_instances_are_told_what_to_keep_out() -> None:
+    desk = Desk(one_step(instances=2))
+    desk.submit(x="killer")
+    desk.die(0)
+    run = desk.inbox[1][0]  # the other one tries it, alone
+    desk.hear(1, msg.Suspected(run.dispatch, (b"killer",)))
+    desk.advance((desk.scheduler.crew.members[0].start_ms or 0.0) - desk.now_ms + 0.001)
+    desk.up(0)
+    desk.die(1)
+    assert desk.said.count(ev.Send(0, msg.Quarantine(0, (b"killer",)))) == 1
+
+
 def test_a_batch_that_waited_behind_is_not_suspect() -> None:
     desk = Desk(one_step(items_max=2))
     for _ in range(4):  # quick enough for a second batch ahead
@@ -160,3 +172,12 @@ def test_only_deaths_before_ready_are_a_crash_loop(ready: bool) -> None:
                 desk.up(0)
         desk.die(0)
     assert desk.scheduler.crew.members[0].state == ("dead" if ready else "given_up")
+
+
+def test_a_death_in_service_is_not_counted_with_those_before_ready() -> None:
+    desk = Desk(one_step())
+    desk.die(0)
+    for state in ("dead",) * 5 + ("given_up",):
+        desk.advance((desk.scheduler.crew.members[0].start_ms or 0.0) - desk.now_ms + 0.001)
+        desk.die(0)
+        assert desk.scheduler.crew.members[0].state == state

@@ -51,6 +51,10 @@ def test_of_detections_the_labels_are_seen() -> None:
         (Value("text", data=b"\xff"), "1 bytes that hold no text"),
         (Value("tensor", "float32", (), b"x"), "1 bytes that hold no tensor"),
         (Value("detections", data=msgspec.msgpack.encode([1, 2])), "3 bytes that hold no detections"),
+        (
+            Value("detections", data=msgspec.msgpack.encode([["cat"], b"", b"", bytes([5, 0, 0, 0])])),
+            "hold no detections",
+        ),
     ],
 )
 def test_what_cannot_be_seen_is_named(value: Value, told: str) -> None:

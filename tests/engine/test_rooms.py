@@ -47,8 +47,11 @@ def test_who_asks_waits_until_somebody_has_copied_out() -> None:
 
 
 def test_what_can_never_fit_is_refused_at_once_by_name_of_the_limit() -> None:
-    d = desk()
-    d.submit(x=1)
+    p = Builder("two")
+    for name in ("a", "b"):
+        p.output(name, p.step(name, "echo", type="json", value=p.input(f"{name}x", "json")).value)
+    d = Desk(p)
+    d.submit(ax=1, bx=2)  # b is at work meanwhile, and may free memory
     d.hear(0, msg.Need((ARENA_BYTES + 1,)))
     told = "outputs of 1048577 bytes do not fit; the limit is limits.arena_bytes for each worker"
     assert d.sent(msg.Room) == [msg.Room((), told)]
@@ -75,5 +78,7 @@ def test_room_that_was_granted_is_given_back_when_its_worker_dies() -> None:
     d.submit(x=1)
     d.hear(0, msg.Need((MOST,)))
     assert d.scheduler.ledger.stats().blocks == 1
-    d.die(0)
+    d.die_and_return(0)
     assert d.scheduler.ledger.stats().blocks == 0
+    d.answer("a")
+    assert d.scheduler.ledger.stats().stale_total == 0  # and once only
