@@ -276,7 +276,8 @@ class Book:
         for slot, value in request.values.items():
             self._release_value(value, request.tickets[slot] - len(request.route.outputs_at[slot]))
         self._leave(request)
-        self._emit(ev.Finish(request.id, dict(request.outputs), tuple(request.timings)))
+        outputs = {name: request.outputs[name] for name in request.route.outputs}  # in the pipeline's order
+        self._emit(ev.Finish(request.id, outputs, tuple(request.timings)))
 
     def _release_value(self, value: Value, tickets: int) -> None:
         if tickets > 0 and value.data is None:
