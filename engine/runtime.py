@@ -24,6 +24,7 @@ from weftline.engine.fleet import Fleet
 from weftline.engine.health import Health, judge
 from weftline.engine.loop_pump import LOOK_S, LoopPump
 from weftline.engine.scheduler import INGRESS_ARENA, Scheduler
+from weftline.engine.snapshot import snapshot
 from weftline.errors import LimitReached, ModelError, SessionClosed
 from weftline.pipelines.plan import Plan
 from weftline.shm.arena import HostArena
@@ -465,27 +466,4 @@ class Runtime:
     def stats(self) -> Mapping[str, Any]:
         """Return a snapshot: counters, ledger, queues, and bytes copied in, between and out."""
         with self._lock:
-            counters = self.scheduler.counters
-            ledger = self.scheduler.ledger.stats()
-            return {
-                "requests": {
-                    "admitted": counters.admitted, "ok": counters.ok, "failed": counters.failed,
-                    "cancelled": counters.cancelled, "expired": counters.expired, "refused": counters.refused,
-                    "open": self.scheduler.open_requests,
-                },
-                "queued": self.scheduler.queued,
-                "dispatches": counters.dispatches,
-                "items": counters.items,
-                "worker_deaths": counters.deaths,
-                "retried": counters.retried,
-                "quarantined": counters.quarantined,
-                "dropped_late": counters.late,
-                "copied_bytes": {
-                    "in": self._copied_in_bytes, "between": counters.copied_bytes, "out": self._copied_out_bytes,
-                },
-                "copied_bytes_total": self._copied_in_bytes + counters.copied_bytes + self._copied_out_bytes,
-                "arena": {
-                    "size_bytes": ledger.size_bytes, "leased_bytes": ledger.leased_bytes, "blocks": ledger.blocks,
-                    "stale_total": ledger.stale_total,
-                },
-            }  # fmt: skip
+            return snapshot(self.scheduler, self._copied_in_bytes, self._copied_out_bytes)

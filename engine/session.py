@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from weftline.engine import events as ev
+from weftline.engine.asking import ENDS, Asked, Waiting
 from weftline.engine.health import Health
 from weftline.engine.machine import this_machine
 from weftline.engine.messages import Value
@@ -36,8 +37,8 @@ from weftline.engine.result import OutputStream, Result, error_of, owned, placed
 from weftline.engine.runtime import Progress
 from weftline.engine.values import Packed, unpack
 from weftline.engine.version import Version
-from weftline.errors import InputError, SessionClosed
-from weftline.nodes.urgency import PRIORITY_MAX, SequencePart
+from weftline.errors import SessionClosed
+from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
@@ -50,9 +51,6 @@ Source = str | Path | Pipeline | Builder
 
 DRAIN_S = 30.0
 """How long open requests get to finish in a version that is being replaced, when nobody says."""
-
-SEQUENCE_CHARS_MAX = 128
-"""Longest id of a sequence of requests."""
 
 REPLACED = ev.Fail(-1, "RequestCancelled", "a new version took over, and the request was not finished within drain_s")
 ENDED = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
@@ -214,10 +212,10 @@ class Session:
         priority:    from -100 to 100; the higher goes first wherever requests wait.
         sequence:    where the request stands in a sequence of requests; an id alone stands for one in the middle.
         """
-        asked = _Asked(outputs, deadline_ms, priority, sequence)
+        asked = Asked(outputs, deadline_ms, priority, sequence)
         version, request = self._enter()
         try:
-            waiting = _Waiting()
+            waiting = Waiting()
             started_ms = version.runtime.clock.now_ms()
             self._submit(version, request, version.intake.pack(inputs), asked, waiting.hear, started_ms)
             try:
@@ -239,7 +237,7 @@ class Session:
         **inputs: Any,
     ) -> Result:
         """`run` for asyncio. Inputs that may need decoding are decoded in a thread."""
-        asked = _Asked(outputs, deadline_ms, priority, sequence)
+        asked = Asked(outputs, deadline_ms, priority, sequence)
         version, request = self._enter()
         try:
             loop = asyncio.get_running_loop()
@@ -277,7 +275,7 @@ class Session:
         by more than limits.stream_bytes_max stops the steps that write its stream until it has caught up; one that
         takes nothing for limits.stall_max_ms loses it.
         """
-        asked = _Asked(outputs, deadline_ms, priority, sequence, pieces=True)
+        asked = Asked(outputs, deadline_ms, priority, sequence, pieces=True)
         version, request = self._enter()
         try:
             unread = Unread(request, version.plan.limits.stream_bytes_max)
@@ -305,7 +303,7 @@ class Session:
         **inputs: Any,
     ) -> AsyncIterator[StreamedOutput]:
         """`stream` for asyncio."""
-        asked = _Asked(outputs, deadline_ms, priority, sequence, pieces=True)
+        asked = Asked(outputs, deadline_ms, priority, sequence, pieces=True)
         version, request = self._enter()
         dropped = False
         try:
@@ -368,7 +366,7 @@ class Session:
         version: Version,
         request: int,
         packed: Mapping[str, Packed],
-        asked: _Asked,
+        asked: Asked,
         hear: Callable[[ev.ForCaller], ev.Event | None],
         started_ms: float,
         loop: asyncio.AbstractEventLoop | None = None,
@@ -417,51 +415,6 @@ class Session:
             raise
 
 
-class _Asked:
-    """What a caller wants beside the inputs, checked as far as it can be without knowing the pipeline."""
-
-    __slots__ = ("deadline_ms", "outputs", "pieces", "priority", "sequence")
-
-    def __init__(
-        self,
-        outputs: Sequence[str] | None,
-        deadline_ms: float | None,
-        priority: int,
-        sequence: SequencePart | str | None,
-        pieces: bool = False,
-    ) -> None:
-        self.outputs = outputs
-        self.deadline_ms = deadline_ms
-        self.priority = priority if priority == 0 and type(priority) is int else _checked_priority(priority)
-        self.sequence = None if sequence is None else _checked_sequence(sequence)
-        self.pieces = pieces
-
-
-class _Waiting:
-    """One caller waiting for one request: a lock that is released when the end comes."""
-
-    __slots__ = ("_end", "_latch")
-
-    def __init__(self) -> None:
-        self._end: ev.Command | None = None
-        self._latch = threading.Lock()
-        self._latch.acquire()
-
-    def hear(self, command: ev.Command) -> None:
-        if type(command) in ENDS:
-            self._end = command
-            self._latch.release()
-
-    def wait(self) -> ev.Command:
-        self._latch.acquire()
-        if self._end is None:
-            raise SessionClosed("the session was closed while a request waited")
-        return self._end
-
-
-ENDS = frozenset({ev.Finish, ev.Fail, ev.Refuse})
-
-
 def _abandon(version: Version, request: int, dropped: bool) -> None:
     """Nobody waits for this request any more: withdraw it if it is open, and give its outputs back.
 
@@ -474,20 +427,3 @@ def _abandon(version: Version, request: int, dropped: bool) -> None:
 async def _pack_aside(version: Version, inputs: Mapping[str, Any]) -> dict[str, Packed]:
     plain = all(isinstance(value, str | int | float | bool | np.ndarray | None) for value in inputs.values())
     return version.intake.pack(inputs) if plain else await asyncio.to_thread(version.intake.pack, inputs)
-
-
-def _checked_priority(priority: object) -> int:
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InputError(f"priority: found {type(priority).__name__}, expected a whole number")
-    if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
-        raise InputError(f"priority: found {priority}, expected -{PRIORITY_MAX} to {PRIORITY_MAX}")
-    return priority
-
-
-def _checked_sequence(sequence: object) -> SequencePart:
-    part = SequencePart(sequence) if isinstance(sequence, str) else sequence
-    if not isinstance(part, SequencePart) or not isinstance(part.id, str):
-        raise InputError(f"sequence: found {type(sequence).__name__}, expected an id, or a weftline.SequencePart")
-    if not 1 <= len(part.id) <= SEQUENCE_CHARS_MAX:
-        raise InputError(f"sequence: found an id of {len(part.id)} characters, expected 1 to {SEQUENCE_CHARS_MAX}")
-    return part

@@ -16,6 +16,7 @@ import numpy as np
 import weftline
 from weftline import errors
 from weftline.cli_inputs import STDIN, read_inputs
+from weftline.cli_pipeline import counted
 from weftline.cli_progress import loading_shown, measuring_shown
 from weftline.cli_report import print_report
 from weftline.cli_run import check_outputs
@@ -90,9 +91,8 @@ def run_bench(asked: Bench, out: TextIO, err: TextIO) -> None:
             raise InputError("\n".join([str(error), *(f"    inputs were {line}" for line in told)])) from None
     plan, ground = pipeline.plan, machine_text()
     found = hints(report, plan, asked.load)
-    print(
-        f"machine     {ground}\npipeline    {plan.name}: {len(plan.steps)} steps, {len(plan.workers)} workers", file=out
-    )
+    size = f"{counted(len(plan.steps), 'step')}, {counted(len(plan.workers), 'worker')}"
+    print(f"machine     {ground}\npipeline    {plan.name}: {size}", file=out)
     for line in told:
         print(f"inputs      {line}", file=out)
     print_report(report, found, out)

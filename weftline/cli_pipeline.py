@@ -25,9 +25,9 @@ def check_file(file: str, *, file_only: bool) -> str:
     else:
         make_plan(pipeline, this_machine())
     counts = [
-        _counted(sum(not one.hidden for one in pipeline.inputs), "input"),
-        _counted(len(pipeline.steps), "step"),
-        _counted(len(pipeline.outputs), "output"),
+        counted(sum(not one.hidden for one in pipeline.inputs), "input"),
+        counted(len(pipeline.steps), "step"),
+        counted(len(pipeline.outputs), "output"),
     ]
     return f"{file}: ok ({', '.join(counts)})"
 
@@ -54,5 +54,5 @@ def plan_file(file: str, cores: int | None = None) -> Plan:
     return make_plan(load_file(file), machine)
 
 
-def _counted(count: int, word: str) -> str:
+def counted(count: int, word: str) -> str:
     return f"{count} {word}{'s' if count != 1 else ''}"

@@ -227,3 +227,33 @@ def a_dispatch_behind_that_is_lost(patch: pytest.MonkeyPatch, draws: random.Rand
 @mutant
 def a_waiting_batch_that_is_forgotten(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(Lane, "any_waiting", lambda s: False)
+
+
+@mutant
+def elements_that_begin_after_their_unit_has_failed(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    class Always(dict):  # type: ignore[type-arg]
+        def __contains__(self, place: object) -> bool:
+            return True
+
+    spread = Branches._spread
+
+    def careless(self: Branches, request: Request, place: int, unit: Any) -> None:
+        request.gathers = Always(request.gathers)
+        spread(self, request, place, unit)
+
+    patch.setattr(Branches, "_spread", careless)
+
+
+@mutant
+def a_sequence_whose_item_left_before_it_was_queued_and_is_still_owed(
+    patch: pytest.MonkeyPatch, draws: random.Random
+) -> None:
+    discard = Lane.discard
+
+    def careless(self: Lane, task: Any) -> None:
+        if task in self._new:
+            self._new.remove(task)
+        else:
+            discard(self, task)
+
+    patch.setattr(Lane, "discard", careless)

@@ -67,6 +67,8 @@ class World:
         self.streams: dict[int, list[tuple[int, msg.Item]]] = {}
         self.chains: dict[int, dict[int, msg.Chain]] = {}
         self.taken_back: set[int] = set()
+        self.hears_together = self.rng.random() < 0.3
+        self.unsaid: list[ev.Event] = []  # what workers said, to be told together with what comes next
         self.sequence_of: dict[tuple[int, str], int] = {}  # (step, sequence) -> worker
         self.deadly = self.rng.random() < 0.4
         self.doomed = self.deadly and self.rng.random() < 0.2  # workers that never come up
@@ -115,7 +117,12 @@ class World:
 
     def at_rest(self) -> bool:
         settled = len(self.ended) + len(self.refused) == self.requests
-        return settled and self.scheduler.idle() and not any(what[0] == "deliver" for _, _, what in self.todo)
+        return (
+            settled
+            and self.scheduler.idle()
+            and not self.unsaid
+            and not any(what[0] == "deliver" for _, _, what in self.todo)
+        )
 
     def watch(self) -> None:
         """Note which entries of the state tables are used."""
@@ -133,7 +140,8 @@ class World:
 
     def tell(self, event: ev.Event) -> None:
         self.seen.add(type(event).__name__)
-        self.obey(self.scheduler.on(event, self.now))
+        events, self.unsaid = [*self.unsaid, event], []
+        self.obey(self.scheduler.on_all(events, self.now))
         self.check()
 
     # what callers do
@@ -352,7 +360,17 @@ class World:
     def say(self, worker: int, arena: int, message: msg.FromWorker) -> None:
         if self.arena_of.get(worker) == arena:
             self.seen.add(type(message).__name__)
-            self.tell(ev.FromWorker(worker, arena, message))
+            event = ev.FromWorker(worker, arena, message)
+            if self.hears_together and self.rng.random() < 0.4:
+                self.unsaid.append(event)
+                self.at(self.now + 0.5, ("hear",))
+            else:
+                self.tell(event)
+
+    def on_hear(self) -> None:
+        """What was held back for company is told, unless it has been with something else."""
+        if self.unsaid:
+            self.tell(self.unsaid.pop())
 
     # what the scheduler asks for
 

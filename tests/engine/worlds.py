@@ -104,7 +104,7 @@ def _steps(name: str, rng: random.Random, draft: _Draft, workers: list[PlannedWo
     )  # fmt: skip
     made = [step]
     if rng.random() < 0.2:
-        made = [replace(step, fallback=f"{name}f"), _stand_in(f"{name}f", ports, rng, draft, workers, bool(mapped))]
+        made = [replace(step, fallback=f"{name}f"), *_stand_in(f"{name}f", ports, rng, draft, workers, bool(mapped))]
     for port in ports:
         _offer(Wire(name, port.name), LIST if mapped else port.type, lacks, draft)
     return made
@@ -146,26 +146,47 @@ def _reads(rng: random.Random, draft: _Draft, count: int) -> tuple[PlannedInput,
 
 def _stand_in(
     name: str, ports: tuple[Port, ...], rng: random.Random, draft: _Draft, workers: list[PlannedWorker], mapped: bool
-) -> PlannedStep:
-    """Return a step that answers in another's place; sometimes constants instead of a node."""
+) -> list[PlannedStep]:
+    """Return a step that answers in another's place, and what runs for it alone; or constants instead of a node."""
     if not mapped and rng.random() < 0.4 and not any(port.type == LIST for port in ports):
         wires = [wire for wire in draft.plain if wire not in draft.lacking]
         if wires:
             reads = tuple(PlannedInput(port.name, rng.choice(wires), port.type) for port in ports)
-            return _control(name, "passes", reads, ports)
+            return [_control(name, "passes", reads, ports)]
     reads = _reads(rng, draft, rng.randint(1, 2))
+    made = []
+    lacks = any(not read.optional and read.wire in draft.lacking for read in reads)
+    if rng.random() < 0.4:
+        helper = _helper(f"{name}h", rng, draft, workers)
+        made.append(helper)
+        reads = (*reads, PlannedInput("help", Wire(helper.name, "value"), BYTES, rng.random() < 0.3))
+        lacks = lacks or (helper.conditional and not reads[-1].optional)
     given = tuple(Port(port.name, LIST if mapped else port.type) for port in ports)
-    return PlannedStep(
+    step = PlannedStep(
         name, "sim", {}, reads, given, {}, _policy(rng), rng.random() < 0.1, False, False, "cpu", _place(rng, workers),
-        1000.0, conditional=any(not read.optional and read.wire in draft.lacking for read in reads),
+        1000.0, conditional=lacks,
+    )  # fmt: skip
+    return [*made, step]
+
+
+def _helper(name: str, rng: random.Random, draft: _Draft, workers: list[PlannedWorker]) -> PlannedStep:
+    """Return a step or a choice that only a stand-in reads."""
+    if rng.random() < 0.3:
+        return _first(name, rng, draft, offers=False)
+    reads = _reads(rng, draft, 1)
+    return PlannedStep(
+        name, "sim", {}, reads, (Port("value", BYTES),), {}, _policy(rng), False, False, False, "cpu",
+        _place(rng, workers), 1000.0,
+        conditional=any(not read.optional and read.wire in draft.lacking for read in reads),
     )  # fmt: skip
 
 
-def _first(name: str, rng: random.Random, draft: _Draft) -> PlannedStep:
+def _first(name: str, rng: random.Random, draft: _Draft, offers: bool = True) -> PlannedStep:
     reads = tuple(replace(read, optional=True) for read in _reads(rng, draft, rng.randint(2, 3)))
     when = _coin(rng, draft)
     lacks = when is not None or all(read.wire in draft.lacking for read in reads)
-    _offer(Wire(name, "value"), BYTES, lacks, draft)
+    if offers:
+        _offer(Wire(name, "value"), BYTES, lacks, draft)
     return _control(name, "first", reads, (Port("value", BYTES),), conditional=lacks, when=when)
 
 

@@ -1,0 +1,33 @@
+"""The figures of a running pipeline at one moment, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weftline.engine.scheduler import Scheduler
+
+
+def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) -> Mapping[str, Any]:
+    """Return counters, queues, memory, and the bytes copied in, between workers and out since the start."""
+    counters, ledger = scheduler.counters, scheduler.ledger.stats()
+    return {
+        "requests": {
+            "admitted": counters.admitted, "ok": counters.ok, "failed": counters.failed,
+            "cancelled": counters.cancelled, "expired": counters.expired, "refused": counters.refused,
+            "open": scheduler.open_requests,
+        },
+        "queued": scheduler.queued,
+        "dispatches": counters.dispatches,
+        "items": counters.items,
+        "worker_deaths": counters.deaths,
+        "retried": counters.retried,
+        "quarantined": counters.quarantined,
+        "dropped_late": counters.late,
+        "copied_bytes": {"in": copied_in_bytes, "between": counters.copied_bytes, "out": copied_out_bytes},
+        "copied_bytes_total": copied_in_bytes + counters.copied_bytes + copied_out_bytes,
+        "arena": {
+            "size_bytes": ledger.size_bytes, "leased_bytes": ledger.leased_bytes, "blocks": ledger.blocks,
+            "stale_total": ledger.stale_total,
+        },
+    }  # fmt: skip
