@@ -101,8 +101,12 @@ class Deaths:
                 self._emit(ev.Send(worker, msg.Quarantine(step, digests)))
 
     def _lose_sequences(self, lane: Lane, worker: int, why: str) -> None:
-        """What a step remembered died with its worker: whoever waits in one of its sequences fails."""
+        """What a step remembered died with its worker: whoever waits in one of its sequences fails, or will."""
         lost = set(lane.sequences.lost(worker)) if lane.sequences is not None else set()
+        for request in self._book.requests.values() if lost else ():
+            if request.sequence is not None and request.sequence.id in lost and lane.index not in request.reached:
+                request.reached.add(lane.index)
+                request.lost.add(lane.index)
         for task in [t for t in self._tasks.live.values() if t.unit.step == lane.index]:
             if task.request.sequence is not None and task.request.sequence.id in lost and task.id in self._tasks.live:
                 lane.discard(task)

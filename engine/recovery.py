@@ -74,13 +74,14 @@ class Recovery:
     def try_again_in_ms(self, task: Task, error: str, timed_out: bool, at_work: bool = False) -> float | None:
         """Return after how long a failed task is tried again by its step's `retry:`; None: it is not.
 
-        at_work: a worker may still be running it; what must not run twice is then not tried again.
+        at_work: a worker may still be running it; what must not run twice is then not tried again. Nor is an item of a
+                 sequence that timed out, because those behind it have their turn.
         """
         step = self._steps[task.unit.step]
         retry = step.retry
         if retry is None or error not in TRIED_AGAIN or task.attempts > retry.attempts + task.deaths:
             return None
-        if at_work and (step.sequence is not None or not step.idempotent):
+        if (at_work and not step.idempotent) or (timed_out and step.sequence is not None):
             return None
         if ("timeout" if timed_out else "error") not in retry.on or task.said or not self.budget.try_take():
             return None

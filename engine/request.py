@@ -127,7 +127,8 @@ class Request:
     tasks:   what waits or runs for it, by task id.
     called:  stand-ins at work, by unit.
     stalled: its reader is slow, and its streams are paused.
-    reached: of a sequence, the steps with memory that were given a task for it.
+    reached: of a sequence, the steps with memory that were given a task for it, or lost it.
+    lost:    of a sequence, the steps with memory that lost it before they were given a task for it.
     """
 
     id: int
@@ -149,6 +150,7 @@ class Request:
     gathers: dict[int, Gather] = field(default_factory=dict)
     called: dict[int, Called] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
 
     def move(self, event: str) -> None:
         """Go to the next state; RuntimeError for a move the table does not have."""

@@ -77,6 +77,12 @@ class Tasks:
         if unit.step in self.hopeless:
             self.fail_hopeless(task, "it is given up")
             return
+        if unit.step in request.lost:
+            self.forget(task)
+            self.end(task)
+            told = "its sequence was lost when its worker died; start it again"
+            self._branches.failed(request, place, "WorkerDied", told, self.lanes[unit.step].name)
+            return
         if request.sequence is not None:
             request.reached.add(unit.step)
         timeout_ms = self._steps[unit.step].timeout_ms
@@ -85,8 +91,13 @@ class Tasks:
         self.enqueue(task)
 
     def enqueue(self, task: Task) -> None:
-        self.lanes[task.unit.step].add(task)
-        self.due.add(task.unit.step)
+        """Let a task wait for its step; one that a worker died of stays alone, whatever it is tried again for."""
+        lane = self.lanes[task.unit.step]
+        if task.deaths:
+            lane.suspects.append([task])
+        else:
+            lane.add(task)
+        self.due.add(lane.index)
 
     def forget(self, task: Task) -> bool:
         """A task is over; False when it was already."""

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from weftline.engine.answers import Answers
-from weftline.engine.batcher import Batcher
 from weftline.engine.book import Book
 from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
@@ -26,6 +25,7 @@ from weftline.engine.recovery import LONE_DEATHS_MAX, Recovery, Verdict
 from weftline.engine.request import Request
 from weftline.engine.scheduler import Scheduler
 from weftline.engine.sequences import Sequences
+from weftline.engine.tasks import Tasks
 from weftline.engine.timers import Timers
 from weftline.shm.lease import Ledger
 
@@ -63,17 +63,28 @@ def a_wrong_lease_count(patch: pytest.MonkeyPatch, draws: random.Random) -> None
 
 @mutant
 def a_skipped_cancel_in_a_queue(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    patch.setattr(Batcher, "discard", lambda s, item: False)
+    discard = Lane.discard
+    patch.setattr(Lane, "discard", lambda s, task: discard(s, task) if draws.random() > 0.2 else None)
+
+
+@mutant
+def a_suspect_that_is_tried_again_among_others(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    def careless(self: Tasks, task: Any) -> None:
+        self.lanes[task.unit.step].add(task)
+        self.due.add(task.unit.step)
+
+    patch.setattr(Tasks, "enqueue", careless)
 
 
 @mutant
 def a_lost_death(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    on = Scheduler.on
+    on_all = Scheduler.on_all
 
-    def deaf(self: Scheduler, event: Any, now_ms: float) -> Any:
-        return [] if isinstance(event, WorkerDied) and draws.random() < 0.2 else on(self, event, now_ms)
+    def deaf(self: Scheduler, events: Any, now_ms: float) -> Any:
+        heard = [event for event in events if not isinstance(event, WorkerDied) or draws.random() > 0.2]
+        return on_all(self, heard, now_ms)
 
-    patch.setattr(Scheduler, "on", deaf)
+    patch.setattr(Scheduler, "on_all", deaf)
 
 
 @mutant
@@ -227,21 +238,6 @@ def a_dispatch_behind_that_is_lost(patch: pytest.MonkeyPatch, draws: random.Rand
 @mutant
 def a_waiting_batch_that_is_forgotten(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(Lane, "any_waiting", lambda s: False)
-
-
-@mutant
-def elements_that_begin_after_their_unit_has_failed(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    class Always(dict):  # type: ignore[type-arg]
-        def __contains__(self, place: object) -> bool:
-            return True
-
-    spread = Branches._spread
-
-    def careless(self: Branches, request: Request, place: int, unit: Any) -> None:
-        request.gathers = Always(request.gathers)
-        spread(self, request, place, unit)
-
-    patch.setattr(Branches, "_spread", careless)
 
 
 @mutant

@@ -39,6 +39,9 @@ EVENTS_MAX = 40_000
 KILLS_MAX = 4
 """Most workers a killer may take along: log2 of the largest batch, 8, and one."""
 
+KILLS_STREAMING_MAX = 5
+"""The same where a worker takes in all that there is, which is 12 requests."""
+
 TABLES = {"request": requests_module.TRANSITIONS, "worker": supervisor.TRANSITIONS}
 
 
@@ -71,15 +74,18 @@ class World:
         self.unsaid: list[ev.Event] = []  # what workers said, to be told together with what comes next
         self.sequence_of: dict[tuple[int, str], int] = {}  # (step, sequence) -> worker
         self.deadly = self.rng.random() < 0.4
-        self.doomed = self.deadly and self.rng.random() < 0.2  # workers that never come up
+        self.doomed = -1  # a worker that never comes up
+        if self.deadly and self.rng.random() < 0.4:
+            self.doomed = self.rng.randrange(max(1, len(self.plan.workers)))
         self.killers: dict[int, int] = {}  # request -> step that it kills
         self.kills: dict[int, int] = {}
         if not self.deadly and self.rng.random() < 0.4:
             for request in self.rng.sample(range(1, requests + 1), 2):
                 self.killers[request] = self.rng.randrange(len(self.plan.steps))
         self.sequenced = any(step.sequence for step in self.plan.steps)
+        latest = 20_000 if self.doomed >= 0 else 200  # some come when a worker has been given up
         for request in range(1, requests + 1):
-            self.at(self.rng.uniform(5, 200), ("submit", request))
+            self.at(self.rng.uniform(5, latest if request % 2 else 200), ("submit", request))
 
     @property
     def now(self) -> float:
@@ -196,7 +202,7 @@ class World:
     def on_hello(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) != arena:
             return
-        if self.doomed and worker == 0:
+        if worker == self.doomed:
             self.on_die(worker, arena)
             return
         self.say(worker, arena, msg.Hello(1, WORKER_ARENA_BYTES))
@@ -452,6 +458,8 @@ class World:
                 if item.id in self.taken_back:  # its request ended in the same turn
                     continue
                 raise AssertionError(f"item {item.id} was sent although nobody waits for it")
+            if task.deaths and not message.suspect:
+                raise AssertionError(f"a worker died of item {item.id}, and it is put at risk among others")
             if task.request.deadline_ms is not None and task.request.deadline_ms <= self.now:
                 raise AssertionError(f"item {item.id} was sent after its deadline")
             if task.request.route.waits_for.get(task.place, -1) not in (-1, *task.request.called):
@@ -475,7 +483,8 @@ class World:
         if scheduler._book.admission.requests != scheduler.open_requests:
             raise AssertionError("admission has lost count")
         for request, kills in self.kills.items():
-            if kills > KILLS_MAX:
+            streams = self.plan.steps[self.killers[request]].streams
+            if kills > (KILLS_STREAMING_MAX if streams else KILLS_MAX):
                 raise AssertionError(f"request {request} has killed {kills} workers")
 
     def check_rest(self) -> None:
@@ -483,6 +492,9 @@ class World:
         left = scheduler.ledger.stats()
         if scheduler.open_requests or left.blocks or any(scheduler.queued.values()) or scheduler._tasks.live:
             raise AssertionError(f"still held at the end: {scheduler.open_requests} open, {left}, {scheduler.queued}")
+        for lane in scheduler._tasks.lanes:
+            if lane.sequences is not None and any(one.owed for one in lane.sequences._live.values()):
+                raise AssertionError(f"{lane.name}: a sequence still waits for items that will never come")
         if scheduler._tasks.timers.any:
             raise AssertionError(f"timers are still set: {scheduler._tasks.timers._at}")
         if scheduler._book.admission.size_bytes:

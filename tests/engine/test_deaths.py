@@ -7,6 +7,7 @@ import pytest
 from tests.engine.desk import Desk
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
+from weftline.errors import StepError
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.policy import Limits
 
@@ -118,6 +119,19 @@ def test_a_stream_that_has_said_something_is_not_tried_again_and_one_that_has_no
     assert silent not in desk.ended
     desk.piece(0, "together", last=True)
     assert desk.output(silent) == "together"
+    assert desk.is_clean()
+
+
+def test_a_suspect_that_fails_and_is_tried_again_stays_alone() -> None:
+    desk = Desk(one_step(retry=1))
+    desk.submit(x="suspect")
+    desk.die(0)
+    desk.submit_all([1, 2])
+    desk.advance(200)
+    desk.up(0)
+    assert desk.answer("a", lambda x: StepError("drawn")) == ["suspect"]
+    assert desk.answer("a") == ["suspect"]
+    assert desk.answer("a") == [1, 2]
     assert desk.is_clean()
 
 

@@ -261,6 +261,43 @@ def test_what_waits_in_a_sequence_is_lost_with_its_worker_and_told_so() -> None:
     assert desk.is_clean()
 
 
+def upstream() -> Builder:
+    """`slow` comes before `a`, which remembers."""
+    p = Builder("upstream")
+    slow = p.step("slow", "echo", value=p.input("x", "text"), batch={"items_max": 1}, worker="slow")
+    p.output("y", p.step("a", "remember", value=slow.value, worker="a").value)
+    return p
+
+
+def test_what_is_still_on_its_way_to_a_lost_sequence_never_meets_the_one_that_is_begun_anew() -> None:
+    desk = Desk(upstream())
+    desk.submit(x=text("a"), sequence=part(start=True))
+    old = desk.submit(x=text("b"), sequence=part())
+    desk.answer("slow")
+    desk.die(desk.at("a"))
+    new = desk.submit(x=text("c"), sequence=part(start=True, end=True))
+    desk.answer("slow")
+    assert desk.failure(old).message == "its sequence was lost when its worker died; start it again"
+    desk.answer("slow")
+    desk.advance(200)
+    desk.up(1)
+    assert desk.answer("a") == ["c"]
+    assert desk.sent(msg.EndSequences) == [msg.EndSequences(1, ("s",))]
+    assert new in desk.ended
+    assert desk.is_clean()
+
+
+def test_an_item_of_a_sequence_that_timed_out_is_not_tried_again_behind_those_that_came_after_it() -> None:
+    desk = Desk(one_step(node="remember", timeout_ms=10, retry=1))
+    desk.submit(x=text("a"), sequence=part(start=True))
+    waits = desk.submit(x=text("b"), sequence=part())
+    desk.advance(11)
+    assert desk.failure(waits).error == "DeadlineExceeded"
+    desk.answer("a")
+    assert desk.running() == []
+    assert desk.is_clean()
+
+
 def test_a_request_outside_of_any_sequence_is_refused_where_a_step_has_memory() -> None:
     desk = Desk(one_step(node="remember"))
     one = desk.submit(x=text("a"))
