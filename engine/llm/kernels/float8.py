@@ -1,0 +1,77 @@
+"""float8_e4m3fn inside kernels: reading and rounding, with and without instructions for it.
+
+GPUs before compute capability 8.9 have none, and Triton refuses the type there. Pages then come as uint8, and the
+conversions are done on bits. Both ways give the same numbers: reading is exact, writing rounds to the nearest, ties to
+even, and what is too large becomes the largest. The format: 1 sign, 4 exponent (bias 7) and 3 mantissa bits, no
+infinity, 0x7f is NaN (OCP 8-bit floating point specification, revision 1.0).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl  # type: ignore[import-untyped]
+
+from weftline.engine.llm.kernels.launch import jit
+
+
+@jit
+def read_float8_bits(bits: tl.tensor) -> tl.tensor:
+    """Return the float16 that e4m3 `bits` (uint8) stand for; a NaN is read as 480.
+
+    The bits moved into a float16 have its bias of 15 instead of 7: the number is 2**8 too small, subnormals too.
+    """
+    wide = bits.to(tl.uint16)
+    moved = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return moved.to(tl.float16, bitcast=True) * 256.0
+
+
+@jit
+def float8_bits(numbers: tl.tensor) -> tl.tensor:
+    """Return the e4m3 bits (uint8) of float32 `numbers` that are at most 448 from zero, or NaN.
+
+    From 2**-6 on: add half of what the 20 mantissa bits that go are worth (less one bit when that would break a tie
+    away from even), cut them, and move the exponent's bias from 127 to 7. Below, numbers are multiples of 2**-9, which
+    is the last bit of floats between 2**14 and 2**15: adding 2**14 rounds.
+    """
+    bits = numbers.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    small = (tl.abs(numbers) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    found = tl.where(size < 0x3C800000, small, normal)
+    found = tl.where(size > 0x7F800000, 0x7F, found)
+    return (found | sign).to(tl.uint8)
+
+
+@jit
+def scale_of(scales: tl.tensor, offset: tl.tensor) -> tl.tensor:
+    """Return what stored numbers of a head are multiplied with; 1 without scales."""
+    if scales is None:
+        return 1.0
+    else:
+        return tl.load(scales + offset)
+
+
+@jit
+def read_numbers(pointers: tl.tensor, mask: tl.tensor, into: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """Return what pages hold at `pointers` as `into`, 0 where `mask` is not set; BITS: they are float8 as uint8."""
+    numbers = tl.load(pointers, mask=mask, other=0.0)
+    if BITS:
+        return read_float8_bits(numbers).to(into)
+    else:
+        return numbers.to(into)
+
+
+@jit
+def write_numbers(
+    pointers: tl.tensor, numbers: tl.tensor, scale: tl.tensor, mask: tl.tensor, FLOAT8: tl.constexpr, BITS: tl.constexpr
+) -> tl.tensor:
+    """Store `numbers` at `pointers` of pages where `mask` is set; into float8 pages divided by `scale`."""
+    if FLOAT8:
+        scaled = tl.div_rn(numbers.to(tl.float32), scale)  # rounded as torch does, which `/` is not
+        limited = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))  # NaN stays NaN
+        if BITS:
+            tl.store(pointers, float8_bits(limited), mask=mask)
+        else:
+            tl.store(pointers, limited.to(tl.float8e4nv), mask=mask)
+    else:
+        tl.store(pointers, numbers.to(pointers.dtype.element_ty), mask=mask)
