@@ -13,6 +13,8 @@ from weftline.engine import messages as msg
 from weftline.engine.book import Book
 from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
+from weftline.engine.feeds import Feeds
+from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Task
 from weftline.engine.rooms import Rooms
@@ -34,6 +36,8 @@ class Answers:
         branches: Branches,
         crew: Crew,
         rooms: Rooms,
+        feeds: Feeds,
+        shares: KvShares,
         ledger: Ledger,
         emit: Callable[[ev.Command], None],
     ) -> None:
@@ -43,6 +47,8 @@ class Answers:
         self._branches = branches
         self._crew = crew
         self._rooms = rooms
+        self._feeds = feeds
+        self._shares = shares
         self._ledger = ledger
         self._emit = emit
         self._lanes_of = tasks.by_worker(len(plan.workers))
@@ -51,11 +57,13 @@ class Answers:
             msg.Ready: self._ready,
             msg.OpenFailed: self._open_failed,
             msg.Progress: self._heard,
-            msg.Beat: self._heard,
+            msg.Beat: self._beat,
             msg.Need: self._need,
             msg.Suspected: self._suspected,
             msg.Done: self._done,
             msg.Pieces: self._pieces,
+            msg.Took: self._took,
+            msg.KvResized: self._kv_resized,
         }
 
     def hear(self, event: ev.FromWorker) -> None:
@@ -64,8 +72,18 @@ class Answers:
             member.heard_ms = self._book.now_ms
             self._handlers[type(event.message)](event.worker, event.message)
 
-    def _heard(self, worker: int, message: msg.Beat | msg.Progress) -> None:
+    def _heard(self, worker: int, message: msg.Progress) -> None:
         pass
+
+    def _beat(self, worker: int, message: msg.Beat) -> None:
+        if message.memory:
+            self._shares.reported(worker, message.memory, self._book.now_ms)
+
+    def _kv_resized(self, worker: int, message: msg.KvResized) -> None:
+        try:
+            self._shares.resized(worker, message.step, message.bytes, self._book.now_ms)
+        except ValueError as error:
+            self._kill(worker, str(error))
 
     def _hello(self, worker: int, message: msg.Hello) -> None:
         if self._ledger.arena_bytes(self._crew.members[worker].arena):
@@ -164,6 +182,9 @@ class Answers:
                 continue
             if not piece.last:
                 if task.id in self._tasks.live:
+                    if any(value.keys for value in piece.outputs.values()):
+                        self._kill(worker, "it gave a piece that is not inline")
+                        break
                     self._pass_on(task, piece)
                 continue
             beside = len(member.streams)
@@ -173,23 +194,39 @@ class Answers:
                 given = msg.Given(tuple(piece.outputs[port] for port in ports if port in piece.outputs))
                 result = piece.failure or given  # one that lacks a port does not fit, and costs it its life
                 run_ms = self._book.now_ms - task.started_ms
-                if piece.failure is None:
-                    lane.learn(1, run_ms, self._book.now_ms)
+                if piece.failure is None and not (task.feed is not None and task.feed.open):
+                    since_ms = task.started_ms if task.feed is None else max(task.started_ms, task.feed.whole_ms)
+                    lane.learn(1, self._book.now_ms - since_ms, self._book.now_ms)  # what it waited for is its source's
                 self._answered(worker, lane, task, result, (msg.Ran(run_ms, 1, beside),))
             else:
                 self._tasks.end(task)
+        self._feeds.flush()
         self._book.release_blocks(member.granted)
         member.granted.clear()
         self._freed(worker)
 
     def _pass_on(self, task: Task, piece: msg.PieceOf) -> None:
+        """Hand a piece to the caller, and to the steps that take it."""
         request = task.request
-        if not request.pieces or task.element >= 0 or task.place in request.called:
+        if task.element >= 0 or task.place in request.called:
             return
         for port, value in piece.outputs.items():
-            for name in request.route.outputs_at[task.unit.returns[port]] if port < len(task.unit.returns) else ():
+            if not 0 <= port < len(task.unit.returns):
+                continue
+            slot = task.unit.returns[port]
+            for name in request.route.outputs_at[slot] if request.pieces else ():
                 task.said = True
                 self._emit(ev.PieceReady(request.id, name, value))
+            if request.route.takers[slot]:
+                self._feeds.pass_on(task, slot, value)
+
+    def _took(self, worker: int, message: msg.Took) -> None:
+        member = self._crew.members[worker]
+        member.spoke_ms = self._book.now_ms
+        for item in message.items:
+            task = member.streams.get(item)
+            if task is not None and task.unit.step == message.step:
+                self._feeds.took(task)
 
     def _answered(
         self, worker: int, lane: Lane, task: Task, result: msg.Given | msg.Failure, ran: Sequence[msg.Ran]

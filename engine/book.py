@@ -86,6 +86,11 @@ class Book:
         self._deadlines: list[tuple[float, int]] = []
         self._nested = 0
         self._put_off: deque[tuple[Request, int]] = deque()
+        self._complete_feed: Callable[[Request, int, int, Value], bool] = lambda request, place, slot, value: False
+
+    def attach(self, complete_feed: Callable[[Request, int, int, Value], bool]) -> None:
+        """Say who takes a whole value in for a unit that was fed its pieces; it answers whether it did."""
+        self._complete_feed = complete_feed
 
     # the life of a request
 
@@ -128,8 +133,9 @@ class Book:
         ready = None
         for place in route.readers[slot]:
             left = missing[place] - 1
-            if left < 0:  # settled without this value
-                self.release(self.take(request, slot))
+            if left < 0:  # settled without this value, or begun with its pieces
+                if not (request.feeds and self._complete_feed(request, place, slot, value)):
+                    self.release(self.take(request, slot))
                 continue
             missing[place] = left
             if not left or route.units[place].control:
@@ -152,6 +158,13 @@ class Book:
         else:
             del request.tickets[slot], request.values[slot]
         return () if value.data is not None else value.keys
+
+    def advance(self, request: Request, place: int) -> None:
+        """Let a unit begin although a value it reads is not whole yet."""
+        if request.route.units[place].plain:
+            self._ready(request, place)
+        else:
+            self._settle_next(request, place)
 
     def _settle_next(self, request: Request, place: int) -> None:
         """Let a unit go on that may settle the next at once, and that one the next: any number of skipped steps."""
@@ -286,5 +299,6 @@ class Book:
     def _leave(self, request: Request) -> None:
         request.values.clear()
         request.tickets.clear()
+        request.feeds.clear()
         self.admission.leave(request.size_bytes, self.now_ms)
         del self.requests[request.id]

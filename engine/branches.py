@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weftline.engine.book import Book
-from weftline.engine.messages import ABSENT, Value
+from weftline.engine.messages import ABSENT, PIECES, Value
 from weftline.engine.peek import peek
 from weftline.engine.request import OPEN, Called, Gather, Request, StepTiming, Task
 from weftline.engine.routes import Unit
@@ -34,9 +34,10 @@ class Branches:
         self._begin = begin
         self._drop = drop
 
-    def attach(self, book: Book) -> None:
-        """Say which book the requests are in; the two know each other."""
+    def attach(self, book: Book, over: Callable[[Request, int], None]) -> None:
+        """Say which book the requests are in (the two know each other), and who is told that a unit is over."""
         self._book = book
+        self._over = over
 
     def ready(self, request: Request, place: int) -> None:
         """Every value that a unit reads is settled (or, for a control, one more of them is)."""
@@ -69,6 +70,8 @@ class Branches:
             self._book.release(holds)
         else:
             self._give(request, place, outputs)
+            if request.feeds:
+                self._over(request, place)
 
     def failed(self, request: Request, place: int, error: str, message: str, step: str) -> None:
         """A unit has failed for good: its stand-in takes over, or the request fails."""
@@ -85,6 +88,8 @@ class Branches:
             left = request.missing[member]
             if request.state == OPEN and (left == 0 or (left > 0 and request.route.units[member].control)):
                 self.ready(request, member)
+        if request.feeds:
+            self._over(request, place)
 
     # beginning
 
@@ -94,7 +99,10 @@ class Branches:
         book, values = self._book, request.values
         inputs: list[Value] = []
         keys: Sequence[Key] = ()
-        for slot in unit.slots:
+        for position, slot in enumerate(unit.slots):
+            if position == unit.feed and slot not in values:
+                inputs.append(PIECES)
+                continue
             inputs.append(values[slot])
             own = book.take(request, slot)
             if own:
@@ -105,7 +113,10 @@ class Branches:
 
     def _allowed(self, request: Request, place: int, unit: Unit) -> bool:
         """Whether a unit runs: its condition holds and nothing it must have is absent; else it is skipped or fails."""
-        lacks = (must and request.values[slot].kind == "absent" for must, slot in zip(unit.required, unit.slots))
+        values = request.values
+        lacks = (
+            must and slot in values and values[slot].kind == "absent" for must, slot in zip(unit.required, unit.slots)
+        )  # what comes in pieces is there
         runs = bool(unit.control) or not any(lacks)
         if runs and unit.when is not None:
             try:

@@ -166,7 +166,11 @@ class Crew:
         first = member.running[0] if member.running else None
         if first is not None and now_ms - first.started_ms > first.limit_ms:
             return "it was busy for longer than run_max_ms"
-        at_work = [task for task in member.streams.values() if not task.request.stalled]
+        at_work = [
+            task
+            for task in member.streams.values()
+            if not (task.request.stalled or task.held or (task.feed is not None and task.feed.waits))
+        ]
         limits = (self._plan.steps[task.unit.step].run_max_ms for task in at_work)
         return (
             "it was busy for longer than run_max_ms" if now_ms - member.spoke_ms > min(limits, default=math.inf) else ""

@@ -9,6 +9,7 @@ from weftline.engine import messages as msg
 from weftline.engine.book import Book
 from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
+from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Task
 from weftline.engine.supervisor import GIVEN_UP, READY
@@ -28,6 +29,7 @@ class Deaths:
         book: Book,
         branches: Branches,
         crew: Crew,
+        shares: KvShares,
         ledger: Ledger,
         emit: Callable[[ev.Command], None],
     ) -> None:
@@ -36,6 +38,7 @@ class Deaths:
         self._book = book
         self._branches = branches
         self._crew = crew
+        self._shares = shares
         self._ledger = ledger
         self._emit = emit
         self._lanes_of = tasks.by_worker(len(plan.workers))
@@ -45,6 +48,7 @@ class Deaths:
         if event.arena != member.arena or not member.alive:
             return
         self._book.counters.deaths += 1
+        self._shares.died(event.worker)
         why = member.why or event.how
         dispatches, streams = self._crew.died(event.worker, self._book.now_ms)
         in_hand = [*(dispatches[0].tasks if dispatches else ()), *streams]

@@ -14,6 +14,7 @@ from weftline.engine import events as ev
 from weftline.engine import messages as msg
 from weftline.engine.book import Book
 from weftline.engine.crew import Crew, Dispatch, WorkerState
+from weftline.engine.feeds import Feeds
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Request, Task
 from weftline.engine.rooms import Rooms
@@ -34,12 +35,15 @@ class Dispatcher:
     waits: lanes with a free worker that wait for company all the same, and until when.
     """
 
-    def __init__(self, tasks: Tasks, book: Book, crew: Crew, rooms: Rooms, emit: Callable[[ev.Command], None]) -> None:
+    def __init__(
+        self, tasks: Tasks, book: Book, crew: Crew, rooms: Rooms, feeds: Feeds, emit: Callable[[ev.Command], None]
+    ) -> None:
         self.waits: dict[int, float] = {}
         self._tasks = tasks
         self._book = book
         self._crew = crew
         self._rooms = rooms
+        self._feeds = feeds
         self._emit = emit
 
     def pump(self) -> None:
@@ -153,6 +157,8 @@ class Dispatcher:
             stalled = tuple(task.id for task in tasks if task.request.stalled)
             if stalled:
                 self._emit(ev.Send(worker, msg.Pause(lane.index, stalled)))
+            for task in tasks:
+                self._feeds.dispatched(task)
             return
         unit = tasks[0].unit
         room: dict[int, Block] = {}

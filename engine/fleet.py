@@ -298,4 +298,6 @@ class Fleet:
             dict(step.batch.pad),
             step.batch.pad_value,
             str(step.base_dir.absolute()) if step.base_dir is not None else "",
+            step.streams,
+            step.fed,
         )

@@ -4,9 +4,10 @@ Small frozen structs, MessagePack on the wire, never pickle: a message holds ids
 up to INLINE_BYTES_MAX bytes. Messages travel on one Unix stream socket for each worker, in order, each with a four-byte
 length in front. Two of them bring a file descriptor along (Hello and Attach).
 
-    runtime -> worker    Open, Attach, Retire, Chain, Run, Room, Submit, Cancel, Pause, Resume, EndSequences,
-                         Quarantine, Close
-    worker -> runtime    Hello, Progress, OpenFailed, Ready, Beat, Need, Suspected, Done, Pieces
+    runtime -> worker    Open, Attach, Retire, Chain, Run, Room, Submit, Feed, Cancel, Pause, Resume, EndSequences,
+                         Quarantine, KvResize, Close
+    worker -> runtime    Hello, Progress, OpenFailed, Ready, Beat, Need, Suspected, Done, Pieces, Took,
+                         KvResized
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
 
 ABSENT = Value("absent")
 """The value that is not there."""
+
+PIECES = Value("pieces")
+"""Stands in an item for an input that comes piece by piece, by Feed."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -102,6 +106,8 @@ class StepToOpen(msgspec.Struct, frozen=True):
     """A step as its worker needs to know it; fields as in PlannedStep, port types as written text.
 
     base_dir: what relative paths in its options are relative to; '': that of Open.
+    streams:  it is run as a StreamNode.
+    fed:      the inputs that its node is given by `feed`.
     """
 
     index: int
@@ -116,6 +122,8 @@ class StepToOpen(msgspec.Struct, frozen=True):
     pad: dict[str, tuple[int, ...]] = {}
     pad_value: float = 0.0
     base_dir: str = ""
+    streams: bool = False
+    fed: tuple[str, ...] = ()
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -199,6 +207,25 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     suspect: bool = False
 
 
+class PieceFor(msgspec.Struct, frozen=True, array_like=True):
+    """Part of an input of an item that a streaming step has: the input's position, and what is new.
+
+    last: nothing follows, and `value` is the whole value; before that it is always inline.
+    """
+
+    item: int
+    input: int
+    value: Value
+    last: bool = False
+
+
+class Feed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Hand pieces of inputs to a streaming step; answered by Took. Those of items it does not have are left out."""
+
+    step: int
+    pieces: tuple[PieceFor, ...]
+
+
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Nobody waits for these items any more.
 
@@ -238,6 +265,13 @@ class Quarantine(msgspec.Struct, frozen=True, array_like=True, tag=True):
     digests: tuple[bytes, ...]
 
 
+class KvResize(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Have this streaming step hold so many bytes of KV memory, between two of its rounds; answered by KvResized."""
+
+    step: int
+    bytes: int
+
+
 class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Close every node and exit."""
 
@@ -274,8 +308,24 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     warm_ms: dict[str, float] = {}
 
 
+class KvReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a streaming step does with its KV memory; fields as in NodeMemory."""
+
+    step: int
+    used_bytes: int
+    idle_bytes: int
+    free_bytes: int
+    waiting: int = 0
+    preempted: int = 0
+
+
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The process lives and its interpreter runs; sent by a thread of its own, every BEAT_S seconds."""
+    """The process lives and its interpreter runs; sent by a thread of its own, every BEAT_S seconds.
+
+    memory: of each step that has KV memory, as it was after one of its last rounds.
+    """
+
+    memory: tuple[KvReport, ...] = ()
 
 
 class Need(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -341,10 +391,38 @@ class Pieces(msgspec.Struct, frozen=True, array_like=True, tag=True):
     copied_bytes: int = 0
 
 
+class Took(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The pieces of a Feed are with the node: their items, one for each piece."""
+
+    step: int
+    items: tuple[int, ...]
+
+
+class KvResized(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A step holds so many bytes of KV memory now: what it was told, in whole pages, or what it could not give up."""
+
+    step: int
+    bytes: int
+
+
 ToWorker = (
-    Open | Attach | Retire | Chain | Run | Room | Submit | Cancel | Pause | Resume | EndSequences | Quarantine | Close
+    Open
+    | Attach
+    | Retire
+    | Chain
+    | Run
+    | Room
+    | Submit
+    | Feed
+    | Cancel
+    | Pause
+    | Resume
+    | EndSequences
+    | Quarantine
+    | KvResize
+    | Close
 )
-FromWorker = Hello | Progress | OpenFailed | Ready | Beat | Need | Suspected | Done | Pieces
+FromWorker = Hello | Progress | OpenFailed | Ready | Beat | Need | Suspected | Done | Pieces | Took | KvResized
 
 BEAT_S = 1.0
 """How often a worker says that it lives, in seconds."""

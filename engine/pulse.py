@@ -1,22 +1,28 @@
 """A worker's heartbeat: a thread that says, once in BEAT_S, that the process lives and its interpreter runs.
 
-It is silent where the worker is: a node that holds the interpreter for good holds this thread too, and so does a
-process that was stopped. A beat is never sent into the middle of another message, and never waited for.
+A beat brings along what the worker last noted about its memory. It is silent where the worker is: a node that holds
+the interpreter for good holds this thread too, and so does a process that was stopped. A beat is never sent into the
+middle of another message, and never waited for.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from weftline.engine.channel import Channel, ChannelClosed
 from weftline.engine.messages import BEAT_S, Beat, encode
 
 
 class Pulse:
-    """Beats from `start` on, until the other side is gone or the process ends."""
+    """Beats from `start` on, until the other side is gone or the process ends.
 
-    def __init__(self, channel: Channel, every_s: float = BEAT_S) -> None:
+    beat: returns the next one; called from a thread of its own.
+    """
+
+    def __init__(self, channel: Channel, every_s: float = BEAT_S, beat: Callable[[], Beat] = Beat) -> None:
         self._channel = channel
+        self._next = beat
         self._every_s = every_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
@@ -29,9 +35,8 @@ class Pulse:
         self._stopped.set()
 
     def _beat(self) -> None:
-        beat = encode(Beat())
         while not self._stopped.wait(self._every_s):
             try:
-                self._channel.try_send(beat)
+                self._channel.try_send(encode(self._next()))
             except ChannelClosed:
                 return

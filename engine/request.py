@@ -13,6 +13,7 @@ Every admitted request ends exactly once; an ended one holds no block and waits 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,7 +79,9 @@ class Task:
     attempts:   how often it was started, this time included.
     deaths:     how many workers died while they had it.
     digest:     what it is made of, once a worker has said so.
-    said:       pieces of its answer have reached the caller: it can no longer be tried again.
+    said:       pieces of its answer have reached somebody, or it was given pieces: it can no longer be tried again.
+    feed:       where one of its inputs comes from piece by piece; None when all of them were there at once.
+    held:       it is paused because a step that takes its pieces has fallen behind.
     """
 
     id: int
@@ -96,6 +99,42 @@ class Task:
     deaths: int = 0
     digest: bytes = b""
     said: bool = False
+    feed: Feed | None = None
+    held: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """An input of one unit of a request that comes in pieces.
+
+    source:       the task that gives them.
+    task:         the task that is given them; None until its unit begins.
+    waiting:      pieces that were not sent yet.
+    unread:       bytes of each piece that was sent and that the node has not been given yet.
+    unread_bytes: of both together.
+    open:         more may come. Closed when the value is whole, when the reader has ended, or when it gets the whole.
+    slow:         it has fallen behind.
+    whole_ms:     when the value was whole; -1 while it is not.
+    """
+
+    source: Task
+    task: Task | None = None
+    waiting: list[Value] = field(default_factory=list)
+    unread: deque[int] = field(default_factory=deque)
+    unread_bytes: int = 0
+    open: bool = True
+    slow: bool = False
+    whole_ms: float = -1.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether its reader has nothing to do: all there was is read, and more is to come."""
+        return self.open and not self.unread
+
+    def end(self) -> None:
+        """No piece follows."""
+        self.open = self.slow = False
+        self.waiting.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +165,7 @@ class Request:
              needed any more.
     tasks:   what waits or runs for it, by task id.
     called:  stand-ins at work, by unit.
+    feeds:   inputs that come in pieces, by the unit that takes them.
     stalled: its reader is slow, and its streams are paused.
     reached: of a sequence, the steps with memory that were given a task for it, or lost it.
     lost:    of a sequence, the steps with memory that lost it before they were given a task for it.
@@ -149,6 +189,7 @@ class Request:
     tasks: dict[int, Task] = field(default_factory=dict)
     gathers: dict[int, Gather] = field(default_factory=dict)
     called: dict[int, Called] = field(default_factory=dict)
+    feeds: dict[int, Feed] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
 

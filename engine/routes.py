@@ -34,6 +34,7 @@ class Unit:
     looks_at: the values its condition reads, beside `slots`.
     when:     its condition, over `looks_at`.
     mapped:   positions in `slots` that are lists, given item by item.
+    feed:     position in `slots` of the one that is taken in pieces; -1: none.
     control:  '' for what a worker runs; 'first', 'switch' or 'passes' for what is decided at once.
     plain:    it has no condition, map or control, and nothing it reads can be absent: the quick path.
     message:  what tells a worker of the chain; None for a step alone.
@@ -48,9 +49,14 @@ class Unit:
     looks_at: tuple[int, ...] = ()
     when: Condition | None = None
     mapped: tuple[int, ...] = ()
+    feed: int = -1
     control: str = ""
     plain: bool = True
     message: Chain | None = None
+
+    def takes(self, slot: int) -> bool:
+        """Whether it takes this value in pieces."""
+        return self.feed >= 0 and self.slots[self.feed] == slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class Route:
 
     units:      in running order.
     readers:    for each slot, the units that read it (twice if in two places), as indexes into `units`.
+    takers:     for each slot, the units that take it in pieces.
     outputs_at: for each slot, the pipeline outputs it is.
     tickets:    for each slot, how many readers it has: both of the above together.
     missing:    for each unit, how many values it waits for; one more when it waits to be called as a stand-in.
@@ -85,6 +92,7 @@ class Route:
 
     units: tuple[Unit, ...]
     readers: tuple[tuple[int, ...], ...]
+    takers: tuple[tuple[int, ...], ...]
     outputs_at: tuple[tuple[str, ...], ...]
     tickets: tuple[int, ...]
     missing: tuple[int, ...]
@@ -167,6 +175,10 @@ class Routes:
         return Route(
             units=units,
             readers=tuple(map(tuple, readers)),
+            takers=tuple(
+                tuple(dict.fromkeys(place for place in read if units[place].takes(slot)))
+                for slot, read in enumerate(readers)
+            ),
             outputs_at=tuple(map(tuple, names)),
             tickets=tuple(len(read) + len(answered) for read, answered in zip(readers, names)),
             missing=tuple(missing),
@@ -229,6 +241,7 @@ class Routes:
             looks_at=looks_at,
             when=step.when,
             mapped=tuple(at for at, given in enumerate(step.inputs) if given.port in step.map),
+            feed=next((at for at, given in enumerate(step.inputs) if given.pieces), -1),
             control=step.control,
             plain=not (step.when or step.map or step.control or can_lack),
         )

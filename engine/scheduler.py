@@ -4,8 +4,9 @@
 (`runtime.py`) turns the outside world into events, carries out the commands, and decides nothing.
 
 This file is the door: callers' requests, and time. Behind it each room knows one thing: the Book (requests and their
-leases), Branches (the graph inside a request), Tasks (what is alive, and the lanes it waits in), the Dispatcher (which
-batch goes to whom), Answers (what workers say), Deaths (what follows when one dies), the Crew, and the Rooms.
+leases), Branches (the graph inside a request), Tasks (what is alive, and the lanes it waits in), Feeds (pieces from
+step to step), the Dispatcher (which batch goes to whom), Answers (what workers say), Deaths (what follows when one
+dies), the Crew, the Rooms, and KvShares (memory that steps divide).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from weftline.engine.crew import Crew
 from weftline.engine.deaths import Deaths
 from weftline.engine.dispatcher import Dispatcher
 from weftline.engine.events import Command, Event
+from weftline.engine.feeds import Feeds
+from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Request
 from weftline.engine.rooms import Rooms, lease_all
@@ -48,12 +51,15 @@ class Scheduler:
         self._branches = Branches(plan, self._tasks.begin, self._tasks.drop)
         self._book = Book(plan, self.ledger, self._emit, self._branches.ready, self._tasks.drop_all)
         self._tasks.attach(self._book, self._branches)
-        self._branches.attach(self._book)
+        self._feeds = Feeds(plan, self._tasks, self._book, self.crew, self._emit)
+        self._book.attach(self._feeds.complete)
+        self._branches.attach(self._book, self._feeds.over)
         self._rooms = Rooms(self.ledger, self.crew, self._emit)
-        self._dispatcher = Dispatcher(self._tasks, self._book, self.crew, self._rooms, self._emit)
+        self.kv = KvShares(plan, self._emit)
+        self._dispatcher = Dispatcher(self._tasks, self._book, self.crew, self._rooms, self._feeds, self._emit)
         known = self._tasks, self._book, self._branches, self.crew
-        self._answers = Answers(plan, *known, self._rooms, self.ledger, self._emit)
-        self._deaths = Deaths(plan, *known, self.ledger, self._emit)
+        self._answers = Answers(plan, *known, self._rooms, self._feeds, self.kv, self.ledger, self._emit)
+        self._deaths = Deaths(plan, *known, self.kv, self.ledger, self._emit)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Submitted: self._submitted,
             ev.Delivered: self._delivered,
@@ -211,7 +217,7 @@ class Scheduler:
 
     def _tell_streams(self, request: Request, message: type[msg.Pause] | type[msg.Resume]) -> None:
         for task in request.tasks.values():
-            if task.worker >= 0 and self._tasks.lanes[task.unit.step].streams:
+            if task.worker >= 0 and not task.held and self._tasks.lanes[task.unit.step].streams:
                 member = self.crew.members[task.worker]
                 member.spoke_ms = self._book.now_ms
                 self._emit(ev.Send(task.worker, message(task.unit.step, (task.id,))))

@@ -30,4 +30,5 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
             "size_bytes": ledger.size_bytes, "leased_bytes": ledger.leased_bytes, "blocks": ledger.blocks,
             "stale_total": ledger.stale_total,
         },
+        "kv": scheduler.kv.stats(),
     }  # fmt: skip

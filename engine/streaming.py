@@ -6,11 +6,12 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from weftline.engine.batch import urgency_of
 from weftline.engine.faults import failure
 from weftline.engine.memory import Memory
-from weftline.engine.messages import Failure, Item, PieceOf, StepToOpen, Value
+from weftline.engine.messages import PIECES, Failure, Item, KvReport, PieceFor, PieceOf, StepToOpen, Value
 from weftline.engine.packed import Packed
 from weftline.engine.values import pack, unpack
 from weftline.errors import StepError
@@ -32,6 +33,7 @@ class HostedStream:
         self.node = node
         self.memory = memory
         self._inputs = [name for name, _ in step.inputs]
+        self._fed = step.fed
         self._outputs = [(name, PortType.parse(type)) for name, type in step.outputs]
         self._takes_urgency = _takes_urgency(node)
         self._held: set[int] = set()  # items the node has and has not finished
@@ -46,8 +48,11 @@ class HostedStream:
         """Hand an item to the node; returns its last piece at once when it is refused."""
         try:
             inputs = {
-                name: unpack(value, self.memory.arenas) for name, value in zip(self._inputs, item.inputs, strict=True)
+                name: unpack(value, self.memory.arenas)
+                for name, value in zip(self._inputs, item.inputs, strict=True)
+                if value.kind != PIECES.kind
             }
+            fed = [(name, inputs.pop(name)) for name in self._fed if name in inputs]
             if self._takes_urgency:
                 self.node.submit(item.id, inputs, urgency_of(item.brought))
             else:
@@ -55,7 +60,28 @@ class HostedStream:
         except Exception as error:
             return PieceOf(item.id, {}, True, failure(error))
         self._held.add(item.id)
+        for name, value in fed:
+            wrong = self._hand(item.id, name, value, True)
+            if wrong is not None:
+                return wrong
         return None
+
+    def feed(self, pieces: Sequence[PieceFor]) -> list[PieceOf]:
+        """Hand pieces of inputs to the node; return the last pieces of the items that it could not take them for."""
+        wrong: list[PieceOf] = []
+        for piece in pieces:
+            if piece.item not in self._held:
+                continue  # it has ended, or was dropped
+            try:
+                value = unpack(piece.value, self.memory.arenas)
+            except Exception as error:
+                self._drop(piece.item)
+                wrong.append(PieceOf(piece.item, {}, True, failure(error)))
+                continue
+            told = self._hand(piece.item, self._inputs[piece.input], value, piece.last)
+            if told is not None:
+                wrong.append(told)
+        return wrong
 
     def cancel(self, items: Sequence[int]) -> tuple[PieceOf, ...]:
         """Drop items; return their last pieces, which end the leases they read."""
@@ -71,6 +97,28 @@ class HostedStream:
         """Have the node go on with paused items."""
         self._tell(self.node.resume, items, "resume")
 
+    def memory_use(self, step: int) -> KvReport | None:
+        """Return what the node does with its KV memory; None when it has none, or cannot say."""
+        try:
+            use = self.node.memory()
+        except Exception:
+            _log.exception("step %s: the node could not say how its memory is used", self.name)
+            return None
+        if use is None:
+            return None
+        return KvReport(step, use.used_bytes, use.idle_bytes, use.free_bytes, use.waiting, use.preempted)
+
+    def resize_memory(self, step: int, bytes: int) -> int:
+        """Have the node hold `bytes`, and return what it holds then; raises when it can neither do that nor say."""
+        try:
+            return int(self.node.resize_memory(bytes))
+        except Exception:
+            _log.exception("step %s: the node could not change its memory to %d bytes", self.name, bytes)
+            use = self.memory_use(step)
+            if use is None:
+                raise
+            return use.used_bytes + use.idle_bytes + use.free_bytes
+
     def round(self) -> list[PieceOf]:
         """Let the node do one round. One that raises fails the items the node holds, not the worker."""
         self.memory.copied_bytes = 0
@@ -82,6 +130,14 @@ class HostedStream:
                 self._drop(item)
             return pieces
         return [self._give(piece) for piece in made if piece.item in self._held]  # one may end in this very round
+
+    def _hand(self, item: int, name: str, value: Any, last: bool) -> PieceOf | None:
+        try:
+            self.node.feed(item, name, value, last)
+        except Exception as error:
+            self._drop(item)
+            return PieceOf(item, {}, True, failure(error))
+        return None
 
     def _tell(self, what: Callable[[int], None], items: Sequence[int], verb: str) -> None:
         for item in items:

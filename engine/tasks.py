@@ -16,7 +16,7 @@ from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
 from weftline.engine.estimates import Estimates
 from weftline.engine.lanes import Lane
-from weftline.engine.messages import Value
+from weftline.engine.messages import PIECES, Value
 from weftline.engine.recovery import Recovery
 from weftline.engine.request import OPEN, Request, Task
 from weftline.engine.routes import Route
@@ -74,6 +74,12 @@ class Tasks:
             due_ms = request.deadline_ms - self._estimates.after_ms(request.route, place, self._book.now_ms)
         task = Task(self._ids, request, place, unit, inputs, keys, self._book.now_ms, due_ms, element)
         self.live[task.id] = request.tasks[task.id] = task
+        if request.feeds and place in request.feeds:
+            feed = request.feeds[place]
+            if inputs[unit.feed] is PIECES:
+                task.feed, feed.task = feed, task
+            else:
+                feed.end()
         if unit.step in self.hopeless:
             self.fail_hopeless(task, "it is given up")
             return
@@ -86,7 +92,7 @@ class Tasks:
         if request.sequence is not None:
             request.reached.add(unit.step)
         timeout_ms = self._steps[unit.step].timeout_ms
-        if timeout_ms is not None:
+        if timeout_ms is not None and task.feed is None:
             self.timers.add(self._book.now_ms + timeout_ms, ("timeout", task.id))
         self.enqueue(task)
 
@@ -104,6 +110,8 @@ class Tasks:
         if self.live.pop(task.id, None) is None:
             return False
         del task.request.tasks[task.id]
+        if task.feed is not None:
+            task.feed.end()
         if self.timers.any:
             self.timers.discard(("timeout", task.id))
             self.timers.discard(("again", task.id))

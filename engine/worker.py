@@ -26,12 +26,17 @@ from weftline.engine.inbox import Inbox
 from weftline.engine.memory import Memory
 from weftline.engine.messages import (
     Attach,
+    Beat,
     Cancel,
     Chain,
     Close,
     EndSequences,
     Failure,
+    Feed,
     Hello,
+    KvReport,
+    KvResize,
+    KvResized,
     Need,
     Open,
     OpenFailed,
@@ -48,6 +53,7 @@ from weftline.engine.messages import (
     StepToOpen,
     Submit,
     Suspected,
+    Took,
     ToWorker,
     encode,
 )
@@ -55,13 +61,16 @@ from weftline.engine.pulse import Pulse
 from weftline.engine.streaming import HostedStream
 from weftline.errors import LimitReached, StepError
 from weftline.nodes.catalog import resolve
-from weftline.nodes.contract import Node, OpenContext, StreamNode
+from weftline.nodes.contract import BatchNode, Node, OpenContext, StreamNode
 from weftline.pipelines.options import to_config
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block
 
 OWN_ARENA = -1
 """The key of the worker's own arena until the runtime tells its id in an Attach without a descriptor."""
+
+NOTE_S = 0.25
+"""How often a busy worker notes what its memory is used for, in seconds; four times a beat."""
 
 QUARANTINED = Failure("InputError", "this input killed its worker before; it is refused")
 
@@ -74,13 +83,15 @@ class Worker:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._inbox = Inbox(channel)
-        self._pulse = Pulse(channel)
+        self._pulse = Pulse(channel, beat=lambda: Beat(self._memory_uses))
         self._nodes: dict[int, Node] = {}  # by index in the plan, as are those that hold them:
         self._batches: dict[int, HostedStep] = {}
         self._streams: dict[int, HostedStream] = {}
         self._chains: dict[int, HostedChain] = {}
         self._quarantined: dict[int, frozenset[bytes]] = {}  # by step; none is empty
         self._memory = Memory({}, OWN_ARENA, self._need)
+        self._memory_uses: tuple[KvReport, ...] = ()  # read by the pulse's thread
+        self._noted_s = 0.0
         self._open = True
 
     def serve(self) -> None:
@@ -90,6 +101,7 @@ class Worker:
             busy = [index for index, stream in self._streams.items() if stream.busy] if self._streams else None
             if not busy:
                 if not inbox:
+                    self._note_memory()
                     inbox.wait_mail()
                 self._take(inbox.take())
                 continue
@@ -98,6 +110,8 @@ class Worker:
                 self._take(inbox.take())
             for index in busy if self._open else ():
                 self._round(index)
+            if time.monotonic() - self._noted_s > NOTE_S:
+                self._note_memory()
 
     def close(self) -> None:
         self._pulse.stop()
@@ -110,6 +124,8 @@ class Worker:
                 self._run(message)
             case Submit():
                 self._submit(message)
+            case Feed():
+                self._feed(message)
             case Cancel():
                 if message.step in self._streams:  # of batches the inbox has noted it
                     dropped = self._streams[message.step].cancel(message.items)
@@ -129,6 +145,8 @@ class Worker:
                 self._quarantined.pop(message.step, None)
                 if message.digests:
                     self._quarantined[message.step] = frozenset(message.digests)
+            case KvResize():
+                self._resize(message)
             case Attach():
                 self._attach(message)
             case Retire():
@@ -165,7 +183,7 @@ class Worker:
             started = time.perf_counter()
             try:
                 node = self._nodes[step.index] = self._open_node(step, message, warm)
-                if isinstance(node, StreamNode):
+                if isinstance(node, StreamNode) and (step.streams or not isinstance(node, BatchNode)):
                     self._streams[step.index] = HostedStream(step, node, self._memory)
                 else:
                     self._batches[step.index] = HostedStep(step, node, self._memory, self._inbox.cancels)
@@ -239,6 +257,13 @@ class Worker:
         if refused:
             self._channel.send(encode(Pieces(message.step, tuple(refused), 0.0)))
 
+    def _feed(self, message: Feed) -> None:
+        if message.step in self._streams:
+            wrong = self._streams[message.step].feed(message.pieces)
+            if wrong:
+                self._channel.send(encode(Pieces(message.step, tuple(wrong), 0.0)))
+        self._channel.send(encode(Took(message.step, tuple(piece.item for piece in message.pieces))))
+
     def _round(self, index: int) -> None:
         stream = self._streams[index]
         if not stream.busy:
@@ -248,6 +273,18 @@ class Worker:
         run_ms = (time.perf_counter() - started) * 1000
         if pieces:
             self._channel.send(encode(Pieces(index, tuple(pieces), run_ms, self._memory.copied_bytes)))
+
+    def _resize(self, message: KvResize) -> None:
+        if message.step in self._streams:
+            held = self._streams[message.step].resize_memory(message.step, message.bytes)
+            self._note_memory()  # said before the next beat: an older one would tell of more than it holds
+            self._channel.send(encode(KvResized(message.step, held)))
+
+    def _note_memory(self) -> None:
+        """Note what streaming steps do with their memory, for the next beat."""
+        self._noted_s = time.monotonic()
+        uses = (stream.memory_use(index) for index, stream in self._streams.items())
+        self._memory_uses = tuple(use for use in uses if use is not None)
 
     def _end_sequences(self, message: EndSequences) -> None:
         node = self._nodes[message.step]

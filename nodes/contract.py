@@ -5,7 +5,9 @@ and does its work inside a worker process: `open` loads the model, `warm_up` run
 gives everything back. `run` is never called twice at a time for one instance.
 
 A node that produces its answer piece by piece is a `StreamNode`: the worker hands it items as they come and calls
-`round` as long as it is busy.
+`round` as long as it is busy. An input port with `pieces=True` is not part of `submit`: it comes by `feed`, piece by
+piece where the step before streams, else as one last piece. A node that is a `BatchNode` too is run in batches, unless
+its step is wired to a stream.
 
     class Shout(Node):
         '''Upper-cases text.'''
@@ -221,12 +223,38 @@ class Piece:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """What a node does with the memory it keeps between items, such as an LLM's KV memory; in bytes.
+
+    used:      of items that it works on.
+    idle:      kept because it may be useful again, and given up when it is needed.
+    free:      neither.
+    waiting:   items that wait inside the node.
+    preempted: how often an item gave way for lack of memory, since the node was opened.
+    """
+
+    used_bytes: int
+    idle_bytes: int
+    free_bytes: int
+    waiting: int = 0
+    preempted: int = 0
+
+
 class StreamNode(Node):
     """A node that holds many items at once and answers them piece by piece, such as an LLM."""
 
     @abstractmethod
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
         """Take an item; its answer, or why it is refused, comes out of later rounds."""
+
+    def feed(self, item: int, port: str, piece: Any, last: bool) -> None:
+        """Take what is new on an input that is taken in pieces; with `last`, its whole value, after which none comes.
+
+        It should only put it by: `round` does the work. The item may end before the last piece; what would still have
+        come is then not made, unless somebody else reads it. An exception fails the item.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no pieces")
 
     @abstractmethod
     def cancel(self, item: int) -> None:
@@ -237,6 +265,18 @@ class StreamNode(Node):
 
     def resume(self, item: int) -> None:
         """Go on with a paused item."""
+
+    def memory(self) -> NodeMemory | None:
+        """Return what its memory is used for; None for a node without any to share. Asked between rounds; is cheap."""
+        return None
+
+    def resize_memory(self, bytes: int) -> int:
+        """Hold at most so many bytes from now on, and return how many it holds; called between rounds.
+
+        What does not fit any more is given up: idle memory first, then that of items, which are done again later. It
+        holds more than it was told to only where it cannot give up more.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no memory that can be resized")
 
     @abstractmethod
     def round(self) -> Sequence[Piece]:

@@ -46,7 +46,7 @@ class Embed(BatchNode):
     def ports(cls, config: EmbedConfig, step: StepContext) -> Ports:
         if config.pooling not in ("mean", "first"):
             raise ConfigError("pooling", f"{config.pooling!r:.40}", "mean or first")
-        width = _width(find_config(config.model, step.base_dir), config.model)
+        width = embedding_width(find_config(config.model, step.base_dir), config.model)
         return Ports(inputs=(port("text", "text"),), outputs=(port("embedding", f"float32[{width}]"),))
 
     def open(self, context: OpenContext) -> None:
@@ -88,7 +88,7 @@ def _mean(states: Any, mask: Any) -> Any:
     return (states * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
-def _width(config: dict[str, Any] | None, model: str) -> int | str:
+def embedding_width(config: dict[str, Any] | None, model: str) -> int | str:
     """Return the embedding's size, or the name D while the model's config.json is not on this machine."""
     if config is None:
         return "D"

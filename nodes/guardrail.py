@@ -1,16 +1,31 @@
-"""A guardrail as a step: rules and an optional classifier decide whether a text is passed on, replaced or blocked."""
+"""A guardrail as a step: rules and an optional classifier decide whether a text is passed on, replaced or blocked.
+
+Whole texts are judged in batches. Where the step is wired to a stream, the text is judged while it comes and passed on
+in pieces (`hold_back`); on a violation the step ends, and with it what nobody else reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from weftline.errors import StepError
-from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
+from weftline.nodes.contract import (
+    Batch,
+    BatchNode,
+    ConfigError,
+    OpenContext,
+    Outputs,
+    Piece,
+    StepContext,
+    StreamNode,
+)
+from weftline.nodes.hold_back import HoldBack
 from weftline.nodes.ports import Ports, port
 from weftline.nodes.rules import BUILT_IN, Rule, user_rules
 from weftline.nodes.text_classifier import TextClassifier, check_classifier, open_classifier
+from weftline.nodes.urgency import USUAL, Urgency
 from weftline.nodes.verdict import ON_VIOLATION, Policy, judge
 
 SAFE = "safe"
@@ -34,6 +49,10 @@ class GuardrailConfig:
     classifier: a text classification model, as for node `classify`; empty for none.
     threshold:  least probability of the classifier that counts.
     chars_max:  longest text that is judged; a longer one fails its request, unjudged text is never passed on.
+    window_chars: of a text that comes in pieces, how many characters are held back while more may come. What a rule may
+                still turn into a find is held back for longer: a run of characters without spaces until it ends.
+    judge_every_chars: how often the classifier is asked about a text that comes in pieces: each time so much is new,
+                and at its end. It is given what is new with at least 1 000 characters before it.
     """
 
     policy: dict[str, Any] = field(default_factory=dict)
@@ -41,9 +60,11 @@ class GuardrailConfig:
     classifier: str = ""
     threshold: float = 0.5
     chars_max: int = 100_000
+    window_chars: int = 200
+    judge_every_chars: int = 200
 
 
-class Guardrail(BatchNode):
+class Guardrail(BatchNode, StreamNode):
     """Judges texts: allow, replace or block, with reasons."""
 
     Config: ClassVar[type[Any]] = GuardrailConfig
@@ -53,6 +74,13 @@ class Guardrail(BatchNode):
     _policy: Policy
     _rules: list[Rule]
 
+    def __init__(self, config: GuardrailConfig) -> None:
+        super().__init__(config)
+        self._held: dict[int, HoldBack] = {}
+        self._news: dict[int, None] = {}  # items that something has come for, in order
+        self._paused: set[int] = set()
+        self._anew: set[int] = set()  # items whose whole text is not what its pieces were: only the end counts
+
     @classmethod
     def ports(cls, config: GuardrailConfig, step: StepContext) -> Ports:
         labels: tuple[str, ...] | None = ()
@@ -60,9 +88,9 @@ class Guardrail(BatchNode):
             labels = check_classifier(config.classifier, step.base_dir, "classifier")
         read_policy(config, labels)
         return Ports(
-            inputs=(port("text", "text", about="the text to judge"),),
+            inputs=(port("text", "text", pieces=True, about="the text to judge"),),
             outputs=(
-                port("text", "text", about="the text, or what replaces it; empty when it is blocked"),
+                port("text", "text", pieces=True, about="the text, or what replaces it; empty when it is blocked"),
                 port("verdict", "json", about="action (allow, replace, block), reasons, scores"),
             ),
         )
@@ -82,25 +110,92 @@ class Guardrail(BatchNode):
         texts = batch["text"]
         short = [text for text in texts if len(text) <= limit]
         verdicts = iter(self._judge(short))
-        answers: list[Any] = [next(verdicts) if len(text) <= limit else _too_long(text, limit) for text in texts]
+        answers: list[Any] = [next(verdicts) if len(text) <= limit else _too_long(len(text), limit) for text in texts]
         return {
             "text": [answer if isinstance(answer, StepError) else answer.text for answer in answers],
             "verdict": [answer if isinstance(answer, StepError) else answer.to_json() for answer in answers],
         }
 
+    # a text in pieces
+
+    def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
+        self._held[item] = self._hold_back()
+
+    def feed(self, item: int, port: str, piece: Any, last: bool) -> None:
+        held = self._held[item]
+        if last and not piece.startswith(held.text):  # its source has changed its mind: what counts is the whole
+            held = self._held[item] = self._hold_back()
+            self._anew.add(item)
+        held.add(piece[len(held.text) :] if last else piece)
+        if last:
+            held.complete()
+        self._news[item] = None
+
+    def cancel(self, item: int) -> None:
+        self._held.pop(item, None)
+        self._news.pop(item, None)
+        self._paused.discard(item)
+        self._anew.discard(item)
+
+    def pause(self, item: int) -> None:
+        if item in self._held:
+            self._paused.add(item)
+
+    def resume(self, item: int) -> None:
+        self._paused.discard(item)
+
+    @property
+    def busy(self) -> bool:
+        return any(item not in self._paused for item in self._news)
+
+    def round(self) -> Sequence[Piece]:
+        due = [item for item in self._news if item not in self._paused]
+        limit = self.config.chars_max
+        self._ask([self._held[item] for item in due if self._held[item].chars <= limit])
+        pieces: list[Piece] = []
+        for item in due:
+            del self._news[item]
+            held = self._held[item]
+            if held.chars > limit:
+                pieces.append(Piece(item, last=True, error=_too_long(held.chars, limit)))
+                self.cancel(item)
+                continue
+            text = held.released()
+            if text and item not in self._anew:
+                pieces.append(Piece(item, {"text": text}))
+            if held.ended is not None:
+                verdict = held.ended.to_json() | {"released_chars": held.released_chars}
+                pieces.append(Piece(item, {"text": held.ended.text, "verdict": verdict}, last=True))
+                self.cancel(item)
+        return pieces
+
+    def _hold_back(self) -> HoldBack:
+        every = self.config.judge_every_chars if self._classifier else 0
+        return HoldBack(self._policy, self._rules, self.config.window_chars, every)
+
+    def _ask(self, texts: Sequence[HoldBack]) -> None:
+        """Ask the classifier about every text that is due, all in one call."""
+        asked = [(held, text) for held in texts if (text := held.to_judge()) is not None]
+        for (held, _), scores in zip(asked, self._scores([text for _, text in asked]), strict=True):
+            held.judged(scores)
+
     def close(self) -> None:
         self._classifier = None
 
     def _judge(self, texts: list[str]) -> list[Any]:
-        scores: list[dict[str, float]] = [{} for _ in texts]
-        if self._classifier and texts:
-            found = self._classifier.probabilities(texts, WINDOWS_MAX)
-            scores = [dict(zip(self._classifier.labels, map(float, row), strict=True)) for row in found]
-        return [judge(text, self._policy, self._rules, row) for text, row in zip(texts, scores, strict=True)]
+        rows = self._scores(texts)
+        return [judge(text, self._policy, self._rules, row) for text, row in zip(texts, rows, strict=True)]
+
+    def _scores(self, texts: list[str]) -> list[dict[str, float]]:
+        """Return the classifier's probabilities by label, text by text; empty without one."""
+        if not self._classifier or not texts:
+            return [{} for _ in texts]
+        found = self._classifier.probabilities(texts, WINDOWS_MAX)
+        return [dict(zip(self._classifier.labels, map(float, row), strict=True)) for row in found]
 
 
-def _too_long(text: str, limit: int) -> StepError:
-    return StepError(f"a text of {len(text)} characters; chars_max is {limit}")
+def _too_long(chars: int, limit: int) -> StepError:
+    return StepError(f"a text of {chars} characters; chars_max is {limit}")
 
 
 def read_policy(config: GuardrailConfig, labels: tuple[str, ...] | None) -> tuple[Policy, list[Rule]]:
@@ -127,6 +222,9 @@ def read_policy(config: GuardrailConfig, labels: tuple[str, ...] | None) -> tupl
     message = config.policy.get("message", Policy(frozenset()).message)
     if not isinstance(message, str):
         raise ConfigError("policy.message", f"a {type(message).__name__}", "a text")
+    for option in ("window_chars", "judge_every_chars"):
+        if getattr(config, option) < 1:
+            raise ConfigError(option, f"{getattr(config, option)}", "a number of characters from 1")
     if not 0 < config.threshold <= 1:
         raise ConfigError("threshold", f"{config.threshold}", "above 0, up to 1")
     if block is None:

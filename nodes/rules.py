@@ -13,16 +13,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from weftline.nodes.pattern_cost import compile_bounded
+from weftline.nodes.pattern_reach import reach
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing to look for. holds: whether found characters really are one."""
+    """One thing to look for.
+
+    holds: whether found characters really are one.
+    reach: how many characters from where it starts can decide about a match; 0: it lies within one run of ASCII
+           characters without spaces, and is decided when that run ends.
+    """
 
     category: str
     name: str
     pattern: re.Pattern[str]
     holds: Callable[[str], bool] = lambda found: True
+    reach: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +93,20 @@ def phone(text: str) -> bool:
     return len(sizes) > 1 or text[0] in "+(0"
 
 
-def _rule(category: str, name: str, pattern: str, holds: Callable[[str], bool] = lambda found: True) -> Rule:
-    return Rule(category, name, re.compile(pattern, re.ASCII), holds)
+REACH_MAX = 200
+"""Built-in rules that look further are those for what stands in one run of characters without spaces."""
+
+PHONE_REACH = 48
+"""A sign, a parenthesis, 15 digits with up to two characters between each two, and what may follow."""
+
+
+def _rule(
+    category: str, name: str, pattern: str, holds: Callable[[str], bool] = lambda found: True, most: int = REACH_MAX
+) -> Rule:
+    """Return a built-in rule. most: its reach where the pattern has no bound, but what holds has one."""
+    compiled = re.compile(pattern, re.ASCII)
+    found = reach(compiled) or most
+    return Rule(category, name, compiled, holds, found if found < REACH_MAX else 0)
 
 
 _SECRET_NAMES = "password|passwd|pwd|passphrase|passcode|pin|secret|api[_ -]?key|access[_ -]?key|auth[_ -]?token|token"
@@ -126,7 +145,7 @@ BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
             "personal", "social security number", r"(?<![\d-])(?!000|666|9\d\d)\d{3}-(?!00)\d\d-(?!0000)\d{4}(?![\d-])"
         ),
         _rule("personal", "IBAN", r"(?<![A-Z0-9])[A-Z]{2}\d\d(?: ?[A-Z0-9]{2,4}){3,8}(?![A-Z0-9])", iban),
-        _rule("personal", "telephone number", r"(?<![\w.+-])\+?\(?\d(?:[ ().-]{0,2}\d){8,}+\w?", phone),
+        _rule("personal", "telephone number", r"(?<![\w.+-])\+?\(?\d(?:[ ().-]{0,2}\d){8,}+\w?", phone, PHONE_REACH),
     ),
 }
 """Rule sets by category."""
@@ -141,10 +160,12 @@ def user_rules(category: str, words: Iterable[str], patterns: Iterable[str]) -> 
     listed = sorted({fold(word.strip())[0] for word in words if word.strip()}, key=len, reverse=True)
     if listed:
         alternatives = "|".join(map(re.escape, listed))
-        found.append(Rule(category, "word list", re.compile(rf"(?<!\w)(?:{alternatives})(?!\w)", re.IGNORECASE)))
+        words_pattern = re.compile(rf"(?<!\w)(?:{alternatives})(?!\w)", re.IGNORECASE)
+        found.append(Rule(category, "word list", words_pattern, reach=max(map(len, listed)) + 1))
     for pattern in patterns:
         try:
-            found.append(Rule(category, pattern, compile_bounded(pattern)))
+            compiled = compile_bounded(pattern)
+            found.append(Rule(category, pattern, compiled, reach=reach(compiled) or 1))
         except ValueError as error:
             raise ValueError(f"{pattern!r:.80}: {error}") from None
     return found

@@ -27,6 +27,7 @@ from weftline.pipelines.ports import Sizes, loose, mismatch
 from weftline.pipelines.problems import did_you_mean, listed
 from weftline.pipelines.report import Report
 from weftline.pipelines.schema import validate
+from weftline.pipelines.streams import check_streams
 from weftline.pipelines.wire import Wire
 from weftline.pipelines.wiring import check_use, check_wires, fallbacks_of, run_order
 from weftline.pipelines.written import to_document
@@ -67,6 +68,7 @@ def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked
     check_use(pipeline, [one.wire for one in expansion.constraints], report)
     check_conditions(checked, report)
     check_behaviour(checked, report)
+    check_streams(checked, report)
     check_fallbacks(checked, report)
     problems = tuple(sorted(report.problems, key=lambda one: one.line))
     return dataclasses.replace(checked, problems=problems, pipeline=_with_types(pipeline, checked.constants))

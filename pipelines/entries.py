@@ -166,7 +166,9 @@ InputEntry: type[BaseModel] = _model_of(
 BatchEntry: type[BaseModel] = _model_of(BatchPolicy, sizes=Sizes, pad=dict[Name, Sizes])
 RetryEntry: type[BaseModel] = _model_of(Retry, on=Ends)
 SequenceEntry: type[BaseModel] = _model_of(SequencePolicy)
-LimitsEntry: type[BaseModel] = _model_of(Limits)
+LimitsEntry: type[BaseModel] = _model_of(
+    Limits, kv_bytes=dict[OneDevice, Annotated[int, Field(ge=1 << 16, le=1 << 44)]]
+)
 SloEntry: type[BaseModel] = _model_of(Slo)
 
 

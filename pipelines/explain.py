@@ -59,6 +59,7 @@ def explain_mermaid(plan: Plan) -> str:
         own = names[f"step:{step.name}"]
         for read in step.inputs:
             label = _typed(read.wire.port, travels(read, step)) if read.wire.step else travels(read, step)
+            label += ", streams" if read.pieces else ""
             if (source := _from(read.wire, names)) is not None:
                 lines.append(f'    {source} -->|"{_escaped(label)}"| {own}')
         for wire in step.when.wires if step.when else ():
@@ -146,7 +147,8 @@ def _reads(read: PlannedInput, step: PlannedStep, constants: Mapping[str, Input]
     if read.wire.step is None and read.wire.port in constants:
         return f"{read.port} = {constants[read.wire.port].default!r:.60}"
     type = travels(read, step)
-    return f"{read.port} <- {read.wire}" + ("" if type in (read.port, read.wire.port) else f": {type}")
+    typed = "" if type in (read.port, read.wire.port) else f": {type}"
+    return f"{read.port} <- {read.wire}{typed}" + (", streams" if read.pieces else "")
 
 
 def _gives(port: Port, step: PlannedStep, plan: Plan) -> str:

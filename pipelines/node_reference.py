@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.nodes.catalog import CATALOG, resolve
-from weftline.nodes.contract import Node, StepContext, StreamNode
+from weftline.nodes.contract import BatchNode, Node, StepContext, StreamNode
 from weftline.nodes.control import Control
 from weftline.nodes.ports import Port, Ports
 from weftline.pipelines.field_docs import summary
@@ -103,10 +103,12 @@ def _traits(node: type[Node]) -> list[str]:
     traits = [word for word, holds in (("heavy", node.heavy), ("remembers", node.stateful)) if holds]
     if issubclass(node, Control):
         return ["decided without a worker"]
-    if issubclass(node, StreamNode):
+    streams = issubclass(node, StreamNode)
+    if streams and not issubclass(node, BatchNode):
         return [*traits, "streams, so that items join and leave between rounds and are never batched by the step"]
     items, wait_ms = node.batch_default
-    return [*traits, f"default batch: up to {items}" + (f", waits {wait_ms:g} ms" if wait_ms else "")]
+    traits.append(f"default batch: up to {items}" + (f", waits {wait_ms:g} ms" if wait_ms else ""))
+    return [*traits, *(["streams instead where it is wired to a stream"] if streams else [])]
 
 
 def _ports(name: str, node: type[Node]) -> str:

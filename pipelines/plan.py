@@ -23,12 +23,14 @@ class PlannedInput:
 
     type:     as the node sees it: of a port named in `map`, the type of one element of the list.
     optional: the node can do without; an absent value on any other port skips the step.
+    pieces:   it is taken piece by piece, as the step before gives it; at most one input of a step.
     """
 
     port: str
     wire: Wire
     type: PortType
     optional: bool = False
+    pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class PlannedStep:
     inputs:     connected inputs only, in port order.
     outputs:    the node's output ports as it gives them, types unified with their readers.
     readers:    for every output port, how many step inputs, conditions and pipeline outputs read it (0: nobody does).
-    streams:    the node is a StreamNode.
+    streams:    the node is run as a StreamNode.
+    fed:        the inputs that its node is given by `feed`, the whole as one piece where nothing comes in pieces.
     workers:    indexes into Plan.workers, one for each instance; none for a control.
     run_max_ms: longest one call may take before its worker is killed.
     devices:    one for each instance, beside `workers`; `device` is the first.
@@ -84,6 +87,7 @@ class PlannedStep:
     sequence: SequencePolicy | None = None
     conditional: bool = False
     base_dir: Path | None = None
+    fed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

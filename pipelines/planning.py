@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 
 from weftline.errors import PipelineError
 from weftline.nodes.catalog import CATALOG
-from weftline.nodes.contract import StreamNode
 from weftline.nodes.ports import PortType
 from weftline.pipelines.chains import chains
 from weftline.pipelines.check import examine
@@ -16,11 +15,13 @@ from weftline.pipelines.checked import Checked, CheckedStep
 from weftline.pipelines.condition import Condition, all_of
 from weftline.pipelines.control import conditional, guards, may_lack, switch_cases
 from weftline.pipelines.graph import Pipeline
+from weftline.pipelines.kv_memory import with_kv_memory
 from weftline.pipelines.options import to_options
 from weftline.pipelines.place import Machine, Placement, place
 from weftline.pipelines.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
 from weftline.pipelines.policy import BatchPolicy, SequencePolicy
 from weftline.pipelines.report import Report
+from weftline.pipelines.streams import Streams, streams_of
 from weftline.pipelines.wire import Wire
 from weftline.pipelines.wiring import readers, run_order
 
@@ -39,7 +40,11 @@ def make_plan(pipeline: Pipeline, machine: Machine, catalog: Mapping[str, str] =
     report.take(problems)
     if report.problems:
         raise PipelineError(report.problems)
-    return _plan(checked, placement, machine)
+    plan, problems = with_kv_memory(_plan(checked, placement, machine))
+    report.take(problems)
+    if report.problems:
+        raise PipelineError(report.problems)
+    return plan
 
 
 def _heavy(checked: Checked, name: str) -> bool:
@@ -47,12 +52,12 @@ def _heavy(checked: Checked, name: str) -> bool:
 
 
 def _plan(checked: Checked, placement: Placement, machine: Machine) -> Plan:
-    pipeline, found = checked.pipeline, guards(checked)
+    pipeline, found, streams = checked.pipeline, guards(checked), streams_of(checked)
     uses = Counter(wire for _, wire in readers(pipeline))
     absent = conditional(checked)
     steps = []
     for name in run_order(_guarded(pipeline, found)):
-        step = _step(checked.steps[name], checked, placement, uses)
+        step = _step(checked.steps[name], checked, placement, uses, streams)
         when = [one for one in (step.when, found.get(name)) if one is not None]
         may_lack_it = name in absent or name in found
         steps.append(dataclasses.replace(step, when=all_of(when) if when else None, conditional=may_lack_it))
@@ -63,7 +68,7 @@ def _plan(checked: Checked, placement: Placement, machine: Machine) -> Plan:
         input_types={one.name: checked.sizes.settle(PortType.parse(one.type), "") for one in pipeline.inputs},
         input_readers={one.name: uses[Wire(None, one.name)] for one in pipeline.inputs},
         steps=tuple(steps),
-        outputs=_outputs(checked, absent),
+        outputs=_outputs(checked, absent, streams),
         workers=placement.workers,
         limits=pipeline.limits,
         slo=pipeline.slo,
@@ -85,16 +90,17 @@ def _guarded(pipeline: Pipeline, found: Mapping[str, Condition]) -> Pipeline:
     return dataclasses.replace(pipeline, steps=tuple(steps))
 
 
-def _step(one: CheckedStep, checked: Checked, placement: Placement, uses: Counter[Wire]) -> PlannedStep:
+def _step(one: CheckedStep, checked: Checked, placement: Placement, uses: Counter[Wire], flow: Streams) -> PlannedStep:
     step, node, settle = one.step, one.node, checked.sizes.settle
-    streams = issubclass(node, StreamNode)
+    streams = step.name in flow.steps
     cases, default = switch_cases(one) if one.control == "switch" else ((), False)
     devices = placement.devices.get(step.name, ())
     return PlannedStep(
         name=step.name,
         node=one.reference,
         options=to_options(one.config),
-        inputs=_inputs(one, checked),
+        inputs=_inputs(one, checked, flow),
+        fed=tuple(port.name for port in one.ports.inputs if streams and port.pieces and port.name in step.inputs),
         outputs=tuple(dataclasses.replace(port, type=settle(port.type, step.name)) for port in one.ports.outputs),
         readers={port.name: uses[Wire(step.name, port.name)] for port in one.ports.outputs},
         batch=step.batch or BatchPolicy(*node.batch_default),
@@ -119,7 +125,7 @@ def _step(one: CheckedStep, checked: Checked, placement: Placement, uses: Counte
     )
 
 
-def _inputs(one: CheckedStep, checked: Checked) -> tuple[PlannedInput, ...]:
+def _inputs(one: CheckedStep, checked: Checked, flow: Streams) -> tuple[PlannedInput, ...]:
     planned = []
     for port in one.ports.inputs:
         wire = one.step.inputs.get(port.name)
@@ -128,11 +134,12 @@ def _inputs(one: CheckedStep, checked: Checked) -> tuple[PlannedInput, ...]:
             given, giver = source
             given = given.item if port.name in one.step.map and given.item else given
             type = checked.sizes.meet(given, giver, port.type, one.step.name)
-            planned.append(PlannedInput(port.name, wire, type, one.does_without(port)))
+            pieces = flow.inputs.get(one.step.name) == port.name
+            planned.append(PlannedInput(port.name, wire, type, one.does_without(port), pieces))
     return tuple(planned)
 
 
-def _outputs(checked: Checked, absent: Collection[str]) -> tuple[PlannedOutput, ...]:
+def _outputs(checked: Checked, absent: Collection[str], flow: Streams) -> tuple[PlannedOutput, ...]:
     planned = []
     left_out = {one.name for one in checked.pipeline.inputs if may_lack(one)}
     for name, wire in checked.pipeline.outputs.items():
@@ -141,7 +148,7 @@ def _outputs(checked: Checked, absent: Collection[str]) -> tuple[PlannedOutput, 
             continue
         giver = checked.steps.get(wire.step) if wire.step else None
         port = giver.ports.output(wire.port) if giver else None
-        pieces = bool(giver and port and port.pieces and not giver.step.map)
+        pieces = bool(giver and port and port.pieces and giver.step.name in flow.steps and not giver.step.map)
         optional = wire.step in absent if wire.step else wire.port in left_out
         planned.append(PlannedOutput(name, wire, type, pieces, optional))
     return tuple(planned)

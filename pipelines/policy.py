@@ -80,6 +80,7 @@ class Limits:
     stall_max_ms:      a stream whose reader takes nothing for so long is cut.
     silence_max_ms:    a worker that gives no sign of life for so long is killed and started again.
     retry_share:       most further attempts, as a share of first ones.
+    kv_bytes:          KV memory of a device that its llm steps share, in bytes by device; moved to where it is needed.
     """
 
     requests_max: int = 256
@@ -93,6 +94,7 @@ class Limits:
     stall_max_ms: float = 30_000.0
     silence_max_ms: float = 3_000.0
     retry_share: float = 0.1
+    kv_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

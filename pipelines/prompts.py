@@ -8,6 +8,7 @@ with a `prompt:` is two steps: a template step named `<step>_prompt`, and the LL
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ class _AnyName(dict[str, Any]):
 _ENVIRONMENT = jinja2.Environment()  # only ever parses; nothing is rendered in this file
 _ENVIRONMENT.filters = _ENVIRONMENT.tests = _AnyName()
 
+PREFIX_CHARS_MIN = 64
+"""Shorter beginnings fill hardly a page of the KV memory and are not worth a word in the plan."""
+_MARKUP = re.compile(r"\{[{%#]")
 _READS_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
@@ -140,6 +144,7 @@ def _prompted(
         own = {port: wire for port, wire in step.inputs.items() if port in _names(text)}
         node = "template" if "template" in catalog else CATALOG["template"]
         origins[f"steps.{name}"] = Origin(f"{path}.prompt")
+        options = {**_fixed(text), **options}
         inputs = {port: wire for port, wire in step.inputs.items() if port not in own}
         listed_own = tuple(port for port in step.map if port in own)  # a list is rendered item by item
         rest = tuple(port for port in step.map if port not in own)
@@ -153,6 +158,12 @@ def _prompted(
             ),
         ]
     return [dataclasses.replace(step, options=options, inputs={**step.inputs, "prompt": Wire(None, "")})]
+
+
+def _fixed(text: str) -> dict[str, str]:
+    """Return what every prompt made of this template begins with, as the llm step's option for it."""
+    fixed = _MARKUP.split(text, maxsplit=1)[0]
+    return {"prefix": fixed} if len(fixed) >= PREFIX_CHARS_MIN else {}
 
 
 def _names(text: str) -> set[str]:

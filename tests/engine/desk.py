@@ -43,8 +43,8 @@ def items(*values: Any) -> msg.Value:
 
 
 def plain(value: msg.Value) -> Any:
-    """Return what a value holds, a list with its elements; the value itself when it lies in shared memory."""
-    if value.place is not None:
+    """Return what a value holds, a list with its elements; itself when it lies elsewhere or comes in pieces."""
+    if value.place is not None or value == msg.PIECES:
         return value
     return [plain(one) for one in value.items] if value.items is not None else peek(value)
 

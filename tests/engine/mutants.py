@@ -18,6 +18,7 @@ from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
 from weftline.engine.dispatcher import Dispatcher
 from weftline.engine.events import FromWorker, WorkerDied
+from weftline.engine.feeds import Feeds
 from weftline.engine.flow import Admission
 from weftline.engine.lanes import Lane
 from weftline.engine.messages import Done
@@ -253,3 +254,51 @@ def a_sequence_whose_item_left_before_it_was_queued_and_is_still_owed(
             discard(self, task)
 
     patch.setattr(Lane, "discard", careless)
+
+
+@mutant
+def a_source_that_goes_on_for_nobody(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Feeds, "over", lambda s, request, place: None)
+
+
+@mutant
+def a_fed_step_that_is_tried_again(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    dispatched = Feeds.dispatched
+
+    def careless(self: Feeds, task: Any) -> None:
+        dispatched(self, task)
+        task.said = False
+
+    patch.setattr(Feeds, "dispatched", careless)
+
+
+@mutant
+def pieces_that_are_lost_while_their_reader_waits_for_a_worker(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    send = Feeds._send
+
+    def careless(self: Feeds, feed: Any, task: Any, last: bool = False) -> None:
+        send(self, feed, task, last)
+        feed.waiting.clear()
+
+    patch.setattr(Feeds, "_send", careless)
+
+
+@mutant
+def a_paused_source_that_is_never_resumed(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    hold = Feeds._hold
+    patch.setattr(Feeds, "_hold", lambda s, feed: None if feed.source.held else hold(s, feed))
+
+
+@mutant
+def a_whole_value_that_nobody_holds_for_the_step_that_was_fed(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    complete = Feeds.complete
+
+    def careless(self: Feeds, request: Request, place: int, slot: int, value: Any) -> bool:
+        taken = complete(self, request, place, slot, value)
+        task = request.feeds[place].task if taken else None
+        if task is not None:
+            self._book.release(task.keys)
+            task.keys = ()
+        return taken
+
+    patch.setattr(Feeds, "complete", careless)

@@ -21,6 +21,7 @@ from itertools import count
 
 import msgspec
 
+from tests.engine.kv_world import KvWorld, with_memory
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
@@ -50,7 +51,8 @@ class World:
 
     def __init__(self, seed: int, requests: int = REQUESTS) -> None:
         self.rng = random.Random(seed)
-        self.plan = random_plan(self.rng)
+        self.plan = with_memory(random_plan(self.rng))
+        self.kv = KvWorld(self.plan, seed)
         self.scheduler = Scheduler(self.plan, seed)
         self.clock = ManualClock()
         self.requests = requests
@@ -70,6 +72,8 @@ class World:
         self.streams: dict[int, list[tuple[int, msg.Item]]] = {}
         self.chains: dict[int, dict[int, msg.Chain]] = {}
         self.taken_back: set[int] = set()
+        self.given: dict[int, int] = {}  # pieces that a streaming item has given
+        self.fed: dict[int, int] = {}  # pieces that an item was fed; -1 when it has the whole
         self.hears_together = self.rng.random() < 0.3
         self.unsaid: list[ev.Event] = []  # what workers said, to be told together with what comes next
         self.sequence_of: dict[tuple[int, str], int] = {}  # (step, sequence) -> worker
@@ -224,8 +228,13 @@ class World:
 
     def on_beat(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) == arena and worker not in self.wedged:
-            self.say(worker, arena, msg.Beat())
+            self.say(worker, arena, self.kv.beat(worker))
             self.at(self.now + 1000 * msg.BEAT_S, ("beat", worker, arena))
+
+    def on_resize(self, worker: int, arena: int, message: msg.KvResize) -> None:
+        if self.arena_of.get(worker) == arena and worker not in self.wedged:
+            self.say(worker, arena, self.kv.resize(worker, message))
+            self.kv.check()
 
     def on_die(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) != arena:
@@ -240,6 +249,7 @@ class World:
             self.paused,
         ):
             held.pop(worker, None)  # type: ignore[attr-defined]
+        self.kv.die(worker)
         self.ready.discard(worker)
         self.wedged.discard(worker)
         self.sequence_of = {key: who for key, who in self.sequence_of.items() if who != worker}
@@ -351,14 +361,16 @@ class World:
                 pieces.append(msg.PieceOf(item.id, {}, True, msg.Failure("RequestCancelled", "dropped")))
             elif item.id in self.paused[worker]:
                 continue
-            elif self.rng.random() < 0.4:
+            elif self.rng.random() < (0.4 if self.fed.get(item.id, -1) < 0 else 0.1):  # a few end before their input
                 held.remove(entry)
                 run = msg.Run(0, step, (item,))
                 outputs = {at: self.value(step, at, item, 0, run, None) for at in range(len(ports))}
                 failed = msg.Failure("StepError", "drawn") if self.rng.random() < 0.1 else None
                 pieces.append(msg.PieceOf(item.id, {} if failed else outputs, True, failed))
             else:
-                pieces.append(msg.PieceOf(item.id, {0: msg.Value("text", data=b"z")}))
+                count = self.given[item.id]
+                self.given[item.id] = count + 1
+                pieces.append(msg.PieceOf(item.id, {0: msg.Value("text", data=str(count).encode())}))
         self.say(worker, arena, msg.Pieces(step, tuple(pieces), 1.0))
         if self.streams.get(worker):
             self.later(("round", worker, arena))
@@ -391,6 +403,7 @@ class World:
                     self.arena_of[worker] = command.arena
                     self.inbox[worker], self.streams[worker], self.chains[worker] = [], [], {}
                     self.cancelled[worker], self.paused[worker] = set(), set()
+                    self.kv.start(worker)
                     self.later(("hello", worker, command.arena))
                 case ev.KillWorker():
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))
@@ -420,7 +433,15 @@ class World:
                 self.chains[worker][message.id] = message
             case msg.Submit():
                 self.streams[worker].extend((message.step, item) for item in message.items)
+                for item in message.items:
+                    self.given[item.id] = 0
+                    self.fed[item.id] = 0 if msg.PIECES in item.inputs else -1
                 self.later(("round", worker, arena))
+            case msg.Feed():
+                self.check_feed(worker, message)
+                self.later(("took", worker, arena, tuple(piece.item for piece in message.pieces), message.step), 100)
+            case msg.KvResize():
+                self.later(("resize", worker, arena, message), 3000)
             case msg.Cancel():
                 self.cancelled[worker].update(message.items)
             case msg.Pause():
@@ -433,6 +454,9 @@ class World:
             case msg.EndSequences():
                 for id in message.sequences:
                     self.sequence_of.pop((message.step, id), None)
+
+    def on_took(self, worker: int, arena: int, items: tuple[int, ...], step: int) -> None:
+        self.say(worker, arena, msg.Took(step, items))
 
     def on_room(self, worker: int, arena: int, room: msg.Room) -> None:
         if self.arena_of.get(worker) == arena and worker in self.waiting_room:
@@ -473,6 +497,39 @@ class World:
                     raise AssertionError(f"sequence {item.brought.sequence} moved from worker {stuck} to {worker}")
                 self.sequence_of[(message.step, item.brought.sequence)] = worker
 
+    def check_feed(self, worker: int, message: msg.Feed) -> None:
+        """Pieces come to who was given the item, in order, none is lost, and the whole ends them."""
+        held = {item.id for step, item in self.streams.get(worker, ()) if step == message.step}  # none, if it has died
+        for piece in message.pieces:
+            if piece.item not in held:  # it has just ended, or is the business of another worker
+                if piece.item in self.scheduler._tasks.live:
+                    raise AssertionError(f"a piece for item {piece.item} came to a worker that does not have it")
+                continue
+            if self.fed[piece.item] < 0:
+                raise AssertionError(f"item {piece.item} was fed after it had the whole")
+            if piece.last:
+                self.fed[piece.item] = -1
+                if not self.scheduler._book.holds_all([piece.value]):
+                    raise AssertionError(f"item {piece.item} was fed memory that is not leased")
+                continue
+            if piece.value.data != str(self.fed[piece.item]).encode():
+                raise AssertionError(
+                    f"item {piece.item} was fed piece {piece.value.data!r}, not {self.fed[piece.item]}"
+                )
+            self.fed[piece.item] += 1
+
+    def check_sources(self) -> None:
+        """Nobody works for steps that took its pieces and have ended all."""
+        live = self.scheduler._tasks.live
+        for task in live.values():
+            request, route = task.request, task.request.route
+            if task.place in request.called or any(route.outputs_at[slot] for slot in task.unit.returns):
+                continue
+            readers = [reader for slot in task.unit.returns for reader in route.readers[slot]]
+            fed = [request.feeds[reader].task for reader in readers if reader in request.feeds]
+            if readers and len(fed) == len(readers) and all(one is not None and one.id not in live for one in fed):
+                raise AssertionError(f"item {task.id} is worked on for steps that have ended")
+
     def check(self) -> None:
         scheduler = self.scheduler
         scheduler.ledger.check()
@@ -482,6 +539,7 @@ class World:
             raise AssertionError(f"{c.admitted} admitted, {total} accounted for")
         if scheduler._book.admission.requests != scheduler.open_requests:
             raise AssertionError("admission has lost count")
+        self.check_sources()
         for request, kills in self.kills.items():
             streams = self.plan.steps[self.killers[request]].streams
             if kills > (KILLS_STREAMING_MAX if streams else KILLS_MAX):

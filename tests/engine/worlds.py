@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ LIST = list_of(BYTES)
 
 WORKER_ARENA_BYTES = 1 << 18
 INGRESS_ARENA_BYTES = 1 << 19
+STREAM_BYTES_MAX = 1_000
+"""Four pieces: a step that takes them falls behind now and then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,14 @@ class Coin(Condition):
 
 @dataclass(slots=True)
 class _Draft:
-    """Wires drawn so far: all of one kind each, and those whose value may be absent."""
+    """Wires drawn so far: all of one kind each, those whose value may be absent, and those that bring pieces."""
 
     plain: list[Wire]
     json: list[Wire]
     lists: list[Wire]
     lacking: set[Wire]
+    pieces: list[Wire] = field(default_factory=list)
+    streamy: bool = False  # most steps stream
 
 
 def random_plan(rng: random.Random) -> Plan:
@@ -60,9 +64,10 @@ def random_plan(rng: random.Random) -> Plan:
         [],
         {wire for wire, given in zip(wires, inputs) if given.optional},
     )
+    draft.streamy = rng.random() < 0.25
     workers: list[PlannedWorker] = []
     steps: list[PlannedStep] = []
-    plain = rng.random() < 0.25
+    plain = not draft.streamy and rng.random() < 0.3
     for index in range(rng.randint(1, 8)):
         steps += [_plain(f"s{index}", rng, draft, workers)] if plain else _steps(f"s{index}", rng, draft, workers)
     pool = [*draft.plain, *draft.lists]
@@ -71,6 +76,7 @@ def random_plan(rng: random.Random) -> Plan:
         "sim", inputs, {}, {}, tuple(steps), outputs, tuple(workers),
         Limits(
             requests_max=12, arena_bytes=INGRESS_ARENA_BYTES, map_items_max=5, stall_max_ms=300.0,
+            stream_bytes_max=STREAM_BYTES_MAX,
             open_bytes_max=rng.choice((1 << 30, 100_000)),
         ),
         Slo(refuse_early=rng.random() < 0.7), 2, Path(),
@@ -91,7 +97,11 @@ def _steps(name: str, rng: random.Random, draft: _Draft, workers: list[PlannedWo
         reads = (PlannedInput("list", rng.choice(draft.lists), BYTES), *reads)
         mapped = ("list",)
         ports = tuple(Port(port.name, BYTES) for port in ports)
-    streams = rng.random() < 0.15
+    streams = rng.random() < (0.7 if draft.streamy else 0.15)
+    fed = streams and not mapped and bool(draft.pieces) and rng.random() < 0.8
+    if fed:
+        source = PlannedInput("fed", _recent(rng, draft.pieces), BYTES, rng.random() < 0.2, pieces=True)
+        reads = (source, *(reads if rng.random() < 0.5 else ()))
     when = _coin(rng, draft)
     lacks = when is not None or any(not read.optional and read.wire in draft.lacking for read in reads)
     sequence = SequencePolicy(3, 400.0) if not streams and not mapped and rng.random() < 0.1 else None
@@ -100,13 +110,15 @@ def _steps(name: str, rng: random.Random, draft: _Draft, workers: list[PlannedWo
         when=when, map=mapped, sequence=sequence, conditional=lacks,
         retry=Retry(rng.randint(1, 2), rng.choice((0.0, 5.0))) if rng.random() < 0.2 else None,
         timeout_ms=rng.choice((10.0, 40.0, 200.0)) if rng.random() < 0.15 else None,
-        idempotent=rng.random() < 0.85,
+        idempotent=rng.random() < 0.85, fed=("fed",) if fed else (),
     )  # fmt: skip
     made = [step]
     if rng.random() < 0.2:
         made = [replace(step, fallback=f"{name}f"), *_stand_in(f"{name}f", ports, rng, draft, workers, bool(mapped))]
     for port in ports:
         _offer(Wire(name, port.name), LIST if mapped else port.type, lacks, draft)
+    if streams and not mapped and made[0].fallback is None:
+        draft.pieces.append(Wire(name, ports[0].name))  # the simulation gives pieces of the first port
     return made
 
 

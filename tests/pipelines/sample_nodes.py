@@ -136,12 +136,29 @@ class Write(Silent):
         return Ports(tuple(port(name, "any") for name in step.wired), (port("text", "text"),))
 
 
-class Guard(Silent):
-    """Lets text pass, or not."""
+class Guard(Silent, StreamNode):
+    """Lets text pass, or not: whole, or in pieces where its step is wired to a stream."""
 
     @classmethod
     def ports(cls, config: Any, step: StepContext) -> Ports:
-        return Ports((port("text", "text"),), (port("text", "text", pieces=True), port("verdict", "json")))
+        outputs = port("text", "text", pieces=True), port("verdict", "json")
+        return Ports((port("text", "text", pieces=True),), outputs)
+
+    def submit(self, item: int, inputs: Mapping[str, Any], urgency: Any = None) -> None:
+        return None
+
+    def feed(self, item: int, port: str, piece: Any, last: bool) -> None:
+        return None
+
+    def cancel(self, item: int) -> None:
+        return None
+
+    def round(self) -> Sequence[Piece]:
+        return []
+
+    @property
+    def busy(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,65 @@
+"""How much KV memory each llm step starts with where several share a device's.
+
+`limits.kv_bytes` gives a device so many bytes for all its llm steps together. A step's own `kv_bytes` is then its
+least: what it starts with, and always keeps. Steps that name none divide half of what the others leave; the other half
+goes where it is needed while the pipeline runs (`weftline.engine.kv_budget`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from weftline.errors import Problem
+from weftline.pipelines.place import size_text
+from weftline.pipelines.plan import Plan, PlannedStep
+
+LEAST_BYTES = 64 << 10
+"""Less than this is a slip: it holds a token or two of the smallest model."""
+
+START_SHARE = 0.5
+"""How much of a device's bytes steps start with when they do not say; the rest is given to those that need it."""
+
+
+def shares(step: PlannedStep) -> bool:
+    """Whether a step's node has KV memory that others can have a part of: all of it on one device."""
+    return step.streams and "kv_bytes" in step.options and step.options.get("ranks") in (None, 1)
+
+
+def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
+    """Return the plan with what each step starts with, and each device whose bytes are too few, without lines."""
+    limits = {"cuda:0" if device == "cuda" else device: total for device, total in plan.limits.kv_bytes.items()}
+    steps = [step for step in plan.steps if shares(step)] if limits else []
+    starts: dict[str, int] = {}
+    problems: list[Problem] = []
+    for device, total in limits.items():
+        given = sum(_own(step) * step.devices.count(device) for step in steps)
+        free = {step.name: step.devices.count(device) for step in steps if device in step.devices and not _own(step)}
+        share = int((total - given) * START_SHARE / max(1, sum(free.values())))
+        if given > total or (free and share < LEAST_BYTES):
+            problems.append(_too_few(device, total, given, sum(free.values())))
+        starts |= {name: min(share, starts.get(name, share)) for name in free}
+    changed = (
+        dataclasses.replace(step, options=_with(step.options, starts[step.name])) if step.name in starts else step
+        for step in plan.steps
+    )
+    limited = dataclasses.replace(plan.limits, kv_bytes=limits)
+    return dataclasses.replace(plan, steps=tuple(changed), limits=limited), problems
+
+
+def _own(step: PlannedStep) -> int:
+    return int(step.options["kv_bytes"] or 0)
+
+
+def _with(options: Mapping[str, Any], kv_bytes: int) -> dict[str, Any]:
+    return {**options, "kv_bytes": kv_bytes}
+
+
+def _too_few(device: str, total: int, given: int, free: int) -> Problem:
+    path = f"limits.kv_bytes.{device}"
+    if given > total:
+        found = f"{size_text(total)}, and the llm steps there name {size_text(given)} as their own kv_bytes"
+        return Problem(path, found, f"at least {given}", "give the device more, or the steps less")
+    found = f"{size_text(total)}, too few for the llm steps that are to share it"
+    return Problem(path, found, f"at least {given + int(free * LEAST_BYTES / START_SHARE)}", "give the device more")

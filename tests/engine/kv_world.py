@@ -1,0 +1,68 @@
+"""KV memory in the simulation: what streaming steps hold, say of it and are told, with draws of its own."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from weftline.engine import messages as msg
+from weftline.engine.kv_budget import Part
+from weftline.pipelines.plan import Plan
+
+LEAST_BYTES, DEVICE_BYTES = 20_000, 100_000
+"""What each instance starts with, and how much there is for it on its device."""
+
+
+def with_memory(plan: Plan) -> Plan:
+    """Return the plan with KV memory that its streaming steps share."""
+    steps = tuple(
+        replace(step, options={"kv_bytes": LEAST_BYTES}, devices=("cpu",) * len(step.workers)) if step.streams else step
+        for step in plan.steps
+    )
+    count = sum(len(step.workers) for step in steps if step.streams)
+    limits = replace(plan.limits, kv_bytes={"cpu": count * DEVICE_BYTES} if count else {})
+    return replace(plan, steps=steps, limits=limits)
+
+
+class KvWorld:
+    """The memory of all workers of a plan. A starved step stays so for a while, and then others are."""
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._parts = [(worker, at) for at, step in enumerate(plan.steps) if step.streams for worker in step.workers]
+        self._most = plan.limits.kv_bytes.get("cpu", 0)
+        self._has: dict[Part, int] = {}
+        self._hungry = self._rng.choices(self._parts, k=2) if self._parts else []
+
+    def start(self, worker: int) -> None:
+        self._has |= dict.fromkeys(self._of(worker), LEAST_BYTES)
+
+    def die(self, worker: int) -> None:
+        for part in self._of(worker):
+            self._has[part] = 0
+
+    def beat(self, worker: int) -> msg.Beat:
+        if self._parts and self._rng.random() < 0.1:
+            self._hungry = self._rng.choices(self._parts, k=2)
+        return msg.Beat(tuple(self._report(part) for part in self._of(worker)))
+
+    def resize(self, worker: int, message: msg.KvResize) -> msg.KvResized:
+        """Do as told, in pages of 512 bytes; now and then a step cannot give up all it should."""
+        part, to = (worker, message.step), message.bytes // 512 * 512
+        if part not in self._parts or message.bytes < LEAST_BYTES:
+            raise AssertionError(f"step {message.step} of worker {worker} was told to hold {message.bytes} bytes")
+        if to < self._has[part] and self._rng.random() < 0.2:
+            to = (to + self._has[part]) // 2
+        self._has[part] = to
+        return msg.KvResized(message.step, to)
+
+    def check(self) -> None:
+        if sum(self._has.values()) > self._most:
+            raise AssertionError(f"steps hold {sum(self._has.values())} bytes of KV memory, and there are {self._most}")
+
+    def _of(self, worker: int) -> Iterator[Part]:
+        return (part for part in self._parts if part[0] == worker)
+
+    def _report(self, part: Part) -> msg.KvReport:
+        has = self._has[part]
+        used = has if part in self._hungry else self._rng.randint(0, has // 4)
+        return msg.KvReport(part[1], used, 0, has - used, int(part in self._hungry), 0)
