@@ -1,4 +1,4 @@
-"""The command line: `weftline check`, `plan`, `run`, `bench`, `nodes`, `schema`.
+"""The command line: `weftline check`, `plan`, `run`, `chat`, `bench`, `nodes`, `schema`.
 
 Here are the commands with their options and help. What a command does is imported when it runs, so that `--help` and
 shell completion answer at once and `check` works where no framework is installed. Answers go to standard output,
@@ -150,6 +150,45 @@ def run(
 
     request = Request(file, tuple(inputs or ()), tuple(outputs or ()) or None, as_json, stream, deadline_ms, save)
     run_request(request, sys.stdout, sys.stderr)
+
+
+@app.command(short_help="Talk to a pipeline's language model.")
+def chat(
+    file: PipelineFile,
+    step: Annotated[str, typer.Option(metavar="NAME", help="Which llm step, when there are several.")] = "",
+    once: Annotated[
+        str | None, typer.Option(metavar="QUESTION", help="Answer this one and end; nothing is read from a terminal.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Said to the model first, instead of what the step says.")
+    ] = None,
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a sampling option, such as temperature=0.7; repeatable."
+        ),
+    ] = None,
+    load: Annotated[
+        Path | None, typer.Option(metavar="SAVED", help="Go on with a conversation that was saved.")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Talk to the llm step of a pipeline, alone: answers stream, and each question finds its conversation in the cache.
+
+    Other steps are left out, so nothing but text is needed. Type /help for commands. Piped, each line is a question.
+
+    \b
+    Examples:
+      weftline chat assistant.yaml
+      weftline chat assistant.yaml --step answer --system "Answer in one sentence." --set temperature=0.7
+      weftline chat assistant.yaml --once "What can you do?"
+      weftline chat assistant.yaml < questions.txt > answers.txt
+    """
+    from weftline.cli_chat import ChatRequest, run_chat
+
+    asked = ChatRequest(file, step, once, system, tuple(sampling or ()), load)
+    if code := run_chat(asked, sys.stdin, sys.stdout, sys.stderr):
+        raise typer.Exit(code)
 
 
 @app.command(short_help="Measure a pipeline under load.")
