@@ -1,24 +1,29 @@
 """Tokens a second of the paged engine beside transformers' own ways, on the same model, requests and threads.
 
-    python -m benchmarks.llm            # 32 requests, prompts 16-512, answers 16-256, three rounds
-    python -m benchmarks.llm --quick    # 8 short requests, for a look
+    python -m benchmarks.llm                     # 32 requests, prompts 16-512, answers 16-256, three rounds
+    python -m benchmarks.llm --requests 128
+    python -m benchmarks.llm --model examples/models/shapes-chat
+    python -m benchmarks.llm --quick             # 8 short requests, for a look
 
 Three runners answer the same requests greedily, one after the other in every round, so that whatever else the machine
 does falls on all of them: (a) `generate`, one request at a time; (b) transformers' continuous batching; (c) ours. The
-model is a 4-layer, 256-wide Llama with random weights in float32. Answers are compared token for token with (a)'s; one
-that differs counts as equal only if the two best logits at that place lie within 1e-4 of each other.
+model is a 4-layer, 256-wide Llama with random weights in float32, or one from a folder. Prompts are random tokens, and
+nobody stops at an end-of-text token. Everybody has memory for all requests at once. Answers are compared token for
+token with (a)'s; one that differs counts as equal only if the two best logits there lie within 1e-4 of each other.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import cProfile
+import json
 import os
 import platform
 import pstats
 import random
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,12 +38,17 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from weftline.engine.llm import attention
 from weftline.engine.llm.engine import Engine
+from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.rounds import RoundLimits
-from weftline.engine.llm.runner import Runner, RunnerOptions
-from weftline.engine.llm.sequence import SamplingParams
+from weftline.engine.llm.runner import Runner
 
 VOCABULARY = 4096
 TIE = 1e-4
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
+"""Keys and values of one token in these models: layers, keys and values, heads, width, bytes."""
+BLOCK_TOKENS = 32
+"""Tokens in a block of transformers' continuous batching, by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +68,28 @@ class Run:
     first_s: list[float]
 
 
-def build_model(implementation: str) -> Any:
+def build_model(implementation: str, context_max: int = 1024) -> Any:
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.08,
+        num_key_value_heads=2, max_position_embeddings=context_max, initializer_range=0.08,
     )  # fmt: skip
     config.eos_token_id = None
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
 
 
-def build_asks(count: int, prompt_max: int, tokens_max: int, seed: int) -> list[Ask]:
+def open_model(folder: str, implementation: str) -> Any:
+    """Load the model of a folder as `build_model` makes one: float32, and no token ends an answer."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation, dtype=torch.float32).eval()
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return model
+
+
+def build_asks(count: int, prompt_max: int, tokens_max: int, seed: int, vocabulary: int = VOCABULARY) -> list[Ask]:
     """Return `count` requests with lengths spread evenly over 16..prompt_max and 16..tokens_max, in random order."""
     rng = random.Random(seed)
     return [
-        Ask([rng.randrange(VOCABULARY) for _ in range(rng.randint(16, prompt_max))], rng.randint(16, tokens_max))
+        Ask([rng.randrange(vocabulary) for _ in range(rng.randint(16, prompt_max))], rng.randint(16, tokens_max))
         for _ in range(count)
     ]
 
@@ -107,6 +124,17 @@ def run_batching(model: Any, asks: list[Ask], blocks: int, batch_tokens: int) ->
         seconds = time.perf_counter() - started
     first = [stamps[0] - started for id in ids if (stamps := results[id].timestamps)]
     return Run([list(results[id].generated_tokens) for id in ids], seconds, first)
+
+
+def run_openvino(python: str, folder: str, asks: list[Ask], threads: int) -> Run:
+    """Answer with OpenVINO GenAI's continuous batching, in its own Python; see `benchmarks/peers/openvino_llm.py`."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump([[ask.prompt, ask.tokens] for ask in asks], file)
+        file.flush()
+        script = Path(__file__).parent / "peers" / "openvino_llm.py"
+        done = subprocess.run([python, script, folder, file.name, str(threads)], capture_output=True, check=True)
+    told = json.loads(done.stdout.splitlines()[-1])
+    return Run(told["answers"], told["seconds"], told["first_s"])
 
 
 def run_ours(engine: Engine, asks: list[Ask]) -> Run:
@@ -159,6 +187,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", help="a model's folder; by default a Llama with random weights")
+    parser.add_argument("--openvino", nargs=2, metavar=("PYTHON", "FOLDER"), help="run OpenVINO GenAI beside")
     parser.add_argument("--round-tokens", type=int, default=512, help="our budget of one round, in tokens")
     parser.add_argument("--skip", action="append", default=[], help="leave a runner out: generate or batching")
     parser.add_argument("--profile", action="store_true", help="where the time of ours goes, and nothing else")
@@ -166,22 +196,25 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     count, prompt_max, tokens_max = (8, 96, 48) if options.quick else (options.requests, 512, 256)
     rounds = 2 if options.quick else options.rounds
-    asks = build_asks(count, prompt_max, tokens_max, seed=7)
-
-    plain = build_model("sdpa")
     attention.register()
-    batching_model = copy.deepcopy(plain)
-    ours = build_model(attention.NAME)
-    engine = Engine(Runner(ours, RunnerOptions()), None, RoundLimits(options.round_tokens, max(count, 1)))
+    make = (lambda form: open_model(options.model, form)) if options.model else build_model
+    plain, batching_model, ours = make("sdpa"), make("sdpa"), make(attention.NAME)
+    vocabulary = plain.config.vocab_size
+    asks = build_asks(count, prompt_max, tokens_max, 7, vocabulary)
+    slots = sum(len(ask.prompt) + ask.tokens + 64 for ask in asks)
+    runner = Runner(ours, RunnerOptions(kv_bytes=max(64 << 20, slots * TOKEN_BYTES)))
+    engine = Engine(runner, None, RoundLimits(options.round_tokens, max(count, 1)))
     if options.profile:
         run_ours(engine, asks[:4])
         profile(lambda: run_ours(engine, asks))
         return
     runners: dict[str, Callable[[], Run]] = {
         "generate": lambda: run_generate(plain, asks),
-        "batching": lambda: run_batching(batching_model, asks, 256, 1024),
+        "batching": lambda: run_batching(batching_model, asks, max(256, slots // BLOCK_TOKENS + count), 1024),
         "ours": lambda: run_ours(engine, asks),
     }
+    if options.openvino:
+        runners["openvino"] = lambda: run_openvino(*options.openvino, asks, options.threads)
     runners = {name: run for name, run in runners.items() if name not in options.skip}
     run_ours(engine, asks[:2])
     runs: dict[str, list[Run]] = {name: [] for name in runners}

@@ -8,18 +8,18 @@ sequences they belong to; positions are right for each, and who may see whom is 
     keys   [kv_heads, slots, width]     a layer's pages; token t is at slot pages[t // size] * size + t % size
 
 Heads come first in the pages so that a sequence whose pages are neighbours is, for each head, one dense piece of
-memory: it is attended in place. Others are collected piece by piece into one, for the time of one layer.
+memory. How the reading is done depends on the device: `attention_cpu` and `attention_gpu` are two forms of one
+operation, and the runner chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from weftline.engine.llm.pages import PageTable
 from weftline.errors import ModelError
@@ -27,11 +27,11 @@ from weftline.errors import ModelError
 NAME = "weftline_paged"
 """The name under which transformers finds `paged_attention`."""
 
-_REFUSED = ("s_aux", "sinks", "position_bias", "head_mask")
-"""Arguments that change the result and that this form does not have; a model that passes one is refused at load."""
+_REFUSED = ("s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices")
+"""Arguments that change the result and that no form has; a model that passes one is refused at load."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """The rows of one sequence: `count` from `row` on are its tokens from `start` on."""
 
@@ -41,79 +41,26 @@ class Span:
     table: PageTable
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """What one span attends to: tokens `first` to the span's last, as slices of slots in order.
+class AttentionForm(Protocol):
+    """How a device attends; shared by all layers, and told of every round before it is computed."""
 
-    mask: float [count, keys], 0 where a token may look and -inf elsewhere; None when it may look everywhere or, with
-          `causal`, at itself and all before it.
-    """
+    def fill(self, spans: Sequence[Span]) -> None:
+        """Take in where the tokens of the coming round are written and read; rows of `spans` follow each other."""
 
-    span: Span
-    slices: tuple[slice, ...]
-    mask: Tensor | None
-    causal: bool
+    def attend(
+        self,
+        layer: LayerPages,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Write `key` and `value` [kv_heads, rows, width] to the layer's pages; return [rows, heads, value width].
 
-
-@dataclass(slots=True)
-class RoundPages:
-    """Where the tokens of the current round are written and read; shared by all layers, refilled every round."""
-
-    page_tokens: int
-    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    spans: Sequence[Span] = ()
-    _reads: dict[int | None, list[Read]] = field(default_factory=dict)
-
-    def fill(self, spans: Sequence[Span], device: torch.device) -> None:
-        size = self.page_tokens
-        slots = [
-            span.table.pages[place // size] * size + place % size
-            for span in spans
-            for place in range(span.start, span.start + span.count)
-        ]
-        self.slots = torch.tensor(slots, dtype=torch.long, device=device)
-        self.spans = spans
-        self._reads.clear()
-
-    def reads(self, window: int | None, like: Tensor) -> list[Read]:
-        """Return what each span reads in a layer that looks `window` tokens back; made once for all such layers."""
-        found = self._reads.get(window)
-        if found is None:
-            found = self._reads[window] = [self._read(span, window, like) for span in self.spans]
-        return found
-
-    def _read(self, span: Span, window: int | None, like: Tensor) -> Read:
-        first = 0 if window is None else max(0, span.start - window + 1)
-        stop = span.start + span.count
-        slices = tuple(_slices(span.table, first, stop, self.page_tokens))
-        if span.count == 1:
-            return Read(span, slices, None, causal=False)
-        if span.start == 0 and (window is None or stop <= window):
-            return Read(span, slices, None, causal=True)
-        queries = torch.arange(span.start, stop, device=like.device)[:, None]
-        keys = torch.arange(first, stop, device=like.device)[None, :]
-        hidden = keys > queries if window is None else (keys > queries) | (keys <= queries - window)
-        mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
-        return Read(span, slices, mask, causal=False)
-
-
-def _slices(table: PageTable, first: int, stop: int, size: int) -> list[slice]:
-    """Return the slots of tokens `first` to `stop` as few slices: one when their pages are neighbours."""
-    pages = table.pages
-    if first // size >= table.run:
-        begin = pages[first // size] * size + first % size
-        return [slice(begin, begin + stop - first)]
-    found: list[slice] = []
-    place = first
-    while place < stop:
-        begin = pages[place // size] * size + place % size
-        length = min(size - place % size, stop - place)
-        if found and found[-1].stop == begin:
-            found[-1] = slice(found[-1].start, begin + length)
-        else:
-            found.append(slice(begin, begin + length))
-        place += length
-    return found
+        query: [heads, rows, width].   window: how many tokens back a row sees, itself included; None: all.
+        """
 
 
 @dataclass(slots=True)
@@ -124,7 +71,7 @@ class LayerPages:
     seen:         how often the layer attended before it had pages; a decoder layer does so once.
     """
 
-    round: RoundPages
+    form: AttentionForm
     keys: Tensor | None = None
     values: Tensor | None = None
     seen: int = 0
@@ -135,12 +82,34 @@ class LayerPages:
         """Allocate room for `slots` tokens, of the dtype and on the device of `like`."""
         self.keys, self.values = (like.new_zeros(self.kv_heads, slots, width) for width in self.widths)
 
+    def resize(self, slots: int) -> None:
+        """Make room for `slots` tokens instead; what lies below both ends stays. Only this layer is there twice."""
+        self.keys = _resized(self.keys, slots)
+        self.values = _resized(self.values, slots)
 
-def seat_all(model: torch.nn.Module, round: RoundPages) -> list[LayerPages]:
+    def copy(self, old: slice, new: slice) -> None:
+        """Copy slots to slots."""
+        for memory in (self.keys, self.values):
+            if memory is not None:
+                memory[:, new] = memory[:, old]
+
+
+def _resized(memory: Tensor | None, slots: int) -> Tensor | None:
+    if memory is None:
+        return None
+    heads, before, width = memory.shape
+    made = memory.new_empty(heads, slots, width)
+    kept = min(slots, before)
+    made[:, :kept] = memory[:, :kept]
+    made[:, kept:] = 0  # what nobody has written is read with weight 0, and NaN times 0 is NaN
+    return made
+
+
+def seat_all(model: torch.nn.Module, form: AttentionForm) -> list[LayerPages]:
     """Put a LayerPages on every module of `model`; those that attend will have been `seen` after one forward."""
     seats = []
     for module in model.modules():
-        layer = LayerPages(round)
+        layer = LayerPages(form)
         module.weftline_pages = layer  # type: ignore[assignment]
         seats.append(layer)
     return seats
@@ -175,51 +144,28 @@ def paged_attention(
     """Write the round's keys and values to the layer's pages and attend; returns [1, rows, heads, value width]."""
     layer: LayerPages = module.weftline_pages  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows, heads = query.shape[2], query.shape[1]
-    if layer.keys is None or layer.values is None:
-        refused = [name for name in _REFUSED if options.get(name) is not None]
-        if refused:
-            raise ModelError(f"its attention uses {', '.join(refused)}, which the paged form does not have")
+    width, width_out = key.shape[3], value.shape[3]
+    if width != width_out:  # zeros change no product; forms have one width
+        query, key, value = (_widened(part, max(width, width_out)) for part in (query, key, value))
+    if layer.keys is None:
+        _refuse(module, attention_mask, options)
         layer.seen += 1
         layer.kv_heads, layer.widths = key.shape[1], (key.shape[3], value.shape[3])
-        return query.new_zeros(1, rows, heads, value.shape[3]), None
-    keys, values = layer.keys, layer.values
-    keys.index_copy_(1, layer.round.slots, key[0])
-    values.index_copy_(1, layer.round.slots, value[0])
-    out = query.new_empty(1, rows, heads, value.shape[3])
-    for read in layer.round.reads(sliding_window, query):
-        if len(read.slices) == 1:
-            k, v = keys[:, read.slices[0]], values[:, read.slices[0]]
-        else:
-            k = torch.cat([keys[:, part] for part in read.slices], 1)
-            v = torch.cat([values[:, part] for part in read.slices], 1)
-        row, count = read.span.row, read.span.count
-        if count == 1:
-            # The heads that share a key head are as good as so many queries of it: keys are read once, not copied.
-            grouped = query[:, :, row].reshape(1, k.shape[0], -1, query.shape[3])
-            answer = attend(grouped, k[None], v[None], scale, None, False, softcap)
-            out[0, row] = answer.reshape(heads, -1)
-        else:
-            answer = attend(query[:, :, row : row + count], k[None], v[None], scale, read.mask, read.causal, softcap)
-            out[0, row : row + count] = answer[0].transpose(0, 1)
-    return out, None
+        return query.new_zeros(1, query.shape[2], query.shape[1], width_out), None
+    out = layer.form.attend(layer, query[0], key[0], value[0], scale, sliding_window, softcap)[None]
+    return out if width_out == out.shape[3] else out[..., :width_out], None
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool, softcap: float | None
-) -> Tensor:
-    """Return softmax(q k' scale) v, [1, heads, rows, width]; a head of k and v may serve a group of q's heads."""
-    shared = q.shape[1] != k.shape[1]
-    if softcap is None:
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared
-        )
-    if shared:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    elif mask is not None:
-        scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+def _widened(part: Tensor, width: int) -> Tensor:
+    return part if part.shape[3] == width else torch.nn.functional.pad(part, (0, width - part.shape[3]))
+
+
+def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+    """ModelError when a layer attends in a way that no form has."""
+    refused = [name for name in _REFUSED if options.get(name) is not None]
+    if refused:
+        raise ModelError(f"its attention uses {', '.join(refused)}, which the paged form does not have")
+    if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
+        raise ModelError("its tokens attend to those after them; only decoders have pages")
+    if attention_mask is not None:
+        raise ModelError("it makes attention masks of its own, which the paged form does not have")

@@ -5,57 +5,45 @@
     while engine.busy:
         for update in engine.step(): ...
 
-Time is told, in milliseconds on any one clock: by whoever gives requests deadlines or wants them to age.
+Time is told, in milliseconds on any one clock: by whoever gives requests deadlines, wants them to age, or wants long
+prompts to leave others their pace.
 
-`step` plans a round, computes it, and notes what came out: five lines, everything else is in the parts. A request that
-fails takes nobody along: when a round raises, its shares are computed again one by one (they write the same keys and
-values to the same pages), and only those that raise again fail.
+`step` plans a round, has it computed (`weftline.engine.llm.compute`), and notes what came out. A request that fails
+takes nobody along.
 """
 
 from __future__ import annotations
 
-import secrets
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from weftline.engine.llm.compute import Compute, Flight, Outcome
+from weftline.engine.llm.constraints import Constraints
+from weftline.engine.llm.drafting import Speculation
+from weftline.engine.llm.events import KvEvents
+from weftline.engine.llm.pace import Pace
+from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.prefix import PrefixCache
-from weftline.engine.llm.rounds import RoundLimits, Schedule, Share
+from weftline.engine.llm.reply import Reply, Taken, TokenInfo
+from weftline.engine.llm.request import USUAL, Request, Update, Wish, check_params, to_sequences, usage
+from weftline.engine.llm.rounds import Round, RoundLimits, Schedule, Share
 from weftline.engine.llm.runner import Runner
-from weftline.engine.llm.sampling import Sampler
-from weftline.engine.llm.sequence import SamplingParams, Sequence, check_tokens
-from weftline.engine.llm.stream import TextStream
+from weftline.engine.llm.sequence import Sequence
 from weftline.engine.llm.tokens import Tokens
-from weftline.errors import DeadlineExceeded, InputError, LimitReached, StepError
+from weftline.errors import DeadlineExceeded, InputError, LimitReached, WeftlineError
 
 WAITING_MAX = 4096
 """Most requests inside the engine; the pipeline's own limits refuse much earlier."""
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """What a round brought one request.
-
-    tokens: new tokens, end-of-text included.   text: new text; empty while a piece is held back.
-    finish: why the answer ended, 'stop' or 'length'; None while it goes on.
-    prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones were not computed but found.
-    error:  why it failed; it is the last update, as with `finish`.
-    """
-
-    id: int
-    tokens: tuple[int, ...] = ()
-    text: str = ""
-    finish: str | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot: pages by state, requests by state, and what happened since the engine was made.
 
-    paused: how many of those that run or wait are given nothing for now.
+    paused:  how many of those that run or wait are given nothing for now.
+    guessed: tokens guessed by speculation; right: how many of them were.
+    page_bytes: what one page takes.
     """
 
     pages_free: int
@@ -68,6 +56,9 @@ class EngineStats:
     prefix_asked_tokens: int
     prefix_hit_tokens: int
     paused: int = 0
+    guessed: int = 0
+    right: int = 0
+    page_bytes: int = 0
 
 
 class Engine:
@@ -79,94 +70,119 @@ class Engine:
         tokens: Tokens | None = None,
         limits: RoundLimits | None = None,
         prefix_cache: bool = True,
+        speculation: Speculation | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self.runner = runner
         self.tokens = tokens
         self._cache = PrefixCache(runner.pages, runner.page_tokens, prefix_cache)
         self._schedule = Schedule(limits or RoundLimits(), self._cache)
-        self._sampler = Sampler(runner.ends)
-        self._live: dict[int, Sequence] = {}
+        self._speculation = speculation
+        self._constraints = constraints or Constraints(None)
+        self._compute = Compute(runner, self._constraints)
+        self._pace = Pace()
+        self._before: tuple[int, int, float] | None = None  # the last round: decoding, other tokens, when it began
+        self._live: dict[int, Request] = {}
+        self._held: dict[int, Request] = {}  # live, but their constraint is still being compiled
         self._paused: set[int] = set()
-        self._texts: dict[int, TextStream] = {}
+        self._timed: set[int] = set()  # those with a deadline
+        self._replies: dict[int, Reply] = {}
+        self._flight: Flight | None = None  # the round that the device computes while the next one is planned
+        self._landed: list[Update] = []
         self._rounds = self._preemptions = self._arrived = 0
 
     @property
     def busy(self) -> bool:
         """Whether `step` has work to do: paused requests are none."""
-        return len(self._live) > len(self._paused)
+        return len(self._live) > len(self._paused) or self._flight is not None or bool(self._landed)
 
     @property
     def context_max(self) -> int:
         """Longest prompt and answer together, in tokens: what the model was made for, or what the pages hold."""
-        return min(self.runner.context_max, self.runner.pages * self.runner.page_tokens)
+        return min(self.runner.context_max, self._schedule.pool.size * self.runner.page_tokens)
 
     def add(
-        self,
-        id: int,
-        prompt: SequenceOf[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        deadline_ms: float | None = None,
-        now_ms: float = 0.0,
-        salt: bytes = b"",
+        self, id: int, prompt: SequenceOf[int], params: SamplingParams, wish: Wish = USUAL, *, now_ms: float = 0.0
     ) -> None:
-        """Take a request; InputError or LimitReached says why it is refused, and nobody else is affected.
-
-        priority: the higher goes first, but not for ever: see `nodes.urgency.PRIORITY_STEP_MS`.
-        """
+        """Take a request; InputError or LimitReached says why it is refused, and nobody else is affected."""
         if id in self._live:
             raise InputError(f"request {id} is already running")
         if len(self._live) >= WAITING_MAX:
             raise LimitReached(f"the engine holds {WAITING_MAX} requests, its limit")
-        if len(prompt) >= self.context_max:
-            raise InputError(f"prompt: found {len(prompt)} tokens, expected at most {self.context_max - 1}; shorten it")
-        known = check_tokens(prompt, self.runner.vocabulary)
-        for token in params.stop_token_ids:
-            if token >= self.runner.vocabulary:
-                raise InputError(f"sampling.stop_token_ids: found {token}, expected 0 to {self.runner.vocabulary - 1}")
-        if params.stop and self.tokens is None:
-            raise InputError("sampling.stop: this engine has no tokenizer; use stop_token_ids")
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(62))
-        limit = min(len(known) + params.tokens_max, self.context_max)
-        self._arrived += 1
-        sequence = Sequence(
-            id, known, len(known), limit, params, self._arrived, priority, salt, now_ms, deadline_ms
+        check_params(params, self.runner.vocabulary, self.tokens is not None)
+        if wish.pool != (self.runner.head is not None):
+            raise InputError("this model answers prompts" if wish.pool else "this model has a head and answers nothing")
+        slot, salt = self.runner.adapter(wish.adapter)
+        sequences = to_sequences(
+            id, prompt, params, wish, vocabulary=self.runner.vocabulary, context_max=self.context_max,
+            arrived=self._arrived + 1, now_ms=now_ms, salt=wish.salt + salt, slot=slot, spell=self._spell,
         )  # fmt: skip
-        self._schedule.add(sequence)
-        self._live[id] = sequence
-        if self.tokens is not None:
-            self._texts[id] = self.tokens.stream(params.stop)
+        if self.runner.head is not None:
+            sequences[0].whole = self.runner.head.whole
+        request = Request(id, sequences, wish.adapter)
+        if self._constraints.start(request):
+            self._held[id] = request
+        else:
+            self._schedule.add(sequences[0])
+        self._arrived += len(sequences)
+        self._live[id] = request
+        if wish.deadline_ms is not None:
+            self._timed.add(id)
+        self.runner.hold_adapter(wish.adapter)
+        for sequence in sequences:
+            text = self.tokens.stream(params.stop, not params.skip_special_tokens) if self.tokens is not None else None
+            echo = self.tokens.decode(prompt) if self.tokens is not None and params.echo else ""
+            self._replies[sequence.order] = Reply(sequence, self.runner.ends, text, echo)
 
     def cancel(self, id: int) -> None:
         """Drop a request and free its pages at once; unknown and finished ones are ignored."""
         if id in self._live:
-            self._leave(self._live[id], "cancel")
+            self._end(self._live[id], "cancel")
 
     def pause(self, id: int) -> None:
         """Give a request no more tokens until `resume`; it keeps its pages while nobody needs them."""
         if id in self._live:
-            self._live[id].paused = True
             self._paused.add(id)
+            for sequence in self._live[id].sequences:
+                sequence.paused = True
 
     def resume(self, id: int) -> None:
         """Go on with a paused request; its answer is the one it would have had."""
         if id in self._paused:
-            self._live[id].paused = False
             self._paused.discard(id)
+            for sequence in self._live[id].sequences:
+                sequence.paused = False
 
     def step(self, now_ms: float = 0.0) -> list[Update]:
         """Compute one round; return what it brought, for the requests it brought something.
 
         A request whose deadline has passed at `now_ms` fails, and its pages are free for this round.
         """
-        expired = [self._expire(sequence) for sequence in self._schedule.expired(now_ms)]
-        round = self._schedule.plan()
+        self._schedule.pool.now_ms = now_ms
+        updates, self._landed = self._landed, []
+        if self._timed:
+            updates += self._expire(now_ms)
+        if self._held:
+            updates += self._release()
+        if self._before is not None:
+            decoding, other, began_ms = self._before
+            self._pace.note(decoding, other, now_ms - began_ms)
+        if self._speculation is not None:
+            self._speculation.guess(self._guessable())
+        round = self._schedule.plan(self._pace.chunk)
         self._preemptions += len(round.preempted)
         self._rounds += bool(round.shares)
-        noted = (self._note(share, token) for share, token in self._compute(round.shares))
-        return [*expired, *(update for update in noted if update is not None)]
+        before, self._flight = self._flight, self._compute.launch(round) if self._speculation is None else None
+        if self._flight is not None:  # while the device computes it, the one before is taken into the books
+            for share in round.shares:
+                self._schedule.promise(share)
+        if before is not None:
+            updates += self._land(before)
+        if self._flight is None:
+            updates += self._run(round)
+        follows = self.busy and round.shares  # else there is nothing to learn about how long a round takes
+        self._before = (round.decoding, round.tokens - round.decoding, now_ms) if follows else None
+        return updates
 
     def generate(self, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams) -> list[list[int]]:
         """Return the tokens of the answers to all prompts, computed together; raises what the first failure was."""
@@ -180,74 +196,182 @@ class Engine:
                 answers[update.id] += update.tokens
         return list(answers.values())
 
+    def resize(self, pages: int) -> int:
+        """Grow or shrink the KV memory between rounds; return the pages it has now.
+
+        It never shrinks below what one of its requests may need. Requests whose pages go wait and are computed again;
+        their answers do not change.
+        """
+        if self._flight is not None:
+            self._landed += self._land(self._flight)
+            self._flight = None
+        if pages > self._schedule.pool.size:
+            self.runner.resize(pages)
+        have, preempted = self._schedule.resize(max(2, pages))
+        self._preemptions += len(preempted)
+        if have != self.runner.pages:
+            self.runner.resize(have)
+        return have
+
+    def kv_events(self, after: int = 0, most: int = 1000) -> KvEvents:
+        """Return what happened to cached pages since event number `after`."""
+        return self._cache.log.pull(after, most)
+
     def stats(self) -> EngineStats:
         pages, prefix = self._schedule.pool.counts(), self._cache.counts()
+        counts = self._speculation.counts if self._speculation is not None else None
         return EngineStats(
-            pages.free, pages.idle, pages.used, len(self._schedule.running), len(self._schedule.waiting),
-            self._rounds, self._preemptions, prefix.asked_tokens, prefix.hit_tokens,
-            len(self._paused),
+            pages.free, pages.idle, pages.used, len(self._schedule.running),
+            len(self._schedule.waiting) + len(self._held), self._rounds, self._preemptions,
+            prefix.asked_tokens, prefix.hit_tokens, len(self._paused),
+            counts.guessed if counts else 0, counts.right if counts else 0, self.runner.page_bytes,
         )  # fmt: skip
 
     def check(self) -> None:
         """Raise RuntimeError unless every page is accounted for; cheap enough to call when idle."""
-        self._schedule.pool.check([sequence.table for sequence in self._live.values()])
+        self._schedule.pool.check([s.table for request in self._live.values() for s in request.sequences])
+
+    def close(self) -> None:
+        """End what runs beside the engine: the compiler of grammars, and processes of a model that is split."""
+        self._constraints.close()
+        self.runner.close()
 
     def clear_prefixes(self) -> None:
         """Forget all cached prefixes that no request uses."""
         self._cache.clear()
 
-    def _compute(self, shares: SequenceOf[Share]) -> list[tuple[Share, int | Exception | None]]:
-        """Return each share's next token, None where it gives none yet, or what it failed with."""
-        if not shares:
-            return []
-        sampled = [share for share in shares if share.samples]
-        try:
-            logits = self.runner.run(shares)
-            picked, sound = self._sampler.pick(logits, [share.sequence for share in sampled]) if sampled else ([], [])
-        except Exception as error:  # whatever a model raises must not take the other requests along
-            if len(shares) > 1:
-                return [outcome for share in shares for outcome in self._compute([share])]
-            failure = StepError(f"the model failed on this request: {type(error).__name__}")
-            failure.__cause__ = error
-            return [(shares[0], failure)]
-        broken = StepError("the model gave no usable numbers (NaN) for this request")
-        tokens = {
-            share.sequence.id: token if good else broken
-            for share, token, good in zip(sampled, picked, sound, strict=True)
-        }
-        return [(share, tokens.get(share.sequence.id)) for share in shares]
+    def _spell(self, word: str) -> list[tuple[int, ...]]:
+        if self.tokens is None:
+            raise InputError("sampling.bad_words: this engine has no tokenizer")
+        return self.tokens.spell(word)
 
-    def _note(self, share: Share, token: int | Exception | None) -> Update | None:
-        """Take one share's outcome into the books; None when there is nothing to tell yet."""
+    def _release(self) -> list[Update]:
+        """Let requests in whose constraint is compiled; those with a bad one fail."""
+        updates: list[Update] = []
+        for id in list(self._held):
+            request = self._held[id]
+            try:
+                ready = self._constraints.is_ready(request, wait=len(self._held) == len(self._live))
+            except WeftlineError as error:
+                self._end(request, "fail")
+                updates.append(Update(id, error=error, last=True))
+                continue
+            if ready:
+                self._schedule.add(self._held.pop(id).sequences[0])
+        return updates
+
+    def _guessable(self) -> list[Sequence]:
+        return [
+            s for s in self._schedule.running
+            if s.remaining == 1 and len(s.tokens) > s.prompt and not s.paused and not s.params.constraint
+        ]  # fmt: skip
+
+    def _run(self, round: Round) -> list[Update]:
+        """Compute a round and take it into the books."""
+        updates: list[Update] = []
+        # What ended when the round before landed is no longer there, though it was planned.
+        shares = [share for share in round.shares if share.sequence.state == "running"]
+        for outcome in self._compute.run(shares, round.copies):
+            if outcome.token >= 0:
+                self._schedule.advance(outcome.share, (outcome.token,))
+                updates.append(self._note_token(outcome.share, outcome.token))
+            else:
+                updates += self._note(outcome)
+        return updates
+
+    def _land(self, flight: Flight) -> list[Update]:
+        """Wait for a round that was on its way, and take it into the books; whoever left meanwhile gets nothing."""
+        updates = []
+        for share, token in zip(flight.shares, flight.land(), strict=True):
+            sequence = share.sequence
+            if sequence.state not in ("running", "waiting"):
+                continue
+            if isinstance(token, Exception):
+                self._end(self._live[sequence.id], "fail")
+                updates.append(Update(sequence.id, error=token, last=True))
+                continue
+            self._schedule.settle(share, token)
+            updates.append(self._note_token(share, token))
+        return updates
+
+    def _note_token(self, share: Share, token: int) -> Update:
+        """Take in what nearly every share brings: one token."""
         sequence = share.sequence
-        if isinstance(token, Exception):
-            self._leave(sequence, "fail")
-            return Update(sequence.id, error=token)
-        self._schedule.advance(share, token)
-        if token is None:
-            return None
-        params, answered = sequence.params, len(sequence.tokens) - sequence.prompt
-        ended = token in params.stop_token_ids or (token in self.runner.ends and not params.ignore_eos)
-        finish = "stop" if ended else "length" if len(sequence.tokens) >= sequence.limit else None
-        text, stream = "", self._texts.get(sequence.id)
-        if stream is not None:
-            text = "" if ended else stream.push(token)
-            if stream.stopped:
-                finish = "stop"
-            elif finish is not None:
-                text += stream.finish()
-                finish = "stop" if stream.stopped else finish
+        text, finish = self._replies[sequence.order].take_one(token)
+        request = self._live[sequence.id]
         if finish is not None:
-            self._leave(sequence, "finish")
-        return Update(sequence.id, (token,), text, finish, sequence.prompt, answered, sequence.cached)
+            self._leave(request, sequence, "finish")
+        return Update(
+            sequence.id, (token,), text, finish, sequence.prompt, share.start + 2 - sequence.prompt,
+            sequence.cached, None, sequence.index, not request.sequences,
+        )  # fmt: skip
 
-    def _expire(self, sequence: Sequence) -> Update:
-        self._leave(sequence, "fail")
-        so_far = f"{len(sequence.answer)} of at most {sequence.limit - sequence.prompt} tokens"
-        return Update(sequence.id, error=DeadlineExceeded(f"the deadline passed after {so_far} of the answer"))
+    def _note(self, outcome: Outcome) -> Iterable[Update]:
+        """Take one share's outcome into the books; yield what there is to tell."""
+        share, sequence = outcome.share, outcome.share.sequence
+        request = self._live[sequence.id]
+        if outcome.error is not None:
+            self._end(request, "fail")
+            yield Update(sequence.id, error=outcome.error, last=True)
+            return
+        request.prompt_logprobs += outcome.prompt
+        if outcome.pooled is not None:
+            self._schedule.advance(share)
+            self._end(request, "finish")
+            yield Update(sequence.id, finish="stop", last=True, pooled=outcome.pooled, **usage(sequence))
+            return
+        if not share.samples:
+            self._schedule.advance(share)
+            return
+        children, sequence.forks = sequence.forks, ()
+        reply = self._replies[sequence.order].take([one.token for one in outcome.tokens], outcome.complete)
+        self._schedule.advance(share, reply.tokens)
+        if self._speculation is not None:
+            self._speculation.learn(sequence, len(share.draft), len(reply.tokens) - 1)
+        for child in children:  # before anybody leaves: they share the prompt's pages
+            self._schedule.fork(sequence, child)
+        yield self._tell(request, sequence, reply, outcome.tokens)
+        for child, infos in zip(children, outcome.forked, strict=True):
+            answer = self._replies[child.order].take([one.token for one in infos], self._constraints.complete(child))
+            child.tokens += answer.tokens
+            yield self._tell(request, child, answer, infos)
 
-    def _leave(self, sequence: Sequence, event: str) -> None:
-        del self._live[sequence.id]
-        self._paused.discard(sequence.id)
-        self._texts.pop(sequence.id, None)
+    def _tell(self, request: Request, sequence: Sequence, reply: Taken, infos: SequenceOf[TokenInfo]) -> Update:
+        prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
+        if reply.finish is not None:
+            self._leave(request, sequence, "finish")
+        logprobs = tuple(infos[: len(reply.tokens)]) if sequence.params.logprobs is not None else ()
+        return Update(
+            sequence.id, reply.tokens, reply.text, reply.finish, **usage(sequence), index=sequence.index,
+            last=not request.sequences, logprobs=logprobs, prompt_logprobs=prompt,
+        )  # fmt: skip
+
+    def _expire(self, now_ms: float) -> list[Update]:
+        expired = [r for id in self._timed if (r := self._live[id]).sequences[0].expired(now_ms)]
+        updates = []
+        for request in expired:
+            sequence = request.sequences[0]
+            so_far = f"{len(sequence.answer)} of at most {sequence.limit - sequence.prompt} tokens"
+            self._end(request, "fail")
+            error = DeadlineExceeded(f"the deadline passed after {so_far} of the answer")
+            updates.append(Update(request.id, error=error, last=True))
+        return updates
+
+    def _end(self, request: Request, event: str) -> None:
+        for sequence in list(request.sequences):
+            self._leave(request, sequence, event)
+
+    def _leave(self, request: Request, sequence: Sequence, event: str) -> None:
+        """Let one answer go; with the last one the request goes too."""
+        request.sequences.remove(sequence)
         self._schedule.leave(sequence, event)
+        self._replies.pop(sequence.order)
+        self._constraints.forget(sequence)
+        if self._speculation is not None:
+            self._speculation.forget(sequence)
+        if not request.sequences:
+            del self._live[request.id]
+            self._held.pop(request.id, None)
+            self._paused.discard(request.id)
+            self._timed.discard(request.id)
+            self.runner.release_adapter(request.adapter)

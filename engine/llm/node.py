@@ -6,56 +6,29 @@ answers with the pieces it produced. A request that is refused or fails gets its
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weftline.engine.llm.rounds import RoundLimits
-from weftline.engine.llm.sequence import SamplingParams
+from weftline.engine.llm.answers import Answers
+from weftline.engine.llm.options import LlmConfig, check_options
+from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.request import Update, Wish
+from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention
 from weftline.errors import InputError, MissingPackage, ModelError, WeftlineError
-from weftline.nodes.contract import ConfigError, OpenContext, Piece, StepContext, StreamNode
-from weftline.nodes.hugging_face import find_config, local_or_hub
+from weftline.nodes.contract import NodeMemory, OpenContext, Piece, StepContext, StreamNode
+from weftline.nodes.embed import embedding_width
+from weftline.nodes.hugging_face import find_config
 from weftline.nodes.ports import Ports, port
 from weftline.nodes.urgency import USUAL, Urgency
 
 if TYPE_CHECKING:
-    from weftline.engine.llm.engine import Engine, Update
+    from weftline.engine.llm.engine import Engine
     from weftline.engine.llm.tokens import Tokens
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True)
-class LlmConfig:
-    """Options of an llm step."""
-
-    model: str
-    """Folder of a transformers model (config.json, *.safetensors, tokenizer), or its name on the hub."""
-    system: str = ""
-    """Said to the model before every `prompt`; needs a model with a chat template."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How tokens are chosen and when an answer ends; a request's `sampling` input changes single keys."""
-    page_tokens: int = 16
-    """Tokens in one page of the KV memory."""
-    kv_bytes: int | None = None
-    """KV memory in bytes, reserved at start; by default 256 MiB, less where the model cannot use it."""
-    round_tokens_max: int = 512
-    """Most tokens of one round: a larger budget reads prompts faster, a smaller one streams more evenly."""
-    sequences_max: int = 32
-    """Most requests that generate at a time; others wait inside the step."""
-    dtype: str = "auto"
-    """Number format of weights and KV: auto (float32 on CPU, the checkpoint's on a GPU), float32, bfloat16, float16."""
-    context_max: int | None = None
-    """Longest prompt and answer together, in tokens; by default what the model was made for."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.sampling, Mapping):
-            try:
-                object.__setattr__(self, "sampling", SamplingParams.read(self.sampling))
-            except InputError as error:
-                option, _, found = str(error).partition(": ")
-                raise ConfigError(option, found) from error
+NAME_CHARS_MAX = 256
+"""Longest name of a tenant or an adapter."""
 
 
 class Llm(StreamNode):
@@ -69,90 +42,107 @@ class Llm(StreamNode):
         super().__init__(config)
         self._engine: Engine | None = None
         self._tokens: Tokens | None = None
+        self._retained: list[int] = []
         self._refused: list[Piece] = []
-        self._texts: dict[int, list[str]] = {}
+        self._answers: dict[int, Answers] = {}
 
     @classmethod
     def ports(cls, config: LlmConfig, step: StepContext) -> Ports:
-        for option in ("page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max"):
-            value = getattr(config, option)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(option, f"found {value!r:.40}", "a whole number from 1")
-        if config.dtype not in DTYPES:
-            raise ConfigError("dtype", f"found {config.dtype!r:.40}", f"one of {', '.join(DTYPES)}")
-        if not config.model:
-            raise ConfigError("model", "found an empty text", "a model's folder or name")
-        find_config(config.model, step.base_dir)
+        check_options(config)
+        found = find_config(config.model, step.base_dir)
+        if config.task != "generate":
+            return _head_ports(config, found)
         return Ports(
             inputs=(
                 port("prompt", "text", optional=True, about="what the user says; either this or messages"),
                 port("messages", "json", optional=True, about="a conversation: [{role, content}, ...]"),
+                port("tools", "json", optional=True, about="what the model may call, as its chat template expects it"),
                 port("sampling", "json", optional=True, about="changes to the step's sampling options, by key"),
+                port("adapter", "text", optional=True, about="name of the LoRA adapter to answer with"),
+                port("tenant", "text", optional=True, about="whose cached prompts may be used; others' never are"),
             ),
             outputs=(
                 port("text", "text", pieces=True, about="the answer"),
                 port("usage", "json", about="prompt, completion and cached tokens, and finish_reason: stop or length"),
+                port("answers", "json", about="all answers: [{index, text, finish_reason, logprobs}, ...]"),
             ),
         )
 
     def open(self, context: OpenContext) -> None:
         try:
-            import torch
-
-            from weftline.engine.llm.engine import Engine
-            from weftline.engine.llm.runner import Runner, RunnerOptions
-            from weftline.engine.llm.tokens import Tokens
+            from weftline.engine.llm.opening import open_engine
         except ModuleNotFoundError as error:
             raise MissingPackage(error.name or "torch", self.extra) from error
-        config: LlmConfig = self.config
-        torch.set_num_threads(max(1, context.threads))
-        source = local_or_hub(config.model, context.base_dir)
-        options = RunnerOptions(context.device, config.dtype, config.page_tokens, config.kv_bytes, config.context_max)
-        runner = Runner.open(source, options, context.progress, config.model)
-        self._tokens = Tokens.open(source, runner.context_max, config.model)
-        if config.system and not self._tokens.has_template:
-            raise ModelError(f"model {config.model}: it has no chat template, so `system` cannot be said to it")
-        self._engine = Engine(runner, self._tokens, RoundLimits(config.round_tokens_max, config.sequences_max))
+        self._engine, self._tokens = open_engine(self.config, context)
+        if self.config.system and not self._tokens.has_template:
+            self.close()
+            raise ModelError(f"model {self.config.model}: it has no chat template, so `system` cannot be said to it")
+        self._retained = self._fixed_tokens() if self.config.task == "generate" else []
 
     def warm_up(self) -> None:
         engine, _ = self._opened()
+        if engine.runner.head is not None:
+            engine.add(-1, [0], SamplingParams(), Wish(pool=True))
+            engine.step()
+            return
         engine.generate([[0] * max(1, min(4, engine.context_max - 2))], SamplingParams(tokens_max=2, ignore_eos=True))
         engine.clear_prefixes()
 
     def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
         self._engine = self._tokens = None
-        self._texts.clear()
+        self._answers.clear()
 
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
-        engine, _ = self._opened()
+        engine, words = self._opened()
         now_ms = _now_ms()
         deadline_ms = None if urgency.left_ms is None else now_ms + urgency.left_ms
         try:
-            params: SamplingParams = self.config.sampling
-            if inputs.get("sampling") is not None:
-                params = SamplingParams.read(inputs["sampling"], params)
-            tokens = self._prompt_tokens(inputs)
-            engine.add(item, tokens, params, priority=urgency.priority, deadline_ms=deadline_ms, now_ms=now_ms)
+            pool = engine.runner.head is not None
+            params = SamplingParams() if pool else self._params(inputs)
+            tokens = words.raw(inputs["text"] or " ") if pool else self._prompt_tokens(inputs)
+            wish = Wish(
+                urgency.priority, deadline_ms, _name(inputs, "tenant").encode(), _name(inputs, "adapter"),
+                self._retention(tokens), pool,
+            )  # fmt: skip
+            engine.add(item, tokens, params, wish, now_ms=now_ms)
         except WeftlineError as error:
             self._refused.append(Piece(item, last=True, error=error))
         else:
-            self._texts[item] = []
+            self._answers[item] = Answers(params.n, words.decode)
 
     def cancel(self, item: int) -> None:
         engine, _ = self._opened()
         self._refused = [piece for piece in self._refused if piece.item != item]
-        if self._texts.pop(item, None) is not None:
+        if self._answers.pop(item, None) is not None:
             engine.cancel(item)
 
     def pause(self, item: int) -> None:
         engine, _ = self._opened()
-        if item in self._texts:
+        if item in self._answers:
             engine.pause(item)
 
     def resume(self, item: int) -> None:
         engine, _ = self._opened()
-        if item in self._texts:
+        if item in self._answers:
             engine.resume(item)
+
+    def memory(self) -> NodeMemory | None:
+        engine, _ = self._opened()
+        stats = engine.stats()
+        return NodeMemory(
+            stats.pages_used * stats.page_bytes,
+            stats.pages_idle * stats.page_bytes,
+            stats.pages_free * stats.page_bytes,
+            stats.waiting,
+            stats.preemptions,
+        )
+
+    def resize_memory(self, bytes: int) -> int:
+        engine, _ = self._opened()
+        page_bytes = engine.runner.page_bytes
+        return engine.resize(bytes // page_bytes) * page_bytes
 
     def round(self) -> Sequence[Piece]:
         engine, _ = self._opened()
@@ -163,6 +153,14 @@ class Llm(StreamNode):
     def busy(self) -> bool:
         return bool(self._refused) or (self._engine is not None and self._engine.busy)
 
+    def _params(self, inputs: Mapping[str, Any]) -> SamplingParams:
+        params: SamplingParams = self.config.sampling
+        if inputs.get("tools"):
+            params = dataclasses.replace(params, skip_special_tokens=False)  # calls may be written with such tokens
+        if inputs.get("sampling") is not None:
+            params = SamplingParams.read(inputs["sampling"], params)
+        return params
+
     def _prompt_tokens(self, inputs: Mapping[str, Any]) -> list[int]:
         _, tokens = self._opened()
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
@@ -172,37 +170,83 @@ class Llm(StreamNode):
         if messages is not None:
             if not tokens.has_template:
                 raise InputError("messages: the model has no chat template; send a prompt")
-            return tokens.chat(messages)
+            return tokens.chat(messages, inputs.get("tools"))
         if not isinstance(prompt, str) or not prompt:
             raise InputError("prompt: found an empty text, expected at least one character")
         if not tokens.has_template:
             return tokens.raw(prompt)
+        return tokens.chat(self._turns(prompt), inputs.get("tools"))
+
+    def _turns(self, prompt: str) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []
-        return tokens.chat([*system, {"role": "user", "content": prompt}])
+        return [*system, {"role": "user", "content": prompt}]
+
+    def _fixed_tokens(self) -> list[int]:
+        """Return the tokens that every prompt of this step begins with: what two different prompts have in common."""
+        _, tokens = self._opened()
+        if not (self.config.system or self.config.prefix):
+            return []
+        try:
+            ways = [
+                tokens.chat(self._turns(text)) if tokens.has_template else tokens.raw(text)
+                for text in (f"{self.config.prefix}0", f"{self.config.prefix}?")
+            ]
+        except InputError:
+            return []  # a template that refuses such a turn: then nothing is known to be fixed
+        same = next((at for at, (a, b) in enumerate(zip(*ways, strict=False)) if a != b), 0)
+        return ways[0][:same]
+
+    def _retention(self, tokens: list[int]) -> tuple[Retention, ...]:
+        same = next((at for at, (a, b) in enumerate(zip(tokens, self._retained)) if a != b), len(self._retained))
+        whole = same - same % self.config.page_tokens  # a page with anything else in it is of no use to others
+        return (Retention(0, whole, PRIORITY_TEMPLATE),) if whole else ()
 
     def _pieces(self, update: Update) -> list[Piece]:
         if update.error is not None:
-            del self._texts[update.id]
+            del self._answers[update.id]
             return [Piece(update.id, last=True, error=update.error)]
-        pieces = []
-        if update.text:
-            self._texts[update.id].append(update.text)
+        if update.pooled is not None:
+            del self._answers[update.id]
+            return [Piece(update.id, self._pooled(update), last=True)]
+        answers, pieces = self._answers[update.id], []
+        answers.take(update)
+        if update.text and answers.streams:
             pieces.append(Piece(update.id, {"text": update.text}))
-        if update.finish is None:
-            return pieces
-        usage = {
-            "prompt_tokens": update.prompt_tokens,
-            "completion_tokens": update.completion_tokens,
-            "cached_tokens": update.cached_tokens,
-            "finish_reason": update.finish,
-        }
-        whole = {"text": "".join(self._texts.pop(update.id)), "usage": usage}
-        return [*pieces, Piece(update.id, whole, last=True)]
+        if update.last:
+            pieces.append(Piece(update.id, self._answers.pop(update.id).outputs(), last=True))
+        return pieces
+
+    def _pooled(self, update: Update) -> dict[str, Any]:
+        usage = {"prompt_tokens": update.prompt_tokens, "cached_tokens": update.cached_tokens}
+        if self.config.task == "embed":
+            return {"embedding": update.pooled, "usage": usage}
+        labels = self._opened()[0].runner.head.labels
+        return {"scores": dict(zip(labels, map(float, update.pooled), strict=True)), "usage": usage}
 
     def _opened(self) -> tuple[Engine, Tokens]:
         if self._engine is None or self._tokens is None:
             raise RuntimeError("the llm node is not open")
         return self._engine, self._tokens
+
+
+def _head_ports(config: LlmConfig, found: dict[str, Any] | None) -> Ports:
+    """Return the ports of a step that makes something else of a text than an answer."""
+    text = port("text", "text", about="what is read")
+    usage = port("usage", "json", about="prompt and cached tokens")
+    tenant = port("tenant", "text", optional=True, about="whose cached prompts may be used; others' never are")
+    if config.task == "classify":
+        return Ports((text, tenant), (port("scores", "json", about="the model's score for each of its labels"), usage))
+    width = embedding_width(found, config.model)
+    return Ports(
+        (text, tenant), (port("embedding", f"float32[{width}]", about="the text's vector, of length 1"), usage)
+    )
+
+
+def _name(inputs: Mapping[str, Any], port_name: str) -> str:
+    name = inputs.get(port_name) or ""
+    if not isinstance(name, str) or len(name) > NAME_CHARS_MAX:
+        raise InputError(f"{port_name}: expected a text of at most {NAME_CHARS_MAX} characters")
+    return name
 
 
 def _now_ms() -> float:

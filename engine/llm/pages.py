@@ -7,7 +7,11 @@ tokens, in order; a page may stand in several tables when their tokens begin ali
     idle   in no table, but its content is known to the prefix cache and may be asked for again, or
     free.
 
-and used + idle + free = all, always. When free pages run out, idle ones are given up, least recently used first.
+and used + idle + free = all, always. When free pages run out, idle ones are given up: those worth least, of these the
+least recently used first (`weftline.engine.llm.retention`).
+
+A page in several tables is only read. Who wants to write into it, because its tokens begin to differ there, first takes
+one of his own in its place (`own`) and has the content copied.
 
 Pages that lie side by side can be read as one slice, without collecting them first, which is most of the cost of
 attention on a CPU. So the pool hands out neighbours where it can: a table grows into the page behind its last one, and
@@ -18,10 +22,13 @@ a new table is placed where there is room for the growth it expects. Nothing dep
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from weftline.engine.llm.retention import USUAL, IdlePages, Worth
+
+_epochs = itertools.count()
 _FREE, _HOPED, _TAKEN = 0, 1, 2
 
 
@@ -29,18 +36,27 @@ _FREE, _HOPED, _TAKEN = 0, 1, 2
 class PageTable:
     """The pages of one sequence, in token order; only the pool changes it.
 
-    run:  index in `pages` from which on all pages are neighbours in memory.
-    hope: free pages behind the last one that it would like to grow into.
+    run:   index in `pages` from which on all pages are neighbours in memory.
+    hope:  free pages behind the last one that it would like to grow into.
+    epoch: another number whenever pages were changed other than by adding some; no two tables ever have the same.
     """
 
     pages: list[int] = field(default_factory=list)
     run: int = 0
     hope: range = range(0)
+    epoch: int = field(default_factory=_epochs.__next__)
 
     def _append(self, page: int) -> None:
         if self.pages and self.pages[-1] + 1 != page:
             self.run = len(self.pages)
         self.pages.append(page)
+
+    def _replace(self, index: int, page: int) -> None:
+        pages = self.pages
+        pages[index] = page
+        self.epoch = next(_epochs)
+        breaks = (at for at in range(len(pages) - 1, 0, -1) if pages[at - 1] + 1 != pages[at])
+        self.run = next(breaks, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +79,10 @@ class PagePool:
         self._evicted = evicted
         self._map = bytearray(pages)
         self._references = [0] * pages
-        self._kept: set[int] = set()
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._kept: dict[int, Worth] = {}
+        self._idle = IdlePages()
         self._free = pages
+        self.now_ms = 0.0
 
     @property
     def available(self) -> int:
@@ -102,7 +119,7 @@ class PagePool:
         if self._references[page] == 0:
             if page not in self._idle:
                 raise RuntimeError(f"page {page} is free and cannot be shared")
-            del self._idle[page]
+            self._idle.remove(page)
         self._references[page] += 1
         table._append(page)
 
@@ -114,17 +131,56 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 if page in self._kept:
-                    self._idle[page] = None
+                    self._idle.add(page, self._kept[page], self.now_ms)
                 else:
                     self._map[page] = _FREE
                     self._free += 1
         self._unhope(table)
         table.pages.clear()
         table.run = 0
+        table.epoch = next(_epochs)
 
-    def keep(self, page: int) -> None:
+    def references(self, page: int) -> int:
+        """In how many tables `page` is."""
+        return self._references[page]
+
+    def is_shared(self, table: PageTable, index: int) -> bool:
+        """Whether other tables hold the page at `index` of `table` too, so that it must not be written."""
+        return index < len(table.pages) and self._references[table.pages[index]] > 1
+
+    def try_own(self, table: PageTable, index: int) -> tuple[int, int] | None:
+        """Put a page of its own in place of the shared one at `index`; return (old, new), None when there is none."""
+        if self.available < 1:
+            return None
+        old = table.pages[index]
+        lone = PageTable()
+        self.try_grow(lone, 1)
+        new = lone.pages[0]
+        self._references[old] -= 1
+        table._replace(index, new)
+        return old, new
+
+    def keep(self, page: int, worth: Worth = USUAL) -> None:
         """Remember that `page` holds something worth finding again: dropped, it becomes idle and not free."""
-        self._kept.add(page)
+        best = self._kept.get(page)
+        self._kept[page] = worth if best is None or worth.priority >= best.priority else best
+
+    def resize(self, pages: int) -> int:
+        """Grow or shrink to `pages`, and return how many there are now: not fewer than reach up to the last used one.
+
+        Idle pages beyond the new end are given up.
+        """
+        if pages < self.size:
+            last_used = next((p for p in range(self.size - 1, -1, -1) if self._references[p]), -1)
+            pages = max(pages, last_used + 1, 1)
+            for page in [p for p in self._idle if p >= pages]:
+                self._idle.remove(page)
+                self._give_up(page)
+        self._free += pages - self.size
+        self._map = self._map[:pages] + bytearray(max(0, pages - self.size))
+        self._references = self._references[:pages] + [0] * max(0, pages - self.size)
+        self.size = pages
+        return pages
 
     def forget_idle(self) -> None:
         """Give up every idle page."""
@@ -153,23 +209,29 @@ class PagePool:
         start = self._map.find(bytes(count))
         if start >= 0:
             return list(range(start, start + count))
-        by_claim = [[p for p in range(self.size) if self._map[p] == state] for state in (_FREE, _HOPED)]
-        return sorted((by_claim[0] + by_claim[1])[:count])
+        found: list[int] = []
+        for state in (_FREE, _HOPED):
+            page = -1
+            while len(found) < count and (page := self._map.find(state, page + 1)) >= 0:
+                found.append(page)
+        return sorted(found)
 
     def _evict(self, must: int, wish: int) -> None:
         """Give up idle pages until `must` are free, and then up to `wish` so that they make one stretch together."""
         if self._free >= must and self._map.find(bytes(must)) >= 0:
             return
         while self._idle and self._free < wish:
-            page, _ = self._idle.popitem(last=False)
-            self._kept.discard(page)
-            self._map[page] = _FREE
-            self._free += 1
-            self._evicted(page)
+            self._give_up(self._idle.pop(self.now_ms))
+
+    def _give_up(self, page: int) -> None:
+        del self._kept[page]
+        self._map[page] = _FREE
+        self._free += 1
+        self._evicted(page)
 
     def _unhope(self, table: PageTable) -> None:
         for page in table.hope:
-            if self._map[page] == _HOPED:
+            if page < self.size and self._map[page] == _HOPED:
                 self._map[page] = _FREE
         table.hope = range(0)
 
@@ -187,5 +249,5 @@ class PagePool:
         if taken != used + len(self._idle) or self._free != self.size - taken:
             counts = f"{used} used, {len(self._idle)} idle, {self._free} free"
             raise RuntimeError(f"{counts}, but {taken} taken of {self.size}")
-        if any(counted[page] for page in self._idle) or not set(self._idle) <= self._kept:
+        if any(counted[page] for page in self._idle) or not set(self._idle) <= set(self._kept):
             raise RuntimeError("an idle page is in a table, or was never kept")

@@ -13,7 +13,9 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
+from weftline.engine.llm.events import KvLog
 from weftline.engine.llm.pages import PagePool
+from weftline.engine.llm.retention import worth
 from weftline.engine.llm.sequence import Sequence
 
 
@@ -33,6 +35,7 @@ class PrefixCache:
         self.enabled = enabled
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
+        self.log = KvLog()
         self._asked = 0
         self._hit = 0
 
@@ -40,13 +43,17 @@ class PrefixCache:
         """Give a sequence without pages those that hold its beginning; at least one token is left to compute."""
         if sequence.table.pages or sequence.computed:
             raise RuntimeError(f"sequence {sequence.id} joins with {len(sequence.table.pages)} pages; expected none")
-        if not self.enabled:
+        if not self.enabled or sequence.whole:
             return
         for index in range((len(sequence.tokens) - 1) // self.pool.page_tokens):
             page = self._pages.get(self._key(sequence, index))
             if page is None:
                 break
             self.pool.share(sequence.table, page)
+            if sequence.retention:
+                start = index * self.pool.page_tokens
+                what = worth(sequence.retention, start, start + self.pool.page_tokens, self.pool.now_ms)
+                self.pool.keep(page, what)
         sequence.computed = len(sequence.table.pages) * self.pool.page_tokens
 
     def count(self, sequence: Sequence) -> None:
@@ -54,17 +61,21 @@ class PrefixCache:
         self._asked += len(sequence.tokens)
         self._hit += sequence.computed
 
-    def publish(self, sequence: Sequence, before: int) -> None:
-        """Make the pages that `sequence` filled since it had `before` computed tokens findable."""
-        filled = range(before // self.pool.page_tokens, sequence.computed // self.pool.page_tokens)
+    def publish(self, sequence: Sequence, before: int, now: int) -> None:
+        """Make findable what pages `sequence` filled between `before` and `now` computed tokens, all of them known."""
+        filled = range(before // self.pool.page_tokens, now // self.pool.page_tokens)
         if not self.enabled or not filled:
             return
         for index in filled:
             key, page = self._key(sequence, index), sequence.table.pages[index]
             if key not in self._pages and page not in self._keys:
+                size = self.pool.page_tokens
+                start = index * size
                 self._pages[key] = page
                 self._keys[page] = key
-                self.pool.keep(page)
+                self.pool.keep(page, worth(sequence.retention, start, start + size, self.pool.now_ms))
+                before_it = sequence.hashes[index - 1] if index else None
+                self.log.stored(key, before_it, sequence.tokens[start : start + size], sequence.adapter)
 
     def counts(self) -> PrefixCounts:
         return PrefixCounts(self._asked, self._hit)
@@ -72,6 +83,8 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget every page that no sequence holds."""
         self.pool.forget_idle()
+        if not self._pages:
+            self.log.cleared()
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         while len(sequence.hashes) <= index:
@@ -82,4 +95,6 @@ class PrefixCache:
         return sequence.hashes[index]
 
     def _lost(self, page: int) -> None:
-        del self._pages[self._keys.pop(page)]
+        key = self._keys.pop(page)
+        del self._pages[key]
+        self.log.removed(key)

@@ -1,54 +1,41 @@
-"""A transformers decoder with its KV memory: loads it, sizes the memory, computes rounds.
+"""A transformers decoder with its KV memory: makes it quicker, sizes the memory, computes rounds.
 
 The model's code stays transformers' own. Two things are ours: the attention function, and the loop that packs a
-round's tokens into one row and keeps only the logits that are needed. Nothing of a model's folder is executed: no
-remote code, and weights from safetensors only.
+round's tokens into one row and keeps only the logits that are needed.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weftline.engine.llm import attention
-from weftline.engine.llm.attention import RoundPages, Span
+from weftline.engine.llm.attention import AttentionForm, Span
+from weftline.engine.llm.cpu.attention import CpuAttention
+from weftline.engine.llm.fitness import find_layers
+from weftline.engine.llm.fusion.fuse import fuse
+from weftline.engine.llm.gpu.attention import GpuAttention
+from weftline.engine.llm.gpu.buffers import NOWHERE, Draw
+from weftline.engine.llm.gpu.capture import CudaCapture
+from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, model_forward
+from weftline.engine.llm.loading import RunnerOptions, load_model
+from weftline.engine.llm.lora.adapters import Adapters
+from weftline.engine.llm.quantised import quantise
 from weftline.engine.llm.rounds import Share
-from weftline.errors import ModelError
-from weftline.nodes.hugging_face import check_weights, first_line
+from weftline.engine.llm.sequence import UNKNOWN
+from weftline.engine.llm.sequence import Sequence as SequenceState
+from weftline.errors import InputError, ModelError
 
 KV_BYTES_DEFAULT = 256 << 20
 """KV memory when nobody says how much: modest, since other models share the machine."""
 SEQUENCES_DEFAULT = 16
 """With a small model the default is less still: room for so many sequences of full length."""
-_LAYERS_KNOWN = {"full_attention", "sliding_attention"}
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
 """Rotary embeddings that change for all tokens of a pass once one of them is far along."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerOptions:
-    """How a model is opened.
-
-    device:      'cpu', or 'cuda:0' and so on.
-    dtype:       'auto' (float32 on CPU, what the checkpoint says elsewhere), or a torch dtype's name.
-    page_tokens: tokens in a page.
-    kv_bytes:    KV memory in bytes; None: KV_BYTES_DEFAULT, or less when the model cannot fill it.
-    context_max: longest sequence in tokens; None: what the model was made for.
-    """
-
-    device: str = "cpu"
-    dtype: str = "auto"
-    page_tokens: int = 16
-    kv_bytes: int | None = None
-    context_max: int | None = None
 
 
 class Runner:
@@ -67,14 +54,28 @@ class Runner:
         self.vocabulary = int(config.vocab_size)
         self.ends = _ends(model)
         self.context_max = _context(config, options.context_max)
+        self._form = self._choose_form()
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._round = RoundPages(options.page_tokens)
-        layers = self._find_layers(config)
-        like = torch.empty(0, dtype=model.dtype, device=self.device)
+        self.graphs: DecodeGraphs | None = None
+        self._flying: dict[int, int] = {}  # of the last round launched: each sequence's place
+        self.fusion = fuse(self.model) if options.fuse else None
+        if options.weights != "auto":
+            quantise(self.model, options.weights, options.device)  # after fusing: merged layers keep their scales
+        with torch.inference_mode():
+            layers = find_layers(self.model, self._form, self._forward)
+        kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else model.dtype
+        like = torch.empty(0, dtype=kv_dtype, device=self.device)
         self.token_bytes = sum(layer.kv_heads * sum(layer.widths) for layer in layers) * like.element_size()
         self.pages = self._size(options.kv_bytes)
+        self._layers = layers
+        self.adapters: Adapters | None = None
+        self._adapters_version = 0
+        self.head: Any = None
         for layer in layers:
             layer.bind(self.pages * self.page_tokens, like)
+        if isinstance(self._form, GpuAttention):
+            capture = CudaCapture(self.device) if self.device.type == "cuda" else None
+            self.graphs = DecodeGraphs(self._form, model_forward(self.model, self._choose_adapters), capture=capture)
 
     @classmethod
     def open(
@@ -88,55 +89,118 @@ class Runner:
 
         shown: the model's name in errors, as its user wrote it; None: `source` as it is.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        options, shown = options or RunnerOptions(), shown or str(source)
-        attention.register()
-        progress("reading the model's config", 0.0)
-        _check_folder(source, shown)
-        try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        except Exception as error:  # transformers raises whatever its many parts raise
-            raise ModelError(f"model {shown}: its config cannot be read: {first_line(error, source, shown)}") from None
-        progress("reading weights", 0.2)
-        dtype = _dtype(options, config)
-        try:
-            with _no_progress_bars():
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    source,
-                    config=config,
-                    dtype=dtype,
-                    attn_implementation=attention.NAME,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                )
-        except Exception as error:
-            reason = first_line(error, source, shown)
-            raise ModelError(f"model {shown}: its weights cannot be loaded: {reason}") from None
-        missing = sorted(map(str, info.get("missing_keys") or ())) + sorted(map(str, info.get("mismatched_keys") or ()))
-        if missing:
-            raise ModelError(f"model {shown}: {len(missing)} weights missing or of another shape: {missing[0]} ...")
+        options = options or RunnerOptions()
+        model, options = load_model(source, options, progress, shown)
         progress("making room for keys and values", 0.9)
         return cls(model.to(options.device), options)
 
     @torch.inference_mode()
-    def run(self, shares: Sequence[Share]) -> Tensor:
-        """Compute the shares' tokens; return float32 [samples, vocabulary], a row for each share that samples."""
+    def run(self, shares: Sequence[Share], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """Copy pages, compute the shares' tokens; return float32 [rows, vocabulary].
+
+        The rows are each share's `rows` last tokens, in the shares' order; what a row says is the token after it.
+        """
+        for old, new in copies:
+            self._copy(old, new)
         tokens: list[int] = []
         places: list[int] = []
         spans: list[Span] = []
         keep: list[int] = []
         for share in shares:
-            stop = share.start + share.count
-            spans.append(Span(len(tokens), share.start, share.count, share.sequence.table))
-            tokens += share.sequence.tokens[share.start : stop]
-            places += range(share.start, stop)
-            if share.samples:
-                keep.append(len(tokens) - 1)
-        self._round.fill(spans, self.device)
+            row, start, count = len(tokens), share.start, share.count
+            spans.append(Span(row, start, count, share.sequence.table))
+            if count == 1:
+                tokens.append(share.sequence.tokens[start])
+                places.append(start)
+            else:
+                tokens += share.tokens
+                places += range(start, start + count)
+            keep += range(row + count - share.rows, row + count)
+        self._form.fill(spans)
+        if self.adapters is not None:
+            self.adapters.choose([(s.row, s.row + s.count, share.sequence.adapter) for s, share in zip(spans, shares)])
         logits = self._forward(tokens, places, keep or [0])
         return logits[: len(keep)].float()
+
+    @torch.inference_mode()
+    def launch(self, shares: Sequence[Share], copies: Sequence[tuple[int, int]] = ()) -> Handle:
+        """Start a round of shares that decode, on a device that draws for itself; return at once.
+
+        Tokens that are not known yet are those that the round launched before draws.
+        """
+        if self.graphs is None:
+            raise RuntimeError("this device draws nothing by itself")
+        for old, new in copies:
+            self._copy(old, new)
+        spans, tokens, origins, draws = [], [], [], []
+        for row, share in enumerate(shares):
+            sequence = share.sequence
+            spans.append(Span(row, share.start, 1, sequence.table))
+            token = sequence.tokens[share.start]
+            tokens.append(max(token, 0))
+            origins.append(self._flying[sequence.order] if token == UNKNOWN else NOWHERE)
+            draws.append(_draw(sequence, share.start + 1))
+        if self.adapters is not None and self.adapters.version != self._adapters_version:
+            self._adapters_version = self.adapters.version
+            self.graphs.drop()
+        handle = self.graphs.launch(spans, tokens, draws, origins, [s.sequence.adapter for s in shares])
+        self._flying = {share.sequence.order: row for row, share in enumerate(shares)}
+        return handle
+
+    @torch.inference_mode()
+    def resize(self, pages: int) -> None:
+        """Give the layers memory for `pages` pages, one layer after the other; what lies below both ends stays."""
+        for layer in self._layers:
+            layer.resize(pages * self.page_tokens)
+        self.pages = pages
+        if self.graphs is not None:
+            self.graphs.drop()
+
+    def adapter(self, name: str) -> tuple[int, bytes]:
+        """Return the slot of the LoRA adapter `name`, and what tells its keys and values from others'."""
+        if not name:
+            return 0, b""
+        if self.adapters is None:
+            raise InputError(f"adapter: found {name!r:.60}, but this step has no adapters")
+        return self.adapters.slot(name), self.adapters.salt(name)
+
+    def load_adapter(self, name: str, folder: Path, shown: str = "") -> int:
+        """Load a LoRA adapter and return its slot; see `Adapters.load`."""
+        if self.adapters is None:
+            self.adapters = Adapters(self.model)
+        return self.adapters.load(name, folder, shown)
+
+    def hold_adapter(self, name: str) -> None:
+        """Keep an adapter from being dropped while a request runs with it."""
+        if name and self.adapters is not None:
+            self.adapters.hold(name)
+
+    def release_adapter(self, name: str) -> None:
+        if name and self.adapters is not None:
+            self.adapters.release(name)
+
+    @property
+    def page_bytes(self) -> int:
+        """What one page takes, in bytes, over all layers."""
+        return self.token_bytes * self.page_tokens
+
+    def close(self) -> None:
+        """End what belongs to the runner and is not memory: nothing here."""
+
+    def _choose_form(self) -> AttentionForm:
+        size = self.options.page_tokens
+        if self.options.form == "cpu" or (self.options.form == "auto" and self.device.type == "cpu"):
+            return CpuAttention(size)
+        return GpuAttention.make(size, self.context_max, self.options.rows_max, self.device)
+
+    def _choose_adapters(self, slots: Tensor) -> None:
+        if self.adapters is not None:
+            self.adapters.choose(slots)
+
+    def _copy(self, old: int, new: int) -> None:
+        size = self.page_tokens
+        for layer in self._layers:
+            layer.copy(slice(old * size, (old + 1) * size), slice(new * size, (new + 1) * size))
 
     def _forward(self, tokens: list[int], places: list[int], keep: list[int]) -> Tensor:
         packed = torch.tensor([tokens, places], device=self.device)
@@ -146,78 +210,14 @@ class Runner:
         logits: Tensor = out.logits[0]
         return logits if self._keeps else logits[kept]
 
-    @torch.inference_mode()
-    def _find_layers(self, config: Any) -> list[attention.LayerPages]:
-        """Run one pass in which attention modules make themselves known, and return their places for pages."""
-        name = type(self.model).__name__
-        unknown = set(getattr(config, "layer_types", None) or ()) - _LAYERS_KNOWN
-        if unknown:
-            known = ", ".join(sorted(_LAYERS_KNOWN))
-            raise ModelError(f"{name} has layers of kind {', '.join(sorted(unknown))}; only {known} can be paged")
-        seats = attention.seat_all(self.model, self._round)
-        try:
-            self._forward([0, 0], [0, 1], [1])
-        except Exception as error:
-            raise ModelError(f"{name} cannot run with paged attention: {first_line(error)}") from error
-        layers = [layer for layer in seats if layer.seen]
-        if len(layers) != config.num_hidden_layers or any(layer.seen != 1 for layer in layers):
-            raise ModelError(
-                f"{name}: {len(layers)} of its {config.num_hidden_layers} layers attend through transformers' "
-                "attention interface; all must, once\n    fix: use a plain decoder such as Llama, Qwen3 or Mistral"
-            )
-        attention.unseat_others(self.model, layers)
-        return layers
-
     def _size(self, kv_bytes: int | None) -> int:
-        page_bytes = self.token_bytes * self.page_tokens
+        page_bytes = self.page_bytes
         if kv_bytes is None:
             longest = -(-self.context_max // self.page_tokens) * page_bytes
             kv_bytes = min(KV_BYTES_DEFAULT, longest * SEQUENCES_DEFAULT)
         if kv_bytes < 2 * page_bytes:
             raise ModelError(f"kv_bytes: found {kv_bytes}, but one page of this model takes {page_bytes}; give two")
         return kv_bytes // page_bytes
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers' own bars off standard error while a model loads: `progress` tells how far it is."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _check_folder(source: str | Path, shown: str) -> None:
-    folder = Path(source)
-    if not folder.is_dir():
-        looks_local = isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
-        if looks_local:
-            raise ModelError(
-                f"model {shown}: no such folder\n    fix: give a folder with config.json and *.safetensors"
-            )
-        return
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model {shown}: the folder has no config.json")
-    check_weights(folder, shown)
-    try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, UnicodeError) as error:
-        raise ModelError(f"model {shown}: config.json is not JSON: {first_line(error)}") from None
-
-
-def _dtype(options: RunnerOptions, config: Any) -> Any:
-    if options.dtype == "auto":
-        on_cpu = options.device == "cpu"
-        return torch.float32 if on_cpu else (getattr(config, "dtype", None) or torch.bfloat16)
-    found = getattr(torch, options.dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ModelError(f"dtype: found {options.dtype!r:.40}, expected auto, float32, bfloat16 or float16")
-    return found
 
 
 def _ends(model: Any) -> frozenset[int]:
@@ -237,3 +237,9 @@ def _context(config: Any, wanted: int | None) -> int:
     if wanted is not None and not 1 <= wanted <= made_for:
         raise ModelError(f"context_max: found {wanted}, expected 1 to {made_for}, what the model was made for")
     return wanted or made_for
+
+
+def _draw(sequence: SequenceState, position: int) -> Draw:
+    params = sequence.params
+    narrowing = (params.top_k, params.top_p, params.min_p, params.typical_p)
+    return Draw(params.temperature, *narrowing, sequence.seed, position)

@@ -19,13 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weftline.engine.llm.messages import check_messages, check_tools, mapped
 from weftline.engine.llm.stream import TextStream
 from weftline.errors import InputError, ModelError
 from weftline.nodes.hugging_face import first_line
 
-ROLES = ("system", "user", "assistant", "tool")
-MESSAGES_MAX = 1024
-"""Most messages of one conversation."""
 CHARS_PER_TOKEN_MAX = 64
 """Longer texts cannot fit the context whatever they say (words take far fewer characters), and are not even encoded."""
 _MARKS = range(0xE000, 0xF8FF)
@@ -70,13 +68,29 @@ class Tokens:
     def has_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
-    def chat(self, messages: object) -> list[int]:
-        """Return the tokens of a conversation, ready for the model's answer; InputError says what is wrong with it."""
-        turns = self._check_messages(messages)
-        marked, marks = self._mark([turn["content"] for turn in turns])
-        turns = [{"role": turn["role"], "content": text} for turn, text in zip(turns, marked, strict=True)]
+    def chat(self, messages: object, tools: object = None) -> list[int]:
+        """Return the tokens of a conversation, ready for the model's answer; InputError says what is wrong with it.
+
+        tools: what the model may call, as its chat template expects it.
+        """
+        turns = check_messages(messages)
+        said = {"turns": turns, "tools": None if tools is None else check_tools(tools)}
+        texts: list[str] = []
+
+        def collect(text: str) -> str:
+            texts.append(text)
+            return text
+
+        mapped(said, collect)
+        self._check_texts(texts)
+        marked, marks = self._mark(texts)
+        if marks:
+            following = iter(marked)
+            said = mapped(said, lambda text: next(following))
         try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                said["turns"], tools=said["tools"], tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # templates raise on conversations they do not support
             raise InputError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
         return self._encode(text, marks, specials=False)
@@ -87,33 +101,32 @@ class Tokens:
         marked, marks = self._mark([text])
         return self._encode(marked[0], marks, specials=True)
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """Return a new stream that turns one answer's tokens into text."""
-        return TextStream(self._decoder(), stop)
+    def spell(self, word: str) -> list[tuple[int, ...]]:
+        """Return a word's tokens at the start of a text and after a space."""
+        self._check_text("sampling.bad_words", word)
+        ways = (self.tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip()))
+        return sorted({tuple(ids) for ids in ways if ids})
+
+    def stream(self, stop: Sequence[str] = (), control: bool = False) -> TextStream:
+        """Return a new stream that turns one answer's tokens into text. control: names of control tokens as well."""
+        return TextStream(self._decoder(control), stop)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, control tokens left out."""
         return self._decoder()(ids)
 
-    def _decoder(self) -> Callable[[Sequence[int]], str]:
+    def _decoder(self, control: bool = False) -> Callable[[Sequence[int]], str]:
         backend = getattr(self.tokenizer, "backend_tokenizer", None) or getattr(self.tokenizer, "_tokenizer", None)
         if backend is not None and not getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
-            return backend.decode  # type: ignore[no-any-return]  # ten times quicker than through the wrapper
-        return lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True)
+            # ten times quicker than through the wrapper
+            return (lambda ids: backend.decode(ids, skip_special_tokens=False)) if control else backend.decode
+        return lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=not control)
 
-    def _check_messages(self, messages: object) -> list[dict[str, str]]:
-        if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
-            found = f"a list of {len(messages)}" if isinstance(messages, list) else type(messages).__name__
-            raise InputError(f"messages: found {found}, expected a list of 1 to {MESSAGES_MAX} messages")
-        for place, message in enumerate(messages):
-            if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-                raise InputError(f"messages[{place}]: expected an object with the keys role and content, and no others")
-            if message["role"] not in ROLES:
-                raise InputError(f"messages[{place}].role: found {message['role']!r:.40}, expected {', '.join(ROLES)}")
-            self._check_text(f"messages[{place}].content", message["content"])
-        if sum(len(message["content"]) for message in messages) > self.chars_max:
+    def _check_texts(self, texts: list[str]) -> None:
+        if sum(map(len, texts)) > self.chars_max:
             raise InputError(f"messages: more than {self.chars_max} characters, which cannot fit the model's context")
-        return messages
+        for text in texts:
+            self._check_text("messages", text)
 
     def _check_text(self, where: str, text: object) -> None:
         if not isinstance(text, str):

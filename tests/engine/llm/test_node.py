@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.engine.llm import tiny
-from weftline.engine.llm.node import Llm, LlmConfig
-from weftline.engine.llm.sequence import SamplingParams
+from weftline.engine.llm.node import Llm
+from weftline.engine.llm.options import LlmConfig
+from weftline.engine.llm.params import SamplingParams
 from weftline.errors import DeadlineExceeded, InputError, ModelError
 from weftline.nodes.contract import ConfigError, OpenContext, Piece, StepContext
 from weftline.nodes.urgency import Urgency
@@ -67,6 +68,10 @@ def test_the_same_system_prompt_is_computed_once(node):
     assert _finish(node)[2][-1].outputs["usage"]["cached_tokens"] >= 16
 
 
+def _deep(levels: int) -> Any:
+    return [_deep(levels - 1)] if levels else 1
+
+
 @pytest.mark.parametrize(
     ("inputs", "named"),
     [
@@ -79,7 +84,15 @@ def test_the_same_system_prompt_is_computed_once(node):
         ({"messages": "text"}, "messages"),
         ({"prompt": "a", "sampling": {"tokens_max": 2**31}}, "tokens_max"),
         ({"prompt": "a", "sampling": {"stop": ["x"] * 100_000}}, "stop"),
-        ({"prompt": "a", "sampling": {"n": 10_000}}, "unknown key"),
+        ({"prompt": "a", "sampling": {"n": 10_000}}, "sampling.n"),
+        ({"prompt": "a", "sampling": {"best_of": 10_000}}, "unknown key"),
+        ({"prompt": "a", "sampling": {"logit_bias": {"-1": 1}}}, "logit_bias"),
+        ({"prompt": "a", "sampling": {"logit_bias": {"4000000": 1}}}, "logit_bias"),
+        ({"prompt": "a", "sampling": {"bad_words": ["a\ud800"]}}, "surrogate"),
+        ({"prompt": "a", "adapter": "unknown"}, "adapters"),
+        ({"prompt": "a", "tenant": "t" * 1000}, "tenant"),
+        ({"prompt": "a", "tools": "x"}, "tools"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": _deep(40)}]}, "deeper"),
         ({"prompt": "a", "sampling": 5}, "sampling"),
     ],
 )
@@ -173,3 +186,51 @@ def test_ports_and_the_deciding_files_import_neither_torch_nor_transformers():
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_every_prompt_begins_with_is_found_again_after_many_others(folder):
+    fixed = "again and again the user asks and the assistant answers; " * 3
+    sampling = {"tokens_max": 2, "ignore_eos": True}
+    cached = {}
+    for prefix in (fixed, ""):
+        node = Llm(LlmConfig(model=folder.name, prefix=prefix, sampling=sampling, kv_bytes=30 * 16 * 512))
+        node.open(OpenContext(base_dir=folder.parent))
+        engine, _ = node._opened()
+        node.submit(0, {"prompt": f"{fixed}first"})
+        _finish(node)
+        for item in range(1, 30):
+            node.submit(item, {"prompt": f"{item} something else entirely {item}" * 3})
+            _finish(node)
+        node.submit(99, {"prompt": f"{fixed}last"})
+        cached[prefix] = _finish(node)[99][-1].outputs["usage"]["cached_tokens"]
+        assert engine.stats().pages_free <= 2
+        node.close()
+    assert cached[fixed] >= 32
+    assert cached[""] == 0
+
+
+def test_several_answers_and_log_probabilities_are_told_in_answers(node):
+    node.submit(1, {"prompt": "asks", "sampling": {"n": 3, "temperature": 1.0, "seed": 5, "tokens_max": 4}})
+    pieces = _finish(node)[1]
+    assert len(pieces) == 1
+    answers = pieces[0].outputs["answers"]
+    assert [one["index"] for one in answers] == [0, 1, 2]
+    assert answers[0]["text"] == pieces[0].outputs["text"]
+    assert pieces[0].outputs["usage"]["completion_tokens"] == 12
+    assert len({one["text"] for one in answers}) > 1
+
+
+def test_tool_calls_pass_through_and_names_of_control_tokens_in_them_stay_text(node):
+    call = {"id": "1", "type": "function", "function": {"name": "look<|im_end|>", "arguments": "{}"}}
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "the user "}, {"type": "text", "text": "asks"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "<|im_start|>system"},
+    ]
+    _, words = node._opened()
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    ids = words.chat(said, tools)
+    control = {words.tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>")}
+    assert sum(id in control for id in ids) == 7
+    node.submit(1, {"messages": said, "tools": tools})
+    assert _finish(node)[1][-1].error is None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.prefix import PrefixCache
-from weftline.engine.llm.sequence import SamplingParams, Sequence
+from weftline.engine.llm.sequence import Sequence
 
 
 def _sequence(id: int, tokens: list[int], salt: bytes = b"") -> Sequence:
@@ -16,7 +17,7 @@ def _compute(cache: PrefixCache, sequence: Sequence) -> None:
     missing = cache.pool.pages_for(len(sequence.tokens)) - len(sequence.table.pages)
     assert cache.pool.try_grow(sequence.table, missing)
     sequence.computed = len(sequence.tokens)
-    cache.publish(sequence, before)
+    cache.publish(sequence, before, sequence.computed)
 
 
 def test_full_pages_are_shared_and_the_last_token_is_always_left_to_compute():

@@ -7,9 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.prefix import PrefixCache
 from weftline.engine.llm.rounds import RoundLimits, Schedule
-from weftline.engine.llm.sequence import SamplingParams, Sequence
+from weftline.engine.llm.sequence import Sequence
 from weftline.nodes.urgency import PRIORITY_STEP_MS
 
 
@@ -43,7 +44,7 @@ def _play(schedule: Schedule, live: dict[int, Sequence]) -> list[tuple[int, int,
         assert share.start == sequence.computed
         assert len(sequence.table.pages) * schedule.pool.page_tokens >= share.start + share.count
         done.append((sequence.id, share.start, share.count))
-        schedule.advance(share, 7 * sequence.id + len(sequence.tokens) if share.samples else None)
+        schedule.advance(share, [7 * sequence.id + len(sequence.tokens)] if share.samples else [])
         if len(sequence.tokens) >= sequence.limit:
             schedule.leave(sequence, "finish")
             del live[sequence.id]

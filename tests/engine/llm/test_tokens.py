@@ -65,11 +65,12 @@ def test_a_control_token_in_disguise_is_refused():
         ("text", "str"),
         ([], "a list of 0"),
         ([{"role": "user"}], r"messages\[0\]"),
-        ([{"role": "user", "content": "x", "name": "y"}], r"messages\[0\]"),
+        ([{"role": "user", "content": "x", "colour": "y"}], r"messages\[0\].*known keys"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content\[0\]"),
         ([{"role": "root", "content": "x"}], "root"),
-        ([{"role": "user", "content": ["x"]}], "list"),
+        ([{"role": "user", "content": ["x"]}], r"content\[0\]"),
         ([{"role": "user", "content": "a\ud800b"}], "surrogate at 1"),
-        ([{"role": "user", "content": "\U0001f600" * 1_000_000}], "1000000 characters"),
+        ([{"role": "user", "content": "\U0001f600" * 1_000_000}], "more than 32768 characters"),
     ],
 )
 def test_a_conversation_that_cannot_be_is_refused_with_its_place(words, messages, found):

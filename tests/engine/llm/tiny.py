@@ -9,16 +9,11 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from weftline.engine.llm import attention
-from weftline.engine.llm.runner import Runner, RunnerOptions
+from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.runner import Runner
 
 VOCABULARY = 199
 TEMPLATE = (
@@ -37,20 +32,58 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
+    "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
 WINDOW = 24
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama_rope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"head_dim": 16, "sliding_window": WINDOW},
+    "gemma2": {
+        "head_dim": 16, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0,
+        "query_pre_attn_scalar": 24,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING, "query_pre_attn_scalar": 24,
+    },
+    "phi": {"num_key_value_heads": 4},
+    "phi3": {"sliding_window": WINDOW},
+    "olmo": {"clip_qkv": 8.0},
+    "olmo2": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    },
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": WINDOW},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+}  # fmt: skip
+"""What each family's tiny model has beyond the sizes they share; a name is transformers' model type, or has one."""
 
 
 def config(family: str) -> Any:
-    """Return the config of a tiny model; mistral looks back WINDOW tokens, less than most prompts of the tests."""
-    if family == "llama":
-        return LlamaConfig(**_SIZES)
-    if family == "qwen3":
-        return Qwen3Config(**_SIZES, head_dim=16)
-    return MistralConfig(**_SIZES, head_dim=16, sliding_window=WINDOW)
+    """Return the config of a tiny model; windows are WINDOW tokens, less than most prompts of the tests."""
+    options = {"model_type": family, **_SIZES, **FAMILIES[family]}
+    return AutoConfig.for_model(**options)
 
 
 @cache
@@ -62,15 +95,13 @@ def reference(family: str) -> Any:
 
 
 @cache
-def runner(family: str, pages: int = 64, page_tokens: int = 8) -> Runner:
+def runner(family: str, pages: int = 64, page_tokens: int = 8, form: str = "auto") -> Runner:
     """Return the same weights with paged attention; the KV memory has `pages` pages."""
     attention.register()
     ours = AutoModelForCausalLM.from_config(config(family), attn_implementation=attention.NAME)
     ours.load_state_dict(reference(family).state_dict())
-    token_bytes = 2 * 2 * 2 * 16 * 4
-    made = Runner(ours, RunnerOptions(page_tokens=page_tokens, kv_bytes=pages * page_tokens * token_bytes))
-    if made.pages != pages:
-        raise AssertionError(f"{made.pages} pages, expected {pages}")
+    made = Runner(ours, RunnerOptions(page_tokens=page_tokens, form=form))
+    made.resize(pages)
     return made
 
 
@@ -131,3 +162,11 @@ def save(folder: Path) -> Path:
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
+
+
+def fresh_runner(family: str, pages: int = 64, page_tokens: int = 8, form: str = "auto") -> Runner:
+    """Return such a runner for one test alone: one whose memory may be resized."""
+    runner.cache_clear()
+    made = runner(family, pages, page_tokens, form)
+    runner.cache_clear()
+    return made

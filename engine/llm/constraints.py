@@ -1,0 +1,94 @@
+"""The grammars of the requests inside the engine: compiled before they join, followed while they run.
+
+Compiling and matching are the business of `weftline.engine.llm.grammar.compiler`; here is kept who has which matcher.
+An engine without a tokenizer refuses constraints.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from weftline.engine.llm.request import Request
+from weftline.engine.llm.sequence import Sequence
+from weftline.errors import InputError
+
+if TYPE_CHECKING:
+    from weftline.engine.llm.grammar.compiler import GrammarCompiler
+    from weftline.engine.llm.tokens import Tokens
+
+_PREFIX = "sampling: the constraint: "
+"""How the compiler, which does not know under which key a constraint came, begins its errors."""
+WAIT_MS = 2.0
+"""How long a round waits for a grammar when there is nothing else to compute."""
+
+
+class Constraints:
+    """Matchers by sequence; the compiler is made when the first grammar comes. tokens: None keeps no constraints."""
+
+    def __init__(self, tokens: Tokens | None, vocabulary: int = 0, ends: frozenset[int] = frozenset()) -> None:
+        self._tokens = tokens
+        self._vocabulary = vocabulary
+        self._ends = ends
+        self._compiler: GrammarCompiler | None = None
+        self._pending: dict[int, Any] = {}
+        self._matchers: dict[int, Any] = {}
+
+    def start(self, request: Request) -> bool:
+        """Begin to compile what a request's answers must be like; False when they may be anything."""
+        wanted = request.sequences[0].params.constraint
+        if not wanted:
+            return False
+        if self._tokens is None:
+            raise InputError(f"sampling.{next(iter(wanted))}: this engine cannot keep answers to a grammar")
+        from weftline.engine.llm.grammar.compiler import Constraint, GrammarCompiler
+
+        constraint = Constraint.read(wanted)
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._tokens.tokenizer, self._vocabulary, self._ends)
+        self._pending[request.sequences[0].order] = self._compiler.submit(constraint)
+        return True
+
+    def is_ready(self, request: Request, wait: bool) -> bool:
+        """Whether a request's grammar is compiled; raises what is wrong with it. wait: give it WAIT_MS."""
+        first = request.sequences[0].order
+        pending = self._pending[first]
+        if wait and not pending.ready:
+            pending.wait(WAIT_MS / 1e3)
+        if not pending.ready:
+            return False
+        del self._pending[first]
+        try:
+            compiled = pending.result()
+        except InputError as error:
+            kind = next(iter(request.sequences[0].params.constraint))
+            raise InputError(f"sampling.{kind}: {str(error).removeprefix(_PREFIX)}") from None
+        for sequence in request.sequences:
+            self._matchers[sequence.order] = compiled.matcher()
+        return True
+
+    @property
+    def any(self) -> bool:
+        """Whether any sequence has a grammar to follow."""
+        return bool(self._matchers)
+
+    def matcher(self, sequence: Sequence) -> Any:
+        """Return a sequence's matcher; None when it may say anything."""
+        return self._matchers.get(sequence.order) if self._matchers else None
+
+    def accept(self, sequence: Sequence, token: int) -> None:
+        matcher = self.matcher(sequence)
+        if matcher is not None:
+            matcher.accept(token)
+
+    def complete(self, sequence: Sequence) -> bool:
+        """Whether a sequence's text is whole and nothing can follow."""
+        matcher = self.matcher(sequence)
+        return matcher is not None and bool(matcher.finished)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._pending.pop(sequence.order, None)
+        self._matchers.pop(sequence.order, None)
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()

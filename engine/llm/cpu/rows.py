@@ -1,0 +1,81 @@
+"""Attention of single rows over pages on a CPU, compiled by numba.
+
+Decoding is one row for each sequence: little arithmetic, much reading, and a call of torch's attention for each of
+them would cost more than what it computes. Here all rows of a round are one call; each pair of a row and a key head is
+a piece of work, keys are read where they lie, and heads that share a key head read it once.
+
+The compiled code is kept on disk beside this file, or in the user's cache where that cannot be written.
+"""
+
+# numba compiles what it is given: plain loops over arrays, no calls
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+
+@numba.njit(fastmath={"contract", "reassoc", "nsz", "arcp"}, parallel=True, cache=True, nogil=True)
+def attend_rows(
+    query: Any,
+    keys: Any,
+    values: Any,
+    pages: Any,
+    page_tokens: int,
+    owner: Any,
+    first: Any,
+    stop: Any,
+    scale: float,
+    softcap: float,
+    out: Any,
+) -> None:
+    """Write softmax(q k' scale) v of each row to `out` [rows, heads, value width]; all arrays are float32.
+
+    query: [rows, heads, width].   keys, values: [kv_heads, slots, width], the pages of a layer.
+    pages: int32 [sequences, pages].   owner: int32 [rows], each row's line in it.
+    first, stop: int64 [rows], the tokens that a row sees.
+    softcap: scores become softcap * tanh(score / softcap); 0 is off.
+    """
+    rows, heads, width = query.shape
+    kv_heads = keys.shape[0]
+    group = heads // kv_heads
+    width_out = values.shape[2]
+    for job in numba.prange(rows * kv_heads):
+        row = job // kv_heads
+        head = job - row * kv_heads
+        table = pages[owner[row]]
+        begin = first[row]
+        count = stop[row] - begin
+        scores = np.empty((group, count), np.float32)
+        best = np.full(group, -np.inf, np.float32)
+        for token in range(count):
+            place = begin + token
+            slot = table[place // page_tokens] * page_tokens + place % page_tokens
+            for member in range(group):
+                score = np.float32(0.0)
+                for at in range(width):
+                    score += query[row, head * group + member, at] * keys[head, slot, at]
+                score *= scale
+                if softcap > 0:
+                    score = softcap * np.tanh(score / softcap)
+                scores[member, token] = score
+                if score > best[member]:
+                    best[member] = score
+        answer = np.zeros((group, width_out), np.float32)
+        total = np.zeros(group, np.float32)
+        for member in range(group):
+            for token in range(count):
+                weight = np.exp(scores[member, token] - best[member])
+                scores[member, token] = weight
+                total[member] += weight
+        for token in range(count):
+            place = begin + token
+            slot = table[place // page_tokens] * page_tokens + place % page_tokens
+            for member in range(group):
+                weight = scores[member, token]
+                for at in range(width_out):
+                    answer[member, at] += weight * values[head, slot, at]
+        for member in range(group):
+            for at in range(width_out):
+                out[row, head * group + member, at] = answer[member, at] / total[member]

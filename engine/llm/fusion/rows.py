@@ -1,0 +1,142 @@
+"""The small steps between a decoder's matrix products, as few operations as the device allows.
+
+    rms_norm      root mean square norm (Zhang and Sennrich 2019)
+    add_rms_norm  the residual added first
+    turn          rotary embedding in the rotate-half form (Su et al. 2021), of queries and keys at once
+    gated         activation(gate) * up of a merged product
+
+Each gives what transformers' own code gives, in its rounding order; where a faster form exists for a device and dtype
+it is taken, else torch's operations are. On a CPU in float32 that form is compiled by numba, on a GPU it is a Triton
+kernel. Callers need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ROWS_MAX = 256
+"""Up to so many rows the compiled forms are used: they run on one core, and for long prompts torch's use all."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """What an RMS norm does besides the root mean square.
+
+    weight:     [width], what the normed values are multiplied with; a one that the model adds is already in it.
+    own:        [width], the model's own weight.
+    eps:        added to the mean square.
+    cast_first: the normed values are rounded to the input's dtype before they are multiplied (Llama), or after (Gemma).
+    one_plus:   `weight` is the model's own and one more.
+    """
+
+    weight: Tensor
+    own: Tensor
+    eps: float
+    cast_first: bool = True
+    one_plus: bool = False
+
+
+@cache
+def _compiled() -> Any:
+    try:
+        from weftline.engine.llm.fusion import compiled as fuse_compiled
+    except ImportError:  # numba is not there: slower, the same numbers
+        return None
+    return fuse_compiled
+
+
+@cache
+def _kernels(device: torch.device) -> Any:
+    """Return the Triton kernels for `device`, or None where they cannot be used."""
+    from weftline.engine.llm.kernels.availability import available
+
+    if available(device) is not None:
+        return None
+    from weftline.engine.llm.kernels import norms, silu_mul
+
+    return SimpleNamespace(norm=norms.rms_norm, add_norm=norms.add_rms_norm, gate=silu_mul.silu_mul)
+
+
+def _norm_kernels(values: Tensor, form: NormForm) -> Any:
+    """Return the kernels if they have this form for these values."""
+    usual = form.cast_first != form.one_plus and form.own.dtype is values.dtype
+    return _kernels(values.device) if usual and values.is_cuda else None
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.device.type == "cpu"
+
+
+def rms_norm(values: Tensor, form: NormForm) -> Tensor:
+    """Return the norm of `values` [..., width] over the last dimension."""
+    weight, shape = form.weight, values.shape[-1:]
+    kernels = _norm_kernels(values, form) if values.is_cuda else None
+    if kernels is not None:
+        packed = values[0] if values.dim() == 3 and values.shape[0] == 1 else values
+        normed: Tensor = kernels.norm(packed, form.own, form.eps, form.one_plus).view(values.shape)
+        return normed
+    if values.dtype is torch.float32 and weight.dtype is torch.float32:
+        compiled = _compiled() if values.is_contiguous() and _plain(values) else None
+        if compiled is None or values.numel() > ROWS_MAX * shape[0]:
+            return functional.rms_norm(values, shape, weight, form.eps)
+        out = torch.empty_like(values)
+        compiled.norm(values.view(-1, shape[0]).numpy(), weight.numpy(), form.eps, out.view(-1, shape[0]).numpy())
+        return out
+    if form.cast_first:
+        return weight * functional.rms_norm(values.float(), shape, None, form.eps).to(values.dtype)
+    return (functional.rms_norm(values.float(), shape, None, form.eps) * weight.float()).to(values.dtype)
+
+
+def add_rms_norm(values: Tensor, delta: Tensor, form: NormForm) -> tuple[Tensor, Tensor]:
+    """Return values + delta, which may be in the memory of `delta`, and the norm of it."""
+    if _plain(values) and _plain(delta) and delta.is_contiguous() and values.is_contiguous():
+        width, compiled = values.shape[-1], _compiled()
+        if compiled is not None and values.numel() <= ROWS_MAX * width and _plain(form.weight):
+            out = torch.empty_like(values)
+            flat = (t.view(-1, width).numpy() for t in (values, delta, out))
+            compiled.add_norm(*flat, form.weight.numpy(), form.eps)
+            return delta, out
+    kernels = _norm_kernels(values, form) if values.is_cuda else None
+    if kernels is not None:
+        packed = (t.view(-1, values.shape[-1]) for t in (values, delta))
+        normed, total = kernels.add_norm(*packed, form.own, form.eps, form.one_plus)
+        return total.view(values.shape), normed.view(values.shape)
+    delta += values
+    return delta, rms_norm(delta, form)
+
+
+def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `heads` [rows, heads, width] turned by `cos`, `sin` [rows, turned width]; may use the memory of `heads`.
+
+    Only the first `turned width` numbers of each head are turned.
+    """
+    width = cos.shape[-1]
+    if len(heads) <= ROWS_MAX and _plain(heads) and _plain(cos):
+        compiled = _compiled()
+        if compiled is not None:
+            compiled.turn(heads.numpy(), cos.numpy(), sin.numpy())
+            return heads
+    first = heads if width == heads.shape[-1] else heads[..., :width]
+    low, high = first.chunk(2, dim=-1)
+    turned = (first * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]).to(heads.dtype)
+    return turned if first is heads else torch.cat((turned, heads[..., width:]), dim=-1)
+
+
+def gated(product: Tensor, activate: Callable[[Tensor], Tensor], name: str = "") -> Tensor:
+    """Return activate(gate) * up, the halves of `product` [..., 2 * width].
+
+    name: 'silu' or 'gelu_tanh' when `activate` is that, for which there are kernels.
+    """
+    if name and product.is_cuda and (kernels := _kernels(product.device)) is not None:
+        made: Tensor = kernels.gate(product.view(-1, product.shape[-1]), name == "gelu_tanh")
+        return made.view(*product.shape[:-1], made.shape[-1])
+    gate, up = product.chunk(2, dim=-1)
+    return activate(gate) * up

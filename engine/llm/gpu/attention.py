@@ -1,0 +1,150 @@
+"""Attention over pages on a GPU: a form that keeps a round's facts in device buffers and calls the kernels.
+
+All layers read the same view of the buffers, so a round is told once. Nothing here looks at a value on the device, and
+no number that changes from round to round is an argument of a kernel: a round of a given padded size can be captured
+as a CUDA graph and replayed for any lengths (`weftline.engine.llm.gpu.graphs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weftline.engine.llm.attention import LayerPages, Span
+from weftline.engine.llm.gpu.buffers import BufferLimits, RoundBuffers, RoundView
+from weftline.engine.llm.gpu.plain import PlainOps
+
+SEQUENCES_MAX = 512
+"""Default for the most sequences of a round; a table of 512 lines costs 2 kB for each page a sequence may have."""
+
+
+class PagedOps(Protocol):
+    """The three operations on pages; shapes as in `weftline.engine.llm.kernels`."""
+
+    def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write key, value [rows, kv_heads, width] to `slots` int64 [rows]; negative ones are skipped."""
+
+    def turn_and_write(
+        self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+        slots: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Turn query and key by cos, sin [rows, turned width], write key and value, return the query."""
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, row_starts: Tensor, starts: Tensor,
+        page_tokens: int, scale: float, window: int | None, softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        """Return [rows, heads, value width]; rows of no sequence may be anything finite."""
+
+
+class TritonOps:
+    """`PagedOps` by the Triton kernels."""
+
+    def __init__(self) -> None:
+        from weftline.engine.llm.kernels import paged_attention, rotate, write_pages
+
+        self._attend = paged_attention.paged_attention
+        self._rotate = rotate.rotate_and_write
+        self._write = write_pages.write_pages
+
+    def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        self._write(key, value, keys, values, slots)
+
+    def turn_and_write(
+        self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+        slots: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return self._rotate(query, key, value, cos, sin, keys, values, slots)
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, row_starts: Tensor, starts: Tensor,
+        page_tokens: int, scale: float, window: int | None, softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        # the kernel leaves padding rows as they are, and NaN from fresh memory could spoil the scale of a whole tensor
+        out = query.new_zeros(query.shape[0], query.shape[1], values.shape[2])
+        return self._attend(
+            query, keys, values, tables, row_starts, starts, page_tokens, scale, window, softcap, out=out
+        )
+
+
+def ops_for(device: torch.device) -> tuple[PagedOps, str | None]:
+    """Return the quickest operations for `device`, and why they are not the kernels where they are not."""
+    from weftline.engine.llm.kernels.availability import available
+
+    reason = available(device)
+    return (TritonOps(), None) if reason is None else (PlainOps(), reason)
+
+
+class GpuAttention:
+    """The GPU's form of paged attention; see `AttentionForm`. Also runs on a CPU, for tests."""
+
+    def __init__(self, buffers: RoundBuffers, ops: PagedOps) -> None:
+        self.buffers = buffers
+        self.page_tokens = buffers.page_tokens
+        self._ops = ops
+        self.view: RoundView | None = None
+
+    @classmethod
+    def make(
+        cls, page_tokens: int, context_max: int, rows_max: int, device: torch.device, ops: PagedOps | None = None
+    ) -> GpuAttention:
+        """Return a form for rounds of `rows_max` tokens, of sequences of at most `context_max`."""
+        limits = BufferLimits(rows_max, min(SEQUENCES_MAX, rows_max), -(-context_max // page_tokens))
+        return cls(RoundBuffers(limits, page_tokens, device), ops_for(device)[0] if ops is None else ops)
+
+    def fill(self, spans: Sequence[Span]) -> None:
+        """Take in a round whose tokens the caller brings itself; nothing is padded."""
+        self.view = self.buffers.fill(spans)
+
+    def attend(
+        self,
+        layer: LayerPages,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        keys, values, view = self._ready(layer)
+        self._ops.write(key.transpose(0, 1), value.transpose(0, 1), keys, values, view.slots)
+        return self._attend(query.transpose(0, 1), keys, values, view, scale, window, softcap)
+
+    def attend_turning(
+        self,
+        layer: LayerPages,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Like `attend`, with rotary embedding on the way; query, key, value are [rows, heads, width]."""
+        keys, values, view = self._ready(layer)
+        query = self._ops.turn_and_write(query, key, value, cos, sin, keys, values, view.slots)
+        return self._attend(query, keys, values, view, scale, window, softcap)
+
+    def _attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        view: RoundView,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        return self._ops.attend(
+            query, keys, values, view.tables, view.row_starts, view.starts, self.page_tokens, scale, window, softcap
+        )
+
+    def _ready(self, layer: LayerPages) -> tuple[Tensor, Tensor, RoundView]:
+        if layer.keys is None or layer.values is None or self.view is None:
+            raise RuntimeError("a layer attends before it has pages and a round")
+        return layer.keys, layer.values, self.view

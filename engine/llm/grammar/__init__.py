@@ -1,0 +1,1 @@
+"""Answers that must be of a form."""

@@ -1,0 +1,222 @@
+"""Structured output: constraints made ready for use, beside the rounds and within limits.
+
+    compiler = GrammarCompiler(tokenizer, vocabulary, ends)     # once for a model; starts nothing yet
+    pending = compiler.submit(Constraint.read({"regex": "[0-9]+"}))     # at once; LimitReached when too many wait
+    pending.ready; pending.wait(0.002)                          # ask each round; wait only when nothing else is to do
+    grammar = pending.result()                                  # InputError: refused, with the reason for the caller
+    matcher = grammar.matcher()                                 # one for each sequence, in microseconds
+    masks = fill_masks([matcher, None, ...])                    # before or while the model computes
+    masks.apply(logits)                                         # then draw; what is in masks.failed fails its request
+    matcher.accept(token)                                       # after the draw, for every token of the answer
+    matcher.finished                                            # nothing can follow: the answer may end at once
+
+A preempted sequence keeps its matcher. Drafts are checked with `fill_masks(matchers, drafts)`, or by hand with `accept`
+and `rollback`. What a request asks for besides must leave some token: `tokens_min` holds off an end that may be all
+that can come, and `ignore_eos` goes on where nothing can.
+
+A thread takes one constraint after the other. Each is tried in a process of its own first (`grammar_process`), which is
+killed when it takes too long; what passes there is prepared again here, for the model's own tokens, while other threads
+go on. The last ones are kept, refused ones too, so that sending one again costs nothing. Nothing is started before the
+first constraint: no thread, no process, and no tables of the tokenizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from weftline.engine.llm.grammar.constraint import Constraint
+from weftline.engine.llm.grammar.matcher import Grammar
+from weftline.engine.llm.grammar.process import TrialProcess
+from weftline.engine.llm.grammar.refusal import told
+from weftline.engine.llm.grammar.vocabulary import Vocabulary, read_vocabulary
+from weftline.errors import InputError, LimitReached, MissingPackage, ModelError, SessionClosed, WeftlineError
+
+__all__ = ["Constraint", "Grammar", "GrammarCompiler", "Pending"]
+
+CACHE_MAX = 32
+"""Constraints kept; usually less than 1 MB each, and about 30 MB at most."""
+WAITING_MAX = 256
+"""Most constraints that wait to be prepared."""
+CLOSE_MAX_S = 10.0
+
+_SPACES = r"[ \n\t\r]{1,128}"
+"""What JSON may have between its parts: enough to be indented, too little for a model to go on with for ever."""
+
+
+class Pending:
+    """A constraint that is being prepared, or is done."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._outcome: Grammar | WeftlineError | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `result` has an answer."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `ready`, at most `timeout_s` seconds; return whether it is."""
+        return self._done.wait(timeout_s)
+
+    def result(self) -> Grammar:
+        """Return the grammar, which gives each sequence its matcher. Raises RuntimeError before it is ready.
+
+        InputError: the constraint is wrong or takes too much. LimitReached: no process could be started for it.
+        ModelError: the model's tokenizer cannot be constrained. SessionClosed: the compiler was closed.
+        """
+        if isinstance(self._outcome, Grammar):
+            return self._outcome
+        if self._outcome is None:
+            raise RuntimeError("the result of a constraint that is not ready; ask `ready` first")
+        kind = type(self._outcome)
+        error = kind.__new__(kind, *self._outcome.args)  # a new one for each: an exception gathers its callers' frames
+        vars(error).update(vars(self._outcome))
+        raise error
+
+    def finish(self, outcome: Grammar | WeftlineError) -> None:
+        """Make it ready, unless it is."""
+        if not self.ready:
+            self._outcome = outcome
+            self._done.set()
+
+
+class GrammarCompiler:
+    """Prepares constraints for one model. `submit` is for any thread, and so is `close`."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocabulary: int,
+        ends: frozenset[int],
+        *,
+        cache_max: int = CACHE_MAX,
+        trials: TrialProcess | None = None,
+    ) -> None:
+        """tokenizer: a fast one of transformers.   vocabulary: columns of the logits.   ends: end-of-text tokens."""
+        self._tokenizer = tokenizer
+        self._size = vocabulary
+        self._ends = ends
+        self._cache_max = cache_max
+        self._trials = trials or TrialProcess()
+        self._vocabulary: Vocabulary | ModelError | None = None
+        self._known: OrderedDict[Constraint, Pending] = OrderedDict()
+        self._waiting: queue.Queue[tuple[Constraint, Pending] | None] = queue.Queue(WAITING_MAX)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, constraint: Constraint) -> Pending:
+        """Return at once; the result comes later, or is there when the constraint is known.
+
+        LimitReached when too many wait, SessionClosed after `close`.
+        """
+        with self._lock:
+            if self._closed:
+                raise SessionClosed("the engine is closed")
+            pending = self._known.get(constraint)
+            if pending is None:
+                pending = Pending()
+                try:
+                    self._waiting.put_nowait((constraint, pending))
+                except queue.Full:
+                    message = f"sampling: {WAITING_MAX} constraints wait to be prepared, the limit; try again"
+                    raise LimitReached(message, 1.0) from None
+                self._known[constraint] = pending
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="weftline-grammars", daemon=True)
+                    self._thread.start()
+            self._known.move_to_end(constraint)
+            while len(self._known) > self._cache_max:
+                self._known.popitem(last=False)
+            return pending
+
+    def close(self) -> None:
+        """End the thread and its process; what waits ends with SessionClosed. Prepared grammars stay usable."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+            self._known.clear()
+        self._trials.close()
+        if thread is None:
+            return
+        with contextlib.suppress(queue.Empty):
+            while (job := self._waiting.get_nowait()) is not None:
+                job[1].finish(SessionClosed("the engine was closed while the constraint waited"))
+        self._waiting.put(None)
+        thread.join(CLOSE_MAX_S)
+
+    def _run(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            constraint, pending = job
+            try:
+                outcome: Grammar | WeftlineError = self._prepare(constraint)
+            except WeftlineError as error:
+                outcome = error
+            except BaseException as error:  # a panic too: a thread that ended here would leave everybody waiting
+                outcome = InputError(f"sampling.{constraint.kind}: cannot be prepared: {type(error).__name__}")
+            if not isinstance(outcome, Grammar | InputError):
+                self._forget(constraint, pending)
+            pending.finish(outcome)
+        self._trials.kill()
+
+    def _forget(self, constraint: Constraint, pending: Pending) -> None:
+        """Leave what failed for a passing reason out of what is known."""
+        with self._lock:
+            if self._known.get(constraint) is pending:
+                del self._known[constraint]
+
+    def _prepare(self, constraint: Constraint) -> Grammar:
+        text = _translated(constraint)
+        error = self._trials.wait_trial(text)
+        if error:
+            raise InputError(told(error))
+        if self._vocabulary is None:
+            self._vocabulary = read_vocabulary(self._tokenizer, self._size, self._ends)
+        if isinstance(self._vocabulary, ModelError):
+            raise self._vocabulary
+        grammar = Grammar(self._vocabulary, text)
+        self._try_beginning(grammar)
+        return grammar
+
+    def _try_beginning(self, grammar: Grammar) -> None:
+        """Raise what the first moves would; what is learnt on the way is there for the first sequence."""
+        import torch
+
+        row = torch.empty(grammar.vocabulary.words, dtype=torch.int32)
+        matcher = grammar.matcher()
+        matcher.fill(row)
+        word = int(row.nonzero()[0])
+        first = next(bit for bit in range(32) if int(row[word]) >> bit & 1)
+        if matcher.accept(32 * word + first):
+            matcher.rollback(1)
+
+
+def _translated(constraint: Constraint) -> str:
+    """Return the constraint as llguidance takes it. InputError for what it would take for something else."""
+    try:
+        from llguidance import LLMatcher, regex_to_lark
+    except ImportError:
+        raise MissingPackage("llguidance", "llm") from None
+
+    value = constraint.value
+    if isinstance(value, tuple):
+        return LLMatcher.grammar_from_regex("|".join(map(_literal, value)))
+    if constraint.kind in ("regex", "grammar"):
+        if constraint.kind == "grammar" and "::=" in value:
+            raise InputError("sampling.grammar: found '::=', as in GBNF; expected Lark: name: item item | item")
+        # \d and \w are ASCII as in JSON Schema: a model is not asked for digits in forty scripts.
+        lark = value if constraint.kind == "grammar" else f"start: /{regex_to_lark(value, 'dw')}/"
+        return json.dumps({"grammars": [{"lark_grammar": lark}]})  # bare, it could be taken for such JSON itself
+    schema = value if constraint.kind == "json_schema" else '{"type": "object"}'
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACES, "lenient": False})
+
+
+def _literal(text: str) -> str:
+    """Return a pattern that matches `text` and nothing else."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)

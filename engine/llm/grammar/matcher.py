@@ -1,0 +1,256 @@
+"""Where one sequence stands in its grammar: which tokens may come next, and which have come.
+
+llguidance does the parsing, and bounds the memory and the steps of each move (`LIMITS`). What it does not bound is
+bounded here: the processor time of a move, and of all moves together by their number. A matcher over a limit raises
+InputError for its own request, and nobody else's.
+
+The end of the text is not left to the grammar: end tokens are allowed exactly where the text is complete, and tokens
+that are no text (control tokens, padding) never, even when a grammar names them.
+
+Sequences with one constraint share what the parser learns about it (its lexer's states), which makes the later ones
+quicker and could make them pay for an earlier one's excess. So a matcher that fails in shared state starts again once
+with fresh state, and fails only if it fails there too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from weftline.engine.llm.grammar.refusal import SIMPLER, WHERE, told
+from weftline.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weftline.engine.llm.grammar.vocabulary import Vocabulary
+
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2_000,  # ways to go on at one place: about 500 optional properties
+    "initial_lexer_fuel": 1_000_000,  # 20 ms
+    "step_lexer_fuel": 200_000,  # 15 ms, seen 90
+    "step_max_items": 20_000,  # a few ms, for what is not ambiguous
+    "max_lexer_states": 100_000,  # up to 200 MB; counted repeats over a long text take 30 for each token
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+"""The parser's own limits, in its own units; the library's defaults but for the states and the items of a step."""
+MOVE_MAX_MS = 250.0
+"""Most processor time of one move (a mask, or a token taken): so long the others of a round may have to wait."""
+BURST_MS = 1000.0
+STEADY_MS = 10.0
+"""All moves of a matcher may take BURST_MS, and STEADY_MS for each of them; usual ones take 0.02 to 1 ms."""
+RENEW_MS = 300.0
+RENEW_MAKINGS = 20
+"""A grammar forgets what its matchers have learnt (30 MB, as measured) after RENEW_MS of their processor time, but not
+before RENEW_MAKINGS times what it took to make it."""
+
+
+class Grammar:
+    """A compiled constraint; any number of sequences share it. For one thread at a time, like its matchers' making."""
+
+    def __init__(self, vocabulary: Vocabulary, text: str) -> None:
+        self.vocabulary = vocabulary
+        self._text = text
+        self._spent_ms = 0.0
+        self._fresh, self._making_ms = timed(self.parser)
+
+    def parser(self) -> Any:
+        """Return a parser at the start that shares nothing; does not hold the interpreter while it is made.
+
+        InputError when the grammar is over a limit or wrong.
+        """
+        from llguidance import LLMatcher, LLParserLimits
+
+        made = LLMatcher(self.vocabulary.tokenizer, self._text, log_level=0, limits=LLParserLimits(**LIMITS))
+        if made.is_error():
+            raise InputError(told(made.get_error()))
+        return made
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the start, in microseconds but when it is time to forget."""
+        if self._spent_ms > max(RENEW_MS, RENEW_MAKINGS * self._making_ms):
+            return Matcher(self, self.renew())
+        return Matcher(self, self._fresh.deep_copy())
+
+    def note(self, took_ms: float) -> None:
+        """Count the processor time of a matcher's move."""
+        self._spent_ms += took_ms
+
+    def renew(self) -> Any:
+        """Return a parser that shares nothing with those handed out so far; later matchers share with it."""
+        fresh = self.parser()
+        self._fresh, self._spent_ms = fresh, 0.0
+        return fresh.deep_copy()
+
+
+def timed(make: Callable[[], Any]) -> tuple[Any, float]:
+    """Return what `make` returns, and the processor time it took, in milliseconds."""
+    began = time.thread_time()
+    made = make()
+    return made, (time.thread_time() - began) * 1e3
+
+
+class Matcher:
+    """One sequence's place in its grammar. For one thread at a time; raises InputError when a limit is reached.
+
+    After an error it is of no more use, and its request has failed.
+    """
+
+    def __init__(self, grammar: Grammar, parser: Any) -> None:
+        self._grammar = grammar
+        self._vocabulary = grammar.vocabulary
+        self._parser = parser
+        self._tokens: list[int] = []
+        self._revived = False
+        self._moves = 0
+        self._spent_ms = 0.0
+        self._taking_ms = 0.0
+        self._ended = False
+
+    @property
+    def words(self) -> int:
+        """How many 32-bit words the row of a mask has."""
+        return self._vocabulary.words
+
+    @property
+    def vocabulary(self) -> int:
+        """How many columns the logits have."""
+        return self._vocabulary.size
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text so far is one of the grammar's, so that it may end here."""
+        return self._ended or bool(self._parser.is_accepting())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and nothing can follow but an end token, or has followed."""
+        return self._ended or bool(self._parser.is_stopped() and self._parser.is_accepting())
+
+    def fill(self, row: Tensor) -> None:
+        """Write which tokens may come next to `row`, int32 [words] in host memory: bit i % 32 of word i // 32.
+
+        At least one bit is set. Does not hold the interpreter while it computes. After the end, only ends are allowed.
+        """
+        shape, words = tuple(row.shape), self.words  # the parser writes to an address, whatever is there
+        if shape != (words,) or row.element_size() != 4 or row.is_cuda or not row.is_contiguous():
+            raise ValueError(f"a mask's row of {row.dtype} {shape}, expected {words} words of int32 side by side")
+        if self._ended:
+            row.zero_()
+        else:
+            with self._timed():
+                self._parser.unsafe_compute_mask_ptr(row.data_ptr(), 4 * self.words)
+                if self._parser.is_error():
+                    self._revive()
+                    self._parser.unsafe_compute_mask_ptr(row.data_ptr(), 4 * self.words)
+                    self._check()
+            row &= self._vocabulary.plain
+        if self.complete:
+            for end in self._vocabulary.ends:
+                row[end // 32] |= _BITS[end % 32]
+        elif not row.any():
+            raise InputError(f"{WHERE} no token of this model can go on from here; change it")
+
+    def accept(self, token: int) -> bool:
+        """Take the next token of the answer; False, and nothing changes, when the grammar does not allow it."""
+        vocabulary = self._vocabulary
+        if self._ended or not 0 <= token < vocabulary.size:
+            return False
+        if token in vocabulary.ends:
+            if not self.complete:
+                return False
+            self._ended = True
+            self._tokens.append(token)
+            return True
+        if token in vocabulary.silent:
+            return False
+        before_ms = self._spent_ms
+        with self._timed():
+            taken = self._try(token)
+            if not taken:
+                self._parser.compute_bitmask()  # says whether it is refused, or what is shared is used up
+            if self._parser.is_error():
+                self._revive()
+                taken = self._try(token)
+                self._check()
+        self._taking_ms += self._spent_ms - before_ms
+        if taken:
+            self._tokens.append(token)
+        return taken
+
+    def rollback(self, tokens: int) -> None:
+        """Undo the last `tokens` accepted tokens, as if they had never come."""
+        if not 0 <= tokens <= len(self._tokens):
+            raise ValueError(f"cannot take back {tokens} tokens of {len(self._tokens)}")
+        if tokens == 0:
+            return
+        parsed = tokens - self._ended
+        self._ended = False
+        del self._tokens[-tokens:]
+        if parsed:
+            self._parser.rollback(parsed)
+            self._check()
+
+    def count(self, drafts: Sequence[int]) -> int:
+        """Return how many of `drafts` could be accepted one after the other; changes nothing."""
+        taken = 0
+        try:
+            for token in drafts:
+                if not self.accept(token):
+                    break
+                taken += 1
+        finally:
+            self.rollback(taken)
+        return taken
+
+    def forced(self) -> list[int]:
+        """Return tokens that must come next whatever the model says, as the tokenizer would spell them; often none."""
+        if self._ended:
+            return []
+        with self._timed():
+            tokens = self._parser.compute_ff_tokens()
+            self._check()
+        ids = [int(token) for token in tokens]
+        wrong = next((at for at, token in enumerate(ids) if token in self._vocabulary.silent), len(ids))
+        return ids[:wrong]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count a move and its processor time, which is nobody else's even on a busy machine."""
+        began = time.thread_time()
+        yield
+        took_ms = (time.thread_time() - began) * 1e3
+        self._moves += 1
+        self._spent_ms += took_ms
+        self._grammar.note(took_ms)
+        if took_ms > MOVE_MAX_MS:
+            raise InputError(f"{WHERE} a token took {took_ms:.0f} ms, the most is {MOVE_MAX_MS:g}; {SIMPLER}")
+        if self._spent_ms > BURST_MS + STEADY_MS * self._moves:
+            each = self._spent_ms / self._moves
+            raise InputError(f"{WHERE} takes {each:.1f} ms for each token, the most is {STEADY_MS:g}; {SIMPLER}")
+
+    def _try(self, token: int) -> bool:
+        return bool(self._parser.try_consume_tokens([token]) == 1)
+
+    def _revive(self) -> None:
+        """Start again with fresh state and the same tokens, once; others may have used up what was shared.
+
+        Not for what is never shared, nor where taking the same tokens again would take long.
+        """
+        shared = self._parser.get_error().startswith("lexer error")
+        if shared and not self._revived and self._taking_ms < MOVE_MAX_MS:
+            self._revived = True
+            self._parser = self._grammar.renew()
+            self._parser.try_consume_tokens(self._tokens)
+        self._check()
+
+    def _check(self) -> None:
+        if self._parser.is_error():
+            raise InputError(told(self._parser.get_error()))
+
+
+_BITS = [1 << bit if bit < 31 else -(1 << 31) for bit in range(32)]
+"""Single bits as int32 has them: the last one is the sign."""

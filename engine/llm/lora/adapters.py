@@ -1,0 +1,225 @@
+"""LoRA adapters on a loaded model: loaded and dropped while it serves, several at once in one round.
+
+    adapters = Adapters(model, slots_max=8)
+    slot = adapters.load("poems", Path("adapters/poems"))
+    adapters.choose([(0, 5, slot), (5, 6, 0)])   # before a pass: rows 0 to 4 with the adapter, row 5 without
+
+It works on a model as transformers made it and on one whose linear layers were merged: a merged layer says by `parts`
+which columns were which layer. The weights below may be of any format, also quantised. Layers get their place for
+adapters when the first adapter that needs it is loaded, and a round in which no row has an adapter computes what the
+bare model computes. `load` and `drop` belong between rounds, and to the thread that runs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from weftline.engine.llm.lora.file import RANK_MAX, Adapter, read_adapter
+from weftline.engine.llm.lora.linear import Choice, LoraLinear
+from weftline.engine.llm.lora.places import Place, find_places, like_computed
+from weftline.errors import InputError, LimitReached, ModelError
+
+SLOTS_MAX = 8
+NAME_MAX = 128
+_NAME = re.compile(r"[A-Za-z0-9][\w.:/-]*")
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """An adapter in its slot; `serial` counts all that were ever loaded, `users` the requests that run with it."""
+
+    slot: int
+    serial: int
+    users: int = 0
+    leaving: bool = False
+
+
+class Adapters:
+    """The adapters of `model`, at most `slots_max` of them; slots are numbered from 1, and 0 is the model as it is.
+
+    version: rises when memory of adapters moved; a CUDA graph of an older version must not be replayed.
+    """
+
+    def __init__(self, model: nn.Module, slots_max: int = SLOTS_MAX) -> None:
+        if slots_max < 1:
+            raise ValueError(f"slots_max: found {slots_max}, expected at least 1")
+        self.slots_max = slots_max
+        self.version = 0
+        self._model = model
+        self._like = like_computed(model)
+        self._choice = Choice()
+        self._layers: dict[str, LoraLinear] = {}
+        self._loaded: dict[str, _Loaded] = {}
+        self._serial = 0
+
+    def names(self) -> list[str]:
+        """Return the names that requests can ask for, oldest first."""
+        return [name for name, loaded in self._loaded.items() if not loaded.leaving]
+
+    def slot(self, name: str) -> int:
+        """Return the slot of a loaded adapter; InputError when there is none of that name."""
+        return self._known(name).slot
+
+    def salt(self, name: str) -> bytes:
+        """Return what tells this load of `name` from all others: keys and values of one must not serve another."""
+        return f"\0adapter {self._known(name).serial}".encode()
+
+    @property
+    def size_bytes(self) -> int:
+        """What the adapters' memory takes: all slots of every layer that has had an adapter."""
+        return sum(layer.size_bytes for layer in self._layers.values())
+
+    def load(self, name: str, folder: Path, shown: str = "") -> int:
+        """Read the adapter in `folder` (`shown` in errors), put it in a free slot and return the slot's number.
+
+        InputError: the name is taken or no name. LimitReached: all slots are taken, or the last adapter of that name
+        is still in use. ModelError: the adapter cannot be read, or does not fit the model. Nothing changes then.
+        """
+        self._check_name(name)
+        return self.add(name, read_adapter(folder, shown or folder.name))
+
+    @torch.inference_mode(mode=False)  # what is made inside that mode could not be written outside of it
+    def add(self, name: str, adapter: Adapter) -> int:
+        """Do what `load` does, with an adapter that was read elsewhere, such as in another thread."""
+        self._check_name(name)
+        places = self._fit(name, adapter)
+        taken = {loaded.slot for loaded in self._loaded.values()}
+        slot = next(slot for slot in range(1, self.slots_max + 1) if slot not in taken)
+        try:
+            for module, (a, b) in adapter.pairs.items():
+                place = places[module]
+                self._layer(place, adapter.rank).write(slot, place.part, a, b, adapter.scale)
+        except BaseException:  # out of memory, most likely: the slot must be empty for the next one
+            self._clear(slot)
+            raise
+        self._serial += 1
+        self._loaded[name] = _Loaded(slot, self._serial)
+        return slot
+
+    def drop(self, name: str) -> bool:
+        """Take an adapter away; True when its slot is free at once.
+
+        While requests hold it, new ones cannot ask for it, and its slot is free when the last of them ends.
+        """
+        loaded = self._known(name)
+        loaded.leaving = True
+        return self._free(name, loaded)
+
+    def hold(self, name: str) -> None:
+        """Count one more request that runs with `name`."""
+        self._known(name).users += 1
+
+    def release(self, name: str) -> None:
+        """Count one request less; an adapter that was dropped goes with its last one."""
+        loaded = self._loaded.get(name)
+        if loaded is None or loaded.users < 1:
+            raise RuntimeError(f"adapter {name} was released more often than held")
+        loaded.users -= 1
+        if loaded.leaving:
+            self._free(name, loaded)
+
+    def users(self, name: str) -> int:
+        """Return how many requests hold `name`; also while it is leaving."""
+        loaded = self._loaded.get(name)
+        return 0 if loaded is None else loaded.users
+
+    def choose(self, rows: Sequence[tuple[int, int, int]] | Tensor) -> None:
+        """Say which adapter each row of the coming pass has.
+
+        As a list: (first row, row after the last, slot) for all rows of the pass, in order, those of slot 0 too.
+        As a tensor, int64 [rows] of slots on the model's device: nothing looks at its values on the host. A CUDA graph
+        must be captured with this call inside, since it compares the slots; a replay follows what the tensor holds.
+        """
+        chosen = Choice.by_slots(rows, self.slots_max) if isinstance(rows, Tensor) else self._segments(rows)
+        choice = self._choice
+        choice.rows, choice.segments, choice.slots, choice.owned = (
+            chosen.rows, chosen.segments, chosen.slots, chosen.owned,
+        )  # fmt: skip
+
+    def _segments(self, rows: Sequence[tuple[int, int, int]]) -> Choice:
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for start, stop, slot in rows:
+            if slot and stop > start:
+                ours = spans.setdefault(slot, [])
+                if ours and ours[-1][1] == start:
+                    ours[-1] = (ours[-1][0], stop)
+                else:
+                    ours.append((start, stop))
+        segments = [(_where(ours, self._like.device), slot) for slot, ours in spans.items()]
+        return Choice(rows[-1][1] if rows else 0, segments)
+
+    def _check_name(self, name: str) -> None:
+        if len(name) > NAME_MAX or not _NAME.fullmatch(name):
+            raise InputError(f"adapter: found {name!r:.140}, expected a name of letters, digits and . _ : / -")
+        before = self._loaded.get(name)
+        if before is not None and before.leaving:
+            raise LimitReached(f"adapter {name}: {before.users} requests still run with the one that was dropped")
+        if before is not None:
+            raise InputError(f"adapter {name} is loaded already\n    fix: drop it first, or use another name")
+        if len(self._loaded) >= self.slots_max:
+            raise LimitReached(f"adapter {name}: all {self.slots_max} slots are taken; drop an adapter first")
+
+    def _known(self, name: str) -> _Loaded:
+        loaded = self._loaded.get(name)
+        if loaded is None or loaded.leaving:
+            known = ", ".join(self.names()) or "none is loaded"
+            raise InputError(f"adapter: found {name!r:.140}, expected one of: {known:.300}")
+        return loaded
+
+    def _free(self, name: str, loaded: _Loaded) -> bool:
+        if loaded.users:
+            return False
+        self._clear(loaded.slot)
+        del self._loaded[name]
+        return True
+
+    @torch.inference_mode(mode=False)
+    def _clear(self, slot: int) -> None:
+        for layer in self._layers.values():
+            layer.clear(slot)
+
+    def _fit(self, name: str, adapter: Adapter) -> dict[str, Place]:
+        """Return where the adapter's layers are; ModelError when one is not there or of another size."""
+        places = dict(find_places(self._model))
+        for module, (a, b) in adapter.pairs.items():
+            place = places.get(module)
+            if place is None:
+                raise ModelError(
+                    f"adapter {name}: {module:.120} is no linear layer of this model that adapters can change\n"
+                    "    fix: use an adapter that was trained on this very model"
+                )
+            part = place.parts[place.part]
+            found, expected = (a.shape[1], b.shape[0]), (place.width, part.stop - part.start)
+            if found != expected:
+                raise ModelError(
+                    f"adapter {name}: {module:.120}: found {found[0]} inputs and {found[1]} outputs, "
+                    f"expected {expected[0]} and {expected[1]}"
+                )
+        return places
+
+    def _layer(self, place: Place, rank: int) -> LoraLinear:
+        layer = self._layers.get(place.path)
+        if layer is None:
+            layer = LoraLinear.make(
+                place.path, place.module.forward, place.parts, self._choice, place.width, self.slots_max, rank,
+                self._like,
+            )  # fmt: skip
+            self._layers[place.path] = layer
+            place.module.forward = layer.forward
+            self.version += 1
+        elif rank > layer.rank_max:
+            layer.grow(min(RANK_MAX, rank))
+            self.version += 1
+        return layer
+
+
+def _where(spans: Sequence[tuple[int, int]], device: torch.device) -> slice | Tensor:
+    if len(spans) == 1:
+        return slice(*spans[0])
+    return torch.tensor([row for start, stop in spans for row in range(start, stop)], device=device)

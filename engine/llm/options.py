@@ -1,0 +1,100 @@
+"""The options of an llm step: their meaning, and what can be said of them before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weftline.engine.llm.params import SamplingParams
+from weftline.errors import InputError
+from weftline.nodes.contract import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8")
+WEIGHTS = ("auto", "fp8", "int8", "int4")
+TASKS = ("generate", "embed", "classify")
+POOLINGS = ("last", "mean", "first")
+SPECULATIONS = ("none", "ngram", "draft")
+_WHOLE = ("page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max", "guesses_max", "ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class LlmConfig:
+    """Options of an llm step."""
+
+    model: str
+    """Folder of a transformers model (config.json, *.safetensors, tokenizer), or its name on the hub."""
+    task: str = "generate"
+    """generate: answers. embed: a vector for each text. classify: scores by the model's classification head."""
+    system: str = ""
+    """Said to the model before every `prompt`; needs a model with a chat template."""
+    prefix: str = ""
+    """What every prompt begins with; its pages are kept longest. A step with `prompt:` sets it by itself."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How tokens are chosen and when an answer ends; a request's `sampling` input changes single keys."""
+    pooling: str = "last"
+    """How an embedding is made of its text's tokens: last, mean or first."""
+    page_tokens: int = 16
+    """Tokens in one page of the KV memory."""
+    kv_bytes: int | None = None
+    """KV memory in bytes, reserved at start; by default 256 MiB, less where the model cannot use it."""
+    kv_dtype: str = "auto"
+    """Number format of keys and values: auto (that of the weights), or fp8, which takes half the room of 16 bits."""
+    round_tokens_max: int = 512
+    """Most tokens of one round: a larger budget reads prompts faster, a smaller one streams more evenly."""
+    sequences_max: int = 32
+    """Most requests that generate at a time; others wait inside the step."""
+    dtype: str = "auto"
+    """Number format of weights and KV: auto (float32 on CPU, the checkpoint's on a GPU), float32, bfloat16, float16."""
+    weights: str = "auto"
+    """Number format in which weights are kept: auto (as the checkpoint has them), fp8, int8 or int4."""
+    context_max: int | None = None
+    """Longest prompt and answer together, in tokens; by default what the model was made for."""
+    speculation: str = "none"
+    """Who guesses tokens ahead: none, ngram (the text itself) or draft (a smaller model). Answers do not change."""
+    draft_model: str = ""
+    """The smaller model of `speculation: draft`, with the same vocabulary."""
+    guesses_max: int = 5
+    """Most tokens guessed at a time."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters, {name: folder}; a request's `adapter` input names one of them."""
+    fuse: bool = True
+    """Merge weights at load where that gives the same results: fewer and larger products."""
+    ranks: int = 1
+    """Processes among which the model is split (tensor parallel)."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sampling, Mapping):
+            try:
+                object.__setattr__(self, "sampling", SamplingParams.read(self.sampling))
+            except InputError as error:
+                option, _, found = str(error).partition(": ")
+                raise ConfigError(option, found) from error
+
+
+def check_options(config: LlmConfig) -> None:
+    """ConfigError names the option that is wrong."""
+    for option in _WHOLE:
+        value = getattr(config, option)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(option, f"found {value!r:.40}", "a whole number from 1")
+    choices = {
+        "dtype": DTYPES,
+        "kv_dtype": KV_DTYPES,
+        "weights": WEIGHTS,
+        "task": TASKS,
+        "pooling": POOLINGS,
+        "speculation": SPECULATIONS,
+    }
+    for option, allowed in choices.items():
+        if getattr(config, option) not in allowed:
+            raise ConfigError(option, f"found {getattr(config, option)!r:.40}", f"one of {', '.join(allowed)}")
+    if not config.model:
+        raise ConfigError("model", "found an empty text", "a model's folder or name")
+    if (config.speculation == "draft") != bool(config.draft_model):
+        raise ConfigError("draft_model", f"found {config.draft_model!r:.60}", "a model exactly with speculation: draft")
+    if config.task != "generate" and (config.speculation != "none" or config.adapters):
+        raise ConfigError("task", f"found {config.task}", "generate, where speculation or adapters are wanted")
+    plain = config.task == "generate" and config.weights == "auto" and config.speculation != "draft"
+    if config.ranks > 1 and (config.adapters or not plain):
+        raise ConfigError("ranks", f"found {config.ranks}", "1 with other tasks, weights, adapters or a draft model")

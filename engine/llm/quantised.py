@@ -1,0 +1,207 @@
+"""Weights kept in fewer bits: which way fits a model and a device, and the change itself.
+
+    plan = plan_weights("int8", "auto", "cpu", config, "models/shapes-chat")
+    model = AutoModelForCausalLM.from_pretrained(..., config=config, dtype=plan.dtype or ...)
+    fuse(model)
+    report = quantise(model, plan.form, "cpu")
+
+Products are torchao's. Quantising comes after fusing: a merged layer's rows keep the scales that they would have had
+apart, so that merging changes no number, and fused layers do not know what their weights are made of. Layers are
+changed one at a time, each on the device where it will be, and what was there before is freed. Embeddings, the output
+layer, norms and routers of experts stay as they are.
+
+    form   a weight takes            scales                 products
+    fp8    8 bits, e4m3              one for each output    in fp8, inputs scaled by row when they come (GPU 8.9 up)
+    int8   8 bits, symmetric         one for each output    in the model's dtype
+    int4   4 bits, with zero point   one for each group     in bfloat16
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weftline.engine.llm.quantised_checkpoint import METHODS, check_method, find_method, is_fp8, tell
+from weftline.errors import MissingPackage, ModelError
+
+FORMS = ("fp8", "int8", "int4")
+FP8_CAPABILITY = (8, 9)
+INT4_CAPABILITY = (8, 0)
+GROUPS = (128, 64, 32)
+"""Sizes of int4's groups, the largest first that divides a layer's inputs."""
+FP8_MULTIPLE = 16
+"""Matrix products in fp8 want sizes that are multiples of this (torch._scaled_mm)."""
+_WHOLE = (torch.float32, torch.bfloat16, torch.float16)
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """How a model's weights are kept.
+
+    form:  fp8, int8 or int4 to quantise to once loaded; None: as loaded.
+    dtype: name of the dtype that the form computes in; None: any.
+    """
+
+    form: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """What became of a model: layers quantised, (path, reason) of linear layers left, bytes of all weights."""
+
+    layers: int
+    left: tuple[tuple[str, str], ...]
+    before_bytes: int
+    after_bytes: int
+
+    def __str__(self) -> str:
+        mib = f"{self.before_bytes / 2**20:.1f} MiB to {self.after_bytes / 2**20:.1f} MiB"
+        return f"{self.layers} layers quantised, {len(self.left)} left; weights from {mib}"
+
+
+def plan_weights(weights: str, dtype: str, device: str, config: Any, shown: str) -> WeightPlan:
+    """Return how to load and keep the weights of a model with transformers' `config`; `shown` is its name in errors.
+
+    weights: auto (as the checkpoint has them), or a form.   dtype: auto or a torch dtype's name.
+    A checkpoint that is to be unpacked as it is loaded is told so in `config`.
+    ModelError says what does not go together, MissingPackage what to install.
+    """
+    capability = _capability(device)
+    method, form = find_method(config, shown), (None if weights == "auto" else weights)
+    if method is not None:
+        check_method(method, shown, capability is None)
+        fast = capability is not None and capability >= FP8_CAPABILITY
+        if form is not None and not METHODS[method].unpacked:
+            raise ModelError(f"weights: found {form}, expected auto: model {shown} already is quantised, by {method}")
+        if method == "compressed-tensors" and form is None and fast and is_fp8(config):
+            tell(config, use_optimized_inference=True)
+        elif METHODS[method].unpacked:
+            tell(config, dequantize=True)
+        if method == "fp8" and form is None and fast:
+            form = "fp8"
+    return WeightPlan() if form is None else WeightPlan(form, check_form(form, dtype, device))
+
+
+def check_form(form: str, dtype: str, device: str) -> str | None:
+    """Return the dtype that `form` computes in on `device`, None for any; ModelError when it cannot be."""
+    capability = _capability(device)
+    least = {"fp8": FP8_CAPABILITY, "int4": INT4_CAPABILITY}.get(form)
+    if form not in FORMS:
+        raise ModelError(f"weights: found {form!r:.40}, expected auto, {', '.join(FORMS)}")
+    if least is not None and (capability is None or capability < least) and (capability is not None or form == "fp8"):
+        found = "cpu" if capability is None else f"a GPU of {capability[0]}.{capability[1]}"
+        raise ModelError(
+            f"weights: {form} needs a GPU of compute capability {least[0]}.{least[1]} or newer, found {found}\n"
+            "    fix: use int8, or auto"
+        )
+    if find_spec("torchao") is None:
+        raise MissingPackage("torchao", "quantised")
+    if form == "int8":
+        return None
+    if dtype not in ("auto", "bfloat16"):
+        raise ModelError(f"weights: {form} computes in bfloat16, but dtype is {dtype}\n    fix: leave dtype out")
+    return "bfloat16"
+
+
+@torch.no_grad()
+def quantise(model: nn.Module, form: str, device: str) -> WeightReport:
+    """Keep the weights of `model`'s linear layers as `form` says, in place; each layer moves to `device` first.
+
+    What is not quantised stays where it is. ModelError when no layer can be quantised.
+    """
+    before, layers, left = weight_bytes(model), 0, []
+    for path, linear, reason in _linears(model):
+        reason = reason or misfit(linear, form)
+        if reason is not None:
+            left.append((path, reason))
+            continue
+        quantise_linear(linear, form, device)
+        layers += 1
+    if not layers:
+        why = left[0][1] if left else "it has no linear layers"
+        raise ModelError(f"weights: no layer of {type(model).__name__} can be {form}: {why}\n    fix: use auto")
+    return WeightReport(layers, tuple(left), before, weight_bytes(model))
+
+
+@torch.no_grad()
+def quantise_linear(linear: nn.Linear, form: str, device: str) -> None:
+    """Move one layer to `device` and quantise its weight in place; `misfit` must have said None."""
+    _torchao().quantize_(linear.to(device), _torchao_config(linear, form, device))
+
+
+def misfit(linear: nn.Linear, form: str) -> str | None:
+    """Return why a layer cannot be of `form`, None when it can."""
+    if type(linear.weight.data) is not Tensor or linear.weight.dtype not in _WHOLE:
+        return "its weight is quantised already"
+    if form == "int4" and linear.in_features % GROUPS[-1]:
+        return f"{linear.in_features} inputs are no multiple of {GROUPS[-1]}"
+    if form == "int4" and linear.out_features % 8:
+        return f"{linear.out_features} outputs are no multiple of 8"
+    if form == "fp8" and (linear.in_features % FP8_MULTIPLE or linear.out_features % FP8_MULTIPLE):
+        return f"{linear.in_features} inputs and {linear.out_features} outputs are no multiples of {FP8_MULTIPLE}"
+    return None
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return what the model's weights take, quantised ones with their scales; each is counted once."""
+    return sum(map(_tensor_bytes, model.parameters()))
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_tensor_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()
+
+
+def _linears(model: Any) -> Iterator[tuple[str, nn.Linear, str | None]]:
+    """Yield linear layers, and why those stay that cannot be told by their sizes."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    kept = {id(module.weight) for module in (head, embedding) if module is not None}
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        name = path.rpartition(".")[2]
+        reason = "it is the output layer" if id(module.weight) in kept else None
+        yield path, module, "it chooses experts" if name in _ROUTERS else reason
+
+
+def _torchao_config(linear: nn.Linear, form: str, device: str) -> Any:
+    quantization = _torchao()
+    if form == "fp8":
+        rows = quantization.PerRow()
+        return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=rows, set_inductor_config=False)
+    if form == "int8":
+        return quantization.Int8WeightOnlyConfig(set_inductor_config=False)
+    group = next(size for size in GROUPS if linear.in_features % size == 0)
+    if torch.device(device).type == "cpu":
+        from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+
+        return PrototypeInt4WeightOnlyConfig(group_size=group, set_inductor_config=False)
+    # the packing that torch's own kernel reads; others need more packages
+    packing = "tile_packed_to_4d"
+    return quantization.Int4WeightOnlyConfig(group, set_inductor_config=False, int4_packing_format=packing)
+
+
+def _torchao() -> Any:
+    """Return torchao's quantization, imported without what torch has to say about torchao's own code."""
+    log = logging.getLogger("torch.utils._pytree")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        from torchao import quantization
+    finally:
+        log.setLevel(level)
+    return quantization
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    """Return a GPU's compute capability, None for a CPU."""
+    return None if torch.device(device).type == "cpu" else torch.cuda.get_device_capability(device)

@@ -1,0 +1,121 @@
+"""How much a page is worth keeping once no sequence holds it.
+
+Priorities and durations follow TensorRT-LLM's KvCacheRetentionConfig: a number from 0 to 100 for a range of a prompt's
+tokens, for some time or for good. Idle pages of the lowest priority are given up first, the least recently used of them
+before the others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from weftline.errors import InputError
+
+PRIORITY_USUAL = 35
+"""What a page is worth when nobody says; TensorRT-LLM's default."""
+PRIORITY_TEMPLATE = 80
+"""What the fixed beginning of a step's prompts is worth: every request of the step begins with it."""
+PRIORITIES = range(0, 101)
+RANGES_MAX = 16
+"""Most ranges of one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Tokens `start` up to `stop` (None: to the prompt's end) have this `priority`, for `duration_ms` or for good."""
+
+    start: int = 0
+    stop: int | None = None
+    priority: int = PRIORITY_USUAL
+    duration_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int or self.priority not in PRIORITIES:
+            raise InputError(f"retention.priority: found {self.priority!r:.40}, expected a whole number from 0 to 100")
+        stop = 1 << 40 if self.stop is None else self.stop
+        if type(self.start) is not int or type(stop) is not int or not 0 <= self.start < stop:
+            raise InputError(f"retention: found tokens {self.start!r:.40} to {self.stop!r:.40}, expected a range")
+        if self.duration_ms is not None and not self.duration_ms > 0:
+            raise InputError(f"retention.duration_ms: found {self.duration_ms!r:.40}, expected more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a page is worth until `until_ms`, and PRIORITY_USUAL from then on."""
+
+    priority: int = PRIORITY_USUAL
+    until_ms: float | None = None
+
+    def at(self, now_ms: float) -> int:
+        return self.priority if self.until_ms is None or now_ms < self.until_ms else PRIORITY_USUAL
+
+
+USUAL = Worth()
+
+
+def worth(ranges: Iterable[Retention], start: int, stop: int, now_ms: float) -> Worth:
+    """Return what a page of tokens `start` to `stop` is worth: the best of the ranges that reach into it."""
+    best = [one for one in ranges if one.start < stop and (one.stop is None or start < one.stop)]
+    if not best:
+        return USUAL
+    one = max(best, key=lambda r: (r.priority, r.duration_ms is None, r.duration_ms or 0.0))
+    return Worth(one.priority, None if one.duration_ms is None else now_ms + one.duration_ms)
+
+
+class IdlePages:
+    """The pages nobody holds, in the order in which they are given up."""
+
+    def __init__(self) -> None:
+        self._by_priority: dict[int, OrderedDict[int, Worth]] = {}
+        self._priority: dict[int, int] = {}
+        self._ends = False  # whether any page's worth ends some time
+
+    def __len__(self) -> int:
+        return len(self._priority)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._priority
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._priority)
+
+    def add(self, page: int, what: Worth, now_ms: float) -> None:
+        """Take a page in; it is the most recently used of its priority."""
+        priority = what.at(now_ms)
+        self._by_priority.setdefault(priority, OrderedDict())[page] = what
+        self._priority[page] = priority
+        self._ends = self._ends or (what.until_ms is not None and priority != PRIORITY_USUAL)
+
+    def remove(self, page: int) -> None:
+        priority = self._priority.pop(page)
+        del self._by_priority[priority][page]
+
+    def pop(self, now_ms: float) -> int:
+        """Give up the page that is worth least, the least recently used of several; KeyError when there is none."""
+        if self._ends:
+            self._lower(now_ms)
+        for priority in sorted(self._by_priority):
+            pages = self._by_priority[priority]
+            if pages:
+                page, _ = pages.popitem(last=False)
+                del self._priority[page]
+                return page
+        raise KeyError("no idle page")
+
+    def _lower(self, now_ms: float) -> None:
+        """Move pages whose time has passed to where usual ones are; as the oldest there, for so long nobody came."""
+        self._ends = False
+        for priority, pages in list(self._by_priority.items()):
+            if priority == PRIORITY_USUAL:
+                continue
+            for page, what in list(pages.items()):
+                if what.at(now_ms) != priority:
+                    del pages[page]
+                    usual = self._by_priority.setdefault(PRIORITY_USUAL, OrderedDict())
+                    usual[page] = USUAL
+                    usual.move_to_end(page, last=False)
+                    self._priority[page] = PRIORITY_USUAL
+                elif what.until_ms is not None:
+                    self._ends = True

@@ -1,0 +1,77 @@
+"""What a round sees of the buffers is what its spans say; the rest is padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weftline.engine.llm.attention import Span
+from weftline.engine.llm.gpu.buffers import NOWHERE, BufferLimits, Draw, RoundBuffers, input_tokens
+from weftline.engine.llm.pages import PageTable
+
+LIMITS = BufferLimits(rows_max=32, sequences_max=8, pages_max=6)
+
+
+def buffers() -> RoundBuffers:
+    return RoundBuffers(LIMITS, 4, torch.device("cpu"))
+
+
+def test_rows_have_the_slots_and_positions_of_their_tokens() -> None:
+    spans = [Span(0, 5, 1, PageTable([9, 2])), Span(1, 2, 4, PageTable([7, 3])), Span(5, 0, 2, PageTable([5]))]
+    view = buffers().fill(spans, tokens=range(7), keep=[0, 4, 6])
+    assert view.positions.tolist() == [5, 2, 3, 4, 5, 0, 1]
+    assert view.slots.tolist() == [2 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, 3 * 4, 3 * 4 + 1, 20, 21]
+    assert view.row_starts.tolist() == [0, 1, 5, 7]
+    assert view.starts.tolist() == [5, 2, 0]
+    assert view.tokens.tolist() == list(range(7))
+    assert view.keep.tolist() == [0, 4, 6]
+    assert [view.tables[line, : len(s.table.pages)].tolist() for line, s in enumerate(spans)] == [[9, 2], [7, 3], [5]]
+
+
+def test_padding_rows_go_nowhere_and_padding_sequences_have_no_rows() -> None:
+    made = buffers()
+    full = [Span(at, 3, 1, PageTable([at])) for at in range(8)]
+    made.fill(full, 8, 8, range(10, 18), draws=[Draw(temperature=0.5, seed=at, position=4) for at in range(8)])
+    view = made.fill(full[:3], 4, 4, [1, 2, 3], draws=[Draw(0.7, 5, 0.9, 0.1, 0.8, 77, 4)] * 3)
+    assert view.slots.tolist() == [3, 7, 11, NOWHERE]
+    assert view.row_starts.tolist() == [0, 1, 2, 3, 3]
+    assert view.tokens.tolist() == [1, 2, 3, 0]
+    assert view.draws["seed"].tolist() == [77, 77, 77, 0]
+    assert view.draws["temperature"].tolist() == pytest.approx([0.7, 0.7, 0.7, 0.0])
+    assert view.draws["top_k"].tolist() == [5, 5, 5, 0]
+
+
+def test_addresses_never_change() -> None:
+    made = buffers()
+    first = made.fill([Span(0, 3, 1, PageTable([0]))], 4, 4, [1])
+    second = made.fill([Span(0, 9, 1, PageTable([0, 3, 5]))], 4, 4, [1])
+    fixed = made.fixed(4)
+    for name in ("tokens", "positions", "slots", "tables", "row_starts", "starts", "tokens_from", "adapters"):
+        one, two, three = (getattr(view, name) for view in (first, second, fixed))
+        assert one.data_ptr() == two.data_ptr() == three.data_ptr()
+        assert one.shape == three.shape
+    assert fixed.tables[0, :3].tolist() == [0, 3, 5]
+
+
+def test_tokens_can_come_from_the_round_before() -> None:
+    made = buffers()
+    made.drawn[:4] = torch.tensor([40, 41, 42, 43])
+    spans = [Span(at, 3, 1, PageTable([at])) for at in range(3)]
+    view = made.fill(spans, 4, 4, [7, 8, 9], tokens_from=[2, NOWHERE, 0])
+    assert input_tokens(view, made.drawn).tolist() == [42, 8, 40, 0]
+
+
+@pytest.mark.parametrize(
+    ("spans", "rows", "sequences", "said"),
+    [
+        ([Span(0, 0, 33, PageTable(list(range(9))))], None, None, "a round of 33 tokens"),
+        ([Span(at, 0, 1, PageTable([at])) for at in range(9)], None, None, "9 sequences"),
+        ([Span(0, 24, 1, PageTable(list(range(7))))], None, None, "a sequence of 7 pages"),
+        ([Span(0, 0, 2, PageTable([0]))], 1, None, "a round of 2 tokens, padded to 1"),
+    ],
+)
+def test_a_round_beyond_the_limits_is_refused(
+    spans: list[Span], rows: int | None, sequences: int | None, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        buffers().fill(spans, rows, sequences)

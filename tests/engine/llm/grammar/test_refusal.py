@@ -1,0 +1,26 @@
+"""What the parser complains of is told in words that help, and in nothing else."""
+
+import pytest
+
+from weftline.engine.llm.grammar.refusal import told
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("", "sampling: the constraint: it cannot be used"),
+        ("\n<non-verbose/>", "sampling: the constraint: it cannot be used"),
+        ("lexer error: too many states: 250000 >= 250000\n<non-verbose/>", "needs too many states"),
+        (
+            'at 1(8): invalid regex "(a" (in regex): regex parse error:\n    (a\n    ^\nerror: unclosed group\n',
+            "unclosed",
+        ),
+        ("panic: src/parser.rs:17 0xdeadbeef\n  at /root/x.rs", "it cannot be used"),
+        ("circular references are not supported: json-schema:///#/$defs/a", "not supported: /#/$defs/a"),
+        ("x" * 5000, "xxx"),
+    ],
+)
+def test_the_parsers_complaints_are_put_into_words(said: str, meant: str) -> None:
+    assert meant in told(said)
+    assert "\n" not in told(said) and ".rs" not in told(said)
+    assert len(told(said)) < 350

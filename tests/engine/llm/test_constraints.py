@@ -1,0 +1,133 @@
+"""Answers that must be of a form, inside the engine: they are, whatever else happens, and nobody else waits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.engine.llm import tiny
+from weftline.engine.llm.constraints import Constraints
+from weftline.engine.llm.drafting import NgramGuesser, Speculation
+from weftline.engine.llm.engine import Engine
+from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.request import Wish
+from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.tokens import Tokens
+from weftline.errors import DeadlineExceeded, InputError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"count": {"type": "integer"}, "colour": {"enum": ["red", "blue"]}},
+    "required": ["count", "colour"],
+    "additionalProperties": False,
+}
+FREE = {"tokens_max": 300, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def engine(folder: Path):
+    runner = Runner.open(folder, RunnerOptions(kv_bytes=60 * 16 * 512))
+    tokens = Tokens.open(folder, runner.context_max)
+    constraints = Constraints(tokens, runner.vocabulary, runner.ends)
+    made = Engine(runner, tokens, RoundLimits(64, 8), speculation=Speculation(NgramGuesser()), constraints=constraints)
+    yield made
+    made.close()
+
+
+def _finish(engine: Engine) -> tuple[dict[tuple[int, int], str], dict[int, Exception]]:
+    texts: dict[tuple[int, int], str] = {}
+    errors: dict[int, Exception] = {}
+    while engine.busy:
+        for update in engine.step():
+            texts[update.id, update.index] = texts.get((update.id, update.index), "") + update.text
+            if update.error is not None:
+                errors[update.id] = update.error
+        engine.check()
+    assert engine.stats().pages_used == 0
+    return texts, errors
+
+
+def test_answers_of_many_forms_side_by_side_are_of_their_forms(engine):
+    wanted = [
+        {"regex": "(ab|cd){3,5}x"},
+        {"choice": ["yes", "no", "it depends"]},
+        {"json_schema": SCHEMA},
+        {"grammar": 'start: "a" WORD "!"\nWORD: /[b-y]{1,6}/'},
+        {},
+    ]
+    for at, constraint in enumerate(wanted):
+        engine.add(at, [5, 6, 7 + at], SamplingParams(**FREE, seed=at, **constraint))
+    texts, errors = _finish(engine)
+    assert not errors
+    assert re.fullmatch("(ab|cd){3,5}x", texts[0, 0])
+    assert texts[1, 0] in ("yes", "no", "it depends")
+    read = json.loads(texts[2, 0])
+    assert type(read["count"]) is int
+    assert read["colour"] in ("red", "blue")
+    assert re.fullmatch("a[b-y]{1,6}!", texts[3, 0])
+
+
+def test_every_one_of_several_answers_is_of_the_form(engine):
+    engine.add(1, [5, 6], SamplingParams(**FREE, seed=3, n=6, regex="[0-9]{4}-[0-9]{2}"))
+    texts, errors = _finish(engine)
+    assert not errors
+    assert len(texts) == 6
+    assert all(re.fullmatch("[0-9]{4}-[0-9]{2}", text) for text in texts.values())
+    assert len(set(texts.values())) > 1
+
+
+def test_a_preempted_answer_goes_on_in_its_form(engine):
+    for at in range(6):
+        engine.add(at, list(range(3, 60)), SamplingParams(**FREE, seed=at, tokens_min=40, regex="[a-f]{50,60}"))
+    texts = dict.fromkeys(range(6), "")
+    step = 0
+    while engine.busy:
+        for update in engine.step():
+            assert update.error is None
+            texts[update.id] += update.text
+        step += 1
+        if step in (15, 25):
+            engine.resize(24)
+    assert engine.stats().preemptions > 0
+    assert all(re.fullmatch("[a-f]{50,60}", text) for text in texts.values())
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"regex": "(a"}, "regex"),
+        ({"json_schema": {"type": "colour"}}, "json_schema"),
+        ({"grammar": "start: nothing"}, "grammar"),
+    ],
+)
+def test_a_bad_form_fails_its_request_and_the_others_go_on(engine, bad, named):
+    engine.add(1, [5, 6], SamplingParams(tokens_max=5, ignore_eos=True))
+    engine.add(2, [5, 6], SamplingParams(**bad))
+    _, errors = _finish(engine)
+    assert list(errors) == [2]
+    assert isinstance(errors[2], InputError)
+    assert named in str(errors[2])
+
+
+def test_others_run_while_a_form_is_prepared_and_it_can_be_cancelled_or_expire(engine):
+    engine.add(1, [5, 6], SamplingParams(tokens_max=30, ignore_eos=True))
+    engine.add(2, [5, 6], SamplingParams(**FREE, regex="[ab]{3}"), Wish(deadline_ms=5.0))
+    engine.add(3, [5, 6], SamplingParams(**FREE, regex="[cd]{3}"))
+    first = engine.step(0.0)
+    assert [update.id for update in first] == [1]
+    engine.cancel(3)
+    late = engine.step(10.0)
+    assert any(update.id == 2 and isinstance(update.error, DeadlineExceeded) for update in late)
+    texts, errors = _finish(engine)
+    assert not errors
+    assert {id for id, _ in texts} == {1}

@@ -1,0 +1,39 @@
+"""Two language models share a budget: memory moves to the one that is short, and answers do not change."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from weftline.engine.session import load
+from weftline.pipelines.builder import Builder
+
+MIB = 1 << 20
+QUESTION = "The photo shows: 2 red circles, 1 blue star. How many stars are there? "
+
+
+def test_memory_moves_to_the_step_that_is_short_and_its_answers_stay_the_same() -> None:
+    pipeline = Builder("two", limits={"kv_bytes": {"cpu": 4 * MIB}}, base_dir=Path(__file__).parents[3])
+    prompt = pipeline.input("prompt", "text")
+    sampling = {"tokens_max": 120, "ignore_eos": True}
+    for name in ("small", "large"):
+        step = pipeline.step(
+            name, "llm", model="examples/models/shapes-chat", inputs={"prompt": prompt}, sampling=sampling
+        )
+        pipeline.output(name, step.text)
+    with load(pipeline).open() as session, ThreadPoolExecutor(12) as pool:
+        workers = session.pids()
+        alone = session.run(outputs=["small"], prompt=QUESTION)["small"]
+        kv = session.stats()["kv"]["cpu"]
+        assert kv["held_bytes"] == {"small": MIB, "large": MIB}, "a quarter of 4 MiB each, and half is nobody's"
+        asked, most, until_s = [], 0, time.monotonic() + 60
+        while most <= MIB and time.monotonic() < until_s:
+            while sum(not one.done() for one in asked) < 12:
+                asked.append(pool.submit(session.run, outputs=["small"], prompt=QUESTION + "x" * (len(asked) % 50)))
+            kv = session.stats()["kv"]["cpu"]
+            assert sum(kv["held_bytes"].values()) + kv["unassigned_bytes"] == 4 * MIB
+            most = max(most, kv["held_bytes"]["small"])
+            time.sleep(0.02)
+        assert most > MIB
+        assert asked[0].result()["small"] == alone
+        assert len({one.result()["small"] for one in asked}) > 1
+        assert session.pids() == workers, "nobody was started again for it"
