@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format evaluate bench bench-quick simulate docs clean
+.PHONY: help setup demo test lint format evaluate bench bench-quick bench-llm simulate docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,15 @@ bench-quick: setup  ## the same in about 2 minutes, to see that they run
 	$(RUN) -m benchmarks.deadlines --quick --loads 1.2 2
 	$(RUN) -m benchmarks.overload --quick --loads 2
 	$(RUN) -m benchmarks.deaths --quick
+
+bench-llm: setup  ## the LLM engine beside its peers, about 15 minutes
+	$(RUN) -m benchmarks.llm
+	$(RUN) -m benchmarks.llm --requests 128
+	$(RUN) -m benchmarks.llm --model examples/models/shapes-chat
+	$(RUN) -m benchmarks.llm_latency
+	$(RUN) -m benchmarks.llm_host
+	$(RUN) -m benchmarks.sampling
+	$(RUN) -m benchmarks.weights
 
 simulate: setup  ## run the scheduler through SEEDS made-up worlds
 	$(RUN) -m tests.engine.simulation --seeds $(SEEDS)

@@ -15,6 +15,8 @@ class _Answer:
     texts: list[str] = field(default_factory=list)
     finish: str | None = None
     tokens: int = 0
+    guessed: int = 0
+    right: int = 0
     logprobs: list[TokenInfo] = field(default_factory=list)
 
 
@@ -41,6 +43,7 @@ class Answers:
         answer.logprobs += update.logprobs
         self._prompt = update.prompt_logprobs or self._prompt
         self._prompt_tokens, self._cached = update.prompt_tokens, update.cached_tokens
+        answer.guessed, answer.right = update.guessed_tokens, update.right_tokens
 
     def outputs(self) -> dict[str, Any]:
         """Return the step's outputs: text and usage of the first answer, and all answers."""
@@ -51,6 +54,9 @@ class Answers:
             "cached_tokens": self._cached,
             "finish_reason": first.finish,
         }
+        if any(answer.guessed for answer in self._answers):
+            usage["guessed_tokens"] = sum(answer.guessed for answer in self._answers)
+            usage["right_tokens"] = sum(answer.right for answer in self._answers)
         answers = [self._to_json(index, answer) for index, answer in enumerate(self._answers)]
         if self._prompt:
             answers[0]["prompt_logprobs"] = [None, *map(self._token, self._prompt)]

@@ -8,7 +8,7 @@ sequences they belong to; positions are right for each, and who may see whom is 
     keys   [kv_heads, slots, width]     a layer's pages; token t is at slot pages[t // size] * size + t % size
 
 Heads come first in the pages so that a sequence whose pages are neighbours is, for each head, one dense piece of
-memory. How the reading is done depends on the device: `attention_cpu` and `attention_gpu` are two forms of one
+memory. How the reading is done depends on the device: `cpu.attention` and `gpu.attention` hold two forms of one
 operation, and the runner chooses.
 """
 

@@ -88,7 +88,9 @@ class Compute:
     def launch(self, round: Round) -> Flight | None:
         """Start a round and return at once, where the device draws all its tokens by itself; None where it does not."""
         runner = self._runner
-        if runner.graphs is None or not 0 < len(round.shares) <= runner.graphs.sequences_max or self._constraints.any:
+        if runner.graphs is None or runner.head is not None or self._constraints.any:
+            return None
+        if not 0 < len(round.shares) <= runner.graphs.sequences_max:
             return None
         if not all(share.plain and self._sampler.is_plain(share.sequence) for share in round.shares):
             return None
@@ -116,7 +118,7 @@ class Compute:
                     rows.append(Row(child, (), self._constraints.matcher(child)))
                     places.append(row)
             row = last
-        if len(places) != logits.shape[0]:
+        if places != list(range(logits.shape[0])):
             logits = logits[places]
         choices = iter(self._sampler.pick(logits, rows) if rows else ())
         outcomes = []

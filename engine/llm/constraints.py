@@ -61,7 +61,8 @@ class Constraints:
             compiled = pending.result()
         except InputError as error:
             kind = next(iter(request.sequences[0].params.constraint))
-            raise InputError(f"sampling.{kind}: {str(error).removeprefix(_PREFIX)}") from None
+            reason = str(error).removeprefix(_PREFIX).removeprefix(f"sampling.{kind}: ")
+            raise InputError(f"sampling.{kind}: {reason}") from None
         for sequence in request.sequences:
             self._matchers[sequence.order] = compiled.matcher()
         return True

@@ -162,6 +162,8 @@ class Speculation:
         if guessed:
             self.counts.guessed += guessed
             self.counts.right += right
+            sequence.guessed += guessed
+            sequence.right += right
             self._lengths[sequence.order].learn(guessed, right)
 
     def forget(self, sequence: Sequence) -> None:

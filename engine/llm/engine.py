@@ -14,6 +14,7 @@ takes nobody along.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.sequence import Sequence
 from weftline.engine.llm.tokens import Tokens
 from weftline.errors import DeadlineExceeded, InputError, LimitReached, WeftlineError
+
+_log = logging.getLogger(__name__)
 
 WAITING_MAX = 4096
 """Most requests inside the engine; the pipeline's own limits refuse much earlier."""
@@ -168,7 +171,7 @@ class Engine:
             decoding, other, began_ms = self._before
             self._pace.note(decoding, other, now_ms - began_ms)
         if self._speculation is not None:
-            self._speculation.guess(self._guessable())
+            self._guess(self._speculation)
         round = self._schedule.plan(self._pace.chunk)
         self._preemptions += len(round.preempted)
         self._rounds += bool(round.shares)
@@ -205,9 +208,11 @@ class Engine:
         if self._flight is not None:
             self._landed += self._land(self._flight)
             self._flight = None
+        held = max((request.sequences[0].limit for request in self._held.values()), default=1)
+        pages = max(2, pages, self._schedule.pool.pages_for(held))
         if pages > self._schedule.pool.size:
             self.runner.resize(pages)
-        have, preempted = self._schedule.resize(max(2, pages))
+        have, preempted = self._schedule.resize(pages)
         self._preemptions += len(preempted)
         if have != self.runner.pages:
             self.runner.resize(have)
@@ -248,10 +253,11 @@ class Engine:
     def _release(self) -> list[Update]:
         """Let requests in whose constraint is compiled; those with a bad one fail."""
         updates: list[Update] = []
+        idle = self._live.keys() <= self._held.keys() | self._paused
         for id in list(self._held):
             request = self._held[id]
             try:
-                ready = self._constraints.is_ready(request, wait=len(self._held) == len(self._live))
+                ready = self._constraints.is_ready(request, wait=idle)
             except WeftlineError as error:
                 self._end(request, "fail")
                 updates.append(Update(id, error=error, last=True))
@@ -260,11 +266,18 @@ class Engine:
                 self._schedule.add(self._held.pop(id).sequences[0])
         return updates
 
-    def _guessable(self) -> list[Sequence]:
-        return [
+    def _guess(self, speculation: Speculation) -> None:
+        """Have tokens guessed for whoever decodes freely; a guesser that fails only costs its guesses."""
+        sequences = [
             s for s in self._schedule.running
             if s.remaining == 1 and len(s.tokens) > s.prompt and not s.paused and not s.params.constraint
         ]  # fmt: skip
+        try:
+            speculation.guess(sequences)
+        except Exception:  # a draft model may raise whatever models raise
+            _log.exception("speculation failed for a round of %d", len(sequences))
+            for sequence in sequences:
+                sequence.draft = ()
 
     def _run(self, round: Round) -> list[Update]:
         """Compute a round and take it into the books."""
@@ -272,6 +285,8 @@ class Engine:
         # What ended when the round before landed is no longer there, though it was planned.
         shares = [share for share in round.shares if share.sequence.state == "running"]
         for outcome in self._compute.run(shares, round.copies):
+            if outcome.share.sequence.state != "running":
+                continue  # another answer to the same request failed in this round
             if outcome.token >= 0:
                 self._schedule.advance(outcome.share, (outcome.token,))
                 updates.append(self._note_token(outcome.share, outcome.token))
@@ -304,6 +319,7 @@ class Engine:
         return Update(
             sequence.id, (token,), text, finish, sequence.prompt, share.start + 2 - sequence.prompt,
             sequence.cached, None, sequence.index, not request.sequences,
+            guessed_tokens=sequence.guessed, right_tokens=sequence.right,
         )  # fmt: skip
 
     def _note(self, outcome: Outcome) -> Iterable[Update]:
@@ -314,7 +330,8 @@ class Engine:
             self._end(request, "fail")
             yield Update(sequence.id, error=outcome.error, last=True)
             return
-        request.prompt_logprobs += outcome.prompt
+        if outcome.prompt:  # a prompt that gave way is read anew
+            request.prompt_logprobs[share.start :] = outcome.prompt
         if outcome.pooled is not None:
             self._schedule.advance(share)
             self._end(request, "finish")
@@ -324,6 +341,7 @@ class Engine:
             self._schedule.advance(share)
             return
         children, sequence.forks = sequence.forks, ()
+        sequence.whole = False  # its prompt has passed the model, and what was told of it is not told again
         reply = self._replies[sequence.order].take([one.token for one in outcome.tokens], outcome.complete)
         self._schedule.advance(share, reply.tokens)
         if self._speculation is not None:

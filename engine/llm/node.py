@@ -15,7 +15,7 @@ from weftline.engine.llm.answers import Answers
 from weftline.engine.llm.options import LlmConfig, check_options
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import Update, Wish
-from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention
+from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
 from weftline.errors import InputError, MissingPackage, ModelError, WeftlineError
 from weftline.nodes.contract import NodeMemory, OpenContext, Piece, StepContext, StreamNode
 from weftline.nodes.embed import embedding_width
@@ -60,6 +60,7 @@ class Llm(StreamNode):
                 port("sampling", "json", optional=True, about="changes to the step's sampling options, by key"),
                 port("adapter", "text", optional=True, about="name of the LoRA adapter to answer with"),
                 port("tenant", "text", optional=True, about="whose cached prompts may be used; others' never are"),
+                port("retention", "json", optional=True, about="how long parts of the prompt stay cached, as ranges"),
             ),
             outputs=(
                 port("text", "text", pieces=True, about="the answer"),
@@ -104,7 +105,7 @@ class Llm(StreamNode):
             tokens = words.raw(inputs["text"] or " ") if pool else self._prompt_tokens(inputs)
             wish = Wish(
                 urgency.priority, deadline_ms, _name(inputs, "tenant").encode(), _name(inputs, "adapter"),
-                self._retention(tokens), pool,
+                (*self._retention(tokens), *read_retention(inputs.get("retention"))), pool,
             )  # fmt: skip
             engine.add(item, tokens, params, wish, now_ms=now_ms)
         except WeftlineError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
 
     On a GPU, `ranks` of them are taken from the step's own device on.
     """
+    # torchao, which transformers imports where it is installed, makes torch warn of what its users cannot change
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     threads = max(1, context.threads)
     torch.set_num_threads(threads)
     attention_cpu.set_threads(threads)
@@ -77,7 +80,11 @@ def _speculation(config: LlmConfig, context: OpenContext, runner: Runner) -> Spe
         return None
     if config.speculation == "ngram":
         return Speculation(NgramGuesser(), config.guesses_max)
-    small = _runner(config, context, config.draft_model, max(1, runner.pages * runner.page_bytes // DRAFT_KV_SHARE))
+    kv_bytes = max(1, runner.pages * runner.page_bytes // DRAFT_KV_SHARE)
+    try:
+        small = _runner(config, context, config.draft_model, kv_bytes)
+    except ModelError as error:
+        raise ModelError(f"draft_model (pages: 1/{DRAFT_KV_SHARE} of kv_bytes): {error}") from None
     if small.vocabulary != runner.vocabulary:
         raise ModelError(
             f"draft_model {config.draft_model}: a vocabulary of {small.vocabulary}, expected {runner.vocabulary}, "

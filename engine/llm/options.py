@@ -78,6 +78,8 @@ def check_options(config: LlmConfig) -> None:
         value = getattr(config, option)
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(option, f"found {value!r:.40}", "a whole number from 1")
+    if config.context_max == 1:
+        raise ConfigError("context_max", "found 1", "a whole number from 2: one token to read, one to answer")
     choices = {
         "dtype": DTYPES,
         "kv_dtype": KV_DTYPES,

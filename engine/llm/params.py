@@ -133,7 +133,9 @@ class SamplingParams:
     @property
     def constraint(self) -> dict[str, Any]:
         """What the answer's text must be like, as {kind: value}; empty without a constraint."""
-        return {name: value for name in _CONSTRAINTS if (value := getattr(self, name)) not in (None, False, ())}
+        given = {name: getattr(self, name) for name in _CONSTRAINTS}
+        # 0 equals False: a value of a type that a key does not take is no way to switch it off, but refused later
+        return {k: v for k, v in given.items() if type(v) is not type(_CONSTRAINTS[k]) or v != _CONSTRAINTS[k]}
 
     @classmethod
     def read(cls, values: object, defaults: SamplingParams | None = None) -> SamplingParams:
@@ -157,7 +159,8 @@ _LISTS = {
     "bad_words": BAD_WORDS_MAX,
     "choice": ALLOWED_MAX,
 }
-_CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
+_CONSTRAINTS = {"json_schema": None, "json_object": False, "regex": None, "grammar": None, "choice": ()}
+"""The keys that constrain an answer, with the value by which each is off."""
 
 
 def _check_bias(bias: object) -> None:

@@ -57,6 +57,7 @@ class Update:
     logprobs: one for each of `tokens`, when they were asked for.
     prompt_logprobs: one for each of the prompt's tokens but the first, once, when they were asked for.
     pooled: what the model's head made of the prompt, for a request that wanted that.
+    guessed_tokens, right_tokens: by speculation, so far.
     """
 
     id: int
@@ -72,6 +73,8 @@ class Update:
     logprobs: tuple[TokenInfo, ...] = ()
     prompt_logprobs: tuple[TokenInfo, ...] = ()
     pooled: Any = None
+    guessed_tokens: int = 0
+    right_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -151,4 +154,6 @@ def usage(sequence: Sequence) -> dict[str, Any]:
         "prompt_tokens": sequence.prompt,
         "completion_tokens": len(sequence.tokens) - sequence.prompt,
         "cached_tokens": sequence.cached,
+        "guessed_tokens": sequence.guessed,
+        "right_tokens": sequence.right,
     }

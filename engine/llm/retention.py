@@ -8,7 +8,7 @@ before the others.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from weftline.errors import InputError
@@ -37,8 +37,21 @@ class Retention:
         stop = 1 << 40 if self.stop is None else self.stop
         if type(self.start) is not int or type(stop) is not int or not 0 <= self.start < stop:
             raise InputError(f"retention: found tokens {self.start!r:.40} to {self.stop!r:.40}, expected a range")
-        if self.duration_ms is not None and not self.duration_ms > 0:
+        if self.duration_ms is not None and not (type(self.duration_ms) in (int, float) and self.duration_ms > 0):
             raise InputError(f"retention.duration_ms: found {self.duration_ms!r:.40}, expected more than 0")
+
+
+def read_retention(value: object) -> tuple[Retention, ...]:
+    """Return the ranges a request sends: [{start, stop, priority, duration_ms}, ...], all but `priority` optional."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > RANGES_MAX:
+        raise InputError(f"retention: expected a list of at most {RANGES_MAX} ranges")
+    known = {"start", "stop", "priority", "duration_ms"}
+    for one in value:
+        if not isinstance(one, Mapping) or "priority" not in one or not set(one) <= known:
+            raise InputError(f"retention: expected objects with priority, and of {', '.join(sorted(known))}")
+    return tuple(Retention(**one) for one in value)
 
 
 @dataclass(frozen=True, slots=True)

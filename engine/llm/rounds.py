@@ -95,10 +95,14 @@ class Round:
 
 @dataclass(slots=True)
 class _Draft:
-    """A round being put together; shares and copies by their sequence's order."""
+    """A round being put together; shares and copies by their sequence's order.
+
+    reserved: tokens of the budget that are for sequences whose turn comes yet; guesses get none of them.
+    """
 
     budget: int
     paced: int
+    reserved: int = 0
     shares: dict[int, Share] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
     copies: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -185,7 +189,9 @@ class Schedule:
             if len(sequence.tokens) >= sequence.limit and sequence.tokens[-1] == UNKNOWN:
                 continue  # its last token is on its way
             (decoding if len(sequence.tokens) - sequence.computed == 1 else others).append(sequence)
+        draft.reserved = len(decoding)
         for sequence in decoding:
+            draft.reserved -= 1
             if not self._try_usual(sequence, draft):
                 self._hand_out(sequence, draft)
         paced = pace(len(decoding))
@@ -239,7 +245,8 @@ class Schedule:
         count = self._allowed(sequence, draft)
         if count < 1 or sequence.state != "running":
             return
-        guesses = sequence.draft[: draft.budget - count] if sequence.draft and count == sequence.remaining else ()
+        most = max(0, draft.budget - count - draft.reserved)
+        guesses = sequence.draft[:most] if sequence.draft and count == sequence.remaining else ()
         if guesses and not self._try_pages(sequence, count + len(guesses), draft):
             guesses = ()
         while not self._try_pages(sequence, count, draft):
@@ -277,6 +284,7 @@ class Schedule:
         self._waiting.append(victim)
         self.pool.drop(victim.table)
         victim.computed = 0
+        victim.draft = ()
 
     def _try_join(self, sequence: Sequence, draft: _Draft) -> bool:
         """Let a waiting sequence into the round; False when it must wait, and whoever ranks behind it too."""

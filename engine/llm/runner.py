@@ -71,8 +71,12 @@ class Runner:
         self.adapters: Adapters | None = None
         self._adapters_version = 0
         self.head: Any = None
-        for layer in layers:
-            layer.bind(self.pages * self.page_tokens, like)
+        try:
+            for layer in layers:
+                layer.bind(self.pages * self.page_tokens, like)
+        except RuntimeError as error:  # memory ran out; torch's words name neither the option nor a way out
+            found = self.pages * self.page_bytes
+            raise ModelError(f"kv_bytes: {found} bytes cannot be reserved on {self.device}; give fewer") from error
         if isinstance(self._form, GpuAttention):
             capture = CudaCapture(self.device) if self.device.type == "cuda" else None
             self.graphs = DecodeGraphs(self._form, model_forward(self.model, self._choose_adapters), capture=capture)

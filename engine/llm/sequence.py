@@ -56,6 +56,7 @@ class Sequence:
     cached:    how many of those came from the prefix cache when it first joined.
     hashes:    chained hash of each full page of known tokens, as far as they were needed.
     draft:     guesses at the tokens that follow the known ones, for the next round to check; often empty.
+    guessed:   how many tokens were guessed for it; right: how many of them were.
     index:     which of a request's answers it is.
     seed:      what its draws come from, together with each token's place.
     banned:    token sequences that its answer must not contain.
@@ -83,6 +84,8 @@ class Sequence:
     table: PageTable = field(default_factory=PageTable)
     hashes: list[bytes] = field(default_factory=list)
     draft: tuple[int, ...] = ()
+    guessed: int = 0
+    right: int = 0
     index: int = 0
     seed: int = 0
     banned: tuple[tuple[int, ...], ...] = ()

@@ -124,7 +124,7 @@ class Tokens:
 
     def _check_texts(self, texts: list[str]) -> None:
         if sum(map(len, texts)) > self.chars_max:
-            raise InputError(f"messages: more than {self.chars_max} characters, which cannot fit the model's context")
+            raise InputError(f"prompt: more than {self.chars_max} characters, which cannot fit the model's context")
         for text in texts:
             self._check_text("messages", text)
 

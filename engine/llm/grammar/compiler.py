@@ -44,7 +44,7 @@ WAITING_MAX = 256
 """Most constraints that wait to be prepared."""
 CLOSE_MAX_S = 10.0
 
-_SPACES = r"[ \n\t\r]{1,128}"
+_SPACES = r"( |\n{1,2}[ \t]{0,20})"
 """What JSON may have between its parts: enough to be indented, too little for a model to go on with for ever."""
 
 

@@ -102,12 +102,21 @@ def test_a_preempted_answer_goes_on_in_its_form(engine):
     assert all(re.fullmatch("[a-f]{50,60}", text) for text in texts.values())
 
 
+def test_memory_that_shrinks_leaves_room_for_a_request_whose_form_is_being_prepared(engine):
+    engine.add(1, list(range(3, 60)), SamplingParams(**FREE, regex="[a-f]{50,60}"))
+    assert engine.resize(2) == 23
+    texts, errors = _finish(engine)
+    assert not errors
+    assert re.fullmatch("[a-f]{50,60}", texts[1, 0])
+
+
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
         ({"regex": "(a"}, "regex"),
         ({"json_schema": {"type": "colour"}}, "json_schema"),
         ({"grammar": "start: nothing"}, "grammar"),
+        ({"grammar": 'root ::= "a"'}, "sampling.grammar: found '::='"),
     ],
 )
 def test_a_bad_form_fails_its_request_and_the_others_go_on(engine, bad, named):
@@ -117,6 +126,15 @@ def test_a_bad_form_fails_its_request_and_the_others_go_on(engine, bad, named):
     assert list(errors) == [2]
     assert isinstance(errors[2], InputError)
     assert named in str(errors[2])
+    assert str(errors[2]).count("sampling") == 1
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "grammar"])
+@pytest.mark.parametrize("value", [0, False, ()])
+def test_a_form_of_the_wrong_type_is_refused_and_not_taken_for_none(engine, kind, value):
+    with pytest.raises(InputError, match=f"sampling.{kind}: found "):
+        engine.add(1, [5, 6], SamplingParams(**{kind: value}))
+    assert not engine.busy
 
 
 def test_others_run_while_a_form_is_prepared_and_it_can_be_cancelled_or_expire(engine):

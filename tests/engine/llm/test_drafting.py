@@ -147,3 +147,30 @@ def test_drawn_tokens_have_the_models_own_distribution_when_a_draft_model_guesse
     observed = torch.cat([counts[usual], counts[~usual].sum()[None]])
     wanted = torch.cat([expected[usual], expected[~usual].sum()[None]])
     assert scipy.stats.chisquare(observed.numpy(), wanted.numpy()).pvalue > 0.001
+
+
+class Failing:
+    """Guesses until it raises, as a draft model without memory would."""
+
+    def propose(self, sequences):
+        raise MemoryError("no room")
+
+    def forget(self, sequence):
+        pass
+
+
+def test_a_guesser_that_fails_costs_its_guesses_and_nothing_else():
+    prompts = tiny.prompts(4, seed=7, longest=30)
+    plain, _ = _answers(prompts, GREEDY)
+    assert _answers(prompts, GREEDY, Failing())[0] == plain
+
+
+def test_guesses_leave_everybody_else_the_one_token_they_need():
+    prompts = [[5, 6, 7, at] for at in range(8, 14)]
+    engine = Engine(tiny.runner("llama"), None, RoundLimits(6, 6), speculation=Speculation(Wrong(), 5))
+    for at, prompt in enumerate(prompts):
+        engine.add(at, prompt, SamplingParams(tokens_max=12, ignore_eos=True))
+    while engine.busy:
+        decoding = [s.id for s in engine._schedule.running if s.remaining == 1]
+        got = {update.id for update in engine.step()}
+        assert len(decoding) < 6 or set(decoding) <= got

@@ -101,6 +101,12 @@ def test_an_embedding_in_chunks_and_company_is_the_one_computed_alone(embedder, 
     assert stats.preemptions > 0
 
 
+def test_a_chunk_of_one_token_is_embedded_too_where_the_device_could_draw_by_itself(embedder):
+    runner = open_head(embedder, "embed", RunnerOptions(page_tokens=8, form="gpu"))
+    found, _ = _pooled(runner, [[5], [5] * 17, [5] * 17])
+    assert [found[at] is not None for at in range(3)] == [True] * 3
+
+
 def test_an_embedding_that_is_not_scaled_keeps_its_length(embedder):
     runner = open_head(embedder, "embed", RunnerOptions(page_tokens=8), normalise=False)
     prompt = tiny.prompts(1, seed=2)[0]

@@ -147,6 +147,7 @@ def test_config_problems_name_the_option():
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"page_tokens": 0}, "page_tokens"), ({"dtype": "int4"}, "dtype"), ({"model": ""}, "model"),
         ({"kv_bytes": -1}, "kv_bytes"), ({"sequences_max": 1.5}, "sequences_max"),
+        ({"context_max": 1}, "context_max"),
     ]  # fmt: skip
     for options, option in wrong:
         with pytest.raises(ConfigError) as caught:
@@ -156,6 +157,13 @@ def test_config_problems_name_the_option():
         LlmConfig(model="m", sampling={"temprature": 1})
     assert caught.value.option == "sampling.temprature"
     assert LlmConfig(model="m", sampling={"stop": ["x"]}).sampling == SamplingParams(stop=("x",))
+
+
+@pytest.mark.parametrize(("draft", "kv_bytes"), [("./no-such-model", None), ("tiny", 3 * 16 * 512)])
+def test_what_is_wrong_with_the_draft_model_is_said_of_it(folder, draft, kv_bytes):
+    node = Llm(LlmConfig(model=folder.name, speculation="draft", draft_model=draft, kv_bytes=kv_bytes))
+    with pytest.raises(ModelError, match=r"^draft_model \(pages: 1/4 of kv_bytes\): "):
+        node.open(OpenContext(base_dir=folder.parent))
 
 
 def test_a_missing_model_is_named():
@@ -234,3 +242,14 @@ def test_tool_calls_pass_through_and_names_of_control_tokens_in_them_stay_text(n
     assert sum(id in control for id in ids) == 7
     node.submit(1, {"messages": said, "tools": tools})
     assert _finish(node)[1][-1].error is None
+
+
+def test_how_often_guesses_were_right_is_told(folder):
+    sampling = {"tokens_max": 60, "ignore_eos": True}
+    node = Llm(LlmConfig(model=folder.name, sampling=sampling, speculation="draft", draft_model=folder.name))
+    node.open(OpenContext(base_dir=folder.parent))
+    node.submit(1, {"prompt": "the user asks"})
+    usage = _finish(node)[1][-1].outputs["usage"]
+    assert usage["completion_tokens"] == 60
+    assert usage["guessed_tokens"] >= usage["right_tokens"] > 30
+    node.close()

@@ -9,7 +9,7 @@ import pytest
 from weftline.engine.llm.pages import PagePool, PageTable
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.prefix import PrefixCache
-from weftline.engine.llm.retention import IdlePages, Retention, Worth, worth
+from weftline.engine.llm.retention import IdlePages, Retention, Worth, read_retention, worth
 from weftline.engine.llm.rounds import RoundLimits, Schedule
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import InputError
@@ -70,6 +70,21 @@ def test_the_best_range_that_reaches_into_a_page_counts():
 def test_a_range_that_cannot_be_is_refused(values):
     with pytest.raises(InputError, match="retention"):
         Retention(**values)
+
+
+def test_ranges_are_read_from_what_a_request_sends():
+    sent = [{"priority": 90, "start": 3, "stop": 7, "duration_ms": 5}, {"priority": 0}]
+    assert read_retention(sent) == (Retention(3, 7, 90, 5), Retention(priority=0))
+    assert read_retention(None) == ()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    ["x", [5], [{}], [{"priority": 5, "colour": 1}], [{"priority": 5}] * 17, [{"priority": 5, "duration_ms": "x"}]],
+)
+def test_what_are_no_ranges_is_refused(sent):
+    with pytest.raises(InputError, match="retention"):
+        read_retention(sent)
 
 
 def _run(schedule: Schedule, sequence: Sequence) -> None:

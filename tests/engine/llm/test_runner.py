@@ -105,6 +105,11 @@ def test_errors_name_the_model_as_it_was_written(folder, file, text):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
+def test_more_memory_for_pages_than_there_is_names_the_option(saved):
+    with pytest.raises(ModelError, match=r"kv_bytes: \d+ bytes cannot be reserved on cpu"):
+        Runner.open(saved, RunnerOptions(kv_bytes=1 << 55))
+
+
 def test_a_flipped_byte_of_the_header_is_refused_or_changes_no_weight(folder, saved):
     path = folder / "model.safetensors"
     whole = path.read_bytes()

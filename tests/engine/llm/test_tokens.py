@@ -70,7 +70,7 @@ def test_a_control_token_in_disguise_is_refused():
         ([{"role": "root", "content": "x"}], "root"),
         ([{"role": "user", "content": ["x"]}], r"content\[0\]"),
         ([{"role": "user", "content": "a\ud800b"}], "surrogate at 1"),
-        ([{"role": "user", "content": "\U0001f600" * 1_000_000}], "more than 32768 characters"),
+        ([{"role": "user", "content": "\U0001f600" * 1_000_000}], "^prompt: more than 32768 characters"),
     ],
 )
 def test_a_conversation_that_cannot_be_is_refused_with_its_place(words, messages, found):

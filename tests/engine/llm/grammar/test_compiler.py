@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.engine.llm import tiny
-from weftline.engine.llm.grammar.compiler import Constraint, GrammarCompiler, Pending
 from weftline.engine.llm.grammar import compiler as grammar_module
+from weftline.engine.llm.grammar.compiler import Constraint, GrammarCompiler, Pending
 from weftline.engine.llm.grammar.process import TrialProcess
 from weftline.errors import InputError, LimitReached, MissingPackage, ModelError, SessionClosed, WeftlineError
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.engine.llm import tiny
-from weftline.engine.llm.grammar.compiler import Constraint, Grammar, GrammarCompiler
 from weftline.engine.llm.grammar import matcher as grammar_matcher
+from weftline.engine.llm.grammar.compiler import Constraint, Grammar, GrammarCompiler
 from weftline.engine.llm.grammar.masks import apply_masks, fill_masks, forbidden_here, forbidden_there
 from weftline.engine.llm.grammar.matcher import Matcher
 from weftline.errors import InputError, StepError

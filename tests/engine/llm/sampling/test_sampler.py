@@ -11,8 +11,8 @@ import torch
 
 from tests.engine.llm import plain_sampling
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.sampling.sampler import Choice, Row, Sampler
 from weftline.engine.llm.sampling import sampler as sampling
+from weftline.engine.llm.sampling.sampler import Choice, Row, Sampler
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import InputError
 
