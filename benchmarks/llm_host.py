@@ -38,7 +38,7 @@ class NoModel:
         self.pages, self.page_tokens, self.page_bytes = pages, page_tokens, 1
         self.context_max, self.vocabulary = 4096, VOCABULARY
         self.ends: frozenset[int] = frozenset()
-        self.head = None
+        self.head = self.graphs = None
         self.drawing_s = 0.0
         self._form = CpuAttention(page_tokens)
         self._logits = torch.randn(256, VOCABULARY)
