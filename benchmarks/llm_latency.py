@@ -41,7 +41,6 @@ LONG = 8192
 
 
 def make_engine(sequences: int, prefix_cache: bool = True) -> Engine:
-    attention.register()
     options = RunnerOptions(kv_bytes=KV_BYTES, fuse=True)
     runner = Runner(build_model(attention.NAME, 16_384), options)
     return Engine(runner, None, RoundLimits(512, sequences), prefix_cache)
@@ -178,7 +177,6 @@ def measure_waste(rounds: int) -> None:
 
 
 def measure_long(rounds: int) -> None:
-    attention.register()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=512, num_key_value_heads=1, max_position_embeddings=131_072, **sizes)
     config.eos_token_id = None
@@ -206,6 +204,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    attention.register()
     print(f"{machine()}, {options.threads} threads, {options.rounds} rounds")
     for name, measure in questions.items():
         if not options.questions or name in options.questions:
