@@ -322,7 +322,7 @@ def test_hostile_constraints_are_prepared_or_refused_in_bounded_time(
         assert found.startswith("InputError: sampling") and expected in found
     assert len(found) < 400
     shown = "".join(map(str, wanted.values()))
-    for forbidden in ("Traceback", ".rs", "/root", "/home", "site-packages", str(Path.cwd()), "\n", "non-verbose"):
+    for forbidden in ("Traceback", ".rs", "/home", "/srv", "site-packages", str(Path.cwd()), "\n", "non-verbose"):
         assert forbidden not in found
     assert all(path in shown for path in re.findall(r"/(?:etc|tmp|usr|proc)[/\w]*", found))
 

@@ -15,7 +15,7 @@ from weftline.engine.llm.grammar.refusal import told
             'at 1(8): invalid regex "(a" (in regex): regex parse error:\n    (a\n    ^\nerror: unclosed group\n',
             "unclosed",
         ),
-        ("panic: src/parser.rs:17 0xdeadbeef\n  at /root/x.rs", "it cannot be used"),
+        ("panic: src/parser.rs:17 0xdeadbeef\n  at /srv/x.rs", "it cannot be used"),
         ("circular references are not supported: json-schema:///#/$defs/a", "not supported: /#/$defs/a"),
         ("x" * 5000, "xxx"),
     ],
