@@ -10,7 +10,7 @@ It is told times and tells numbers: it owns no clock.
 from __future__ import annotations
 
 STRETCH = 1.7
-"""Bound on a round with a chunk against one without. Users are promised 2 at the 99th percentile; rounds vary."""
+"""Bound on a round with a chunk against one without. The aim is 2 at the 99th percentile; rounds vary."""
 CHUNK_MIN = 16
 """Least chunk: below it the prompt would hardly go on, and each token would cost a multiple."""
 CHUNK_FIRST = 64

@@ -1,4 +1,4 @@
-"""The parts of `gpu_check`: each builds what it needs, compares or times it, and returns figures.
+"""The parts of `weftline.engine.llm.gpu.check`: each builds what it needs, compares or times it, and returns figures.
 
 `Wrong` says what is wrong, `Skipped` why a part cannot be done here. They take the device and sizes from
 arguments, so that tests run the comparing ones on a CPU with tiny numbers.
