@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format evaluate bench bench-quick bench-llm simulate docs clean
+.PHONY: help setup demo test lint format evaluate bench bench-quick bench-llm bench-ingress bench-peers simulate docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -63,12 +63,22 @@ bench-llm: setup  ## the LLM engine beside its peers, about 15 minutes
 	$(RUN) -m benchmarks.sampling
 	$(RUN) -m benchmarks.weights
 
+bench-ingress: setup  ## the gRPC ingress beside an empty echo, and Triton if it is built
+	$(RUN) -m benchmarks.ingress
+	$(RUN) -m benchmarks.ingress_hostile
+
+bench-peers: setup  ## build the environment of each peer under .peers, then run what is measured beside them
+	$(RUN) -m benchmarks.peers.environments
+	$(RUN) -m benchmarks.ingress
+
 simulate: setup  ## run the scheduler through SEEDS made-up worlds
 	$(RUN) -m tests.engine.simulation --seeds $(SEEDS)
 
 docs: setup  ## write the generated parts of the documentation again
 	$(RUN) -m weftline.pipelines.reference
 	$(RUN) -m weftline.pipelines.node_reference
+	$(RUN) -m weftline.engine.ingress.reference
+	$(RUN) -m weftline.engine.observe.reference
 
 clean:  ## remove what was built, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

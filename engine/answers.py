@@ -14,6 +14,7 @@ from weftline.engine.book import Book
 from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
 from weftline.engine.feeds import Feeds
+from weftline.engine.figures import sound
 from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Task
@@ -78,6 +79,11 @@ class Answers:
     def _beat(self, worker: int, message: msg.Beat) -> None:
         if message.memory:
             self._shares.reported(worker, message.memory, self._book.now_ms)
+        for one in message.figures:
+            if all(lane.index != one.step for lane in self._lanes_of[worker]) or not sound(one.values):
+                self._kill(worker, "it gave figures that are not those of a step of its own")
+                return
+            self._crew.members[worker].figures[one.step] = one.values
 
     def _kv_resized(self, worker: int, message: msg.KvResized) -> None:
         try:

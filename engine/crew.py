@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weftline.engine.request import Task
@@ -49,6 +49,7 @@ class WorkerState:
     chains:   chains it has been told of.
     heard_ms: when it last said anything; `spoke_ms`: when a streaming step last said something, or was given work.
     free_ms:  when it last became free.
+    figures:  what its nodes last said of themselves, by step.
     start_ms: when to start it again while it is dead.
     why:      why it is about to die, if somebody decided so.
     """
@@ -67,6 +68,7 @@ class WorkerState:
     free_ms: float = 0.0
     start_ms: float | None = None
     why: str = ""
+    figures: dict[int, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
@@ -146,6 +148,7 @@ class Crew:
         lost = member.running, list(member.streams.values())
         member.running, member.streams, member.needs = [], {}, ()
         member.chains.clear()
+        member.figures.clear()
         return lost
 
     def overdue(self, now_ms: float) -> list[tuple[int, str]]:
@@ -193,6 +196,23 @@ class Crew:
             if planned.workers and all(self.members[worker].state == GIVEN_UP for worker in planned.workers):
                 return planned.name
         return ""
+
+    @property
+    def restarts(self) -> int:
+        """How often a worker was started again."""
+        return max(0, self._arenas - len(self.members))
+
+    def ready_count(self, step: int) -> int:
+        """How many instances of a step are ready; of a control, which has none, 0."""
+        return sum(self.members[worker].state == READY for worker in self._plan.steps[step].workers)
+
+    def figures(self) -> dict[str, dict[str, Mapping[str, float]]]:
+        """Return what nodes last said of themselves, by step and worker, of those that live."""
+        told: dict[str, dict[str, Mapping[str, float]]] = {}
+        for member in self.members:
+            for step, values in member.figures.items():
+                told.setdefault(self._plan.steps[step].name, {})[member.name] = values
+        return told
 
     def all_ready(self) -> bool:
         return all(member.state == READY for member in self.members)

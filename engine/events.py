@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from weftline.engine.messages import FromWorker as MessageFromWorker
 from weftline.engine.messages import ToWorker, Value
@@ -13,8 +14,7 @@ from weftline.nodes.urgency import SequencePart
 # events
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted:
+class Submitted(msgspec.Struct, frozen=True):
     """A caller brings a request. Inputs with a place were reserved before and hold the writer's ticket.
 
     wanted:      the outputs asked for; None means all of them.
@@ -33,36 +33,31 @@ class Submitted:
     pieces: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(msgspec.Struct, frozen=True):
     """The caller has copied a finished request's outputs, or does not want them any more."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
+class Withdrawn(msgspec.Struct, frozen=True):
     """The caller cancels a request; unknown and ended ones are ignored."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(msgspec.Struct, frozen=True):
     """The caller of a streamed request has limits.stream_bytes_max unread; its producers are paused."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(msgspec.Struct, frozen=True):
     """The caller of a stalled request has read on."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class FromWorker:
+class FromWorker(msgspec.Struct, frozen=True):
     """A worker said something. `arena` tells its incarnations apart."""
 
     worker: int
@@ -70,8 +65,7 @@ class FromWorker:
     message: MessageFromWorker
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDied:
+class WorkerDied(msgspec.Struct, frozen=True):
     """A worker's process is gone. `how`: 'exit code 1', 'signal 9 (SIGKILL)'."""
 
     worker: int
@@ -79,8 +73,7 @@ class WorkerDied:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
@@ -89,16 +82,14 @@ Event = Submitted | Delivered | Withdrawn | Stalled | Resumed | FromWorker | Wor
 # commands
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message to a worker."""
 
     worker: int
     message: ToWorker
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """A request is answered: copy its outputs out, then say Delivered."""
 
     request: int
@@ -106,8 +97,7 @@ class Finish:
     timings: tuple[StepTiming, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """A request ended without an answer: the name of its error class, the message, and the step at fault if one is."""
 
     request: int
@@ -117,8 +107,7 @@ class Fail:
     timings: tuple[StepTiming, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """A request was not admitted: over a limit, or sure to miss its deadline (`error` is then DeadlineExceeded)."""
 
     request: int
@@ -127,8 +116,7 @@ class Refuse:
     error: str = "LimitReached"
 
 
-@dataclass(frozen=True, slots=True)
-class OutputReady:
+class OutputReady(msgspec.Struct, frozen=True):
     """A pipeline output is known before the whole request is finished; its bytes stay leased until Delivered.
 
     Only of requests whose caller takes pieces.
@@ -139,8 +127,7 @@ class OutputReady:
     value: Value
 
 
-@dataclass(frozen=True, slots=True)
-class PieceReady:
+class PieceReady(msgspec.Struct, frozen=True):
     """Something new on a streamed output; always inline."""
 
     request: int
@@ -148,24 +135,21 @@ class PieceReady:
     value: Value
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorker:
+class StartWorker(msgspec.Struct, frozen=True):
     """Start a worker's process; its arena will be known by this id."""
 
     worker: int
     arena: int
 
 
-@dataclass(frozen=True, slots=True)
-class KillWorker:
+class KillWorker(msgspec.Struct, frozen=True):
     """Kill a worker's process; its death comes back as an event."""
 
     worker: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetArena:
+class ForgetArena(msgspec.Struct, frozen=True):
     """Nobody needs an arena any more: unmap it everywhere."""
 
     arena: int

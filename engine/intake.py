@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from weftline.engine.messages import ABSENT, Value
+from weftline.engine.pending import PendingTensor
 from weftline.engine.runtime import Runtime
-from weftline.engine.values import Packed, pack
-from weftline.errors import InputError, LimitReached, StepError
+from weftline.engine.values import Packed, pack, pack_pending
+from weftline.errors import InputError, LimitReached, SessionClosed, StepError
 from weftline.nodes.media import MediaLimits, to_value
+from weftline.nodes.ports import PortType
 from weftline.pipelines.graph import Input
 from weftline.pipelines.plan import Plan
 from weftline.shm.view import bytes_view
@@ -30,7 +32,10 @@ class Intake:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._asked = {one.name: one for one in plan.inputs if not one.hidden}
-        self._limits = {name: media_limits(plan, one) for name, one in self._asked.items()}
+        self._limits = {
+            paths: {name: media_limits(plan, one, paths) for name, one in self._asked.items()}
+            for paths in (True, False)
+        }
         self._needed = {name for name, one in self._asked.items() if not one.may_be_left_out}
         self._outputs = [output.name for output in plan.outputs]
         constants = {one.name: self._constant(one) for one in plan.inputs if one.hidden or one.may_be_left_out}
@@ -59,15 +64,17 @@ class Intake:
             raise InputError(f"deadline_ms: found {deadline_ms}, expected 0 to {DEADLINE_MS_MAX} milliseconds")
         return deadline_ms
 
-    def pack(self, inputs: Mapping[str, Any]) -> dict[str, Packed]:
+    def pack(self, inputs: Mapping[str, Any], *, paths: bool = True) -> dict[str, Packed]:
         """Return every input that was brought as its port's type, ready to travel; InputError says which is wrong.
 
         An optional input that is None is one that was left out.
+        paths: files may be named; False for callers outside the process.
         """
+        limits = self._limits[paths]
         if inputs.keys() - self._asked.keys():
             raise self._wrong_names(inputs)
         packed = {
-            name: self._pack_one(self._asked[name], raw, self._limits[name])
+            name: self._pack_one(self._asked[name], raw, limits[name])
             for name, raw in inputs.items()
             if raw is not None or not self._asked[name].optional
         }
@@ -88,11 +95,21 @@ class Intake:
         values |= {name: one.inline() for name, one in whole.items() if one.travels_inline}
         large = [(name, one) for name, one in whole.items() if not one.travels_inline]
         blocks = runtime.reserve([one.size_bytes for _, one in large]) if large else []
-        for (name, one), block in zip(large, blocks, strict=True):
-            place = block.place(0, one.size_bytes)
-            one.write(bytes_view(runtime.fleet.arenas[block.arena], place))
-            values[name] = one.at(place)
+        try:
+            for (name, one), block in zip(large, blocks, strict=True):
+                place = block.place(0, one.size_bytes)
+                one.write(bytes_view(runtime.fleet.arenas[block.arena], place))
+                values[name] = one.at(place)
+        except BaseException as error:
+            runtime.give_up(blocks)
+            if isinstance(error, KeyError | ValueError) and runtime.closed:
+                raise SessionClosed("the session was closed while an input was being copied in") from None
+            raise
         return values
+
+    def give_up(self, values: Mapping[str, Value], runtime: Runtime) -> None:
+        """Give back what `place` reserved for a request that is not brought in."""
+        runtime.give_up_keys([key for value in values.values() for key in value.keys])
 
     def _wrong_names(self, given: Iterable[str]) -> InputError:
         """Return what to raise when inputs are unknown or missing."""
@@ -112,6 +129,8 @@ class Intake:
 
     def _pack_one(self, given: Input, raw: Any, limits: MediaLimits) -> Packed:
         type, what = self._plan.input_types[given.name], f"input {given.name}"
+        if raw.__class__ is PendingTensor:
+            return self._pack_pending(raw, type, limits, what)
         if raw.__class__ is np.ndarray and type.kind == "tensor" and raw.nbytes <= limits.bytes_max:
             try:
                 return pack(raw, type, what)
@@ -123,17 +142,30 @@ class Intake:
             text = str(error)
             raise InputError(text if text.startswith(what) else f"{what}: {text}") from None
 
+    def _pack_pending(self, raw: PendingTensor, type: PortType, limits: MediaLimits, what: str) -> Packed:
+        """Return a tensor that is read later; what must be looked at before it can travel is read now."""
+        size_bytes = raw.spec.size_bytes
+        if size_bytes > limits.bytes_max:
+            raise InputError(f"{what}: {size_bytes} bytes; the limit is {limits.bytes_max}")
+        try:
+            if type.kind == "tensor":
+                return pack_pending(raw, type, what)
+            return pack(to_value(type, raw.read(), limits), type, what)
+        except (StepError, InputError) as error:
+            text = str(error)
+            raise InputError(text if text.startswith(what) else f"{what}: {text}") from None
+
 
 def _small(one: Packed | None) -> bool:
     return one is None or one.travels_inline
 
 
-def media_limits(plan: Plan, given: Input) -> MediaLimits:
-    """Return the limits of one input: its own, else the pipeline's. Callers inside the process may name files."""
+def media_limits(plan: Plan, given: Input, paths: bool = True) -> MediaLimits:
+    """Return the limits of one input: its own, else the pipeline's. `paths`: callers inside the process name files."""
     limits = plan.limits
     return MediaLimits(
         given.pixels_max or limits.pixels_max,
         given.seconds_max or limits.seconds_max,
         given.bytes_max or limits.request_bytes_max,
-        paths=True,
+        paths=paths,
     )

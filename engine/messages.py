@@ -319,13 +319,22 @@ class KvReport(msgspec.Struct, frozen=True, array_like=True):
     preempted: int = 0
 
 
+class Figures(msgspec.Struct, frozen=True, array_like=True):
+    """What a step's node counts of itself, by name."""
+
+    step: int
+    values: dict[str, float]
+
+
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The process lives and its interpreter runs; sent by a thread of its own, every BEAT_S seconds.
 
-    memory: of each step that has KV memory, as it was after one of its last rounds.
+    memory:  of each step that has KV memory, as it was after one of its last rounds.
+    figures: of each step whose node offers them, as they were then.
     """
 
     memory: tuple[KvReport, ...] = ()
+    figures: tuple[Figures, ...] = ()
 
 
 class Need(msgspec.Struct, frozen=True, array_like=True, tag=True):

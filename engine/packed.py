@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from weftline.engine.messages import Value
+from weftline.engine.pending import PendingTensor
 from weftline.shm.block import ALIGN_BYTES, INLINE_BYTES_MAX, Place, align_up
 
 
@@ -22,6 +23,7 @@ class Packed(msgspec.Struct, frozen=True):
 
     array: of a tensor, its contiguous array, not copied.
     data:  of all other kinds but lists, the bytes.
+    pending: of a tensor that is read when it is written or put inline, where it comes from.
     items: of a list, its elements; one that lies somewhere already, or is absent, is a Value.
     """
 
@@ -31,10 +33,13 @@ class Packed(msgspec.Struct, frozen=True):
     array: Any = None
     data: bytes = b""
     items: tuple[Packed | Value, ...] | None = None
+    pending: PendingTensor | None = None
 
     @property
     def size_bytes(self) -> int:
         """The bytes that need a place; for a list the elements side by side."""
+        if self.pending is not None:
+            return self.pending.spec.size_bytes
         if self.array is not None:
             return int(self.array.nbytes)
         return len(self.data) if self.items is None else Layout((self,)).size_bytes
@@ -45,6 +50,8 @@ class Packed(msgspec.Struct, frozen=True):
 
     def inline(self) -> Value:
         """Return the value with its bytes inside."""
+        if self.pending is not None:
+            return Value(self.kind, self.dtype, self.shape, self.pending.read().tobytes())
         if self.array is not None:
             return Value(self.kind, self.dtype, self.shape, self.array.tobytes())
         if self.items is None:
@@ -59,7 +66,9 @@ class Packed(msgspec.Struct, frozen=True):
 
     def write(self, buffer: memoryview) -> None:
         """Copy the bytes into `buffer`, which is exactly `size_bytes` long."""
-        if self.array is not None:
+        if self.pending is not None:
+            self.pending.read_into(buffer)
+        elif self.array is not None:
             np.copyto(np.frombuffer(buffer, self.array.dtype).reshape(self.array.shape), self.array)
         elif self.items is not None:
             Layout((self,)).write(buffer)

@@ -1,8 +1,8 @@
 """A worker's heartbeat: a thread that says, once in BEAT_S, that the process lives and its interpreter runs.
 
-A beat brings along what the worker last noted about its memory. It is silent where the worker is: a node that holds
-the interpreter for good holds this thread too, and so does a process that was stopped. A beat is never sent into the
-middle of another message, and never waited for.
+A beat brings along what the worker last noted about its memory and its nodes' figures. It is silent where the worker
+is: a node that holds the interpreter for good holds this thread too, and so does a process that was stopped. A beat is
+never sent into the middle of another message, and never waited for.
 """
 
 from __future__ import annotations

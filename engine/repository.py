@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from weftline.engine.machine import this_machine
+from weftline.engine.runtime import Progress
 from weftline.engine.session import DRAIN_S, Session, Source, plan_of
 from weftline.errors import InputError, LimitReached, SessionClosed
 from weftline.pipelines.place import Machine
@@ -102,13 +103,22 @@ class Repository:
 
     # operations
 
-    def load(self, name: str, source: Source, *, timeout_s: float | None = None, drain_s: float = DRAIN_S) -> int:
+    def load(
+        self,
+        name: str,
+        source: Source,
+        *,
+        timeout_s: float | None = None,
+        drain_s: float = DRAIN_S,
+        progress: Progress | None = None,
+    ) -> int:
         """Open a pipeline under a name and return its version; under a name that serves, as `reload`.
 
         PipelineError, ModelError: it cannot be planned, or opened; a version that serves goes on.
+        progress: called with (step, phrase, fraction) while models load, from another thread.
         """
         with self._turn(name) as held:
-            return self._load(held, source, timeout_s, drain_s)
+            return self._load(held, source, timeout_s, drain_s, progress)
 
     def reload(
         self, name: str, source: Source | None = None, *, timeout_s: float | None = None, drain_s: float = DRAIN_S
@@ -196,15 +206,17 @@ class Repository:
                 if not held.users and held.state == ABSENT:
                     del self._names[name]
 
-    def _load(self, held: _Held, source: Source, timeout_s: float | None, drain_s: float) -> int:
+    def _load(
+        self, held: _Held, source: Source, timeout_s: float | None, drain_s: float, progress: Progress | None = None
+    ) -> int:
         with self._lock:
             held.move("load")
             serving = held.session if held.state == RELOADING else None
         try:
             if serving is not None:
-                serving.reload(source, timeout_s=timeout_s, drain_s=drain_s)
+                serving.reload(source, timeout_s=timeout_s, drain_s=drain_s, progress=progress)
             else:
-                self._open(held, source, timeout_s)
+                self._open(held, source, timeout_s, progress)
         except BaseException as error:
             with self._lock:
                 held.move("failed")
@@ -218,8 +230,9 @@ class Repository:
             held.source, held.why = source, ""
             return held.session.version if held.session is not None else 0
 
-    def _open(self, held: _Held, source: Source, timeout_s: float | None) -> None:
-        session = Session(plan_of(source, self._machine or this_machine()), machine=self._machine)
+    def _open(self, held: _Held, source: Source, timeout_s: float | None, progress: Progress | None) -> None:
+        plan = plan_of(source, self._machine or this_machine())
+        session = Session(plan, progress, self._machine)
         with self._lock:
             self._check_open()
             held.session = session  # from here on `close` ends it, and with it the opening

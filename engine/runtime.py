@@ -28,7 +28,7 @@ from weftline.engine.snapshot import snapshot
 from weftline.errors import LimitReached, ModelError, SessionClosed
 from weftline.pipelines.plan import Plan
 from weftline.shm.arena import HostArena
-from weftline.shm.block import Block
+from weftline.shm.block import Block, Key
 
 _log = logging.getLogger("weftline.runtime")
 
@@ -209,6 +209,12 @@ class Runtime:
     def give_up(self, blocks: Sequence[Block]) -> None:
         with self._lock:
             self.scheduler.give_up(blocks)
+
+    def give_up_keys(self, keys: Sequence[Key]) -> None:
+        """Release leases of inputs whose request was never submitted."""
+        with self._lock:
+            for key in keys:
+                self.scheduler.ledger.release(key)
 
     def submit(self, event: ev.Submitted, listener: Listener, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Bring a request in; everything that becomes of it goes to `listener`.

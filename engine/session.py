@@ -19,7 +19,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,12 +30,15 @@ import numpy as np
 from weftline.engine import events as ev
 from weftline.engine.asking import ENDS, Asked, Waiting
 from weftline.engine.health import Health
+from weftline.engine.lent import Lent, lent
 from weftline.engine.machine import this_machine
 from weftline.engine.messages import Value
+from weftline.engine.pending import PendingTensor
 from weftline.engine.reading import AsyncReader, Heard, Mailbox, Reader, StreamedOutput, Unread
-from weftline.engine.result import OutputStream, Result, error_of, owned, placed_bytes
+from weftline.engine.request import StepTiming
+from weftline.engine.result import OutputStream, Result, error_of, owned
 from weftline.engine.runtime import Progress
-from weftline.engine.values import Packed, unpack
+from weftline.engine.values import unpack
 from weftline.engine.version import Version
 from weftline.errors import SessionClosed
 from weftline.nodes.urgency import SequencePart
@@ -51,6 +54,12 @@ Source = str | Path | Pipeline | Builder
 
 DRAIN_S = 30.0
 """How long open requests get to finish in a version that is being replaced, when nobody says."""
+
+ASIDE_BYTES = 1 << 20
+"""From so many bytes on, inputs are copied in a thread: a copy of 1 MiB takes about what the thread costs."""
+
+_PLAIN = (str, int, float, bool, np.ndarray, PendingTensor, type(None))
+"""Inputs that need no decoding."""
 
 REPLACED = ev.Fail(-1, "RequestCancelled", "a new version took over, and the request was not finished within drain_s")
 ENDED = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
@@ -217,15 +226,19 @@ class Session:
         try:
             waiting = Waiting()
             started_ms = version.runtime.clock.now_ms()
-            self._submit(version, request, version.intake.pack(inputs), asked, waiting.hear, started_ms)
+            values = version.intake.place(version.intake.pack(inputs), version.runtime)
+            self._submit(version, request, values, asked, waiting.hear, started_ms)
             try:
                 end = waiting.wait()
             except BaseException:
                 version.runtime.tell(ev.Withdrawn(request), ev.Delivered(request))
                 raise
-            return self._result(version, end, started_ms)
-        finally:
+            answer = lent(version, request, end, started_ms)
+        except BaseException:
             version.leave(request)
+            raise
+        with answer:
+            return answer.result()
 
     async def arun(
         self,
@@ -237,7 +250,15 @@ class Session:
         **inputs: Any,
     ) -> Result:
         """`run` for asyncio. Inputs that may need decoding are decoded in a thread."""
-        asked = Asked(outputs, deadline_ms, priority, sequence)
+        with await self.lend(inputs, Asked(outputs, deadline_ms, priority, sequence)) as answer:
+            return answer.result()
+
+    async def lend(self, inputs: Mapping[str, Any], asked: Asked, *, paths: bool = True) -> Lent:
+        """Answer one request and lend its outputs where they lie; for doors, which copy them into messages.
+
+        inputs: values by name; a PendingTensor is read straight into shared memory.
+        paths:  files may be named; False for whatever came over a network.
+        """
         version, request = self._enter()
         try:
             loop = asyncio.get_running_loop()
@@ -250,15 +271,17 @@ class Session:
                 if type(command) in ENDS:
                     mail.put(ended, command)
 
-            self._submit(version, request, await _pack_aside(version, inputs), asked, hear, started_ms, loop)
+            values = await _prepare(version, inputs, paths)
+            self._submit(version, request, values, asked, hear, started_ms, loop)
             try:
                 end = await ended
             except BaseException as error:
                 _abandon(version, request, isinstance(error, GeneratorExit))
                 raise
-            return self._result(version, end, started_ms)
-        finally:
+            return lent(version, request, end, started_ms)
+        except BaseException:
             version.leave(request)
+            raise
 
     def stream(
         self,
@@ -282,7 +305,8 @@ class Session:
             reader = Reader(unread, lambda: version.runtime.tell_if(unread.may_resume))
             hear = self._listen(version, reader.put)
             started_ms = version.runtime.clock.now_ms()
-            self._submit(version, request, version.intake.pack(inputs), asked, hear, started_ms)
+            values = version.intake.place(version.intake.pack(inputs), version.runtime)
+            self._submit(version, request, values, asked, hear, started_ms)
         except BaseException:
             version.leave(request)
             raise
@@ -293,7 +317,7 @@ class Session:
 
         return OutputStream(reader.get, abandon)
 
-    async def astream(
+    def astream(
         self,
         *,
         outputs: Sequence[str] | None = None,
@@ -301,9 +325,22 @@ class Session:
         priority: int = 0,
         sequence: SequencePart | str | None = None,
         **inputs: Any,
-    ) -> AsyncIterator[StreamedOutput]:
-        """`stream` for asyncio."""
-        asked = Asked(outputs, deadline_ms, priority, sequence, pieces=True)
+    ) -> AsyncGenerator[StreamedOutput, None]:
+        """`stream` for asyncio; the request starts when it is first read."""
+        return self.pieces(inputs, Asked(outputs, deadline_ms, priority, sequence, pieces=True))
+
+    async def pieces(
+        self,
+        inputs: Mapping[str, Any],
+        asked: Asked,
+        *,
+        paths: bool = True,
+        timed: Callable[[tuple[StepTiming, ...]], None] | None = None,
+    ) -> AsyncGenerator[StreamedOutput, None]:
+        """Answer one request piece by piece; for doors. `asked` has `pieces`; `paths` as for `lend`.
+
+        timed: told how long its steps took, when it has ended well; an error has its own `timings`.
+        """
         version, request = self._enter()
         dropped = False
         try:
@@ -312,11 +349,14 @@ class Session:
             reader = AsyncReader(unread, lambda: version.runtime.tell_if(unread.may_resume), loop)
             hear = self._listen(version, reader.put)
             started_ms = version.runtime.clock.now_ms()
-            self._submit(version, request, await _pack_aside(version, inputs), asked, hear, started_ms)
+            values = await _prepare(version, inputs, paths)
+            self._submit(version, request, values, asked, hear, started_ms)
             while isinstance(piece := await reader.get(), StreamedOutput):
                 yield piece
             if not isinstance(piece, ev.Finish):
                 raise error_of(piece)
+            if timed is not None:
+                timed(tuple(piece.timings))
         except GeneratorExit:
             dropped = True
             raise
@@ -365,18 +405,22 @@ class Session:
         self,
         version: Version,
         request: int,
-        packed: Mapping[str, Packed],
+        values: Mapping[str, Value],
         asked: Asked,
         hear: Callable[[ev.ForCaller], ev.Event | None],
         started_ms: float,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
+        """Bring a request in whose values are placed already; what they hold goes back when it cannot be."""
         runtime, intake = version.runtime, version.intake
-        wanted = intake.check_outputs(asked.outputs)
-        budget_ms = intake.budget_ms(asked.deadline_ms)
-        runtime.check_descriptors()
-        deadline = None if budget_ms is None else started_ms + budget_ms  # decoding is part of it
-        values = intake.place(packed, runtime)
+        try:
+            wanted = intake.check_outputs(asked.outputs)
+            budget_ms = intake.budget_ms(asked.deadline_ms)
+            runtime.check_descriptors()
+            deadline = None if budget_ms is None else started_ms + budget_ms  # decoding is part of it
+        except BaseException:
+            intake.give_up(values, runtime)
+            raise
         runtime.submit(
             ev.Submitted(request, values, wanted, deadline, asked.priority, asked.sequence, asked.pieces), hear, loop
         )
@@ -394,17 +438,6 @@ class Session:
             return put(command, 0)
 
         return hear
-
-    def _result(self, version: Version, end: ev.Command, started_ms: float) -> Result:
-        if not isinstance(end, ev.Finish):
-            raise error_of(end)
-        copied = sum(placed_bytes(value) for value in end.outputs.values())
-        try:
-            outputs = {name: self._copy_out(version, value) for name, value in end.outputs.items()}
-        finally:
-            if copied:
-                version.runtime.deliver(end.request, copied)
-        return Result(outputs, end.timings, version.runtime.clock.now_ms() - started_ms)
 
     def _copy_out(self, version: Version, value: Value) -> Any:
         try:
@@ -424,6 +457,25 @@ def _abandon(version: Version, request: int, dropped: bool) -> None:
     tell(ev.Withdrawn(request), ev.Delivered(request))
 
 
-async def _pack_aside(version: Version, inputs: Mapping[str, Any]) -> dict[str, Packed]:
-    plain = all(isinstance(value, str | int | float | bool | np.ndarray | None) for value in inputs.values())
-    return version.intake.pack(inputs) if plain else await asyncio.to_thread(version.intake.pack, inputs)
+def _quick(value: Any) -> bool:
+    """Whether an input may be packed where the event loop runs: nothing to decode, and no large region to be read."""
+    if isinstance(value, PendingTensor):
+        return value.spec.size_bytes < ASIDE_BYTES
+    return isinstance(value, _PLAIN)
+
+
+async def _prepare(version: Version, inputs: Mapping[str, Any], paths: bool) -> dict[str, Value]:
+    """Return a request's inputs, checked and placed; what takes long is done in a thread."""
+    intake, runtime = version.intake, version.runtime
+    if all(_quick(value) for value in inputs.values()):
+        packed = intake.pack(inputs, paths=paths)
+    else:
+        packed = await asyncio.to_thread(intake.pack, inputs, paths=paths)
+    if sum([one.size_bytes for one in packed.values()]) < ASIDE_BYTES:
+        return intake.place(packed, runtime)
+    placing = asyncio.ensure_future(asyncio.to_thread(intake.place, packed, runtime))
+    try:
+        return await asyncio.shield(placing)
+    except asyncio.CancelledError:
+        placing.add_done_callback(lambda done: None if done.exception() else intake.give_up(done.result(), runtime))
+        raise

@@ -9,7 +9,10 @@ from weftline.engine.scheduler import Scheduler
 
 
 def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) -> Mapping[str, Any]:
-    """Return counters, queues, memory, and the bytes copied in, between workers and out since the start."""
+    """Return counters, queues, workers, memory, and the bytes copied in, between workers and out since the start.
+
+    `figures` are what nodes count of themselves: by step, then by worker.
+    """
     counters, ledger = scheduler.counters, scheduler.ledger.stats()
     return {
         "requests": {
@@ -20,7 +23,13 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
         "queued": scheduler.queued,
         "dispatches": counters.dispatches,
         "items": counters.items,
+        "workers": {
+            step.name: {"ready": scheduler.crew.ready_count(index), "all": len(step.workers)}
+            for index, step in enumerate(scheduler.plan.steps)
+            if step.workers
+        },
         "worker_deaths": counters.deaths,
+        "worker_restarts": scheduler.crew.restarts,
         "retried": counters.retried,
         "quarantined": counters.quarantined,
         "dropped_late": counters.late,
@@ -31,4 +40,5 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
             "stale_total": ledger.stale_total,
         },
         "kv": scheduler.kv.stats(),
+        "figures": scheduler.crew.figures(),
     }  # fmt: skip

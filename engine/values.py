@@ -17,6 +17,7 @@ import numpy as np
 
 from weftline.engine.messages import Value
 from weftline.engine.packed import Packed
+from weftline.engine.pending import PendingTensor
 from weftline.errors import StepError
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
@@ -25,7 +26,18 @@ from weftline.shm.arena import HostArena
 from weftline.shm.spec import ITEM_BYTES, STAND_INS, TensorSpec
 from weftline.shm.view import bytes_view, dtype_name, numpy_dtype, numpy_view
 
-__all__ = ["ARRAYS", "LIST_ITEMS_MAX", "Packed", "is_of", "live", "pack", "side_by_side", "stacked", "unpack"]
+__all__ = [
+    "ARRAYS",
+    "LIST_ITEMS_MAX",
+    "Packed",
+    "is_of",
+    "live",
+    "pack",
+    "pack_pending",
+    "side_by_side",
+    "stacked",
+    "unpack",
+]
 
 ARRAYS: dict[str, tuple[str | None, int | None]] = {
     "tensor": (None, None),
@@ -85,6 +97,15 @@ def pack(value: Any, type: PortType, what: str, known: Known | None = None) -> P
         return Packed("json", data=msgspec.msgpack.encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StepError(f"{what}: {_name(value)} is no json value ({error})") from None
+
+
+def pack_pending(pending: PendingTensor, type: PortType, what: str) -> Packed:
+    """Return a tensor that is still to be read, ready to travel on a tensor port; StepError when it does not fit."""
+    spec = pending.spec
+    dtype_fits = type.dtype is None or type.dtype == spec.dtype
+    if not dtype_fits or (type.dims is not None and not fits(type.dims, spec.shape)):
+        raise StepError(f"{what}: found {spec.dtype}{list(spec.shape)}, expected {type}")
+    return Packed(type.kind, spec.dtype, spec.shape, pending=pending)
 
 
 def unpack(value: Value, arenas: Mapping[int, HostArena]) -> Any:

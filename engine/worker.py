@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from weftline.engine import figures
 from weftline.engine.chain import HostedChain
 from weftline.engine.channel import Channel, ChannelClosed
 from weftline.engine.digest import digest
@@ -33,6 +34,7 @@ from weftline.engine.messages import (
     EndSequences,
     Failure,
     Feed,
+    Figures,
     Hello,
     KvReport,
     KvResize,
@@ -70,7 +72,7 @@ OWN_ARENA = -1
 """The key of the worker's own arena until the runtime tells its id in an Attach without a descriptor."""
 
 NOTE_S = 0.25
-"""How often a busy worker notes what its memory is used for, in seconds; four times a beat."""
+"""How often a busy worker notes what its memory is used for and what its nodes count, in seconds; four times a beat."""
 
 QUARANTINED = Failure("InputError", "this input killed its worker before; it is refused")
 
@@ -83,14 +85,16 @@ class Worker:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._inbox = Inbox(channel)
-        self._pulse = Pulse(channel, beat=lambda: Beat(self._memory_uses))
+        self._pulse = Pulse(channel, beat=lambda: Beat(self._memory_uses, self._figures))
         self._nodes: dict[int, Node] = {}  # by index in the plan, as are those that hold them:
         self._batches: dict[int, HostedStep] = {}
         self._streams: dict[int, HostedStream] = {}
         self._chains: dict[int, HostedChain] = {}
         self._quarantined: dict[int, frozenset[bytes]] = {}  # by step; none is empty
         self._memory = Memory({}, OWN_ARENA, self._need)
-        self._memory_uses: tuple[KvReport, ...] = ()  # read by the pulse's thread
+        self._counting: dict[int, str] = {}  # name of each step whose node offers figures
+        self._memory_uses: tuple[KvReport, ...] = ()  # read by the pulse's thread, as are the figures
+        self._figures: tuple[Figures, ...] = ()
         self._noted_s = 0.0
         self._open = True
 
@@ -101,9 +105,11 @@ class Worker:
             busy = [index for index, stream in self._streams.items() if stream.busy] if self._streams else None
             if not busy:
                 if not inbox:
-                    self._note_memory()
+                    self._note()
                     inbox.wait_mail()
                 self._take(inbox.take())
+                if self._counting and time.monotonic() - self._noted_s > NOTE_S:
+                    self._note()  # work may never leave it idle
                 continue
             inbox.fetch()
             while inbox and self._open:
@@ -111,7 +117,7 @@ class Worker:
             for index in busy if self._open else ():
                 self._round(index)
             if time.monotonic() - self._noted_s > NOTE_S:
-                self._note_memory()
+                self._note()
 
     def close(self) -> None:
         self._pulse.stop()
@@ -183,6 +189,8 @@ class Worker:
             started = time.perf_counter()
             try:
                 node = self._nodes[step.index] = self._open_node(step, message, warm)
+                if figures.offers(node):
+                    self._counting[step.index] = step.name
                 if isinstance(node, StreamNode) and (step.streams or not isinstance(node, BatchNode)):
                     self._streams[step.index] = HostedStream(step, node, self._memory)
                 else:
@@ -277,14 +285,17 @@ class Worker:
     def _resize(self, message: KvResize) -> None:
         if message.step in self._streams:
             held = self._streams[message.step].resize_memory(message.step, message.bytes)
-            self._note_memory()  # said before the next beat: an older one would tell of more than it holds
+            self._note()  # said before the next beat: an older one would tell of more than it holds
             self._channel.send(encode(KvResized(message.step, held)))
 
-    def _note_memory(self) -> None:
-        """Note what streaming steps do with their memory, for the next beat."""
+    def _note(self) -> None:
+        """Note what streaming steps do with their memory, and what nodes count, for the next beat."""
         self._noted_s = time.monotonic()
         uses = (stream.memory_use(index) for index, stream in self._streams.items())
         self._memory_uses = tuple(use for use in uses if use is not None)
+        if self._counting:
+            taken = (figures.take(index, name, self._nodes[index]) for index, name in self._counting.items())
+            self._figures = tuple(one for one in taken if one is not None)
 
     def _end_sequences(self, message: EndSequences) -> None:
         node = self._nodes[message.step]

@@ -193,6 +193,14 @@ class Node(ABC):
     def close(self) -> None:
         """Give back what `open` took."""
 
+    def figures(self) -> Mapping[str, float]:
+        """Return what it counts of itself, for whoever watches the server; totals are named `..._total`.
+
+        At most 64 finite numbers with names such as `pages_free`. Asked between its calls and rounds, by the thread
+        that runs them, several times a second: it says what it knows and computes nothing. None, unless it is defined.
+        """
+        return {}
+
     def end_sequence(self, id: str) -> None:
         """Forget a sequence: its last request was answered, it was idle for too long, or its caller gave up."""
 

@@ -24,6 +24,10 @@ from weftline.shm.block import PAGE_BYTES, align_up
 F_SEAL_FUTURE_WRITE = 0x0010
 """Linux 5.1: mappings that exist stay writable, new ones may only read. Python 3.11's fcntl does not name it."""
 
+_CLOSED = mmap.mmap(-1, PAGE_BYTES)
+_CLOSED.close()
+"""Stands for the mapping of an arena that was closed: every use of it is a ValueError."""
+
 
 class HostArena:
     """One memory segment: writable for the process that created it, read-only for those that attach.
@@ -85,10 +89,9 @@ class HostArena:
             return
         os.close(self.fd)
         self.fd = -1
-        try:
-            self.buffer.close()
-        except BufferError:
-            pass  # a view is still out; the mapping ends with it
+        # The mapping ends with its last view. Closing it would not wait for numpy's: they keep the object, but do not
+        # hold it open, and whoever still reads one would be killed.
+        self.buffer = _CLOSED
 
     def __enter__(self) -> HostArena:
         return self

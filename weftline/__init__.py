@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 from weftline.errors import PipelineError, WeftlineError
 
 if TYPE_CHECKING:
+    from weftline.engine.client.async_client import AsyncClient
+    from weftline.engine.client.client import Client
+    from weftline.engine.client.options import ClientTls
     from weftline.engine.health import Health
     from weftline.engine.repository import Repository
     from weftline.engine.result import Result
@@ -30,8 +33,11 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AsyncClient",
     "Batch",
     "BatchNode",
+    "Client",
+    "ClientTls",
     "Detections",
     "Device",
     "Health",
@@ -54,8 +60,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncClient": "weftline.engine.client.async_client:AsyncClient",
     "Batch": "weftline.nodes.contract:Batch",
     "BatchNode": "weftline.nodes.contract:BatchNode",
+    "Client": "weftline.engine.client.client:Client",
+    "ClientTls": "weftline.engine.client.options:ClientTls",
     "Detections": "weftline.nodes.detections:Detections",
     "Device": "weftline.pipelines.place:Device",
     "Health": "weftline.engine.health:Health",

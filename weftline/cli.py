@@ -1,4 +1,4 @@
-"""The command line: `weftline check`, `plan`, `run`, `chat`, `bench`, `nodes`, `schema`.
+"""The command line: `weftline check`, `plan`, `run`, `chat`, `bench`, `nodes`, `schema`, `serve` and those beside it.
 
 Here are the commands with their options and help. What a command does is imported when it runs, so that `--help` and
 shell completion answer at once and `check` works where no framework is installed. Answers go to standard output,
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from weftline import errors
+from weftline import errors, remote_commands, serve_commands
 from weftline.cli_exit import ending, exit_codes, open_closed_streams
 
 
@@ -25,7 +25,7 @@ def _epilog() -> str:
 
 app = typer.Typer(
     name="weftline",
-    help="Check, explain, run and measure pipelines of models.",
+    help="Check, explain, run, measure and serve pipelines of models.",
     epilog=_epilog(),
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -54,7 +54,7 @@ def _front(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Check, explain, run and measure pipelines of models."""
+    """Check, explain, run, measure and serve pipelines of models."""
 
 
 @app.command(short_help="List every problem of pipeline files.")
@@ -301,6 +301,10 @@ def schema(
     from weftline.pipelines.json_schema import json_schema
 
     _give(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n", output)
+
+
+serve_commands.add_to(app)
+remote_commands.add_to(app)
 
 
 def _give(text: str, output: Path | None) -> None:

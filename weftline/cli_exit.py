@@ -29,7 +29,7 @@ def exit_codes() -> dict[int, str]:
         EXIT_UNEXPECTED: "an unexpected error, which is a bug",
         EXIT_INTERRUPTED: "interrupted with Ctrl-C, or cancelled; everything is closed",
     }
-    kinds: list[type[errors.WeftlineError]] = [errors.PipelineError, *errors.BY_NAME.values()]
+    kinds: list[type[errors.WeftlineError]] = [errors.PipelineError, *errors.BY_NAME.values(), errors.AccessDenied]
     for kind in kinds:
         codes.setdefault(kind.exit_code, _first_clause(kind.__doc__ or ""))
     codes[errors.PipelineError.exit_code] += "; or the command line is wrong"

@@ -3,10 +3,13 @@
     WeftlineError
     |-- PipelineError          the file or builder describes something that cannot run (all problems at once)
     |-- InputError             a request's input is wrong, or too large
+    |-- UnknownModel           no model of that name and version is served
+    |-- AccessDenied           the caller did not say who it is, or may not do this
     |-- ModelError             a node could not open its model
     |   `-- MissingPackage     the framework a node needs is not installed
     |-- StepError              a node failed on one item
     |-- WorkerDied             the process that held the step is gone; it is being restarted
+    |-- Unavailable            the server cannot be reached, or takes no requests now; try again
     |-- LimitReached           a stated limit refused the work; try again later
     |-- DeadlineExceeded       the request's time ran out
     |-- RequestCancelled       the caller withdrew the request
@@ -87,6 +90,26 @@ class InputError(WeftlineError):
     exit_code = 3
 
 
+class UnknownModel(WeftlineError):
+    """No model of that name and version is served; the message does not say which others are."""
+
+    status = "NOT_FOUND"
+    exit_code = 3
+
+
+class AccessDenied(WeftlineError):
+    """The caller did not say who it is, or may not do this; without a valid token `status` is UNAUTHENTICATED."""
+
+    status = "PERMISSION_DENIED"
+    exit_code = 9
+
+    def __init__(self, message: str, *, known: bool = True) -> None:
+        """known: the token is valid; it only does not allow this."""
+        super().__init__(message)
+        if not known:
+            self.status = "UNAUTHENTICATED"  # type: ignore[misc]
+
+
 class ModelError(WeftlineError):
     """A step's model could not be opened: missing, truncated, of another kind, or refused for safety."""
 
@@ -114,6 +137,13 @@ class StepError(WeftlineError):
 
 class WorkerDied(WeftlineError):
     """The process that held a step died while the request was in it; a new one is being started."""
+
+    status = "UNAVAILABLE"
+    exit_code = 6
+
+
+class Unavailable(WeftlineError):
+    """The server cannot be reached, or takes no requests now; try again."""
 
     status = "UNAVAILABLE"
     exit_code = 6

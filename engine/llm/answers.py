@@ -34,6 +34,11 @@ class Answers:
         """Whether pieces of text can be told as they come: of one answer, not of several at once."""
         return len(self._answers) == 1
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything was taken yet: a prompt has at least one token."""
+        return self._prompt_tokens > 0
+
     def take(self, update: Update) -> None:
         answer = self._answers[update.index]
         if update.text:

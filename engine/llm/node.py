@@ -16,6 +16,7 @@ from weftline.engine.llm.options import LlmConfig, check_options
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import Update, Wish
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
+from weftline.engine.llm.totals import Totals, figures
 from weftline.errors import InputError, MissingPackage, ModelError, WeftlineError
 from weftline.nodes.contract import NodeMemory, OpenContext, Piece, StepContext, StreamNode
 from weftline.nodes.embed import embedding_width
@@ -45,6 +46,7 @@ class Llm(StreamNode):
         self._retained: list[int] = []
         self._refused: list[Piece] = []
         self._answers: dict[int, Answers] = {}
+        self._totals = Totals()
 
     @classmethod
     def ports(cls, config: LlmConfig, step: StepContext) -> Ports:
@@ -109,6 +111,7 @@ class Llm(StreamNode):
             )  # fmt: skip
             engine.add(item, tokens, params, wish, now_ms=now_ms)
         except WeftlineError as error:
+            self._totals.failed += 1
             self._refused.append(Piece(item, last=True, error=error))
         else:
             self._answers[item] = Answers(params.n, words.decode)
@@ -117,6 +120,7 @@ class Llm(StreamNode):
         engine, _ = self._opened()
         self._refused = [piece for piece in self._refused if piece.item != item]
         if self._answers.pop(item, None) is not None:
+            self._totals.dropped += 1
             engine.cancel(item)
 
     def pause(self, item: int) -> None:
@@ -139,6 +143,10 @@ class Llm(StreamNode):
             stats.waiting,
             stats.preemptions,
         )
+
+    def figures(self) -> Mapping[str, float]:
+        engine, _ = self._opened()
+        return figures(self._totals, engine.stats())
 
     def resize_memory(self, bytes: int) -> int:
         engine, _ = self._opened()
@@ -203,6 +211,7 @@ class Llm(StreamNode):
         return (Retention(0, whole, PRIORITY_TEMPLATE),) if whole else ()
 
     def _pieces(self, update: Update) -> list[Piece]:
+        self._totals.take(update, first=not self._answers[update.id].begun)
         if update.error is not None:
             del self._answers[update.id]
             return [Piece(update.id, last=True, error=update.error)]

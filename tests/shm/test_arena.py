@@ -73,3 +73,13 @@ def test_the_descriptor_travels_to_another_process() -> None:
     ours.close()
     theirs.close()
     assert out.strip() == b"hello"
+
+
+def test_what_is_still_looked_at_outlives_the_arena() -> None:
+    arena = HostArena.create(4096)
+    view = numpy_view(arena, Block(0, 0, 8, 1).place(0, 8), TensorSpec("uint8", (8,)))
+    view[:] = 7
+    arena.close()
+    assert view.tolist() == [7] * 8  # in a process whose mapping was closed under it this line would be its last
+    with pytest.raises(ValueError):
+        arena.buffer[0]

@@ -1,0 +1,100 @@
+"""What a server's refusal is in Python: gRPC status, message and trailing metadata to the WeftlineError of that status.
+
+A refusal also knows when the server wants to see the request again. Nothing here knows gRPC's classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weftline import errors
+from weftline.errors import Unavailable, WeftlineError
+
+PUSHBACK, RETRY_AFTER = "grpc-retry-pushback-ms", "retry-after-ms"
+"""Trailing metadata, both in ms: gRFC A6's, and its plain twin."""
+
+MESSAGE_CHARS_MAX = 4000
+
+_STEP = re.compile(r"^step ([\w.-]{1,128}): ", re.ASCII)
+_TOO_LARGE = re.compile(r"(CLIENT: Received|SERVER: Sent|Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
+_UNREACHABLE = re.compile(
+    r"failed to connect|connections to all backends failing|DNS resolution failed|empty address list"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a call ended that brought no answer.
+
+    status:      gRPC status name.
+    pushback_ms: when the server wants to see the request again; negative: never; None: it did not say.
+    """
+
+    status: str
+    message: str
+    pushback_ms: float | None = None
+
+
+class Refused(Exception):
+    """A call that brought no answer, on its way to the one place where it becomes a WeftlineError."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+def refusal_of(status: str, message: str | None, metadata: Iterable[tuple[str, str | bytes]]) -> Refusal:
+    """Return a refusal from what gRPC says; what is no number in its metadata counts for nothing."""
+    pushback = None
+    for key, value in metadata:
+        if key == PUSHBACK or (key == RETRY_AFTER and pushback is None):
+            pushback = _ms(value)
+    text = message or ""
+    if found := _TOO_LARGE.search(text):
+        side = "answer" if ":" in found[1] else "request"
+        text = f"a message of {found[2]} bytes; the most is {found[3]}"
+        fix = "raise limits.message_bytes_max of the server and message_bytes_max of the client, or send less"
+        text, pushback = f"the {side} is {text}\n    fix: {fix}", None
+    return Refusal(status, text[:MESSAGE_CHARS_MAX], pushback)
+
+
+def _ms(value: str | bytes) -> float | None:
+    """Return a pushback; what cannot be read means 'never', as gRFC A6 has it."""
+    text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
+    return float(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else -1.0
+
+
+def error_of(refusal: Refusal, url: str) -> WeftlineError:
+    """Return the exception for a refusal; `url` is named where the server could not be reached."""
+    told, message = refusal.status, refusal.message or f"the server gave no reason ({refusal.status})"
+    error: WeftlineError
+    if told == "UNAUTHENTICATED":
+        error = errors.AccessDenied(message, known=False)
+    elif told == "INTERNAL" and (step := _STEP.match(message)):
+        error = errors.StepError(message[step.end() :], step[1])
+    elif told == "UNAVAILABLE" and _UNREACHABLE.search(message):
+        error = Unavailable(
+            f"cannot reach a server at {url}\n    fix: start one with `weftline serve`, or check the address and tls"
+        )
+    elif told == "UNIMPLEMENTED":
+        error = WeftlineError(f"the server at {url} does not do this: {message}")
+    else:
+        error = _BY_STATUS.get(told, WeftlineError)(message)
+    if refusal.pushback_ms is not None and refusal.pushback_ms > 0:
+        error.retry_after_s = refusal.pushback_ms / 1000
+    return error
+
+
+_BY_STATUS: dict[str, type[WeftlineError]] = {
+    "INVALID_ARGUMENT": errors.InputError,
+    "OUT_OF_RANGE": errors.InputError,
+    "NOT_FOUND": errors.UnknownModel,
+    "PERMISSION_DENIED": errors.AccessDenied,
+    "FAILED_PRECONDITION": errors.ModelError,
+    "RESOURCE_EXHAUSTED": errors.LimitReached,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "CANCELLED": errors.RequestCancelled,
+    "UNAVAILABLE": Unavailable,
+}

@@ -1,0 +1,1 @@
+"""Serving: doors that speak what clients speak, and the backend behind them."""

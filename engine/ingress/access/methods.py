@@ -1,0 +1,81 @@
+"""Every method of every door, and the kind of right it takes: what is not in this table, nobody may call.
+
+gRPC methods stand under their full names, HTTP routes as `HTTP <method> <template>`. Tests compare the table with the
+descriptors of the gRPC services and with the routes of the HTTP door, so that none can be served and forgotten here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+OPEN, READ, INFER, MEMORY, METRICS, ADMIN = "open", "read", "infer", "memory", "metrics", "admin"
+"""Kinds of rights. OPEN: no token, for probes. READ: any token. INFER: any token, for its models. MEMORY: registering
+shared memory. METRICS: the figures. ADMIN: loading, unloading, settings."""
+
+INFERENCE = "/inference.GRPCInferenceService/"
+
+_GRPC = {
+    INFERENCE + "ServerLive": OPEN,
+    INFERENCE + "ServerReady": OPEN,
+    INFERENCE + "ModelReady": READ,  # its answer tells whether a model exists
+    INFERENCE + "ServerMetadata": READ,
+    INFERENCE + "ModelMetadata": READ,
+    INFERENCE + "ModelConfig": READ,
+    INFERENCE + "ModelStatistics": READ,
+    INFERENCE + "RepositoryIndex": READ,
+    INFERENCE + "ModelInfer": INFER,
+    INFERENCE + "ModelStreamInfer": INFER,
+    INFERENCE + "RepositoryModelLoad": ADMIN,
+    INFERENCE + "RepositoryModelUnload": ADMIN,
+    INFERENCE + "TraceSetting": ADMIN,
+    INFERENCE + "LogSettings": ADMIN,
+    INFERENCE + "SystemSharedMemoryStatus": MEMORY,
+    INFERENCE + "SystemSharedMemoryRegister": MEMORY,
+    INFERENCE + "SystemSharedMemoryUnregister": MEMORY,
+    INFERENCE + "CudaSharedMemoryStatus": MEMORY,
+    INFERENCE + "CudaSharedMemoryRegister": MEMORY,
+    INFERENCE + "CudaSharedMemoryUnregister": MEMORY,
+    "/grpc.health.v1.Health/Check": OPEN,
+    "/grpc.health.v1.Health/Watch": OPEN,
+    "/grpc.health.v1.Health/List": READ,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": READ,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": READ,
+}
+
+_HTTP = {
+    "GET /livez": OPEN,
+    "GET /readyz": OPEN,
+    "GET /v2/health/live": OPEN,
+    "GET /v2/health/ready": OPEN,
+    "GET /metrics": METRICS,
+    "GET /openapi.json": READ,
+    "GET /v1/models": READ,
+    "GET /v1/models/{model}": READ,
+    "POST /v1/chat/completions": INFER,
+    "POST /v1/completions": INFER,
+    "POST /v1/embeddings": INFER,
+    "POST /v1/audio/transcriptions": INFER,
+    "GET /v2": READ,
+    "GET /v2/models/stats": READ,
+    "POST /v2/repository/index": READ,
+    "POST /v2/repository/models/{model}/load": ADMIN,
+    "POST /v2/repository/models/{model}/unload": ADMIN,
+    "GET /v2/trace/setting": ADMIN,
+    "POST /v2/trace/setting": ADMIN,
+    "GET /v2/models/{model}/trace/setting": ADMIN,
+    "POST /v2/models/{model}/trace/setting": ADMIN,
+    "GET /v2/logging": ADMIN,
+    "POST /v2/logging": ADMIN,
+}
+
+for _model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+    _HTTP |= {f"GET {_model}{_what}": READ for _what in ("", "/ready", "/config", "/stats")}
+    _HTTP[f"POST {_model}/infer"] = INFER
+for _memory in ("/v2/systemsharedmemory", "/v2/cudasharedmemory"):
+    for _what in ("GET %s/status", "GET %s/region/{region}/status", "POST %s/region/{region}/register",
+                  "POST %s/region/{region}/unregister", "POST %s/unregister"):  # fmt: skip
+        _HTTP[_what % _memory] = MEMORY
+
+METHODS: Mapping[str, str] = MappingProxyType(_GRPC | {f"HTTP {route}": kind for route, kind in _HTTP.items()})
+"""The kind of right of every method."""

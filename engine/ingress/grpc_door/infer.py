@@ -1,0 +1,131 @@
+"""ModelInfer: the bytes of a request become asks, the answers' memory becomes the bytes of a response.
+
+This is the path that every request takes, so it is short: the large tensors of a request are views of the received
+bytes until they are placed, and those of an answer are views of shared memory until one join copies them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from weftline.engine.ingress.access.gate import Caller
+from weftline.engine.ingress.backend import Answer, Ask, Backend
+from weftline.engine.ingress.config import ServeLimits
+from weftline.engine.ingress.face import ModelFace
+from weftline.engine.ingress.grpc_door.calls import CALLER, Context, refuse
+from weftline.engine.ingress.grpc_door.control import TraceSettings
+from weftline.engine.ingress.regions import Regions
+from weftline.engine.ingress.v2.answering import to_response
+from weftline.engine.ingress.v2.asking import Asked, to_asks
+from weftline.engine.ingress.v2.nouns import InferRequest, InferResponse
+from weftline.engine.ingress.v2.wire import parse_request, response_bytes
+
+
+@dataclass(slots=True)
+class Call:
+    """What a request has from the call it came in.
+
+    deadline_ms: time the call has left; None: no end.
+    parent:      W3C trace context that came with it; '' without.
+    span:        that of the last answer's own span; '' while nothing was traced.
+    """
+
+    caller: Caller
+    door: str
+    deadline_ms: float | None = None
+    parent: str = ""
+    span: str = ""
+
+    @classmethod
+    def of(cls, context: Context, door: str) -> Call:
+        left_s = context.time_remaining()
+        parent = ""
+        for key, value in context.invocation_metadata():
+            if key == "traceparent":
+                parent = value if isinstance(value, str) else ""
+        return cls(CALLER.get(), door, None if left_s is None else left_s * 1000, parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """Answers v2 requests, whatever call they came in."""
+
+    backend: Backend
+    limits: ServeLimits
+    regions: Regions
+    trace: TraceSettings
+
+    async def unary(self, data: bytes, context: Context) -> bytes:
+        """The handler of ModelInfer."""
+        try:
+            call = Call.of(context, "grpc")
+            request = parse_request(data, self.limits)
+            face, asked = self.asked(request, call, len(data))
+            response = await self.answer(request, face, asked, call, response_bytes)
+            if call.span:
+                context.set_trailing_metadata((("traceparent", call.span),))
+            return response
+        except Exception as error:
+            await refuse(context, error)
+            raise  # not reached: refusing ends the call
+
+    async def answer(
+        self,
+        request: InferRequest,
+        face: ModelFace,
+        asked: Asked,
+        call: Call,
+        render: Callable[[InferResponse], bytes],
+        room: Callable[[], Awaitable[None]] | None = None,
+    ) -> bytes:
+        """Answer a request whole.
+
+        render: copies the response, whose memory is lent, into bytes.
+        room:   waits until there is room for them.
+        """
+        asks = asked.asks
+        answers = [await self.backend.ask(asks[0])] if len(asks) == 1 else await self._together(asks)
+        try:
+            if room is not None:
+                await room()
+            call.span = answers[0].traceparent
+            response = render(to_response(request, face, answers, asked.batch, self.regions))
+        finally:
+            for answer in answers:
+                answer.release()
+        if self.trace.active:
+            for ask, answer in zip(asks, answers, strict=True):
+                self.trace.note(ask, answer.timings, answer.total_ms)
+        return response
+
+    def asked(self, request: InferRequest, call: Call, size_bytes: int) -> tuple[ModelFace, Asked]:
+        """Return what a request asks for, checked against its model."""
+        call.caller.check(request.model)
+        call.caller.check_regions(request)
+        face = self.backend.face(request.model, request.version)
+        return face, to_asks(
+            request,
+            face,
+            self.limits,
+            self.regions,
+            deadline_ms=call.deadline_ms,
+            caller=call.caller.name,
+            door=call.door,
+            traceparent=call.parent,
+            size_bytes=size_bytes,
+        )
+
+    async def _together(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Answer the items of a batch side by side; when one fails the others are withdrawn, or given back."""
+        tasks = [asyncio.ensure_future(self.backend.ask(ask)) for ask in asks]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for end in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(end, Answer):
+                    end.release()
+            raise

@@ -1,0 +1,37 @@
+"""What is wrong with a request before any model sees it, with the HTTP status and the field that is to blame."""
+
+from __future__ import annotations
+
+from weftline.errors import InputError
+
+
+class Refusal(InputError):
+    """A request that HTTP itself refuses.
+
+    code:  the HTTP status of the answer.
+    param: the field of the body that is wrong, as OpenAI's errors name it; None when it is no field.
+    close: the connection ends with the answer, since what follows on it cannot be told from this request.
+    """
+
+    def __init__(self, message: str, *, code: int = 400, param: str | None = None, close: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+        self.close = close
+
+
+def unknown_path() -> Refusal:
+    return Refusal("there is nothing at this path", code=404)
+
+
+def wrong_method(allowed: set[str]) -> Refusal:
+    return Refusal(f"this path takes {', '.join(sorted(allowed))}", code=405)
+
+
+def too_large(bytes_max: int) -> Refusal:
+    return Refusal(f"the body is larger than {bytes_max} bytes, limits.message_bytes_max; send less", code=413)
+
+
+def unsupported(field: str, why: str) -> Refusal:
+    """Return what to raise for a field that would change the answer, were it understood."""
+    return Refusal(f"{field}: {why}", param=field)

@@ -1,0 +1,39 @@
+"""The doors of an ingress process: the servers that also serve beside the engine, over a RemoteBackend.
+
+What doors of one process share (the gate, registered memory, settings) is made once. Tokens and certificates are read
+here, in the process that needs them, and never travel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weftline.engine.ingress.access.gate import Gate
+from weftline.engine.ingress.access.logs import start_logs
+from weftline.engine.ingress.access.shared_memory import SharedMemory
+from weftline.engine.ingress.access.tokens import TokenFile
+from weftline.engine.ingress.identity import version
+from weftline.engine.ingress.link.remote import RemoteBackend
+from weftline.engine.ingress.link.spec import GRPC, HTTP, IngressSpec
+
+if TYPE_CHECKING:
+    from weftline.engine.ingress.link.process import Door
+
+
+def served_doors(spec: IngressSpec, backend: RemoteBackend) -> dict[str, Door]:
+    """Make the doors that a spec names; PipelineError when a file that they need is no good."""
+    config = spec.config
+    start_logs(config.logs)
+    tokens = TokenFile(config.tokens) if config.tokens is not None else None
+    gate = Gate(tokens, config.limits, shares=max(1, config.grpc.processes) + (config.http is not None))
+    memory = SharedMemory(config.limits, config.shared_memory)
+    doors: dict[str, Door] = {}
+    if GRPC in spec.doors:
+        from weftline.engine.ingress.grpc_door.server import GrpcServer
+
+        doors[GRPC] = GrpcServer(config, backend, gate, memory, figures=backend.statistics, version=version())
+    if HTTP in spec.doors:
+        from weftline.engine.ingress.http_door.server import HttpServer
+
+        doors[HTTP] = HttpServer(config, backend, gate, memory, figures=backend.statistics)
+    return doors

@@ -1,0 +1,93 @@
+"""One element of a BYTES tensor as the value of a port: text, JSON, detections, or bytes that stay bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from weftline.engine.ingress.v2 import strict_json
+from weftline.errors import InputError
+from weftline.nodes.detections import Detections
+
+Element = bytes | memoryview | str
+"""As it was sent: JSON has text, everything else bytes."""
+
+_KEYS = {"name", "score", "box"}
+
+
+def value_of(kind: str, element: object, type: str) -> Any:
+    """Return an element as a value of a kind of port, or InputError.
+
+    type: the port's type as written, for the message.
+    """
+    if not isinstance(element, bytes | bytearray | memoryview | str):
+        raise InputError("found an element that is neither text nor bytes")
+    return _KINDS[kind](element, type)  # type: ignore[arg-type]
+
+
+def text_of(element: Element, type: str = "text") -> str:
+    """Return UTF-8 as text; InputError for anything else, and for NUL, at which half of all libraries stop reading."""
+    try:
+        if isinstance(element, str):
+            element.encode()
+            text = element
+        else:
+            text = str(element, "utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"found bytes that are not UTF-8 at {error.start}, expected text") from None
+    except UnicodeEncodeError as error:
+        raise InputError(f"found half of a surrogate pair at {error.start}, expected text") from None
+    if "\0" in text:
+        raise InputError(f"found a NUL at {text.index(chr(0))}, expected text without")
+    return text
+
+
+def _bytes(element: Element, type: str) -> bytes:
+    return text_of(element).encode() if isinstance(element, str) else bytes(element)
+
+
+def _json(element: Element, type: str) -> Any:
+    return strict_json.loads(element)
+
+
+def _list(element: Element, type: str) -> list[Any]:
+    value = strict_json.loads(element)
+    if not isinstance(value, list):
+        raise InputError(f"found JSON that is no list in an element of {type}, expected lists")
+    return value
+
+
+def detections_of(element: Element, type: str = "detections") -> Detections:
+    """Return the objects in a JSON list of {name, score, box: [x1, y1, x2, y2]}; InputError for anything else."""
+    value = strict_json.loads(element)
+    expected = InputError(
+        "found something else than detections, expected a list of {name, score, box: [x1, y1, x2, y2]}"
+    )
+    if not isinstance(value, list):
+        raise expected
+    names: dict[str, int] = {}
+    for one in value:
+        if not isinstance(one, dict) or one.keys() != _KEYS or not isinstance(one["name"], str):
+            raise expected
+        box, score = one["box"], one["score"]
+        if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, (*box, score))):
+            raise expected
+        names.setdefault(one["name"], len(names))
+    return Detections(
+        np.array([one["box"] for one in value], np.float32).reshape(-1, 4),
+        np.array([one["score"] for one in value], np.float32),
+        np.array([names[one["name"]] for one in value], np.int32),
+        tuple(names),
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3.4e38
+
+
+_KINDS: dict[str, Callable[[Element, str], Any]] = {
+    "text": text_of, "any": text_of, "bytes": _bytes, "image": _bytes, "audio": _bytes,
+    "json": _json, "detections": detections_of, "list": _list,
+}  # fmt: skip

@@ -1,0 +1,177 @@
+"""Every series that `/metrics` shows, in one table: name, kind, labels, unit, meaning.
+
+Base units only: seconds, bytes, ratios from 0 to 1. Labels have values that the operator wrote (models, steps, workers,
+devices, names of the token file) or a fixed few; nothing that a client sends becomes one. Series of language models
+have the names and the shapes that vLLM gives them, so that dashboards made for it show ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+ITEMS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+# As vLLM has them (vllm/v1/metrics/loggers.py), so that quantiles of both can be compared.
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+TOKEN_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+ANSWER_SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One series of the table.
+
+    name:   as it is shown; a counter's ends in `_total`.
+    unit:   of its values, in words.
+    about:  what it says, as a phrase; after a semicolon, what to know about it.
+    bounds: of a histogram's buckets, without the infinite one.
+    """
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    unit: str
+    about: str
+    bounds: tuple[float, ...] = ()
+
+
+def _counter(name: str, labels: str, unit: str, about: str) -> Series:
+    return Series(name, "counter", tuple(labels.split()), unit, about)
+
+
+def _gauge(name: str, labels: str, unit: str, about: str) -> Series:
+    return Series(name, "gauge", tuple(labels.split()), unit, about)
+
+
+def _histogram(name: str, labels: str, unit: str, about: str, bounds: tuple[float, ...]) -> Series:
+    return Series(name, "histogram", tuple(labels.split()), unit, about, bounds)
+
+
+BUILD = _gauge("weftline_build_info", "version python", "", "always 1; the labels say what runs")
+MODEL_READY = _gauge("weftline_model_ready", "model", "0 or 1", "whether every step of the model can answer now")
+MODEL_VERSION = _gauge("weftline_model_version", "model", "", "number of the version that serves")
+
+REQUESTS = _counter("weftline_requests_total", "model door status", "requests",
+    "requests that ended, by gRPC status name; `model` is empty where no served model was named")  # fmt: skip
+DURATION = _histogram("weftline_request_duration_seconds", "model outcome", "seconds",
+    "from a request's arrival to its outputs; `outcome` is `ok` or `failed`", SECONDS)  # fmt: skip
+FIRST_PIECE = _histogram("weftline_request_first_piece_seconds", "model", "seconds",
+    "from a request's arrival to the first piece of a streamed answer", SECONDS)  # fmt: skip
+PIECES = _counter("weftline_request_pieces_total", "model", "pieces", "pieces of streamed answers")
+RECEIVED = _counter("weftline_request_received_bytes_total", "model", "bytes", "bytes of the messages requests came in")
+CALLERS = _counter("weftline_caller_requests_total", "caller status", "requests",
+    "requests that ended, by the name in the token file")  # fmt: skip
+IN_FLIGHT = _gauge("weftline_requests_in_flight", "model", "requests", "requests that are admitted and not answered")
+
+STEP_ITEMS = _counter("weftline_step_items_total", "model step outcome", "items",
+    "items of a step that ended; `outcome` is `ok`, `failed`, `lost` or `skipped`")  # fmt: skip
+STEP_QUEUE = _histogram("weftline_step_queue_seconds", "model step outcome", "seconds",
+    "from an item having all its inputs to its leaving for a worker", SECONDS)  # fmt: skip
+STEP_RUN = _histogram("weftline_step_run_seconds", "model step outcome", "seconds",
+    "from an item's leaving to its result being back, messages included", SECONDS)  # fmt: skip
+STEP_NODE = _histogram("weftline_step_node_seconds", "model step outcome", "seconds",
+    "time in the node of the call that an item was part of", SECONDS)  # fmt: skip
+STEP_BATCH = _histogram("weftline_step_batch_items", "model step", "items",
+    "how many items shared an item's call; counted for each item, not for each call", ITEMS)  # fmt: skip
+STEP_CALLS = _counter("weftline_step_calls_total", "model step", "calls",
+    "calls of a step, each item standing for its part of one; items / calls is the mean batch")  # fmt: skip
+STEP_WAITING = _gauge("weftline_step_queue_depth", "model step", "items", "items that wait for a step")
+STEP_WORKERS = _gauge("weftline_step_workers", "model step", "workers", "instances of a step that there should be")
+STEP_WORKERS_READY = _gauge("weftline_step_workers_ready", "model step", "workers", "those of them that can answer")
+
+DISPATCHES = _counter("weftline_dispatches_total", "model", "dispatches", "batches sent; since it was loaded")
+DISPATCHED = _counter("weftline_dispatched_items_total", "model", "items", "items in them; since it was loaded")
+DEATHS = _counter("weftline_worker_deaths_total", "model", "deaths", "workers that died; since it was loaded")
+RESTARTS = _counter("weftline_worker_restarts_total", "model", "starts", "workers started again; since it was loaded")
+RETRIED = _counter("weftline_items_retried_total", "model", "items", "items tried again; since it was loaded")
+QUARANTINED = _counter("weftline_inputs_quarantined_total", "model", "inputs",
+    "inputs that killed workers and are refused now; since it was loaded")  # fmt: skip
+LATE = _counter("weftline_items_late_total", "model", "items",
+    "items that were not begun because they could not make their deadline any more; since it was loaded")  # fmt: skip
+COPIED = _counter("weftline_copied_bytes_total", "model where", "bytes",
+    "bytes copied by us; `where` is `in`, `between` or `out` of shared memory; since it was loaded")  # fmt: skip
+ARENA_SIZE = _gauge("weftline_arena_size_bytes", "model", "bytes", "shared memory of the model, all arenas together")
+ARENA_LEASED = _gauge("weftline_arena_leased_bytes", "model", "bytes", "the part of it that is in use")
+ARENA_BLOCKS = _gauge("weftline_arena_leased_blocks", "model", "blocks", "leases that are held")
+ARENA_STALE = _counter("weftline_arena_stale_leases_total", "model", "leases",
+    "releases of a lease that was no longer held; since it was loaded")  # fmt: skip
+KV_TOTAL = _gauge("weftline_kv_total_bytes", "model device", "bytes", "KV memory that llm steps of a device share")
+KV_UNASSIGNED = _gauge("weftline_kv_unassigned_bytes", "model device", "bytes", "the part of it that no step has")
+KV_HELD = _gauge("weftline_kv_held_bytes", "model device instance", "bytes", "the part that an instance may hold")
+KV_USED = _gauge("weftline_kv_used_bytes", "model device instance", "bytes", "the part that an instance works with")
+NODE_FIGURE = _gauge("weftline_node_figure", "model step worker figure", "as the node says",
+    "what a node counts of itself (`Node.figures`), where it is no series of its own")  # fmt: skip
+
+WORKER_RESIDENT = _gauge("weftline_worker_resident_memory_bytes", "model worker", "bytes",
+    "memory of a worker process, shared memory that it has touched included")  # fmt: skip
+WORKER_CPU = _counter("weftline_worker_cpu_seconds_total", "model worker", "seconds", "processor time of the process")
+WORKER_FDS = _gauge("weftline_worker_open_fds", "model worker", "descriptors",
+    "open descriptors of the process; only where the server may look, which as a rule is as root")  # fmt: skip
+INGRESS_RESIDENT = _gauge("weftline_ingress_resident_memory_bytes", "process", "bytes",
+    "memory of an ingress process, which holds doors only")  # fmt: skip
+INGRESS_CPU = _counter("weftline_ingress_cpu_seconds_total", "process", "seconds", "processor time of the process")
+INGRESS_FDS = _gauge("weftline_ingress_open_fds", "process", "descriptors",
+    "open descriptors of the process, connections among them; where the server may look")  # fmt: skip
+
+LLM_RUNNING = _gauge("vllm:num_requests_running", "model_name engine", "requests", "answers that are being written")
+LLM_WAITING = _gauge("vllm:num_requests_waiting", "model_name engine", "requests", "answers that wait to be begun")
+LLM_KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "model_name engine", "ratio",
+    "part of the KV pages that requests use; pages kept for reuse count as free, as in vLLM")  # fmt: skip
+LLM_PREFIX_QUERIES = _counter("vllm:prefix_cache_queries_total", "model_name engine", "tokens",
+    "prompt tokens looked up in the prefix cache")  # fmt: skip
+LLM_PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "model_name engine", "tokens", "those of them found there")
+LLM_PREEMPTIONS = _counter("vllm:num_preemptions_total", "model_name engine", "preemptions",
+    "answers that gave way for lack of pages")  # fmt: skip
+LLM_PROMPT = _counter("vllm:prompt_tokens_total", "model_name engine", "tokens", "prompt tokens, cached ones included")
+LLM_GENERATED = _counter("vllm:generation_tokens_total", "model_name engine", "tokens", "tokens of answers")
+LLM_SUCCESS = _counter("vllm:request_success_total", "model_name engine finished_reason", "answers",
+    "answers that ended; `finished_reason` is `stop`, `length`, `abort` or `error`")  # fmt: skip
+LLM_DRAFTED = _counter("vllm:spec_decode_num_draft_tokens_total", "model_name engine", "tokens",
+    "tokens guessed by speculation")  # fmt: skip
+LLM_ACCEPTED = _counter("vllm:spec_decode_num_accepted_tokens_total", "model_name engine", "tokens",
+    "those of them that were right")  # fmt: skip
+
+LLM_FIRST_TOKEN = _histogram("vllm:time_to_first_token_seconds", "model_name", "seconds",
+    "from a request's arrival to its first piece; of streamed answers", FIRST_TOKEN_SECONDS)  # fmt: skip
+LLM_INTER_TOKEN = _histogram("vllm:inter_token_latency_seconds", "model_name", "seconds",
+    "between two tokens of a streamed answer; each gap counts, with the answer's mean", TOKEN_SECONDS)  # fmt: skip
+LLM_OUTPUT_TOKEN = _histogram("vllm:time_per_output_token_seconds", "model_name", "seconds",
+    "the same under vLLM's earlier name", TOKEN_SECONDS)  # fmt: skip
+LLM_REQUEST_TOKEN = _histogram("vllm:request_time_per_output_token_seconds", "model_name", "seconds",
+    "a streamed answer's mean time between two tokens", TOKEN_SECONDS)  # fmt: skip
+LLM_E2E = _histogram("vllm:e2e_request_latency_seconds", "model_name", "seconds",
+    "from a request's arrival to the end of its answer", ANSWER_SECONDS)  # fmt: skip
+LLM_REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", "model_name", "tokens", "a request's prompt", TOKENS)
+LLM_REQUEST_GENERATED = _histogram("vllm:request_generation_tokens", "model_name", "tokens",
+    "a request's answer, all of its answers together", TOKENS)  # fmt: skip
+
+REQUEST_SERIES = (REQUESTS, DURATION, FIRST_PIECE, PIECES, RECEIVED, CALLERS, IN_FLIGHT)
+STEP_SERIES = (
+    STEP_ITEMS, STEP_QUEUE, STEP_RUN, STEP_NODE, STEP_BATCH, STEP_CALLS, STEP_WAITING, STEP_WORKERS, STEP_WORKERS_READY,
+    NODE_FIGURE,
+)  # fmt: skip
+ENGINE_SERIES = (
+    BUILD, MODEL_READY, MODEL_VERSION, DISPATCHES, DISPATCHED, RETRIED, LATE, DEATHS, RESTARTS, QUARANTINED, COPIED,
+    ARENA_SIZE, ARENA_LEASED, ARENA_BLOCKS, ARENA_STALE, KV_TOTAL, KV_UNASSIGNED, KV_HELD, KV_USED,
+)  # fmt: skip
+PROCESS_SERIES = (WORKER_RESIDENT, WORKER_CPU, WORKER_FDS, INGRESS_RESIDENT, INGRESS_CPU, INGRESS_FDS)
+LLM_SERIES = (
+    LLM_RUNNING, LLM_WAITING, LLM_KV_USAGE, LLM_PREFIX_QUERIES, LLM_PREFIX_HITS, LLM_PREEMPTIONS, LLM_PROMPT,
+    LLM_GENERATED, LLM_SUCCESS, LLM_DRAFTED, LLM_ACCEPTED, LLM_FIRST_TOKEN, LLM_INTER_TOKEN, LLM_OUTPUT_TOKEN,
+    LLM_REQUEST_TOKEN, LLM_E2E, LLM_REQUEST_PROMPT, LLM_REQUEST_GENERATED,
+)  # fmt: skip
+ALL = (*REQUEST_SERIES, *STEP_SERIES, *ENGINE_SERIES, *PROCESS_SERIES, *LLM_SERIES)
+"""Every series of ours. The server's own process has `process_*` of prometheus_client besides."""

@@ -1,0 +1,120 @@
+"""Series that are read from open sessions at the moment somebody asks: queues, memory, workers, what nodes count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from weftline.engine.health import Health
+from weftline.engine.observe import series
+from weftline.engine.observe.processes import Usage
+from weftline.engine.observe.requests import Sample
+from weftline.engine.observe.series import Series
+
+_TOTALS: Mapping[str, Series] = {
+    "dispatches": series.DISPATCHES,
+    "items": series.DISPATCHED,
+    "retried": series.RETRIED,
+    "dropped_late": series.LATE,
+    "worker_deaths": series.DEATHS,
+    "worker_restarts": series.RESTARTS,
+    "quarantined": series.QUARANTINED,
+}
+_ARENA: Mapping[str, Series] = {
+    "size_bytes": series.ARENA_SIZE,
+    "leased_bytes": series.ARENA_LEASED,
+    "blocks": series.ARENA_BLOCKS,
+    "stale_total": series.ARENA_STALE,
+}
+_LLM: Mapping[str, Series] = {
+    "running": series.LLM_RUNNING,
+    "waiting": series.LLM_WAITING,
+    "preemptions_total": series.LLM_PREEMPTIONS,
+    "prefix_asked_tokens_total": series.LLM_PREFIX_QUERIES,
+    "prefix_hit_tokens_total": series.LLM_PREFIX_HITS,
+    "guessed_tokens_total": series.LLM_DRAFTED,
+    "right_tokens_total": series.LLM_ACCEPTED,
+    "prompt_tokens_total": series.LLM_PROMPT,
+    "completion_tokens_total": series.LLM_GENERATED,
+}
+_PAGES = ("pages_used", "pages_idle", "pages_free")
+_REASONS = ("stop", "length", "error", "abort")
+_SPOKEN_FOR = frozenset((*_LLM, *_PAGES, *(f"finished_{reason}_total" for reason in _REASONS)))
+"""Figures of an llm step that are series of their own."""
+_WORKER = (series.WORKER_RESIDENT, series.WORKER_CPU, series.WORKER_FDS)
+_INGRESS = (series.INGRESS_RESIDENT, series.INGRESS_CPU, series.INGRESS_FDS)
+
+
+class Measured(Protocol):
+    """What is read of a Session."""
+
+    def stats(self) -> Mapping[str, Any]: ...
+
+    def health(self) -> Health: ...
+
+    def pids(self) -> Mapping[str, int]: ...
+
+
+def samples(model: str, session: Measured, usage_of: Callable[[int], Usage | None]) -> Iterator[Sample]:
+    """Yield a model's series; `usage_of` looks at a worker process by its pid."""
+    stats = session.stats()
+    yield series.MODEL_READY, (model,), float(session.health().ready)
+    yield series.MODEL_VERSION, (model,), stats.get("version", 0)
+    yield series.IN_FLIGHT, (model,), stats["requests"]["open"]
+    for name, one in _TOTALS.items():
+        yield one, (model,), stats[name]
+    for where in ("in", "between", "out"):
+        yield series.COPIED, (model, where), stats["copied_bytes"][where]
+    for name, one in _ARENA.items():
+        yield one, (model,), stats["arena"][name]
+    for step, waiting in stats["queued"].items():
+        yield series.STEP_WAITING, (model, step), waiting
+    for step, workers in stats["workers"].items():
+        yield series.STEP_WORKERS, (model, step), workers["all"]
+        yield series.STEP_WORKERS_READY, (model, step), workers["ready"]
+    yield from _kv(model, stats["kv"])
+    for step, told in stats["figures"].items():
+        for worker, figures in told.items():
+            yield from _figures(model, step, worker, figures)
+    for worker, pid in session.pids().items():
+        yield from _process(_WORKER, (model, worker), usage_of(pid))
+
+
+def ingress_samples(pids: Mapping[str, int], usage_of: Callable[[int], Usage | None]) -> Iterator[Sample]:
+    """Yield the series of ingress processes, by name."""
+    for process, pid in pids.items():
+        yield from _process(_INGRESS, (process,), usage_of(pid))
+
+
+def _kv(model: str, devices: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
+    for device, kv in devices.items():
+        yield series.KV_TOTAL, (model, device), kv["total_bytes"]
+        yield series.KV_UNASSIGNED, (model, device), kv["unassigned_bytes"]
+        for instance, held in kv["held_bytes"].items():
+            yield series.KV_HELD, (model, device, instance), held
+        for instance, used in kv["used_bytes"].items():
+            yield series.KV_USED, (model, device, instance), used
+
+
+def _figures(model: str, step: str, worker: str, figures: Mapping[str, float]) -> Iterator[Sample]:
+    is_llm = figures.keys() >= _SPOKEN_FOR
+    if is_llm:
+        used, idle, free = (figures[name] for name in _PAGES)
+        yield series.LLM_KV_USAGE, (model, worker), used / max(used + idle + free, 1)
+        for name, one in _LLM.items():
+            yield one, (model, worker), figures[name]
+        for reason in _REASONS:
+            yield series.LLM_SUCCESS, (model, worker, reason), figures[f"finished_{reason}_total"]
+    for name, value in figures.items():
+        if not (is_llm and name in _SPOKEN_FOR):
+            yield series.NODE_FIGURE, (model, step, worker, name), value
+
+
+def _process(of: tuple[Series, Series, Series], labels: tuple[str, ...], usage: Usage | None) -> Iterator[Sample]:
+    if usage is None:
+        return
+    resident, cpu, descriptors = of
+    yield resident, labels, usage.resident_bytes
+    yield cpu, labels, usage.cpu_s
+    if usage.descriptors is not None:
+        yield descriptors, labels, usage.descriptors

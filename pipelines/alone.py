@@ -1,0 +1,50 @@
+"""A step of a pipeline as a pipeline of its own: the same node and options, asked through its ports.
+
+Its inputs and outputs are the step's ports. What it was wired to in its pipeline, conditions, retries, fallbacks and
+timeouts are left behind; batching, limits, device and memory between requests stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weftline.errors import InputError, PipelineError
+from weftline.pipelines.check import examine
+from weftline.pipelines.graph import Input, Pipeline, Step
+from weftline.pipelines.problems import did_you_mean
+from weftline.pipelines.wire import Wire
+
+
+def alone(pipeline: Pipeline, name: str) -> Pipeline:
+    """Return the pipeline of one step; PipelineError: the whole has problems, InputError: there is no such step.
+
+    A port of type `any` takes json. A step that the scheduler decides itself (`first`, `switch`) cannot stand alone.
+    """
+    checked = examine(pipeline)
+    if checked.problems:
+        raise PipelineError(checked.problems)
+    one = checked.steps.get(name)
+    if one is None:
+        hint = did_you_mean(name, checked.steps) or f"steps here: {', '.join(checked.steps)}"
+        raise InputError(f"step {name:.80} is not in pipeline {pipeline.name}\n    fix: {hint}")
+    inputs = tuple(
+        Input(port.name, "json" if port.type.kind == "any" else str(port.type), port.about, optional=port.optional)
+        for port in one.ports.inputs
+    )
+    step = Step(
+        one.step.name,
+        one.step.node,
+        options=one.step.options,
+        inputs={given.name: Wire(None, given.name) for given in inputs},
+        batch=one.step.batch,
+        device=one.step.device,
+        instances=one.step.instances,
+        run_max_ms=one.step.run_max_ms,
+        idempotent=one.step.idempotent,
+        sequence=one.step.sequence,
+        base_dir=one.step.base_dir,
+    )
+    outputs = {port.name: Wire(name, port.name) for port in one.ports.outputs}
+    return replace(
+        checked.pipeline, name=f"{pipeline.name}-{name}", inputs=inputs, steps=(step,), outputs=outputs, about=""
+    )

@@ -1,0 +1,53 @@
+"""Models without a server: a face, what a client is told of it, and both ends of the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from weftline.engine.client.described import DescribedModel, described
+from weftline.engine.client.receiving import values_of
+from weftline.engine.client.sending import tensor_of
+from weftline.engine.ingress.backend import Answer
+from weftline.engine.ingress.config import ServeLimits
+from weftline.engine.ingress.face import ModelFace, PortFace
+from weftline.engine.ingress.v2.answering import to_response
+from weftline.engine.ingress.v2.asking import to_asks
+from weftline.engine.ingress.v2.metadata import config_of, metadata_of
+from weftline.engine.ingress.v2.nouns import InferRequest
+from weftline.engine.ingress.v2.wire import parse_request, parse_response, request_bytes, response_bytes
+
+
+def face(type: str, optional: bool = False) -> ModelFace:
+    """Return the face of a model that gives back its input `x`."""
+    port = PortFace("x", type, optional)
+    return ModelFace("m", 3, (port,), (port,))
+
+
+def told(of: ModelFace) -> DescribedModel:
+    """Return what a client makes of the server's metadata and configuration."""
+    pb: Any = service_pb2
+    meta = metadata_of(of)
+    tensors = [
+        [{"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in side]
+        for side in (meta.inputs, meta.outputs)
+    ]
+    answer = pb.ModelMetadataResponse(name=meta.name, versions=meta.versions, inputs=tensors[0], outputs=tensors[1])
+    config: Any = model_config_pb2
+    return described(of.name, answer, config.ModelConfig(**config_of(of)))
+
+
+def arrived(type: str, value: Any) -> Any:
+    """Return what the engine is given when a client sends `value` for a port of `type`."""
+    tensor = tensor_of(told(face(type)).inputs["x"], value)
+    request = parse_request(request_bytes(InferRequest("m", (tensor,))))
+    (ask,) = to_asks(request, face(type), ServeLimits()).asks
+    return ask.inputs["x"]
+
+
+def came_back(type: str, value: Any, optional: bool = False) -> Any:
+    """Return what a client gives its caller when the engine answers `value` on a port of `type`."""
+    of = face(type, optional)
+    response = to_response(InferRequest("m", ()), of, [Answer({"x": value}, version=3)], None)
+    return values_of(parse_response(response_bytes(response)).outputs, told(of).outputs)["x"]

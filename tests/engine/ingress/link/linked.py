@@ -1,0 +1,86 @@
+"""A RemoteBackend and the Clerk that serves it, in one event loop: the whole link but for the second process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from weftline.engine.ingress.backend import Backend
+from weftline.engine.ingress.link import messages as msg
+from weftline.engine.ingress.link.clerk import Clerk
+from weftline.engine.ingress.link.desk import Desk
+from weftline.engine.ingress.link.extent import Shelf, grant, let_go, take
+from weftline.engine.ingress.link.remote import RemoteBackend
+from weftline.engine.ingress.link.wire import Wire
+from weftline.engine.ingress.statistics import Statistics
+from weftline.shm.arena import HostArena
+
+FRAME_BYTES_MAX = 144 << 20
+
+
+@dataclass
+class Linked:
+    remote: RemoteBackend
+    clerk: Clerk
+    wire: Wire
+    shelf: Shelf
+    desk: Desk
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is open, laid or lent on either side."""
+        return not (
+            self.remote.open_requests or self.clerk.open_requests or self.shelf.taken_bytes or self.clerk.lent_bytes
+        )
+
+
+@asynccontextmanager
+async def linked(
+    backend: Backend,
+    extent_bytes: int = 64 << 20,
+    calls_max: int = 1000,
+    frame_bytes_max: int = FRAME_BYTES_MAX,
+    statistics: Statistics | None = None,
+) -> AsyncIterator[Linked]:
+    """Connect a RemoteBackend to a backend of this process."""
+    ours, theirs = socket.socketpair()
+    granted, answers = grant(extent_bytes), HostArena.create(extent_bytes)
+    desk = Desk(backend, statistics=statistics)
+    clerk = Clerk(backend, granted, answers, desk._carry_out, calls_max)
+    shelf = Shelf(take(os.dup(granted.fd)))
+    read_only = HostArena.attach(os.dup(answers.fd), answers.size_bytes)
+    await clerk.serve(ours, frame_bytes_max)
+    desk._keepers.append(_Kept(clerk))  # type: ignore[arg-type]
+    desk._greet(clerk)
+    remote = RemoteBackend(shelf, read_only, frame_bytes_max)
+    wire = await Wire.connect(
+        theirs, lambda body: remote.hear(msg.decode_to_ingress(body)), lambda why: remote.lose(), FRAME_BYTES_MAX
+    )
+    remote.speak(wire)
+    await remote.wait_told()
+    try:
+        yield Linked(remote, clerk, wire, shelf, desk)
+    finally:
+        wire.close()
+        await asyncio.wait_for(clerk.wait_closed(), 5)
+        let_go(shelf.arena)
+        let_go(read_only)
+
+
+@dataclass
+class _Kept:
+    """As much of a Keeper as a Desk needs to tell its clerk something."""
+
+    clerk: Clerk
+
+
+async def settle(linked: Linked, within_s: float = 2.0) -> None:
+    """Wait until nothing is open, laid or lent; AssertionError when it takes too long."""
+    until = asyncio.get_running_loop().time() + within_s
+    while not linked.at_rest:
+        assert asyncio.get_running_loop().time() < until, "something of the link is left open"
+        await asyncio.sleep(0.005)

@@ -1,0 +1,225 @@
+"""The backend beside the engine: models, their faces, requests, records, loading and unloading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weftline.engine.ingress.backend import Ask, Record
+from weftline.engine.ingress.config import ServedPipeline
+from weftline.engine.ingress.face import READY, UNAVAILABLE
+from weftline.engine.ingress.local import LocalBackend
+from weftline.engine.repository import Repository
+from weftline.errors import InputError, ModelError, SessionClosed, StepError, UnknownModel, WeftlineError
+from weftline.nodes.urgency import SequencePart
+
+TENSORS = """weftline: 1
+name: tensors
+inputs: {x: "uint8[N]"}
+steps:
+  same: {node: echo, type: "uint8[N]", inputs: {value: x}}
+outputs: {y: same.value}
+slo: {latency_p99_ms: 5000}
+"""
+STREAM = """weftline: 1
+name: words
+inputs: {text: text}
+steps:
+  slow: {node: trickle, delay_ms: 30, inputs: {value: text}}
+outputs: {text: slow.value}
+"""
+FAILS = """weftline: 1
+name: fails
+inputs: {x: text}
+steps:
+  bad: {node: fail, every: 1, inputs: {value: x}}
+outputs: {y: bad.value}
+"""
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+@asynccontextmanager
+async def backend(folder: Path, *, told: list[Record] | None = None, **files: str) -> AsyncIterator[LocalBackend]:
+    served = {}
+    for name, text in files.items():
+        file = folder / f"{name}.yaml"
+        file.write_text(text)
+        served[name] = ServedPipeline(file, ("same",) if "same:" in text else ())
+    with Repository() as repository:
+        one = LocalBackend(repository, served, observers=[] if told is None else [told.append])
+        await one.open()
+        yield one
+
+
+def test_a_pipeline_and_its_exposed_step_are_models(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+            assert [(one.name, one.state, one.version) for one in models.index()] == [
+                ("tensors", READY, 1),
+                ("tensors.same", READY, 1),
+            ]
+            face = models.face("tensors")
+            assert [(port.name, port.type) for port in face.inputs + face.outputs] == [
+                ("x", "uint8[N]"),
+                ("y", "uint8[N]"),
+            ]
+            assert face.deadline_ms == 5000 and not face.streams
+            with await models.ask(Ask("tensors.same", {"value": np.arange(5, dtype=np.uint8)})) as answer:
+                assert answer.outputs["value"].tolist() == [0, 1, 2, 3, 4]
+
+    run(go())
+
+
+def test_every_request_that_ends_is_told_of_once(tmp_path: Path) -> None:
+    told: list[Record] = []
+
+    async def go() -> None:
+        async with backend(tmp_path, told=told, tensors=TENSORS, words=STREAM, fails=FAILS) as models:
+            with await models.ask(Ask("tensors", {"x": np.zeros(3, np.uint8)}, id="a")):
+                pass
+            with pytest.raises(StepError):
+                await models.ask(Ask("fails", {"x": "never"}, id="b"))
+            with pytest.raises(UnknownModel):
+                await models.ask(Ask("nobody", {}, id="c"))
+            pieces = [piece async for piece in models.stream(Ask("words", {"text": "one two"}, id="d"))]
+            assert [piece.value for piece in pieces if piece.last] == ["".join(piece.value for piece in pieces[:-1])]
+            left = models.stream(Ask("words", {"text": "one two three"}, id="e"))
+            await anext(left)
+            await left.aclose()
+            late = asyncio.ensure_future(models.ask(Ask("words", {"text": "word " * 50}, id="f")))
+            await asyncio.sleep(0.05)
+            late.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await late
+
+    run(go())
+    assert [(one.ask.id, one.status) for one in told] == [
+        ("a", "OK"),
+        ("b", "INTERNAL"),
+        ("c", "NOT_FOUND"),
+        ("d", "OK"),
+        ("e", "CANCELLED"),
+        ("f", "CANCELLED"),
+    ]
+    streamed = told[3]
+    assert streamed.pieces >= 2 and streamed.first_ms is not None and streamed.first_ms <= streamed.total_ms
+    assert [timing.step for timing in told[0].timings] == ["same"]
+
+
+def test_another_version_and_files_are_refused(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+            with pytest.raises(UnknownModel, match="version 1 serves"):
+                await models.ask(Ask("tensors", {"x": np.zeros(3, np.uint8)}, version="2"))
+            with pytest.raises(InputError, match="a path instead of content"):
+                await models.ask(Ask("tensors", {"x": tmp_path / "tensors.yaml"}))
+
+    run(go())
+
+
+def test_loading_again_raises_the_version_and_unloading_ends_it(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+            assert models.face("tensors").version == 1
+            assert await models.load("tensors") == 2
+            assert models.face("tensors").version == 2
+            await models.unload("tensors")
+            assert {one.state for one in models.index()} == {UNAVAILABLE}
+            with pytest.raises(SessionClosed, match="not loaded"):
+                await models.ask(Ask("tensors", {"x": np.zeros(3, np.uint8)}))
+            assert models.stats("tensors") == {}
+            assert await models.load("tensors") == 1
+            assert models.index()[0].ready
+
+    run(go())
+
+
+def test_only_what_the_operator_named_can_be_loaded(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+            for name in ("../tensors", "tensors.yaml", "tensors.same", "\0", "x" * 100_000):
+                for change in (models.load, models.unload):
+                    with pytest.raises(UnknownModel) as found:
+                        await change(name)
+                    assert len(str(found.value)) < 400
+
+    run(go())
+
+
+def test_a_file_that_became_wrong_leaves_the_version_that_serves(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+            (tmp_path / "tensors.yaml").write_text(TENSORS.replace("node: echo", "node: ecko"))
+            with pytest.raises(WeftlineError):
+                await models.load("tensors")
+            with await models.ask(Ask("tensors", {"x": np.zeros(3, np.uint8)})) as answer:
+                assert answer.version == 1
+
+    run(go())
+
+
+def test_a_load_and_an_unload_at_once_leave_a_pipeline_and_its_steps_together(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+            for _ in range(2):
+                loading = asyncio.ensure_future(models.load("tensors"))
+                await asyncio.sleep(0.05)
+                await asyncio.gather(loading, models.unload("tensors"))
+                assert len({one.state for one in models.index()}) == 1
+
+    run(go())
+
+
+def test_a_load_goes_on_when_whoever_asked_gives_up(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+            await models.unload("tensors")
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(models.load("tensors"), 0.05)
+            for _ in range(500):
+                if all(one.ready for one in models.index()):
+                    return
+                await asyncio.sleep(0.02)
+            pytest.fail("it is half loaded")
+
+    run(go())
+
+
+def test_what_is_wrong_with_a_file_is_no_mistake_of_whoever_loads_it(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+            (tmp_path / "tensors.yaml").write_text("weftline: 1\nname: 7 7\n")
+            with pytest.raises(ModelError, match="the server's log says why"):
+                await models.load("tensors")
+
+    run(go())
+
+
+REMEMBERS = """weftline: 1
+name: remembers
+inputs: {x: text}
+steps:
+  keep: {node: remember, inputs: {value: x}}
+outputs: {y: keep.value}
+"""
+
+
+def test_callers_do_not_meet_in_each_others_sequences(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, remembers=REMEMBERS) as models:
+            start = SequencePart("1", start=True)
+            with await models.ask(Ask("remembers", {"x": "mine"}, sequence=start, caller="alice")):
+                pass
+            with pytest.raises(InputError):
+                await models.ask(Ask("remembers", {"x": "yours?"}, sequence=SequencePart("1"), caller="bob"))
+
+    run(go())

@@ -1,0 +1,164 @@
+"""What the examples of deployment say is what the program has: options, keys, routes, and times that fit each other."""
+
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from weftline import serve_commands
+from weftline.engine.ingress.access.exposure import check_exposure
+from weftline.engine.ingress.access.methods import METHODS, METRICS, OPEN
+from weftline.engine.ingress.assembly import Flags, assemble, merge
+from weftline.engine.ingress.config import ServeConfig, ServedPipeline
+from weftline.engine.ingress.settings import Settings, to_settings
+from weftline.pipelines.document import read_document
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "examples/deploy"
+MANIFESTS = sorted(DEPLOY.rglob("*.y*ml"))
+SAID = ServeConfig({"p": ServedPipeline(Path("p.yaml"))})
+
+
+def options(words: list[str]) -> dict[str, Any]:
+    """Return what the command line makes of words after `weftline serve`; it fails on one that it does not have."""
+    app = typer.Typer()
+    serve_commands.add_to(app)
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    return dict(serve.make_context("serve", list(words)).params)
+
+
+def manifest(name: str) -> dict[str, Any]:
+    found = list(yaml.safe_load_all((DEPLOY / name).read_text()))
+    assert len(found) == 1
+    return dict(found[0])
+
+
+def served() -> Settings:
+    return to_settings(read_document(manifest("kubernetes/configmap.yaml")["data"]["serve.yaml"], "map"), "map", ROOT)
+
+
+def unit() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(strict=True, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string((DEPLOY / "weftline.service").read_text())
+    return parser
+
+
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
+def test_every_manifest_is_yaml_and_has_a_kind(file: Path) -> None:
+    for one in yaml.safe_load_all(file.read_text()):
+        assert one.keys() >= (
+            {"scrape_configs"} if file.name == "prometheus.yml" else {"apiVersion", "kind", "metadata"}
+        )
+
+
+def test_the_units_commands_are_the_programs_and_it_waits_longer_than_the_server_drains() -> None:
+    service = unit()["Service"]
+    assert options(shlex.split(service["ExecStartPre"])[2:])["print_config"]
+    told = options(shlex.split(service["ExecStart"])[2:])
+    assert int(service["TimeoutStopSec"]) > told["grace_s"] + 5
+    assert service["KillMode"] == "mixed"
+    url = re.search(r"http://127\.0\.0\.1:8000(/\w+)", service["ExecStartPost"])
+    assert url
+    assert METHODS[f"HTTP GET {url[1]}"] == OPEN
+
+
+def test_the_container_starts_the_server_as_nobody_and_in_list_form() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    words = [json.loads(one) for one in re.findall(r"^(?:ENTRYPOINT|CMD) (\[.*\])$", text, re.M)]
+    assert words[0] == ["weftline", "serve"]
+    options(words[1])
+    assert re.search(r"^USER [1-9]\d+:[1-9]\d+$", text, re.M)
+    extras = re.search(r"^ARG EXTRAS=(.*)$", text, re.M)
+    known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert extras
+    assert set(extras[1].split(",")) <= set(known)
+
+
+@pytest.mark.parametrize("name", ["kubernetes/deployment.yaml", "kserve/servingruntime.yaml"])
+def test_probes_ask_what_there_is_and_needs_no_token(name: str) -> None:
+    spec = manifest(name)["spec"]
+    container = (spec.get("template", {}).get("spec") or spec)["containers"][0]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
+    for probe in probes:
+        if "grpc" in probe:
+            assert METHODS["/grpc.health.v1.Health/Check"] == OPEN
+            continue
+        assert METHODS[f"HTTP GET {probe['httpGet']['path']}"] == OPEN
+        assert probe["httpGet"]["port"] in (*ports, *ports.values(), 8080)
+    assert [probe["httpGet"]["path"] for probe in probes[1:]] == ["/readyz", "/livez"]
+
+
+def test_pods_get_more_time_to_end_than_the_server_takes() -> None:
+    pod = manifest("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
+    before_s = float(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > before_s + served().config.grace_s + 5
+    args = manifest("kserve/servingruntime.yaml")["spec"]["containers"][0]["args"]
+    ends_s = manifest("kserve/inferenceservice.yaml")["spec"]["predictor"]["terminationGracePeriodSeconds"]
+    assert ends_s > options(args)["grace_s"] + 5
+
+
+def test_the_clusters_configuration_is_one_and_guarded() -> None:
+    config = served().config
+    check_exposure(config)
+    assert not config.insecure
+    assert config.tls is not None
+    pod = manifest("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert config.http is not None
+    assert ports == {"grpc": config.grpc.port, "http": config.http.port}
+    mounts = [Path(one["mountPath"]) for one in container["volumeMounts"]]
+    assert options(container["args"])["files"] == ["/etc/weftline/serve.yaml"]
+    for file in (config.tls.certificate, config.tokens, config.pipelines["classifier"].file):
+        assert file is not None
+        assert [mount for mount in mounts if mount in file.parents], file
+    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+
+
+def test_services_and_policies_are_about_the_deployments_pods() -> None:
+    pod = manifest("kubernetes/deployment.yaml")["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+    assert manifest("kubernetes/deployment.yaml")["spec"]["selector"]["matchLabels"] == labels
+    assert manifest("kubernetes/service.yaml")["spec"]["selector"] == labels
+    assert {one["targetPort"] for one in manifest("kubernetes/service.yaml")["spec"]["ports"]} == set(ports)
+    policy = manifest("kubernetes/networkpolicy.yaml")["spec"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == set(ports.values())
+    assert manifest("kubernetes/hpa.yaml")["spec"]["scaleTargetRef"]["name"] == "weftline"
+
+
+def test_the_kserve_runtime_may_listen_where_it_says_and_is_the_one_that_is_used() -> None:
+    runtime = manifest("kserve/servingruntime.yaml")
+    told = options(runtime["spec"]["containers"][0]["args"])
+    flags = Flags(host=told["host"], port=told["port"], http_port=told["http_port"], insecure=told["insecure"])
+    config = merge(SAID, flags)
+    check_exposure(config)
+    assert config.http is not None
+    assert (config.grpc.port, config.http.port) == (9000, 8080)
+    assert runtime["spec"]["annotations"]["prometheus.kserve.io/port"] == str(config.http.port)
+    model = manifest("kserve/inferenceservice.yaml")["spec"]["predictor"]["model"]
+    assert model["runtime"] == runtime["metadata"]["name"]
+    assert model["modelFormat"]["name"] == runtime["spec"]["supportedModelFormats"][0]["name"]
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+
+
+def test_prometheus_reads_the_figures_with_a_token_for_them() -> None:
+    job = manifest("prometheus.yml")["scrape_configs"][0]
+    assert METHODS[f"HTTP GET {job['metrics_path']}"] == METRICS
+    assert job["authorization"]["credentials_file"]
+
+
+def test_the_serve_file_among_the_examples_is_sound() -> None:
+    pytest.importorskip("onnxruntime")
+    config, plans = assemble([str(ROOT / "examples/serve.yaml")], None, Flags())
+    assert list(plans) == ["classifier", "tabular", "assistant"]
+    assert not config.pipelines["assistant"].load

@@ -1,0 +1,57 @@
+"""A step taken out of its pipeline: its ports become inputs and outputs, and what it was wired to is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weftline.errors import InputError, PipelineError
+from weftline.pipelines.alone import alone
+from weftline.pipelines.check import examine
+from weftline.pipelines.load import load_file
+
+FILE = """weftline: 1
+name: pair
+inputs: {a: text}
+steps:
+  first:
+    node: echo
+    inputs: {value: a}
+    batch: {items_max: 4}
+  second:
+    node: echo
+    inputs: {value: first.value}
+    when: first.value == 'go'
+    retry: 2
+outputs: {b: second.value}
+"""
+
+
+def written(folder: Path, text: str = FILE) -> Path:
+    file = folder / "pair.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_steps_ports_become_inputs_and_outputs(tmp_path: Path) -> None:
+    one = alone(load_file(written(tmp_path)), "second")
+    assert [(given.name, given.type) for given in one.inputs] == [("value", "text")]
+    assert list(one.outputs) == ["value"] and [step.name for step in one.steps] == ["second"]
+    assert one.steps[0].when is None and one.steps[0].retry is None
+    assert not examine(one).problems
+
+
+def test_batching_stays(tmp_path: Path) -> None:
+    batch = alone(load_file(written(tmp_path)), "first").steps[0].batch
+    assert batch is not None and batch.items_max == 4
+
+
+def test_a_step_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean second"):
+        alone(load_file(written(tmp_path)), "secnd")
+
+
+def test_a_pipeline_with_problems_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match="unknown key"):
+        alone(load_file(written(tmp_path, FILE.replace("retry: 2", "retries: 2"))), "first")
