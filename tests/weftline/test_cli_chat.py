@@ -403,7 +403,7 @@ def test_ctrl_c_at_a_terminal_stops_one_answer_and_ctrl_d_leaves() -> None:
     )  # fmt: skip
     os.close(theirs)
     try:
-        seen = _until(ours, b"> ", b"Ctrl-D leaves")
+        seen = _until(ours, b"Ctrl-D leaves", b"> ")
         os.write(ours, b"hello\n")
         seen = _until(ours, b"shapes")
         os.write(ours, b"\x03")
@@ -412,7 +412,7 @@ def test_ctrl_c_at_a_terminal_stops_one_answer_and_ctrl_d_leaves() -> None:
         seen = _until(ours, b"cut after tokens_max, 4 tokens", b"> ")
         assert re.search(rb"4 tokens at [\d.]+/s, first after \d+ ms, (\d+) of \d+ prompt tokens cached", seen), seen
         os.write(ours, b"/stats\n")
-        assert b"conversation: 2 questions" in _until(ours, b"stopped: 1 answer")
+        assert b"conversation: 2 questions" in _until(ours, b"/stats", b"stopped: 1 answer", b"> ")
         os.write(ours, b"\x04")
         assert chat.wait(20) == 0
     finally:
@@ -430,9 +430,13 @@ def _take_terminal() -> None:
 
 
 def _until(terminal: int, *wanted: bytes) -> bytes:
-    """Return what a terminal shows until all of `wanted` is there, at most 60 s later."""
+    """Return what a terminal shows until all of `wanted` is there, one after the other, at most 60 s later.
+
+    A key pressed before the prompt is there reaches a terminal that is not yet read key by key, where Ctrl-D is lost.
+    """
     seen, until_s = b"", time.monotonic() + 60
-    while not all(one in seen for one in wanted):
+    in_order = re.compile(b".*?".join(map(re.escape, wanted)), re.DOTALL)
+    while not in_order.search(seen):
         ready, _, _ = select.select([terminal], [], [], max(0.0, until_s - time.monotonic()))
         assert ready, f"waited for {wanted}, seen: {seen[-2000:]!r}"
         seen += os.read(terminal, 65_536)
