@@ -30,6 +30,7 @@ def exit_codes() -> dict[int, str]:
         EXIT_INTERRUPTED: "interrupted with Ctrl-C, or cancelled; everything is closed",
     }
     kinds: list[type[errors.WeftlineError]] = [errors.PipelineError, *errors.BY_NAME.values(), errors.AccessDenied]
+    kinds += [errors.JobChanged, errors.TooManyErrors, errors.OutputFailed]
     for kind in kinds:
         codes.setdefault(kind.exit_code, _first_clause(kind.__doc__ or ""))
     codes[errors.PipelineError.exit_code] += "; or the command line is wrong"

@@ -13,6 +13,9 @@
     |-- LimitReached           a stated limit refused the work; try again later
     |-- DeadlineExceeded       the request's time ran out
     |-- RequestCancelled       the caller withdrew the request
+    |-- JobChanged             a job is resumed, and its pipeline or its data is not what it was
+    |-- TooManyErrors          more of a job's rows failed than it bears
+    |-- OutputFailed           a job's results could not be written
     `-- SessionClosed          the session was closed, or never opened
 
 Each class has the gRPC status the ingress answers with, and the exit code the command line ends with. Messages are
@@ -172,6 +175,27 @@ class RequestCancelled(WeftlineError):
 
     status = "CANCELLED"
     exit_code = 130
+
+
+class JobChanged(WeftlineError):
+    """A job is resumed, and its pipeline, its data or its settings are not what they were when it began."""
+
+    status = "FAILED_PRECONDITION"
+    exit_code = 10
+
+
+class TooManyErrors(WeftlineError):
+    """More of a job's rows failed than it bears; what was committed stays, and the job can be resumed."""
+
+    status = "ABORTED"
+    exit_code = 11
+
+
+class OutputFailed(WeftlineError):
+    """A job's results could not be written; what was committed stays whole, and the job can be resumed."""
+
+    status = "UNAVAILABLE"
+    exit_code = 12
 
 
 class SessionClosed(WeftlineError):

@@ -1,0 +1,1 @@
+"""Replicas on a Ray cluster: jobs by Ray Data, services by Ray Serve."""

@@ -1,0 +1,99 @@
+"""Everything a job is told, as values. What is left out has the defaults written here; each name is an option's too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PART_ROWS = 10_000
+"""Rows that are committed together, when nobody says."""
+
+ERRORS_FROM_ROWS = 100
+"""A share of errors is only looked at when so many rows are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """Where rows come from, and which of them are meant.
+
+    data:    files, folders, globs and URLs that fsspec knows, `hf:NAME` for a Hugging Face data set, `-` for stdin.
+    format:  parquet, jsonl, csv, arrow, files, webdataset or hf; None: by the names.
+    maps:    columns by pipeline input, where the names differ.
+    id:      the column that has row ids; None: ids are made from file and row.
+    where:   conditions on columns, all of which must hold, in the language of `when:`.
+    shuffle: seed of an order; None: the data set's own.
+    shard:   (i, n): the i-th of n shares, from 1.
+    limit:   most rows.
+    split:   of a Hugging Face data set.
+    storage: options for fsspec, such as keys of an object store.
+    """
+
+    data: tuple[str, ...]
+    format: str | None = None
+    maps: Mapping[str, str] = field(default_factory=dict)
+    id: str | None = None
+    where: tuple[str, ...] = ()
+    shuffle: int | None = None
+    shard: tuple[int, int] | None = None
+    limit: int | None = None
+    split: str | None = None
+    storage: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OutSpec:
+    """Where results go.
+
+    out:       a folder, or one file that is put together at the end; a path or URL.
+    format:    parquet, jsonl, arrow or hf; None: by the name, else parquet.
+    outputs:   pipeline outputs that are written; None: all.
+    keep:      input columns that are written too; None: all but media.
+    media:     'files' writes pictures and recordings beside the table, 'inline' into it.
+    part_rows: rows that are committed together.
+    storage:   as in DataSpec.
+    """
+
+    out: str
+    format: str | None = None
+    outputs: tuple[str, ...] | None = None
+    keep: tuple[str, ...] | None = None
+    media: str = "files"
+    part_rows: int = PART_ROWS
+    storage: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorsMax:
+    """How many error rows a job bears: a number of rows, or a share of them; more stop it."""
+
+    rows: int | None = None
+    share: float | None = None
+
+    def exceeded(self, errors: int, done: int) -> bool:
+        """Whether so many errors among so many rows are too many."""
+        if self.rows is not None:
+            return errors > self.rows
+        return self.share is not None and done >= ERRORS_FROM_ROWS and errors > self.share * done
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job.
+
+    pipeline:     the file.
+    errors_max:   stop at more error rows than that; no bound by default.
+    restart:      throw away what an earlier run left, and begin anew.
+    retry_errors: run the error rows of a finished job again, and nothing else.
+    seed:         what rows' seeds are made from.
+    block_rows:   rows that are answered together; None: as many as are good for the pipeline.
+    """
+
+    pipeline: Path
+    data: DataSpec
+    out: OutSpec
+    errors_max: ErrorsMax = ErrorsMax()
+    restart: bool = False
+    retry_errors: bool = False
+    seed: int = 0
+    block_rows: int | None = None
