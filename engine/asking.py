@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weftline.engine import events as ev
 from weftline.errors import InputError, SessionClosed
-from weftline.nodes.urgency import PRIORITY_MAX, SequencePart
+from weftline.nodes.urgency import PRIORITY_MAX, SEEDS, SequencePart
 
 SEQUENCE_CHARS_MAX = 128
 """Longest id of a sequence of requests."""
@@ -19,7 +19,7 @@ ENDS = frozenset({ev.Finish, ev.Fail, ev.Refuse})
 class Asked:
     """What a caller wants beside the inputs, checked as far as it can be without knowing the pipeline."""
 
-    __slots__ = ("deadline_ms", "outputs", "pieces", "priority", "sequence")
+    __slots__ = ("deadline_ms", "job", "outputs", "pieces", "priority", "seed", "sequence")
 
     def __init__(
         self,
@@ -28,12 +28,20 @@ class Asked:
         priority: int,
         sequence: SequencePart | str | None,
         pieces: bool = False,
+        *,
+        job: bool = False,
+        seed: int | None = None,
     ) -> None:
+        """job: it is a row of a job, which waits wherever usual requests do; seed: what chance in it is drawn from."""
         self.outputs = outputs
         self.deadline_ms = deadline_ms
         self.priority = priority if priority == 0 and type(priority) is int else _checked_priority(priority)
+        if job and not priority:
+            self.priority = -PRIORITY_MAX
         self.sequence = None if sequence is None else _checked_sequence(sequence)
         self.pieces = pieces
+        self.job = job
+        self.seed = None if seed is None else _checked_seed(seed)
 
 
 class Waiting:
@@ -64,6 +72,14 @@ def _checked_priority(priority: object) -> int:
     if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
         raise InputError(f"priority: found {priority}, expected -{PRIORITY_MAX} to {PRIORITY_MAX}")
     return priority
+
+
+def _checked_seed(seed: object) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InputError(f"seed: found {type(seed).__name__}, expected a whole number")
+    if not 0 <= seed < SEEDS:
+        raise InputError(f"seed: found {seed}, expected 0 to {SEEDS - 1}")
+    return seed
 
 
 def _checked_sequence(sequence: object) -> SequencePart:

@@ -87,4 +87,4 @@ def urgency_of(brought: Brought | None) -> Urgency:
     if brought is None:
         return USUAL
     sequence = SequencePart(brought.sequence, brought.start, brought.end) if brought.sequence else None
-    return Urgency(brought.priority, brought.left_ms, sequence)
+    return Urgency(brought.priority, brought.left_ms, sequence, brought.seed)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from weftline.engine import events as ev
+from weftline.engine.cohorts import Cohort
 from weftline.engine.flow import Admission
 from weftline.engine.messages import ABSENT, Value
 from weftline.engine.request import OPEN, Request
@@ -94,13 +95,13 @@ class Book:
 
     # the life of a request
 
-    def admit(self, event: ev.Submitted, route: Route, size: int) -> None:
+    def admit(self, event: ev.Submitted, route: Route, size: int, cohort: Cohort | None = None, row: int = 0) -> None:
         """Take a request in, whose inputs take `size` bytes, and start it; their leases are the caller's to end."""
         self.admission.enter(size)
         self.counters.admitted += 1
         request = Request(
             event.request, route, self.now_ms, event.deadline_ms, size, list(route.missing), event.priority,
-            event.sequence, event.pieces,
+            event.sequence, event.pieces, job=event.job, seed=event.seed, cohort=cohort, row=row,
         )  # fmt: skip
         self.requests[request.id] = request
         if request.deadline_ms is not None:

@@ -8,7 +8,7 @@ batches is given a second one ahead, so that it need not wait for the runtime be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
@@ -66,6 +66,8 @@ class Dispatcher:
                     if new is None:
                         break
                     self._hand_out(worker, lane, new)
+                    if lane.job:
+                        self._serve_jobs(lane)
                     return
             lane.settle(self._book.now_ms)
         if lane.sequences is not None:
@@ -91,6 +93,32 @@ class Dispatcher:
                         self.waits[lane.index] = min(self.waits.get(lane.index, wake), wake)
                     break
                 self._hand_out(worker, lane, [self._tasks.live[id] for id in taken])
+        if lane.job:
+            self._serve_jobs(lane)
+
+    def _serve_jobs(self, lane: Lane) -> None:
+        """Give rows of jobs to workers that usual requests leave free."""
+        for worker in lane.job_workers:
+            while lane.job and lane.calm and self._has_room_for_job(self._crew.members[worker], lane):
+                tasks = lane.job.take(lane.job_items())
+                if tasks:
+                    self._hand_out(worker, lane, tasks, lane.job_workers)
+
+    def _has_room_for_job(self, member: WorkerState, lane: Lane) -> bool:
+        """Whether a worker may be given (more) of a step's work for jobs: one batch, and a second ahead of it only
+        where no usual request can come to wait for both."""
+        if member.state != READY or member.why or member.suspect:
+            return False
+        if lane.streams or not member.running:
+            return True
+        return (
+            len(member.running) < DISPATCHES_MAX
+            and not lane.shared
+            and lane.quick
+            and not lane.suspects
+            and not member.needs
+            and not any(self._is_free(one) for one in lane.job_workers)
+        )
 
     def has_room(self, member: WorkerState, lane: Lane) -> bool:
         """Whether a worker may be given (more) of a step's work now."""
@@ -121,13 +149,17 @@ class Dispatcher:
         lane.discard(task)
         self._book.end(request, "expire", "DeadlineExceeded", told, lane.name)
 
-    def _hand_out(self, worker: int, lane: Lane, tasks: list[Task]) -> None:
-        """Give tasks to a worker; each of a streaming step goes to the instance that has the fewest."""
-        if not lane.streams or len(lane.workers) == 1:
+    def _hand_out(self, worker: int, lane: Lane, tasks: list[Task], among: Sequence[int] | None = None) -> None:
+        """Give tasks to a worker; each of a streaming step goes to the instance that has the fewest.
+
+        among: the workers that may have them; None: all of the step's.
+        """
+        among = lane.workers if among is None else among
+        if not lane.streams or len(among) == 1:
             self._dispatch(worker, lane, tasks)
             return
         members = self._crew.members
-        load = {one: len(members[one].streams) for one in lane.workers if self.has_room(members[one], lane)}
+        load = {one: len(members[one].streams) for one in among if self.has_room(members[one], lane)}
         shares: dict[int, list[Task]] = {}
         for task in tasks:
             least = min(load, key=load.__getitem__)
@@ -146,6 +178,7 @@ class Dispatcher:
             task.worker, task.started_ms, request = worker, now_ms, task.request
             firsts += task.attempts == 1
             usual = request.deadline_ms is None and request.sequence is None and not request.priority
+            usual = usual and request.seed is None
             items.append(msg.Item(task.id, task.inputs, None if usual else self._brought(request, lane)))
         self._tasks.recovery.budget.first(firsts)
         if lane.streams:
@@ -176,9 +209,9 @@ class Dispatcher:
         part = request.sequence
         left_ms = None if request.deadline_ms is None else request.deadline_ms - self._book.now_ms
         if part is None:
-            return msg.Brought(request.priority, left_ms)
+            return msg.Brought(request.priority, left_ms, seed=request.seed)
         first = lane.sequences is not None and lane.sequences.begin(part.id)
-        return msg.Brought(request.priority, left_ms, part.id, part.start or first, part.end)
+        return msg.Brought(request.priority, left_ms, part.id, part.start or first, part.end, request.seed)
 
     def stuck(self) -> bool:
         """Whether no memory will come free by itself, now or when a batch's wait is over or a worker has restarted."""
@@ -187,11 +220,17 @@ class Dispatcher:
         for member in self._crew.members:
             if (member.busy and not member.needs) or member.state == STARTING or member.start_ms is not None:
                 return False
+        members = self._crew.members
         waiting = [lane for lane in self._tasks.lanes if lane.waiting]
-        return not any(self.has_room(self._crew.members[worker], lane) for lane in waiting for worker in lane.workers)
+        if any(self.has_room(members[worker], lane) for lane in waiting for worker in lane.workers):
+            return False
+        rows = [lane for lane in self._tasks.lanes if lane.job and lane.calm]
+        return not any(self._has_room_for_job(members[one], lane) for lane in rows for one in lane.job_workers)
 
 
 def _urgency(lane: Lane) -> float:
     if lane.suspects:
         return -math.inf
+    if lane.job and lane.calm:
+        return math.inf
     return min((key for queue in lane.queues() if (key := queue.urgency()) is not None), default=math.inf)

@@ -22,6 +22,8 @@ class Submitted(msgspec.Struct, frozen=True):
     priority:    from -100 to 100, the higher goes first.
     sequence:    where it stands in a sequence of requests; None outside of one.
     pieces:      the caller takes streamed outputs piece by piece; otherwise it is told of whole ones only.
+    job:         it is a row of a job, and waits wherever usual requests do.
+    seed:        what chance in it is drawn from; None draws anew.
     """
 
     request: int
@@ -31,6 +33,14 @@ class Submitted(msgspec.Struct, frozen=True):
     priority: int = 0
     sequence: SequencePart | None = None
     pieces: bool = True
+    job: bool = False
+    seed: int | None = None
+
+
+class Together(msgspec.Struct, frozen=True):
+    """A caller brings rows of a job that form their batches by their order; each of them is a request of its own."""
+
+    rows: tuple[Submitted, ...]
 
 
 class Delivered(msgspec.Struct, frozen=True):
@@ -77,7 +87,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Submitted | Delivered | Withdrawn | Stalled | Resumed | FromWorker | WorkerDied | Tick
+Event = Submitted | Together | Delivered | Withdrawn | Stalled | Resumed | FromWorker | WorkerDied | Tick
 
 # commands
 

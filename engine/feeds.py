@@ -150,9 +150,13 @@ class Feeds:
         )
 
     def _hold(self, feed: Feed) -> None:
-        """Pause the source of a reader that has fallen behind, or let it go on when all of them have caught up."""
-        feed.slow = feed.open and feed.unread_bytes > self._bytes_max * (0.5 if feed.slow else 1)
+        """Pause the source of a reader that has fallen behind, or let it go on when all of them have caught up.
+
+        Beside a suspect nothing begins: it does not wait for a reader that may wait for its end.
+        """
         source = feed.source
+        waits = feed.task is not None and feed.task.worker < 0 and source.deaths > 0
+        feed.slow = feed.open and not waits and feed.unread_bytes > self._bytes_max * (0.5 if feed.slow else 1)
         held = any(one.slow for one in source.request.feeds.values() if one.source is source)
         if held == source.held or source.id not in self._tasks.live:
             return

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from weftline.engine.batcher import Batcher
+from weftline.engine.job_line import JobLine, items_within
 from weftline.engine.latency import Latency
 from weftline.engine.request import Task
 from weftline.engine.sequences import Sequences
@@ -47,7 +48,7 @@ CALM_BATCHES = 64
 class Lane:
     """One step while it runs."""
 
-    def __init__(self, index: int, step: PlannedStep) -> None:
+    def __init__(self, index: int, step: PlannedStep, job_batch_ms: float = math.inf) -> None:
         policy = BatchPolicy(STREAM_ITEMS_MAX, 0.0, order=step.batch.order) if step.streams else step.batch
         self.index = index
         self.step = step
@@ -59,6 +60,10 @@ class Lane:
         self.sizes = OutputSizes(step)
         self.sequences = Sequences(step.sequence) if step.sequence is not None else None
         self.suspects: deque[list[Task]] = deque()
+        self.job = JobLine(step, self.shapes)
+        self.job_workers = step.workers[step.reserved :]
+        self.shared = job_batch_ms < math.inf  # with usual requests, which wait for no more than one batch of a job
+        self._job_batch_ms = job_batch_ms
         self.in_place = (
             False  # its outputs have needed room: then each message carries one batch, as room is freed by message
         )
@@ -160,6 +165,8 @@ class Lane:
             return
         if self.sequences is not None:
             self.sequences.discard(task.id)
+        if self.job and self.job.discard(task):
+            return
         for group in self.suspects:
             if task in group:
                 group.remove(task)
@@ -170,15 +177,20 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        """How many tasks wait, suspects included."""
+        """How many tasks of usual requests wait, suspects included."""
         own = sum(map(len, self._queues)) + sum(map(len, self.suspects)) + len(self._new)
         return own + (self.sequences.waiting() if self.sequences is not None else 0)
 
     def any_waiting(self) -> bool:
         """Whether something may be given to a worker that has come free."""
-        if self._queue is not None:
-            return bool(len(self._queue) or self.suspects)
-        return self.waiting > 0
+        if self.job:
+            return True
+        return bool(len(self._queue) or self.suspects) if self._queue is not None else self.waiting > 0
+
+    @property
+    def calm(self) -> bool:
+        """Whether no usual request waits."""
+        return not self.suspects and not self._new and not any(map(len, self._queues))
 
     def queues(self) -> Iterator[Batcher]:
         return iter(self._queues)
@@ -195,6 +207,10 @@ class Lane:
     @property
     def items_max(self) -> int:
         return self._queues[0].items_max
+
+    def job_items(self) -> int:
+        """Return how many rows of a job may share a call now."""
+        return self.items_max if self.streams else items_within(self.latency, self.items_max, self._job_batch_ms)
 
     def batches_a_message(self) -> int:
         """How many batches a message may carry: more than one only of steps quicker than messages are."""

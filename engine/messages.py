@@ -82,6 +82,7 @@ class Brought(msgspec.Struct, frozen=True, array_like=True):
     priority: from -100 to 100.
     left_ms:  milliseconds to the deadline, when the message was sent.
     sequence: id of its sequence of requests, '' outside of one; `start` and `end` mark its first and last item.
+    seed:     what chance in it is drawn from; None draws anew.
     """
 
     priority: int = 0
@@ -89,6 +90,7 @@ class Brought(msgspec.Struct, frozen=True, array_like=True):
     sequence: str = ""
     start: bool = False
     end: bool = False
+    seed: int | None = None
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):

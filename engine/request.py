@@ -23,6 +23,7 @@ from weftline.nodes.urgency import SequencePart
 from weftline.shm.block import Key
 
 if TYPE_CHECKING:
+    from weftline.engine.cohorts import Cohort
     from weftline.engine.routes import Route, Unit
 
 OPEN, OK, FAILED, CANCELLED, EXPIRED = "open", "ok", "failed", "cancelled", "expired"
@@ -169,6 +170,8 @@ class Request:
     stalled: its reader is slow, and its streams are paused.
     reached: of a sequence, the steps with memory that were given a task for it, or lost it.
     lost:    of a sequence, the steps with memory that lost it before they were given a task for it.
+    job, seed: as in Submitted.
+    cohort:  the rows that it forms batches with, and `row` its place among them; None: whoever waits.
     """
 
     id: int
@@ -192,6 +195,10 @@ class Request:
     feeds: dict[int, Feed] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    job: bool = False
+    seed: int | None = None
+    cohort: Cohort | None = None
+    row: int = 0
 
     def move(self, event: str) -> None:
         """Go to the next state; RuntimeError for a move the table does not have."""

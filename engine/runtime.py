@@ -237,6 +237,17 @@ class Runtime:
             self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
             self._wake_if_sooner()
 
+    def submit_together(self, rows: Sequence[ev.Submitted], listener: Listener) -> None:
+        """Bring in rows that form their batches by their order; `listener` hears of all of them."""
+        with self._lock:
+            self._check_open()
+            self._pump.others = True
+            if self._pump.refuse():
+                self.fleet.wake()
+            self._listeners.update((row.request, listener) for row in rows)
+            self._carry_out(self.scheduler.on(ev.Together(tuple(rows)), self.clock.now_ms()))
+            self._wake_if_sooner()
+
     def deliver(self, request: int, copied_bytes: int) -> None:
         """A finished request's outputs were copied out: `copied_bytes` of them from shared memory."""
         with self._lock:

@@ -18,6 +18,7 @@ from weftline.engine import messages as msg
 from weftline.engine.answers import Answers
 from weftline.engine.book import Book, Counters, size_of
 from weftline.engine.branches import Branches
+from weftline.engine.cohorts import Cohort
 from weftline.engine.crew import Crew
 from weftline.engine.deaths import Deaths
 from weftline.engine.dispatcher import Dispatcher
@@ -62,6 +63,7 @@ class Scheduler:
         self._deaths = Deaths(plan, *known, self.kv, self.ledger, self._emit)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Submitted: self._submitted,
+            ev.Together: self._together,
             ev.Delivered: self._delivered,
             ev.Withdrawn: self._withdrawn,
             ev.Stalled: self._stalled,
@@ -87,7 +89,8 @@ class Scheduler:
         self._book.expire()
         for event in events:
             self._handlers[type(event)](event)
-        if self._tasks.due:
+        while self._tasks.due or self._tasks.cohorts.moved:
+            self._tasks.cohorts.release()
             self._dispatcher.pump()
         if self._rooms.asked:
             self._rooms.grant(self._dispatcher.stuck)
@@ -107,8 +110,9 @@ class Scheduler:
         blocks = lease_all(self.ledger, INGRESS_ARENA, sizes)
         if blocks is None:
             self.counters.refused += 1
-            told = f"no room for inputs of {sum(sizes)} bytes; limits.arena_bytes is {self.plan.limits.arena_bytes}"
-            raise LimitReached(told, self._book.admission.retry_after_s())
+            most = self.plan.limits.arena_bytes
+            told = f"no room for inputs of {sum(sizes)} bytes; limits.arena_bytes is {most}"
+            raise LimitReached(told, 0.0 if sum(sizes) > most else self._book.admission.retry_after_s())
         return blocks
 
     def give_up(self, blocks: Sequence[Block]) -> None:
@@ -139,7 +143,12 @@ class Scheduler:
     def _emit(self, command: Command) -> None:
         self._out.append(command)
 
-    def _submitted(self, event: ev.Submitted) -> None:
+    def _together(self, event: ev.Together) -> None:
+        cohort = Cohort()
+        for row, one in enumerate(event.rows):
+            self._submitted(one, cohort, row)
+
+    def _submitted(self, event: ev.Submitted, cohort: Cohort | None = None, row: int = 0) -> None:
         try:
             route = self._book.routes.route(event.wanted)
             lost = self._tasks.hopeless.intersection(route.vital) if self._tasks.hopeless else ()
@@ -153,7 +162,7 @@ class Scheduler:
                 self.counters.refused += 1
                 self._emit(refused)
             else:
-                self._book.admit(event, route, size)
+                self._book.admit(event, route, size, cohort, row)
         except LimitReached as refusal:
             self.counters.refused += 1
             self._emit(ev.Refuse(event.request, str(refusal), refusal.retry_after_s))

@@ -38,9 +38,10 @@ from weftline.engine.reading import AsyncReader, Heard, Mailbox, Reader, Streame
 from weftline.engine.request import StepTiming
 from weftline.engine.result import OutputStream, Result, error_of, owned
 from weftline.engine.runtime import Progress
+from weftline.engine.together import Room, run_together
 from weftline.engine.values import unpack
 from weftline.engine.version import Version
-from weftline.errors import SessionClosed
+from weftline.errors import SessionClosed, WeftlineError
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.graph import Pipeline
@@ -283,6 +284,28 @@ class Session:
             version.leave(request)
             raise
 
+    def run_together(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        outputs: Sequence[str] | None = None,
+        seeds: Sequence[int] | None = None,
+        room: Room | None = None,
+        gone: threading.Event | None = None,
+    ) -> list[Result | WeftlineError]:
+        """Answer rows of a job, each a request of its own; return for each its Result, or the error it ended with.
+
+        Their batches are formed by their order alone, so that the same rows are answered alike in every run. They wait
+        wherever usual requests do, and have no deadline.
+
+        rows:  inputs by name, as for `run`.
+        seeds: what chance in each row is drawn from, 0 to 2^62 - 1; None: drawn anew.
+        room:  shared by calls that are made at the same time: a call whose inputs find no room then waits for the
+               others; without it, and when alone, such a row ends with LimitReached.
+        gone:  set when nobody wants the answers any more; rows that are open then end with RequestCancelled.
+        """
+        return run_together(self._enter, rows, outputs=outputs, seeds=seeds, room=room, gone=gone)
+
     def stream(
         self,
         *,
@@ -415,14 +438,18 @@ class Session:
         runtime, intake = version.runtime, version.intake
         try:
             wanted = intake.check_outputs(asked.outputs)
-            budget_ms = intake.budget_ms(asked.deadline_ms)
+            budget_ms = None if asked.job and asked.deadline_ms is None else intake.budget_ms(asked.deadline_ms)
             runtime.check_descriptors()
             deadline = None if budget_ms is None else started_ms + budget_ms  # decoding is part of it
         except BaseException:
             intake.give_up(values, runtime)
             raise
         runtime.submit(
-            ev.Submitted(request, values, wanted, deadline, asked.priority, asked.sequence, asked.pieces), hear, loop
+            ev.Submitted(
+                request, values, wanted, deadline, asked.priority, asked.sequence, asked.pieces, asked.job, asked.seed
+            ),
+            hear,
+            loop,
         )
 
     def _listen(

@@ -13,6 +13,7 @@ from weftline.engine import events as ev
 from weftline.engine import messages as msg
 from weftline.engine.book import Book
 from weftline.engine.branches import Branches
+from weftline.engine.cohorts import Cohorts
 from weftline.engine.crew import Crew
 from weftline.engine.estimates import Estimates
 from weftline.engine.lanes import Lane
@@ -37,11 +38,12 @@ class Tasks:
 
     def __init__(self, plan: Plan, crew: Crew, emit: Callable[[ev.Command], None]) -> None:
         self.live: dict[int, Task] = {}
-        self.lanes = [Lane(index, step) for index, step in enumerate(plan.steps)]
+        self.lanes = [Lane(index, step, plan.limits.job_batch_ms) for index, step in enumerate(plan.steps)]
         self.due: set[int] = set()
         self.hopeless: set[int] = set()
         self.timers = Timers()
         self.recovery = Recovery(plan)
+        self.cohorts = Cohorts(plan, self._form)
         self._estimates = Estimates(self.lanes, crew.members)
         self._crew = crew
         self._steps = plan.steps
@@ -80,6 +82,7 @@ class Tasks:
                 task.feed, feed.task = feed, task
             else:
                 feed.end()
+        held = self.cohorts.begin(task)
         if unit.step in self.hopeless:
             self.fail_hopeless(task, "it is given up")
             return
@@ -91,16 +94,32 @@ class Tasks:
             return
         if request.sequence is not None:
             request.reached.add(unit.step)
-        timeout_ms = self._steps[unit.step].timeout_ms
+        if held:
+            return
+        self._limit(task)
+        self.enqueue(task)
+
+    def _limit(self, task: Task) -> None:
+        """From now on a task has its step's timeout_ms."""
+        timeout_ms = self._steps[task.unit.step].timeout_ms
         if timeout_ms is not None and task.feed is None:
             self.timers.add(self._book.now_ms + timeout_ms, ("timeout", task.id))
-        self.enqueue(task)
+
+    def _form(self, step: int, tasks: list[Task]) -> None:
+        """Queue the tasks of a cohort, which are all there."""
+        for task in tasks:
+            self._limit(task)
+        lane = self.lanes[step]
+        lane.job.form(tasks, lane.job_items())
+        self.due.add(step)
 
     def enqueue(self, task: Task) -> None:
         """Let a task wait for its step; one that a worker died of stays alone, whatever it is tried again for."""
         lane = self.lanes[task.unit.step]
         if task.deaths:
             lane.suspects.append([task])
+        elif task.request.job and lane.sequences is None:
+            lane.job.add(task)
         else:
             lane.add(task)
         self.due.add(lane.index)
@@ -110,6 +129,7 @@ class Tasks:
         if self.live.pop(task.id, None) is None:
             return False
         del task.request.tasks[task.id]
+        self.cohorts.over(task)
         if task.feed is not None:
             task.feed.end()
         if self.timers.any:
@@ -187,6 +207,7 @@ class Tasks:
             task.element, -1, task.started_ms, task.attempts, task.deaths, task.digest, task.said,
         )  # fmt: skip
         self.live[again.id] = again.request.tasks[again.id] = again
+        self.cohorts.copied(again)
         return again
 
     def fail_hopeless(self, task: Task, why: str) -> None:

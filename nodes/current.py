@@ -37,6 +37,8 @@ class Current:
     priority:  from -100 to 100 (the highest of them).
     left_ms:   milliseconds that are left now until the request's deadline (the nearest of them); None without one.
     sequence:  where the item stands in a sequence of requests; None outside of one, and for a batch of several.
+    seed:      what chance in the answer is to be drawn from, the same in every run of a job; None: draw anew, and for
+               a batch of several.
     items:     one Current for each item.
     """
 
@@ -68,6 +70,12 @@ class Current:
         if self._scope is None or len(self._places) != 1:
             return None
         return self._scope.batch.urgency(self._places[0]).sequence
+
+    @property
+    def seed(self) -> int | None:
+        if self._scope is None or len(self._places) != 1:
+            return None
+        return self._scope.batch.urgency(self._places[0]).seed
 
     @property
     def items(self) -> tuple[Current, ...]:

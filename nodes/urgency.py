@@ -7,6 +7,9 @@ from dataclasses import dataclass
 PRIORITY_MAX = 100
 """Priorities of requests go from -100 to 100; 0 is usual and the higher goes first."""
 
+SEEDS = 1 << 62
+"""Seeds of requests go from 0 to one less than this."""
+
 PRIORITY_STEP_MS = 200.0
 """What one level of priority is worth: -100 waits at most 40 s longer than +100, so nothing starves."""
 
@@ -30,11 +33,13 @@ class Urgency:
     priority: from -100 to 100; the higher goes first.
     left_ms:  milliseconds to the request's deadline when the item left for the worker; None without a deadline.
     sequence: where the item stands in a sequence of requests; None outside of one.
+    seed:     what chance in it is to be drawn from, 0 to SEEDS - 1; None: draw anew.
     """
 
     priority: int = 0
     left_ms: float | None = None
     sequence: SequencePart | None = None
+    seed: int | None = None
 
 
 USUAL = Urgency()

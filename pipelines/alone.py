@@ -39,6 +39,7 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
         batch=one.step.batch,
         device=one.step.device,
         instances=one.step.instances,
+        reserved=one.step.reserved,
         run_max_ms=one.step.run_max_ms,
         idempotent=one.step.idempotent,
         sequence=one.step.sequence,

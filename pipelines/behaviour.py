@@ -14,6 +14,7 @@ from weftline.nodes.ports import Dim
 from weftline.pipelines.checked import Checked, CheckedStep
 from weftline.pipelines.fallbacks import PASSES
 from weftline.pipelines.graph import Pipeline, Step
+from weftline.pipelines.place import instance_count
 from weftline.pipelines.policy import BatchPolicy
 from weftline.pipelines.ports import mismatch
 from weftline.pipelines.problems import did_you_mean, listed, nearest
@@ -22,8 +23,8 @@ from weftline.pipelines.wire import Wire
 from weftline.pipelines.wiring import fallbacks_of, graph_of, readers
 
 _NOT_FOR_CONTROL = (
-    *("batch", "worker", "instances", "device", "run_max_ms", "fallback", "retry", "idempotent", "timeout_ms"),
-    *("map", "sequence"),
+    *("batch", "worker", "instances", "reserved", "device", "run_max_ms", "fallback", "retry", "idempotent"),
+    *("timeout_ms", "map", "sequence"),
 )
 """Keys that say something about running a node, which a control does not do."""
 
@@ -72,7 +73,10 @@ def _check_sequence(one: CheckedStep, report: Report) -> None:
 
 
 def _check_instances(step: Step, report: Report) -> None:
-    path = f"steps.{step.name}"
+    path, count = f"steps.{step.name}", instance_count(step)
+    if 0 < count <= step.reserved:
+        found = f"{step.reserved} of {count} instance{'s' if count > 1 else ''}, which leaves none to job rows"
+        report.add(f"{path}.reserved", found, f"less than {count}", "raise instances, or reserve fewer")
     if isinstance(step.instances, int):
         return
     if sum(step.instances.values()) < 1:

@@ -109,6 +109,7 @@ class Builder:
         sequence: SequencePolicy | Mapping[str, Any] | None = None,
         worker: str | None = None,
         instances: int | Mapping[str, int] = 1,
+        reserved: int = 0,
         device: str = "auto",
         run_max_ms: float | None = None,
         **given: Any,
@@ -137,6 +138,7 @@ class Builder:
             "sequence": (sequence, None),
             "worker": (worker, None),
             "instances": (instances, 1),
+            "reserved": (reserved, 0),
             "device": (device, "auto"),
             "run_max_ms": (run_max_ms, None),
         }

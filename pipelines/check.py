@@ -92,8 +92,8 @@ def _with_conditions(pipeline: Pipeline) -> Pipeline:
     return dataclasses.replace(pipeline, steps=tuple(steps))
 
 
-RESERVED = frozenset({"self", "outputs", "deadline_ms", "priority", "sequence"})
-"""Names an input cannot have: inputs are passed to Session.run by name, beside these."""
+RESERVED = frozenset({"self", "outputs", "deadline_ms", "priority", "sequence", "job", "seed"})
+"""Names an input cannot have: inputs are passed to `run` of sessions and clients by name, beside these."""
 
 
 def _check_written(pipeline: Pipeline, report: Report) -> None:
@@ -110,7 +110,7 @@ def _check_names(pipeline: Pipeline, report: Report) -> None:
         for name in sorted({name for name in names if names.count(name) > 1}):
             report.add(f"{what}.{name}", "written twice", fix="rename one of them")
     for name in sorted(RESERVED & {one.name for one in pipeline.inputs}):
-        report.add(f"inputs.{name}", f"{name} is an argument of Session.run itself", fix="give the input another name")
+        report.add(f"inputs.{name}", f"{name} is an argument of `run` itself", fix="give the input another name")
     for name in [step.name for step in pipeline.steps if any(step.name == one.name for one in pipeline.inputs)]:
         report.add(f"steps.{name}", f"{name} is also the name of an input", fix="rename one of them")
 

@@ -62,6 +62,7 @@ BOUNDS: dict[type, dict[str, dict[str, float]]] = {
         "stall_max_ms": {"gt": 0, "le": 86_400_000},
         "silence_max_ms": {"ge": 1500, "le": 3_600_000},  # workers say that they live once a second
         "retry_share": {"ge": 0, "le": 1},
+        "job_batch_ms": {"gt": 0, "le": 3_600_000},
     },
     Slo: {"latency_p99_ms": {"gt": 0, "le": 86_400_000}},
     Input: {
@@ -103,6 +104,7 @@ PathText = Annotated[str, Field(min_length=1, max_length=NODE_CHARS_MAX)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")]
 OneDevice = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 Count = Annotated[int, Field(ge=1, le=64)]
+Reserved = Annotated[int, Field(ge=0, le=4096)]
 Constant = Annotated[Any, AfterValidator(check_constant)]
 DurationMs = Annotated[float, Field(gt=0, le=86_400_000)]
 Sizes = Annotated[

@@ -56,6 +56,7 @@ class Step:
     batch:      None takes the node's default.
     worker:     steps that name the same worker share its process; None gives each instance one of its own.
     instances:  loaded copies; or how many on each device, such as {'cuda:0': 2, 'cpu': 1}.
+    reserved:   how many of the instances take no job rows.
     device:     'auto', 'cpu', 'cuda', 'cuda:1'.
     run_max_ms: longest one call of the node may take before its worker is killed; None means 10 minutes.
     when:       a condition; where it does not hold the step is skipped and its outputs are absent.
@@ -87,6 +88,7 @@ class Step:
     sequence: SequencePolicy | None = None
     pipeline: str = ""
     base_dir: Path | None = None
+    reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def _without(document: Document, problems: list[Problem]) -> PipelineFile | None
 
 _APART = re.compile(
     r"^(about|limits|slo|inputs\.[^.]+\.(about|seconds_max|pixels_max|bytes_max)"
-    r"|steps\.[^.]+\.(batch|worker|instances|device|run_max_ms|retry|timeout_ms|idempotent|sequence))(\.|$)"
+    r"|steps\.[^.]+\.(batch|worker|instances|reserved|device|run_max_ms|retry|timeout_ms|idempotent|sequence))(\.|$)"
 )
 """Paths that no wire and no type depends on."""
 
@@ -148,6 +148,7 @@ def _step(name: str, entry: StepEntry) -> Step:
         sequence=SequencePolicy(**dict(entry.sequence)) if entry.sequence is not None else None,
         worker=entry.worker,
         instances=entry.instances,
+        reserved=entry.reserved,
         device=entry.device,
         run_max_ms=entry.run_max_ms,
     )

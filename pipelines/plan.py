@@ -59,6 +59,7 @@ class PlannedStep:
     idempotent: may run twice for one item.
     conditional: its outputs may be absent.
     base_dir:   what relative paths in options are relative to; None: the plan's own.
+    reserved:   how many of its instances take no job rows, less than all.
     """
 
     name: str
@@ -88,6 +89,7 @@ class PlannedStep:
     conditional: bool = False
     base_dir: Path | None = None
     fed: tuple[str, ...] = ()
+    reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ def _step(one: CheckedStep, checked: Checked, placement: Placement, uses: Counte
         map=step.map,
         sequence=step.sequence or (SequencePolicy() if node.stateful and not streams else None),
         base_dir=step.base_dir,
+        reserved=step.reserved,
     )
 
 

@@ -81,6 +81,8 @@ class Limits:
     silence_max_ms:    a worker that gives no sign of life for so long is killed and started again.
     retry_share:       most further attempts, as a share of first ones.
     kv_bytes:          KV memory of a device that its llm steps share, in bytes by device; moved to where it is needed.
+    job_batch_ms:      longest that a batch of job rows may take, by measured times; what a usual request waits for at
+                       most.
     """
 
     requests_max: int = 256
@@ -95,6 +97,7 @@ class Limits:
     silence_max_ms: float = 3_000.0
     retry_share: float = 0.1
     kv_bytes: Mapping[str, int] = field(default_factory=dict)
+    job_batch_ms: float = 50.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from weftline.pipelines.entries import (
     Name,
     Names,
     PathText,
+    Reserved,
     RetryEntry,
     SequenceEntry,
     SloEntry,
@@ -84,6 +85,9 @@ class StepEntry(Strict):
 
     instances: AnyCount = 1
     """Loaded copies of the node; or how many on each device, such as `{"cuda:0": 2, cpu: 1}`."""
+
+    reserved: Reserved = 0
+    """How many of the instances take no job rows, and are free for usual requests; less than there are."""
 
     device: Device = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1` and so on; `auto` puts heavy nodes on a GPU when there is one."""

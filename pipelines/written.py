@@ -75,7 +75,7 @@ def _step(step: Step, constants: Mapping[Wire, Any]) -> dict[str, Any]:
     return entry | {key: value for key, value in changed_fields(step).items() if key in _PLAIN_KEYS}
 
 
-_PLAIN_KEYS = ("timeout_ms", "fallback", "idempotent", "worker", "instances", "device", "run_max_ms")
+_PLAIN_KEYS = ("timeout_ms", "fallback", "idempotent", "worker", "instances", "reserved", "device", "run_max_ms")
 
 
 def _source(wire: Wire, constants: Mapping[Wire, Any]) -> Any:

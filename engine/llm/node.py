@@ -103,7 +103,7 @@ class Llm(StreamNode):
         deadline_ms = None if urgency.left_ms is None else now_ms + urgency.left_ms
         try:
             pool = engine.runner.head is not None
-            params = SamplingParams() if pool else self._params(inputs)
+            params = SamplingParams() if pool else self._params(inputs, urgency.seed)
             tokens = words.raw(inputs["text"] or " ") if pool else self._prompt_tokens(inputs)
             wish = Wish(
                 urgency.priority, deadline_ms, _name(inputs, "tenant").encode(), _name(inputs, "adapter"),
@@ -162,13 +162,13 @@ class Llm(StreamNode):
     def busy(self) -> bool:
         return bool(self._refused) or (self._engine is not None and self._engine.busy)
 
-    def _params(self, inputs: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, inputs: Mapping[str, Any], seed: int | None) -> SamplingParams:
         params: SamplingParams = self.config.sampling
         if inputs.get("tools"):
             params = dataclasses.replace(params, skip_special_tokens=False)  # calls may be written with such tokens
         if inputs.get("sampling") is not None:
             params = SamplingParams.read(inputs["sampling"], params)
-        return params
+        return params if seed is None or params.seed is not None else dataclasses.replace(params, seed=seed)
 
     def _prompt_tokens(self, inputs: Mapping[str, Any]) -> list[int]:
         _, tokens = self._opened()

@@ -106,6 +106,16 @@ class Desk:
         """Bring one request for each value of input `x`."""
         return [self.submit(x=value, **more) for value in values]
 
+    def submit_together(self, values: Iterable[Any], seed: int | None = None) -> list[int]:
+        """Bring rows of a job, one for each value of input `x`."""
+        rows = []
+        for value in values:
+            self._requests += 1
+            inputs = {"x": value if isinstance(value, msg.Value) else json(value)}
+            rows.append(ev.Submitted(self._requests, inputs, priority=-100, pieces=False, job=True, seed=seed))
+        self.tell(ev.Together(tuple(rows)))
+        return [row.request for row in rows]
+
     def withdraw(self, request: int) -> None:
         self.tell(ev.Withdrawn(request))
 

@@ -88,7 +88,12 @@ class World:
                 self.killers[request] = self.rng.randrange(len(self.plan.steps))
         self.sequenced = any(step.sequence for step in self.plan.steps)
         latest = 20_000 if self.doomed >= 0 else 200  # some come when a worker has been given up
-        for request in range(1, requests + 1):
+        alone = list(range(1, requests + 1))
+        while self.rng.random() < 0.3 and len(alone) > 8:  # rows of a job that come together
+            rows = self.rng.randint(1, 8)
+            self.at(self.rng.uniform(5, 200), ("together", tuple(alone[:rows])))
+            alone = alone[8:] + alone[rows:8]
+        for request in alone:
             self.at(self.rng.uniform(5, latest if request % 2 else 200), ("submit", request))
 
     @property
@@ -157,6 +162,19 @@ class World:
     # what callers do
 
     def on_submit(self, request: int) -> None:
+        event = self.made_up(request, job=self.rng.random() < 0.1)
+        if event is not None:
+            self.tell(event)
+            self.think_again(request)
+
+    def on_together(self, requests: tuple[int, ...]) -> None:
+        rows = [row for request in requests if (row := self.made_up(request, job=True)) is not None]
+        self.tell(ev.Together(tuple(rows)))
+        for row in rows:
+            self.think_again(row.request)
+
+    def made_up(self, request: int, job: bool) -> ev.Submitted | None:
+        """Return a request; None when there is no room for its inputs."""
         rng, inputs = self.rng, {}
         for given in self.plan.inputs:
             if given.optional and rng.random() < 0.4:
@@ -171,7 +189,7 @@ class World:
                 except LimitReached:
                     self.scheduler.give_up([as_block(value.place) for value in inputs.values() if value.place])
                     self.refused.add(request)
-                    return
+                    return None
                 inputs[given.name] = msg.Value("bytes", place=block.place(0, INLINE_BYTES_MAX + 1))
         names = [output.name for output in self.plan.outputs]
         wanted = None if rng.random() < 0.7 else tuple(rng.sample(names, rng.randint(1, len(names))))
@@ -181,10 +199,14 @@ class World:
         if self.sequenced and rng.random() < 0.9:
             sequence = SequencePart(f"q{rng.randrange(4)}", rng.random() < 0.5, rng.random() < 0.2)
         pieces = rng.random() < 0.5
-        self.tell(ev.Submitted(request, inputs, wanted, deadline, priority, sequence, pieces))
-        if rng.random() < 0.2:
+        seed = request if job else None
+        return ev.Submitted(request, inputs, wanted, deadline, priority, sequence, pieces, job, seed)
+
+    def think_again(self, request: int) -> None:
+        """A caller may withdraw what it has brought, or read slowly."""
+        if self.rng.random() < 0.2:
             self.later(("withdraw", request), 60)
-        if rng.random() < 0.1:
+        if self.rng.random() < 0.1:
             self.later(("stall", request), 60)
 
     def on_withdraw(self, request: int) -> None:

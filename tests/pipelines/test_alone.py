@@ -19,6 +19,8 @@ steps:
     node: echo
     inputs: {value: a}
     batch: {items_max: 4}
+    instances: 2
+    reserved: 1
   second:
     node: echo
     inputs: {value: first.value}
@@ -42,9 +44,10 @@ def test_a_steps_ports_become_inputs_and_outputs(tmp_path: Path) -> None:
     assert not examine(one).problems
 
 
-def test_batching_stays(tmp_path: Path) -> None:
-    batch = alone(load_file(written(tmp_path)), "first").steps[0].batch
-    assert batch is not None and batch.items_max == 4
+def test_batching_and_instances_stay(tmp_path: Path) -> None:
+    step = alone(load_file(written(tmp_path)), "first").steps[0]
+    assert step.batch is not None and step.batch.items_max == 4
+    assert (step.instances, step.reserved) == (2, 1)
 
 
 def test_a_step_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ def test_what_may_run_twice_is_the_steps_word_or_else_the_nodes(catalog: dict[st
 
 
 def test_controls_have_no_keys_of_running(problems: Problems) -> None:
-    for key in ("batch: {items_max: 2}", "worker: w", "instances: 2", "device: cpu", "retry: 1", "timeout_ms: 5",
-                "map: x", "run_max_ms: 5", "idempotent: true", "fallback: {value: x}"):  # fmt: skip
+    for key in ("batch: {items_max: 2}", "worker: w", "instances: 2", "reserved: 1", "device: cpu", "retry: 1",
+                "timeout_ms: 5", "map: x", "run_max_ms: 5", "idempotent: true", "fallback: {value: x}"):  # fmt: skip
         name = key.partition(":")[0]
         got = found(problems, f"{{node: first, {key}, inputs: {{x: many}}}}")
         assert got == {f"steps.a.{name}": "has no meaning here: first is decided without running anything"}
@@ -228,3 +228,16 @@ def test_instances_are_spread_over_devices(problems: Problems, catalog: dict[str
     assert len(spread.workers) == len(set(spread.workers)) == 3
     step = "{node: echo, inputs: {value: q}, instances: {cpu: 1}, device: cpu}"
     assert found(problems, step) == {"steps.a.device": "written beside instances for each device"}
+
+
+@pytest.mark.parametrize(("keys", "count"), [("reserved: 1", 1), ("instances: 2, reserved: 2", 2),
+                                             ("instances: {'cuda:1': 2, cpu: 1}, reserved: 3", 3)])  # fmt: skip
+def test_an_instance_is_left_to_job_rows(problems: Problems, keys: str, count: int) -> None:
+    said = f"{count} of {count} instance{'s' if count > 1 else ''}, which leaves none to job rows"
+    assert found(problems, f"{{node: echo, inputs: {{value: q}}, {keys}}}") == {"steps.a.reserved": said}
+
+
+def test_some_instances_take_no_job_rows(catalog: dict[str, str]) -> None:
+    assert planned(catalog, "{node: echo, inputs: {value: q}}").reserved == 0
+    spread = "{node: echo, inputs: {value: q}, instances: {'cuda:1': 2, cpu: 1}, reserved: 2}"
+    assert planned(catalog, spread).reserved == 2

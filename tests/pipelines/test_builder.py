@@ -244,6 +244,7 @@ STEP = st.tuples(
             "fallback": NAMES | st.dictionaries(NAMES, FINITE, min_size=1, max_size=2),
             "idempotent": st.booleans(),
             "sequence": st.builds(SequencePolicy, st.integers(1, 100)),
+            "reserved": st.integers(0, 9),
         },
     ),
     st.dictionaries(NAMES, FINITE, max_size=2),

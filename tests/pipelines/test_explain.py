@@ -77,7 +77,7 @@ steps:
   english: {node: echo, inputs: {value: q}, fallback: {value: Sorry}, retry: 2, timeout_ms: 500}
   pick: {node: switch, cases: {a: de, b: en}, inputs: {by: lang, a: german.value, b: english.value, default: q}}
   extra: {node: echo, inputs: {value: q}, when: "q == 'more' and not skip", batch: {items_max: 8, wait: auto}}
-  each: {node: echo, map: value, inputs: {value: rows}}
+  each: {node: echo, map: value, inputs: {value: rows}, instances: 3, reserved: 1}
 outputs: {answer: pick.value, extra: extra.value, all: each.value}
 """
 
@@ -102,6 +102,7 @@ def test_the_text_says_when_steps_run_and_what_happens_when_they_fail(control: P
         "when q == 'more' and not skip",
         "up to 8, waits while it pays, at most 20 ms",
         "for each element of value",
+        "1 of 3 instances take no job rows",
         "value <- rows: list[text]",
         "value: list[text]",
         "extra   <- extra.value  text (may be absent)",

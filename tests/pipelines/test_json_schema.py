@@ -42,9 +42,9 @@ def document(step: str = "{node: echo}", more: str = "") -> str:
         document("{pipeline: x.yaml, inputs: {a: q, b: {value: 3}}, when: q}"),
         document("{node: echo, when: q == 'a', map: value, retry: 2, timeout_ms: 5, fallback: b, idempotent: false}"),
         document("{node: echo, map: [value], retry: {attempts: 2, 'on': [error]}, fallback: {value: x}, instances: 2}"),
-        document("{node: echo, instances: {'cuda:0': 2, cpu: 1}, sequence: {live_max: 3}}"),
+        document("{node: echo, instances: {'cuda:0': 2, cpu: 1}, reserved: 1, sequence: {live_max: 3}}"),
         document("{node: echo, batch: {items_max: 8, wait: auto, sizes: [4, 8], shapes: same, pad: {T: [64]}}}"),
-        document(more="limits: {silence_max_ms: 2000, retry_share: 0.5}\nslo: {refuse_early: false}"),
+        document(more="limits: {silence_max_ms: 2000, retry_share: 0.5, job_batch_ms: 20}\nslo: {refuse_early: false}"),
     ],
 )  # fmt: skip
 def test_sound_files_are_accepted(validator, text: str) -> None:

@@ -37,9 +37,10 @@ def test_the_assistant_is_loaded_whole(samples) -> None:
 
 
 def test_every_key_of_a_step_is_taken() -> None:
-    text = "steps:\n  a: {node: x, worker: w, instances: 2, device: 'cuda:1', run_max_ms: 5, batch: {}, q: [1]}\n"
+    keys = "worker: w, instances: 2, reserved: 1, device: cuda, run_max_ms: 5"
+    text = f"steps:\n  a: {{node: x, {keys}, batch: {{}}, q: [1]}}\n"
     step = load_yaml(HEAD + text + "outputs: {}\n", "x.yaml", Path()).steps[0]
-    assert (step.worker, step.instances, step.device, step.run_max_ms) == ("w", 2, "cuda:1", 5)
+    assert (step.worker, step.instances, step.reserved, step.device, step.run_max_ms) == ("w", 2, 1, "cuda", 5)
     assert (step.batch, step.options) == (BatchPolicy(), {"q": [1]})
 
 

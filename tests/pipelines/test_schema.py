@@ -61,6 +61,7 @@ def test_every_number_of_a_policy_has_bounds(policy) -> None:
         ("retry.wait_ms", -1, "at least 0"), ("retry.on", "error", "a list"), ("when", True, "text"),
         ("sequence.live_max", 0, "at least 1"), ("sequence", True, "a mapping"), ("timeout_ms", 0, "more than 0"),
         ("idempotent", "no", "true or false"), ("fallback", {}, "at least 1"), ("fallback", 3, "text"),
+        ("reserved", -1, "at least 0"), ("reserved", 1.0, "a whole number"), ("reserved", True, "a whole number"),
         ("instances", {}, "at least 1"), ("instances", 1.5, "a whole number"),
         ("run_max_ms", 0, "more than 0"), ("device", "cuda:x", "auto, cpu, cuda"), ("worker", "", "letters"),
         ("node", "", "at least 1 characters"), ("inputs", ["a"], "a mapping"), ("inputs.x", 3, "text"),
@@ -72,6 +73,13 @@ def test_a_number_out_of_bounds_says_what_is_allowed(where: str, value: object, 
     model, problems = validate({"weftline": 1, "name": "n", "steps": {"s": step}, "outputs": {}})
     assert model is None
     assert [(one.path, one.expected.startswith(expected)) for one in problems] == [(f"steps.s.{where}", True)]
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, "more than 0"), (4_000_000, "at most"), ("50", "a number")])
+def test_a_jobs_batches_take_some_time(value: object, expected: str) -> None:
+    limits = {"job_batch_ms": value}
+    _, problems = validate({"weftline": 1, "name": "n", "steps": {}, "outputs": {}, "limits": limits})
+    assert [(one.path, one.expected.startswith(expected)) for one in problems] == [("limits.job_batch_ms", True)]
 
 
 def validated(step: dict) -> dict[str, Problem]:

@@ -1,0 +1,104 @@
+"""How a job is answered on this machine: whole blocks where the pipeline allows it, else row by row; decided before any
+model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weftline.engine.jobs.answering.common import repeatable
+from weftline.engine.jobs.answering.session_answerer import ROWS, SessionAnswerer
+from weftline.engine.jobs.rows import Answerer
+from weftline.engine.machine import this_machine
+from weftline.engine.runtime import Progress
+from weftline.engine.session import Session
+from weftline.pipelines.graph import Pipeline
+from weftline.pipelines.load import load_file
+from weftline.pipelines.plan import Plan
+from weftline.pipelines.planning import make_plan
+from weftline.pipelines.policy import Slo
+
+BLOCKS, ROW_BY_ROW = "blocks", "rows"
+"""The two ways: each block one request, or each row."""
+
+PART_ROWS_SLOW = 1_000
+"""Rows that are committed together where rows are requests of their own: there a row takes milliseconds or seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a job will be answered; calling it loads the models.
+
+    mode:       'blocks', 'rows', or who else answers ('server', 'ray').
+    why:        why not by whole blocks; '' when they are.
+    block_rows: rows that are answered together.
+    part_rows:  rows that are committed together, when nobody says.
+    repeatable: by output, 'exact' or 'rounding'.
+    """
+
+    mode: str
+    why: str
+    block_rows: int
+    part_rows: int
+    repeatable: Mapping[str, str]
+    open: Callable[[Progress | None], Answerer]
+
+    def __call__(self, progress: Progress | None = None) -> Answerer:
+        return self.open(progress)
+
+
+def open_here(
+    pipeline: Path | Pipeline,
+    *,
+    outputs: Sequence[str] | None = None,
+    seed: int = 0,
+    block_rows: int | None = None,
+    mode: str = "auto",
+) -> Opening:
+    """Decide how a job is answered in workers of its own; PipelineError lists every problem.
+
+    mode: 'auto', 'blocks' (PipelineError where the pipeline does not allow it) or 'rows'.
+    """
+    from weftline.engine.jobs.answering.block_answerer import BlockAnswerer, block_rows_of
+    from weftline.engine.jobs.answering.blocked import blockable
+    from weftline.errors import PipelineError, Problem
+
+    pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
+    plan = make_plan(pipeline, this_machine())
+    wanted = tuple(outputs) if outputs is not None else tuple(one.name for one in plan.outputs)
+    why = blockable(plan) if mode != ROW_BY_ROW else "row by row was asked for"
+    if not why:
+        rows = block_rows or block_rows_of(plan)
+        return Opening(
+            BLOCKS, "", rows, 10_000, repeatable(plan, wanted, False),
+            lambda progress: BlockAnswerer(pipeline, outputs=outputs, seed=seed, block_rows=rows, progress=progress),
+        )  # fmt: skip
+    if mode == BLOCKS:
+        raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])
+    rows = block_rows or ROWS
+    return Opening(
+        ROW_BY_ROW, why, rows, PART_ROWS_SLOW, repeatable(plan, wanted, False),
+        lambda progress: _row_by_row(plan, outputs, seed, rows, progress),
+    )  # fmt: skip
+
+
+def _row_by_row(
+    plan: Plan, outputs: Sequence[str] | None, seed: int, block_rows: int, progress: Progress | None
+) -> Answerer:
+    session = Session(for_jobs(plan, block_rows), progress)
+    session.open()
+    return SessionAnswerer(session, outputs=outputs, shared=False, seed=seed, block_rows=block_rows, own=True)
+
+
+def for_jobs(plan: Plan, block_rows: int) -> Plan:
+    """Return a plan for a job alone: nobody else waits, so nothing is refused or cut short for others' sake."""
+    limits = replace(
+        plan.limits,
+        requests_max=max(plan.limits.requests_max, block_rows * (2 * len(plan.workers) + 4)),
+        open_bytes_max=max(plan.limits.open_bytes_max, 4 << 30),
+        job_batch_ms=math.inf,
+    )
+    return replace(plan, limits=limits, slo=Slo())

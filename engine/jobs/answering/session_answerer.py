@@ -1,0 +1,159 @@
+"""Rows answered by a session, each as a request of its own.
+
+The rows of a block come in together and form their batches by their order (engine/cohorts.py). On a session of its own
+a job has all there is; on one that answers usual requests too it stays behind them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from weftline.engine.jobs.answering.common import busy, repeatable, row_error, row_seed, usable
+from weftline.engine.jobs.rows import Answered, Block, RowError
+from weftline.engine.jobs.tally import Tally
+from weftline.engine.result import Result
+from weftline.engine.session import Session
+from weftline.engine.together import Room
+from weftline.errors import InputError, LimitReached, RequestCancelled, SessionClosed
+from weftline.nodes.ports import PortType
+
+ROWS = 128
+"""Rows of a block, when nobody says: enough for some batches of every step."""
+
+SHARED_ROWS = 16
+"""The same on a session that answers usual requests too, which need room as well."""
+
+WAIT_S, WAIT_S_MAX = 0.05, 2.0
+"""How long a block that found no room waits before it tries again; it doubles each time."""
+
+
+class SessionAnswerer:
+    """Answers the rows of blocks through an open session; see rows.Answerer.
+
+    session:    stays the caller's, unless `own`.
+    outputs:    which outputs are wanted; None: all.
+    shared:     usual requests are answered too.
+    seed:       what rows' seeds are made from.
+    block_rows: rows of a block; None: as many as are good.
+    own:        close the session with this.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        outputs: Sequence[str] | None = None,
+        shared: bool = True,
+        seed: int = 0,
+        block_rows: int | None = None,
+        own: bool = False,
+    ) -> None:
+        self._session, self._own = session, own
+        plan = session.plan
+        self._wanted = tuple(outputs) if outputs is not None else None
+        self._seed = seed
+        self._block_rows = block_rows or (SHARED_ROWS if shared else ROWS)
+        self._inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
+        self._needed = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
+        types = {one.name: one.type for one in plan.outputs}
+        unknown = [name for name in self._wanted or () if name not in types]
+        if unknown:
+            raise InputError(f"no output is called {', '.join(unknown)}; outputs: {', '.join(types)}")
+        self._outputs = {name: types[name] for name in self._wanted or types}
+        self._texts = [name for name, type in self._outputs.items() if type.kind == "text"]
+        self._repeatable = repeatable(plan, tuple(self._outputs), shared)
+        self._ahead = 2 if shared else max(3, 2 * len(plan.workers) + 1)
+        self._room = Room()
+        self._pool = ThreadPoolExecutor(self._ahead, thread_name_prefix="weftline-rows")
+        self._closed = threading.Event()
+        self._lately: deque[tuple[float, Tally]] = deque()
+        self._instances = {step.name: len(step.workers) for step in plan.steps}
+
+    @property
+    def ahead(self) -> int:
+        return self._ahead
+
+    @property
+    def block_rows(self) -> int:
+        return self._block_rows
+
+    @property
+    def inputs(self) -> Mapping[str, PortType]:
+        return self._inputs
+
+    @property
+    def needed(self) -> set[str]:
+        """Inputs that no row may leave out."""
+        return self._needed
+
+    @property
+    def outputs(self) -> Mapping[str, PortType]:
+        return self._outputs
+
+    @property
+    def repeatable(self) -> Mapping[str, str]:
+        return self._repeatable
+
+    @property
+    def instances(self) -> Mapping[str, int]:
+        return self._instances
+
+    def ask(self, block: Block) -> Future[Answered]:
+        return self._pool.submit(self._answer, block)
+
+    def figures(self) -> Mapping[str, float]:
+        figures: dict[str, float] = {}
+        for one in self._session.stats()["figures"].values():
+            for name, value in one.items():
+                if name == "tokens_generated":
+                    figures["tokens"] = figures.get("tokens", 0.0) + value
+        return figures | busy(self._lately, self._instances)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._own:
+            self._session.close()
+        self._pool.shutdown(wait=self._own, cancel_futures=True)
+
+    def _answer(self, block: Block) -> Answered:
+        """Ask until every row has an answer or an error of its own."""
+        results: dict[int, Result] = {}
+        errors: dict[int, RowError] = {}
+        tally, wait_s = Tally(), WAIT_S
+        left = list(range(len(block)))
+        while left:
+            given = {row: usable(block, row, errors) for row in left}
+            rows = {row: inputs for row, inputs in given.items() if inputs is not None}
+            seeds = [row_seed(self._seed, block.place_of(row)) for row in rows]
+            ends = self._session.run_together(
+                list(rows.values()), outputs=self._wanted, seeds=seeds, room=self._room, gone=self._closed
+            )
+            left = []
+            for row, end in zip(rows, ends):
+                if isinstance(end, Result):
+                    results[row] = end
+                    tally.note(end.timings)
+                elif isinstance(end, LimitReached) and end.retry_after_s > 0:
+                    left.append(row)
+                elif isinstance(end, SessionClosed | RequestCancelled):
+                    raise end
+                else:
+                    tally.note(end.timings)
+                    errors[row] = row_error(end)
+            if left and self._closed.wait(wait_s):
+                raise SessionClosed("the job was ended")
+            wait_s = min(2 * wait_s, WAIT_S_MAX)
+        outputs = {
+            name: [results[row][name] if row in results else None for row in range(len(block))]
+            for name in self._outputs
+        }
+        for name in self._texts:
+            for value in outputs[name]:
+                if value is not None:
+                    tally.length(name, len(value))
+        self._lately.append((time.monotonic(), tally))
+        return Answered(outputs, errors, tally)

@@ -1,0 +1,176 @@
+"""`pipeline.map` and `session.map`: the rows of a data set answered in order, with as much in flight as keeps busy.
+
+Nothing is committed and nothing can be resumed, which is what `weftline batch` is for. At most the answerer's `ahead`
+blocks are read and not yet taken, whatever the size of the data set; none is asked for before somebody reads on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from weftline.engine.jobs.dataset_runs import Run, Runs, Wanted, runs_of
+from weftline.engine.jobs.rows import Answered, Answerer, Block, RowError
+from weftline.errors import BY_NAME, InputError, StepError, WeftlineError
+
+if TYPE_CHECKING:
+    import datasets
+
+ERROR = "error"
+"""The key under which a row says why it has no outputs."""
+
+
+def map_rows(
+    answerer: Answerer,
+    dataset: Any,
+    *,
+    maps: Mapping[str, str] | None = None,
+    needed: Collection[str] | None = None,
+    keep: Sequence[str] | None = None,
+    errors: Literal["raise", "rows"] = "raise",
+    block_rows: int | None = None,
+    as_dataset: bool = False,
+) -> MappedRows | datasets.Dataset:
+    """Answer the rows of a data set and return them in order as dicts, or all of them as a Hugging Face data set.
+
+    answerer:   closed at the end, however it comes.
+    dataset:    a Hugging Face data set, an Arrow table, an iterable of dicts, or the path of a data set.
+    maps:       columns by pipeline input, where the names differ.
+    needed:     inputs that no row may leave out; None: as the answerer says, else all.
+    keep:       columns that come along; None: all but those that pictures, recordings and bytes are read from.
+    errors:     'raise' ends it at the first row that fails; 'rows' gives every row the key `error`, which is None or
+                has step, error and reason.
+    block_rows: rows that are answered together; None: as many as are good for the pipeline.
+    as_dataset: the whole result, in memory; pictures and recordings become its features.
+
+    A column that is called like an output, or `error` where that is a key, is called input_NAME.
+    """
+    try:
+        if errors not in ("raise", "rows"):
+            raise InputError(f"errors: expected 'raise' or 'rows', found {errors!r:.80}")
+        if errors == "rows" and ERROR in answerer.outputs:
+            raise InputError("errors='rows' gives each row a key `error`, and an output is called that")
+        if block_rows is not None and block_rows < 1:
+            raise InputError(f"block_rows: expected 1 or more, found {block_rows}")
+        must = set(getattr(answerer, "needed", answerer.inputs) if needed is None else needed)
+        rows = block_rows or answerer.block_rows
+        runs = runs_of(dataset, Wanted(answerer.inputs, must, dict(maps or {}), keep, rows))
+    except BaseException:
+        answerer.close()
+        raise
+    if as_dataset:
+        try:
+            from weftline.engine.jobs.dataset_made import made_dataset
+
+            return made_dataset(answered(answerer, runs), answerer.outputs, told=errors == "rows")
+        finally:
+            _end(answerer, runs)
+    return MappedRows(answerer, runs, told=errors == "rows")
+
+
+class MappedRows(Iterator[dict[str, Any]]):
+    """Answered rows, one after the other. Closing it, dropping it and reaching its end close everything behind it."""
+
+    def __init__(self, answerer: Answerer, runs: Runs, *, told: bool) -> None:
+        self._close: Callable[[], None] | None = lambda: _end(answerer, runs)
+        self._rows = _rows(answered(answerer, runs), tuple(answerer.outputs), told)
+
+    def __next__(self) -> dict[str, Any]:
+        try:
+            return next(self._rows)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End it; rows in flight are dropped. Safe to call twice."""
+        close, self._close = self._close, None
+        if close is not None:
+            self._rows.close()
+            close()
+
+    def __enter__(self) -> MappedRows:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        close, self._close = getattr(self, "_close", None), None
+        if close is not None and not sys.is_finalizing():  # a finalizer may wait for nothing, and closing does
+            threading.Thread(target=close, name="weftline-map-end").start()
+
+
+def answered(answerer: Answerer, runs: Runs) -> Iterator[tuple[Run, Answered]]:
+    """Yield runs with what became of them, in order; while one is looked at, `ahead` others are in flight."""
+    import pyarrow as pa
+
+    waiting: deque[tuple[Run, Future[Answered]]] = deque()
+    nothing, place = pa.table({}), 0
+    try:
+        for part, run in enumerate(runs.each):
+            waiting.append((run, answerer.ask(Block(part, place, run.ids, run.inputs, nothing))))
+            place += len(run.ids)
+            if len(waiting) > answerer.ahead:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+
+def _rows(each: Iterator[tuple[Run, Answered]], outputs: Sequence[str], told: bool) -> Iterator[dict[str, Any]]:
+    taken = (*outputs, ERROR) if told else tuple(outputs)
+    known: dict[tuple[str, ...], list[str]] = {}
+    for run, ended in each:
+        for row, columns in enumerate(run.kept()):
+            error = ended.errors.get(row)
+            if error is not None and not told:
+                raise as_exception(error, run.ids[row])
+            names = tuple(columns)
+            called = known[names] if names in known else known.setdefault(names, beside(names, taken))
+            answer = dict(zip(called, columns.values(), strict=True))
+            answer |= {name: ended.outputs[name][row] for name in outputs}
+            yield answer | {ERROR: error_json(error)} if told else answer
+
+
+def beside(columns: Sequence[str], taken: Collection[str]) -> list[str]:
+    """Return what input columns are called beside keys that are taken: input_NAME where the name is."""
+    used, called = {*columns, *taken}, []
+    for column in columns:
+        name, number = column, 1
+        while name in (taken if name == column else used):
+            name, number = f"input_{column}" + (f"_{number}" if number > 1 else ""), number + 1
+        used.add(name)
+        called.append(name)
+    return called
+
+
+def as_exception(error: RowError, row: str) -> WeftlineError:
+    """Return what a row's error is when it ends everything."""
+    kind = BY_NAME.get(error.error, StepError)
+    if issubclass(kind, StepError):
+        return kind(f"row {row}: {error.reason}", error.step)
+    return kind(f"row {row}: " + (f"step {error.step}: " if error.step else "") + error.reason)
+
+
+def error_json(error: RowError | None) -> dict[str, str] | None:
+    return None if error is None else {"step": error.step, "error": error.error, "reason": error.reason}
+
+
+def _end(answerer: Answerer, runs: Runs) -> None:
+    try:
+        close = getattr(runs.each, "close", None)
+        if close is not None:
+            close()
+        runs.close()
+    finally:
+        answerer.close()

@@ -1,0 +1,110 @@
+"""Blocks on their way: read ahead by a thread, answered several at a time, handed on in the order they were read.
+
+Memory is bounded by how many blocks are under way, however many there are: `ahead` with the answerer, as many read and
+waiting for it, and none beyond.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+LOOK_S = 0.2
+"""How often `idle` is called while nothing happens."""
+
+Block = TypeVar("Block")
+Answer = TypeVar("Answer")
+
+
+class _Ahead(Generic[Block]):
+    """Reads blocks in a thread, a bounded number ahead of whoever takes them."""
+
+    def __init__(self, blocks: Iterable[Block], most: int, wake: threading.Event) -> None:
+        self._blocks, self._most, self._wake = blocks, most, wake
+        self._read: deque[Block] = deque()
+        self._changed = threading.Condition()
+        self._over = self._left = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="weftline-read-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Block | None:
+        """Return the next block; None when none is there now. What reading failed with is raised in its place."""
+        with self._changed:
+            if self._read:
+                block = self._read.popleft()
+                self._changed.notify()
+                return block
+            if self._error is not None:
+                raise self._error
+        return None
+
+    @property
+    def over(self) -> bool:
+        """Whether all blocks were taken, and no error is left to be raised."""
+        with self._changed:
+            return self._over and not self._read and self._error is None
+
+    def leave(self) -> None:
+        """Read no more. The thread ends when the source gives the next rows, or has none."""
+        with self._changed:
+            self._left = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            for block in self._blocks:
+                with self._changed:
+                    while len(self._read) >= self._most and not self._left:
+                        self._changed.wait()
+                    if self._left:
+                        return
+                    self._read.append(block)
+                self._wake.set()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._over = True
+            self._wake.set()
+
+
+def answered(
+    blocks: Iterable[Block],
+    ask: Callable[[Block], Future[Answer]],
+    ahead: int,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    idle: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[Block, Answer]]:
+    """Yield each block with its answer, in order. What reading or answering failed with is raised where it belongs.
+
+    ahead: how many blocks are asked for at a time.
+    stop:  looked at often; when it says so, nothing more is yielded.
+    idle:  called now and then while nothing else happens.
+    """
+    wake = threading.Event()
+    read = _Ahead(blocks, ahead, wake)
+    asked: deque[tuple[Block, Future[Answer]]] = deque()
+    try:
+        while not stop():
+            while len(asked) < ahead and (block := read.take()) is not None:
+                future = ask(block)
+                asked.append((block, future))
+                future.add_done_callback(lambda _: wake.set())
+            if asked and asked[0][1].done():
+                block, future = asked.popleft()
+                yield block, future.result()
+            elif not asked and read.over:
+                return
+            else:
+                if not wake.wait(LOOK_S):
+                    idle()
+                wake.clear()
+    finally:
+        read.leave()
+        for _, future in asked:
+            future.cancel()

@@ -1,0 +1,295 @@
+"""`map`: rows of data sets of every kind answered in order, a bounded number ahead, and everything closed at the end."""
+
+import gc
+import io
+import itertools
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from weftline import errors
+from weftline.engine.jobs.dataset_map import map_rows
+from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
+from weftline.nodes.ports import PortType
+
+TEXT, IMAGE, INT = PortType("text"), PortType("image"), PortType.parse("int64[]")
+ROWS = [{"text": word, "n": place} for place, word in enumerate("the quick brown fox jumps".split())]
+SHOUTED = [{"n": row["n"], "text": row["text"], "loud": row["text"].upper()} for row in ROWS]
+
+
+class Shouter:
+    """Answers `loud`, the text in capitals; a row whose text is 'bad' fails. Remembers what it was asked."""
+
+    needed: frozenset[str] = frozenset({"text"})
+    repeatable: Mapping[str, str] = {"loud": "exact"}
+
+    def __init__(self, ahead: int = 2, block_rows: int = 2, output: str = "loud") -> None:
+        self.ahead, self.block_rows = ahead, block_rows
+        self.inputs = {"text": TEXT}
+        self.outputs = {output: TEXT}
+        self.blocks: list[Block] = []
+        self.closed = threading.Event()
+
+    def ask(self, block: Block) -> Future[Answered]:
+        assert not self.closed.is_set()
+        self.blocks.append(block)
+        values = block.inputs["text"]
+        failed = {row: _error(value) for row, value in enumerate(values) if value == "bad" or _unusable(value)}
+        (output,) = self.outputs
+        future: Future[Answered] = Future()
+        future.set_result(
+            Answered({output: [None if row in failed else one.upper() for row, one in enumerate(values)]}, failed)
+        )
+        return future
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Looker(Shouter):
+    """Answers `size`, the size of the encoded picture, and the picture itself."""
+
+    needed = frozenset({"photo"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.outputs = {"photo": IMAGE}, {"size": PortType("json"), "same": IMAGE}
+
+    def ask(self, block: Block) -> Future[Answered]:
+        self.blocks.append(block)
+        pictures = [np.asarray(Image.open(io.BytesIO(one)).convert("RGB")) for one in block.inputs["photo"]]
+        future: Future[Answered] = Future()
+        future.set_result(Answered({"size": [list(one.shape) for one in pictures], "same": pictures}))
+        return future
+
+
+def _unusable(value: object) -> bool:
+    return isinstance(value, Unusable)
+
+
+def _error(value: object) -> RowError:
+    if isinstance(value, Unusable):
+        return RowError("", "InputError", value.reason)
+    return RowError("shout", "StepError", "ValueError: it is bad")
+
+
+def png(width: int = 3, height: int = 2) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (width, height), (255, 0, 0)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def _kinds(folder: Path) -> dict[str, Any]:
+    table = pa.Table.from_pylist(ROWS)
+    pq.write_table(table, folder / "rows.parquet")
+    return {
+        "dicts": ROWS,
+        "a generator": (row for row in ROWS),
+        "an arrow table": table,
+        "an arrow stream": table.to_reader(max_chunksize=3),
+        "a pandas frame": table.to_pandas(),
+        "a data set": datasets.Dataset.from_list(ROWS),
+        "a data set in another order": datasets.Dataset.from_list(ROWS[::-1]).select(range(4, -1, -1)),
+        "a streamed data set": datasets.Dataset.from_list(ROWS).to_iterable_dataset(num_shards=2),
+        "a path": folder / "rows.parquet",
+        "a path as text": str(folder / "rows.parquet"),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("dicts", "a generator", "an arrow table", "an arrow stream", "a pandas frame", "a data set"),
+        *("a data set in another order", "a streamed data set", "a path", "a path as text"),
+    ],
+)
+def test_rows_of_any_kind_of_data_set_are_answered_in_order(kind: str, tmp_path: Path) -> None:
+    shouter = Shouter()
+    with map_rows(shouter, _kinds(tmp_path)[kind]) as rows:
+        assert list(rows) == SHOUTED
+    assert shouter.closed.is_set()
+    assert [(block.part, block.place) for block in shouter.blocks][:2] == [(0, 0), (1, 2)]
+    assert all(len(block) <= 2 for block in shouter.blocks)
+
+
+def test_columns_are_mapped_and_kept_by_name() -> None:
+    table = pa.table({"words": ["a", "b"], "n": [1, 2], "x": [3, 4]})
+    assert list(map_rows(Shouter(), table, maps={"text": "words"}, keep=["x"])) == [
+        {"x": 3, "loud": "A"},
+        {"x": 4, "loud": "B"},
+    ]
+    assert list(map_rows(Shouter(), table.to_pylist(), maps={"text": "words"}, keep=[])) == [
+        {"loud": "A"},
+        {"loud": "B"},
+    ]
+
+
+def test_a_column_that_is_called_like_an_output_gives_way() -> None:
+    rows = [{"text": "a", "loud": 1}, {"text": "b", "loud": 1, "input_loud": 2}]
+    assert list(map_rows(Shouter(), rows)) == [
+        {"text": "a", "input_loud": 1, "loud": "A"},
+        {"text": "b", "input_loud_2": 1, "input_loud": 2, "loud": "B"},
+    ]
+
+
+def test_no_more_is_read_than_is_in_flight() -> None:
+    read = itertools.count()
+    endless = ({"text": f"row {next(read)}"} for _ in itertools.repeat(None))
+    shouter = Shouter(ahead=3, block_rows=4)
+    rows = map_rows(shouter, endless)
+    assert shouter.blocks == []  # nothing before somebody reads
+    assert [next(rows)["loud"] for _ in range(9)][-1] == "ROW 8"
+    assert len(shouter.blocks) == 3 + 3
+    rows.close()
+    assert next(read) == 4 * 6
+    assert shouter.closed.is_set()
+
+
+def test_dropping_the_rows_closes_everything() -> None:
+    shouter = Shouter()
+    rows = map_rows(shouter, ROWS)
+    next(rows)
+    del rows
+    gc.collect()
+    assert shouter.closed.wait(10)
+
+
+def test_a_row_that_fails_ends_it_after_those_before() -> None:
+    shouter = Shouter()
+    rows = map_rows(shouter, [{"text": "a"}, {"text": "bad"}, {"text": "c"}])
+    assert next(rows)["loud"] == "A"
+    with pytest.raises(errors.StepError, match=r"^step shout: row 1: ValueError: it is bad$") as raised:
+        next(rows)
+    assert raised.value.step == "shout"
+    assert shouter.closed.is_set()
+    assert list(rows) == []
+
+
+def test_an_input_that_cannot_be_had_is_an_input_error() -> None:
+    with pytest.raises(errors.InputError, match=r"^row 1: column text is empty$"):
+        list(map_rows(Shouter(), [{"text": "a"}, {"text": None}]))
+
+
+def test_rows_that_fail_can_say_so_and_the_others_go_on() -> None:
+    rows = list(map_rows(Shouter(), [{"text": "a", "error": 7}, {"text": "bad"}, {"text": "c"}], errors="rows"))
+    reason = {"step": "shout", "error": "StepError", "reason": "ValueError: it is bad"}
+    assert rows == [
+        {"text": "a", "input_error": 7, "loud": "A", "error": None},
+        {"text": "bad", "loud": None, "error": reason},
+        {"text": "c", "loud": "C", "error": None},
+    ]
+
+
+def test_pictures_come_as_bytes_paths_and_features_and_stay_behind(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    file = tmp_path / "a.png"
+    made = datasets.Dataset.from_dict({"photo": [str(file)], "n": [1]})
+    for rows in (
+        [{"photo": file, "n": 1}],
+        [{"photo": str(file), "n": 1}],
+        [{"photo": png(), "n": 1}],
+        pa.table({"photo": [png()], "n": [1]}),
+        pa.table({"photo": [str(file)], "n": [1]}),
+        made.cast_column("photo", datasets.Image()),
+    ):
+        (row,) = map_rows(Looker(), rows)
+        assert (row["n"], row["size"]) == (1, [2, 3, 3])
+        assert set(row) == {"n", "size", "same"}
+
+
+def test_a_file_that_is_not_there_fails_its_row(tmp_path: Path) -> None:
+    with pytest.raises(errors.InputError, match=r"^row 0: .*gone\.png"):
+        list(map_rows(_Careful(), [{"photo": tmp_path / "gone.png"}]))
+
+
+class _Careful(Looker):
+    def ask(self, block: Block) -> Future[Answered]:
+        failed = {row: _error(one) for row, one in enumerate(block.inputs["photo"]) if _unusable(one)}
+        future: Future[Answered] = Future()
+        future.set_result(Answered({"size": [None], "same": [None]}, failed))
+        return future
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "said"),
+    [
+        (ROWS, {"maps": {"txet": "n"}}, "maps: 'txet' is no input of the pipeline; did you mean text?"),
+        (ROWS, {"keep": ["m"]}, "keep: 'm' is no column"),
+        ([{"word": "a"}], {}, "row 0: input text is needed, and there is no 'text'"),
+        ([1, 2], {}, "row 0: found int; expected a dict of columns"),
+        (5, {}, "data set: found int; expected"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), {}, r"found a mapping of 'train'"),
+        (ROWS, {"errors": "ignore"}, "errors: expected 'raise' or 'rows', found 'ignore'"),
+        (ROWS, {"block_rows": 0}, "block_rows: expected 1 or more, found 0"),
+    ],
+)
+def test_what_cannot_be_mapped_is_said_at_once_and_closes_the_pipeline(
+    dataset: Any, options: dict[str, Any], said: str
+) -> None:
+    shouter = Shouter()
+    with pytest.raises(errors.InputError, match=said):
+        map_rows(shouter, dataset, **options)
+    assert shouter.closed.is_set() and shouter.blocks == []
+
+
+def test_an_output_called_error_leaves_no_room_for_errors() -> None:
+    with pytest.raises(errors.InputError, match="an output is called that"):
+        map_rows(Shouter(output="error"), ROWS, errors="rows")
+
+
+def test_a_row_that_is_no_dict_is_named() -> None:
+    def rows() -> Iterator[Any]:
+        yield from ROWS
+        yield "text"
+
+    with pytest.raises(errors.InputError, match=r"row 5: found str; expected a dict of columns"):
+        list(map_rows(Shouter(), rows()))
+
+
+@pytest.mark.parametrize("empty", [[], pa.table({"text": pa.array([], pa.string())})])
+def test_nothing_gives_nothing(empty: Any) -> None:
+    shouter = Shouter()
+    assert list(map_rows(shouter, empty)) == []
+    assert shouter.closed.is_set()
+
+
+def test_the_whole_result_can_be_a_data_set() -> None:
+    made = map_rows(Shouter(), datasets.Dataset.from_list(ROWS), as_dataset=True)
+    assert isinstance(made, datasets.Dataset)
+    assert made.column_names == ["text", "n", "loud"]
+    assert made.to_list() == SHOUTED
+    assert made.features["n"] == datasets.Value("int64")
+
+
+def test_a_data_set_has_nulls_and_reasons_where_rows_failed() -> None:
+    made = map_rows(Shouter(), [{"text": "bad"}, {"text": "c"}], errors="rows", as_dataset=True)
+    reason = {"step": "shout", "error": "StepError", "reason": "ValueError: it is bad"}
+    assert made.to_list() == [
+        {"text": "bad", "loud": None, "error": reason},
+        {"text": "c", "loud": "C", "error": None},
+    ]
+
+
+def test_pictures_are_features_of_the_data_set() -> None:
+    shouter = Looker()
+    made = map_rows(shouter, [{"photo": png(), "n": 1}, {"photo": png(5, 4), "n": 2}], as_dataset=True)
+    assert isinstance(made.features["same"], datasets.Image)
+    assert [one["same"].size for one in made] == [(3, 2), (5, 4)]
+    assert shouter.closed.is_set()
+
+
+def test_columns_of_a_row_that_fit_no_table_are_named() -> None:
+    with pytest.raises(errors.InputError, match="choose others with keep="):
+        map_rows(Shouter(), [{"text": "a", "what": object()}], as_dataset=True)
