@@ -185,7 +185,12 @@ class JobChanged(WeftlineError):
 
 
 class TooManyErrors(WeftlineError):
-    """More of a job's rows failed than it bears; what was committed stays, and the job can be resumed."""
+    """More of a job's rows failed than it bears; what was committed stays, and the job can be resumed.
+
+    end: how the job stood then, a JobEnd.
+    """
+
+    end: Any = None
 
     status = "ABORTED"
     exit_code = 11

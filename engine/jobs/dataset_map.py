@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,7 +42,7 @@ def map_rows(
     dataset:    a Hugging Face data set, an Arrow table, an iterable of dicts, or the path of a data set.
     maps:       columns by pipeline input, where the names differ.
     needed:     inputs that no row may leave out; None: as the answerer says, else all.
-    keep:       columns that come along; None: all but those that pictures, recordings and bytes are read from.
+    keep:       columns that come along; None: all but pictures, recordings and other bytes (names of files do).
     errors:     'raise' ends it at the first row that fails; 'rows' gives every row the key `error`, which is None or
                 has step, error and reason.
     block_rows: rows that are answered together; None: as many as are good for the pipeline.
@@ -63,14 +63,16 @@ def map_rows(
     except BaseException:
         answerer.close()
         raise
-    if as_dataset:
-        try:
-            from weftline.engine.jobs.dataset_made import made_dataset
+    told = errors == "rows"
+    if not as_dataset:
+        return MappedRows(answerer, runs, told=told)
+    try:
+        from weftline.engine.jobs.dataset_made import made_dataset
 
-            return made_dataset(answered(answerer, runs), answerer.outputs, told=errors == "rows")
-        finally:
-            _end(answerer, runs)
-    return MappedRows(answerer, runs, told=errors == "rows")
+        each = answered(answerer, runs)
+        return made_dataset(each if told else _without_errors(each), answerer.outputs, ERROR if told else None)
+    finally:
+        _end(answerer, runs)
 
 
 class MappedRows(Iterator[dict[str, Any]]):
@@ -127,7 +129,9 @@ def answered(answerer: Answerer, runs: Runs) -> Iterator[tuple[Run, Answered]]:
             future.cancel()
 
 
-def _rows(each: Iterator[tuple[Run, Answered]], outputs: Sequence[str], told: bool) -> Iterator[dict[str, Any]]:
+def _rows(
+    each: Iterator[tuple[Run, Answered]], outputs: Sequence[str], told: bool
+) -> Generator[dict[str, Any], None, None]:
     taken = (*outputs, ERROR) if told else tuple(outputs)
     known: dict[tuple[str, ...], list[str]] = {}
     for run, ended in each:
@@ -140,6 +144,14 @@ def _rows(each: Iterator[tuple[Run, Answered]], outputs: Sequence[str], told: bo
             answer = dict(zip(called, columns.values(), strict=True))
             answer |= {name: ended.outputs[name][row] for name in outputs}
             yield answer | {ERROR: error_json(error)} if told else answer
+
+
+def _without_errors(each: Iterator[tuple[Run, Answered]]) -> Iterator[tuple[Run, Answered]]:
+    """Yield runs whose rows are all answered; the first error there is is raised."""
+    for run, ended in each:
+        for row in sorted(ended.errors)[:1]:
+            raise as_exception(ended.errors[row], run.ids[row])
+        yield run, ended
 
 
 def beside(columns: Sequence[str], taken: Collection[str]) -> list[str]:

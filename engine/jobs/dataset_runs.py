@@ -7,20 +7,26 @@ asked to.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weftline.engine.jobs.rows import Unusable
-from weftline.errors import InputError, MissingPackage
+from weftline.engine.jobs.sources.opening import need, open_loader, open_source
+from weftline.engine.jobs.spec import DataSpec
+from weftline.errors import InputError
 from weftline.nodes.ports import PortType
+from weftline.pipelines.problems import did_you_mean, listed
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from weftline.engine.jobs.sources.binding import Binding
+    from weftline.engine.jobs.sources.loading import Loader
 
 MEDIA = ("image", "audio", "bytes")
 """Kinds of inputs whose columns are not kept when nobody says: they are large."""
@@ -78,7 +84,7 @@ class Runs:
 
 def runs_of(dataset: Any, wanted: Wanted) -> Runs:
     """Return a data set's rows in runs; InputError for what is no data set, or lacks a column that is needed."""
-    _needs_pyarrow()
+    need("pyarrow")
     if isinstance(dataset, str | os.PathLike):
         return _runs_of_path(os.fspath(dataset), wanted)
     if callable(getattr(dataset, "with_format", None)) and callable(getattr(dataset, "iter", None)):
@@ -97,24 +103,15 @@ def runs_of(dataset: Any, wanted: Wanted) -> Runs:
     )
 
 
-def _needs_pyarrow() -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ModuleNotFoundError:
-        raise MissingPackage("pyarrow", "batch") from None
-
-
 # tables
 
 
 def _runs_of_path(path: str, wanted: Wanted) -> Runs:
-    from weftline.engine.jobs.sources.opening import open_source
-    from weftline.engine.jobs.spec import DataSpec
-
-    source = open_source(DataSpec((path,)))
+    spec = DataSpec((path,))
+    source = open_source(spec)
     try:
         each = ((rows.ids, rows.table) for rows in source.read())
-        return Runs(_runs_of_tables(each, wanted, source.schema), source.close)
+        return Runs(_runs_of_tables(each, wanted, source.schema, open_loader(source, spec)), source.close)
     except BaseException:
         source.close()
         raise
@@ -146,7 +143,10 @@ def _numbered(tables: Iterable[pa.Table]) -> Iterator[tuple[Sequence[str], pa.Ta
 
 
 def _runs_of_tables(
-    tables: Iterator[tuple[Sequence[str], pa.Table]], wanted: Wanted, schema: pa.Schema | None = None
+    tables: Iterator[tuple[Sequence[str], pa.Table]],
+    wanted: Wanted,
+    schema: pa.Schema | None = None,
+    loader: Loader | None = None,
 ) -> Iterator[Run]:
     """Return the runs of tables; their columns are bound here and now, by the schema or else by the first of them."""
     from weftline.engine.jobs.sources.binding import bind
@@ -156,23 +156,29 @@ def _runs_of_tables(
         if first is None:
             return iter(())
         schema, tables = first[1].schema, itertools.chain([first], tables)
-    binding = bind(schema, wanted.inputs, set(wanted.needed), wanted.maps)
-    kept = _kept(schema.names, binding.media, wanted)
-    return _table_runs(tables, binding, kept, wanted.rows)
+    binding = bind(schema, wanted.inputs, wanted.needed, wanted.maps)
+    return _table_runs(tables, binding, _kept(schema.names, binding.media, wanted), wanted.rows, loader)
 
 
 def _table_runs(
-    tables: Iterator[tuple[Sequence[str], pa.Table]], binding: Any, kept: Sequence[str], rows: int
+    tables: Iterator[tuple[Sequence[str], pa.Table]],
+    binding: Binding,
+    kept: Sequence[str],
+    rows: int,
+    loader: Loader | None,
 ) -> Iterator[Run]:
     from weftline.engine.jobs.sources.loading import Loader
 
-    with Loader() as loader:
+    with loader or Loader() as files:
         for ids, table in tables:
             for start in range(0, len(table), rows):
                 part = table.slice(start, rows)
-                inputs = binding.inputs(part, loader)
                 own = part.select(kept)
-                yield Run(ids[start : start + rows], inputs, own.to_pylist, lambda own=own: own)
+                yield Run(ids[start : start + rows], binding.inputs(part, files), own.to_pylist, partial(_same, own))
+
+
+def _same(table: pa.Table) -> pa.Table:
+    return table
 
 
 def _kept(columns: Sequence[str], media: Set[str], wanted: Wanted) -> list[str]:
@@ -188,25 +194,23 @@ def _kept(columns: Sequence[str], media: Set[str], wanted: Wanted) -> list[str]:
 
 
 def _runs_of_mappings(dataset: Iterable[Any], wanted: Wanted) -> Iterator[Run]:
-    """Return runs of rows whose values are what Session.run takes; a run's columns are those of its rows."""
+    """Return runs of rows whose values are what Session.run takes; what all rows have is seen by the first."""
     rows = iter(dataset)
-    first = list(itertools.islice(rows, 1))
-    if first:
-        _check_first(first[0], wanted)
-    return _mapping_runs(itertools.chain(first, rows), wanted)
-
-
-def _check_first(row: Any, wanted: Wanted) -> None:
-    """Raise InputError for what no row will have, seen by the first."""
-    _check_mapping(row, 0)
+    first = next(rows, None)
+    if first is None:
+        return iter(())
+    _check_mapping(first, 0)
+    columns = {name: wanted.maps.get(name, name) for name in wanted.inputs}
     for name in wanted.needed:
-        column = wanted.maps.get(name, name)
-        if column not in row:
+        column = columns[name]
+        if column not in first:
             raise InputError(
-                f"row 0: input {name} is needed, and there is no {column!r:.80}; {_known(column, row)}"
+                f"row 0: input {name} is needed, and there is no {column!r:.80}; {_known(column, first)}"
                 f"\n    fix: maps={{{name!r}: ...}} says which column it is"
             )
-    _kept(list(row), set(), wanted)
+    media = {column for name, column in columns.items() if _is_media(first.get(column), wanted.inputs[name])}
+    _kept(list(first), media, wanted)
+    return _mapping_runs(itertools.chain([first], rows), columns, media, wanted)
 
 
 def _check_mapping(row: Any, place: int) -> None:
@@ -214,42 +218,53 @@ def _check_mapping(row: Any, place: int) -> None:
         raise InputError(f"row {place}: found {type(row).__name__}; expected a dict of columns")
 
 
-def _mapping_runs(rows: Iterator[Any], wanted: Wanted) -> Iterator[Run]:
+def _is_media(value: Any, type: PortType) -> bool:
+    """Whether it is a picture, a recording or other bytes, and not the name of a file."""
+    while type.item is not None:
+        type = type.item
+    return type.kind in MEDIA and not isinstance(value, str | Path)
+
+
+def _mapping_runs(rows: Iterator[Any], columns: Mapping[str, str], media: Set[str], wanted: Wanted) -> Iterator[Run]:
     from weftline.engine.jobs.sources.loading import Loader
 
-    columns = {name: wanted.maps.get(name, name) for name in wanted.inputs}
-    media = {column for name, column in columns.items() if _innermost(wanted.inputs[name]).kind in MEDIA}
     place = 0
     with Loader() as loader:
         while part := list(itertools.islice(rows, wanted.rows)):
             for row, one in enumerate(part):
                 _check_mapping(one, place + row)
             inputs = {
-                name: _column(part, column, wanted.inputs[name], name in wanted.needed, loader)
+                name: _values(part, column, wanted.inputs[name], name in wanted.needed, loader)
                 for name, column in columns.items()
                 if name in wanted.needed or any(column in row for row in part)
             }
             kept = [_chosen(row, media, wanted.keep) for row in part]
             ids = [str(number) for number in range(place, place + len(part))]
-            yield Run(ids, inputs, lambda kept=kept: kept, lambda kept=kept: _table(kept))
+            yield Run(ids, inputs, partial(list, kept), partial(_table, kept))
             place += len(part)
 
 
-def _column(rows: Sequence[Mapping[str, Any]], column: str, type: PortType, needed: bool, loader: Any) -> list[Any]:
-    """Return one input of some rows; files that are named are read."""
-    values = [row.get(column) for row in rows]
-    named = {place: file for place, value in enumerate(values) if (file := _file_of(value, type)) is not None}
-    if named:
-        for place, data in zip(named, loader.read_all(list(named.values()))):
-            values[place] = data
+def _values(rows: Sequence[Mapping[str, Any]], column: str, type: PortType, needed: bool, loader: Loader) -> list[Any]:
+    """Return one input of some rows; files that are named are read, and features with bytes or a path opened."""
+    values = [_content(row.get(column), type) for row in rows]
+    named = {place: name for place, value in enumerate(values) if (name := _file_of(value, type)) is not None}
+    for place, data in zip(named, loader.read_all(list(named.values())), strict=True):
+        values[place] = data
     if needed:
         empty = Unusable(f"column {column} is empty")
         values = [empty if value is None else value for value in values]
     return values
 
 
+def _content(value: Any, type: PortType) -> Any:
+    """Return a value, or what is inside the feature of a Hugging Face data set: its bytes, else its path."""
+    if type.kind in FILES and isinstance(value, Mapping) and {"bytes", "path"} <= set(value):
+        return value["bytes"] if value["bytes"] is not None else value["path"]
+    return value
+
+
 def _file_of(value: Any, type: PortType) -> str | None:
-    """Return the file that a value names, which is what stands in for its content; None when it is content itself."""
+    """Return the path or URL of the file that a value names; None when it names none."""
     if isinstance(value, Path):
         return str(value)
     return value if isinstance(value, str) and type.kind in FILES else None
@@ -266,18 +281,15 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     try:
-        return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+        return pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in names})
     except (pa.ArrowException, TypeError) as error:
-        raise InputError(f"the columns that are kept fit no table: {error}; choose others with keep=") from None
+        raise InputError(f"columns that are kept fit no table: {error}; choose others with keep=") from None
 
 
-def _innermost(type: PortType) -> PortType:
-    while type.item is not None:
-        type = type.item
-    return type
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
-def _known(name: object, known: Iterable[str]) -> str:
+def _known(name: object, known: Iterable[object]) -> str:
     names = [str(one) for one in known]
-    near = difflib.get_close_matches(str(name), names, 1)
-    return (f"did you mean {near[0]}? " if near else "") + f"there are {', '.join(names) or 'none'}"
+    return f"{did_you_mean(str(name), names)} there are {listed(names)}".strip()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PART_ROWS = 10_000
-"""Rows that are committed together, when nobody says."""
+"""Rows that are committed together where whole blocks are answered, when nobody says."""
 
 ERRORS_FROM_ROWS = 100
 """A share of errors is only looked at when so many rows are done."""
@@ -50,7 +50,7 @@ class OutSpec:
     outputs:   pipeline outputs that are written; None: all.
     keep:      input columns that are written too; None: all but media.
     media:     'files' writes pictures and recordings beside the table, 'inline' into it.
-    part_rows: rows that are committed together.
+    part_rows: rows that are committed together; None: as many as are good for the pipeline.
     storage:   as in DataSpec.
     """
 
@@ -59,7 +59,7 @@ class OutSpec:
     outputs: tuple[str, ...] | None = None
     keep: tuple[str, ...] | None = None
     media: str = "files"
-    part_rows: int = PART_ROWS
+    part_rows: int | None = None
     storage: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 

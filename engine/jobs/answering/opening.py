@@ -12,6 +12,7 @@ from pathlib import Path
 from weftline.engine.jobs.answering.common import repeatable
 from weftline.engine.jobs.answering.session_answerer import ROWS, SessionAnswerer
 from weftline.engine.jobs.rows import Answerer
+from weftline.engine.jobs.spec import PART_ROWS
 from weftline.engine.machine import this_machine
 from weftline.engine.runtime import Progress
 from weftline.engine.session import Session
@@ -73,7 +74,7 @@ def open_here(
     if not why:
         rows = block_rows or block_rows_of(plan)
         return Opening(
-            BLOCKS, "", rows, 10_000, repeatable(plan, wanted, False),
+            BLOCKS, "", rows, PART_ROWS, repeatable(plan, wanted, False),
             lambda progress: BlockAnswerer(pipeline, outputs=outputs, seed=seed, block_rows=rows, progress=progress),
         )  # fmt: skip
     if mode == BLOCKS:

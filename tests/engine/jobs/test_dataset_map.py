@@ -1,4 +1,4 @@
-"""`map`: rows of data sets of every kind answered in order, a bounded number ahead, and everything closed at the end."""
+"""`map`: rows of data sets of every kind answered in order, so many ahead, and everything closed at the end."""
 
 import gc
 import io
@@ -22,7 +22,7 @@ from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
 from weftline.nodes.ports import PortType
 
 TEXT, IMAGE, INT = PortType("text"), PortType("image"), PortType.parse("int64[]")
-ROWS = [{"text": word, "n": place} for place, word in enumerate("the quick brown fox jumps".split())]
+ROWS = [{"text": word, "n": place} for place, word in enumerate(["the", "quick", "brown", "fox", "jumps"])]
 SHOUTED = [{"n": row["n"], "text": row["text"], "loud": row["text"].upper()} for row in ROWS]
 
 
@@ -192,21 +192,25 @@ def test_rows_that_fail_can_say_so_and_the_others_go_on() -> None:
     ]
 
 
-def test_pictures_come_as_bytes_paths_and_features_and_stay_behind(tmp_path: Path) -> None:
+def test_pictures_stay_behind_and_names_of_files_come_along(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     file = tmp_path / "a.png"
+    feature = {"bytes": None, "path": str(file)}
     made = datasets.Dataset.from_dict({"photo": [str(file)], "n": [1]})
-    for rows in (
-        [{"photo": file, "n": 1}],
-        [{"photo": str(file), "n": 1}],
-        [{"photo": png(), "n": 1}],
-        pa.table({"photo": [png()], "n": [1]}),
-        pa.table({"photo": [str(file)], "n": [1]}),
-        made.cast_column("photo", datasets.Image()),
+    for rows, kept in (
+        ([{"photo": file, "n": 1}], {"photo": file}),
+        ([{"photo": str(file), "n": 1}], {"photo": str(file)}),
+        ([{"photo": file.as_uri(), "n": 1}], {"photo": file.as_uri()}),
+        ([{"photo": png(), "n": 1}], {}),
+        ([{"photo": feature, "n": 1}], {}),
+        ([{"photo": {"bytes": png(), "path": None}, "n": 1}], {}),
+        (pa.table({"photo": [png()], "n": [1]}), {}),
+        (pa.table({"photo": [str(file)], "n": [1]}), {"photo": str(file)}),
+        (made.cast_column("photo", datasets.Image()), {}),
     ):
         (row,) = map_rows(Looker(), rows)
         assert (row["n"], row["size"]) == (1, [2, 3, 3])
-        assert set(row) == {"n", "size", "same"}
+        assert {name: row[name] for name in row if name not in ("n", "size", "same")} == kept
 
 
 def test_a_file_that_is_not_there_fails_its_row(tmp_path: Path) -> None:

@@ -1,0 +1,232 @@
+"""A job, from its first look at the data to its end. What can be known before a model is loaded is known first.
+
+    end = run_job(spec, open_here(spec.pipeline), watch=print)
+
+Rows are read ahead in a thread, answered several blocks at a time, and committed in order, part by part, in another
+thread. Whatever ends a job early (an error, a signal, the power), the parts that are committed stay, and the same call
+goes on after them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from weftline.engine.jobs.answering.opening import Opening
+from weftline.engine.jobs.blocks import Cut, Mark, cut, read_on
+from weftline.engine.jobs.flow import answered
+from weftline.engine.jobs.parts import Commit, Parts, commit_next, writing
+from weftline.engine.jobs.preparing import Prepared, prepare
+from weftline.engine.jobs.progress import JobEnd, Progress
+from weftline.engine.jobs.results.fingerprint import versions
+from weftline.engine.jobs.results.formats import EXTRAS
+from weftline.engine.jobs.results.joining import hf_files, join_parts
+from weftline.engine.jobs.results.store import Store
+from weftline.engine.jobs.retrying import commit_again, cuts_again
+from weftline.engine.jobs.rows import Answered, Answerer, Block, Stop
+from weftline.engine.jobs.sources.loading import Loader
+from weftline.engine.jobs.sources.opening import open_loader
+from weftline.engine.jobs.spec import ErrorsMax, JobSpec
+from weftline.engine.jobs.tally import Tally
+from weftline.engine.jobs.telling import Telling
+from weftline.errors import TooManyErrors
+
+INTERRUPTED = "it was interrupted"
+
+Watch = Callable[[Progress], None]
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One block, the mark behind it, and whether its part is complete with it."""
+
+    block: Block
+    after: Mark
+    completes: bool
+
+
+def run_job(
+    spec: JobSpec,
+    opening: Opening,
+    watch: Watch = lambda progress: None,
+    stop: Stop = lambda: False,
+    note: Note = lambda text: None,
+) -> JobEnd:
+    """Run a job, or go on with it, and return what became of it.
+
+    opening: who answers the rows; called once it is known that there is something to answer.
+    watch:   told how it goes, some times a second.
+    stop:    looked at often; when it says so the job ends, and what is committed stays.
+    note:    told things beside the progress, a line each.
+
+    PipelineError, InputError: something is wrong with what it was told, or the data cannot be read. JobChanged: another
+    job's results are there. TooManyErrors (its `end` says how things stood), OutputFailed; ModelError; SessionClosed or
+    Unavailable when nobody answers any more.
+    """
+    with prepare(spec, opening) as job, _open_store(job) as store:
+        for warning in store.warnings:
+            note(f"{warning}; results may differ in their last digits from those that are there")
+        return _Run(job, store, opening, watch, stop, note).run()
+
+
+def _open_store(job: Prepared) -> Store:
+    out = job.spec.out
+    return Store.open(
+        out.out,
+        job.manifest,
+        single_file=job.single_file,
+        suffix=job.suffix,
+        restart=job.spec.restart,
+        storage=out.storage,
+        extras=() if job.single_file else EXTRAS.get(job.format, ()),
+    )
+
+
+class _Run:
+    """One run of a job."""
+
+    def __init__(self, job: Prepared, store: Store, opening: Opening, watch: Watch, stop: Stop, note: Note) -> None:
+        self._job, self._store, self._opening = job, store, opening
+        self._watch, self._stop, self._note = watch, stop, note
+        self._answerer: Answerer | None = None
+        tally = Tally()
+        for record in store.records:
+            tally.merge(Tally.from_json(record.tally))
+        self._telling = Telling(store.rows, store.errors, job.source.expected, tally, job.spec.seed)
+
+    def run(self) -> JobEnd:
+        store = self._store
+        try:
+            if self._job.spec.retry_errors:
+                whole = self._run_again()
+            else:
+                whole = store.finished or self._run_rest()
+            if whole:
+                self._finish()
+            return self._ended("" if whole else INTERRUPTED)
+        finally:
+            if self._answerer is not None:
+                self._answerer.close()
+
+    def _run_rest(self) -> bool:
+        """Answer the rows that are left; False when it was stopped."""
+        store, job = self._store, self._job
+        if store.rows:
+            self._note(f"going on after {store.rows} rows that are committed")
+        mark = Mark.from_json(store.after) if store.after else Mark()
+        cuts = cut(read_on(job.source, mark, store.rows), job.part_rows, job.block_rows)
+        readings = ((one, None, one.end % job.part_rows == 0) for one in cuts)
+        return self._answer(readings, commit_next(job, store), job.spec.errors_max)
+
+    def _run_again(self) -> bool:
+        """Answer the error rows once more; False when it was stopped."""
+        rows = self._store.error_rows()
+        if not rows:
+            self._note("there are no error rows to run again")
+            return self._store.finished or self._run_rest()
+        self._note(f"running {len(rows)} error rows again")
+        tally = self._telling.tally
+        self._telling = Telling(self._store.rows - len(rows), 0, self._store.rows, tally, self._job.spec.seed)
+        cuts = cuts_again(self._job, self._store, rows)
+        return self._answer(cuts, commit_again(self._job, self._store), ErrorsMax())
+
+    def _answer(
+        self, cuts: Iterator[tuple[Cut, list[int] | None, bool]], commit: Commit, errors_max: ErrorsMax
+    ) -> bool:
+        """Answer blocks and commit their parts; False when it was stopped."""
+        job, telling = self._job, self._telling
+        answerer = self._answerer = self._opening()
+        telling.begin()
+        parts = Parts(job.columns, self._store, commit, telling.commit)
+
+        def ask(reading: Reading) -> Future[Answered]:
+            return answerer.ask(reading.block)
+
+        try:
+            with open_loader(job.source, job.spec.data) as loader:
+                readings = (
+                    Reading(_block(job, loader, one, places), one.after, completes) for one, places, completes in cuts
+                )
+                for reading, answer in answered(readings, ask, answerer.ahead, stop=self._stop, idle=self._look):
+                    answer = parts.add(reading.block, answer, reading.after)
+                    telling.note(reading.block, answer)
+                    if errors_max.exceeded(telling.errors, telling.rows):
+                        raise self._too_many(errors_max)
+                    if reading.completes:
+                        parts.complete()
+                    parts.look()
+                    self._look()
+            if not self._stop():
+                parts.complete()
+                parts.wait()
+                return True
+            parts.wait()
+            return False
+        finally:
+            parts.close()
+
+    def _look(self) -> None:
+        """Tell whoever watches, if it is time."""
+        if self._telling.due():
+            self._watch(self._telling.progress(self._figures()))
+
+    def _figures(self) -> Mapping[str, float]:
+        return self._answerer.figures() if self._answerer is not None else {}
+
+    def _too_many(self, most: ErrorsMax) -> TooManyErrors:
+        telling = self._telling
+        bears = f"{most.rows} error rows" if most.rows is not None else f"{100 * (most.share or 0):g} % of error rows"
+        found = f"{telling.errors} of {telling.rows} rows failed, and the job bears {bears}"
+        worst = telling.kinds.kinds()
+        first = f"\n    most of all: {worst[0].reason} ({worst[0].count} rows)" if worst else ""
+        error = TooManyErrors(f"{found}{first}\n    fix: mend the rows or the pipeline, or raise --errors-max")
+        error.end = self._ended("too many rows failed")
+        return error
+
+    def _finish(self) -> None:
+        """Put together what stands beside the parts."""
+        job, store = self._job, self._store
+        schema = job.columns.schema
+        if not store.records:  # a selection without rows has results all the same: none
+            store.commit(0, 0, 0, writing(job, ()), after=Mark().to_json(), tally=Tally().to_json())
+        if job.single_file:
+            store.finish(lambda parts, out: join_parts(parts, job.format, out, schema))
+        elif job.format == "hf":
+            names = [record.file for record in store.records]
+            digest = hashlib.sha256("".join(record.sha256 for record in store.records).encode()).hexdigest()[:16]
+            made = hf_files(names, schema, digest)
+            store.finish(extras={name: _writes(data) for name, data in made.items()})
+        else:
+            store.finish()
+
+    def _ended(self, why: str) -> JobEnd:
+        job, store = self._job, self._store
+        files = what_lies_where(job, store)
+        about = {
+            "pipeline": job.plan.name, "data": job.spec.data.data, "out": job.spec.out.out, "files": files,
+            "instances": {step.name: len(step.workers) for step in job.plan.steps},
+            "repeatable": self._opening.repeatable, "versions": versions(job.plan),
+        }  # fmt: skip
+        self._watch(self._telling.progress(self._figures()))
+        return self._telling.end(about, self._answerer, why)
+
+
+def _block(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None) -> Block:
+    """Return what is asked for: inputs as they are sent, and the columns that are kept."""
+    inputs = job.binding.inputs(one.table, loader)
+    return Block(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
+
+
+def _writes(data: bytes) -> Callable[[BinaryIO], None]:
+    def write(out: BinaryIO) -> None:
+        out.write(data)
+
+    return write
+
+
+def what_lies_where(job: Prepared, store: Store) -> Mapping[str, str]:
+    return store.finish() if store.finished else {"results": job.spec.out.out}

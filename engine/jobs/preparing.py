@@ -1,0 +1,129 @@
+"""A job looked at before anything runs: its pipeline checked, its data opened, columns matched, and what it is told
+written down as a manifest. Every mistake that can be found without a model is found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from weftline.engine.jobs.answering.opening import Opening
+from weftline.engine.jobs.results.columns import Columns, columns_of
+from weftline.engine.jobs.results.fingerprint import pipeline_parts, versions
+from weftline.engine.jobs.results.formats import format_of, suffix
+from weftline.engine.jobs.results.manifest import Manifest
+from weftline.engine.jobs.results.writers import check_columns
+from weftline.engine.jobs.rows import Source
+from weftline.engine.jobs.sources.binding import Binding, bind
+from weftline.engine.jobs.sources.opening import open_source
+from weftline.engine.jobs.sources.piece import HIDDEN
+from weftline.engine.jobs.spec import JobSpec
+from weftline.engine.machine import this_machine
+from weftline.errors import InputError
+from weftline.pipelines.load import load_file
+from weftline.pipelines.plan import Plan
+from weftline.pipelines.planning import make_plan
+from weftline.pipelines.problems import nearest
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job that can begin. Close it, or use it in a with statement.
+
+    kept:        the input columns that are written too.
+    columns:     of the results.
+    format:      of the results; `single_file` when they become one file.
+    part_rows, block_rows: how rows are cut.
+    manifest:    what decides the results.
+    """
+
+    spec: JobSpec
+    plan: Plan
+    source: Source
+    binding: Binding
+    kept: pa.Schema
+    columns: Columns
+    format: str
+    single_file: bool
+    part_rows: int
+    block_rows: int
+    manifest: Manifest
+
+    @property
+    def suffix(self) -> str:
+        return suffix(self.format)
+
+    def close(self) -> None:
+        self.source.close()
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def prepare(spec: JobSpec, opening: Opening) -> Prepared:
+    """Check a job; PipelineError and InputError say everything that is wrong with it."""
+    plan = make_plan(load_file(spec.pipeline), this_machine())
+    format, single_file = format_of(spec.out.out, spec.out.format)
+    types = {one.name: one.type for one in plan.outputs}
+    names = _chosen("output", spec.out.outputs, list(types))
+    source = open_source(spec.data)
+    try:
+        asked = [one for one in plan.inputs if not one.hidden]
+        binding = bind(
+            source.schema,
+            {one.name: plan.input_types[one.name] for one in asked},
+            {one.name for one in asked if not one.may_be_left_out},
+            spec.data.maps,
+        )
+        kept = _kept(source.schema, binding, spec.out.keep)
+        part_rows = spec.out.part_rows or opening.part_rows
+        columns = columns_of({name: types[name] for name in names}, kept, "id", spec.out.media)
+        check_columns(columns.schema, format)
+        manifest = Manifest(
+            pipeline=pipeline_parts(plan),
+            input=dict(source.fingerprint()),
+            settings={
+                "columns": dict(binding.columns), "id": spec.data.id, "where": list(spec.data.where),
+                "shuffle": spec.data.shuffle, "shard": spec.data.shard, "limit": spec.data.limit,
+                "split": spec.data.split, "outputs": list(names), "keep": kept.names, "media": spec.out.media,
+                "part_rows": part_rows, "block_rows": opening.block_rows, "seed": spec.seed, "mode": opening.mode,
+            },
+            versions=versions(plan),
+            schema=str(columns.schema.remove_metadata()),
+        )  # fmt: skip
+        return Prepared(
+            spec, plan, source, binding, kept, columns, format, single_file, part_rows, opening.block_rows, manifest
+        )
+    except BaseException:
+        source.close()
+        raise
+
+
+def _kept(schema: pa.Schema, binding: Binding, keep: Sequence[str] | None) -> pa.Schema:
+    """Return the columns that are kept: those that were named, else all but media."""
+    import pyarrow as pa
+
+    known = [name for name in schema.names if name not in HIDDEN]
+    names = (
+        tuple(name for name in known if name not in binding.media) if keep is None else _chosen("column", keep, known)
+    )
+    return pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
+
+
+def _chosen(what: str, names: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
+    if names is None:
+        return tuple(known)
+    unknown = [name for name in dict.fromkeys(names) if name not in known]
+    if unknown:
+        near = [found for name in unknown if (found := nearest(name, known))]
+        hint = f"\n    fix: did you mean {', '.join(near)}?" if near else ""
+        raise InputError(f"no {what} is called {', '.join(unknown)}; {what}s: {', '.join(known) or 'none'}{hint}")
+    return tuple(dict.fromkeys(names))
