@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from weftline.engine.jobs.answering.opening import Opening
 from weftline.engine.jobs.blocks import Cut, Mark, cut, read_on
@@ -199,7 +198,7 @@ class _Run:
             names = [record.file for record in store.records]
             digest = hashlib.sha256("".join(record.sha256 for record in store.records).encode()).hexdigest()[:16]
             made = hf_files(names, schema, digest)
-            store.finish(extras={name: _writes(data) for name, data in made.items()})
+            store.finish(extras=made)
         else:
             store.finish()
 
@@ -219,13 +218,6 @@ def _block(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None
     """Return what is asked for: inputs as they are sent, and the columns that are kept."""
     inputs = job.binding.inputs(one.table, loader)
     return Block(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
-
-
-def _writes(data: bytes) -> Callable[[BinaryIO], None]:
-    def write(out: BinaryIO) -> None:
-        out.write(data)
-
-    return write
 
 
 def what_lies_where(job: Prepared, store: Store) -> Mapping[str, str]:

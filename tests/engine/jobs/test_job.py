@@ -1,0 +1,373 @@
+"""Whole jobs: what they write, how they go on, what they refuse, and what becomes of bad rows."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+
+import pyarrow.parquet as pq  # noqa: E402
+
+from tests.engine.jobs.made import answer_plainly, plain, spec_of, visible, write_pipeline, write_rows  # noqa: E402
+from tests.engine.jobs.results.faults import FaultyDisk, Killed, MemoryDisk  # noqa: E402
+from weftline.engine.jobs import job as jobs  # noqa: E402
+from weftline.engine.jobs.answering.opening import open_here  # noqa: E402
+from weftline.engine.jobs.job import run_job  # noqa: E402
+from weftline.engine.jobs.progress import Progress  # noqa: E402
+from weftline.engine.jobs.results import place as places  # noqa: E402
+from weftline.engine.jobs.results.local_files import Disk, LocalFiles  # noqa: E402
+from weftline.engine.jobs.results.store import Store  # noqa: E402
+from weftline.engine.jobs.spec import ErrorsMax  # noqa: E402
+from weftline.errors import InputError, JobChanged, OutputFailed, SessionClosed, TooManyErrors  # noqa: E402
+
+TEXTS = [f"row {n}" for n in range(47)]
+BAD = [f"{'fail' if n % 7 == 3 else 'row'} {n}" for n in range(47)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_pipeline(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", BAD)
+    return tmp_path
+
+
+def rows_of(folder: Path, out: str = "out") -> list[dict[str, Any]]:
+    return [row for file in sorted((folder / out).glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
+
+
+def errors_of(folder: Path, out: str = "out") -> list[dict[str, Any]]:
+    file = folder / out / "errors.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+# what is written
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl", "arrow", "hf"])
+def test_every_row_is_there_once_in_order_with_what_was_kept(folder: Path, format: str) -> None:
+    end = run_job(spec_of(folder, folder / "rows.jsonl", format=None), plain())
+    assert (end.finished, end.rows, end.errors, end.resumed) == (True, 47, 7, 0)
+    rows, errors = rows_of(folder), errors_of(folder)
+    assert [row["n"] for row in rows] == [n for n in range(47) if n % 7 != 3]
+    assert rows[0]["id"] == "rows.jsonl#0"
+    assert all(row["answer"].startswith(row["text"].upper()) for row in rows)
+    assert [row["place"] for row in errors] == [n for n in range(47) if n % 7 == 3]
+    assert errors[0] == {
+        "place": 3, "id": "rows.jsonl#3", "step": "work", "error": "StepError", "reason": "the text says so", "part": 0,
+    }  # fmt: skip
+    assert len(list((folder / "out").glob("part-*"))) == 5
+    assert end.tally.steps["work"].rows == 47
+
+
+def test_results_are_what_a_loop_over_the_rows_gives(folder: Path) -> None:
+    from weftline.engine.jobs.answering.common import row_seed
+
+    run_job(spec_of(folder, folder / "rows.jsonl", seed=0), plain())
+    expected = [answer_plainly(text, row_seed(0, n)) for n, text in enumerate(BAD) if "fail" not in text]
+    assert [row["answer"] for row in rows_of(folder)] == expected
+
+
+@pytest.mark.parametrize("out", ["all.parquet", "all.jsonl", "all.arrow"])
+def test_a_single_file_is_put_together_at_the_end(folder: Path, out: str) -> None:
+    end = run_job(spec_of(folder, folder / "rows.jsonl", out), plain())
+    assert end.files["results"] == str(folder / out)
+    if out.endswith("jsonl"):
+        numbers = [json.loads(line)["n"] for line in (folder / out).read_text().splitlines()]
+    elif out.endswith("parquet"):
+        numbers = pq.read_table(folder / out)["n"].to_pylist()
+    else:
+        numbers = pa.ipc.open_file(folder / out).read_all()["n"].to_pylist()
+    assert numbers == [n for n in range(47) if n % 7 != 3]
+    assert run_job(spec_of(folder, folder / "rows.jsonl", out), plain()).resumed == 47
+
+
+def test_a_data_set_of_the_datasets_library(folder: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    spec = spec_of(folder, folder / "rows.jsonl")
+    run_job(replace(spec, out=replace(spec.out, format="hf")), plain())
+    assert datasets.load_from_disk(str(folder / "out"))["n"] == [n for n in range(47) if n % 7 != 3]
+
+
+def test_chosen_outputs_and_columns(folder: Path) -> None:
+    run_job(spec_of(folder, folder / "rows.jsonl", keep=("n",), outputs=("answer",), id="n"), plain())
+    assert list(rows_of(folder)[5]) == ["id", "n", "answer"]
+    assert rows_of(folder)[5]["id"] == "6"
+    with pytest.raises(InputError, match=r"no column is called m; columns: text, n"):
+        run_job(spec_of(folder, folder / "rows.jsonl", "other", keep=("m",)), plain())
+    with pytest.raises(InputError, match=r"no output is called answr(?s:.)*did you mean answer"):
+        run_job(spec_of(folder, folder / "rows.jsonl", "other", outputs=("answr",)), plain())
+    assert not (folder / "other").exists()
+
+
+def test_a_selection_without_rows_has_results_without_rows(folder: Path) -> None:
+    end = run_job(spec_of(folder, folder / "rows.jsonl", "none.parquet", where=("n > 1000",)), plain())
+    assert (end.finished, end.rows) == (True, 0)
+    assert pq.read_table(folder / "none.parquet").column_names == ["id", "text", "n", "answer"]
+
+
+# going on
+
+
+def stopped_after(folder: Path, rows: int, **more: Any) -> None:
+    """Run a job that is asked to end when so many rows are answered."""
+    seen = [0]
+
+    def answer(text: str, seed: int) -> str:
+        seen[0] += 1
+        return answer_plainly(text, seed)
+
+    end = run_job(spec_of(folder, folder / "rows.jsonl", **more), plain(answer), stop=lambda: seen[0] >= rows)
+    assert end.finished is (end.why == "")
+
+
+@pytest.mark.parametrize("rows", [1, 9, 14, 25, 40, 46])
+def test_a_job_that_was_stopped_goes_on_to_the_same_end(folder: Path, rows: int) -> None:
+    run_job(spec_of(folder, folder / "rows.jsonl", "whole", shuffle=3), plain())
+    stopped_after(folder, rows, shuffle=3)
+    end = run_job(spec_of(folder, folder / "rows.jsonl", shuffle=3), plain())
+    assert end.finished and end.rows == 47 and end.errors == 7
+    assert visible(folder) == visible(folder, "whole")
+    assert end.tally.steps["work"].rows == 47
+
+
+def test_a_finished_job_is_not_run_again(folder: Path) -> None:
+    run_job(spec_of(folder, folder / "rows.jsonl"), plain())
+    before, opened = visible(folder), []
+    opening = replace(plain(), open=lambda progress: opened.append(1))  # type: ignore[arg-type,return-value]
+    end = run_job(spec_of(folder, folder / "rows.jsonl"), opening)
+    assert (end.finished, end.rows, end.resumed, end.errors, opened) == (True, 47, 47, 7, [])
+    assert visible(folder) == before
+
+
+class OnDisk:
+    """Lets a job write through a disk in memory that fails or dies."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.disk: Disk = MemoryDisk()
+        patch.setattr(jobs, "_open_store", self._open)
+
+    def _open(self, job: Any) -> Store:
+        place = places.find("out", False, job.suffix, {})
+        return Store.open_at(replace(place, files=LocalFiles("/data/out", self.disk)), job.manifest)
+
+    def run(self, folder: Path, disk: Disk, again: bool = False) -> None:
+        """Run the job on a disk; `again`: its error rows, which go well now."""
+        self.disk = disk
+        mended = plain(lambda text, seed: answer_plainly(text.replace("fail", "row"), seed), 5)
+        spec = spec_of(folder, folder / "rows.jsonl", part_rows=5, retry_errors=again)
+        run_job(spec, mended if again else plain(block_rows=5))
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OnDisk:
+    write_pipeline(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", BAD[:12])
+    return OnDisk(monkeypatch)
+
+
+def seen_on(disk: MemoryDisk) -> dict[str, bytes]:
+    """Return what a reader sees of the results: no records, whose times differ, and nothing that is being written."""
+    return {
+        path: data
+        for path, data in disk.all_files().items()
+        if "/_weftline/" not in path and not Path(path).name.startswith(".")
+    }
+
+
+@pytest.mark.parametrize("kind", [errno.ENOSPC, errno.EIO])
+def test_r17_a_disk_that_fails_at_any_call(tmp_path: Path, on_disk: OnDisk, kind: int) -> None:
+    whole = FaultyDisk(MemoryDisk())
+    on_disk.run(tmp_path, whole)
+    assert whole.calls > 60
+    expected, told = seen_on(whole.disk), set()  # type: ignore[arg-type]
+    for at in range(whole.calls):
+        disk = MemoryDisk()
+        try:
+            on_disk.run(tmp_path, FaultyDisk(disk, at, error=kind))
+        except OutputFailed as error:
+            told.add(str(error).splitlines()[0])
+        assert seen_on(disk).items() <= expected.items(), at
+        on_disk.run(tmp_path, disk)
+        assert seen_on(disk) == expected, at
+    words = "space" if kind == errno.ENOSPC else "/output error"
+    assert told and all(words in one for one in told), told
+
+
+@pytest.mark.parametrize("when", ["before", "after", "torn"])
+def test_r18_killed_at_any_call_each_row_is_there_once(tmp_path: Path, on_disk: OnDisk, when: Any) -> None:
+    whole = FaultyDisk(MemoryDisk())
+    on_disk.run(tmp_path, whole)
+    expected = seen_on(whole.disk)  # type: ignore[arg-type]
+    for at in range(whole.calls):
+        disk = MemoryDisk()
+        with suppress(Killed):
+            on_disk.run(tmp_path, FaultyDisk(disk, at, when))
+        on_disk.run(tmp_path, disk)
+        assert seen_on(disk) == expected, at
+
+
+def test_running_error_rows_again_survives_a_kill_at_any_call(tmp_path: Path, on_disk: OnDisk) -> None:
+    whole = FaultyDisk(MemoryDisk())
+    on_disk.run(tmp_path, whole)
+    counted = FaultyDisk(whole.disk)
+    on_disk.run(tmp_path, counted, again=True)
+    expected = seen_on(whole.disk)  # type: ignore[arg-type]
+    assert "/data/out/errors.jsonl" not in expected
+    for at in range(counted.calls):
+        disk = MemoryDisk()
+        on_disk.run(tmp_path, disk)
+        with suppress(Killed):
+            on_disk.run(tmp_path, FaultyDisk(disk, at), again=True)
+        on_disk.run(tmp_path, disk, again=True)
+        assert seen_on(disk) == expected, at
+
+
+# what is refused
+
+
+def test_a_changed_pipeline_data_set_or_setting_is_refused_with_what_changed(folder: Path) -> None:
+    data = folder / "rows.jsonl"
+    stopped_after(folder, 25)
+    kept = visible(folder)
+    with pytest.raises(JobChanged, match=r'where is \["n < 5"\], and was \[\] when the job began'):
+        run_job(spec_of(folder, data, where=("n < 5",)), plain())
+    (folder / "steps.py").write_text("def work(text: str) -> str:\n    return text\n")
+    with pytest.raises(JobChanged, match=r"steps.py has changed(?s:.)*--restart begins anew"):
+        run_job(spec_of(folder, data), plain())
+    write_pipeline(folder)
+    write_rows(data, [*BAD, "one more"])
+    with pytest.raises(JobChanged, match=r"rows\.jsonl has changed"):
+        run_job(spec_of(folder, data), plain())
+    assert visible(folder) == kept
+    end = run_job(spec_of(folder, data, restart=True), plain())
+    assert (end.finished, end.rows, end.resumed) == (True, 48, 0)
+
+
+def test_nothing_is_loaded_before_what_can_be_known_is_known(folder: Path) -> None:
+    def open_it(progress: object) -> Any:
+        raise AssertionError("loaded")
+
+    opening = replace(plain(), open=open_it)
+    with pytest.raises(InputError, match=r"input text \(text\): there is no column text"):
+        (folder / "other.jsonl").write_text('{"txt": "a"}\n')
+        run_job(spec_of(folder, folder / "other.jsonl"), opening)
+    with pytest.raises(InputError, match=r"missing\.jsonl"):
+        run_job(spec_of(folder, folder / "missing.jsonl"), opening)
+    with pytest.raises(InputError, match=r"\.csv"):
+        run_job(spec_of(folder, folder / "rows.jsonl", "out.csv"), opening)
+
+
+# bad rows
+
+
+def test_too_many_errors_stop_the_job_and_it_can_go_on(folder: Path) -> None:
+    with pytest.raises(TooManyErrors, match=r"4 of \d+ rows failed, and the job bears 3 error rows") as caught:
+        run_job(spec_of(folder, folder / "rows.jsonl", errors_max=ErrorsMax(rows=3)), plain())
+    assert "the text says so (4 rows)" in str(caught.value)
+    assert caught.value.end is not None and caught.value.end.errors == 4 and not caught.value.end.finished
+    end = run_job(spec_of(folder, folder / "rows.jsonl", errors_max=ErrorsMax(share=0.5)), plain())
+    assert (end.finished, end.errors, end.resumed) == (True, 7, 20)
+
+
+def test_a_share_of_errors_is_looked_at_when_there_are_enough_rows(folder: Path) -> None:
+    write_rows(folder / "many.jsonl", ["fail"] * 20 + ["row"] * 200)
+    end = run_job(spec_of(folder, folder / "many.jsonl", errors_max=ErrorsMax(share=0.25)), plain())
+    assert (end.finished, end.errors) == (True, 20)
+    with pytest.raises(TooManyErrors, match=r"and the job bears 5 % of error rows"):
+        run_job(spec_of(folder, folder / "many.jsonl", "strict", errors_max=ErrorsMax(share=0.05)), plain())
+
+
+def test_error_rows_are_run_again_and_nothing_else(folder: Path) -> None:
+    write_rows(folder / "fine.jsonl", TEXTS)
+    texts = dict(enumerate(TEXTS))
+
+    def mended(text: str, seed: int) -> str:
+        if text == "fail 10":
+            raise ValueError("still")
+        return answer_plainly(text.replace("fail", "row"), seed)
+
+    run_job(spec_of(folder, folder / "rows.jsonl"), plain())
+    opening = plain(mended)
+    made: list[Any] = []
+    opening = replace(opening, open=lambda progress: made.append(plain(mended).open(None)) or made[-1])
+    end = run_job(spec_of(folder, folder / "rows.jsonl", retry_errors=True), opening)
+    assert (end.finished, end.rows, end.errors) == (True, 47, 1)
+    asked = [place for places in made[0].asked for place in places]
+    assert asked == [n for n in range(47) if n % 7 == 3]
+    assert [row["place"] for row in errors_of(folder)] == [10]
+    rows = rows_of(folder)
+    assert [row["n"] for row in rows] == [n for n in range(47) if n != 10]
+    run_job(spec_of(folder, folder / "fine.jsonl", "fine"), plain())
+    fine = {row["n"]: row["answer"] for row in rows_of(folder, "fine")}
+    assert all(row["answer"] == fine[row["n"]] for row in rows)  # seeds are the rows' own
+    assert texts
+
+
+def test_nobody_answers_any_more(folder: Path) -> None:
+    def answer(text: str, seed: int) -> str:
+        if text.endswith("30"):
+            raise SessionClosed("the engine is gone")
+        return answer_plainly(text, seed)
+
+    with pytest.raises(SessionClosed, match="the engine is gone"):
+        run_job(spec_of(folder, folder / "rows.jsonl"), plain(answer))
+    end = run_job(spec_of(folder, folder / "rows.jsonl"), plain())
+    assert end.finished and end.resumed in (10, 20, 30)
+
+
+# with real workers
+
+
+@pytest.mark.parametrize("mode", ["rows", "blocks"])
+def test_r19_poison_rows_are_error_rows_and_the_job_finishes(folder: Path, mode: str) -> None:
+    texts: list[Any] = [f"row {n}" for n in range(30)]
+    texts[4], texts[11], texts[17] = "fail", "die", None
+    write_rows(folder / "rows.jsonl", texts)
+    seen: list[Progress] = []
+    spec = spec_of(folder, folder / "rows.jsonl")
+    end = run_job(spec, open_here(spec.pipeline, mode=mode, block_rows=5), watch=seen.append)
+    assert (end.finished, end.rows, end.errors) == (True, 30, 3)
+    errors = {row["place"]: (row["step"], row["error"]) for row in errors_of(folder)}
+    assert errors[4] == ("work", "StepError")
+    assert errors[11] == ("work", "WorkerDied")
+    assert errors[17] == ("", "InputError")
+    assert [row["n"] for row in rows_of(folder)] == [n for n in range(30) if n not in errors]
+    assert seen[-1].rows == 30 and seen[-1].errors == 3
+
+
+def test_both_ways_of_answering_give_the_same_rows_and_so_does_going_on(folder: Path) -> None:
+    spec = spec_of(folder, folder / "rows.jsonl", "rows")
+    run_job(spec, open_here(spec.pipeline, mode="rows", block_rows=5))
+    spec = spec_of(folder, folder / "rows.jsonl", "blocks")
+    run_job(spec, open_here(spec.pipeline, mode="blocks", block_rows=5))
+    assert visible(folder, "rows") == visible(folder, "blocks")
+    assert len(rows_of(folder, "rows")) == 40
+    seen: list[int] = []
+    spec = spec_of(folder, folder / "rows.jsonl", "again")
+    opening = open_here(spec.pipeline, mode="rows", block_rows=5)
+    end = run_job(
+        spec, opening, watch=lambda progress: seen.append(progress.committed), stop=lambda: bool(seen and seen[-1])
+    )
+    run_job(spec, opening)
+    assert visible(folder, "again") == visible(folder, "rows")
+    assert end.why in ("", "it was interrupted")
+
+
+@pytest.fixture(autouse=True)
+def no_threads_stay() -> Iterator[None]:
+    import threading
+
+    yield
+    left = [one.name for one in threading.enumerate() if one.name.startswith("weftline-")]
+    for one in threading.enumerate():
+        if one.name.startswith("weftline-"):
+            one.join(10)
+    assert not [one for one in threading.enumerate() if one.name in left and one.is_alive()]
