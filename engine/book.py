@@ -97,7 +97,7 @@ class Book:
 
     def admit(self, event: ev.Submitted, route: Route, size: int, cohort: Cohort | None = None, row: int = 0) -> None:
         """Take a request in, whose inputs take `size` bytes, and start it; their leases are the caller's to end."""
-        self.admission.enter(size)
+        self.admission.enter(size, event.job)
         self.counters.admitted += 1
         request = Request(
             event.request, route, self.now_ms, event.deadline_ms, size, list(route.missing), event.priority,
@@ -301,5 +301,5 @@ class Book:
         request.values.clear()
         request.tickets.clear()
         request.feeds.clear()
-        self.admission.leave(request.size_bytes, self.now_ms)
+        self.admission.leave(request.size_bytes, self.now_ms, request.job)
         del self.requests[request.id]

@@ -237,14 +237,14 @@ class Runtime:
             self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
             self._wake_if_sooner()
 
-    def submit_together(self, rows: Sequence[ev.Submitted], listener: Listener) -> None:
-        """Bring in rows that form their batches by their order; `listener` hears of all of them."""
+    def submit_together(self, rows: Sequence[ev.Submitted], listeners: Mapping[int, Listener]) -> None:
+        """Bring in rows that form their batches by their order; each has its listener, by request."""
         with self._lock:
             self._check_open()
             self._pump.others = True
             if self._pump.refuse():
                 self.fleet.wake()
-            self._listeners.update((row.request, listener) for row in rows)
+            self._listeners.update(listeners)
             self._carry_out(self.scheduler.on(ev.Together(tuple(rows)), self.clock.now_ms()))
             self._wake_if_sooner()
 

@@ -156,7 +156,7 @@ class Scheduler:
                 name = self._tasks.lanes[step].name
                 raise LimitReached(f"step {name} is unavailable: its worker keeps failing to start")
             size = size_of(event)
-            self._book.admission.check(size)
+            self._book.admission.check(size, event.job)
             refused = self._in_time(event) or self._in_sequence(event)
             if refused is not None:
                 self.counters.refused += 1

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from weftline.engine import events as ev
@@ -99,7 +100,7 @@ class _Call:
         self._events: list[tuple[Version, ev.Submitted]] = []
         self._open: dict[int, tuple[int, Version, float]] = {}  # request -> row, version, start
         self._ends: dict[int, Result | WeftlineError] = {}
-        self._heard: queue.SimpleQueue[ev.ForCaller] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[tuple[int, ev.ForCaller]] = queue.SimpleQueue()
 
     def bring(self, at: int, row: Mapping[str, Any], asked: Asked, room: Room | None) -> None:
         """Pack and place a row; one that cannot be is over."""
@@ -135,25 +136,25 @@ class _Call:
         for version, event in events:
             by_version.setdefault(version, []).append(event)
         for version, group in by_version.items():
-            version.runtime.submit_together(tuple(group), self._hear)
+            version.runtime.submit_together(group, {one.request: partial(self._hear, one.request) for one in group})
 
-    def _hear(self, command: ev.ForCaller) -> None:
-        if type(command) in ENDS:
-            self._heard.put(command)
+    def _hear(self, request: int, command: ev.ForCaller) -> None:
+        if type(command) in ENDS:  # what ends a whole session does not name the request
+            self._heard.put((request, command))
 
     def ends(self, rows: int) -> list[Result | WeftlineError]:
         withdrawn = False
         while self._open:
             try:
-                end = self._heard.get(timeout=LOOK_S)
+                request, end = self._heard.get(timeout=LOOK_S)
             except queue.Empty:
                 if self._gone.is_set() and not withdrawn:
                     withdrawn = True
                     for request, (_, version, _) in self._open.items():
                         version.runtime.tell(ev.Withdrawn(request))
                 continue
-            at, version, started_ms = self._open.pop(end.request)
-            self._ends[at] = _result(version, end, started_ms)
+            at, version, started_ms = self._open.pop(request)
+            self._ends[at] = _result(version, request, end, started_ms)
         return [self._ends[at] for at in range(rows)]
 
     def abandon(self) -> None:
@@ -167,10 +168,10 @@ class _Call:
         self._open = {}
 
 
-def _result(version: Version, end: ev.ForCaller, started_ms: float) -> Result | WeftlineError:
+def _result(version: Version, request: int, end: ev.ForCaller, started_ms: float) -> Result | WeftlineError:
     try:
-        with lent(version, end.request, end, started_ms) as answer:
+        with lent(version, request, end, started_ms) as answer:
             return answer.result()
     except WeftlineError as error:
-        version.leave(end.request)
+        version.leave(request)
         return error

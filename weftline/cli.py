@@ -1,4 +1,4 @@
-"""The command line: `weftline check`, `plan`, `run`, `chat`, `bench`, `nodes`, `schema`, `serve` and those beside it.
+"""The command line: `weftline check`, `plan`, `run`, `chat`, `bench`, `batch`, `nodes`, `schema`, `serve` and more.
 
 Here are the commands with their options and help. What a command does is imported when it runs, so that `--help` and
 shell completion answer at once and `check` works where no framework is installed. Answers go to standard output,
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from weftline import errors, remote_commands, serve_commands
+from weftline import batch_commands, errors, remote_commands, serve_commands
 from weftline.cli_exit import ending, exit_codes, open_closed_streams
 
 
@@ -303,6 +303,7 @@ def schema(
     _give(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n", output)
 
 
+batch_commands.add_to(app)
 serve_commands.add_to(app)
 remote_commands.add_to(app)
 

@@ -27,17 +27,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class RayFlags:
+    """What `--engine ray` was typed with: replicas, GPUs of each, and the cluster (None: one is started here)."""
+
+    replicas: int = 1
+    gpus_per_replica: float = 0.0
+    address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServeRequest:
     """One use of `weftline serve`, as typed.
 
     config:       a serve file that was named as such; None: there may be one among `files`.
     print_config: print what it comes to, and serve nothing.
+    ray:          serve by replicas on a Ray cluster; None: in this machine's processes.
     """
 
     files: tuple[str, ...] = ()
     config: str | None = None
     flags: Flags = field(default_factory=Flags)
     print_config: bool = False
+    ray: RayFlags | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,8 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
 
     What can be known to be wrong without opening a model is refused before anything starts.
     """
+    if request.ray is not None:
+        return _run_on_ray(request, request.ray, out)
     config, _ = assemble(request.files, request.config, request.flags)
     _check_files(config)
     if request.print_config:
@@ -77,6 +90,29 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
             print("\n".join(announced(serving)), file=out, flush=True)
 
         return asyncio.run(serve(config, announce=announce, progress=progress))
+
+
+def _run_on_ray(request: ServeRequest, flags: RayFlags, out: TextIO) -> int:
+    """The same on a Ray cluster."""
+    from weftline.engine.jobs.cluster.connecting import Need
+    from weftline.engine.jobs.cluster.serving import Deployed, OnRay, check_config, machine_for, serve_on_ray
+
+    on = OnRay(flags.replicas, Need(gpus=flags.gpus_per_replica), flags.address)
+    config, _ = assemble(request.files, request.config, request.flags, machine_for(on.need))
+    check_config(config)
+    if request.print_config:
+        print(to_text(config), end="", file=out, flush=True)
+        return 0
+    for package, extra in (("ray", "ray"), ("grpc", "serve"), ("tritonclient", "serve")):
+        if find_spec(package) is None:
+            raise MissingPackage(package, extra)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+    def announce(where: Deployed) -> None:
+        lines = [f"grpc  {where.grpc}", *(f"model {name}: ready, {where.replicas} replicas" for name in where.models)]
+        print("\n".join(lines), file=out, flush=True)
+
+    return serve_on_ray(config, on, announce)
 
 
 def _check_files(config: ServeConfig) -> None:

@@ -17,6 +17,13 @@ class LogFormat(StrEnum):
     json = "json"
 
 
+class Engine(StrEnum):
+    """Where pipelines run."""
+
+    local = "local"
+    ray = "ray"
+
+
 def add_to(app: typer.Typer) -> None:
     """Give a command line the commands of this file."""
     app.command(short_help="Serve pipelines to clients, over gRPC and HTTP.")(serve)
@@ -67,6 +74,14 @@ def serve(
     otlp: Annotated[
         str | None, typer.Option(metavar="URL", help="Where traces are sent, such as http://localhost:4317.")
     ] = None,
+    engine: Annotated[Engine, typer.Option(help="In this machine's processes, or on a Ray cluster.")] = Engine.local,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="On Ray: how many copies of all the pipelines; 1 by default.")
+    ] = None,
+    gpus_per_replica: Annotated[float | None, typer.Option(min=0.0, help="On Ray: GPUs of each; 0 by default.")] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="On Ray: the cluster's; one is started here by default.")
+    ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Check everything, print what it comes to as a serve file, and end.")
     ] = False,
@@ -86,9 +101,15 @@ def serve(
       weftline serve serve.yaml --log-format json --log-requests
       weftline serve --config serve.yaml --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem --tokens tokens.yaml
       weftline serve pipeline.yaml --http-port 8000 --print-config > serve.yaml
+      weftline serve pipeline.yaml --engine ray --address auto --replicas 4 --gpus-per-replica 1 --insecure
     """
-    from weftline.cli_serve import ServeRequest, run_serve
+    from weftline.cli_serve import RayFlags, ServeRequest, run_serve
     from weftline.engine.ingress.assembly import Flags
+
+    on_ray = {"--replicas": replicas, "--gpus-per-replica": gpus_per_replica, "--address": address}
+    idle = [name for name, value in on_ray.items() if value is not None]
+    if idle and engine is not Engine.ray:
+        raise typer.BadParameter(f"{', '.join(idle)}: only with --engine ray")
 
     flags = Flags(
         host=host,
@@ -109,7 +130,8 @@ def serve(
         otlp=otlp,
         verbose=verbose,
     )
-    request = ServeRequest(tuple(files or ()), config, flags, print_config)
+    ray = RayFlags(replicas or 1, gpus_per_replica or 0.0, address) if engine is Engine.ray else None
+    request = ServeRequest(tuple(files or ()), config, flags, print_config, ray)
     if code := run_serve(request, sys.stdout, sys.stderr):
         raise typer.Exit(code)
 

@@ -94,10 +94,13 @@ class AsyncClient:
         deadline_ms: float | None = None,
         priority: int = 0,
         sequence: SequencePart | str | None = None,
+        job: bool = False,
+        seed: int | None = None,
         **inputs: Any,
     ) -> Result:
         """`Client.run` for asyncio."""
-        return await self._drive(self._calls.run(model, Asked(outputs, deadline_ms, priority, sequence), inputs))
+        asked = Asked(outputs, deadline_ms, priority, sequence, job=job, seed=seed)
+        return await self._drive(self._calls.run(model, asked, inputs))
 
     async def stream(
         self,
@@ -108,10 +111,12 @@ class AsyncClient:
         deadline_ms: float | None = None,
         priority: int = 0,
         sequence: SequencePart | str | None = None,
+        job: bool = False,
+        seed: int | None = None,
         **inputs: Any,
     ) -> AsyncGenerator[StreamedOutput, None]:
         """`Client.stream` for asyncio; the request starts when the first piece is asked for."""
-        asked = Asked(outputs, deadline_ms, priority, sequence, pieces=True)
+        asked = Asked(outputs, deadline_ms, priority, sequence, pieces=True, job=job, seed=seed)
         opening = await self._drive(self._calls.opening(model, asked, inputs))
         begun = False
         while True:
@@ -132,8 +137,10 @@ class AsyncClient:
                 call.cancel()
             await asyncio.sleep(self._calls.pause_ms(refusal, opening.patience) / 1000)
 
-    async def describe(self, model: str) -> DescribedModel:
-        """Return a model's inputs and outputs with their types."""
+    async def describe(self, model: str, *, again: bool = False) -> DescribedModel:
+        """`Client.describe` for asyncio."""
+        if again:
+            self._calls.forget(model)
         return await self._drive(self._calls.describe(model))
 
     # the server

@@ -192,6 +192,10 @@ def _parameters(asked: Asked) -> dict[str, Parameter]:
         told["sequence_start"], told["sequence_end"] = asked.sequence.start, asked.sequence.end
     if asked.pieces:
         told[EMPTY_FINAL] = True
+    if asked.job:
+        told["job"] = True
+    if asked.seed is not None:
+        told["seed"] = asked.seed
     return told
 
 

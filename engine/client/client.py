@@ -107,6 +107,8 @@ class Client:
         deadline_ms: float | None = None,
         priority: int = 0,
         sequence: SequencePart | str | None = None,
+        job: bool = False,
+        seed: int | None = None,
         **inputs: Any,
     ) -> Result:
         """Answer one request and return its outputs.
@@ -117,9 +119,12 @@ class Client:
         deadline_ms: give up after so long, retries and all; the model's own deadline when left out.
         priority:    from -100 to 100; the higher goes first wherever requests wait.
         sequence:    where the request stands in a sequence of requests. It is then sent once.
+        job:         it is a row of a job: it waits wherever usual requests do, and has no deadline of the model's.
+        seed:        what chance in it is drawn from, 0 to 2^62 - 1; None draws anew.
         """
         self._check_open()
-        return self._drive(self._calls.run(model, Asked(outputs, deadline_ms, priority, sequence), inputs))
+        asked = Asked(outputs, deadline_ms, priority, sequence, job=job, seed=seed)
+        return self._drive(self._calls.run(model, asked, inputs))
 
     def stream(
         self,
@@ -130,6 +135,8 @@ class Client:
         deadline_ms: float | None = None,
         priority: int = 0,
         sequence: SequencePart | str | None = None,
+        job: bool = False,
+        seed: int | None = None,
         **inputs: Any,
     ) -> PieceStream:
         """Answer one request piece by piece: whole outputs as soon as they are known, streamed ones as they grow.
@@ -137,12 +144,14 @@ class Client:
         The request starts at once. Closing or dropping the stream before its end cancels it.
         """
         self._check_open()
-        asked = Asked(outputs, deadline_ms, priority, sequence, pieces=True)
+        asked = Asked(outputs, deadline_ms, priority, sequence, pieces=True, job=job, seed=seed)
         return PieceStream(self._calls, self._drive(self._calls.opening(model, asked, inputs)), self._begin)
 
-    def describe(self, model: str) -> DescribedModel:
-        """Return a model's inputs and outputs with their types."""
+    def describe(self, model: str, *, again: bool = False) -> DescribedModel:
+        """Return a model's inputs and outputs with their types; with `again`, as they are now."""
         self._check_open()
+        if again:
+            self._calls.forget(model)
         return self._drive(self._calls.describe(model))
 
     # the server

@@ -38,6 +38,8 @@ class Ask(msgspec.Struct, frozen=True):
     door:        'grpc', 'grpc-stream', 'http'; for figures.
     traceparent: W3C trace context that came with it; '' without.
     size_bytes:  of the message it came in, for figures; 0: unknown.
+    job:         it is a row of a job, which waits wherever usual requests do.
+    seed:        what chance in it is drawn from; None draws anew.
     """
 
     model: str
@@ -52,6 +54,8 @@ class Ask(msgspec.Struct, frozen=True):
     door: str = ""
     traceparent: str = ""
     size_bytes: int = 0
+    job: bool = False
+    seed: int | None = None
 
 
 class Answer(msgspec.Struct):

@@ -184,7 +184,7 @@ class LocalBackend:
             version = session.version
             if ask.version:
                 self.face(ask.model, ask.version)
-            asked = Asked(ask.outputs, ask.deadline_ms, ask.priority, _own(ask))
+            asked = _asked(ask)
             lent: Lent = await session.lend(ask.inputs, asked, paths=False)
         except BaseException as error:
             self._tell(noted.failed(error, version))
@@ -201,7 +201,7 @@ class LocalBackend:
             version = session.version
             if ask.version:
                 self.face(ask.model, ask.version)
-            asked = Asked(ask.outputs, ask.deadline_ms, ask.priority, _own(ask), pieces=True)
+            asked = _asked(ask, pieces=True)
             pieces = session.pieces(ask.inputs, asked, paths=False, timed=noted.took)
             try:
                 async for piece in pieces:
@@ -301,6 +301,11 @@ class _Noted:
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._started) * 1000
+
+
+def _asked(ask: Ask, pieces: bool = False) -> Asked:
+    """Return what the engine is asked for; InputError for what it does not take."""
+    return Asked(ask.outputs, ask.deadline_ms, ask.priority, _own(ask), pieces, job=ask.job, seed=ask.seed)
 
 
 def _own(ask: Ask) -> SequencePart | None:

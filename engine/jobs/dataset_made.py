@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.jobs.dataset_runs import Run
+from weftline.engine.jobs.dataset_run import Run
 from weftline.engine.jobs.results.arrow import pa
 from weftline.engine.jobs.results.columns import Columns, columns_of
 from weftline.engine.jobs.results.media import MediaEncoder

@@ -14,12 +14,16 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from weftline.engine.jobs.dataset_runs import Run, Runs, Wanted, runs_of
+from weftline.engine.jobs.dataset_run import Run, Runs, Wanted
+from weftline.engine.jobs.dataset_runs import runs_of
 from weftline.engine.jobs.rows import Answered, Answerer, Block, RowError
 from weftline.errors import BY_NAME, InputError, StepError, WeftlineError
 
 if TYPE_CHECKING:
     import datasets
+
+    from weftline.engine.jobs.answering.opening import Opening
+    from weftline.pipelines.plan import Plan
 
 ERROR = "error"
 """The key under which a row says why it has no outputs."""
@@ -50,20 +54,54 @@ def map_rows(
 
     A column that is called like an output, or `error` where that is a key, is called input_NAME.
     """
+    must = set(getattr(answerer, "needed", answerer.inputs) if needed is None else needed)
     try:
-        if errors not in ("raise", "rows"):
-            raise InputError(f"errors: expected 'raise' or 'rows', found {errors!r:.80}")
-        if errors == "rows" and ERROR in answerer.outputs:
-            raise InputError("errors='rows' gives each row a key `error`, and an output is called that")
-        if block_rows is not None and block_rows < 1:
-            raise InputError(f"block_rows: expected 1 or more, found {block_rows}")
-        must = set(getattr(answerer, "needed", answerer.inputs) if needed is None else needed)
+        _check(errors, block_rows, answerer.outputs)
         rows = block_rows or answerer.block_rows
         runs = runs_of(dataset, Wanted(answerer.inputs, must, dict(maps or {}), keep, rows))
     except BaseException:
         answerer.close()
         raise
-    told = errors == "rows"
+    return _mapped(answerer, runs, errors == "rows", as_dataset)
+
+
+def map_plan(
+    plan: Plan,
+    opening: Opening,
+    dataset: Any,
+    *,
+    maps: Mapping[str, str] | None = None,
+    keep: Sequence[str] | None = None,
+    errors: Literal["raise", "rows"] = "raise",
+    as_dataset: bool = False,
+) -> MappedRows | datasets.Dataset:
+    """As `map_rows`, for a pipeline that is not open: its models are loaded once the data set is known to fit it.
+
+    opening: who answers the rows of the plan.
+    """
+    _check(errors, opening.block_rows, opening.repeatable)
+    asked = [one for one in plan.inputs if not one.hidden]
+    inputs = {one.name: plan.input_types[one.name] for one in asked}
+    must = {one.name for one in asked if not one.may_be_left_out}
+    runs = runs_of(dataset, Wanted(inputs, must, dict(maps or {}), keep, opening.block_rows))
+    try:
+        answerer = opening()
+    except BaseException:
+        runs.end()
+        raise
+    return _mapped(answerer, runs, errors == "rows", as_dataset)
+
+
+def _check(errors: str, block_rows: int | None, outputs: Collection[str]) -> None:
+    if errors not in ("raise", "rows"):
+        raise InputError(f"errors: expected 'raise' or 'rows', found {errors!r:.80}")
+    if errors == "rows" and ERROR in outputs:
+        raise InputError("errors='rows' gives each row a key `error`, and an output is called that")
+    if block_rows is not None and block_rows < 1:
+        raise InputError(f"block_rows: expected 1 or more, found {block_rows}")
+
+
+def _mapped(answerer: Answerer, runs: Runs, told: bool, as_dataset: bool) -> MappedRows | datasets.Dataset:
     if not as_dataset:
         return MappedRows(answerer, runs, told=told)
     try:
@@ -180,9 +218,6 @@ def error_json(error: RowError | None) -> dict[str, str] | None:
 
 def _end(answerer: Answerer, runs: Runs) -> None:
     try:
-        close = getattr(runs.each, "close", None)
-        if close is not None:
-            close()
-        runs.close()
+        runs.end()
     finally:
         answerer.close()

@@ -165,6 +165,8 @@ class Clerk:
             question.door,
             question.traceparent,
             question.size_bytes,
+            question.job,
+            question.seed,
         )
         if len(self._asked) >= self._calls_max:
             refusal = LimitReached(f"{len(self._asked)} calls are open; limits.calls_max is {self._calls_max}", 0.1)

@@ -155,6 +155,8 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
     door: str = ""
     traceparent: str = ""
     size_bytes: int = 0
+    job: bool = False
+    seed: int | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -284,4 +284,6 @@ def _question_of(
         ask.door,
         ask.traceparent,
         ask.size_bytes,
+        ask.job,
+        ask.seed,
     )

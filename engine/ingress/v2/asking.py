@@ -90,6 +90,8 @@ def to_asks(
             door,
             traceparent,
             size_bytes if place <= 0 else 0,  # one message, counted once
+            told.job,
+            told.seed,
         )
         for place in ((WHOLE,) if batch is None else range(batch))
     ]

@@ -7,6 +7,11 @@
     timeout                   microseconds that the request has; 0: no limit. The shorter of it and the call's deadline
     triton_enable_empty_final_response    the end of a stream is a response of its own, without outputs
 
+And two that are ours:
+
+    job                       whether it is a row of a job, which waits wherever usual requests do
+    seed                      what chance in it is drawn from, 0 to 2^62 - 1; every item of a batch has the same
+
 Every other name that begins with `triton_` is reserved and refused, as Triton does, and so is `headers`. All others are
 the client's own: Triton hands them to the model, which may ignore them; no step here has a place for them, so they are
 ignored, after a look at their size. (`binary_data_output` concerns the REST door, which has read it by now.)
@@ -21,7 +26,7 @@ from weftline.engine.asking import SEQUENCE_CHARS_MAX
 from weftline.engine.ingress.v2.nouns import Parameter
 from weftline.engine.intake import DEADLINE_MS_MAX
 from weftline.errors import InputError
-from weftline.nodes.urgency import PRIORITY_MAX, SequencePart
+from weftline.nodes.urgency import PRIORITY_MAX, SEEDS, SequencePart
 
 PARAMETERS_MAX = 64
 """Most parameters of a request, and of a tensor."""
@@ -43,12 +48,15 @@ class Told:
 
     deadline_ms: the shorter of `timeout` and the call's deadline, at most a day; None: neither was given.
     empty_final: it wants the end of its stream as a response of its own.
+    job, seed:   as in `asking.Asked`.
     """
 
     sequence: SequencePart | None = None
     priority: int = 0
     deadline_ms: float | None = None
     empty_final: bool = False
+    job: bool = False
+    seed: int | None = None
 
 
 def told_by(parameters: Mapping[str, Parameter], deadline_ms: float | None = None) -> Told:
@@ -71,6 +79,8 @@ def told_by(parameters: Mapping[str, Parameter], deadline_ms: float | None = Non
         _priority(_count(parameters, "priority", "0 for usual, or a level from 1, the highest")),
         None if deadline_ms is None else _clamped(deadline_ms),
         _flag(parameters, EMPTY_FINAL),
+        _flag(parameters, "job"),
+        _seed(parameters.get("seed")),
     )
 
 
@@ -113,6 +123,12 @@ def _count(parameters: Mapping[str, Parameter], key: str, expected: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 64:
         raise InputError(f"{key}: expected {expected}")
     return value
+
+
+def _seed(given: Parameter | None) -> int | None:
+    if given is not None and (type(given) is not int or not 0 <= given < SEEDS):
+        raise InputError(f"seed: expected a whole number from 0 to {SEEDS - 1}")
+    return given
 
 
 def _flag(parameters: Mapping[str, Parameter], key: str) -> bool:

@@ -109,11 +109,7 @@ class BlockAnswerer:
         self._askers = ThreadPoolExecutor(self._ahead, thread_name_prefix="weftline-blocks")
         self._packer = Packer(plan, self._decoders)
         self._session = Session(self._blocked.plan, progress, machine)
-        try:
-            self._session.open()
-        except BaseException:
-            self.close()
-            raise
+        self._session.open()
 
     @property
     def ahead(self) -> int:
@@ -156,7 +152,6 @@ class BlockAnswerer:
 
     def close(self) -> None:
         self._closed.set()
-        self._room.close()
         self._session.close()
         self._askers.shutdown(wait=True, cancel_futures=True)
         self._decoders.shutdown(wait=True, cancel_futures=True)
@@ -246,17 +241,14 @@ class Room:
     def __init__(self, most: int) -> None:
         self._most = most
         self._held = 0
-        self._closed = False
         self._changed = threading.Condition()
 
     @contextmanager
     def take(self, size_bytes: int) -> Iterator[None]:
-        """Wait for so many bytes and hold them; SessionClosed when it was closed meanwhile."""
+        """Wait for so many bytes, and hold them."""
         size = min(size_bytes, self._most)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._held + size <= self._most)
-            if self._closed:
-                raise SessionClosed("the job was ended")
+            self._changed.wait_for(lambda: self._held + size <= self._most)
             self._held += size
         try:
             yield
@@ -264,12 +256,6 @@ class Room:
             with self._changed:
                 self._held -= size
                 self._changed.notify_all()
-
-    def close(self) -> None:
-        """Let nobody wait any more. Safe to call twice."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
 
 
 def parts(rows: int, deadly: bool) -> list[tuple[int, int]]:

@@ -107,10 +107,10 @@ class SessionAnswerer:
 
     def figures(self) -> Mapping[str, float]:
         figures: dict[str, float] = {}
-        for one in self._session.stats()["figures"].values():
-            for name, value in one.items():
-                if name == "tokens_generated":
-                    figures["tokens"] = figures.get("tokens", 0.0) + value
+        for workers in self._session.stats()["figures"].values():
+            for values in workers.values():
+                if "completion_tokens_total" in values:
+                    figures["tokens"] = figures.get("tokens", 0.0) + values["completion_tokens_total"]
         return figures | busy(self._lately, self._instances)
 
     def close(self) -> None:

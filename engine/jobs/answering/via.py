@@ -1,14 +1,13 @@
 """Rows answered by a server that serves already, each by a call of its own, marked as a row of a job.
 
-Calls are made by one thread with an event loop, as many at a time as the server takes (window.py), rows in their order.
-What becomes of calls that fail is in tries.py. Batches are formed by the server, of whatever rows and usual requests
-wait there: numbers are the same in every run within rounding.
+Calls are made by one thread with an event loop, as many at a time as the server takes (window.py), rows in their order
+(turns.py). What becomes of calls that fail is in tries.py. Batches are formed by the server, of whatever rows and usual
+requests wait there: numbers are the same in every run within rounding.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import random
 import threading
@@ -16,21 +15,24 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from weftline.engine.client.async_client import AsyncClient
 from weftline.engine.client.described import DescribedModel
 from weftline.engine.client.options import ClientTls
 from weftline.engine.jobs.answering.common import ROUNDING, row_seed, usable
 from weftline.engine.jobs.answering.served_model import check_same, described_ports, types_of
 from weftline.engine.jobs.answering.tries import PATIENCE_S, Again, Heard, Tries
+from weftline.engine.jobs.answering.turns import Turns
 from weftline.engine.jobs.answering.window import MOST, START, Window
 from weftline.engine.jobs.rows import Answered, Block, RowError
 from weftline.engine.jobs.tally import Tally
 from weftline.engine.result import Result
-from weftline.errors import InputError, JobChanged, SessionClosed, WeftlineError
+from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, WeftlineError
 from weftline.nodes.ports import PortType
 from weftline.pipelines.graph import Pipeline
+
+if TYPE_CHECKING:
+    from weftline.engine.client.async_client import AsyncClient
 
 IN_FLIGHT_MAX = 256
 """Most rows under way that can be asked for."""
@@ -72,15 +74,14 @@ class ServerAnswerer:
         if in_flight is not None and not 1 <= in_flight <= IN_FLIGHT_MAX:
             raise InputError(f"in_flight: found {in_flight}, expected 1 to {IN_FLIGHT_MAX} rows")
         self._address, self._model, self._seed = address, model, seed
-        self._client = AsyncClient(address, token=token, tls=tls, insecure=insecure, retries=0)
-        self._window = Window(in_flight or START, in_flight or MOST, in_flight is not None)
+        self._client = _client(address, token, tls, insecure)
+        self._turns = Turns(Window(in_flight or START, in_flight or MOST, in_flight is not None))
         self._block_rows = block_rows or BLOCK_ROWS
         self._patience_s = patience_s
         self._heard = Heard(0, time.monotonic(), time.monotonic())
         self._known_anew = False  # the server may be another one, and its model another
         self._tokens = 0
         self._order = itertools.count()
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._closing = threading.Lock()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -103,7 +104,7 @@ class ServerAnswerer:
 
     @property
     def ahead(self) -> int:
-        return -(-self._window.most // self._block_rows) + 1
+        return -(-self._turns.window.most // self._block_rows) + 1
 
     @property
     def block_rows(self) -> int:
@@ -142,7 +143,7 @@ class ServerAnswerer:
     def figures(self) -> Mapping[str, float]:
         """Return `in_flight`, how many calls may be open now, and the `tokens` that a `usage` output has told of."""
         tokens = {"tokens": float(self._tokens)} if self._tokens else {}
-        return {"in_flight": float(int(self._window.size)), **tokens}
+        return {"in_flight": float(int(self._turns.window.size)), **tokens}
 
     def close(self) -> None:
         with self._closing:
@@ -213,30 +214,19 @@ class ServerAnswerer:
         """Ask until the row has an answer or an error; an exception when nobody can answer."""
         tries = Tries(self._patience_s)
         while True:
-            await self._turn(order)
-            number = self._window.send()
+            number = await self._turns.take(order)
             end: Result | RowError | Again | None = None
             try:
                 end = await self._once(inputs, seed)
             except WeftlineError as error:
                 end = tries.after(error, self._heard, time.monotonic(), random.random())
-                if isinstance(end, Again):
-                    self._learn(end, number)
             finally:
-                self._window.back(isinstance(end, Result))
-                self._wake()
+                self._turns.give(number, isinstance(end, Result), end if isinstance(end, Again) else None)
             if not isinstance(end, Again):
                 self._heard.answer(time.monotonic())
                 return end
+            self._known_anew = self._known_anew or end.window == "first"
             await asyncio.sleep(end.wait_s)
-
-    def _learn(self, failed: Again, number: int) -> None:
-        """Take what a failed call says of the window, and of the server."""
-        if failed.window == "half":
-            self._window.refuse(number)
-        elif failed.window == "first":
-            self._window.begin_again()
-            self._known_anew = True
 
     async def _once(self, inputs: Mapping[str, Any], seed: int) -> Result:
         again, self._known_anew = self._known_anew, False
@@ -254,22 +244,10 @@ class ServerAnswerer:
             )
         self._known = known
 
-    async def _turn(self, order: int) -> None:
-        """Wait until one more row may be under way; those that come first in the data set go first."""
-        while self._window.full:
-            turn: asyncio.Future[None] = self._loop.create_future()
-            heapq.heappush(self._waiting, (order, turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self._wake()
-                raise
 
-    def _wake(self) -> None:
-        """Let as many rows go on as there is room for."""
-        room = int(self._window.size) - self._window.open
-        while room > 0 and self._waiting:
-            turn = heapq.heappop(self._waiting)[1]
-            if not turn.done():
-                turn.set_result(None)
-                room -= 1
+def _client(address: str, token: str | None, tls: bool | str | Path | ClientTls, insecure: bool) -> AsyncClient:
+    try:
+        from weftline.engine.client.async_client import AsyncClient
+    except ModuleNotFoundError as error:
+        raise MissingPackage(error.name or "grpcio", "client") from None
+    return AsyncClient(address, token=token, tls=tls, insecure=insecure, retries=0)

@@ -158,6 +158,15 @@ def test_priority_and_sequence_mean_what_they_mean_in_a_session(server: Served, 
     assert said == ["a", "a b", "a b c"]
 
 
+def test_a_row_of_a_job_says_so_and_brings_its_seed(server: Served, client: Client) -> None:
+    client.run("fails", x="job", job=True, seed=7)
+    list(client.stream("fails", x="jobs", job=True, seed=8))
+    client.run("fails", x="none")
+    eventually(lambda: [(one.ask.job, one.ask.seed) for one in server.records[-3:]]
+               == [(True, 7), (True, 8), (False, None)])  # fmt: skip
+    assert {one.ask.priority for one in server.records[-3:]} == {-100, 0}, "a job's rows go last"
+
+
 @pytest.mark.parametrize(
     ("inputs", "kind", "told"),
     [
@@ -168,6 +177,7 @@ def test_priority_and_sequence_mean_what_they_mean_in_a_session(server: Served, 
         ({"x": "a", "outputs": ["z"]}, errors.InputError, "no output is called z; outputs: y"),
         ({"x": "a", "outputs": "y"}, errors.InputError, "a list of names"),
         ({"x": "a", "priority": 1000}, errors.InputError, "priority"),
+        ({"x": "a", "seed": -1}, errors.InputError, "seed"),
         ({"x": "a", "deadline_ms": -1}, errors.InputError, "deadline_ms"),
         ({"x": "a", "deadline_ms": "1"}, errors.InputError, "deadline_ms"),
     ],

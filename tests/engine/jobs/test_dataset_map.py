@@ -6,20 +6,28 @@ import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from weftline import errors
-from weftline.engine.jobs.dataset_map import map_rows
+from weftline.engine.jobs.answering.opening import open_here
+from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
+from weftline.engine.jobs.dataset_map import map_plan, map_rows
 from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
+from weftline.engine.machine import this_machine
+from weftline.engine.session import load
 from weftline.nodes.ports import PortType
+from weftline.pipelines.load import load_file
+from weftline.pipelines.planning import make_plan
 
 TEXT, IMAGE, INT = PortType("text"), PortType("image"), PortType.parse("int64[]")
 ROWS = [{"text": word, "n": place} for place, word in enumerate(["the", "quick", "brown", "fox", "jumps"])]
@@ -177,6 +185,13 @@ def test_a_row_that_fails_ends_it_after_those_before() -> None:
     assert list(rows) == []
 
 
+def test_a_row_that_fails_is_called_by_its_number_in_the_whole_data_set() -> None:
+    table = pa.table({"text": ["a", "b", "c", "bad"]})
+    for rows in (table.to_reader(max_chunksize=3), table.to_pylist(), datasets.Dataset(table)):
+        with pytest.raises(errors.StepError, match="row 3: "):
+            list(map_rows(Shouter(), rows))
+
+
 def test_an_input_that_cannot_be_had_is_an_input_error() -> None:
     with pytest.raises(errors.InputError, match=r"^row 1: column text is empty$"):
         list(map_rows(Shouter(), [{"text": "a"}, {"text": None}]))
@@ -297,3 +312,47 @@ def test_pictures_are_features_of_the_data_set() -> None:
 def test_columns_of_a_row_that_fit_no_table_are_named() -> None:
     with pytest.raises(errors.InputError, match="choose others with keep="):
         map_rows(Shouter(), [{"text": "a", "what": object()}], as_dataset=True)
+
+
+SHOUT = """weftline: 1
+name: shouter
+inputs: {text: text, mark: {type: text, default: "!"}}
+steps:
+  shout: {node: function, function: "shout.py:shout", inputs: {text: text, mark: mark}}
+outputs: {loud: shout.output, same: text}
+"""
+SHOUT_PY = """
+def shout(text: "text", mark: "text") -> "text":
+    if text == "bad":
+        raise ValueError("it is bad")
+    return text.upper() + mark
+"""
+
+
+def test_a_real_pipeline_is_opened_once_the_data_fits_and_closed_with_the_rows(tmp_path: Path) -> None:
+    (tmp_path / "shout.py").write_text(SHOUT_PY)
+    (tmp_path / "shout.yaml").write_text(SHOUT)
+    pipeline = load_file(tmp_path / "shout.yaml")
+    opening = open_here(pipeline, outputs=["loud"], block_rows=2)
+    opened: list[Any] = []
+    watched = replace(opening, open=lambda progress: opened.append(opening.open(progress)) or opened[-1])
+    plan = make_plan(pipeline, this_machine())
+    with pytest.raises(errors.InputError, match="there is no 'text'"):
+        map_plan(plan, watched, [{"word": "a"}])
+    assert opened == []
+    rows = map_plan(plan, watched, [{"text": "a"}, {"text": "bad"}, {"text": "c", "mark": "?"}], errors="rows")
+    assert [row["loud"] for row in rows] == ["A!", None, "C?"]
+    assert len(opened) == 1
+    with pytest.raises(errors.StepError, match="shout: row 1: ValueError: it is bad"):
+        list(map_plan(plan, opening, pa.table({"text": ["a", "bad"]})))
+    children = psutil.Process().children(recursive=True)
+    assert [one for one in children if "weftline.engine.worker" in " ".join(one.cmdline())] == []
+
+
+def test_rows_of_an_open_session_leave_it_open(tmp_path: Path) -> None:
+    (tmp_path / "shout.py").write_text(SHOUT_PY)
+    (tmp_path / "shout.yaml").write_text(SHOUT)
+    with load(tmp_path / "shout.yaml").open() as session:
+        rows = map_rows(SessionAnswerer(session, outputs=["loud"]), datasets.Dataset.from_list(ROWS))
+        assert [row["loud"] for row in rows] == [f"{row['text'].upper()}!" for row in ROWS]
+        assert session.run(text="a")["loud"] == "A!"

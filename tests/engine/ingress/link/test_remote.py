@@ -66,6 +66,10 @@ def repository(gate: Gate) -> Iterator[Repository]:
         repository.load("bytes", one_step("bytes", "echo", "bytes", type="bytes"))
         repository.load("fail", one_step("fail", "fail", "text", equals="bad"))
         repository.load("trickle", one_step("trickle", "trickle", "text", pieces=5))
+        p = base("seeded")
+        function = "ingress/link/seed_step.py:brought"
+        p.output("y", p.step("s", "function", value=p.input("x", "text"), function=function).output)
+        repository.load("seeded", p)
         p = base("gated")
         p.output("y", p.step("s", "fire_steps.py:Gated", value=p.input("x", "text"), folder=str(gate.folder)).value)
         repository.load("gated", p)
@@ -117,6 +121,14 @@ def error_of(run: Run, ask: Ask) -> WeftlineError:
 
 
 # answers
+
+
+def test_a_seed_goes_with_a_row_of_a_job_to_its_step(run: Run) -> None:
+    async def script(backend: Backend) -> None:
+        assert await outputs_of(backend, Ask("seeded", {"x": "a"}, job=True, seed=7)) == {"y": "7 -100"}
+        assert await outputs_of(backend, Ask("seeded", {"x": "a"})) == {"y": "None 0"}
+
+    run(script)
 
 
 def test_a_small_answer_comes_with_its_timings_and_version(run: Run) -> None:
@@ -212,6 +224,7 @@ def test_errors_arrive_as_they_were(run: Run) -> None:
         (Ask("text", {"x": "a", "z": "b"}), InputError),
         (Ask("text", {"x": "a"}, outputs=["nothing"]), InputError),
         (Ask("text", {"x": "a"}, priority=1000), InputError),
+        (Ask("text", {"x": "a"}, job=True, seed=-1), InputError),
         (Ask("text", {"x": "a"}, deadline_ms=-1), InputError),
         (Ask("text", {"x": "a"}, version="9"), UnknownModel),
         (Ask("text", {"x": "a"}, sequence=SequencePart("q", start=True)), None),

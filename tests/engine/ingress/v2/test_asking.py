@@ -253,7 +253,7 @@ def test_a_request_for_another_model_is_refused() -> None:
 
 
 def test_an_ask_carries_what_the_request_and_the_door_say() -> None:
-    parameters = {"sequence_id": 4, "sequence_start": True, "priority": 2, "timeout": 7000}
+    parameters = {"sequence_id": 4, "sequence_start": True, "priority": 2, "timeout": 7000, "job": True, "seed": 5}
     request = InferRequest("m", (words("x", b"a"),), (), "3", "id7", parameters)
     asked = to_asks(
         request,
@@ -268,6 +268,7 @@ def test_an_ask_carries_what_the_request_and_the_door_say() -> None:
     (one,) = asked.asks
     assert (one.model, one.inputs, one.outputs, one.deadline_ms, one.priority) == ("m", {"x": "a"}, None, 7.0, 99)
     assert (one.sequence, one.version, one.id) == (SequencePart("4", True), "3", "id7")
+    assert (one.job, one.seed) == (True, 5)
     assert (one.caller, one.door, one.traceparent, one.size_bytes) == ("ann", "grpc", "00-1", 9)
     assert not asked.empty_final
 

@@ -56,6 +56,12 @@ def test_parameters_of_the_clients_own_are_ignored() -> None:
     assert told_by({"colour": "red", "n": 3, "x": 0.5, "binary_data_output": True}) == Told()
 
 
+def test_a_request_may_be_a_row_of_a_job_and_bring_its_seed() -> None:
+    told = told_by({"job": True, "seed": 2**62 - 1})
+    assert (told.job, told.seed, told.priority) == (True, 2**62 - 1, 0)
+    assert (told_by({"job": False}).job, told_by({"seed": 0}).seed, told_by({"priority": 1}).seed) == (False, 0, None)
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -64,6 +70,7 @@ def test_parameters_of_the_clients_own_are_ignored() -> None:
         {"sequence_start": True}, {"sequence_id": 0, "sequence_end": True}, {"sequence_id": 1, "sequence_start": "yes"},
         {"priority": -1}, {"priority": "1"}, {"priority": True}, {"priority": 1 << 64}, {"timeout": -1},
         {"timeout": 1.5}, {"timeout": "1"}, {"k" * 129: 1}, {"k": "x" * 4097}, {f"k{i}": i for i in range(65)},
+        {"job": 1}, {"job": "true"}, {"seed": -1}, {"seed": 1 << 62}, {"seed": True}, {"seed": "7"}, {"seed": 1.0},
     ],
 )  # fmt: skip
 def test_what_is_reserved_or_of_the_wrong_type_is_refused(parameters: dict[str, object]) -> None:

@@ -1,0 +1,181 @@
+"""Blocks, answers and what a replica says of itself as bytes, and back: MessagePack with four kinds of our own.
+
+Columns that are kept in the output stay with the driver: a replica gets a block without them. What MessagePack cannot
+hold (text with a lone surrogate, numbers beyond 64 bits, a value of no known kind) arrives as Unusable, so that its row
+becomes an error row, as it would beside the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+
+from weftline.engine.jobs.rows import Answered, Answerer, Block, RowError, Unusable
+from weftline.engine.jobs.tally import Tally
+from weftline.nodes.detections import Detections
+from weftline.nodes.ports import PortType
+
+ARRAY, DETECTIONS, UNUSABLE, SCALAR = 1, 2, 3, 4
+"""Codes of MessagePack's extension types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an answerer says of itself; as in `Answerer`."""
+
+    ahead: int
+    block_rows: int
+    inputs: Mapping[str, PortType]
+    outputs: Mapping[str, PortType]
+    repeatable: Mapping[str, str]
+
+    @classmethod
+    def of(cls, answerer: Answerer) -> Facts:
+        return cls(
+            answerer.ahead,
+            answerer.block_rows,
+            dict(answerer.inputs),
+            dict(answerer.outputs),
+            dict(answerer.repeatable),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """An answer as a replica sends it.
+
+    replica: its name; another one after each start.
+    figures: of its answerer, by then.
+    """
+
+    replica: str
+    answered: Answered
+    figures: Mapping[str, float]
+
+
+def encode_facts(facts: Facts) -> bytes:
+    return _encode(
+        {
+            "ahead": facts.ahead,
+            "block_rows": facts.block_rows,
+            "inputs": {name: str(type) for name, type in facts.inputs.items()},
+            "outputs": {name: str(type) for name, type in facts.outputs.items()},
+            "repeatable": dict(facts.repeatable),
+        }
+    )
+
+
+def decode_facts(data: bytes) -> Facts:
+    said = _decode(data)
+    inputs, outputs = ({name: PortType.parse(one) for name, one in said[of].items()} for of in ("inputs", "outputs"))
+    return Facts(said["ahead"], said["block_rows"], inputs, outputs, said["repeatable"])
+
+
+def encode_block(block: Block) -> bytes:
+    """Return a block without its table."""
+    places = None if block.places is None else list(block.places)
+    head = [block.part, block.place, list(block.ids), places]
+    return _encode([head, {name: _column(values) for name, values in block.inputs.items()}])
+
+
+def decode_block(data: bytes) -> Block:
+    import pyarrow as pa
+
+    (part, place, ids, places), columns = _decode(data)
+    inputs = {name: _decode(column) for name, column in columns.items()}
+    return Block(part, place, ids, inputs, pa.table({}), places)
+
+
+def encode_sent(sent: Sent) -> bytes:
+    answered = sent.answered
+    errors = [[row, one.step, one.error, _sendable(one.reason)] for row, one in answered.errors.items()]
+    outputs = {name: _column(values) for name, values in answered.outputs.items()}
+    return _encode([sent.replica, dict(sent.figures), outputs, errors, answered.tally.to_json()])
+
+
+def decode_sent(data: bytes) -> Sent:
+    replica, figures, columns, errors, tally = _decode(data)
+    outputs = {name: _decode(column) for name, column in columns.items()}
+    rows = {row: RowError(step, error, reason) for row, step, error, reason in errors}
+    return Sent(replica, Answered(outputs, rows, Tally.from_json(tally)), figures)
+
+
+def _column(values: Sequence[Any]) -> bytes:
+    """Return a column, at once where that can be done, which is nearly always; else value by value."""
+    try:
+        if _PLAIN.issuperset({value.__class__ for value in values}):
+            return _encode(list(values))
+        return _encode([_ready(value) for value in values])
+    except _CANNOT:
+        return _encode([msgspec.Raw(_value(value)) for value in values])
+
+
+def _value(value: Any) -> bytes:
+    try:
+        return _encode(_ready(value))
+    except _CANNOT as error:
+        why = _sendable(str(error))
+        return _encode(_ready(Unusable(f"a value of type {type(value).__name__} cannot be sent to a replica: {why}")))
+
+
+def _ready(value: Any) -> Any:
+    """Return a value made of what MessagePack has types for; TypeError for one that cannot be."""
+    if value.__class__ in _PLAIN:
+        return value
+    if isinstance(value, list | tuple):
+        return [_ready(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _ready(one) for name, one in value.items()}
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, np.ndarray):
+        return Ext(ARRAY, _array(value))
+    if isinstance(value, np.generic):
+        return Ext(SCALAR, _array(np.asarray(value)))
+    if isinstance(value, Unusable):
+        return Ext(UNUSABLE, _encode(_sendable(value.reason)))
+    if isinstance(value, Detections):
+        parts = (value.boxes, value.scores, value.classes)
+        return Ext(DETECTIONS, _encode([list(value.names), *(_array(part) for part in parts)]))
+    raise TypeError(f"{type(value).__name__} has no form to travel in")
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _array(array: np.ndarray) -> bytes:
+    kind = array.dtype.str
+    if array.dtype.hasobject or np.dtype(kind) != array.dtype:
+        raise TypeError(f"an array of {array.dtype} has no form to travel in")
+    return _encode([kind, list(array.shape), array.tobytes()])
+
+
+def _to_array(data: bytes | memoryview) -> np.ndarray:
+    kind, shape, held = msgspec.msgpack.decode(data)
+    array: np.ndarray = np.frombuffer(held, np.dtype(kind)).reshape(shape)
+    return array
+
+
+def _unhook(code: int, data: memoryview) -> Any:
+    if code == ARRAY:
+        return _to_array(data)
+    if code == SCALAR:
+        return _to_array(data)[()]
+    if code == UNUSABLE:
+        return Unusable(msgspec.msgpack.decode(data))
+    if code == DETECTIONS:
+        names, boxes, scores, classes = msgspec.msgpack.decode(data)
+        return Detections(_to_array(boxes), _to_array(scores), _to_array(classes), tuple(names))
+    raise ValueError(f"extension type {code} is not one of ours")
+
+
+_PLAIN = {type(None), bool, int, float, str, bytes}
+_CANNOT = (TypeError, ValueError, OverflowError, RecursionError)
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ext_hook=_unhook).decode

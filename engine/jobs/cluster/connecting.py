@@ -1,0 +1,93 @@
+"""A process's connection to a Ray cluster: an existing one, or one of this machine that ends with the process.
+
+Ray's own log lines are kept off the terminal, and its usage statistics off the network, unless the environment says
+otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from weftline.errors import InputError, MissingPackage, Unavailable
+
+QUIET: Mapping[str, str] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DATA_LOG_LEVEL": "ERROR",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # its core writes lines to standard error that no logger holds back
+}
+"""What Ray's environment is given where it says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one replica takes of a cluster; shares of a GPU are allowed below 1."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Connect to a cluster, and leave it at the end; where this process is connected already, that is used and kept.
+
+    address: 'auto', or HOST:PORT of the head; None: start one here, with this machine's cores and GPUs.
+    MissingPackage without Ray; InputError for an address of another kind; Unavailable when nothing answers.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise MissingPackage("ray", "ray") from None
+    if ray.is_initialized():
+        yield
+        return
+    if address is not None and "://" in address:
+        fix = "start this command on a machine of the cluster, with --address auto or HOST:PORT"
+        raise InputError(f"--address {address:.200}: the Ray client protocol is not supported\n    fix: {fix}")
+    options: dict[str, Any] = {} if address is not None else {"include_dashboard": False}
+    try:
+        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        fix = "start one with `ray start --head`, or leave --address out to have one on this machine"
+        told = " ".join(str(error).split())[:300]
+        raise Unavailable(f"no Ray cluster at {address or 'this machine'}: {told}\n    fix: {fix}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_room(need: Need, replicas: int) -> int:
+    """Return how many replicas the cluster's machines can hold now; InputError when not a single one fits.
+
+    Machines that an autoscaler would add are not there yet: start one of the kind that is needed.
+    """
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits = room(nodes, need)
+    if not fits:
+        has = "; ".join(f"{one.get('CPU', 0):g} CPUs and {one.get('GPU', 0):g} GPUs" for one in nodes)
+        raise InputError(
+            f"no machine of the Ray cluster can hold a replica, which takes {need.cpus:g} CPUs and {need.gpus:g} GPUs\n"
+            f"    found: {has or 'no machine'}\n    fix: ask for less (--gpus-per-replica), or add machines"
+        )
+    return min(fits, replicas)
+
+
+def room(nodes: Iterable[Mapping[str, float]], need: Need) -> int:
+    """Return how many replicas machines with these resources hold, when they hold nothing else."""
+    return sum(min(_times(node.get("CPU", 0.0), need.cpus), _times(node.get("GPU", 0.0), need.gpus)) for node in nodes)
+
+
+def _times(has: float, takes: float) -> int:
+    if takes <= 0:
+        return 1 << 20
+    per = int(1 / takes) if takes < 1 else 0  # a share lies on one device
+    return int(has) * per if per else int(has // takes)

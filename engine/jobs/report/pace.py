@@ -1,0 +1,181 @@
+"""How fast a job goes, how long it still takes, and when that is told: functions of values and times.
+
+Nothing here knows a clock or a terminal. Times are seconds on any clock that does not go back. Rows that earlier runs
+answered count as done, and never as fast.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from weftline.engine.jobs.progress import Progress, RatePoint
+from weftline.engine.jobs.report.words import duration, one_line, percent, rate
+
+RATE_WINDOW_S = 5.0
+"""The rate that is shown is of the last so many seconds."""
+
+ETA_WINDOW_S = 60.0
+"""The rate that the time left is reckoned with: of a longer while, so that it does not jump."""
+
+LINE_EVERY_S = 10.0
+"""Between two lines in a log."""
+
+DRAW_EVERY_S = 0.2
+"""Between two drawings on a terminal."""
+
+RATE_POINTS_MAX = 240
+"""Most points of a job's throughput over time."""
+
+BUSY = "busy:"
+"""Figures with names that begin so say how busy a step is, from 0 to 1."""
+
+
+class Moving:
+    """The rate of a total over a window that ends now.
+
+    It reaches back to the last change before the window where changes are rarer than that, so that a job that answers
+    a block a minute has a rate all the time, which falls while nothing comes.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._points: deque[tuple[float, float]] = deque()
+
+    def add(self, now_s: float, total: float) -> None:
+        """Take in a running total."""
+        points = self._points
+        if points and total == points[-1][1]:
+            return
+        if len(points) > 2 and now_s - points[-2][0] < self._window_s / 20:
+            points.pop()
+        points.append((now_s, total))
+
+    def per_s(self, now_s: float) -> float:
+        """Return the rate; 0 before the total has changed."""
+        points = self._points
+        while len(points) > 2 and now_s - points[1][0] >= self._window_s:
+            points.popleft()
+        if not points or now_s <= points[0][0]:
+            return 0.0
+        return max(points[-1][1] - points[0][1], 0.0) / (now_s - points[0][0])
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Progress with its rates. tokens_per_s: None without tokens; eta_s: time left, None while nobody can know it."""
+
+    progress: Progress
+    rows_per_s: float
+    tokens_per_s: float | None = None
+    eta_s: float | None = None
+
+
+class Pace:
+    """Sees a job's progress and says how fast it is now."""
+
+    def __init__(self) -> None:
+        self._rows, self._tokens, self._long = Moving(RATE_WINDOW_S), Moving(RATE_WINDOW_S), Moving(ETA_WINDOW_S)
+        self._begun = False
+
+    def see(self, progress: Progress, now_s: float) -> Standing:
+        fresh = progress.rows - progress.resumed
+        for one in (self._rows, self._long):
+            if not self._begun:
+                one.add(now_s - progress.elapsed_s, 0)
+            one.add(now_s, fresh)
+        self._begun = True
+        tokens = progress.figures.get("tokens")
+        if tokens is not None:
+            self._tokens.add(now_s, tokens)
+        return Standing(
+            progress,
+            self._rows.per_s(now_s),
+            None if tokens is None else self._tokens.per_s(now_s),
+            eta_s(progress, self._long.per_s(now_s)),
+        )
+
+
+def eta_s(progress: Progress, rows_per_s: float) -> float | None:
+    """Return the time that the rest takes at this rate; None when the rest or the rate is not known."""
+    if progress.expected is None:
+        return None
+    left = max(progress.expected - progress.rows, 0)
+    if not left:
+        return 0.0
+    return left / rows_per_s if rows_per_s > 0 else None
+
+
+@dataclass(slots=True)
+class Every:
+    """Says when it is time again. at_once: the first time is due, too."""
+
+    span_s: float
+    at_once: bool = False
+    _last_s: float | None = None
+
+    def due(self, now_s: float) -> bool:
+        if self._last_s is None:
+            self._last_s = now_s
+            return self.at_once
+        if now_s - self._last_s < self.span_s:
+            return False
+        self._last_s = now_s
+        return True
+
+
+def line(standing: Standing) -> str:
+    """Return where a job stands as one line for a log."""
+    told = standing.progress
+    parts = [f"rows {rows_of(told)}", *rates_of(standing), f"errors {told.errors}", f"committed {told.committed}"]
+    if standing.eta_s is not None:
+        parts.append(f"ETA {duration(standing.eta_s)}")
+    parts += [f"busy {busy}"] if (busy := busy_of(told)) else []
+    return "  ".join(parts)
+
+
+def rows_of(progress: Progress) -> str:
+    """Return '12000/100000 (12.0 %)', or the rows alone where nobody knows how many there are."""
+    if progress.expected is None:
+        return str(progress.rows)
+    of = f"{progress.rows}/{progress.expected}"
+    return f"{of} ({percent(min(progress.rows / progress.expected, 1.0))})" if progress.expected > 0 else of
+
+
+def rates_of(standing: Standing) -> list[str]:
+    """Return '1234 rows/s', and '5678 tokens/s' where there are tokens."""
+    tokens = [] if standing.tokens_per_s is None else [f"{rate(standing.tokens_per_s)} tokens/s"]
+    return [f"{rate(standing.rows_per_s)} rows/s", *tokens]
+
+
+def busy_of(progress: Progress) -> str:
+    """Return 'see 87 %, answer 99 %'; '' where no step says so."""
+    busy = {name.removeprefix(BUSY): share for name, share in progress.figures.items() if name.startswith(BUSY)}
+    return ", ".join(f"{one_line(step, 40)} {min(max(share, 0.0), 9.99):.0%}" for step, share in busy.items()).replace(
+        "%", " %"
+    )
+
+
+@dataclass(slots=True)
+class Rates:
+    """A job's throughput over time, as points for its report; when there are too many, neighbours become one."""
+
+    points_max: int = RATE_POINTS_MAX
+    span_s: float = 1.0
+    _marks: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # (elapsed, fresh rows), rising
+
+    def see(self, progress: Progress) -> None:
+        """Take in a progress; what comes sooner than a span after the last point moves that point."""
+        marks, fresh = self._marks, progress.rows - progress.resumed
+        if len(marks) > 1 and progress.elapsed_s - marks[-2][0] < self.span_s:
+            marks[-1] = (progress.elapsed_s, fresh)
+        elif progress.elapsed_s > marks[-1][0]:
+            marks.append((progress.elapsed_s, fresh))
+        if len(marks) > self.points_max + 1:
+            self._marks = [*marks[:-1:2], marks[-1]]
+            self.span_s *= 2
+
+    def points(self) -> list[RatePoint]:
+        """Return one point for each stretch, at its middle, with its mean rate."""
+        pairs = zip(self._marks, self._marks[1:])
+        return [RatePoint((b[0] + a[0]) / 2, (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairs if b[0] > a[0]]

@@ -1,0 +1,64 @@
+"""How each step of a job fared, in the figures that people read: what the summary's table and the report's show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weftline.engine.jobs.progress import JobEnd
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One step.
+
+    items:      answered, elements of a `map:` one by one.
+    batches:    calls; batch_mean: items in one, 0 without any.
+    p50_ms, p99_ms: from leaving for the worker to the result, over all items; None without any.
+    busy_s:     time its node was at work, in all runs of the job.
+    busy:       share of this run that one instance was at work; None for a run that answered nothing. Of a resumed job
+                it is reckoned from all runs, as if each row had taken as long as any other.
+    """
+
+    name: str
+    items: int
+    failed: int
+    skipped: int
+    batches: float
+    batch_mean: float
+    p50_ms: float | None
+    p99_ms: float | None
+    busy_s: float
+    busy: float | None
+
+
+def step_figures(end: JobEnd) -> list[StepFigures]:
+    """Return the figures of all steps, in the tally's order."""
+    fresh = (end.rows - end.resumed) / end.rows if end.rows > 0 else 0.0
+    found = []
+    for name, tally in end.tally.steps.items():
+        room_ms = end.elapsed_s * 1000 * max(end.instances.get(name, 1), 1)
+        found.append(
+            StepFigures(
+                name=name,
+                items=tally.rows,
+                failed=tally.failed,
+                skipped=tally.skipped,
+                batches=tally.batches,
+                batch_mean=tally.rows / tally.batches if tally.batches > 0 else 0.0,
+                p50_ms=tally.quantile_ms(0.5) if tally.run_ms else None,
+                p99_ms=tally.quantile_ms(0.99) if tally.run_ms else None,
+                busy_s=tally.busy_ms / 1000,
+                busy=tally.busy_ms * fresh / room_ms if room_ms > 0 and fresh > 0 else None,
+            )
+        )
+    return found
+
+
+def rows_per_s(end: JobEnd) -> float:
+    """Return the rate of this run."""
+    return (end.rows - end.resumed) / end.elapsed_s if end.elapsed_s > 0 else 0.0
+
+
+def tokens_per_s(end: JobEnd) -> float:
+    """Return tokens over the time of this run; 0 without tokens."""
+    return end.figures.get("tokens", 0.0) / end.elapsed_s if end.elapsed_s > 0 else 0.0

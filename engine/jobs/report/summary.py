@@ -1,0 +1,95 @@
+"""What a terminal shows when a job is over: rows, rates, a table of the steps, errors, files, and what to do next."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+
+from weftline.engine.jobs.progress import JobEnd
+from weftline.engine.jobs.report.advice import next_steps, outcome
+from weftline.engine.jobs.report.steps import StepFigures, rows_per_s, step_figures, tokens_per_s
+from weftline.engine.jobs.report.words import as_name, counted, duration, milliseconds, one_line, percent, rate
+
+WIDTH = 100
+"""Of the table, in characters; names of steps are broken where they need more."""
+
+HEADINGS = ("items", "failed", "skipped", "batches", "mean batch", "p50 ms", "p99 ms", "busy")
+"""Of the table's columns after the step's name."""
+
+KINDS_SHOWN = 5
+IDS_SHOWN = 3
+ID_CHARS_MAX = 40
+REASON_CHARS_MAX = 160
+NAME_CHARS_MAX = 48
+PATH_CHARS_MAX = 1000
+
+
+def summary(end: JobEnd, width: int = WIDTH) -> str:
+    """Return the summary as plain text, without a line feed at its end."""
+    lines = [f"{as_name(end.pipeline, NAME_CHARS_MAX)}: {outcome(end)}", *_headlines(end)]
+    steps = step_figures(end)
+    if steps:
+        lines += ["", *_table(steps, width)]
+        if end.resumed:
+            lines.append("busy: an estimate, for earlier runs answered some of the rows")
+    for title, found in (("errors", _errors(end)), ("files", _files(end)), ("next", next_steps(end))):
+        if listed := [f"  {one}" for one in found]:
+            lines += ["", title, *listed]
+    return "\n".join(lines)
+
+
+def _headlines(end: JobEnd) -> Iterator[str]:
+    resumed = f" ({end.resumed} of them from earlier runs)" if end.resumed else ""
+    yield f"  rows    {end.rows}{resumed}: {end.rows - end.errors} ok, {counted(end.errors, 'error')}"
+    yield f"  time    {duration(end.elapsed_s)}, {rate(rows_per_s(end))} rows/s"
+    if "tokens" in end.figures:
+        yield f"  tokens  {end.figures['tokens']:.0f}, {rate(tokens_per_s(end))} tokens/s"
+
+
+def _table(steps: Iterable[StepFigures], width: int) -> list[str]:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("step", overflow="fold")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in steps:
+        table.add_row(one_line(one.name, NAME_CHARS_MAX), *cells(one))
+    text = io.StringIO()
+    console = Console(file=text, width=width, highlight=False, markup=False, emoji=False, color_system=None)
+    console.print(table)
+    return [f"  {line}".rstrip() for line in text.getvalue().splitlines()]
+
+
+def cells(one: StepFigures) -> tuple[str, ...]:
+    """Return a step's figures as the table's cells: nothing where there is nothing to tell."""
+    return (
+        str(one.items),
+        str(one.failed),
+        str(one.skipped),
+        f"{one.batches:.0f}",
+        f"{one.batch_mean:.1f}" if one.batches > 0 else "",
+        "" if one.p50_ms is None else milliseconds(one.p50_ms),
+        "" if one.p99_ms is None else milliseconds(one.p99_ms),
+        "" if one.busy is None else percent(one.busy),
+    )
+
+
+def _errors(end: JobEnd) -> Iterator[str]:
+    """Yield the most frequent kinds with some ids, and how many kinds are left out."""
+    for kind in end.kinds[:KINDS_SHOWN]:
+        where = " ".join(part for part in (one_line(kind.step, NAME_CHARS_MAX), one_line(kind.error, 80)) if part)
+        ids = ", ".join(one_line(id, ID_CHARS_MAX) for id in kind.ids[:IDS_SHOWN])
+        more = ", ..." if kind.count > min(len(kind.ids), IDS_SHOWN) else ""
+        yield f"{kind.count} x {where}: {one_line(kind.reason, REASON_CHARS_MAX)}" + (f" ({ids}{more})" if ids else "")
+    if rest := end.kinds[KINDS_SHOWN:]:
+        rows = counted(sum(kind.count for kind in rest), "row")
+        yield f"and {rows} of {counted(len(rest), 'more kind')}"
+
+
+def _files(end: JobEnd) -> Iterator[str]:
+    widest = max((len(name) for name in end.files), default=0)
+    for name, path in end.files.items():
+        yield f"{as_name(name, NAME_CHARS_MAX):<{min(widest, NAME_CHARS_MAX)}}  {as_name(path, PATH_CHARS_MAX)}"

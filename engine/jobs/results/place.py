@@ -1,0 +1,70 @@
+"""Where results go: from what the user wrote to a folder and the names in it."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weftline.engine.jobs.results.files import Files
+from weftline.engine.jobs.results.local_files import LocalFiles
+from weftline.engine.jobs.results.naming import Layout
+from weftline.engine.jobs.results.remote_files import RemoteFiles
+from weftline.errors import InputError, MissingPackage
+
+LOCAL = ("file", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder, the names in it, and how the user wrote them.
+
+    out:    as the user wrote it.
+    folder: as the user wrote it, of the folder in which results lie.
+    """
+
+    out: str
+    folder: str
+    files: Files
+    layout: Layout
+
+    def shown(self, name: str) -> str:
+        """Return a name as the user would write it."""
+        return posixpath.join(self.folder, name).rstrip("/") if self.folder else name.rstrip("/")
+
+
+def find(out: str, single_file: bool, suffix: str, storage: Mapping[str, str]) -> Place:
+    """Return the place that `out` names; InputError when it names none that can be written to."""
+    protocol, _, path = out.rpartition("://")
+    folder, final = posixpath.split(out) if single_file else (out, "")
+    if single_file and not final:
+        raise InputError(f"--out {out}: names no file")
+    folder += "//" if folder.endswith(":") else ""
+    layout = Layout(f"{final}.job/", final, suffix) if single_file else Layout("", "", suffix)
+    if protocol and protocol not in LOCAL:
+        return Place(out, folder, _remote(out, folder, storage), layout)
+    root = Path(posixpath.dirname(path) if single_file else path).expanduser()
+    _refuse_misfits(out, root, root / final if final else None)
+    return Place(out, folder, LocalFiles(root), layout)
+
+
+def _refuse_misfits(out: str, root: Path, final: Path | None) -> None:
+    if root.is_file():
+        raise InputError(
+            f"--out {out}: {root.name} is a file; results go to a folder, or to a file with a known suffix"
+        )
+    if final is not None and final.is_dir():
+        raise InputError(f"--out {out}: {final.name} is a folder, and one file is to be written there")
+
+
+def _remote(out: str, folder: str, storage: Mapping[str, str]) -> RemoteFiles:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise MissingPackage("fsspec", "batch") from None
+    try:
+        system, root = url_to_fs(folder, **storage)
+    except (ImportError, ValueError, TypeError, OSError) as error:  # of an address, a package for it, or its options
+        raise InputError(f"--out {out}: {error}") from None
+    return RemoteFiles(system, root)

@@ -1,0 +1,195 @@
+"""CSV and TSV by pyarrow, in blocks of whole records; the first record names the columns.
+
+A column is whole numbers, numbers, true/false or text, as the first LEARN_BYTES of the first file have it; dates are
+text. A record with too many or too few values, or with a value that does not fit, is a row whose columns are all null
+and whose UNUSABLE says why. Blank lines are no rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.csv as pcsv
+
+from weftline.engine.jobs.sources.formats import suffixes_of
+from weftline.engine.jobs.sources.lines import BOM, Block, Cut
+from weftline.engine.jobs.sources.schemas import check_names, lacking
+from weftline.engine.jobs.sources.text_reader import HIDDEN_FIELD, TextReader
+from weftline.errors import InputError
+
+LEARN_BYTES = 4 << 20
+
+_WHERE = re.compile(r"^(CSV parse error: |In CSV column #(\d+): )?(Row #\d+: )?(CSV conversion error to )?")
+
+
+class CsvReader(TextReader):
+    def _learn(self) -> pa.Schema:
+        schema: pa.Schema | None = None
+        self._headers: list[tuple[bytes, list[str]]] = []
+        for origin, one in enumerate(self.origins):
+            head = self._head(origin, LEARN_BYTES)
+            if not head.removeprefix(BOM).strip():
+                raise InputError(f"{one.shown}: is empty; expected the names of its columns in the first line")
+            names, header = self._header(origin, head)
+            self._headers.append((header, names))
+            found = pa.schema([(name, pa.string()) for name in names])
+            check_names(found, one.shown)
+            if schema is None:
+                schema = self._types(head[len(header) :], names, origin)
+            lacking(schema, found, one.shown, self.origins[0].shown)
+        return schema
+
+    def _header(self, origin: int, head: bytes) -> tuple[list[str], bytes]:
+        """Return the columns that a file names, and the bytes up to its first record."""
+        delimiter, lead = self._delimiter(origin), len(head) - len(head.removeprefix(BOM).lstrip(b"\r\n"))
+        ends = record_ends(head[lead:], delimiter)
+        size = lead + (ends[0] if ends else len(head) - lead)
+        line = head[lead:size]
+        try:
+            options = pcsv.ReadOptions(use_threads=False, autogenerate_column_names=True)
+            every = {f"f{place}": pa.string() for place in range(line.count(delimiter) + 1)}
+            table = pcsv.read_csv(
+                pa.BufferReader(line), read_options=options, parse_options=_parsing(delimiter),
+                convert_options=pcsv.ConvertOptions(column_types=every),
+            )  # fmt: skip
+        except pa.ArrowException as error:
+            raise InputError(f"{self.origins[origin].shown}:1: cannot be read as CSV: {_reason(error, [])}") from None
+        return [column[0].as_py() for column in table.columns], head[:size]
+
+    def _types(self, data: bytes, names: Sequence[str], origin: int) -> pa.Schema:
+        delimiter = self._delimiter(origin)
+        ends = record_ends(data, delimiter)
+        if len(data) >= LEARN_BYTES // 2 and ends:
+            data = data[: ends[-1]]
+        if not data.strip():
+            return pa.schema([(name, pa.string()) for name in names])
+        parsing = _parsing(delimiter, skip=True)
+        try:
+            table = pcsv.read_csv(pa.BufferReader(data), read_options=_reading(data, names), parse_options=parsing)
+        except pa.ArrowException:
+            return pa.schema([(name, pa.string()) for name in names])
+        return pa.schema([(field.name, _kept(field.type)) for field in table.schema])
+
+    def _parsed(self, block: Block, origin: int) -> pa.Table:
+        names, delimiter = self._headers[origin][1], self._delimiter(origin)
+        table = _table(block.data, names, self.schema, delimiter)
+        if isinstance(table, pa.Table):
+            return table.append_column(HIDDEN_FIELD, pa.nulls(table.num_rows, pa.string()))
+        ends = record_ends(block.data, delimiter)
+        ends = ends if ends and ends[-1] == len(block.data) else [*ends, len(block.data)]
+        found = list(_halved(block, [0, *ends], names, self.schema, delimiter))
+        return pa.concat_tables(found).combine_chunks() if found else _broken(0, "", self.schema)
+
+    def _cut(self, origin: int) -> Cut:
+        return partial(whole_records, delimiter=self._delimiter(origin))
+
+    def _before_rows(self, origin: int) -> bytes:
+        return self._headers[origin][0]
+
+    def _delimiter(self, origin: int) -> bytes:
+        return b"\t" if suffixes_of(self.origins[origin].shown)[0] == ".tsv" else b","
+
+
+def whole_records(data: bytes, end: bool, delimiter: bytes = b",") -> int:
+    """Return how many of these bytes are whole records; a line end inside quotes ends none."""
+    last = len(data) if end else data.rfind(b"\n") + 1
+    if b'"' not in data:
+        return last
+    for start, stop, closed in reversed(list(_quoted(data, delimiter))):
+        if end:
+            return last if closed else 0
+        if start < last <= stop:  # one without its closing quote reaches to the end
+            last = data.rfind(b"\n", 0, start) + 1
+        elif stop < last:
+            break
+    return last
+
+
+def record_ends(data: bytes, delimiter: bytes) -> list[int]:
+    """Return where each whole record ends."""
+    spans = _quoted(data, delimiter) if b'"' in data else iter(())
+    ends, (start, stop) = [], next(((one[0], one[1]) for one in spans), (len(data), len(data)))
+    at = data.find(b"\n")
+    while at >= 0:
+        while stop <= at and start < len(data):
+            start, stop = next(((one[0], one[1]) for one in spans), (len(data), len(data)))
+        if start < at < stop:
+            at = data.find(b"\n", stop)
+            continue
+        ends.append(at + 1)
+        at = data.find(b"\n", at + 1)
+    return ends
+
+
+def _quoted(data: bytes, delimiter: bytes) -> Iterator[tuple[int, int, bool]]:
+    """Yield where values in quotes begin and end, and whether the closing quote is there."""
+    pattern = rb"(?<![^\r\n" + re.escape(delimiter) + rb'])"(?:[^"]++|"")*+("?)'
+    for match in re.finditer(pattern, data):
+        yield match.start(), match.end(), bool(match[1])
+
+
+def _halved(
+    block: Block, ends: Sequence[int], names: Sequence[str], schema: pa.Schema, delimiter: bytes
+) -> Iterator[pa.Table]:
+    """Yield the rows of records, by halves until those at fault stand alone."""
+    data = block.data[ends[0] : ends[-1]]
+    if not data.strip(b"\r\n"):
+        return
+    table = _table(data, names, schema, delimiter)
+    if isinstance(table, pa.Table):
+        yield table.append_column(HIDDEN_FIELD, pa.nulls(table.num_rows, pa.string()))
+    elif len(ends) == 2:
+        line = block.line + block.data.count(b"\n", 0, ends[0])
+        yield _broken(1, f"line {line}: {table}", schema)
+    else:
+        middle = len(ends) // 2
+        yield from _halved(block, ends[: middle + 1], names, schema, delimiter)
+        yield from _halved(block, ends[middle:], names, schema, delimiter)
+
+
+def _table(data: bytes, names: Sequence[str], schema: pa.Schema, delimiter: bytes) -> pa.Table | str:
+    """Return records as a table, or why they are none."""
+    if not data.strip(b"\r\n"):
+        return schema.empty_table()
+    types = pcsv.ConvertOptions(column_types=schema, include_columns=schema.names)
+    try:
+        table = pcsv.read_csv(
+            pa.BufferReader(data), read_options=_reading(data, names), parse_options=_parsing(delimiter),
+            convert_options=types,
+        )  # fmt: skip
+    except pa.ArrowException as error:
+        return _reason(error, names)
+    return table
+
+
+def _reading(data: bytes, names: Sequence[str]) -> pcsv.ReadOptions:
+    return pcsv.ReadOptions(use_threads=False, block_size=len(data) + 64, column_names=list(names))
+
+
+def _parsing(delimiter: bytes, skip: bool = False) -> pcsv.ParseOptions:
+    handler = (lambda row: "skip") if skip else None
+    return pcsv.ParseOptions(delimiter=delimiter.decode(), newlines_in_values=True, invalid_row_handler=handler)
+
+
+def _broken(rows: int, reason: str, schema: pa.Schema) -> pa.Table:
+    columns = [pa.nulls(rows, field.type) for field in schema]
+    return pa.table([*columns, pa.array([reason] * rows, pa.string())], schema=pa.schema([*schema, HIDDEN_FIELD]))
+
+
+def _kept(type: pa.DataType) -> pa.DataType:
+    """Return the type of a column: what is neither a number nor true/false is text."""
+    number = pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_boolean(type)
+    return type if number else pa.string()
+
+
+def _reason(error: Exception, names: Sequence[str]) -> str:
+    text = str(error).splitlines()[0]
+    found = _WHERE.match(text)
+    if found is None:
+        return text
+    column = found[2] and int(found[2]) < len(names) and f"column {names[int(found[2])]}: "
+    said = text[found.end() :].replace("Expected", "expected", 1)
+    return f"{column or ''}{'no ' if found[4] else ''}{said}"[:300]

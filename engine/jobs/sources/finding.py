@@ -1,0 +1,177 @@
+"""Which files a user means: paths, folders, globs and URLs become a list of files, always in the same order.
+
+What was named first comes first; the files of a folder or a glob are sorted by path. A folder is read with everything
+below it; names that begin with a dot or an underscore are passed over there.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+
+from weftline.engine.jobs.sources.piece import Origin
+from weftline.errors import InputError
+
+GLOB = frozenset("*?[")
+
+CHANGED = (
+    "ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "updated", "modified", "created",
+)  # fmt: skip
+"""What file systems call what changes with a file's content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file.
+
+    base:       the folder that its argument named.
+    size_bytes: None where the file system does not tell.
+    about:      what a file system elsewhere says of its last change.
+    """
+
+    fs: Any
+    path: str
+    shown: str
+    base: str
+    size_bytes: int | None
+    about: Mapping[str, Any]
+
+    @property
+    def local(self) -> bool:
+        return is_local(self.fs)
+
+    @property
+    def url(self) -> str:
+        """The file as fsspec opens it: a path, or a URL."""
+        return self.path if self.local else str(self.fs.unstrip_protocol(self.path))
+
+    def open(self) -> BinaryIO:
+        """Open it for reading; InputError when it cannot be."""
+        try:
+            return cast(BinaryIO, Path(self.path).open("rb") if self.local else self.fs.open(self.path, "rb"))
+        except OSError as error:
+            raise unreadable(self.shown, error) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What one argument stands for.
+
+    kind:   file, folder or glob.
+    base:   the folder that its files lie below.
+    hidden: paths below the base that were passed over.
+    """
+
+    shown: str
+    kind: str
+    fs: Any
+    base: str
+    files: tuple[Found, ...]
+    hidden: tuple[str, ...] = ()
+
+
+def look(argument: str, storage: Mapping[str, str]) -> Listing:
+    """Return the files that one argument stands for; InputError when there are none."""
+    fs, path = file_system(argument, storage)
+    try:
+        return _look(fs, path, argument)
+    except (OSError, ValueError) as error:
+        raise unreadable(argument, error) from None
+
+
+def _look(fs: Any, path: str, shown: str) -> Listing:
+    if fs.isfile(path):
+        base = posixpath.dirname(path)
+        return Listing(shown, "file", fs, base, (_found(fs, path, shown, base, fs.info(path)),))
+    if fs.isdir(path):
+        return _below(fs, path.rstrip("/") or "/", shown.rstrip("/"), "folder", fs.find(path, detail=True))
+    if not GLOB & set(path):
+        raise InputError(f"{shown}: there is no such file or folder")
+    base, written = _before_glob(path), _before_glob(shown)
+    matches = {one: info for one, info in fs.glob(path, detail=True).items() if info["type"] == "file"}
+    return _below(fs, base, written, "glob", matches)
+
+
+def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]) -> Listing:
+    files, hidden = [], []
+    for path in sorted(infos):
+        inside = posixpath.relpath(path, base)
+        if any(part.startswith((".", "_")) for part in inside.split("/")):
+            hidden.append(inside)
+        else:
+            files.append(_found(fs, path, posixpath.join(written, inside), base, infos[path]))
+    what = "holds no files" if kind == "folder" else "matches no files"
+    if not files:
+        raise InputError(f"{written or '.'}: {what}{f' but {len(hidden)} hidden ones' if hidden else ''}")
+    return Listing(written, kind, fs, base, tuple(files), tuple(hidden))
+
+
+def _found(fs: Any, path: str, shown: str, base: str, info: Mapping[str, Any]) -> Found:
+    about = {} if is_local(fs) else {key: info[key] for key in CHANGED if info.get(key)}
+    return Found(fs, path, shown, base, info.get("size"), about)
+
+
+def _before_glob(path: str) -> str:
+    """Return the folder before the first part of a path that is a pattern."""
+    parts = path.split("/")
+    first = next((place for place, part in enumerate(parts) if GLOB & set(part)), len(parts) - 1)
+    return "/".join(parts[:first]) or ("/" if path.startswith("/") else "")
+
+
+def origins(files: Sequence[Found]) -> tuple[Origin, ...]:
+    """Return one origin for each file: its name is its path below the folder that all of them lie in."""
+    common = _common({(str(one.fs.protocol), one.base) for one in files})
+    return tuple(
+        Origin(
+            one.url if common is None else posixpath.relpath(one.path, common), one.shown, posixpath.dirname(one.url)
+        )
+        for one in files
+    )
+
+
+def _common(bases: set[tuple[str, str]]) -> str | None:
+    if len({protocol for protocol, _ in bases}) > 1:
+        return None
+    paths = [base or "." for _, base in bases]
+    if len({path.startswith("/") for path in paths}) > 1:
+        return None
+    return posixpath.commonpath(paths)
+
+
+def file_system(argument: str, storage: Mapping[str, str]) -> tuple[Any, str]:
+    """Return the file system of a path or URL, and the path on it; InputError when there is none."""
+    try:
+        if "://" not in argument:
+            return fsspec.filesystem("file"), posixpath.abspath(posixpath.expanduser(argument)) if argument else "."
+        fs, path = fsspec.core.url_to_fs(argument, **storage)
+        return fs, str(path)
+    except (ImportError, ValueError, OSError) as error:
+        raise InputError(f"{argument}: {_one_line(error)}") from None
+    except TypeError as error:
+        raise InputError(f"{argument}: a storage option that this file system does not have ({error})") from None
+
+
+def is_local(fs: Any) -> bool:
+    """Whether paths of a file system are paths of this machine."""
+    protocol = fs.protocol
+    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def unreadable(shown: str, error: Exception) -> InputError:
+    """Return what to raise when a file cannot be read."""
+    if isinstance(error, InputError):
+        return error
+    if isinstance(error, FileNotFoundError):
+        return InputError(f"{shown}: there is no such file")
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else _one_line(error)
+    return InputError(f"{shown}: cannot be read: {reason}")
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,104 @@
+"""Which format a data set has, told from the names of its files. Nothing is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from weftline.errors import InputError
+from weftline.pipelines.problems import did_you_mean, listed
+
+FORMATS = ("parquet", "jsonl", "csv", "arrow", "files", "webdataset", "hf")
+
+SUFFIXES: Mapping[str, str] = {
+    ".parquet": "parquet", ".pq": "parquet",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
+    ".csv": "csv", ".tsv": "csv",
+    ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow", ".arrows": "arrow",
+    ".tar": "webdataset", ".tgz": "webdataset",
+}  # fmt: skip
+"""Format by the suffix of a file."""
+
+COMPRESSED: Mapping[str, str] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+"""Compression by suffix, for formats that are read from front to back."""
+
+MAY_BE_COMPRESSED = ("jsonl", "csv", "webdataset")
+
+MEDIA: Mapping[str, tuple[str, ...]] = {
+    "image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"),
+    "audio": (".wav", ".flac", ".ogg", ".mp3", ".opus", ".m4a", ".aiff", ".aif"),
+    "text": (".txt", ".md", ".text"),
+}
+"""Suffixes of files that are one value each, by what they are."""
+
+_KINDS = {suffix: kind for kind, suffixes in MEDIA.items() for suffix in suffixes}
+
+
+def suffixes_of(name: str) -> tuple[str, str]:
+    """Return the suffix that tells a format and the one that tells a compression, '' for none: ('.jsonl', '.gz')."""
+    path = PurePosixPath(name.lower())
+    outer = path.suffix
+    return (PurePosixPath(path.stem).suffix, outer) if outer in COMPRESSED else (outer, "")
+
+
+def compression_of(name: str) -> str | None:
+    """Return how a file is compressed, by its name: gzip, zstd, bz2, xz or None."""
+    lower = name.lower()
+    return "gzip" if lower.endswith(".tgz") else COMPRESSED.get(suffixes_of(name)[1])
+
+
+def format_of(name: str) -> str | None:
+    """Return the format that a file's name tells, `files` for a picture, a recording or a text; None for others."""
+    inner, outer = suffixes_of(name)
+    found = SUFFIXES.get(inner)
+    if outer:
+        return found if found in MAY_BE_COMPRESSED else None
+    return found or ("files" if inner in _KINDS else None)
+
+
+def media_kind(name: str) -> str:
+    """Return what a file of format `files` is: image, audio, text, or bytes for any other."""
+    return _KINDS.get(PurePosixPath(name.lower()).suffix, "bytes")
+
+
+def check_format(format: str | None) -> None:
+    """Refuse a format that does not exist."""
+    if format is not None and format not in FORMATS:
+        hint = did_you_mean(format, FORMATS)
+        raise InputError(f"--format {format:.40}: no such format{f'; {hint}' if hint else ''} ({', '.join(FORMATS)})")
+
+
+def chosen(names: Sequence[str], format: str | None, named: bool, shown: str) -> tuple[str, list[int]]:
+    """Return the format of one argument's files, and the indices of those that belong to the data set.
+
+    named: the files were named one by one, so that none may be left out; else they lie in a folder or match a glob, and
+           files of no known format are passed over.
+    shown: the argument as it was written.
+    """
+    found = [format_of(name) for name in names]
+    if format is not None:
+        of_it = [place for place, one in enumerate(found) if one == format]
+        return format, of_it if of_it and not named and format != "files" else list(range(len(names)))
+    unknown = [name for name, one in zip(names, found, strict=True) if one is None]
+    if named and unknown:
+        raise InputError(
+            f"{shown}: the name does not tell the format\n    fix: add --format, one of {', '.join(FORMATS)}"
+        )
+    tables = sorted({one for one in found if one is not None and one != "files"})
+    if len(tables) > 1:
+        raise InputError(mixed(shown, tables))
+    one = tables[0] if tables else "files"
+    of_it = [place for place, each in enumerate(found) if each == one]
+    if not of_it:
+        looked = ", ".join([*SUFFIXES, *_KINDS])
+        raise InputError(
+            f"{shown}: none of its {len(names)} files is data ({listed(names)})\n"
+            f"    looked for: {looked}\n    fix: add --format"
+        )
+    return one, of_it
+
+
+def mixed(shown: str, formats: Iterable[str]) -> str:
+    """Return what to say when files of several formats are one data set."""
+    several = f"{shown}: files of several formats ({', '.join(formats)}); a data set has one"
+    return f"{several}\n    fix: name the files meant, or add --format"

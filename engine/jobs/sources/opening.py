@@ -1,0 +1,201 @@
+"""From what a user wrote to a data set that can be read: finds the files, tells their format, opens the right reader.
+
+Nothing optional is imported before it is needed, and what is missing is a MissingPackage.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from weftline.engine.jobs.rows import Source
+from weftline.engine.jobs.sources.formats import check_format, chosen, mixed
+from weftline.engine.jobs.spec import DataSpec
+from weftline.errors import InputError, MissingPackage
+
+if TYPE_CHECKING:
+    from weftline.engine.jobs.sources.finding import Found, Listing
+    from weftline.engine.jobs.sources.loading import Loader
+    from weftline.engine.jobs.sources.piece import Reader
+
+STDIN = "-"
+HUB = "hf:"
+SAVED = ("dataset_info.json", "dataset_dict.json")
+"""What a folder holds that `save_to_disk` wrote."""
+
+JOB_FOLDER = "_weftline/"
+"""What a folder of results holds besides; its `errors.jsonl` is no data."""
+
+
+def open_source(spec: DataSpec, stdin: BinaryIO | None = None) -> Source:
+    """Open the data that `spec` names, with its selection; InputError says what is wrong with it.
+
+    stdin: what `-` reads; None: the process's own standard input.
+    """
+    for package in ("pyarrow", "fsspec"):
+        need(package)
+    from weftline.engine.jobs.sources.selection import SelectedSource
+
+    check_format(spec.format)
+    if not spec.data:
+        raise InputError("--data is missing: a file, a folder, a glob, a URL, hf:NAME, or - for standard input")
+    reader = _reader(spec, stdin)
+    if reader.rows == 0 or not reader.schema.names:
+        reader.close()
+        raise InputError(f"{', '.join(spec.data)}: the data set is empty")
+    return SelectedSource(reader, spec)
+
+
+def source_over(dataset: Any, spec: DataSpec) -> Source:
+    """Return a source over what is in memory: an Arrow table, a Hugging Face data set, or a list of mappings.
+
+    Of `spec` only the selection counts. InputError when it is something else, or empty.
+    """
+    pa = need("pyarrow")
+    from weftline.engine.jobs.sources.piece import Origin
+    from weftline.engine.jobs.sources.selection import SelectedSource
+    from weftline.engine.jobs.sources.table_reader import TableReader
+
+    reader: Reader
+    if hasattr(dataset, "with_format") and hasattr(dataset, "_fingerprint"):
+        from weftline.engine.jobs.sources.hugging_face import HuggingFaceReader
+
+        reader = HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), "the data set"))
+    elif isinstance(dataset, pa.Table):
+        reader = TableReader(dataset)
+    elif isinstance(dataset, Sequence) and all(isinstance(row, Mapping) for row in dataset):
+        try:
+            reader = TableReader(pa.Table.from_pylist(list(dataset)))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"rows that are no table: {str(error).splitlines()[0]:.200}") from None
+    else:
+        raise InputError(
+            f"a data set of type {type(dataset).__name__}; expected an Arrow table, a Hugging Face data set, "
+            "or a list of mappings"
+        )
+    if reader.rows == 0:
+        raise InputError("the data set is empty")
+    return SelectedSource(reader, spec)
+
+
+def open_loader(source: Source, spec: DataSpec) -> Loader:
+    """Return what reads the files that a source's rows name; close it after the last row."""
+    from weftline.engine.jobs.sources.loading import Loader
+
+    return Loader(folder=getattr(source, "folder", ""), storage=spec.storage)
+
+
+def need(package: str) -> Any:
+    """Return an optional package; MissingPackage when it is not installed."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        raise MissingPackage(error.name or package, "batch") from None
+
+
+def _reader(spec: DataSpec, stdin: BinaryIO | None) -> Reader:
+    hub = [one for one in spec.data if one.startswith(HUB) and not one.startswith("hf://")]
+    if len(spec.data) > 1 and (hub or STDIN in spec.data):
+        raise InputError(f"{hub[0] if hub else STDIN} stands alone; found {', '.join(spec.data)}")
+    if hub:
+        need("datasets")
+        from weftline.engine.jobs.sources import hugging_face
+
+        if spec.format not in (None, "hf"):
+            raise InputError(f"{hub[0]}: --format {spec.format} is for files")
+        return hugging_face.by_name(hub[0].removeprefix(HUB), spec.split)
+    if spec.data == (STDIN,):
+        return _of_stdin(spec.format or "jsonl", stdin or sys.stdin.buffer)
+    return _of_files(spec)
+
+
+def _of_stdin(format: str, stream: BinaryIO) -> Reader:
+    from weftline.engine.jobs.sources.csv_reader import CsvReader
+    from weftline.engine.jobs.sources.jsonl_reader import JsonlReader
+    from weftline.engine.jobs.sources.standard_input import StandardInput
+    from weftline.engine.jobs.sources.stream_reader import StreamReader
+
+    held = StandardInput(stream)
+    if format == "jsonl":
+        return JsonlReader(held)
+    if format == "csv":
+        return CsvReader(held)
+    if format == "arrow":
+        return StreamReader(held)
+    raise InputError(f"standard input: --format {format} cannot be read from it; expected jsonl, csv or arrow")
+
+
+def _of_files(spec: DataSpec) -> Reader:
+    from weftline.engine.jobs.sources.finding import look
+
+    listings = [look(argument, spec.storage) for argument in spec.data]
+    if len(listings) == 1 and listings[0].kind == "folder" and _is_saved(listings[0], spec.format):
+        need("datasets")
+        from weftline.engine.jobs.sources import hugging_face
+
+        fs, base = listings[0].fs, listings[0].base
+        url = base if listings[0].files[0].local else str(fs.unstrip_protocol(base))
+        return hugging_face.from_disk(url, listings[0].shown, spec.split, spec.storage)
+    if spec.split is not None:
+        raise InputError(f"--split {spec.split:.80}: only Hugging Face data sets have splits")
+    if spec.format == "hf":
+        raise InputError(f"{spec.data[0]}: --format hf wants one folder that save_to_disk wrote, or hf:NAME")
+    formats, files = [], []
+    for listing in listings:
+        format, these = _usable(listing, spec.format)
+        formats.append(format)
+        files += these
+    if len(set(formats)) > 1:
+        raise InputError(mixed(", ".join(spec.data), dict.fromkeys(formats)))
+    _check_twice(files)
+    return _of_format(formats[0], files)
+
+
+def _is_saved(listing: Listing, format: str | None) -> bool:
+    here = {file.path.rsplit("/", 1)[-1] for file in listing.files if file.path.rsplit("/", 1)[0] == listing.base}
+    return format in (None, "hf") and any(name in here for name in SAVED)
+
+
+def _usable(listing: Listing, format: str | None) -> tuple[str, list[Found]]:
+    files = listing.files
+    if any(path.startswith(JOB_FOLDER) for path in listing.hidden):
+        files = tuple(file for file in files if file.path != f"{listing.base}/errors.jsonl")
+    names = [file.shown for file in files]
+    found, places = chosen(names, format, listing.kind == "file", listing.shown)
+    return found, [files[place] for place in places]
+
+
+def _check_twice(files: Sequence[Found]) -> None:
+    url, times = Counter(file.url for file in files).most_common(1)[0]
+    if times > 1:
+        raise InputError(f"{url}: named twice; each of its rows would be answered twice")
+
+
+def _of_format(format: str, files: Sequence[Found]) -> Reader:
+    if format == "parquet":
+        from weftline.engine.jobs.sources.parquet_reader import ParquetReader
+
+        return ParquetReader(files)
+    if format == "arrow":
+        from weftline.engine.jobs.sources.arrow_reader import ArrowReader
+
+        return ArrowReader(files)
+    if format == "jsonl":
+        from weftline.engine.jobs.sources.jsonl_reader import JsonlReader
+
+        return JsonlReader(files)
+    if format == "csv":
+        from weftline.engine.jobs.sources.csv_reader import CsvReader
+
+        return CsvReader(files)
+    if format == "webdataset":
+        need("webdataset")
+        from weftline.engine.jobs.sources.tar_reader import TarReader
+
+        return TarReader(files)
+    from weftline.engine.jobs.sources.media_reader import MediaReader
+
+    return MediaReader(files)

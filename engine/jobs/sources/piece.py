@@ -1,0 +1,113 @@
+"""The nouns of reading: where rows come from, pieces of a data set, and batches of rows as they lie there.
+
+    data set --Piece--> pieces --Batch--> selection --Rows-->
+
+A *piece* is a run of rows that can be read without reading what stands before it: a row group, a range, a whole file.
+A *batch* is what one step of reading gives. A piece is always cut into the same batches, so that a *mark*, which says
+where a batch begins, leads back to exactly that batch and to those that follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+Mark = Any
+"""Where a batch begins in its piece, as a JSON value. Opaque to everybody but the reader."""
+
+UNUSABLE = "weftline:unusable"
+"""Hidden column: why a row could not be read at all, null for the others. All other columns of such a row are null."""
+
+FOLDER = "weftline:folder"
+"""Hidden column: the folder of the file that a row came from; only there when files lie in several folders."""
+
+HIDDEN = (UNUSABLE, FOLDER)
+"""Columns that Rows.table may have beyond Source.schema."""
+
+MEANS = b"weftline"
+"""Key in the metadata of a column: `path` when its text names files that are meant, `json` when it is written JSON."""
+
+BATCH_ROWS_MAX = 4_096
+BATCH_BYTES = 16 << 20
+"""What one batch holds at most, roughly: bytes are guessed from what rows take on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where rows come from, for people and for what rows name.
+
+    name:   stands in row ids: the file's path below the folder that all files share.
+    shown:  stands in messages: the file as the user wrote it.
+    folder: path or URL that the paths in its rows are relative to; '' is the working directory.
+    """
+
+    name: str
+    shown: str
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of rows that can be read alone.
+
+    origin: index in Reader.origins.
+    part:   which part of the file: a row group, a record batch, a range; 0 for a whole file.
+    row:    number in the file of the first row, from 0.
+    rows:   how many; None while that is unknown.
+    """
+
+    origin: int
+    part: int = 0
+    row: int = 0
+    rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one piece that were read together.
+
+    at:    reading the piece from this mark begins with this batch.
+    row:   number in the file of the first row.
+    table: their columns; UNUSABLE is among them where rows can be broken.
+    names: ids that the data set gives by itself; None: made from file and row.
+    """
+
+    at: Mark
+    row: int
+    table: pa.Table
+    names: Sequence[str] | None = None
+
+
+class Reader(Protocol):
+    """A data set of one format, as it lies there. Every error is an InputError that names the file."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns without hidden ones; every batch has them in this order and of these types."""
+
+    @property
+    def origins(self) -> Sequence[Origin]: ...
+
+    @property
+    def rows(self) -> int | None:
+        """How many there are; None when only reading everything would tell."""
+
+    def pieces(self, fine: bool) -> Sequence[Piece]:
+        """Return all pieces in the data set's own order; small ones when `fine`, to be put in another order."""
+
+    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+        """Yield the batches of a piece, from a mark on."""
+
+    def fingerprint(self) -> Mapping[str, str]:
+        """Return what identifies the data, one entry for each file or fact."""
+
+    def close(self) -> None:
+        """Let go of files. Safe to call twice."""
+
+
+def rows_at_a_time(rows: int, size_bytes: int) -> int:
+    """Return how many rows make a batch, when so many rows take so many bytes."""
+    return max(1, min(BATCH_ROWS_MAX, rows * BATCH_BYTES // max(size_bytes, 1)))

@@ -1,0 +1,62 @@
+"""Row ids: from a column, or from file and row; and a check that none comes twice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from weftline.errors import InputError
+from weftline.pipelines.problems import did_you_mean, listed
+
+CHECKED_ROWS = 2_000_000
+"""So many ids of one run are compared with each other; those beyond are not, since that takes room: 120 bytes each."""
+
+_ID_BYTES = 16
+
+
+class IdCheck:
+    """Remembers 16 bytes of each id."""
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def look(self, ids: Sequence[str]) -> None:
+        """Refuse an id that came before; InputError names it."""
+        for id in ids[: max(0, CHECKED_ROWS - len(self._seen))]:
+            digest = hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=_ID_BYTES).digest()
+            if digest in self._seen:
+                raise InputError(
+                    f"row id {id!r:.200} comes twice\n    fix: choose a column whose values differ, or leave --id out"
+                )
+            self._seen.add(digest)
+
+
+def check_id(name: str, schema: pa.Schema) -> None:
+    """Refuse a column that cannot have ids."""
+    if name not in schema.names:
+        hint = did_you_mean(name, schema.names)
+        raise InputError(
+            f"--id {name:.80}: there is no such column{f'; {hint}' if hint else ''}\n"
+            f"    columns: {listed(schema.names)}"
+        )
+    type = schema.field(name).type
+    fits = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_date, pa.types.is_timestamp)
+    if not any(one(type) for one in fits):
+        raise InputError(f"--id {name:.80}: a column of {type}; expected text or whole numbers")
+
+
+def ids_of(table: pa.Table, name: str, instead: Sequence[str], broken: Sequence[bool] | None) -> list[str]:
+    """Return the ids of a column as text; rows that could not be read are called after file and row.
+
+    instead: ids made from file and row.
+    broken:  which rows could not be read.
+    """
+    found: list[str | None] = table.column(name).cast(pa.string()).to_pylist()
+    for row, id in enumerate(found):
+        if id is None:
+            if broken is None or not broken[row]:
+                raise InputError(f"row {instead[row]}: column {name} is empty, and --id {name} makes row ids from it")
+            found[row] = instead[row]
+    return [id for id in found if id is not None]

@@ -1,0 +1,208 @@
+"""The rows a job means, out of a data set: filters, then order, then share, then limit.
+
+Rows are gathered into *windows* until there are enough of them; a window is put in order, its share is taken, and it is
+given out in tables. A position names where the window in hand begins and how much of it was given out, so that reading
+on makes the same window again and goes on inside it. Nothing else is remembered: memory holds one window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from weftline.engine.jobs.rows import Position, Rows
+from weftline.engine.jobs.sources.order import WINDOW_BYTES, WINDOW_ROWS, left, permutation, share
+from weftline.engine.jobs.sources.piece import FOLDER, UNUSABLE, Batch, Mark, Piece, Reader, rows_at_a_time
+from weftline.engine.jobs.sources.row_ids import IdCheck, check_id, ids_of
+from weftline.engine.jobs.sources.where import Where
+from weftline.engine.jobs.spec import DataSpec
+from weftline.errors import InputError
+
+GATHER_ROWS = 1_000
+"""Rows that are gathered, filters and shares applied, before a table is given out."""
+
+START: Position = {"piece": 0, "at": None, "skip": 0, "turn": 1, "seen": 0, "given": 0}
+"""Where reading begins. `turn` counts windows from 1; `seen` and `given` count rows before shares and after limits."""
+
+
+@dataclass(slots=True)
+class _Window:
+    """Selected rows that wait for their turn, and where the first of them was read."""
+
+    piece: int
+    at: Mark | None
+    tables: list[pa.Table] = field(default_factory=list)
+    ids: list[Sequence[str] | tuple[str, np.ndarray]] = field(default_factory=list)
+    rows: int = 0
+    size_bytes: int = 0
+
+    def add(self, table: pa.Table, ids: Sequence[str] | tuple[str, np.ndarray]) -> None:
+        self.tables.append(table)
+        self.ids.append(ids)
+        self.rows += table.num_rows
+        self.size_bytes += table.nbytes
+
+
+class SelectedSource:
+    """A Source: what a reader gives, with a DataSpec's selection applied. Read by one thread at a time."""
+
+    def __init__(self, reader: Reader, spec: DataSpec) -> None:
+        _check(spec)
+        self._reader, self._spec = reader, spec
+        self._where = Where(spec.where, reader.schema)
+        if spec.id is not None:
+            check_id(spec.id, reader.schema)
+        self._pieces = _ordered(reader.pieces(spec.shuffle is not None), spec.shuffle)
+        self._folders = len({one.folder for one in reader.origins}) > 1
+        shares = spec.shard[1] if spec.shard is not None else 1
+        self._enough = WINDOW_ROWS if spec.shuffle is not None else min(GATHER_ROWS * shares, WINDOW_ROWS)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of the data set; tables may have those of piece.HIDDEN besides."""
+        return self._reader.schema
+
+    @property
+    def folder(self) -> str:
+        """What paths in columns are relative to, where tables do not say so themselves."""
+        return self._reader.origins[0].folder
+
+    @property
+    def expected(self) -> int | None:
+        if self._where:
+            return None
+        rows = self._reader.rows
+        return None if rows is None else left(rows, self._spec.shard, self._spec.limit)
+
+    def fingerprint(self) -> Mapping[str, str]:
+        return self._reader.fingerprint()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def read(self, after: Position | None = None, place: int = 0) -> Iterator[Rows]:
+        at: Position = after or START
+        ids, limit = IdCheck(), self._spec.limit
+        turn, seen, given, skip = at["turn"], at["seen"], at["given"], at["skip"]
+        if limit is not None and given >= limit:
+            return
+        for window in self._windows(at["piece"], at["at"]):
+            for table, names, done in self._given_out(window, turn, seen, skip, limit, given):
+                if self._spec.id is not None or not isinstance(window.ids[0], tuple):
+                    ids.look(names)
+                given += len(names)
+                here = {
+                    "piece": window.piece,
+                    "at": window.at,
+                    "skip": done,
+                    "turn": turn,
+                    "seen": seen,
+                    "given": given,
+                }
+                yield Rows(place, names, table, here)
+                place += len(names)
+                if limit is not None and given >= limit:
+                    return
+            turn, seen, skip = turn + 1, seen + window.rows, 0
+
+    def _windows(self, first: int, at: Mark | None) -> Iterator[_Window]:
+        """Yield windows from a batch of a piece on."""
+        window: _Window | None = None
+        for number in range(first, len(self._pieces)):
+            piece = self._pieces[number]
+            for batch in self._reader.read(piece, at if number == first else None):
+                table, ids = self._selected(batch, piece)
+                if not table.num_rows:
+                    continue
+                window = window or _Window(number, batch.at)
+                window.add(table, ids)
+                if window.rows >= self._enough or window.size_bytes >= WINDOW_BYTES:
+                    yield window
+                    window = None
+        if window is not None:
+            yield window
+
+    def _selected(self, batch: Batch, piece: Piece) -> tuple[pa.Table, Sequence[str] | tuple[str, np.ndarray]]:
+        """Return the rows of a batch that the filters keep, and what their ids are made from."""
+        table, origin = batch.table, self._reader.origins[piece.origin]
+        if self._folders:
+            folder = pa.repeat(pa.scalar(origin.folder), table.num_rows)
+            table = table.append_column(pa.field(FOLDER, pa.string()), folder)
+        rows = np.arange(batch.row, batch.row + table.num_rows)
+        if not self._where:
+            return table, batch.names if batch.names is not None else (origin.name, rows)
+        kept = np.flatnonzero(np.asarray(self._where.mask(table)))
+        if len(kept) < table.num_rows:
+            table = table.take(pa.array(kept))
+        if batch.names is not None:
+            return table, [batch.names[row] for row in kept.tolist()]
+        return table, (origin.name, rows[kept])
+
+    def _given_out(
+        self, window: _Window, turn: int, seen: int, skip: int, limit: int | None, given: int
+    ) -> Iterator[tuple[pa.Table, list[str], int]]:
+        """Yield tables of a window's rows in order, their ids, and how many rows of it are then given out."""
+        order = self._order(window.rows, turn, seen)
+        count = window.rows if order is None else len(order)
+        end = count if limit is None else min(count, skip + limit - given)
+        table = pa.concat_tables(window.tables) if len(window.tables) > 1 else window.tables[0]
+        if order is not None:
+            table = table.combine_chunks()
+        size = rows_at_a_time(window.rows, window.size_bytes)
+        for start in range(skip, end, size):
+            stop = min(start + size, end)
+            if order is None:
+                part, places = table.slice(start, stop - start), np.arange(start, stop)
+            else:
+                places = order[start:stop]
+                part = table.take(pa.array(places))
+            yield part, self._names(part, _ids(window.ids, places)), stop
+
+    def _order(self, rows: int, turn: int, seen: int) -> np.ndarray | None:
+        """Return which rows of a window are given out, in their order; None: all, as they stand."""
+        chosen = share(rows, seen, self._spec.shard)
+        if self._spec.shuffle is None:
+            return chosen
+        order = permutation(rows, self._spec.shuffle, turn)
+        return order if chosen is None else order[chosen]
+
+    def _names(self, table: pa.Table, made: list[str]) -> list[str]:
+        if self._spec.id is None:
+            return made
+        broken = None
+        if UNUSABLE in table.schema.names:
+            broken = pc.is_valid(table.column(UNUSABLE)).to_pylist()
+        return ids_of(table, self._spec.id, made, broken)
+
+
+def _ordered(pieces: Sequence[Piece], seed: int | None) -> Sequence[Piece]:
+    return pieces if seed is None else [pieces[place] for place in permutation(len(pieces), seed, 0).tolist()]
+
+
+def _ids(parts: Sequence[Sequence[str] | tuple[str, np.ndarray]], places: np.ndarray) -> list[str]:
+    """Return the ids of rows at these places of a window."""
+    if len(parts) == 1 and isinstance(parts[0], tuple):
+        name, rows = parts[0]
+        return [f"{name}#{row}" for row in rows[places].tolist()]
+    starts = np.cumsum([0, *(len(one[1]) if isinstance(one, tuple) else len(one) for one in parts)])
+    ids: list[Any] = []
+    for part, place in zip((np.searchsorted(starts, places, "right") - 1).tolist(), places.tolist(), strict=True):
+        one = parts[part]
+        here = place - int(starts[part])
+        ids.append(f"{one[0]}#{one[1][here]}" if isinstance(one, tuple) else one[here])
+    return ids
+
+
+def _check(spec: DataSpec) -> None:
+    problems = []
+    if spec.shard is not None and not 1 <= spec.shard[0] <= spec.shard[1]:
+        problems.append(f"--shard {spec.shard[0]}/{spec.shard[1]}: expected i/n with i from 1 to n")
+    if spec.limit is not None and spec.limit < 1:
+        problems.append(f"--limit {spec.limit}: expected 1 or more")
+    if problems:
+        raise InputError("\n".join(problems))

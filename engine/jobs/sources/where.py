@@ -1,0 +1,212 @@
+"""Which rows `--where` keeps: the language of `when:` over columns, worked out for a whole table at once.
+
+A comparison with null is null, `x == null` asks for nulls, and a row whose condition comes to null is left out. What a
+condition asks of a column is tried on an empty table first, so that a wrong type is known before the first row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from weftline.engine.jobs.sources.piece import UNUSABLE
+from weftline.errors import InputError
+from weftline.pipelines import condition
+from weftline.pipelines.condition import Condition
+from weftline.pipelines.evaluation import Tree, literal
+from weftline.pipelines.problems import did_you_mean, listed
+
+_COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
+    "==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,
+}  # fmt: skip
+
+_REFUSED = (pa.ArrowException, ValueError, TypeError, OverflowError)
+
+
+class Where:
+    """Conditions that all must hold. Rows that could not be read are kept, so that they are told as errors."""
+
+    def __init__(self, texts: Sequence[str], schema: pa.Schema) -> None:
+        problems: list[str] = []
+        self._conditions = [one for text in texts if (one := _understood(text, schema, problems)) is not None]
+        if problems:
+            raise InputError("\n".join(problems))
+
+    def __bool__(self) -> bool:
+        return bool(self._conditions)
+
+    def mask(self, table: pa.Table) -> pa.ChunkedArray | pa.Array:
+        """Return which rows are kept."""
+        kept: Any = None
+        for one in self._conditions:
+            try:
+                here = _true(_value(one.tree, one, table), table)
+            except _REFUSED as error:
+                raise InputError(f"--where {one.text}: {_one_line(error)}") from None
+            kept = here if kept is None else pc.and_(kept, here)
+        if UNUSABLE in table.schema.names:
+            kept = pc.or_(kept, pc.is_valid(table.column(UNUSABLE)))
+        return kept
+
+
+def _understood(text: str, schema: pa.Schema, problems: list[str]) -> Condition | None:
+    try:
+        found = condition.resolve(condition.parse(text), schema.names)
+    except ValueError as error:
+        problems.append(f"--where {text:.200}: {error}")
+        return None
+    names = {str(wire.step or wire.port): None for wire in found.wires}
+    unknown = [name for name in names if name not in schema.names]
+    for name in unknown:
+        hint = did_you_mean(name, schema.names)
+        problems.append(
+            f"--where {text:.200}: there is no column {name}{f'; {hint}' if hint else ''}\n"
+            f"    columns: {listed(schema.names)}"
+        )
+    if unknown:
+        return None
+    empty = schema.empty_table()
+    try:
+        _true(_value(found.tree, found, empty), empty)
+    except _REFUSED as error:
+        types = ", ".join(f"{name} is {schema.field(name).type}" for name in names)
+        problems.append(f"--where {text:.200}: {_one_line(error)} ({types})")
+        return None
+    return found
+
+
+def _value(tree: Tree, of: Condition, table: pa.Table) -> Any:
+    """Return what a tree comes to: an array, or a constant as pyarrow holds it."""
+    match tree:
+        case ("wire", index):
+            return table.column(of.wires[index].port)
+        case ("value", constant):
+            return constant
+        case ("key", inner, key):
+            return _inside(_value(inner, of, table), key)
+        case ("len", inner):
+            return _length(_value(inner, of, table))
+        case ("not", inner):
+            return pc.invert(_truth(_value(inner, of, table), table))
+        case ("and" | "or" as word, *parts):
+            join = pc.and_kleene if word == "and" else pc.or_kleene
+            found = [_truth(_value(part, of, table), table) for part in parts]
+            whole = found[0]
+            for part in found[1:]:
+                whole = join(whole, part)
+            return whole
+        case ("in" | "not-in" as sign, left, right):
+            held = _contained(_value(left, of, table), _value(right, of, table), table)
+            return pc.invert(held) if sign == "not-in" else held
+        case (sign, left, right):
+            return _compared(sign, _value(left, of, table), _value(right, of, table))
+    raise ValueError(f"a condition with {tree[0]!r} in it, which nothing here makes")
+
+
+def _compared(sign: str, left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        if sign not in ("==", "!="):
+            raise ValueError("null can be compared with == and != alone")
+        one = right if left is None else left
+        if not _is_array(one):
+            return (one is None) is (sign == "==")
+        return pc.is_null(one) if sign == "==" else pc.is_valid(one)
+    if not _is_array(left) and not _is_array(right):
+        return _COMPARE[sign](pa.scalar(left), pa.scalar(right))
+    if not _is_array(left):
+        return _COMPARE[sign](_like(left, right.type), right)
+    return _COMPARE[sign](left, right if _is_array(right) else _like(right, left.type))
+
+
+def _like(constant: Any, type: pa.DataType) -> pa.Scalar:
+    """Return a constant to be compared with a column: text as a time, where the column has times."""
+    if isinstance(constant, list):
+        raise ValueError("a list can stand behind `in` alone")
+    found = pa.scalar(constant)
+    wants_text = pa.types.is_string(type) or pa.types.is_large_string(type)
+    if wants_text is not isinstance(constant, str) and not pa.types.is_temporal(type):
+        raise ValueError(f"{literal(constant)} cannot be compared with a column of {type}")
+    return found.cast(type) if pa.types.is_temporal(type) else found
+
+
+def _contained(one: Any, many: Any, table: pa.Table) -> Any:
+    """Return whether values are among constants, text is in text, or a constant is an element of lists."""
+    if isinstance(many, list):
+        if not _is_array(one):
+            return one in many
+        values = [value for value in many if value is not None]
+        for value in values:
+            _like(value, one.type)
+        held = pc.is_in(one, pa.array(values).cast(one.type) if values else pa.array([], one.type))
+        return pc.if_else(pc.is_null(one), pa.scalar(True if None in many else None, pa.bool_()), held)
+    if not _is_array(many) or _is_array(one):
+        raise ValueError("`in` wants a constant list behind it, or a constant before it and a column behind it")
+    if pa.types.is_string(many.type) or pa.types.is_large_string(many.type):
+        if not isinstance(one, str):
+            raise ValueError(f"{literal(one)} cannot be in text")
+        return pc.match_substring(many, one)
+    if not _is_list(many.type):
+        raise ValueError(f"nothing is in a column of {many.type}")
+    many = many.combine_chunks() if isinstance(many, pa.ChunkedArray) else many
+    equal = pc.fill_null(_compared("==", pc.list_flatten(many), one), False)
+    hits = pc.unique(pc.filter(pc.list_parent_indices(many), equal))
+    held = pc.is_in(pa.array(range(table.num_rows), hits.type), hits)
+    return pc.if_else(pc.is_null(many), pa.scalar(None, pa.bool_()), held)
+
+
+def _inside(found: Any, key: str | int) -> Any:
+    if _is_array(found) and pa.types.is_struct(found.type) and isinstance(key, str):
+        names = [field.name for field in found.type]
+        if key not in names:
+            hint = did_you_mean(key, names)
+            raise ValueError(f"there is no {key} in it{f'; {hint}' if hint else ''} (it has {listed(names)})")
+        return pc.struct_field(found, [key])
+    if _is_array(found) and pa.types.is_map(found.type):
+        return pc.map_lookup(found, pa.scalar(key, found.type.key_type), "first")
+    raise ValueError(f"{literal(key)} is no key of {found.type if _is_array(found) else 'a constant'}")
+
+
+def _length(found: Any) -> Any:
+    if not _is_array(found):
+        raise ValueError("len wants a column")
+    if _is_list(found.type):
+        return pc.list_value_length(found)
+    if pa.types.is_string(found.type) or pa.types.is_large_string(found.type):
+        return pc.utf8_length(found)
+    if pa.types.is_binary(found.type) or pa.types.is_large_binary(found.type):
+        return pc.binary_length(found)
+    raise ValueError(f"a column of {found.type} has no len")
+
+
+def _truth(found: Any, table: pa.Table) -> Any:
+    """Return what stands for true in a condition: Python's rule, null staying null."""
+    if not _is_array(found):
+        value = found.as_py() if isinstance(found, pa.Scalar) else found
+        return pa.repeat(pa.scalar(bool(value)), table.num_rows)
+    type = found.type
+    if pa.types.is_boolean(type):
+        return found
+    if pa.types.is_integer(type) or pa.types.is_floating(type):
+        return pc.not_equal(found, pa.scalar(0, type))
+    if pa.types.is_null(type):
+        return pa.repeat(pa.scalar(None, pa.bool_()), table.num_rows)
+    return pc.greater(_length(found), 0)
+
+
+def _true(found: Any, table: pa.Table) -> Any:
+    return pc.fill_null(_truth(found, table), False)
+
+
+def _is_array(found: Any) -> bool:
+    return isinstance(found, pa.Array | pa.ChunkedArray)
+
+
+def _is_list(type: pa.DataType) -> bool:
+    return bool(pa.types.is_list(type) or pa.types.is_large_list(type) or pa.types.is_fixed_size_list(type))
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300]

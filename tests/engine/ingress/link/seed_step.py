@@ -1,0 +1,11 @@
+"""A step that answers with the seed and the priority that its item brought."""
+
+from __future__ import annotations
+
+import weftline
+
+
+def brought(value: str) -> str:
+    """Return 'seed priority'."""
+    here = weftline.current()
+    return f"{here.seed} {here.priority}"

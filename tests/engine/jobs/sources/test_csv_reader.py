@@ -1,0 +1,122 @@
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weftline.engine.jobs.sources import lines
+from weftline.engine.jobs.sources.csv_reader import CsvReader, record_ends, whole_records
+from weftline.engine.jobs.sources.opening import open_source
+from weftline.engine.jobs.sources.piece import UNUSABLE
+from weftline.engine.jobs.sources.standard_input import StandardInput
+from weftline.engine.jobs.spec import DataSpec
+from weftline.errors import InputError
+
+
+def read(data: bytes) -> list[dict[str, Any]]:
+    """Return the rows of CSV as mappings, `{"!": reason}` for broken ones."""
+    reader = CsvReader(StandardInput(io.BytesIO(data)))
+    found = [row for batch in reader.read(reader.pieces(False)[0]) for row in batch.table.to_pylist()]
+    return [row if (why := row.pop(UNUSABLE)) is None else {"!": why} for row in found]
+
+
+def test_columns_are_numbers_or_text() -> None:
+    data = b"i,f,b,t,d,e\n1,1.5,true,x,2020-01-02,\n,2,false,,2020-01-03,\n"
+    assert read(data) == [
+        {"i": 1, "f": 1.5, "b": True, "t": "x", "d": "2020-01-02", "e": ""},
+        {"i": None, "f": 2.0, "b": False, "t": "", "d": "2020-01-03", "e": ""},
+    ]
+
+
+def test_quoted_values_may_hold_line_ends_and_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 16)
+    data = b'"a b",c\r\n"one\ntwo, ""three""\n",1\n\nplain,2\n5" disk,3\n"x",4'
+    assert read(data) == [
+        {"a b": 'one\ntwo, "three"\n', "c": 1}, {"a b": "plain", "c": 2}, {"a b": '5" disk', "c": 3},
+        {"a b": "x", "c": 4},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"1", "line 4: expected 2 columns, got 1: 1"),
+        (b"1,2,3", "line 4: expected 2 columns, got 3: 1,2,3"),
+        (b"x,y", "line 4: column a: no int64: invalid value 'x'"),
+        (b"5,\xff", "line 4: column b: no string: invalid UTF8 data"),
+    ],
+)
+def test_a_broken_record_is_a_row_with_a_reason(line: bytes, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weftline.engine.jobs.sources.csv_reader.LEARN_BYTES", 14)
+    data = b'a,b\n1,"x\ny"\n' + line + b"\n7,z\n"
+    assert read(data) == [{"a": 1, "b": "x\ny"}, {"!": why}, {"a": 7, "b": "z"}]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "standard input: is empty"),
+        (b"a,a\n1,2\n", "several columns are called a"),
+        (b'a,b\n1,"x\n2,y\n', "standard input:2: a quoted value begins here or below and never ends"),
+    ],
+)
+def test_a_file_without_a_way_to_read_it_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read(data)
+
+
+def test_later_files_need_the_first_ones_columns_in_any_order(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("n,t\n1,x\n")
+    (tmp_path / "b.csv").write_text("more,t,n\n9,y,2\n")
+    source = open_source(DataSpec((str(tmp_path),)))
+    rows = [row for one in source.read() for row in one.table.to_pylist()]
+    assert [(row["n"], row["t"]) for row in rows] == [(1, "x"), (2, "y")]
+    assert "more" not in source.schema.names
+    (tmp_path / "c.csv").write_text("n,u\n1,x\n")
+    with pytest.raises(InputError, match=r"c.csv: has no column t, which .*a.csv has"):
+        open_source(DataSpec((str(tmp_path),)))
+
+
+def test_tabs_part_the_columns_of_tsv(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('a\tb\n1,5\t"x\ty"\n')
+    rows = next(iter(open_source(DataSpec((str(tmp_path / "a.tsv"),))).read()))
+    assert rows.table.to_pylist()[0] | {UNUSABLE: None} == {"a": "1,5", "b": "x\ty", UNUSABLE: None}
+
+
+CELLS = st.text(st.sampled_from('ab ,"\n'), max_size=5).filter(lambda text: text.strip(' \n"') != "")
+
+
+@settings(max_examples=80)
+@given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=12), block=st.integers(1, 40))
+def test_what_python_writes_is_read_wherever_blocks_end(rows: list[tuple[str, str]], block: int) -> None:
+    written = io.StringIO(newline="")
+    csv.writer(written, lineterminator="\n").writerows([("a", "b"), *rows])
+    data = written.getvalue().encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "BLOCK_BYTES", block)
+        assert [tuple(row.values()) for row in read(data)] == rows
+    ends = record_ends(data, b",")
+    assert len(ends) == len(rows) + 1
+    cuts = {whole_records(data[:size], False) for size in range(1, len(data))}
+    assert cuts <= {0, *ends}
+
+
+@settings(max_examples=40)
+@given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=12), block=st.integers(1, 40))
+def test_reading_on_from_any_mark_gives_the_same_batches(rows: list[tuple[str, str]], block: int) -> None:
+    written = io.StringIO(newline="")
+    csv.writer(written, lineterminator="\n").writerows([("a", "b"), *rows])
+    data = written.getvalue().encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "BLOCK_BYTES", block)
+        whole = batches(data)
+        for number, (at, _, _) in enumerate(whole):
+            assert batches(data, at) == whole[number:]
+
+
+def batches(data: bytes, at: Any = None) -> list[tuple[Any, int, list[dict[str, Any]]]]:
+    reader = CsvReader(StandardInput(io.BytesIO(data)))
+    return [(one.at, one.row, one.table.to_pylist()) for one in reader.read(reader.pieces(False)[0], at)]

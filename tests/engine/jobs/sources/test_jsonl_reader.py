@@ -1,0 +1,153 @@
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from weftline.engine.jobs.sources import lines
+from weftline.engine.jobs.sources.jsonl_reader import JsonlReader, learned
+from weftline.engine.jobs.sources.opening import open_source
+from weftline.engine.jobs.sources.piece import UNUSABLE
+from weftline.engine.jobs.sources.standard_input import StandardInput
+from weftline.engine.jobs.spec import DataSpec
+from weftline.errors import InputError
+
+
+def read(data: bytes) -> list[dict[str, Any]]:
+    """Return the rows of JSONL as mappings; the reason stands under `!` where there is one."""
+    reader = JsonlReader(StandardInput(io.BytesIO(data)))
+    found = []
+    for batch in reader.read(reader.pieces(False)[0]):
+        for row in batch.table.to_pylist():
+            why = row.pop(UNUSABLE)
+            found.append(
+                row if why is None else {"!": why, **{name: one for name, one in row.items() if one is not None}}
+            )
+    return found
+
+
+def test_lines_are_rows_and_blank_lines_are_none() -> None:
+    assert read(b'{"a": 1}\n\n  \n{"a": null}\r\n{}\n{"a": 3}') == [{"a": 1}, {"a": None}, {"a": None}, {"a": 3}]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"no json", "line 2: not valid JSON at character 1: Expecting value"),
+        (b'{"a": 1', "line 2: not valid JSON at character 8: Expecting ',' delimiter"),
+        (b"[1, 2]", "line 2: expected an object, found a list"),
+        (b"null", "line 2: expected an object, found null"),
+        (b'{"a": 2}{"a": 3}', "line 2: not valid JSON at character 9: Extra data"),
+        (b'{"a": "two"}', "line 2: column a: expected int64, as in the lines before, found text"),
+        (b'{"a": 1.5}', "line 2: column a: expected int64, as in the lines before, found a number"),
+        (
+            b'{"a": 99999999999999999999}',
+            "line 2: column a: expected int64, as in the lines before, found a whole number",
+        ),
+        (b'{"a": 2, "b": "\xff"}', "line 2: text that is not UTF-8 (byte 16)"),
+        (b'{"a": 2, "b": "\\ud800"}', "line 2: column b: expected string, as in the lines before, found text"),
+        (b"[" * 100_000, "line 2: not valid JSON: nested too deeply, or a number of too many digits"),
+    ],
+)
+def test_a_broken_line_is_a_row_with_a_reason(line: bytes, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weftline.engine.jobs.sources.jsonl_reader.LEARN_ROWS", 1)
+    assert read(b'{"a": 1, "b": "x"}\n' + line + b'\n{"a": 3, "b": "z"}\n') == [
+        {"a": 1, "b": "x"}, {"!": why}, {"a": 3, "b": "z"},
+    ]  # fmt: skip
+
+
+def test_no_number_loses_its_fraction_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weftline.engine.jobs.sources.jsonl_reader.LEARN_ROWS", 1)
+    found = read(b'{"l": [{"x": 1}]}\n{"l": [{"x": 1.5}]}\n{"l": [{"x": 2}, {}, null]}\n{"l": null}\n')
+    assert [row.get("l") for row in found] == [[{"x": 1}], None, [{"x": 2}, {"x": None}, None], None]
+    assert "column l" in found[1]["!"]
+
+
+def test_an_object_over_two_lines_is_two_broken_lines() -> None:
+    assert ["!" in row for row in read(b'{"a": 1}\n{"a":\n2}\n{"a": 3}\n')] == [False, True, True, False]
+
+
+def test_a_column_of_several_types_is_text() -> None:
+    rows = read(b'{"a": 1}\n{"a": "x"}\n{"a": [1, {"b": null}]}\n')
+    assert [row["a"] for row in rows] == ["1", "x", '[1, {"b": null}]']
+
+
+def test_dates_stay_text_and_columns_of_nulls_are_text() -> None:
+    assert read(b'{"a": "2020-01-02", "b": null}\n{"a": "x", "b": "y"}\n')[1] == {"a": "x", "b": "y"}
+
+
+def test_types_are_learned_with_what_is_missing() -> None:
+    schema = learned([{"a": 1}, {"a": 1.5, "b": [None], "c": {"d": None}}])
+    assert [str(field.type) for field in schema] == ["double", "list<item: string>", "struct<d: string>"]
+
+
+def test_a_mark_and_empty_lines_at_the_start_do_no_harm() -> None:
+    assert read(b'\xef\xbb\xbf{"a": 1}\n') == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b'[{"a": 1}]', "one JSON list; expected one object on each line"),
+        (b"a,b\n1,2\n", "none of its first lines is a JSON"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read(data)
+
+
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "t": st.none() | st.text(st.characters(codec="utf-8"), max_size=8),
+        "n": st.none() | st.integers(-(1 << 63), (1 << 63) - 1),
+        "f": st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        "l": st.none() | st.lists(st.integers(-5, 5), max_size=3),
+        "s": st.none() | st.fixed_dictionaries({"x": st.booleans()}),
+    },
+)
+
+
+@settings(max_examples=60)
+@given(rows=st.lists(VALUES, min_size=1), broken=st.booleans(), ascii=st.booleans())
+def test_what_was_written_is_read_at_once_and_one_by_one(rows: list[dict[str, Any]], broken: bool, ascii: bool) -> None:
+    data = b"".join(json.dumps(row, ensure_ascii=ascii).encode() + b"\n" for row in rows)
+    assume(any(rows))
+    known = learned(rows).names
+    expected: list[dict[str, Any]] = [{name: row.get(name) for name in known} for row in rows]
+    found = read(data + (b"{\n" if broken else b""))
+    assert found[: len(rows)] == expected
+    assert len(found) == len(rows) + broken
+
+
+def test_compressed_files_read_like_others(tmp_path: Path) -> None:
+    data = b"".join(b'{"a": %d}\n' % row for row in range(1000))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data[:5000]) + gzip.compress(data[5000:]))
+    half = data[: data.rfind(b"\n", 0, 5000) + 1]
+    zstd = pa.Codec("zstd")
+    (tmp_path / "b.jsonl.zst").write_bytes(
+        zstd.compress(half).to_pybytes() + zstd.compress(data[len(half) :]).to_pybytes()
+    )
+    for name in ("a.jsonl.gz", "b.jsonl.zst"):
+        source = open_source(DataSpec((str(tmp_path / name),)))
+        assert [n for rows in source.read() for n in rows.table.column("a").to_pylist()] == list(range(1000))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl.bz2", "a.jsonl.xz"])
+def test_a_damaged_archive_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"no archive at all, but long enough to be looked at")
+    with pytest.raises(InputError, match=f"{name}, near line 1: cannot be read"):
+        open_source(DataSpec((str(tmp_path / name),)))
+
+
+def test_a_line_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(lines, "LINE_BYTES_MAX", 64)
+    with pytest.raises(InputError, match="standard input:2: more than 64 bytes"):
+        read(b'{"a": 1}\n' + b" " * 500 + b"\n")

@@ -1,0 +1,129 @@
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weftline.engine.jobs.sources.where import Where
+from weftline.errors import InputError
+from weftline.pipelines import condition
+
+TABLE = pa.table(
+    {
+        "n": [1, 2, None, 4],
+        "t": ["cat", "dog", "", None],
+        "ok": [True, False, None, True],
+        "tags": [["a", "b"], [], None, ["b", None]],
+        "s": [{"x": 1, "y": {"z": "q"}}, {"x": None, "y": None}, None, {"x": 4, "y": {"z": "r"}}],
+        "m": pa.array([[("k", 1)], [], None, [("j", 2)]], pa.map_(pa.string(), pa.int64())),
+        "day": pa.array([0, 1, 2, None], pa.date32()),
+        "data": [b"xyz", b"", None, b"a"],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("n > 1", [1, 3]),
+        ("1 < n", [1, 3]),
+        ("1 < n < 4", [1]),
+        ("n == 2.0", [1]),
+        ("n != 2", [0, 3]),
+        ("n == null", [2]),
+        ("n != null", [0, 1, 3]),
+        ("null == n", [2]),
+        ("not n > 1", [0]),
+        ("ok", [0, 3]),
+        ("not ok", [1]),
+        ("ok or n == 2", [0, 1, 3]),
+        ("ok and n > 1", [3]),
+        ('not (n > 1 and t == "zzz")', [0, 1, 2]),
+        ("ok == true", [0, 3]),
+        ("t", [0, 1]),
+        ("n", [0, 1, 3]),
+        ("tags", [0, 3]),
+        ('t in ["cat", "cow"]', [0]),
+        ('t in ["cat", null]', [0, 3]),
+        ('t not in ["cat"]', [1, 2]),
+        ('t not in ["cat", null]', [1, 2]),
+        ("n in [1, 4]", [0, 3]),
+        ("n in []", []),
+        ('"a" in t', [0]),
+        ('"b" in tags', [0, 3]),
+        ('"b" not in tags', [1]),
+        ("len(t) == 3", [0, 1]),
+        ("len(tags) > 1", [0, 3]),
+        ("len(data) >= 1", [0, 3]),
+        ("s.x >= 1", [0, 3]),
+        ('s.y.z == "q"', [0]),
+        ('s["x"] == 4', [3]),
+        ('m["k"] == 1', [0]),
+        ('day >= "1970-01-02"', [1, 2]),
+        ("true", [0, 1, 2, 3]),
+        ("1 == 2", []),
+        ("null == null", [0, 1, 2, 3]),
+    ],
+)
+def test_rows_are_kept_where_the_condition_holds(text: str, kept: list[int]) -> None:
+    mask = Where([text], TABLE.schema).mask(TABLE)
+    assert [row for row, one in enumerate(mask.to_pylist()) if one] == kept
+
+
+def test_all_conditions_must_hold() -> None:
+    assert Where(["n > 1", "ok"], TABLE.schema).mask(TABLE).to_pylist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("m > ", "at character"),
+        ("nn > 1", r"there is no column nn; did you mean n\?"),
+        ('n > "x"', "'x' cannot be compared with a column of int64"),
+        ("t == 1", "1 cannot be compared with a column of string"),
+        ("s.w == 1", "there is no w in it"),
+        ("n.x == 1", "'x' is no key of int64"),
+        ("tags[0] == 1", "0 is no key of list"),
+        ("len(n) > 1", "a column of int64 has no len"),
+        ("n < null", "null can be compared with == and != alone"),
+        ('n in ["x"]', "'x' cannot be compared with a column of int64"),
+        ("1 in n", "nothing is in a column of int64"),
+        ("n == [1]", "a list can stand behind `in` alone"),
+        ("n == 99999999999999999999", "--where n == 9"),
+        ('day > "no day"', "--where day"),
+        ("n == t", "--where n == t"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_the_first_row(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Where([text], TABLE.schema)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(InputError) as told:
+        Where(["x > 1", "y > 1", "n >"], TABLE.schema)
+    assert str(told.value).count("--where") == 3
+
+
+NUMBERS = st.integers(-3, 3)
+SIGNS = st.sampled_from(["==", "!=", "<", "<=", ">", ">="])
+ATOMS = st.builds(
+    lambda name, sign, value: f"{name} {sign} {value}", st.sampled_from("ab"), SIGNS, NUMBERS
+) | st.builds(lambda values: f"a in {values}", st.lists(NUMBERS))
+TEXTS = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.builds(lambda a, b, word: f"({a} {word} {b})", inner, inner, st.sampled_from(["and", "or"]))
+        | inner.map(lambda one: f"not ({one})")
+    ),
+    max_leaves=5,
+)
+
+
+@given(text=TEXTS, rows=st.lists(st.fixed_dictionaries({"a": NUMBERS, "b": NUMBERS}), min_size=1))
+def test_without_nulls_a_column_is_asked_as_a_value_is(text: str, rows: list[dict[str, Any]]) -> None:
+    table = pa.Table.from_pylist(rows)
+    asked = condition.parse(text)
+    one_by_one = [asked.holds([row[wire.port] for wire in asked.wires]) for row in rows]
+    assert Where([text], table.schema).mask(table).to_pylist() == one_by_one
