@@ -105,7 +105,7 @@ def _llm(where: Path, rounds: int, quick: bool) -> None:
     floors = [one["tokens"] / one["seconds"] for one in alone]
     rates = [one["figures"]["tokens"] / one["seconds"] for one in job]
     print(f"| engine alone, all prompts at once | {spread(floors)} | {spread([one['wide'] for one in alone], 1)} | |")
-    wide = [one["figures"].get("tokens_a_round", float("nan")) for one in job]
+    wide = [one["figures"]["tokens"] / one["figures"]["rounds"] for one in job]
     ratios = [rate / floor for rate, floor in zip(rates, floors)]
     print(f"| job, {rows} prompts | {spread(rates)} | {spread(wide, 1)} | {spread(ratios, 2)} |")
 

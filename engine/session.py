@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -41,7 +41,7 @@ from weftline.engine.runtime import Progress
 from weftline.engine.together import Room, run_together
 from weftline.engine.values import unpack
 from weftline.engine.version import Version
-from weftline.errors import SessionClosed, WeftlineError
+from weftline.errors import InputError, SessionClosed, WeftlineError
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.graph import Pipeline
@@ -69,9 +69,10 @@ ENDED = ev.Fail(-1, "SessionClosed", "the session was closed before the request 
 class OpenablePipeline:
     """A pipeline that was checked and planned for a machine; nothing runs until `open`."""
 
-    def __init__(self, plan: Plan, machine: Machine | None = None) -> None:
+    def __init__(self, plan: Plan, machine: Machine | None = None, graph: Pipeline | None = None) -> None:
         self.plan = plan
         self._machine = machine
+        self._graph = graph
 
     def open(self, progress: Progress | None = None, timeout_s: float | None = None) -> Session:
         """Start the workers, load every model, and return a session; ModelError when one cannot be opened.
@@ -83,22 +84,60 @@ class OpenablePipeline:
         session.open(timeout_s)
         return session
 
+    def map(
+        self,
+        dataset: Any,
+        *,
+        maps: Mapping[str, str] | None = None,
+        outputs: Sequence[str] | None = None,
+        keep: Sequence[str] | None = None,
+        errors: Literal["raise", "rows"] = "raise",
+        block_rows: int | None = None,
+        seed: int = 0,
+        as_dataset: bool = False,
+    ) -> Any:
+        """Answer the rows of a data set and return them in order, as an iterator of dicts; models load when it fits.
+
+        dataset:    a Hugging Face data set, an Arrow table, a data frame, dicts, or a path.
+        maps:       columns by pipeline input, where the names differ.
+        outputs:    which outputs are wanted; None: all.
+        keep:       columns that are in what is returned; None: all but pictures, recordings and bytes.
+        errors:     'rows' gives every row the key `error`; else the first row that fails raises.
+        block_rows: rows that are answered together; None: as many as are good.
+        seed:       what rows' seeds are made from.
+        as_dataset: return a `datasets.Dataset` of all rows instead.
+
+        Closing or dropping the iterator ends everything. InputError, PipelineError and ModelError as elsewhere. Nothing
+        is written and nothing resumes: that is `weftline batch`.
+        """
+        from weftline.engine.jobs.answering.opening import open_here
+        from weftline.engine.jobs.dataset_map import map_plan
+
+        if self._graph is None:
+            raise InputError("map: this pipeline was made from a plan alone; load it with weftline.load")
+        opening = open_here(self._graph, outputs=outputs, seed=seed, block_rows=block_rows)
+        return map_plan(self.plan, opening, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
+
 
 def load(pipeline: Source, machine: Machine | None = None) -> OpenablePipeline:
     """Check and plan a YAML file, or a pipeline built in Python; PipelineError lists every problem.
 
     machine: what to place it on; this machine when left out.
     """
-    return OpenablePipeline(plan_of(pipeline, machine), machine)
+    graph = graph_of(pipeline)
+    return OpenablePipeline(make_plan(graph, machine or this_machine()), machine, graph)
 
 
 def plan_of(pipeline: Source, machine: Machine | None = None) -> Plan:
     """Return the plan of a pipeline for a machine; PipelineError lists every problem."""
+    return make_plan(graph_of(pipeline), machine or this_machine())
+
+
+def graph_of(pipeline: Source) -> Pipeline:
+    """Return a pipeline as it was written; PipelineError when it cannot be read."""
     if isinstance(pipeline, str | Path):
-        pipeline = load_file(pipeline)
-    elif isinstance(pipeline, Builder):
-        pipeline = pipeline.build()
-    return make_plan(pipeline, machine or this_machine())
+        return load_file(pipeline)
+    return pipeline.build() if isinstance(pipeline, Builder) else pipeline
 
 
 class Session:
@@ -305,6 +344,25 @@ class Session:
         gone:  set when nobody wants the answers any more; rows that are open then end with RequestCancelled.
         """
         return run_together(self._enter, rows, outputs=outputs, seeds=seeds, room=room, gone=gone)
+
+    def map(
+        self,
+        dataset: Any,
+        *,
+        maps: Mapping[str, str] | None = None,
+        outputs: Sequence[str] | None = None,
+        keep: Sequence[str] | None = None,
+        errors: Literal["raise", "rows"] = "raise",
+        block_rows: int | None = None,
+        seed: int = 0,
+        as_dataset: bool = False,
+    ) -> Any:
+        """Answer the rows of a data set as OpenablePipeline.map does, on this session; usual requests go first."""
+        from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
+        from weftline.engine.jobs.dataset_map import map_rows
+
+        answerer = SessionAnswerer(self, outputs=outputs, seed=seed, block_rows=block_rows)
+        return map_rows(answerer, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
 
     def stream(
         self,

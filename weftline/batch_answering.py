@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weftline.batch_options import BatchRequest, OnRay, Via
-from weftline.cli_remote import Remote, _read_token
 from weftline.engine.jobs.answering.opening import Opening, open_here
 from weftline.engine.jobs.rows import Answerer
 from weftline.engine.jobs.spec import JobSpec
@@ -17,7 +16,6 @@ from weftline.pipelines.load import load_file
 from weftline.pipelines.problems import did_you_mean, listed
 
 if TYPE_CHECKING:
-    from weftline.engine.client.options import ClientTls
     from weftline.engine.runtime import Progress
 
 
@@ -44,7 +42,7 @@ def _check_outputs(spec: JobSpec) -> None:
 def _of_server(spec: JobSpec, via: Via) -> Opening:
     from weftline.engine.jobs.answering.via_opening import open_via
 
-    token, tls = _credentials(via.remote)
+    token, tls = via.remote.credentials()
     return open_via(
         spec.pipeline,
         via.remote.url,
@@ -56,15 +54,6 @@ def _of_server(spec: JobSpec, via: Via) -> Opening:
         seed=spec.seed,
         block_rows=spec.block_rows,
     )
-
-
-def _credentials(remote: Remote) -> tuple[str | None, ClientTls | bool]:
-    """Return the token, read from its file, and how the connection is secured."""
-    from weftline.engine.client.options import ClientTls
-
-    wanted = remote.tls or any((remote.ca, remote.certificate, remote.key))
-    tls = ClientTls(remote.ca, remote.certificate, remote.key) if wanted else False
-    return _read_token(remote.token_file) if remote.token_file is not None else None, tls
 
 
 def _on_ray(spec: JobSpec, ray: OnRay, here: Opening) -> Opening:

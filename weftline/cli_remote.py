@@ -18,6 +18,7 @@ from weftline.show import printable
 
 if TYPE_CHECKING:
     from weftline.engine.client.client import Client
+    from weftline.engine.client.options import ClientTls
     from weftline.engine.client.questions import ModelStats
     from weftline.engine.ingress.face import ModelState
 
@@ -49,12 +50,17 @@ class Remote:
     def open(self) -> Client:
         """Return a client; InputError where the options make none."""
         from weftline.engine.client.client import Client
+
+        token, tls = self.credentials()
+        return Client(self.url, token=token, tls=tls, insecure=self.insecure, retries=0)
+
+    def credentials(self) -> tuple[str | None, ClientTls | bool]:
+        """Return the token, read from its file, and how the connection is secured."""
         from weftline.engine.client.options import ClientTls
 
         wanted = self.tls or any((self.ca, self.certificate, self.key))
         tls = ClientTls(self.ca, self.certificate, self.key) if wanted else False
-        token = _read_token(self.token_file) if self.token_file is not None else None
-        return Client(self.url, token=token, tls=tls, insecure=self.insecure, retries=0)
+        return _read_token(self.token_file) if self.token_file is not None else None, tls
 
 
 def show_status(

@@ -25,7 +25,7 @@ from weftline.engine.jobs.results.formats import EXTRAS
 from weftline.engine.jobs.results.joining import hf_files, join_parts
 from weftline.engine.jobs.results.store import Store
 from weftline.engine.jobs.retrying import commit_again, cuts_again
-from weftline.engine.jobs.rows import Answered, Answerer, Block, Stop
+from weftline.engine.jobs.rows import Answered, Answerer, Block, RowError, Stop
 from weftline.engine.jobs.sources.loading import Loader
 from weftline.engine.jobs.sources.opening import open_loader
 from weftline.engine.jobs.spec import ErrorsMax, JobSpec
@@ -96,6 +96,8 @@ class _Run:
         for record in store.records:
             tally.merge(Tally.from_json(record.tally))
         self._telling = Telling(store.rows, store.errors, job.source.expected, tally, job.spec.seed)
+        for row in store.error_rows():
+            self._telling.kinds.add(row.id, RowError(row.step, row.error, row.reason))
 
     def run(self) -> JobEnd:
         store = self._store
@@ -209,6 +211,7 @@ class _Run:
             "pipeline": job.plan.name, "data": job.spec.data.data, "out": job.spec.out.out, "files": files,
             "instances": {step.name: len(step.workers) for step in job.plan.steps},
             "repeatable": self._opening.repeatable, "versions": versions(job.plan),
+            "settings": job.manifest.settings,
         }  # fmt: skip
         self._watch(self._telling.progress(self._figures()))
         return self._telling.end(about, self._answerer, why)

@@ -26,6 +26,7 @@ from weftline.pipelines.load import load_file
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.problems import nearest
+from weftline.pipelines.written import to_yaml
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -70,7 +71,8 @@ class Prepared:
 
 def prepare(spec: JobSpec, opening: Opening) -> Prepared:
     """Check a job; PipelineError and InputError say everything that is wrong with it."""
-    plan = make_plan(load_file(spec.pipeline), this_machine())
+    pipeline = load_file(spec.pipeline)
+    plan = make_plan(pipeline, this_machine())
     format, single_file = format_of(spec.out.out, spec.out.format)
     types = {one.name: one.type for one in plan.outputs}
     names = _chosen("output", spec.out.outputs, list(types))
@@ -88,7 +90,7 @@ def prepare(spec: JobSpec, opening: Opening) -> Prepared:
         columns = columns_of({name: types[name] for name in names}, kept, "id", spec.out.media)
         check_columns(columns.schema, format)
         manifest = Manifest(
-            pipeline=pipeline_parts(plan),
+            pipeline=pipeline_parts(plan) | {"text": to_yaml(pipeline)},
             input=dict(source.fingerprint()),
             settings={
                 "columns": dict(binding.columns), "id": spec.data.id, "where": list(spec.data.where),

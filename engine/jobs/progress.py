@@ -76,6 +76,8 @@ class JobEnd:
     rows, errors, resumed, elapsed_s, figures: as in Progress.
     instances: by step, how many instances it has (utilisation is busy_ms over elapsed time and instances).
     repeatable: by output, 'exact' or 'rounding'.
+    settings:  what decides the results beside pipeline and data, by name.
+    tally:     of all runs; `spent` of this one.
     """
 
     pipeline: str
@@ -96,3 +98,5 @@ class JobEnd:
     samples: Sequence[Sample] = ()
     kinds: Sequence[ErrorKind] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    spent: Tally | None = None

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from weftline.engine.jobs.progress import JobEnd, Progress, RatePoint, Sample
+from weftline.engine.jobs.progress import JobEnd, Progress, Sample
 from weftline.engine.jobs.report.kinds import ErrorKinds
+from weftline.engine.jobs.report.pace import Rates
 from weftline.engine.jobs.report.sampler import Sampler
 from weftline.engine.jobs.rows import Answered, Answerer, Block
 from weftline.engine.jobs.tally import Tally
-
-POINTS_MAX = 240
-"""Most moments of which the rate is kept; beyond, every other one is dropped."""
 
 WATCH_S = 0.2
 """How often whoever watches is told."""
@@ -22,15 +20,16 @@ class Telling:
     """One run of a job as it goes along.
 
     resumed, expected: rows that earlier runs answered, and rows in all (None: unknown).
+    tally, spent:      of all runs, and of this one.
     """
 
     def __init__(self, resumed: int, errors: int, expected: int | None, tally: Tally, seed: int) -> None:
         self.rows = self.resumed = self.committed = resumed
         self.expected, self.errors, self.tally = expected, errors, tally
         self.kinds, self._sampler = ErrorKinds(), Sampler(seed=seed)
-        self._started_s = self._told_s = self._point_s = time.monotonic()
-        self._point_rows, self._step_s = resumed, 0.5
-        self._rates: list[RatePoint] = []
+        self.spent = Tally()
+        self._started_s = self._told_s = time.monotonic()
+        self._rates = Rates()
 
     @property
     def elapsed_s(self) -> float:
@@ -38,26 +37,21 @@ class Telling:
 
     def begin(self) -> None:
         """The first row is about to be asked: the clock runs from here."""
-        self._started_s = self._told_s = self._point_s = time.monotonic()
+        self._started_s = self._told_s = time.monotonic()
 
     def note(self, block: Block, answered: Answered) -> None:
         """Take in what became of a block."""
         self.rows += len(block)
         self.errors += len(answered.errors)
         self.tally.merge(answered.tally)
+        self.spent.merge(answered.tally)
         for row, error in answered.errors.items():
             self.kinds.add(str(block.ids[row]), error)
         places = [block.place_of(row) for row in range(len(block))]
         failed = [row in answered.errors for row in range(len(block))]
         for row in self._sampler.wanted(places, failed):
             self._sampler.offer(places[row], lambda row=row: sample_of(block, answered, row), failed[row])  # type: ignore[misc]
-        now_s = time.monotonic()
-        if now_s - self._point_s >= self._step_s:
-            rate = (self.rows - self._point_rows) / (now_s - self._point_s)
-            self._rates.append(RatePoint(now_s - self._started_s, rate))
-            self._point_s, self._point_rows = now_s, self.rows
-            if len(self._rates) > POINTS_MAX:
-                self._rates, self._step_s = self._rates[::2], self._step_s * 2
+        self._rates.see(self.progress({}))
 
     def commit(self, rows: int) -> None:
         """So many more rows are committed."""
@@ -78,11 +72,12 @@ class Telling:
 
     def end(self, about: Mapping[str, object], answerer: Answerer | None, why: str = "") -> JobEnd:
         """Return what became of the job; `about` has the fields that do not change."""
+        elapsed_s = self.elapsed_s
         figures = dict(answerer.figures()) if answerer is not None else {}
         return JobEnd(
             **about,  # type: ignore[arg-type]
             finished=not why, why=why, rows=self.rows, errors=self.errors, resumed=self.resumed,
-            elapsed_s=self.elapsed_s, tally=self.tally, figures=figures, rates=tuple(self._rates),
+            elapsed_s=elapsed_s, tally=self.tally, figures=figures, rates=self._rates.points(), spent=self.spent,
             samples=self._sampler.samples(), kinds=self.kinds.kinds(),
         )  # fmt: skip
 

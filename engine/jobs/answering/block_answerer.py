@@ -22,9 +22,11 @@ import numpy as np
 
 from weftline.engine.jobs.answering.blocked import Blocked, blockable, blocked, rows_of
 from weftline.engine.jobs.answering.columns import Column, PackedColumn, own, read
-from weftline.engine.jobs.answering.common import EXACT, busy, row_error, row_seed
+from weftline.engine.jobs.answering.each_row import row_error, row_seed
 from weftline.engine.jobs.answering.packing import Packer, Portion
+from weftline.engine.jobs.answering.repeatable import EXACT, check_outputs
 from weftline.engine.jobs.answering.rows_node import Told
+from weftline.engine.jobs.answering.utilisation import busy
 from weftline.engine.jobs.rows import Answered, Block, RowError
 from weftline.engine.jobs.tally import Tally
 from weftline.engine.pending import PendingTensor
@@ -32,7 +34,6 @@ from weftline.engine.result import owned
 from weftline.engine.runtime import Progress
 from weftline.engine.session import Session, Source, plan_of
 from weftline.errors import (
-    InputError,
     LimitReached,
     PipelineError,
     Problem,
@@ -84,9 +85,7 @@ class BlockAnswerer:
     ) -> None:
         plan = plan_of(pipeline, machine)
         types = {one.name: one.type for one in plan.outputs}
-        unknown = [name for name in outputs or () if name not in types]
-        if unknown:
-            raise InputError(f"no output is called {', '.join(unknown)}; outputs: {', '.join(types)}")
+        check_outputs(plan, tuple(outputs) if outputs is not None else tuple(types))
         why = blockable(plan, outputs)
         if why:
             raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weftline.engine.jobs.answering.common import repeatable
+from weftline.engine.jobs.answering.repeatable import check_outputs, repeatable
 from weftline.engine.jobs.answering.session_answerer import ROWS, SessionAnswerer
 from weftline.engine.jobs.rows import Answerer
 from weftline.engine.jobs.spec import PART_ROWS
@@ -70,9 +70,10 @@ def open_here(
     pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
     plan = make_plan(pipeline, this_machine())
     wanted = tuple(outputs) if outputs is not None else tuple(one.name for one in plan.outputs)
-    why = blockable(plan) if mode != ROW_BY_ROW else "row by row was asked for"
+    check_outputs(plan, wanted)
+    why = blockable(plan, wanted) if mode != ROW_BY_ROW else "row by row was asked for"
     if not why:
-        rows = block_rows or block_rows_of(plan)
+        rows = block_rows or block_rows_of(plan, wanted)
         return Opening(
             BLOCKS, "", rows, PART_ROWS, repeatable(plan, wanted, False),
             lambda progress: BlockAnswerer(pipeline, outputs=outputs, seed=seed, block_rows=rows, progress=progress),

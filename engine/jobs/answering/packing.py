@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weftline.engine.intake import Intake, media_limits
-from weftline.engine.jobs.answering.common import row_error, usable
+from weftline.engine.jobs.answering.each_row import row_error, usable
 from weftline.engine.jobs.rows import Block, RowError
 from weftline.engine.packed import Packed
 from weftline.engine.values import pack

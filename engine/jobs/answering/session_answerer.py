@@ -12,13 +12,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from weftline.engine.jobs.answering.common import busy, repeatable, row_error, row_seed, usable
+from weftline.engine.jobs.answering.each_row import row_error, row_seed, usable
+from weftline.engine.jobs.answering.repeatable import check_outputs, repeatable
+from weftline.engine.jobs.answering.utilisation import busy
 from weftline.engine.jobs.rows import Answered, Block, RowError
 from weftline.engine.jobs.tally import Tally
+from weftline.engine.messages import BEAT_S
 from weftline.engine.result import Result
 from weftline.engine.session import Session
 from weftline.engine.together import Room
-from weftline.errors import InputError, LimitReached, RequestCancelled, SessionClosed
+from weftline.errors import LimitReached, RequestCancelled, SessionClosed
 from weftline.nodes.ports import PortType
 
 ROWS = 128
@@ -26,6 +29,12 @@ ROWS = 128
 
 SHARED_ROWS = 16
 """The same on a session that answers usual requests too, which need room as well."""
+
+COUNTED = {"tokens": "completion_tokens_total", "rounds": "rounds_total"}
+"""What is told of llm steps, by the name that the nodes give it."""
+
+SETTLE_S = 1.5 * BEAT_S
+"""By then a worker has told what its nodes have counted."""
 
 WAIT_S, WAIT_S_MAX = 0.05, 2.0
 """How long a block that found no room waits before it tries again; it doubles each time."""
@@ -60,9 +69,7 @@ class SessionAnswerer:
         self._inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
         self._needed = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
         types = {one.name: one.type for one in plan.outputs}
-        unknown = [name for name in self._wanted or () if name not in types]
-        if unknown:
-            raise InputError(f"no output is called {', '.join(unknown)}; outputs: {', '.join(types)}")
+        check_outputs(plan, self._wanted if self._wanted is not None else tuple(types))
         self._outputs = {name: types[name] for name in self._wanted or types}
         self._texts = [name for name, type in self._outputs.items() if type.kind == "text"]
         self._repeatable = repeatable(plan, tuple(self._outputs), shared)
@@ -70,6 +77,8 @@ class SessionAnswerer:
         self._room = Room()
         self._pool = ThreadPoolExecutor(self._ahead, thread_name_prefix="weftline-rows")
         self._closed = threading.Event()
+        self._under_way: set[Future[Answered]] = set()
+        self._streams = any(step.streams for step in plan.steps)
         self._lately: deque[tuple[float, Tally]] = deque()
         self._instances = {step.name: len(step.workers) for step in plan.steps}
 
@@ -103,14 +112,21 @@ class SessionAnswerer:
         return self._instances
 
     def ask(self, block: Block) -> Future[Answered]:
-        return self._pool.submit(self._answer, block)
+        future = self._pool.submit(self._answer, block)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
 
     def figures(self) -> Mapping[str, float]:
+        """See rows.Answerer. When nothing is under way, what nodes count is waited for: they tell once a second."""
+        if self._streams and self._lately and not self._under_way:
+            self._closed.wait(max(0.0, self._lately[-1][0] + SETTLE_S - time.monotonic()))
         figures: dict[str, float] = {}
         for workers in self._session.stats()["figures"].values():
             for values in workers.values():
-                if "completion_tokens_total" in values:
-                    figures["tokens"] = figures.get("tokens", 0.0) + values["completion_tokens_total"]
+                for name, figure in COUNTED.items():
+                    if figure in values:
+                        figures[name] = figures.get(name, 0.0) + values[figure]
         return figures | busy(self._lately, self._instances)
 
     def close(self) -> None:

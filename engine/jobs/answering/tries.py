@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weftline.engine.jobs.answering.common import row_error
+from weftline.engine.jobs.answering.each_row import row_error
 from weftline.engine.jobs.rows import RowError
 from weftline.errors import (
     AccessDenied,

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weftline.engine.client.described import DescribedModel
 from weftline.engine.client.options import ClientTls
-from weftline.engine.jobs.answering.common import ROUNDING, row_seed, usable
+from weftline.engine.jobs.answering.each_row import row_seed, usable
+from weftline.engine.jobs.answering.repeatable import ROUNDING
 from weftline.engine.jobs.answering.served_model import check_same, described_ports, types_of
 from weftline.engine.jobs.answering.tries import PATIENCE_S, Again, Heard, Tries
 from weftline.engine.jobs.answering.turns import Turns

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weftline.engine.client.options import ClientTls
-from weftline.engine.jobs.answering.common import ROUNDING
 from weftline.engine.jobs.answering.opening import PART_ROWS_SLOW, Opening
+from weftline.engine.jobs.answering.repeatable import ROUNDING
 from weftline.engine.jobs.answering.served_model import ports_of
 from weftline.engine.jobs.answering.via import BLOCK_ROWS, ServerAnswerer
 from weftline.pipelines.graph import Pipeline

@@ -104,7 +104,7 @@ class PipelineReplica:
                 yield Message(message)
             await running
         finally:
-            return
+            running.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await running
 

@@ -7,6 +7,7 @@ has no more than about PAGE_BYTES_MAX: pictures and texts of samples that would 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,6 +151,10 @@ def _facts(end: JobEnd) -> Iterator[tuple[str, str]]:
     for output, counts in end.tally.lengths.items():
         if empty := sum(count for bucket, count in counts.items() if bucket <= bucket_of(0)):
             yield f"output {as_name(output, NAME_CHARS_MAX)}", f"empty in {_grouped(empty)} rows"
+    for name, value in end.settings.items():
+        if value not in (None, [], {}):
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=True, default=str)
+            yield as_name(name, NAME_CHARS_MAX), as_name(shown, PATH_CHARS_MAX)
     for name, version in end.versions.items():
         yield as_name(name, NAME_CHARS_MAX), as_name(version, NAME_CHARS_MAX)
 

@@ -73,8 +73,8 @@ img { max-width: 100%; height: auto; display: block; border-radius: .25rem; }
 {% for cell in cells %}<td class="n">{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 <p class="soft">Times are from leaving for the worker to the result, one item at a time, to about 12 %. \
-Busy is the share of the run that an instance of the step was at work{% if end.resumed %}; an estimate here, for \
-earlier runs answered some of the rows{% endif %}.</p>
+Busy is the share of {% if end.resumed %}the last{% else %}the{% endif %} run that an instance of the step was at work.\
+</p>
 {% endif %}{% if kinds %}<h2>Errors</h2>
 <div class="wide"><table>
 <tr><th class="n">#</th><th class="n">rows</th><th>step</th><th>error</th><th>reason</th><th>ids</th></tr>

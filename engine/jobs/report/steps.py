@@ -15,8 +15,7 @@ class StepFigures:
     batches:    calls; batch_mean: items in one, 0 without any.
     p50_ms, p99_ms: from leaving for the worker to the result, over all items; None without any.
     busy_s:     time its node was at work, in all runs of the job.
-    busy:       share of this run that one instance was at work; None for a run that answered nothing. Of a resumed job
-                it is reckoned from all runs, as if each row had taken as long as any other.
+    busy:       share of this run that one instance was at work; None for a run that answered nothing.
     """
 
     name: str
@@ -33,7 +32,8 @@ class StepFigures:
 
 def step_figures(end: JobEnd) -> list[StepFigures]:
     """Return the figures of all steps, in the tally's order."""
-    fresh = (end.rows - end.resumed) / end.rows if end.rows > 0 else 0.0
+    spent = end.tally if end.spent is None else end.spent
+    fresh = end.rows > end.resumed
     found = []
     for name, tally in end.tally.steps.items():
         room_ms = end.elapsed_s * 1000 * max(end.instances.get(name, 1), 1)
@@ -48,7 +48,7 @@ def step_figures(end: JobEnd) -> list[StepFigures]:
                 p50_ms=tally.quantile_ms(0.5) if tally.run_ms else None,
                 p99_ms=tally.quantile_ms(0.99) if tally.run_ms else None,
                 busy_s=tally.busy_ms / 1000,
-                busy=tally.busy_ms * fresh / room_ms if room_ms > 0 and fresh > 0 else None,
+                busy=spent.of(name).busy_ms / room_ms if room_ms > 0 and fresh else None,
             )
         )
     return found

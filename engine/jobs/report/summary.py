@@ -30,8 +30,6 @@ def summary(end: JobEnd, width: int = WIDTH) -> str:
     steps = step_figures(end)
     if steps:
         lines += ["", *_table(steps, width)]
-        if end.resumed:
-            lines.append("busy: an estimate, for earlier runs answered some of the rows")
     for title, found in (("errors", _errors(end)), ("files", _files(end)), ("next", next_steps(end))):
         if listed := [f"  {one}" for one in found]:
             lines += ["", title, *listed]

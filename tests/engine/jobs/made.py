@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.jobs.answering.common import row_seed, usable
+from weftline.engine.jobs.answering.each_row import row_seed, usable
 from weftline.engine.jobs.answering.opening import Opening
 from weftline.engine.jobs.rows import Answered, Block, RowError
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec

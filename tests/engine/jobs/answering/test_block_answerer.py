@@ -28,7 +28,7 @@ from weftline.engine.jobs.answering.block_answerer import (
     parts,
 )
 from weftline.engine.jobs.answering.blocked import blocked
-from weftline.engine.jobs.answering.common import row_error, row_seed
+from weftline.engine.jobs.answering.each_row import row_error, row_seed
 from weftline.engine.jobs.answering.rows_node import Told
 from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
 from weftline.engine.jobs.tally import Tally

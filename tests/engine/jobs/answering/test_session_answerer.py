@@ -14,8 +14,9 @@ pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 
-from weftline.engine.jobs.answering.common import repeatable, row_seed
+from weftline.engine.jobs.answering.each_row import row_seed
 from weftline.engine.jobs.answering.opening import for_jobs
+from weftline.engine.jobs.answering.repeatable import repeatable
 from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
 from weftline.engine.jobs.rows import Block, RowError, Unusable
 from weftline.engine.session import Session, load

@@ -21,7 +21,7 @@ from tests.engine.ingress.grpc_door.served import Served, served_in_thread
 from tests.weftline.served import free_port
 from weftline.engine.ingress.backend import Record
 from weftline.engine.ingress.config import GrpcDoor
-from weftline.engine.jobs.answering.common import row_seed
+from weftline.engine.jobs.answering.each_row import row_seed
 from weftline.engine.jobs.answering.via import ServerAnswerer
 from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
 from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, Unavailable, UnknownModel

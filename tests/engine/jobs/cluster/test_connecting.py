@@ -16,7 +16,7 @@ from weftline.errors import InputError
         ([{"CPU": 4.0}, {"CPU": 2.0}], Need(3), 1),
         ([{"CPU": 8.0, "GPU": 2.0}], Need(1, 1), 2),
         ([{"CPU": 8.0, "GPU": 2.0}], Need(1, 0.5), 4),
-        ([{"CPU": 8.0, "GPU": 2.0}], Need(1, 0.4), 4),  # two shares on each device, and the rest of it stays empty
+        ([{"CPU": 8.0, "GPU": 2.0}], Need(1, 0.6), 2),  # one share on each device, and the rest of it stays empty
         ([{"CPU": 1.0, "GPU": 8.0}], Need(1, 1), 1),
         ([{"CPU": 64.0}, {"CPU": 1.0, "GPU": 1.0}], Need(1, 1), 1),
         ([{"CPU": 64.0}], Need(1, 1), 0),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import queue
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.engine.jobs.cluster.conftest import BODY, HEAD
 from tests.weftline.served import Served, serving
+from weftline.cli import main
 from weftline.engine.ingress.config import GrpcDoor, HttpDoor, ServeConfig, ServedPipeline, Tls
 from weftline.engine.jobs.cluster.connecting import Need
 from weftline.engine.jobs.cluster.serving import check_config, machine_for
@@ -156,8 +155,8 @@ def _survives(service: Served, client: triton.InferenceServerClient) -> None:
 
 
 @pytest.mark.parametrize("words", [["--replicas", "2"], ["--gpus-per-replica", "1"], ["--address", "auto"]])
-def test_options_of_ray_are_refused_without_it(words: list[str], greet: Callable[..., Path]) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "weftline", "serve", str(greet()), *words], capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode == 2 and f"{words[0]}: only with --engine ray" in " ".join(ended.stderr.split())
+def test_options_of_ray_are_refused_without_it(
+    words: list[str], greet: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(greet()), *words]) == 2
+    assert f"{words[0]}: only with --engine ray" in " ".join(capsys.readouterr().err.split())

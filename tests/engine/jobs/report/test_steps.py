@@ -25,9 +25,11 @@ def test_busy_is_of_one_instance() -> None:
     assert step.busy == pytest.approx(0.125)
 
 
-def test_of_a_resumed_job_busy_is_an_estimate_for_this_run() -> None:
-    (step,) = step_figures(job(tally=one_step(), rows=100, resumed=80, elapsed_s=1.0, instances={}))
+def test_of_a_resumed_job_busy_is_of_this_run() -> None:
+    spent = Tally({"see": StepTally(rows=20, busy_ms=100.0)})
+    (step,) = step_figures(job(tally=one_step(), spent=spent, rows=100, resumed=80, elapsed_s=1.0, instances={}))
     assert step.busy == pytest.approx(0.1)
+    assert step.busy_s == pytest.approx(0.5)
 
 
 def test_nothing_is_divided_by_nothing() -> None:

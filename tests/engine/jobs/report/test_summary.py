@@ -20,11 +20,10 @@ def test_a_summary_has_rows_rates_steps_errors_files_and_the_next_command() -> N
     assert lines[-1].startswith("  run the same command with --retry-errors")
 
 
-def test_a_resumed_job_says_so_and_its_busy_is_an_estimate() -> None:
+def test_a_resumed_job_says_so() -> None:
     text = summary(job(resumed=500))
     assert "10 errors; 500 of them from earlier runs" not in text
     assert "2000 (500 of them from earlier runs): 1990 ok, 10 errors" in text
-    assert "busy: an estimate" in text
 
 
 def test_a_job_that_stopped_at_once_has_a_summary() -> None:
