@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format evaluate bench bench-quick bench-llm bench-ingress bench-peers simulate docs clean
+.PHONY: help setup demo test lint format evaluate bench bench-quick bench-llm bench-ingress bench-batch bench-peers simulate docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,10 @@ bench-llm: setup  ## the LLM engine beside its peers, about 15 minutes
 	$(RUN) -m benchmarks.llm_host
 	$(RUN) -m benchmarks.sampling
 	$(RUN) -m benchmarks.weights
+
+bench-batch: setup  ## jobs over data sets beside loops written by hand, and beside live requests
+	$(RUN) -m benchmarks.batch --plot docs/images/batch-memory.svg
+	$(RUN) -m benchmarks.live_job
 
 bench-ingress: setup  ## the gRPC ingress beside an empty echo, and Triton if it is built
 	$(RUN) -m benchmarks.ingress

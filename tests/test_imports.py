@@ -41,17 +41,23 @@ PURE = [
     *(f"engine/ingress/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),
     *(f"engine/ingress/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
     *(f"engine/observe/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
-    "engine/figures.py",
+    *(f"engine/{name}.py" for name in ("figures", "cohorts", "job_line")),
+    *(f"engine/jobs/{name}.py" for name in ("rows", "tally", "spec", "progress", "blocks")),
+    *(f"engine/jobs/results/{name}.py" for name in ("naming", "manifest", "records", "recovery", "formats")),
+    *(f"engine/jobs/answering/{name}.py" for name in ("tries", "window", "repeatable", "each_row")),
+    *(f"engine/jobs/{name}.py" for name in ("report/pace", "report/kinds", "sources/formats")),
 ]
 IMPURE = {"torch", "time", "datetime", "socket", "asyncio", "threading", "subprocess", "selectors", "select", "signal"}
 FRAMEWORKS = (
     *("torch", "torchvision", "onnxruntime", "whisper", "ultralytics", "transformers", "PIL", "cv2"),
     *("grpc", "tritonclient", "starlette", "uvicorn", "opentelemetry", "prometheus_client"),
+    *("pyarrow", "datasets", "fsspec", "webdataset", "matplotlib", "ray", "pandas"),
 )
 MAY_LOAD = (
     "engine/llm/",  # of which only the pure files and node.py must load without one
     *("engine/ingress/grpc_door/", "engine/ingress/http_door/", "engine/ingress/v2/wire.py"),
     *("engine/ingress/server.py", "engine/ingress/link/process.py", "engine/client/", "engine/observe/"),
+    *("engine/jobs/results/", "engine/jobs/sources/", "engine/jobs/cluster/"),
 )
 """Where frameworks may be imported at the top of a file: nobody imports these but to use them."""
 UNSAFE = {"pickle", "_pickle", "multiprocessing", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -151,8 +157,8 @@ def test_nodes_and_pure_files_can_be_imported_where_no_framework_is_installed() 
     assert ended.returncode == 0, ended.stderr
 
 
-def test_importing_everything_but_the_llm_and_the_doors_loads_no_framework() -> None:
-    modules = [module_of(file) for file in package_files() if not file.startswith(MAY_LOAD)]
+def test_importing_everything_but_the_llm_the_doors_and_jobs_loads_no_framework() -> None:
+    modules = [module_of(file) for file in package_files() if not file.startswith((*MAY_LOAD, "engine/jobs/"))]
     modules.remove("weftline.__main__")
     script = (
         f"import sys, importlib\nfor name in {modules!r}:\n    importlib.import_module(name)\n"

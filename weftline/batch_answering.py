@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from weftline.batch_options import BatchRequest, OnRay, Via
 from weftline.engine.jobs.answering.opening import Opening, open_here
-from weftline.engine.jobs.rows import Answerer
 from weftline.engine.jobs.spec import JobSpec
 from weftline.errors import InputError
 from weftline.pipelines.load import load_file
 from weftline.pipelines.problems import did_you_mean, listed
-
-if TYPE_CHECKING:
-    from weftline.engine.runtime import Progress
 
 
 def opening_of(request: BatchRequest) -> Opening:
@@ -25,8 +16,9 @@ def opening_of(request: BatchRequest) -> Opening:
     _check_outputs(spec)
     if isinstance(request.where, Via):
         return _of_server(spec, request.where)
-    here = open_here(spec.pipeline, outputs=spec.out.outputs, seed=spec.seed, block_rows=spec.block_rows)
-    return here if request.where is None else _on_ray(spec, request.where, here)
+    if request.where is not None:
+        return _on_ray(spec, request.where)
+    return open_here(spec.pipeline, outputs=spec.out.outputs, seed=spec.seed, block_rows=spec.block_rows)
 
 
 def _check_outputs(spec: JobSpec) -> None:
@@ -56,32 +48,20 @@ def _of_server(spec: JobSpec, via: Via) -> Opening:
     )
 
 
-def _on_ray(spec: JobSpec, ray: OnRay, here: Opening) -> Opening:
-    """Return copies of what would run here: the same blocks, batches and seeds, so the same job and the same results.
+def _on_ray(spec: JobSpec, ray: OnRay) -> Opening:
+    """Return copies of what would run here, planned on the cluster: this machine may lack what they need.
 
-    One that began here can go on there, and the other way round.
+    A job that began here can go on there, and the other way round.
     """
+    from weftline.engine.jobs.cluster.connecting import Need
+    from weftline.engine.jobs.cluster.opening import open_on_cluster
 
-    def opened(progress: Progress | None) -> Answerer:
-        from weftline.engine.jobs.cluster.connecting import Need
-        from weftline.engine.jobs.cluster.replicas import ReplicaAnswerer
-
-        arguments = {
-            "pipeline": str(spec.pipeline.resolve()),
-            "outputs": spec.out.outputs,
-            "seed": spec.seed,
-            "block_rows": spec.block_rows,
-        }
-        need = Need(gpus=ray.gpus_per_replica)
-        return ReplicaAnswerer(REPLICA, arguments, replicas=ray.replicas, need=need, address=ray.address)
-
-    return replace(here, open=opened)
-
-
-REPLICA = "weftline.batch_answering:open_replica"
-"""What a replica calls, on whichever machine it runs."""
-
-
-def open_replica(pipeline: str, outputs: Sequence[str] | None, seed: int, block_rows: int | None) -> Answerer:
-    """Open a copy of the pipeline where this is called."""
-    return open_here(Path(pipeline), outputs=outputs, seed=seed, block_rows=block_rows)()
+    return open_on_cluster(
+        spec.pipeline,
+        outputs=spec.out.outputs,
+        seed=spec.seed,
+        block_rows=spec.block_rows,
+        replicas=ray.replicas,
+        need=Need(gpus=ray.gpus_per_replica),
+        address=ray.address,
+    )

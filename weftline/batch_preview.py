@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weftline.engine.jobs.preview import Preview
 from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.report.samples import shown
 from weftline.engine.jobs.report.words import one_line
 from weftline.engine.jobs.spec import DataSpec, JobSpec
 from weftline.pipelines.explain import explain_text
+
+if TYPE_CHECKING:
+    from weftline.engine.jobs.preview import Preview
 
 VALUE_CHARS_MAX = 160
 """Longest value of a row that is shown."""

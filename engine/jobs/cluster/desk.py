@@ -85,11 +85,12 @@ class Desk:
             await self.fail(f"{found}\n    fix: look at the cluster's logs (ray logs); memory is the usual reason")
         return self._failure
 
-    async def opened(self, facts: bytes) -> None:
-        """Note that a replica is ready, and what it says of itself."""
+    async def opened(self, facts: bytes) -> int:
+        """Note that a replica is ready, and what it says of itself; returns how many were started so far."""
         self._opened += 1
         self._facts = self._facts or facts
         await self._tell()
+        return self._arrived
 
     async def fail(self, why: str) -> None:
         """Note that a replica cannot go on, and that no other could; the first reason is kept."""

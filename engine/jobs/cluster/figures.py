@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 BUSY = "busy:"
 """How figures begin that are fractions of now; all others are totals."""
 
+STARTED = "started"
+"""Of a replica: how many had been started when it opened, itself among them."""
+
 SILENT_S = 30.0
 """A replica that has said nothing for so long is not counted as busy, nor as idle."""
 
@@ -34,17 +37,19 @@ class Fleet:
     def figures(self, now_s: float) -> dict[str, float]:
         """Return totals summed up, and fractions as means of the replicas that have answered lately.
 
-        `replicas` is how many these are; `restarts` counts those that took the place of one that ended.
+        `replicas` is how many these are; `restarts` counts those that took the place of one that ended,
+        once one of them has answered.
         """
         summed: dict[str, float] = {}
         lately = sorted(self._said.values(), key=lambda one: -one[0])[: self.replicas]
         lately = [one for one in lately if now_s - one[0] <= SILENT_S]
         for _, said in self._said.values():
             for name, value in said.items():
-                if not name.startswith(BUSY):
+                if not name.startswith(BUSY) and name != STARTED:
                     summed[name] = summed.get(name, 0.0) + value
         for _, said in lately:
             for name, value in said.items():
                 if name.startswith(BUSY):
                     summed[name] = summed.get(name, 0.0) + value / len(lately)
-        return {**summed, "replicas": float(len(lately)), "restarts": float(max(0, len(self._said) - self.replicas))}
+        started = max((said.get(STARTED, 0.0) for _, said in self._said.values()), default=0.0)
+        return {**summed, "replicas": float(len(lately)), "restarts": max(0.0, started - self.replicas)}

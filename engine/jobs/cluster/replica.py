@@ -19,6 +19,7 @@ import ray
 
 from weftline.engine.jobs.cluster.codec import Facts, Sent, decode_block, encode_facts, encode_sent
 from weftline.engine.jobs.cluster.feed import NUMBER
+from weftline.engine.jobs.cluster.figures import STARTED
 from weftline.engine.jobs.cluster.pieces import cut, joined
 from weftline.engine.jobs.cluster.trials import Attempt, Span
 from weftline.engine.jobs.rows import Answered, Answerer, Block
@@ -84,7 +85,7 @@ class Replica:
             self._answerer = named(opener)(**msgspec.json.decode(arguments))
         facts = Facts.of(self._answerer)
         self._outputs = tuple(facts.outputs)
-        ray.get(desk.opened.remote(encode_facts(facts)))
+        self._started = float(ray.get(desk.opened.remote(encode_facts(facts))))
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         found = batch.column(NUMBER).to_pylist()
@@ -100,7 +101,7 @@ class Replica:
         with self._reporting("could not answer"):
             answered = self._attempt(number, block, attempt)
         ray.get(self._desk.end.remote(number))
-        return encode_sent(Sent(self._name, answered, self._answerer.figures()))
+        return encode_sent(Sent(self._name, answered, {**self._answerer.figures(), STARTED: self._started}))
 
     def _attempt(self, number: int, block: Block, attempt: Attempt) -> Answered:
         if not attempt.alone:

@@ -1,6 +1,6 @@
 """Figures of several replicas."""
 
-from weftline.engine.jobs.cluster.figures import SILENT_S, Fleet
+from weftline.engine.jobs.cluster.figures import SILENT_S, STARTED, Fleet
 
 
 def test_totals_add_up_and_fractions_are_means() -> None:
@@ -13,8 +13,8 @@ def test_totals_add_up_and_fractions_are_means() -> None:
 def test_totals_of_a_replica_that_ended_count_on_and_its_busyness_does_not() -> None:
     fleet = Fleet(1)
     fleet.note("a", {"tokens": 10.0, "busy:x": 1.0}, 0.0)
-    fleet.note("b", {"tokens": 5.0, "busy:x": 0.2}, 1.0)
-    assert fleet.figures(2.0) == {"tokens": 15.0, "busy:x": 0.2, "replicas": 1.0, "restarts": 1.0}
+    fleet.note("b", {"tokens": 5.0, "busy:x": 0.2, STARTED: 4.0}, 1.0)  # two that started between never answered
+    assert fleet.figures(2.0) == {"tokens": 15.0, "busy:x": 0.2, "replicas": 1.0, "restarts": 3.0}
 
 
 def test_an_answer_that_comes_late_takes_no_total_back() -> None:
