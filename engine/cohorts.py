@@ -8,6 +8,9 @@ When are all there? Nothing of the cohort runs or waits elsewhere (it is at rest
 before this one. One step is let go at a time: a row that fails in one branch is then missing from another in every run,
 or in none; what is idle meanwhile works for other cohorts. Steps that take items whenever they come (streams, steps
 with memory) hold nothing back.
+
+What is held keeps its inputs in shared memory. When that is full, and nothing else will free any, a cohort is let go
+before it is all there: rows are then answered in smaller batches, instead of failing for want of room.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class Cohorts:
         self._holds = [not step.streams and step.sequence is None and not step.control for step in plan.steps]
         self._form = form
         self._touched: dict[Cohort, None] = {}
+        self._holding: dict[Cohort, None] = {}  # those that hold something, the oldest first
 
     @property
     def moved(self) -> bool:
@@ -59,6 +63,7 @@ class Cohorts:
             cohort.running += 1
             return False
         cohort.held.setdefault(task.unit.step, {})[task.id] = task
+        self._holding[cohort] = None
         return True
 
     def copied(self, task: Task) -> None:
@@ -77,6 +82,8 @@ class Cohorts:
             cohort.running -= 1
         elif not held:
             del cohort.held[task.unit.step]
+            if not cohort.held:
+                del self._holding[cohort]
 
     def release(self) -> None:
         """Let go of everything whose cohort is all there."""
@@ -85,9 +92,22 @@ class Cohorts:
             if cohort.running or not cohort.held:
                 continue
             step = next(step for step in sorted(cohort.held) if not self._before[step].intersection(cohort.held))
-            tasks = sorted(cohort.held.pop(step).values(), key=_in_order)
-            cohort.running += len(tasks)
-            self._form(step, tasks)
+            self._let_go(cohort, step)
+
+    def make_room(self) -> bool:
+        """Let go of what the oldest cohort holds where it is furthest, all there or not; False when none holds any."""
+        cohort = next(iter(self._holding), None)
+        if cohort is None:
+            return False
+        self._let_go(cohort, max(cohort.held))
+        return True
+
+    def _let_go(self, cohort: Cohort, step: int) -> None:
+        tasks = sorted(cohort.held.pop(step).values(), key=_in_order)
+        if not cohort.held:
+            del self._holding[cohort]
+        cohort.running += len(tasks)
+        self._form(step, tasks)
 
 
 def ancestors(plan: Plan) -> Sequence[frozenset[int]]:

@@ -93,7 +93,7 @@ class Scheduler:
             self._tasks.cohorts.release()
             self._dispatcher.pump()
         if self._rooms.asked:
-            self._rooms.grant(self._dispatcher.stuck)
+            self._rooms.grant(self._stuck)
         for arena in self.ledger.forget_empty():
             self._emit(ev.ForgetArena(arena))
         out, self._out = self._out, []
@@ -139,6 +139,14 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether nothing is open, running, or still to be copied out."""
         return not self._book.requests and not self._book.owed and not self.crew.busy() and not self._tasks.live
+
+    def _stuck(self) -> bool:
+        """Whether no memory will come free by itself, not even when rows of jobs wait for each other no longer."""
+        while self._dispatcher.stuck():
+            if not self._tasks.cohorts.make_room():
+                return True
+            self._dispatcher.pump()
+        return False
 
     def _emit(self, command: Command) -> None:
         self._out.append(command)

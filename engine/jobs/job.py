@@ -130,18 +130,21 @@ class _Run:
             self._note("there are no error rows to run again")
             return self._store.finished or self._run_rest()
         self._note(f"running {len(rows)} error rows again")
-        tally = self._telling.tally
-        self._telling = Telling(self._store.rows - len(rows), 0, self._store.rows, tally, self._job.spec.seed)
-        cuts = cuts_again(self._job, self._store, rows)
-        return self._answer(cuts, commit_again(self._job, self._store), ErrorsMax())
+        whole, store, tally = self._store.finished, self._store, self._telling.tally
+        expected = store.rows if whole else self._job.source.expected
+        self._telling = Telling(store.rows - len(rows), 0, expected, tally, self._job.spec.seed)
+        again = self._answer(cuts_again(self._job, store, rows), commit_again(self._job, store), ErrorsMax())
+        return again and (whole or self._run_rest())  # rows that nobody has answered yet
 
     def _answer(
         self, cuts: Iterator[tuple[Cut, list[int] | None, bool]], commit: Commit, errors_max: ErrorsMax
     ) -> bool:
         """Answer blocks and commit their parts; False when it was stopped."""
         job, telling = self._job, self._telling
-        answerer = self._answerer = self._opening()
-        telling.begin()
+        if self._answerer is None:
+            self._answerer = self._opening()
+            telling.begin()
+        answerer = self._answerer
         parts = Parts(job.columns, self._store, commit, telling.commit)
 
         def ask(reading: Reading) -> Future[Answered]:

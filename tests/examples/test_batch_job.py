@@ -20,7 +20,7 @@ from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
 from weftline.engine.jobs.job import run_job
 from weftline.engine.jobs.progress import JobEnd, Progress
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
-from weftline.engine.session import Session, load
+from weftline.engine.session import Session, plan_of
 
 PIPELINE = Path(__file__).parents[2] / "examples" / "batch" / "photo_questions.yaml"
 COUNT, SPOILT, PART_ROWS = 12, 3, 4
@@ -37,7 +37,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opening() -> Iterator[Opening]:
     """Open the models once for all jobs of this file."""
     here = open_here(PIPELINE, block_rows=PART_ROWS)
-    with Session(for_jobs(load(PIPELINE).plan, here.block_rows)) as session:
+    with Session(for_jobs(plan_of(PIPELINE), here.block_rows)) as session:
+        session.open()
         yield replace(here, open=lambda progress: SessionAnswerer(session, shared=False, block_rows=here.block_rows))
 
 
@@ -82,7 +83,7 @@ def test_what_the_rows_came_with_is_kept_and_the_order_is_theirs(data: Path, who
 
 
 def test_spoilt_pictures_are_error_rows_that_say_what_is_wrong(whole: tuple[JobSpec, JobEnd]) -> None:
-    spec, end = whole
+    _, end = whole
     cut, missing, other = (f"{place:05}.png" for place in make_scenes.spoilt_places(make_scenes.SEED, COUNT, SPOILT))
     said = {kind.ids[0]: kind.reason for kind in end.kinds}
     assert set(said) == {cut, missing, other}
@@ -106,8 +107,6 @@ def test_a_job_that_was_stopped_and_gone_on_with_gives_the_same(
 
 
 def test_equal_seeds_make_equal_files_and_other_seeds_others(tmp_path: Path, data: Path) -> None:
-    names = {file.name for file in data.iterdir()}
-    assert len(names) == COUNT - 1 + 1  # one picture is missing; the questions are there
     for folder, seed in (("again", make_scenes.SEED), ("other", 7)):
         make_scenes.make(tmp_path / folder, 4, seed, spoilt=0)
     again, other = ((tmp_path / folder / "questions.jsonl").read_text() for folder in ("again", "other"))

@@ -197,3 +197,35 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
 def test_what_is_exact_and_what_is_not(session: Session) -> None:
     assert repeatable(session.plan, ("sum", "seed"), shared=False) == {"sum": "exact", "seed": "exact"}
     assert repeatable(session.plan, ("sum",), shared=True) == {"sum": "rounding"}
+
+
+LARGE = """
+weftline: 1
+name: large
+inputs: {n: json}
+limits: {arena_bytes: 4194304}
+steps:
+  grow: {node: function, function: "steps.py:grow", inputs: {n: n}, batch: {items_max: 2}}
+  size: {node: function, function: "steps.py:size", inputs: {x: grow.output}, batch: {items_max: 2}}
+outputs: {size: size.output}
+"""
+
+LARGE_STEPS = """
+import numpy as np
+
+def grow(n: int) -> "uint8[N]":
+    return np.zeros(500_000 + n, np.uint8)
+
+def size(x: "uint8[N]") -> int:
+    return len(x)
+"""
+
+
+def test_rows_whose_values_do_not_all_fit_at_once_are_answered_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(LARGE_STEPS)
+    (tmp_path / "large.yaml").write_text(LARGE)
+    with load(tmp_path / "large.yaml").open() as opened:
+        block = Block(0, 0, [str(n) for n in range(40)], {"n": list(range(40))}, pa.table({}))
+        answered = answerer(opened).ask(block).result(60)
+    assert answered.errors == {}
+    assert answered.outputs["size"] == [500_000 + n for n in range(40)]
