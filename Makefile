@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format evaluate bench bench-quick bench-llm bench-ingress bench-batch bench-peers simulate docs clean
+.PHONY: help setup demo test lint format evaluate batch-example bench bench-quick bench-llm bench-ingress bench-batch bench-peers simulate docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,14 @@ format: setup  ## rewrite the code in the house format
 
 evaluate: setup  ## score the flagship on unseen recordings and pictures (needs espeak-ng)
 	$(RUN) -m examples.evaluate --report docs/evaluation.md
+
+batch-example: build/scenes/questions.jsonl  ## a batch job: 2000 questions about generated pictures, some minutes
+	$(RUN) -m weftline batch examples/batch/photo_questions.yaml --data $< --id photo --out build/answers --part-rows 250 \
+		|| test $$? -eq 5 # error rows are expected: five pictures are spoilt
+	$(RUN) -m examples.batch.score build/answers
+
+build/scenes/questions.jsonl: examples/batch/make_scenes.py | setup
+	$(RUN) -m examples.batch.make_scenes $(@D)
 
 bench: setup  ## every benchmark of the engine, about 10 minutes
 	$(RUN) benchmarks/hops.py --rounds 3

@@ -32,21 +32,21 @@ class _Ahead(Generic[Block]):
         self._thread.start()
 
     def take(self) -> Block | None:
-        """Return the next block; None when none is there now. What reading failed with is raised in its place."""
+        """Return the next block; None when none is there now."""
         with self._changed:
-            if self._read:
-                block = self._read.popleft()
-                self._changed.notify()
-                return block
-            if self._error is not None:
-                raise self._error
-        return None
+            if not self._read:
+                return None
+            block = self._read.popleft()
+            self._changed.notify()
+            return block
 
-    @property
     def over(self) -> bool:
-        """Whether all blocks were taken, and no error is left to be raised."""
+        """Whether all blocks were taken; what reading failed with is raised then."""
         with self._changed:
-            return self._over and not self._read and self._error is None
+            over = self._over and not self._read
+        if over and self._error is not None:
+            raise self._error
+        return over
 
     def leave(self) -> None:
         """Read no more. The thread ends when the source gives the next rows, or has none."""
@@ -98,7 +98,7 @@ def answered(
             if asked and asked[0][1].done():
                 block, future = asked.popleft()
                 yield block, future.result()
-            elif not asked and read.over:
+            elif not asked and read.over():
                 return
             else:
                 if not wake.wait(LOOK_S):

@@ -76,7 +76,9 @@ def table(scored: Sequence[Scored]) -> str:
     for form in (*FORMS, "all"):
         rows = [one for one in scored if form in (one.form, "all")]
         if rows:
-            seen, right = (100 * sum(flags) / len(rows) for flags in zip(*((r.seen, r.right) for r in rows), strict=True))
+            seen, right = (
+                100 * sum(flags) / len(rows) for flags in zip(*((r.seen, r.right) for r in rows), strict=True)
+            )
             lines.append(f"{form:10} {len(rows):8} {seen:9.1f} % {right:13.1f} %")
     return "\n".join(lines)
 

@@ -61,7 +61,8 @@ def test_no_more_are_under_way_than_said() -> None:
     assert most[0] <= 4 + 4 + 2  # asked, read and waiting, the one in hand on each side
 
 
-def test_what_reading_fails_with_is_raised_after_what_was_read() -> None:
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_what_reading_fails_with_is_raised_after_what_was_read(ahead: int) -> None:
     def blocks() -> Iterator[int]:
         yield 0
         yield 1
@@ -69,7 +70,7 @@ def test_what_reading_fails_with_is_raised_after_what_was_read() -> None:
 
     seen = []
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="the third is broken"):
-        for block, _ in answered(blocks(), lambda n: pool.submit(str, n), 1):
+        for block, _ in answered(blocks(), lambda n: pool.submit(str, n), ahead):
             seen.append(block)
     assert seen == [0, 1]
 
