@@ -15,7 +15,8 @@ RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 0.01, 5.0
 
 
 JOBS_SHARE = 0.5
-"""Rows of jobs have at most this share of the open requests, so that usual ones find room beside them."""
+"""Rows of jobs have at most this share of the open requests, and of the room for inputs, so that usual ones find some
+beside them."""
 
 
 class Admission:
@@ -27,6 +28,7 @@ class Admission:
         self.jobs = 0
         alone = limits.job_batch_ms == math.inf
         self._jobs_max = limits.requests_max if alone else max(1, int(limits.requests_max * JOBS_SHARE))
+        self.job_bytes_max = limits.arena_bytes if alone else int(limits.arena_bytes * JOBS_SHARE)
         self.size_bytes = 0
         self._gap_ms = 100.0  # between two that leave, as a moving average
         self._left_ms: float | None = None

@@ -85,7 +85,7 @@ class Intake:
             raise LimitReached(f"the inputs take {total} bytes; limits.request_bytes_max is {most}")
         return packed
 
-    def place(self, packed: Mapping[str, Packed], runtime: Runtime) -> dict[str, Value]:
+    def place(self, packed: Mapping[str, Packed], runtime: Runtime, job: bool = False) -> dict[str, Value]:
         """Copy large values into the ingress arena (the one copy in); small ones go inside the message.
 
         What was left out gets its default, or is absent.
@@ -94,7 +94,7 @@ class Intake:
         values = dict(self._small)
         values |= {name: one.inline() for name, one in whole.items() if one.travels_inline}
         large = [(name, one) for name, one in whole.items() if not one.travels_inline]
-        blocks = runtime.reserve([one.size_bytes for _, one in large]) if large else []
+        blocks = runtime.reserve([one.size_bytes for _, one in large], job) if large else []
         try:
             for (name, one), block in zip(large, blocks, strict=True):
                 place = block.place(0, one.size_bytes)

@@ -198,11 +198,14 @@ class Runtime:
                     self.scheduler.counters.refused += 1
                     raise LimitReached(shortage(), SHORT_RETRY_S)
 
-    def reserve(self, sizes: Sequence[int]) -> list[Block]:
-        """Lease room in the ingress arena; LimitReached when there is none, SessionClosed when it is too late."""
+    def reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:
+        """Lease room in the ingress arena; LimitReached when there is none, SessionClosed when it is too late.
+
+        job: it is for a row of a job.
+        """
         with self._lock:
             self._check_open()
-            blocks = self.scheduler.try_reserve(sizes)
+            blocks = self.scheduler.try_reserve(sizes, job)
             self._copied_in_bytes += sum(sizes)
             return blocks
 

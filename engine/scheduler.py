@@ -105,9 +105,14 @@ class Scheduler:
         soonest = _sooner(soonest, self._tasks.timers.wake_at_ms())
         return _sooner(soonest, min(self._dispatcher.waits.values())) if self._dispatcher.waits else soonest
 
-    def try_reserve(self, sizes: Sequence[int]) -> list[Block]:
-        """Lease blocks in the ingress arena for a request's inputs, before it is submitted; LimitReached when full."""
-        blocks = lease_all(self.ledger, INGRESS_ARENA, sizes)
+    def try_reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:
+        """Lease blocks in the ingress arena for a request's inputs, before it is submitted; LimitReached when full.
+
+        job: for a row of a job, which leaves usual requests their share; one that is larger than its own may have all.
+        """
+        share = self._book.admission.job_bytes_max
+        room = not job or sum(sizes) > share or self.ledger.taken_bytes(INGRESS_ARENA) + sum(sizes) <= share
+        blocks = lease_all(self.ledger, INGRESS_ARENA, sizes) if room else None
         if blocks is None:
             self.counters.refused += 1
             most = self.plan.limits.arena_bytes

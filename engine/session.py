@@ -311,7 +311,7 @@ class Session:
                 if type(command) in ENDS:
                     mail.put(ended, command)
 
-            values = await _prepare(version, inputs, paths)
+            values = await _prepare(version, inputs, paths, asked.job)
             self._submit(version, request, values, asked, hear, started_ms, loop)
             try:
                 end = await ended
@@ -430,7 +430,7 @@ class Session:
             reader = AsyncReader(unread, lambda: version.runtime.tell_if(unread.may_resume), loop)
             hear = self._listen(version, reader.put)
             started_ms = version.runtime.clock.now_ms()
-            values = await _prepare(version, inputs, paths)
+            values = await _prepare(version, inputs, paths, asked.job)
             self._submit(version, request, values, asked, hear, started_ms)
             while isinstance(piece := await reader.get(), StreamedOutput):
                 yield piece
@@ -549,7 +549,7 @@ def _quick(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-async def _prepare(version: Version, inputs: Mapping[str, Any], paths: bool) -> dict[str, Value]:
+async def _prepare(version: Version, inputs: Mapping[str, Any], paths: bool, job: bool) -> dict[str, Value]:
     """Return a request's inputs, checked and placed; what takes long is done in a thread."""
     intake, runtime = version.intake, version.runtime
     if all(_quick(value) for value in inputs.values()):
@@ -557,8 +557,8 @@ async def _prepare(version: Version, inputs: Mapping[str, Any], paths: bool) -> 
     else:
         packed = await asyncio.to_thread(intake.pack, inputs, paths=paths)
     if sum([one.size_bytes for one in packed.values()]) < ASIDE_BYTES:
-        return intake.place(packed, runtime)
-    placing = asyncio.ensure_future(asyncio.to_thread(intake.place, packed, runtime))
+        return intake.place(packed, runtime, job)
+    placing = asyncio.ensure_future(asyncio.to_thread(intake.place, packed, runtime, job))
     try:
         return await asyncio.shield(placing)
     except asyncio.CancelledError:

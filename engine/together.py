@@ -124,7 +124,7 @@ class _Call:
     def _placed(self, version: Version, packed: Mapping[str, Any], room: Room | None) -> dict[str, Value]:
         while True:
             try:
-                return version.intake.place(packed, version.runtime)
+                return version.intake.place(packed, version.runtime, job=True)
             except LimitReached:
                 if room is None or self._gone.is_set() or not room.wait():
                     raise

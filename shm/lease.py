@@ -52,6 +52,10 @@ class Ledger:
         """Return the arena's size; 0 when it is unknown, forgotten or retired."""
         return 0 if arena in self._retired or arena not in self._allocators else self._allocators[arena].size_bytes
 
+    def taken_bytes(self, arena: int) -> int:
+        """Return how much of an arena is leased; 0 when it is unknown."""
+        return self._allocators[arena].taken_bytes if arena in self._allocators else 0
+
     def try_lease(self, arena: int, size_bytes: int, readers: int = 1) -> Block | None:
         """Lease `size_bytes` for `readers` readers, or return None when nothing fits now."""
         if readers < 1:

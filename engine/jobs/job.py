@@ -209,6 +209,8 @@ class _Run:
 
     def _ended(self, why: str) -> JobEnd:
         job, store = self._job, self._store
+        if self._answerer is not None and not why:
+            self._answerer.settle()
         files = what_lies_where(job, store)
         about = {
             "pipeline": job.plan.name, "data": job.spec.data.data, "out": job.spec.out.out, "files": files,

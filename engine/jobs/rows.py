@@ -156,7 +156,10 @@ class Answerer(Protocol):
         """Answer a block. A row that fails is an error in Answered; an exception means that nobody can answer."""
 
     def figures(self) -> Mapping[str, float]:
-        """Return running totals for people: `tokens`, and `busy:STEP` as a fraction of now."""
+        """Return running totals for people: `tokens`, and `busy:STEP` as a fraction of now. Waits for nothing."""
+
+    def settle(self) -> None:
+        """Wait, when everything is answered, until `figures` tells of all of it: a second or two at most."""
 
     def close(self) -> None:
         """End everything it started. Safe to call twice."""

@@ -12,6 +12,7 @@ import pytest
 from tests.engine.desk import Desk, plan_of
 from weftline.engine import messages as msg
 from weftline.engine.cohorts import ancestors
+from weftline.errors import LimitReached
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.plan import Plan
 
@@ -219,3 +220,15 @@ def test_long_rows_share_batches_with_long_ones(items_max: int) -> None:
     if items_max == 3:
         assert seen == [["b", "d", "e"], ["f" * 48, "c" * 49, "a" * 50]]
     assert [desk.output(row) for row in rows] == words
+
+
+def test_inputs_of_jobs_leave_usual_requests_room() -> None:
+    plan = plan_of(row_of_steps("a"))
+    desk, most = Desk(plan), plan.limits.arena_bytes
+    held = desk.scheduler.try_reserve([most // 4], job=True) + desk.scheduler.try_reserve([most // 4], job=True)
+    with pytest.raises(LimitReached):
+        desk.scheduler.try_reserve([1 << 16], job=True)
+    held += desk.scheduler.try_reserve([most // 4])
+    desk.scheduler.give_up(held)
+    desk.scheduler.give_up(desk.scheduler.try_reserve([most // 4 * 3], job=True))  # larger than its share
+    assert desk.is_clean()

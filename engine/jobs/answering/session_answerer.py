@@ -77,7 +77,7 @@ class SessionAnswerer:
         self._room = Room()
         self._pool = ThreadPoolExecutor(self._ahead, thread_name_prefix="weftline-rows")
         self._closed = threading.Event()
-        self._under_way: set[Future[Answered]] = set()
+        self._answered_s: float | None = None
         self._streams = any(step.streams for step in plan.steps)
         self._lately: deque[tuple[float, Tally]] = deque()
         self._instances = {step.name: len(step.workers) for step in plan.steps}
@@ -112,15 +112,9 @@ class SessionAnswerer:
         return self._instances
 
     def ask(self, block: Block) -> Future[Answered]:
-        future = self._pool.submit(self._answer, block)
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
-        return future
+        return self._pool.submit(self._answer, block)
 
     def figures(self) -> Mapping[str, float]:
-        """See rows.Answerer. When nothing is under way, what nodes count is waited for: they tell once a second."""
-        if self._streams and self._lately and not self._under_way:
-            self._closed.wait(max(0.0, self._lately[-1][0] + SETTLE_S - time.monotonic()))
         figures: dict[str, float] = {}
         for workers in self._session.stats()["figures"].values():
             for values in workers.values():
@@ -128,6 +122,11 @@ class SessionAnswerer:
                     if figure in values:
                         figures[name] = figures.get(name, 0.0) + values[figure]
         return figures | busy(self._lately, self._instances)
+
+    def settle(self) -> None:
+        """See rows.Answerer. Nodes tell what they count once a second."""
+        if self._streams and self._answered_s is not None:
+            self._closed.wait(max(0.0, self._answered_s + SETTLE_S - time.monotonic()))
 
     def close(self) -> None:
         self._closed.set()
@@ -171,5 +170,6 @@ class SessionAnswerer:
             for value in outputs[name]:
                 if value is not None:
                     tally.length(name, len(value))
-        self._lately.append((time.monotonic(), tally))
+        self._answered_s = time.monotonic()
+        self._lately.append((self._answered_s, tally))
         return Answered(outputs, errors, tally)

@@ -146,6 +146,9 @@ class ServerAnswerer:
         tokens = {"tokens": float(self._tokens)} if self._tokens else {}
         return {"in_flight": float(int(self._turns.window.size)), **tokens}
 
+    def settle(self) -> None:
+        """Nothing is counted elsewhere."""
+
     def close(self) -> None:
         with self._closing:
             if self._closed:

@@ -122,6 +122,9 @@ class ReplicaAnswerer:
     def figures(self) -> Mapping[str, float]:
         return self._fleet.figures(time.monotonic())
 
+    def settle(self) -> None:
+        """Figures come with answers."""
+
     def close(self) -> None:
         """End the replicas. Blocks that nobody has begun are dropped, and those under way get END_S to end."""
         with self._lock:

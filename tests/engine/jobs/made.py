@@ -110,6 +110,8 @@ class Plain:
     def figures(self) -> Mapping[str, float]:
         return {}
 
+    def settle(self) -> None: ...
+
     def close(self) -> None:
         self._pool.shutdown()
 

@@ -62,6 +62,8 @@ class Shouter:
     def figures(self) -> Mapping[str, float]:
         return {}
 
+    def settle(self) -> None: ...
+
     def close(self) -> None:
         self.closed.set()
 

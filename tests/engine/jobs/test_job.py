@@ -313,9 +313,7 @@ def test_error_rows_are_run_again_and_nothing_else(folder: Path) -> None:
 
 def test_error_rows_of_a_job_that_was_stopped_are_run_again_and_then_the_rest(folder: Path) -> None:
     records = folder / "out" / "_weftline"
-    some = run_job(
-        spec_of(folder, folder / "rows.jsonl"), plain(), stop=lambda: (records / "part-00001.json").exists()
-    )
+    some = run_job(spec_of(folder, folder / "rows.jsonl"), plain(), stop=lambda: (records / "part-00001.json").exists())
     assert not some.finished
     end = run_job(spec_of(folder, folder / "rows.jsonl", retry_errors=True), plain())
     assert (end.finished, end.rows, end.errors) == (True, 47, 7)
