@@ -95,7 +95,7 @@ class SystemDisk:
     def names(self, path: str) -> list[str] | None:
         try:
             with os.scandir(path) as found:
-                return [f"{one.name}/" if one.is_dir() else one.name for one in found]
+                return [f"{one.name}/" if one.is_dir(follow_symlinks=False) else one.name for one in found]
         except FileNotFoundError:
             return None
 

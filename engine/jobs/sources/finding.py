@@ -54,7 +54,7 @@ class Found:
         """Open it for reading; InputError when it cannot be."""
         try:
             return cast(BinaryIO, Path(self.path).open("rb") if self.local else self.fs.open(self.path, "rb"))
-        except OSError as error:
+        except Exception as error:  # a file system elsewhere raises whatever its client raises
             raise unreadable(self.shown, error) from None
 
 
@@ -80,7 +80,7 @@ def look(argument: str, storage: Mapping[str, str]) -> Listing:
     fs, path = file_system(argument, storage)
     try:
         return _look(fs, path, argument)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a file system elsewhere raises whatever its client raises
         raise unreadable(argument, error) from None
 
 
@@ -99,7 +99,7 @@ def _look(fs: Any, path: str, shown: str) -> Listing:
 
 def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]) -> Listing:
     files, hidden = [], []
-    for path in sorted(infos):
+    for path in sorted(path for path, info in infos.items() if info["type"] == "file"):
         inside = posixpath.relpath(path, base)
         if any(part.startswith((".", "_")) for part in inside.split("/")):
             hidden.append(inside)

@@ -71,7 +71,7 @@ def _sha256(file: Found) -> str:
         with file.open() as stream:
             while data := stream.read(_READ_BYTES):
                 digest.update(data)
-    except OSError as error:
+    except Exception as error:  # as in Found.open
         raise unreadable(file.shown, error) from None
     return f"sha256:{digest.hexdigest()}"
 

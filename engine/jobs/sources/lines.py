@@ -83,7 +83,7 @@ def blocks(stream: Any, shown: str, byte: int = 0, line: int = 1, cut: Cut = who
     while True:
         try:
             held += _read(stream, wanted + 1 - len(held))  # one more shows whether the file goes on
-        except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
+        except Exception as error:  # as in Found.open
             raise unreadable(f"{shown}, near line {line}", error) from None
         if not held:
             return

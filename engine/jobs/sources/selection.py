@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import Position, Rows
 from weftline.engine.jobs.sources.order import WINDOW_BYTES, WINDOW_ROWS, left, permutation, share
-from weftline.engine.jobs.sources.piece import FOLDER, UNUSABLE, Batch, Mark, Piece, Reader, rows_at_a_time
+from weftline.engine.jobs.sources.piece import FOLDER, HIDDEN, UNUSABLE, Batch, Mark, Piece, Reader, rows_at_a_time
 from weftline.engine.jobs.sources.row_ids import IdCheck, check_id, ids_of
 from weftline.engine.jobs.sources.where import Where
 from weftline.engine.jobs.spec import DataSpec
@@ -53,6 +53,8 @@ class SelectedSource:
 
     def __init__(self, reader: Reader, spec: DataSpec) -> None:
         _check(spec)
+        if taken := sorted(set(HIDDEN) & set(reader.schema.names)):
+            raise InputError(f"columns called {', '.join(taken)}: these names are Weftline's own; rename them")
         self._reader, self._spec = reader, spec
         self._where = Where(spec.where, reader.schema)
         if spec.id is not None:
