@@ -12,7 +12,7 @@ from weftline.engine.messages import Brought, Item, Value
 from weftline.engine.padding import Padded
 from weftline.engine.values import side_by_side, stacked
 from weftline.nodes.contract import Batch
-from weftline.nodes.urgency import USUAL, SequencePart, Urgency
+from weftline.nodes.urgency import USUAL, SequencePart, Urgency, seed_of
 from weftline.shm.block import Place
 from weftline.shm.view import numpy_dtype
 
@@ -79,12 +79,13 @@ class HostedBatch(Batch):
         return self._padded.lengths[port]
 
     def urgency(self, position: int) -> Urgency:
-        return urgency_of(self._items[position].brought)
+        return urgency_of(self._items[position].brought, self._step.name)
 
 
-def urgency_of(brought: Brought | None) -> Urgency:
+def urgency_of(brought: Brought | None, step: str) -> Urgency:
     """Return what an item brings along, as nodes see it."""
     if brought is None:
         return USUAL
     sequence = SequencePart(brought.sequence, brought.start, brought.end) if brought.sequence else None
-    return Urgency(brought.priority, brought.left_ms, sequence, brought.seed)
+    seed = None if brought.seed is None else seed_of(brought.seed, step, brought.element)
+    return Urgency(brought.priority, brought.left_ms, sequence, seed)

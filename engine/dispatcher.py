@@ -25,6 +25,13 @@ from weftline.shm.block import Block
 NAP_MS = 0.05
 """Shortest wait of a queue that has decided to wait, in milliseconds: what is due sooner is due at the next event."""
 
+JOB_STREAMS, JOB_STREAMS_ALONE = 4, 64
+"""Most rows of jobs that an instance of a streaming step holds where usual requests come too, lately and else: what it
+has begun goes on beside them."""
+
+LATELY_MS = 2000.0
+"""A usual request has come to a streaming step lately when that is no longer ago."""
+
 DISPATCHES_MAX = 2
 """Most dispatches with one worker: the one it runs, and one so that it need not wait for the next."""
 
@@ -100,9 +107,29 @@ class Dispatcher:
         """Give rows of jobs to workers that usual requests leave free."""
         for worker in lane.job_workers:
             while lane.job and lane.calm and self._has_room_for_job(self._crew.members[worker], lane):
-                tasks = lane.job.take(lane.job_items())
+                room = lane.job_items()
+                if lane.streams and lane.shared:
+                    room = min(room, self._job_streams_left(self._crew.members[worker], lane))
+                    if room <= 0:
+                        break
+                tasks = lane.job.take(room)
                 if tasks:
                     self._hand_out(worker, lane, tasks, lane.job_workers)
+
+    def _job_streams_left(self, member: WorkerState, lane: Lane) -> int:
+        """Return how many more rows of jobs an instance of a streaming step may hold now.
+
+        When there will be more merely because time passes, the lane is looked at again then.
+        """
+        held = sum(task.request.job for task in member.streams.values() if task.unit.step == lane.index)
+        calm_ms = lane.usual_ms + LATELY_MS
+        if held < len(member.streams):
+            lane.usual_ms = self._book.now_ms
+        elif calm_ms <= self._book.now_ms:
+            return JOB_STREAMS_ALONE - held
+        else:
+            self.waits[lane.index] = min(self.waits.get(lane.index, calm_ms), calm_ms)
+        return JOB_STREAMS - held
 
     def _has_room_for_job(self, member: WorkerState, lane: Lane) -> bool:
         """Whether a worker may be given (more) of a step's work for jobs: one batch, and a second ahead of it only
@@ -179,7 +206,7 @@ class Dispatcher:
             firsts += task.attempts == 1
             usual = request.deadline_ms is None and request.sequence is None and not request.priority
             usual = usual and request.seed is None
-            items.append(msg.Item(task.id, task.inputs, None if usual else self._brought(request, lane)))
+            items.append(msg.Item(task.id, task.inputs, None if usual else self._brought(request, lane, task.element)))
         self._tasks.recovery.budget.first(firsts)
         if lane.streams:
             if not member.streams:
@@ -205,13 +232,15 @@ class Dispatcher:
         member.running.append(dispatch)
         self._emit(ev.Send(worker, msg.Run(dispatch.id, lane.index, tuple(items), room, unit.chain, suspect)))
 
-    def _brought(self, request: Request, lane: Lane) -> msg.Brought:
+    def _brought(self, request: Request, lane: Lane, element: int) -> msg.Brought:
         part = request.sequence
         left_ms = None if request.deadline_ms is None else request.deadline_ms - self._book.now_ms
         if part is None:
-            return msg.Brought(request.priority, left_ms, seed=request.seed)
+            if request.seed is None:
+                return msg.Brought(request.priority, left_ms)
+            return msg.Brought(request.priority, left_ms, seed=request.seed, element=element)
         first = lane.sequences is not None and lane.sequences.begin(part.id)
-        return msg.Brought(request.priority, left_ms, part.id, part.start or first, part.end, request.seed)
+        return msg.Brought(request.priority, left_ms, part.id, part.start or first, part.end, request.seed, element)
 
     def stuck(self) -> bool:
         """Whether no memory will come free by itself, now or when a batch's wait is over or a worker has restarted."""

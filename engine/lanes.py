@@ -62,6 +62,7 @@ class Lane:
         self.suspects: deque[list[Task]] = deque()
         self.job = JobLine(step, self.shapes)
         self.job_workers = step.workers[step.reserved :]
+        self.usual_ms = -math.inf  # of a streaming step, when it was last seen to hold a usual request
         self.shared = job_batch_ms < math.inf  # with usual requests, which wait for no more than one batch of a job
         self._job_batch_ms = job_batch_ms
         self.in_place = (

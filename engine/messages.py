@@ -83,6 +83,7 @@ class Brought(msgspec.Struct, frozen=True, array_like=True):
     left_ms:  milliseconds to the deadline, when the message was sent.
     sequence: id of its sequence of requests, '' outside of one; `start` and `end` mark its first and last item.
     seed:     what chance in it is drawn from; None draws anew.
+    element:  of a `map:` step, which element of the list it is; -1 otherwise. Said only beside a seed.
     """
 
     priority: int = 0
@@ -91,6 +92,7 @@ class Brought(msgspec.Struct, frozen=True, array_like=True):
     start: bool = False
     end: bool = False
     seed: int | None = None
+    element: int = -1
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):

@@ -54,7 +54,7 @@ class HostedStream:
             }
             fed = [(name, inputs.pop(name)) for name in self._fed if name in inputs]
             if self._takes_urgency:
-                self.node.submit(item.id, inputs, urgency_of(item.brought))
+                self.node.submit(item.id, inputs, urgency_of(item.brought, self.name))
             else:
                 self.node.submit(item.id, inputs)
         except Exception as error:

@@ -131,11 +131,11 @@ class _Call:
 
     def submit(self) -> None:
         """Bring everything in: the rows of one version together."""
-        events, self._events = self._events, []
         by_version: dict[Version, list[ev.Submitted]] = {}
-        for version, event in events:
+        for version, event in self._events:
             by_version.setdefault(version, []).append(event)
         for version, group in by_version.items():
+            self._events = [one for one in self._events if one[0] is not version]
             version.runtime.submit_together(group, {one.request: partial(self._hear, one.request) for one in group})
 
     def _hear(self, request: int, command: ev.ForCaller) -> None:

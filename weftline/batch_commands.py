@@ -170,7 +170,7 @@ def batch(
     """Answer every row of a data set with a pipeline. The same command again goes on where an earlier run was ended.
 
     Results are committed in parts, every row exactly once; rows that fail are kept aside with their reasons. Ctrl-C
-    ends it after what is in flight was committed, a second one at once. On standard output stands where the results
+    ends it (parts that are complete are committed), a second one at once. On standard output stands where the results
     are. The exit code is 0 when every row was answered, and 5 when the job finished with error rows.
 
     \b

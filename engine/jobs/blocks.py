@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.jobs.rows import Position, Rows, Source
+from weftline.engine.jobs.rows import Block, Position, Rows, Source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -96,6 +96,18 @@ def cut(rows: Iterator[tuple[Mark, Rows]], part_rows: int, block_rows: int) -> I
                 break
     while waiting:
         yield take(_room(waiting[0][1].place, part_rows, block_rows))
+
+
+def size_of(block: Block) -> int:
+    """Return about how many bytes a block's inputs and kept columns hold."""
+    found = int(block.table.nbytes)
+    for values in block.inputs.values():
+        for value in values:
+            if isinstance(value, str | bytes):
+                found += len(value)
+            else:
+                found += int(getattr(value, "nbytes", 64))
+    return found
 
 
 def _room(place: int, part_rows: int, block_rows: int) -> int:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from weftline.engine.jobs.answering.opening import Opening
-from weftline.engine.jobs.blocks import Cut, Mark, cut, read_on
+from weftline.engine.jobs.blocks import Cut, Mark, cut, read_on, size_of
 from weftline.engine.jobs.flow import answered
 from weftline.engine.jobs.parts import Commit, Parts, commit_next, writing
 from weftline.engine.jobs.preparing import Prepared, prepare
@@ -41,11 +41,12 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One block, the mark behind it, and whether its part is complete with it."""
+    """One block, the mark behind it, whether its part is complete with it, and about how many bytes it holds."""
 
     block: Block
     after: Mark
     completes: bool
+    size_bytes: int
 
 
 def run_job(
@@ -92,6 +93,7 @@ class _Run:
         self._job, self._store, self._opening = job, store, opening
         self._watch, self._stop, self._note = watch, stop, note
         self._answerer: Answerer | None = None
+        self._ends = False
         tally = Tally()
         for record in store.records:
             tally.merge(Tally.from_json(record.tally))
@@ -129,7 +131,7 @@ class _Run:
         if not rows:
             self._note("there are no error rows to run again")
             return self._store.finished or self._run_rest()
-        self._note(f"running {len(rows)} error rows again")
+        self._note(f"running {len(rows)} error row{'s' if len(rows) != 1 else ''} again")
         whole, store, tally = self._store.finished, self._store, self._telling.tally
         expected = store.rows if whole else self._job.source.expected
         self._telling = Telling(store.rows - len(rows), 0, expected, tally, self._job.spec.seed)
@@ -152,10 +154,9 @@ class _Run:
 
         try:
             with open_loader(job.source, job.spec.data) as loader:
-                readings = (
-                    Reading(_block(job, loader, one, places), one.after, completes) for one, places, completes in cuts
-                )
-                for reading, answer in answered(readings, ask, answerer.ahead, stop=self._stop, idle=self._look):
+                readings = (_reading(job, loader, *one) for one in cuts)
+                flow = answered(readings, ask, answerer.ahead, size=_size, stop=self._stopped, idle=self._look)
+                for reading, answer in flow:
                     answer = parts.add(reading.block, answer, reading.after)
                     telling.note(reading.block, answer)
                     if errors_max.exceeded(telling.errors, telling.rows):
@@ -164,7 +165,7 @@ class _Run:
                         parts.complete()
                     parts.look()
                     self._look()
-            if not self._stop():
+            if not self._ends:
                 parts.complete()
                 parts.wait()
                 return True
@@ -172,6 +173,10 @@ class _Run:
             return False
         finally:
             parts.close()
+
+    def _stopped(self) -> bool:
+        self._ends = self._ends or self._stop()
+        return self._ends
 
     def _look(self) -> None:
         """Tell whoever watches, if it is time."""
@@ -211,7 +216,7 @@ class _Run:
         job, store = self._job, self._store
         if self._answerer is not None and not why:
             self._answerer.settle()
-        files = what_lies_where(job, store)
+        files = _files(job, store)
         about = {
             "pipeline": job.plan.name, "data": job.spec.data.data, "out": job.spec.out.out, "files": files,
             "instances": {step.name: len(step.workers) for step in job.plan.steps},
@@ -222,11 +227,21 @@ class _Run:
         return self._telling.end(about, self._answerer, why)
 
 
+def _reading(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None, completes: bool) -> Reading:
+    block = _block(job, loader, one, places)
+    return Reading(block, one.after, completes, size_of(block))
+
+
+def _size(reading: Reading) -> int:
+    return reading.size_bytes
+
+
 def _block(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None) -> Block:
     """Return what is asked for: inputs as they are sent, and the columns that are kept."""
     inputs = job.binding.inputs(one.table, loader)
     return Block(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
 
 
-def what_lies_where(job: Prepared, store: Store) -> Mapping[str, str]:
+def _files(job: Prepared, store: Store) -> Mapping[str, str]:
+    """Return what lies where; of a job that is not finished, where its results will be."""
     return store.finish() if store.finished else {"results": job.spec.out.out}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from weftline.engine.jobs.answering.blocked import needed
 from weftline.engine.jobs.answering.opening import Opening
 from weftline.engine.jobs.results.columns import Columns, columns_of
 from weftline.engine.jobs.results.fingerprint import pipeline_parts, versions
@@ -21,7 +22,7 @@ from weftline.engine.jobs.sources.opening import open_source
 from weftline.engine.jobs.sources.piece import HIDDEN
 from weftline.engine.jobs.spec import JobSpec
 from weftline.engine.machine import this_machine
-from weftline.errors import InputError
+from weftline.errors import InputError, PipelineError, Problem
 from weftline.pipelines.load import load_file
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
@@ -73,6 +74,7 @@ def prepare(spec: JobSpec, opening: Opening) -> Prepared:
     """Check a job; PipelineError and InputError say everything that is wrong with it."""
     pipeline = load_file(spec.pipeline)
     plan = make_plan(pipeline, this_machine())
+    check_rows_stand_alone(plan, spec.out.outputs)
     format, single_file = format_of(spec.out.out, spec.out.format)
     types = {one.name: one.type for one in plan.outputs}
     names = _chosen("output", spec.out.outputs, list(types))
@@ -107,6 +109,15 @@ def prepare(spec: JobSpec, opening: Opening) -> Prepared:
     except BaseException:
         source.close()
         raise
+
+
+def check_rows_stand_alone(plan: Plan, outputs: Sequence[str] | None) -> None:
+    """Raise PipelineError when a step that is needed remembers between requests: rows belong to no sequence."""
+    remember = [step.name for step in needed(plan, outputs) if step.sequence is not None]
+    if remember:
+        found = "remembers between the requests of a sequence, and the rows of a job belong to none"
+        fix = "choose outputs that do without it, or send the rows to a session or a server in sequences"
+        raise PipelineError([Problem(f"steps.{name}", found, fix=fix, file=plan.file) for name in remember])
 
 
 def _kept(schema: pa.Schema, binding: Binding, keep: Sequence[str] | None) -> pa.Schema:

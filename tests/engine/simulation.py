@@ -465,7 +465,7 @@ class World:
             case msg.KvResize():
                 self.later(("resize", worker, arena, message), 3000)
             case msg.Cancel():
-                self.cancelled[worker].update(message.items)
+                self.cancelled.get(worker, set()).update(message.items)  # it may have died, and the news be under way
             case msg.Pause():
                 self.paused[worker].update(message.items)
             case msg.Resume():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.desk import Desk, plan_of
+from weftline.engine import events as ev
 from weftline.engine import messages as msg
 from weftline.engine.cohorts import ancestors
 from weftline.errors import LimitReached
@@ -231,4 +232,27 @@ def test_inputs_of_jobs_leave_usual_requests_room() -> None:
     held += desk.scheduler.try_reserve([most // 4])
     desk.scheduler.give_up(held)
     desk.scheduler.give_up(desk.scheduler.try_reserve([most // 4 * 3], job=True))  # larger than its share
+    assert desk.is_clean()
+
+
+def test_a_streaming_step_holds_few_rows_of_jobs_beside_usual_requests() -> None:
+    p = Builder("streams")
+    p.output("y", p.step("a", "trickle", value=p.input("x", "text")).value)
+    desk = Desk(p)
+    text = [msg.Value("text", data=b"%d" % n) for n in range(100)]
+    usual = desk.submit(x=msg.Value("text", data=b"usual"))
+    rows = desk.submit_together(text)
+    assert len(desk.held[0]) == 1 + 4
+    desk.piece(0, "done", last=True, position=1)
+    assert len(desk.held[0]) == 1 + 4  # the next row of the job comes for the one that ended
+    desk.piece(0, "done", last=True, position=0)
+    assert isinstance(desk.ended[usual], ev.Finish)
+    assert len(desk.held[0]) == 4
+    desk.advance(1900)
+    assert len(desk.held[0]) == 4
+    desk.advance(200)  # no usual request came for two seconds
+    assert len(desk.held[0]) == 64
+    while desk.held[0]:
+        desk.piece(0, "done", last=True)
+    assert all(isinstance(desk.ended[row], ev.Finish) for row in rows)
     assert desk.is_clean()

@@ -1,6 +1,7 @@
 """The example job over a few pictures: right answers, spoilt pictures as error rows, and the same after a stop."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from weftline.engine.jobs.answering.opening import Opening, for_jobs, open_here
 from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
 from weftline.engine.jobs.job import run_job
 from weftline.engine.jobs.progress import JobEnd, Progress
+from weftline.engine.jobs.rows import Answered, Block
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
 from weftline.engine.session import Session, plan_of
 
@@ -34,19 +36,30 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opening() -> Iterator[Opening]:
+def session() -> Iterator[Session]:
     """Open the models once for all jobs of this file."""
-    here = open_here(PIPELINE, block_rows=PART_ROWS)
-    with Session(for_jobs(plan_of(PIPELINE), here.block_rows)) as session:
+    with Session(for_jobs(plan_of(PIPELINE), PART_ROWS)) as session:
         session.open()
-        yield replace(here, open=lambda progress: SessionAnswerer(session, shared=False, block_rows=here.block_rows))
+        yield session
+
+
+def opening(session: Session, kind: type[SessionAnswerer] = SessionAnswerer) -> Opening:
+    here = open_here(PIPELINE, block_rows=PART_ROWS)
+    return replace(here, open=lambda progress: kind(session, shared=False, block_rows=PART_ROWS))
+
+
+class Halting(SessionAnswerer):
+    """Answers the first two parts, and the third never."""
+
+    def ask(self, block: Block) -> Future[Answered]:
+        return super().ask(block) if block.part < 2 else Future()
 
 
 @pytest.fixture(scope="module")
-def whole(data: Path, opening: Opening, tmp_path_factory: pytest.TempPathFactory) -> tuple[JobSpec, JobEnd]:
+def whole(data: Path, session: Session, tmp_path_factory: pytest.TempPathFactory) -> tuple[JobSpec, JobEnd]:
     """Run the job in one go."""
     spec = job(data, tmp_path_factory.mktemp("whole") / "answers")
-    return spec, run_job(spec, opening)
+    return spec, run_job(spec, opening(session))
 
 
 def job(data: Path, out: Path) -> JobSpec:
@@ -91,18 +104,18 @@ def test_spoilt_pictures_are_error_rows_that_say_what_is_wrong(whole: tuple[JobS
 
 
 def test_a_job_that_was_stopped_and_gone_on_with_gives_the_same(
-    data: Path, opening: Opening, whole: tuple[JobSpec, JobEnd], tmp_path: Path
+    data: Path, session: Session, whole: tuple[JobSpec, JobEnd], tmp_path: Path
 ) -> None:
-    spec, seen = job(data, tmp_path / "answers"), Progress(0, 0, None, 0, 0, 0.0)
+    spec, committed = job(data, tmp_path / "answers"), 0
 
     def watch(progress: Progress) -> None:
-        nonlocal seen
-        seen = progress
+        nonlocal committed
+        committed = progress.committed
 
-    stopped = run_job(spec, opening, watch, lambda: seen.committed >= PART_ROWS)
-    assert not stopped.finished and PART_ROWS <= stopped.rows < COUNT
-    end = run_job(spec, opening)
-    assert end.finished and (end.rows, end.errors, end.resumed) == (COUNT, SPOILT, stopped.rows)
+    stopped = run_job(spec, opening(session, Halting), watch, lambda: committed >= PART_ROWS)
+    assert not stopped.finished
+    end = run_job(spec, opening(session))
+    assert end.finished and (end.rows, end.errors) == (COUNT, SPOILT) and PART_ROWS <= end.resumed < COUNT
     assert parts(spec) == parts(whole[0])
 
 

@@ -26,7 +26,7 @@ from weftline.engine.jobs.answering.each_row import row_error, row_seed
 from weftline.engine.jobs.answering.packing import Packer, Portion
 from weftline.engine.jobs.answering.repeatable import EXACT, check_outputs
 from weftline.engine.jobs.answering.rows_node import Told
-from weftline.engine.jobs.answering.utilisation import busy
+from weftline.engine.jobs.answering.utilisation import LATELY_MAX, busy
 from weftline.engine.jobs.rows import Answered, Block, RowError
 from weftline.engine.jobs.tally import Tally
 from weftline.engine.pending import PendingTensor
@@ -101,7 +101,7 @@ class BlockAnswerer:
         self._sent = [one.name for one in self._blocked.plan.inputs if one.name != self._blocked.seeds]
         self._ahead = ahead_of(self._blocked)
         self._instances = {step.name: len(step.workers) for step in self._blocked.plan.steps}
-        self._lately: deque[tuple[float, Tally]] = deque()
+        self._lately: deque[tuple[float, Tally]] = deque(maxlen=LATELY_MAX)
         self._closed = threading.Event()
         self._room = Room(self._blocked.plan.limits.arena_bytes)
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="weftline-decode")

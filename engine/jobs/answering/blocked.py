@@ -201,6 +201,7 @@ def _step(
     fixed = {port: one.default for port, one in known.items() if port not in absent}
     seeds_port = _free("seeds", [given.port for given in step.inputs])
     config = RowsConfig(
+        step=step.name,
         runs=step.node,
         runs_options=dict(step.options),
         takes={given.port: known[given.port].type if given.port in known else str(given.type) for given in step.inputs},

@@ -80,7 +80,7 @@ def open_here(
         )  # fmt: skip
     if mode == BLOCKS:
         raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])
-    rows = block_rows or ROWS
+    rows = block_rows or min(ROWS, block_rows_of(plan, wanted))
     return Opening(
         ROW_BY_ROW, why, rows, PART_ROWS_SLOW, repeatable(plan, wanted, False),
         lambda progress: _row_by_row(plan, outputs, seed, rows, progress),

@@ -65,6 +65,7 @@ class RowsConfig:
     same_shapes:  only rows whose tensors have equal shapes share a call.
     by_length:    an input by whose length rows are sorted before they form batches, for a node that pads; '' for none.
     mutates:      the held node writes into its inputs.
+    step:         its name, which the seeds of its rows are made from too.
     seeds, told:  names of the ports for seeds and for Told, which no port of the held node has.
     """
 
@@ -82,6 +83,7 @@ class RowsConfig:
     mutates: bool = False
     seeds: str = "seeds"
     told: str = "told"
+    step: str = ""
 
 
 class RowsNode(BatchNode):
@@ -109,8 +111,16 @@ class RowsNode(BatchNode):
         node.open(dataclasses.replace(context, items_max=config.rows_max))
         takes, gives = tuple(config.takes.items()), tuple(config.gives.items())
         step = StepToOpen(
-            0, "", config.runs, {}, takes, gives, context.device, config.rows_max, mutates_inputs=config.mutates
-        )
+            0,
+            config.step,
+            config.runs,
+            {},
+            takes,
+            gives,
+            context.device,
+            config.rows_max,
+            mutates_inputs=config.mutates,
+        )  # fmt: skip
         types = {name: PortType.parse(type) for name, type in takes}
         self._fixed = dict.fromkeys(config.absent, NOTHING) | {
             name: pack(to_value(types[name], value), types[name], f"input {name}")

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from weftline.engine.jobs.answering.each_row import row_error, row_seed, usable
 from weftline.engine.jobs.answering.repeatable import check_outputs, repeatable
-from weftline.engine.jobs.answering.utilisation import busy
+from weftline.engine.jobs.answering.utilisation import LATELY_MAX, busy
 from weftline.engine.jobs.rows import Answered, Block, RowError
 from weftline.engine.jobs.tally import Tally
 from weftline.engine.messages import BEAT_S
@@ -79,7 +79,7 @@ class SessionAnswerer:
         self._closed = threading.Event()
         self._answered_s: float | None = None
         self._streams = any(step.streams for step in plan.steps)
-        self._lately: deque[tuple[float, Tally]] = deque()
+        self._lately: deque[tuple[float, Tally]] = deque(maxlen=LATELY_MAX)
         self._instances = {step.name: len(step.workers) for step in plan.steps}
 
     @property

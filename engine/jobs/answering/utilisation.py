@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 from weftline.engine.jobs.tally import Tally
 
+LATELY_MAX = 1024
+"""Most tallies that are kept for it."""
+
 USE_S = 2.0
 """Utilisation is told of the last so many seconds."""
 

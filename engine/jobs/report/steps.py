@@ -48,7 +48,7 @@ def step_figures(end: JobEnd) -> list[StepFigures]:
                 p50_ms=tally.quantile_ms(0.5) if tally.run_ms else None,
                 p99_ms=tally.quantile_ms(0.99) if tally.run_ms else None,
                 busy_s=tally.busy_ms / 1000,
-                busy=spent.of(name).busy_ms / room_ms if room_ms > 0 and fresh else None,
+                busy=min(1.0, spent.of(name).busy_ms / room_ms) if room_ms > 0 and fresh else None,
             )
         )
     return found

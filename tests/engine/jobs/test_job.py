@@ -26,7 +26,7 @@ from weftline.engine.jobs.results import place as places  # noqa: E402
 from weftline.engine.jobs.results.local_files import Disk, LocalFiles  # noqa: E402
 from weftline.engine.jobs.results.store import Store  # noqa: E402
 from weftline.engine.jobs.spec import ErrorsMax  # noqa: E402
-from weftline.errors import InputError, JobChanged, OutputFailed, SessionClosed, TooManyErrors  # noqa: E402
+from weftline.errors import InputError, JobChanged, OutputFailed, PipelineError, SessionClosed, TooManyErrors  # noqa: E402
 
 TEXTS = [f"row {n}" for n in range(47)]
 BAD = [f"{'fail' if n % 7 == 3 else 'row'} {n}" for n in range(47)]
@@ -380,3 +380,15 @@ def no_threads_stay() -> Iterator[None]:
         if one.name.startswith("weftline-"):
             one.join(10)
     assert not [one for one in threading.enumerate() if one.name in left and one.is_alive()]
+
+
+def test_a_step_that_remembers_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    (folder / "words.yaml").write_text(
+        "weftline: 1\nname: words\ninputs: {text: text}\n"
+        "steps:\n  keep: {node: remember, inputs: {value: text}}\n  say: {node: echo, inputs: {value: text}}\n"
+        "outputs: {kept: keep.value, answer: say.value}\n"
+    )
+    with pytest.raises(PipelineError, match=r"steps\.keep: remembers between the requests of a sequence"):
+        run_job(spec_of(folder, folder / "rows.jsonl"), plain())
+    assert not (folder / "out").exists()
+    assert run_job(spec_of(folder, folder / "rows.jsonl", outputs=("answer",)), plain()).finished

@@ -36,6 +36,7 @@ from weftline.engine.session import load
 from weftline.engine.supervisor import RestartPolicy
 from weftline.errors import InputError, PipelineError, SessionClosed, WeftlineError
 from weftline.nodes.detections import Detections
+from weftline.nodes.urgency import seed_of
 from weftline.pipelines.builder import Builder, constant
 from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
@@ -317,12 +318,22 @@ def test_every_row_has_its_own_seed_by_its_place(start: Start, tmp_path: Path) -
     (tmp_path / "seeds.py").write_text(
         "import weftline\n\n\ndef seed(a: str) -> str:\n    return str(weftline.current().seed)\n"
     )
+
+    def of(place: int) -> str:
+        return str(seed_of(row_seed(3, place), "s"))
+
     p = Builder("seeds", base_dir=tmp_path)
     p.output("y", p.step("s", "function", function="seeds.py:seed", a=p.input("x", "text")).output)
     answerer = start(p, seed=3)
-    assert answered(answerer, {"x": ["a", "b"]}, place=7).outputs["y"] == [str(row_seed(3, 7)), str(row_seed(3, 8))]
+    assert answered(answerer, {"x": ["a", "b"]}, place=7).outputs["y"] == [
+        of(7),
+        of(8),
+    ]
     block = Block(0, 0, ["p", "q"], {"x": ["a", "b"]}, None, places=[5, 90])
-    assert answerer.ask(block).result(HUNG_S).outputs["y"] == [str(row_seed(3, 5)), str(row_seed(3, 90))]
+    assert answerer.ask(block).result(HUNG_S).outputs["y"] == [
+        of(5),
+        of(90),
+    ]
 
 
 def test_blocks_are_answered_whatever_their_order_and_size(start: Start) -> None:

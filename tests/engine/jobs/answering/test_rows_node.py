@@ -13,6 +13,7 @@ from weftline.engine.values import pack
 from weftline.errors import RequestCancelled, StepError
 from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
 from weftline.nodes.ports import Ports, PortType, port
+from weftline.nodes.urgency import seed_of
 
 HERE = Path(__file__).parent
 NODE = f"{Path(__file__).name}:Noting"
@@ -187,7 +188,7 @@ def test_every_row_brings_its_own_seed(opened: Callable[..., RowsNode]) -> None:
         lambda batch: seen.extend(batch.urgency(place).seed for place in range(len(batch))) or {"y": list(batch["x"])}  # type: ignore[func-returns-value]
     )
     asked(opened(), {"x": column(list("abcd"))}, 4, seeds=[5, -1, 7, 0])
-    assert seen == [5, None, 7, 0]
+    assert seen == [seed_of(5, ""), None, seed_of(7, ""), seed_of(0, "")]
 
 
 def test_what_is_the_same_for_every_row_is_an_option(opened: Callable[..., RowsNode]) -> None:

@@ -21,6 +21,7 @@ from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
 from weftline.engine.jobs.rows import Block, RowError, Unusable
 from weftline.engine.session import Session, load
 from weftline.errors import InputError, SessionClosed
+from weftline.nodes.urgency import seed_of
 
 BRANCHES = """
 weftline: 1
@@ -107,7 +108,7 @@ def test_each_row_is_answered_as_it_would_be_alone(session: Session) -> None:
     assert answered.outputs["sum"] == [6, 24, 0, None, None, 18]
     assert answered.outputs["big"] == [None, 24, None, None, None, None]
     assert answered.errors == {row: RowError("each", "StepError", "ValueError: unlucky") for row in (3, 4)}
-    seeds = [row_seed(7, 100 + row) for row in range(6)]
+    seeds = [seed_of(row_seed(7, 100 + row), "seeded") for row in range(6)]
     assert answered.outputs["seed"][0] == ["a", seeds[0]]
     assert answered.outputs["seed"][1] == ["plain", seeds[1]]
     assert len(set(seeds)) == 6
