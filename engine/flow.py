@@ -28,7 +28,7 @@ class Admission:
         self.jobs = 0
         alone = limits.job_batch_ms == math.inf
         self._jobs_max = limits.requests_max if alone else max(1, int(limits.requests_max * JOBS_SHARE))
-        self.job_bytes_max = limits.arena_bytes if alone else int(limits.arena_bytes * JOBS_SHARE)
+        self.job_bytes_max = job_bytes_max(limits)
         self.size_bytes = 0
         self._gap_ms = 100.0  # between two that leave, as a moving average
         self._left_ms: float | None = None
@@ -73,3 +73,8 @@ class Admission:
 
     def _full(self, message: str) -> LimitReached:
         return LimitReached(message, self.retry_after_s())
+
+
+def job_bytes_max(limits: Limits) -> int:
+    """Return how many bytes of the ingress arena rows of jobs may have: all of it where a job is alone."""
+    return limits.arena_bytes if limits.job_batch_ms == math.inf else int(limits.arena_bytes * JOBS_SHARE)

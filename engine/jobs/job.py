@@ -28,6 +28,7 @@ from weftline.engine.jobs.retrying import commit_again, cuts_again
 from weftline.engine.jobs.rows import Answered, Answerer, Block, RowError, Stop
 from weftline.engine.jobs.sources.loading import Loader
 from weftline.engine.jobs.sources.opening import open_loader
+from weftline.engine.jobs.sources.shown import shown_url
 from weftline.engine.jobs.spec import ErrorsMax, JobSpec
 from weftline.engine.jobs.tally import Tally
 from weftline.engine.jobs.telling import Telling
@@ -218,7 +219,8 @@ class _Run:
             self._answerer.settle()
         files = _files(job, store)
         about = {
-            "pipeline": job.plan.name, "data": job.spec.data.data, "out": job.spec.out.out, "files": files,
+            "pipeline": job.plan.name, "data": tuple(map(shown_url, job.spec.data.data)),
+            "out": shown_url(job.spec.out.out), "files": files,
             "instances": {step.name: len(step.workers) for step in job.plan.steps},
             "repeatable": self._opening.repeatable, "versions": versions(job.plan),
             "settings": job.manifest.settings,
@@ -244,4 +246,4 @@ def _block(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None
 
 def _files(job: Prepared, store: Store) -> Mapping[str, str]:
     """Return what lies where; of a job that is not finished, where its results will be."""
-    return store.finish() if store.finished else {"results": job.spec.out.out}
+    return store.finish() if store.finished else {"results": shown_url(job.spec.out.out)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from weftline.engine.jobs.results.columns import Columns, columns_of
 from weftline.engine.jobs.results.fingerprint import pipeline_parts, versions
 from weftline.engine.jobs.results.formats import format_of, suffix
 from weftline.engine.jobs.results.manifest import Manifest
+from weftline.engine.jobs.results.place import LOCAL
 from weftline.engine.jobs.results.writers import check_columns
 from weftline.engine.jobs.rows import Source
 from weftline.engine.jobs.sources.binding import Binding, bind
@@ -78,6 +80,11 @@ def prepare(spec: JobSpec, opening: Opening) -> Prepared:
     format, single_file = format_of(spec.out.out, spec.out.format)
     types = {one.name: one.type for one in plan.outputs}
     names = _chosen("output", spec.out.outputs, list(types))
+    if folder := data_around(spec.out.out, spec.data.data):
+        raise InputError(
+            f"--out {spec.out.out}: lies in {folder}, which is the data: the results would be rows of the next run\n"
+            "    fix: write elsewhere, or below a name that begins with an underscore, which is passed over"
+        )
     source = open_source(spec.data)
     try:
         asked = [one for one in plan.inputs if not one.hidden]
@@ -118,6 +125,29 @@ def check_rows_stand_alone(plan: Plan, outputs: Sequence[str] | None) -> None:
         found = "remembers between the requests of a sequence, and the rows of a job belong to none"
         fix = "choose outputs that do without it, or send the rows to a session or a server in sequences"
         raise PipelineError([Problem(f"steps.{name}", found, fix=fix, file=plan.file) for name in remember])
+
+
+def data_around(out: str, data: Sequence[str]) -> str | None:
+    """Return the folder of data in which results would lie, and be read when the job goes on; None when none is.
+
+    Only folders of this machine are looked at; what lies below a name with a dot or an underscore first is not read.
+    """
+    place = _here(out)
+    for argument in data:
+        folder = _here(argument)
+        if place is None or folder is None or not folder.is_dir() or not place.is_relative_to(folder):
+            continue
+        if not any(part.startswith((".", "_")) for part in place.relative_to(folder).parts):
+            return argument
+    return None
+
+
+def _here(written: str) -> Path | None:
+    """Return a path of this machine, with links followed; None for a URL and what is no path."""
+    protocol, _, path = written.rpartition("://")
+    if protocol not in ("", *LOCAL) or not path:
+        return None
+    return Path(path).expanduser().resolve()
 
 
 def _kept(schema: pa.Schema, binding: Binding, keep: Sequence[str] | None) -> pa.Schema:

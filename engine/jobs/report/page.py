@@ -36,7 +36,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; bor
   overflow-wrap: break-word; }
 th { font-weight: 600; color: var(--soft); font-size: .875rem; white-space: nowrap; }
 td.n, th.n { text-align: right; white-space: nowrap; }
-td.name { min-width: 6rem; } td.long { min-width: 14rem; } table.facts { width: auto; }
+td.name { min-width: 6rem; } td.whole { white-space: nowrap; } td.long { min-width: 14rem; } table.facts { width: auto; }
 .name, .long, .facts td { max-width: 40rem; overflow-wrap: anywhere; }
 .samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); gap: .8rem;
   align-items: start; }
@@ -79,7 +79,7 @@ Busy is the share of {% if end.resumed %}the last{% else %}the{% endif %} run th
 <div class="wide"><table>
 <tr><th class="n">#</th><th class="n">rows</th><th>step</th><th>error</th><th>reason</th><th>ids</th></tr>
 {% for one in kinds %}<tr><td class="n">{{ loop.index }}</td><td class="n">{{ one.count }}</td>\
-<td class="name">{{ one.step }}</td><td class="name">{{ one.error }}</td>\
+<td class="name">{{ one.step }}</td><td class="whole">{{ one.error }}</td>\
 <td class="long">{{ one.reason }}</td><td class="id long">{{ one.ids }}</td></tr>
 {% endfor %}</table></div>
 {% endif %}{% if samples %}<h2>Samples</h2>

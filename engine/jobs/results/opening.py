@@ -83,12 +83,16 @@ def _look(files: Files, layout: Layout) -> Found:
     return Found(files.entries(layout.work), files.entries(layout.state), files.entries(layout.media))
 
 
-def _refuse_foreign(place: Place, found: Found) -> None:
+def _refuse_final(place: Place) -> None:
     if place.layout.final and place.files.size(place.layout.final) is not None:
         raise InputError(
             f"{place.out}: is there already, and no job in {place.shown(place.layout.work)} wrote it\n"
             "    fix: remove it, or write elsewhere"
         )
+
+
+def _refuse_foreign(place: Place, found: Found) -> None:
+    _refuse_final(place)
     if strangers := foreign(found):
         shown = ", ".join(strangers[:3]) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
         raise InputError(
@@ -121,9 +125,13 @@ def _resume(place: Place, manifest: Manifest, lock: Lock) -> Opened:
             raise Unreadable("it was written by a newer Weftline")
     except Unreadable as error:
         raise _changed(place, [f"its manifest cannot be used: {error}"]) from None
-    if changes := differences(old, manifest):
-        raise _changed(place, changes, "run the command as it was when the job began")
     found = _look(files, layout)
+    if changes := differences(old, manifest):
+        if by_part(found.state):
+            raise _changed(place, changes, "run the command as it was when the job began")
+        _refuse_final(place)
+        _begin_anew(files, layout, manifest)  # nothing is lost: the job that began here has committed nothing
+        return Opened(manifest, [], lock, ())
     records = _read_records(place, found)
     for data, base in staged_files(found).items():
         _settle_staged(files, layout.work + base, layout.work + data, [one for one in records if one.file == data])

@@ -11,6 +11,7 @@ from weftline.engine.jobs.results.files import Files
 from weftline.engine.jobs.results.local_files import LocalFiles
 from weftline.engine.jobs.results.naming import Layout
 from weftline.engine.jobs.results.remote_files import RemoteFiles
+from weftline.engine.jobs.sources.shown import shown_url
 from weftline.errors import InputError, MissingPackage
 
 LOCAL = ("file", "local")
@@ -20,8 +21,8 @@ LOCAL = ("file", "local")
 class Place:
     """A folder, the names in it, and how the user wrote them.
 
-    out:    as the user wrote it.
-    folder: as the user wrote it, of the folder in which results lie.
+    out:    as the user wrote it, without a password.
+    folder: the same, of the folder in which results lie.
     """
 
     out: str
@@ -36,14 +37,15 @@ class Place:
 
 def find(out: str, single_file: bool, suffix: str, storage: Mapping[str, str]) -> Place:
     """Return the place that `out` names; InputError when it names none that can be written to."""
+    told = shown_url(out)
     protocol, _, path = out.rpartition("://")
     folder, final = posixpath.split(out) if single_file else (out, "")
     if single_file and not final:
-        raise InputError(f"--out {out}: names no file")
+        raise InputError(f"--out {told}: names no file")
     folder += "//" if folder.endswith(":") else ""
     layout = Layout(f"{final}.job/", final, suffix) if single_file else Layout("", "", suffix)
     if protocol and protocol not in LOCAL:
-        return Place(out, folder, _remote(out, folder, storage), layout)
+        return Place(told, shown_url(folder), _remote(told, folder, storage), layout)
     root = Path(posixpath.dirname(path) if single_file else path).expanduser()
     _refuse_misfits(out, root, root / final if final else None)
     return Place(out, folder, LocalFiles(root), layout)
@@ -66,5 +68,5 @@ def _remote(out: str, folder: str, storage: Mapping[str, str]) -> RemoteFiles:
     try:
         system, root = url_to_fs(folder, **storage)
     except (ImportError, ValueError, TypeError, OSError) as error:  # of an address, a package for it, or its options
-        raise InputError(f"--out {out}: {error}") from None
+        raise InputError(shown_url(f"--out {out}: {error}")) from None
     return RemoteFiles(system, root)

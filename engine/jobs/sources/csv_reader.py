@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 
 from weftline.engine.jobs.sources.formats import suffixes_of
-from weftline.engine.jobs.sources.lines import BOM, Block, Cut
+from weftline.engine.jobs.sources.lines import BOM, Block, Cut, is_utf8
 from weftline.engine.jobs.sources.schemas import check_names, lacking
 from weftline.engine.jobs.sources.text_reader import HIDDEN_FIELD, TextReader
 from weftline.errors import InputError
@@ -67,6 +67,8 @@ class CsvReader(TextReader):
         if not data.strip():
             return pa.schema([(name, pa.string()) for name in names])
         parsing = _parsing(delimiter, skip=True)
+        if not is_utf8(data):
+            data = data.decode(errors="replace").encode()  # pyarrow cannot hand a skipped record over that is no text
         try:
             table = pcsv.read_csv(pa.BufferReader(data), read_options=_reading(data, names), parse_options=parsing)
         except pa.ArrowException:

@@ -6,7 +6,9 @@ below it; names that begin with a dot or an underscore are passed over there.
 
 from __future__ import annotations
 
+import os
 import posixpath
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 
 from weftline.engine.jobs.sources.piece import Origin
+from weftline.engine.jobs.sources.shown import shown_url, without_query
 from weftline.errors import InputError
 
 GLOB = frozenset("*?[")
@@ -44,6 +47,11 @@ class Found:
     @property
     def local(self) -> bool:
         return is_local(self.fs)
+
+    @property
+    def same(self) -> str:
+        """What is equal for two names of one file."""
+        return os.path.realpath(self.path) if self.local else self.url
 
     @property
     def url(self) -> str:
@@ -78,15 +86,16 @@ class Listing:
 def look(argument: str, storage: Mapping[str, str]) -> Listing:
     """Return the files that one argument stands for; InputError when there are none."""
     fs, path = file_system(argument, storage)
+    shown = shown_url(argument)
     try:
-        return _look(fs, path, argument)
+        return _look(fs, path, shown)
     except Exception as error:  # a file system elsewhere raises whatever its client raises
-        raise unreadable(argument, error) from None
+        raise unreadable(shown, error) from None
 
 
 def _look(fs: Any, path: str, shown: str) -> Listing:
     if fs.isfile(path):
-        base = posixpath.dirname(path)
+        base = posixpath.dirname(without_query(path))
         return Listing(shown, "file", fs, base, (_found(fs, path, shown, base, fs.info(path)),))
     if fs.isdir(path):
         return _below(fs, path.rstrip("/") or "/", shown.rstrip("/"), "folder", fs.find(path, detail=True))
@@ -113,7 +122,7 @@ def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]
 
 def _found(fs: Any, path: str, shown: str, base: str, info: Mapping[str, Any]) -> Found:
     about = {} if is_local(fs) else {key: info[key] for key in CHANGED if info.get(key)}
-    return Found(fs, path, shown, base, info.get("size"), about)
+    return Found(fs, path, shown_url(shown), base, info.get("size"), about)
 
 
 def _before_glob(path: str) -> str:
@@ -126,12 +135,30 @@ def _before_glob(path: str) -> str:
 def origins(files: Sequence[Found]) -> tuple[Origin, ...]:
     """Return one origin for each file: its name is its path below the folder that all of them lie in."""
     common = _common({(str(one.fs.protocol), one.base) for one in files})
+    plain = [without_query(one.path) for one in files]
+    names = _told_apart([
+        shown_url(one.url if common is None else posixpath.relpath(path, common))
+        for one, path in zip(files, plain, strict=True)
+    ])  # fmt: skip
     return tuple(
-        Origin(
-            one.url if common is None else posixpath.relpath(one.path, common), one.shown, posixpath.dirname(one.url)
-        )
-        for one in files
+        Origin(name, one.shown, posixpath.dirname(without_query(one.url)))
+        for name, one in zip(names, files, strict=True)
     )
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Return names of which each comes once: what told them apart may have been a query."""
+    taken, found = set(names), list[str]()
+    times: Counter[str] = Counter()
+    for name in names:
+        times[name] += 1
+        other = name
+        while times[name] > 1 and other in taken:
+            other = f"{name} ({times[name]})"
+            times[name] += other in taken
+        taken.add(other)
+        found.append(other)
+    return found
 
 
 def _common(bases: set[tuple[str, str]]) -> str | None:
@@ -147,13 +174,15 @@ def file_system(argument: str, storage: Mapping[str, str]) -> tuple[Any, str]:
     """Return the file system of a path or URL, and the path on it; InputError when there is none."""
     try:
         if "://" not in argument:
-            return fsspec.filesystem("file"), posixpath.abspath(posixpath.expanduser(argument)) if argument else "."
+            return fsspec.filesystem("file"), posixpath.abspath(posixpath.expanduser(argument))
         fs, path = fsspec.core.url_to_fs(argument, **storage)
         return fs, str(path)
     except (ImportError, ValueError, OSError) as error:
-        raise InputError(f"{argument}: {_one_line(error)}") from None
+        raise InputError(shown_url(f"{argument}: {_one_line(error)}")) from None
     except TypeError as error:
-        raise InputError(f"{argument}: a storage option that this file system does not have ({error})") from None
+        raise InputError(
+            shown_url(f"{argument}: a storage option that this file system does not have ({error})")
+        ) from None
 
 
 def is_local(fs: Any) -> bool:
@@ -167,9 +196,9 @@ def unreadable(shown: str, error: Exception) -> InputError:
     if isinstance(error, InputError):
         return error
     if isinstance(error, FileNotFoundError):
-        return InputError(f"{shown}: there is no such file")
+        return InputError(f"{shown_url(shown)}: there is no such file")
     reason = error.strerror if isinstance(error, OSError) and error.strerror else _one_line(error)
-    return InputError(f"{shown}: cannot be read: {reason}")
+    return InputError(shown_url(f"{shown}: cannot be read: {reason}"))
 
 
 def _one_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, Piece, rows_at_a_time
+from weftline.engine.jobs.sources.shown import shown_url
 from weftline.engine.jobs.sources.schemas import check_names, fitted, plain
 from weftline.errors import InputError
 from weftline.pipelines.problems import did_you_mean, listed
@@ -68,7 +69,7 @@ def from_disk(path: str, shown: str, split: str | None, storage: Mapping[str, st
     try:
         found = datasets.load_from_disk(path, storage_options=dict(storage) or None)
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise InputError(f"{shown}: no Hugging Face data set: {_one_line(error)}") from None
+        raise InputError(shown_url(f"{shown}: no Hugging Face data set: {_one_line(error)}")) from None
     dataset = _one_split(found, split, shown)
     return HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), shown, path))
 
@@ -78,6 +79,8 @@ def by_name(name: str, split: str | None) -> HuggingFaceReader:
     import datasets
 
     path, _, config = name.partition(":")
+    if not path.strip():
+        raise InputError(f"hf:{name}: names no data set; expected hf:NAME or hf:NAME:CONFIG")
     try:
         found = datasets.load_dataset(path, config or None, split=split)
     except Exception as error:  # whatever a hub, a builder or a file system raises

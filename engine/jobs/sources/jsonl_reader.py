@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json as pj
 
-from weftline.engine.jobs.sources.lines import BOM, Block
+from weftline.engine.jobs.sources.lines import BOM, LINE_BYTES_MAX, Block, is_utf8
 from weftline.engine.jobs.sources.text_reader import HIDDEN_FIELD, TextReader
 from weftline.errors import InputError
 
@@ -31,11 +31,8 @@ _WHAT: Mapping[type, str] = {
 class JsonlReader(TextReader):
     def _learn(self) -> pa.Schema:
         shown = self.origins[0].shown
-        head = self._head(0, LEARN_BYTES)
-        if len(head) == LEARN_BYTES and b"\n" in head:
-            head = head[: head.rfind(b"\n")]
-        head = head.removeprefix(BOM)
-        if head.lstrip()[:1] == b"[":
+        head = self._first_lines()
+        if head[:1] == b"[":
             raise InputError(
                 f"{shown}: one JSON list; expected one object on each line\n    fix: jq -c '.[]' FILE > FILE.jsonl"
             )
@@ -45,6 +42,20 @@ class JsonlReader(TextReader):
             why = _object(head.strip().split(b"\n")[0])
             raise InputError(f"{shown}: none of its first lines is a JSON object; the first: {why}")
         return learned(rows)
+
+    def _first_lines(self) -> bytes:
+        """Return whole lines of the first file, one at least, without blank ones before them."""
+        size = LEARN_BYTES
+        while True:
+            head = self._head(0, size)
+            lines = head.removeprefix(BOM).lstrip()
+            if len(head) < size or lines[:1] == b"[":
+                return lines
+            if b"\n" in lines:
+                return lines[: lines.rfind(b"\n")]
+            if size >= LINE_BYTES_MAX:
+                raise InputError(f"{self.origins[0].shown}:1: more than {LINE_BYTES_MAX} bytes without an end of line")
+            size = min(2 * size, LINE_BYTES_MAX)
 
     def _parsed(self, block: Block, origin: int) -> pa.Table:
         table = _at_once(block.data, self.schema)
@@ -84,7 +95,7 @@ def _at_once(data: bytes, schema: pa.Schema) -> pa.Table | None:
     lines = data.count(b"\n") + 1
     apart = data.count(b"}\n{") + data.count(b"}\r\n{")
     whole = data[:1] == b"{" and data[-1:] == b"}" and apart == lines - 1
-    if not whole or not _is_utf8(data):
+    if not whole or not is_utf8(data):
         return None
     reading = pj.ReadOptions(use_threads=False, block_size=len(data) + 64)
     parsing = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
@@ -93,16 +104,6 @@ def _at_once(data: bytes, schema: pa.Schema) -> pa.Table | None:
     except pa.ArrowException:
         return None
     return table.cast(schema) if table.num_rows == lines and table.schema.names == schema.names else None
-
-
-def _is_utf8(data: bytes) -> bool:
-    if data.isascii():
-        return True
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _one_by_one(block: Block, schema: pa.Schema) -> pa.Table:

@@ -48,6 +48,17 @@ def whole_lines(data: bytes, end: bool) -> int:
     return len(data) if end else data.rfind(b"\n") + 1
 
 
+def is_utf8(data: bytes) -> bool:
+    """Whether these bytes are text."""
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def unpacked(stream: BinaryIO, compression: str | None) -> BinaryIO:
     """Return a stream of what a compressed stream holds."""
     if compression == "gzip":

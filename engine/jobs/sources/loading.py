@@ -14,6 +14,7 @@ from typing import Any, Self
 import fsspec
 
 from weftline.engine.jobs.rows import Unusable
+from weftline.engine.jobs.sources.shown import shown_url
 
 THREADS = 8
 BYTES_MAX = 256 << 20
@@ -66,7 +67,7 @@ class Loader:
         except Exception as error:  # a file system elsewhere raises whatever its client raises
             return Unusable(_reason(written, error))
         if len(data) > self.bytes_max:
-            return Unusable(f"{written} has more than {self.bytes_max} bytes, the most that are read")
+            return Unusable(f"{shown_url(written)} has more than {self.bytes_max} bytes, the most that are read")
         return data
 
     def _local(self, path: str) -> bytes:
@@ -84,9 +85,12 @@ class Loader:
 def _regular(path: str) -> int:
     """Return a file, opened; OSError for a pipe or a device, which may never end."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(handle).st_mode):
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
         return handle
     os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     raise OSError(errno.EINVAL, "it is no regular file")
 
 
@@ -101,6 +105,6 @@ def joined(folder: str, written: str) -> str:
 
 def _reason(written: str, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return f"there is no file {written}"
+        return shown_url(f"there is no file {written}")
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().split("\n")[0]
-    return f"cannot read {written}: {said[:200] or type(error).__name__}"
+    return shown_url(f"cannot read {written}: {said[:200] or type(error).__name__}")

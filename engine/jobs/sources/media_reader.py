@@ -14,6 +14,7 @@ from weftline.engine.jobs.sources import fingerprint
 from weftline.engine.jobs.sources.finding import Found, origins
 from weftline.engine.jobs.sources.formats import media_kind
 from weftline.engine.jobs.sources.piece import MEANS, Batch, Mark, Origin, Piece
+from weftline.engine.jobs.sources.shown import shown_url
 
 PIECE_ROWS = 1_000
 
@@ -25,7 +26,7 @@ class MediaReader:
         self._files = files
         self._names = [one.name for one in origins(files)]
         self.origins: Sequence[Origin] = (Origin("files", "files"),)
-        self._kinds = [media_kind(one.path) for one in files]
+        self._kinds = [media_kind(one.shown) for one in files]
         there = [kind for kind in KINDS if kind in set(self._kinds)]
         lazy = [pa.field(kind, pa.string(), metadata={MEANS: b"path"}) for kind in there]
         self.schema: pa.Schema = pa.schema([pa.field("path", pa.string()), pa.field("name", pa.string()), *lazy])
@@ -42,7 +43,7 @@ class MediaReader:
         """Yield the one batch of a piece."""
         here = slice(piece.row, piece.row + (piece.rows or 0))
         paths, names, kinds = [one.url for one in self._files[here]], self._names[here], self._kinds[here]
-        columns: list[list[str | None]] = [list(paths), list(names)]
+        columns: list[list[str | None]] = [[shown_url(path) for path in paths], list(names)]
         columns += [
             [path if kind == field.name else None for path, kind in zip(paths, kinds, strict=True)]
             for field in list(self.schema)[2:]

@@ -6,13 +6,13 @@ Nothing optional is imported before it is needed, and what is missing is a Missi
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from weftline.engine.jobs.rows import Source
 from weftline.engine.jobs.sources.formats import check_format, chosen, mixed
+from weftline.engine.jobs.sources.shown import shown_url
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError, MissingPackage
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 HUB = "hf:"
+EXPECTED = "a file, a folder, a glob, a URL, hf:NAME, or - for standard input"
 SAVED = ("dataset_info.json", "dataset_dict.json")
 """What a folder holds that `save_to_disk` wrote."""
 
@@ -41,11 +42,13 @@ def open_source(spec: DataSpec, stdin: BinaryIO | None = None) -> Source:
 
     check_format(spec.format)
     if not spec.data:
-        raise InputError("--data is missing: a file, a folder, a glob, a URL, hf:NAME, or - for standard input")
+        raise InputError(f"--data is missing: {EXPECTED}")
+    if not all(one.strip() for one in spec.data):
+        raise InputError(f"--data '': names nothing; expected {EXPECTED}")
     reader = _reader(spec, stdin)
     if reader.rows == 0 or not reader.schema.names:
         reader.close()
-        raise InputError(f"{', '.join(spec.data)}: the data set is empty")
+        raise InputError(f"{_shown(spec)}: the data set is empty")
     return SelectedSource(reader, spec)
 
 
@@ -99,7 +102,7 @@ def need(package: str) -> Any:
 def _reader(spec: DataSpec, stdin: BinaryIO | None) -> Reader:
     hub = [one for one in spec.data if one.startswith(HUB) and not one.startswith("hf://")]
     if len(spec.data) > 1 and (hub or STDIN in spec.data):
-        raise InputError(f"{hub[0] if hub else STDIN} stands alone; found {', '.join(spec.data)}")
+        raise InputError(f"{hub[0] if hub else STDIN} stands alone; found {_shown(spec)}")
     if hub:
         need("datasets")
         from weftline.engine.jobs.sources import hugging_face
@@ -110,6 +113,10 @@ def _reader(spec: DataSpec, stdin: BinaryIO | None) -> Reader:
     if spec.data == (STDIN,):
         return _of_stdin(spec.format or "jsonl", stdin or sys.stdin.buffer)
     return _of_files(spec)
+
+
+def _shown(spec: DataSpec) -> str:
+    return ", ".join(map(shown_url, spec.data))
 
 
 def _of_stdin(format: str, stream: BinaryIO) -> Reader:
@@ -142,14 +149,14 @@ def _of_files(spec: DataSpec) -> Reader:
     if spec.split is not None:
         raise InputError(f"--split {spec.split:.80}: only Hugging Face data sets have splits")
     if spec.format == "hf":
-        raise InputError(f"{spec.data[0]}: --format hf wants one folder that save_to_disk wrote, or hf:NAME")
+        raise InputError(f"{listings[0].shown}: --format hf wants one folder that save_to_disk wrote, or hf:NAME")
     formats, files = [], []
     for listing in listings:
         format, these = _usable(listing, spec.format)
         formats.append(format)
         files += these
     if len(set(formats)) > 1:
-        raise InputError(mixed(", ".join(spec.data), dict.fromkeys(formats)))
+        raise InputError(mixed(_shown(spec), dict.fromkeys(formats)))
     _check_twice(files)
     return _of_format(formats[0], files)
 
@@ -169,9 +176,12 @@ def _usable(listing: Listing, format: str | None) -> tuple[str, list[Found]]:
 
 
 def _check_twice(files: Sequence[Found]) -> None:
-    url, times = Counter(file.url for file in files).most_common(1)[0]
-    if times > 1:
-        raise InputError(f"{url}: named twice; each of its rows would be answered twice")
+    first: dict[str, Found] = {}
+    for file in files:
+        other = first.setdefault(file.same, file)
+        if other is not file:
+            also = f", as {other.shown} too" if other.shown != file.shown else ""
+            raise InputError(f"{file.shown}: named twice{also}; each of its rows would be answered twice")
 
 
 def _of_format(format: str, files: Sequence[Found]) -> Reader:

@@ -24,6 +24,9 @@ from weftline.errors import InputError
 LEARN_ROWS = 100
 TAR_ROWS_MAX = 1_000
 TEXTS = ("txt", "text", "caption", "transcript", "md")
+RESERVED = ("__key__", "__url__", "__bad__")
+"""What webdataset itself writes into a row; a file of such a suffix would take its place."""
+
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
 
 Sample = Mapping[str, Any]
@@ -88,15 +91,38 @@ class TarReader:
 
     @contextmanager
     def _samples(self, origin: int) -> Iterator[Iterator[Sample]]:
-        from webdataset.tariterators import group_by_keys, tar_file_iterator  # brings torch, where that is installed
+        from webdataset.tariterators import group_by_keys  # brings torch, where that is installed
 
         file = self._files[origin]
         try:
-            with file.open() as packed, unpacked(packed, compression_of(file.path)) as stream:
-                members = ({**one, "__url__": file.shown} for one in tar_file_iterator(stream))
-                yield group_by_keys(members)
+            with file.open() as packed, unpacked(packed, compression_of(file.shown)) as stream:
+                yield group_by_keys(_members(stream, file.shown))
         except (TarError, OSError, EOFError, pa.ArrowException) as error:
             raise unreadable(file.shown, error) from None
+
+
+def _members(stream: Any, shown: str) -> Iterator[Sample]:
+    """Yield the files of an archive as webdataset has them; InputError for those that it cannot make rows of."""
+    from webdataset.tariterators import base_plus_ext, tar_file_iterator
+
+    keys, current, suffixes = set[str](), None, set[str]()
+    for member in tar_file_iterator(stream):
+        name = member["fname"]
+        key, suffix = base_plus_ext(name)
+        if key is not None:
+            if key != current:
+                if key in keys:
+                    raise InputError(
+                        f"{shown}: {name}: row {key} was there already, with another row's files after it\n"
+                        "    fix: give every row its own name, and write its files one after the other"
+                    )
+                keys.add(key)
+                current, suffixes = key, set()
+            if suffix.lower() in (*RESERVED, *suffixes):
+                why = f"a row cannot have a file called {suffix}" if suffix.lower() in RESERVED else "is there twice"
+                raise InputError(f"{shown}: {name}: {why}\n    fix: leave it out, or give it another name")
+            suffixes.add(suffix.lower())
+        yield {**member, "__url__": shown}
 
 
 def _field(suffix: str) -> pa.Field:

@@ -93,7 +93,7 @@ class TextReader(ABC):
         return b""
 
     def _packed(self, origin: int) -> bool:
-        return self._stdin is not None or compression_of(self._files[origin].path) is not None
+        return self._stdin is not None or compression_of(self._files[origin].shown) is not None
 
     @contextmanager
     def _opened(self, origin: int) -> Iterator[BinaryIO]:
@@ -102,7 +102,7 @@ class TextReader(ABC):
                 yield stream
             return
         file = self._files[origin]
-        with file.open() as packed, unpacked(packed, compression_of(file.path)) as stream:
+        with file.open() as packed, unpacked(packed, compression_of(file.shown)) as stream:
             yield stream
 
 
