@@ -156,7 +156,7 @@ def batch(
         bool, typer.Option("--dry-run", help="Show plan, columns and three answered rows; write nothing.")
     ] = False,
     report: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="Where the report goes; OUTPUT/report.html by default.")
+        str | None, typer.Option(metavar="FILE.html", help="Where the report goes; OUTPUT/_report.html by default.")
     ] = None,
     no_report: Annotated[bool, typer.Option("--no-report", help="Write no report.")] = False,
     as_json: Annotated[

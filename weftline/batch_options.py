@@ -132,7 +132,7 @@ def report_place(out: str) -> str:
     """Return where a job's report goes when nobody says: into the folder, or beside the one file."""
     if out.endswith(ONE_FILE):
         return out + ".report.html"
-    return out.rstrip("/") + "/report.html"
+    return out.rstrip("/") + "/_report.html"
 
 
 def _missing(typed: Typed) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
@@ -86,8 +86,9 @@ def answered(
     size: Callable[[Block], int] = lambda block: 0,
     stop: Callable[[], bool] = lambda: False,
     idle: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Block, Answer]]:
+) -> Generator[tuple[Block, Answer], None, None]:
     """Yield each block with its answer, in order. What reading or answering failed with is raised where it belongs.
+    Close it when it is left early.
 
     ahead: how many blocks are asked for at a time.
     size:  of a block in bytes, about; asked for more than once.

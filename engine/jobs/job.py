@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 
 from weftline.engine.jobs.answering.opening import Opening
@@ -157,15 +158,16 @@ class _Run:
             with open_loader(job.source, job.spec.data) as loader:
                 readings = (_reading(job, loader, *one) for one in cuts)
                 flow = answered(readings, ask, answerer.ahead, size=_size, stop=self._stopped, idle=self._look)
-                for reading, answer in flow:
-                    answer = parts.add(reading.block, answer, reading.after)
-                    telling.note(reading.block, answer)
-                    if errors_max.exceeded(telling.errors, telling.rows):
-                        raise self._too_many(errors_max)
-                    if reading.completes:
-                        parts.complete()
-                    parts.look()
-                    self._look()
+                with closing(flow):
+                    for reading, answer in flow:
+                        answer = parts.add(reading.block, answer, reading.after)
+                        telling.note(reading.block, answer)
+                        if errors_max.exceeded(telling.errors, telling.rows):
+                            raise self._too_many(errors_max)
+                        if reading.completes:
+                            parts.complete()
+                        parts.look()
+                        self._look()
             if not self._ends:
                 parts.complete()
                 parts.wait()

@@ -70,7 +70,7 @@ def job(data: Path, out: Path) -> JobSpec:
 def parts(spec: JobSpec) -> dict[str, bytes]:
     """Return everything that holds results, by name."""
     folder = Path(spec.out.out)
-    return {file.name: file.read_bytes() for file in [*folder.glob("*.parquet"), folder / "errors.jsonl"]}
+    return {file.name: file.read_bytes() for file in [*folder.glob("*.parquet"), folder / "_errors.jsonl"]}
 
 
 def test_every_picture_that_can_be_read_is_answered_rightly(whole: tuple[JobSpec, JobEnd]) -> None:

@@ -86,7 +86,7 @@ def visible(out: Path) -> dict[str, bytes]:
     """Return the files that a reader of results would see, with their bytes."""
     found = [
         *out.glob("part-*"),
-        *out.glob("errors.jsonl"),
+        *out.glob("_errors.jsonl"),
         *(path for path in out.glob("media/**/*") if path.is_file()),
     ]
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(found)}

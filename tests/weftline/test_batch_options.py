@@ -28,7 +28,7 @@ def wrong(**typed: object) -> list[str]:
 
 def test_what_is_left_out_has_the_defaults_of_a_job() -> None:
     spec = JobSpec(Path("p.yaml"), DataSpec(("rows.jsonl",)), OutSpec("results"))
-    assert meant() == BatchRequest(spec, None, "results/report.html")
+    assert meant() == BatchRequest(spec, None, "results/_report.html")
 
 
 def test_every_option_reaches_the_job() -> None:
@@ -122,7 +122,7 @@ def test_options_of_a_cluster_need_one() -> None:
 
 
 def test_a_report_lies_with_the_results_unless_it_is_named_or_not_wanted() -> None:
-    assert report_place("s3://bucket/answers/") == "s3://bucket/answers/report.html"
+    assert report_place("s3://bucket/answers/") == "s3://bucket/answers/_report.html"
     assert report_place("out.parquet") == "out.parquet.report.html"
     assert meant(report="mine.html").report == "mine.html"
     assert meant(no_report=True).report is None

@@ -16,15 +16,15 @@ END = JobEnd("shouter", ("rows.jsonl",), "out", {"results": "out"}, True, "", 10
 
 
 def test_a_report_is_written_whole_and_stands_among_the_files(tmp_path: Path) -> None:
-    place, notes = str(tmp_path / "deep" / "report.html"), []
+    place, notes = str(tmp_path / "deep" / "_report.html"), []
     end = write_report(END, place, {}, notes.append)
     assert end == replace(END, files={"results": "out", "report": place})
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["report.html"]
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["_report.html"]
     assert "</html>" in Path(place).read_text() and notes == []
 
 
 def test_a_run_with_nothing_to_do_keeps_the_report_that_is_there(tmp_path: Path) -> None:
-    place = tmp_path / "report.html"
+    place = tmp_path / "_report.html"
     done = replace(END, resumed=10)
     write_report(done, str(place), {}, print)
     assert "</html>" in place.read_text()  # none is there: this one is better than none
@@ -35,7 +35,7 @@ def test_a_run_with_nothing_to_do_keeps_the_report_that_is_there(tmp_path: Path)
     assert "</html>" in place.read_text()
 
 
-@pytest.mark.parametrize("place", ["/dev/null/report.html", "nosuch://bucket/report.html"])
+@pytest.mark.parametrize("place", ["/dev/null/_report.html", "nosuch://bucket/_report.html"])
 def test_a_report_that_cannot_be_written_is_told_and_no_more(place: str) -> None:
     notes: list[str] = []
     assert write_report(END, place, {}, notes.append) == END

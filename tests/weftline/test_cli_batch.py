@@ -35,7 +35,7 @@ def test_a_job_writes_its_results_and_says_where(weft, shout: str, tmp_path: Pat
         for n, word in enumerate(WORDS)
     ]
     assert "shouter: finished" in ended.err
-    assert (out / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert (out / "_report.html").read_text().startswith("<!DOCTYPE html>")
     again = weft("batch", shout, "--data", str(tmp_path / "rows.jsonl"), "--out", str(out))
     assert (again.code, again.out) == (0, f"{out}\n")
 
@@ -57,7 +57,7 @@ def test_rows_are_chosen_columns_mapped_and_results_put_into_one_file(weft, shou
     assert all(row["id"] == f"k{row['n']}" and row["loud"] == f"W{row['n']}" for row in rows)
     assert all(10 <= row["n"] < 30 for row in rows)
     assert [row["n"] for row in rows] != sorted(row["n"] for row in rows)
-    assert not list(tmp_path.rglob("report.html"))
+    assert not list(tmp_path.rglob("_report.html"))
 
 
 def test_the_figures_can_be_json(weft, shout: str, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_figures_can_be_json(weft, shout: str, tmp_path: Path) -> None:
     assert told["steps"]["shout"]["rows"] == 6
     assert told["steps"]["shout"]["batches"] == 2  # of four and of two
     assert told["repeatable"] == {"loud": "exact", "length": "exact"}
-    assert report.exists() and not (out / "report.html").exists()
+    assert report.exists() and not (out / "_report.html").exists()
     assert set(results(out)[0]) == {"id", "loud", "length"}
 
 
@@ -111,7 +111,7 @@ def test_error_rows_are_kept_aside_and_can_be_run_again(weft, shout: str, tmp_pa
     first = weft(*command)
     assert first.code == 5
     assert [row["loud"] for row in results(out)] == ["A", "C", "E"]
-    told = [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
+    told = [json.loads(line) for line in (out / "_errors.jsonl").read_text().splitlines()]
     assert [one["id"] for one in told] == ["rows.jsonl#1", "rows.jsonl#3"]
     assert all(one["step"] == "shout" and "it is bad" in one["reason"] for one in told)
     assert "finished, 2 rows with errors" in first.err and "--retry-errors" in first.err
@@ -134,7 +134,7 @@ def test_too_many_errors_stop_it_with_what_there_is(weft, shout: str, tmp_path: 
     ended = weft(*command, "--errors-max", "3", "--block-rows", "2", "--part-rows", "4")
     assert (ended.code, ended.out) == (11, "")
     assert "shouter: stopped" in ended.err and "error: " in ended.err
-    assert (tmp_path / "out" / "report.html").exists()
+    assert (tmp_path / "out" / "_report.html").exists()
 
 
 def test_another_pipeline_or_other_data_is_refused_until_it_begins_anew(weft, shout: str, tmp_path: Path) -> None:

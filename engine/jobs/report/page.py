@@ -36,7 +36,8 @@ th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; bor
   overflow-wrap: break-word; }
 th { font-weight: 600; color: var(--soft); font-size: .875rem; white-space: nowrap; }
 td.n, th.n { text-align: right; white-space: nowrap; }
-td.name { min-width: 6rem; } td.whole { white-space: nowrap; } td.long { min-width: 14rem; } table.facts { width: auto; }
+td.name { min-width: 6rem; } td.whole { white-space: nowrap; } td.long { min-width: 14rem; }
+table.facts { width: auto; }
 .name, .long, .facts td { max-width: 40rem; overflow-wrap: anywhere; }
 .samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); gap: .8rem;
   align-items: start; }

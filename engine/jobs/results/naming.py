@@ -3,8 +3,8 @@
     OUT/                          or x.parquet.job/ beside a single file x.parquet
       part-00000.parquet          rows of a part
       .part-00000.parquet.new     its next revision, until its record is there
-      errors.jsonl                error rows of all parts
-      media/part-00000/           pictures and recordings of a part; part-00000.r1/ those of revision 1
+      _errors.jsonl               error rows of all parts
+      _media/part-00000/          pictures and recordings of a part; part-00000.r1/ those of revision 1
       _weftline/manifest.json     what the job is
       _weftline/part-00000.json   the record of a part: without it there is no part
       _weftline/errors-00000.jsonl  error rows of a part; errors-00000.r1.jsonl those of revision 1
@@ -13,7 +13,8 @@
       _weftline/lock              held by the run that writes
 
 Any of these may have a `.NAME.tmp` beside it for as long as it is being written. Names are relative, with `/` between
-folders, and folders end in `/`.
+folders, and folders end in `/`. What is no table begins with `_`, so that whoever reads the folder as a data set passes
+over it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import re
 from dataclasses import dataclass
 
 STATE = "_weftline/"
-MEDIA = "media/"
+MEDIA = "_media/"
 OWNER = "owner.json"
 
 _DATA = re.compile(r"part-(\d{5,})(\.[A-Za-z0-9.]+)")
@@ -65,7 +66,7 @@ class Layout:
 
     @property
     def errors(self) -> str:
-        return self.work + "errors.jsonl"
+        return self.work + "_errors.jsonl"
 
     @property
     def media(self) -> str:

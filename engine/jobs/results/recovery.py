@@ -2,11 +2,11 @@
 
 A part is committed in this order, each step on disk before the next:
 
-    errors-N.jsonl, media/part-N/*, part-N.parquet, part-N.json
+    errors-N.jsonl, _media/part-N/*, part-N.parquet, part-N.json
 
 so whatever lies there without a record is of a part that does not exist, and is removed. A part's next revision goes
 
-    errors-N.r1.jsonl, media/part-N.r1/*, .part-N.parquet.new, part-N.json (which now names the new data),
+    errors-N.r1.jsonl, _media/part-N.r1/*, .part-N.parquet.new, part-N.json (which now names the new data),
     .part-N.parquet.new -> part-N.parquet, then the old errors are removed
 
 The record decides. Stopped before it, what is staged is of a revision that does not exist, and is removed; stopped
@@ -66,7 +66,7 @@ def leftovers(layout: Layout, found: Found, records: Iterable[PartRecord]) -> Le
 
 def everything(layout: Layout, found: Found, extras: Iterable[str]) -> Leftovers:
     """Return all that a job wrote but its manifest, its lock and the note that it is being thrown away."""
-    ours = {"errors.jsonl", *extras}
+    ours = {"_errors.jsonl", *extras}
     files = [layout.final] if layout.final else []
     files += [
         layout.work + base

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,17 +147,14 @@ def origins(files: Sequence[Found]) -> tuple[Origin, ...]:
 
 def _told_apart(names: Sequence[str]) -> list[str]:
     """Return names of which each comes once: what told them apart may have been a query."""
-    taken, found = set(names), list[str]()
-    times: Counter[str] = Counter()
+    written, given = set(names), dict[str, None]()
     for name in names:
-        times[name] += 1
-        other = name
-        while times[name] > 1 and other in taken:
-            other = f"{name} ({times[name]})"
-            times[name] += other in taken
-        taken.add(other)
-        found.append(other)
-    return found
+        other, number = name, 1
+        while other in given or (number > 1 and other in written):
+            number += 1
+            other = f"{name} ({number})"
+        given[other] = None
+    return list(given)
 
 
 def _common(bases: set[tuple[str, str]]) -> str | None:

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, Piece, rows_at_a_time
-from weftline.engine.jobs.sources.shown import shown_url
 from weftline.engine.jobs.sources.schemas import check_names, fitted, plain
+from weftline.engine.jobs.sources.shown import shown_url
 from weftline.errors import InputError
 from weftline.pipelines.problems import did_you_mean, listed
 

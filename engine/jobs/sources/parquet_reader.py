@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -68,6 +69,12 @@ class ParquetReader:
                 row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
             raise unreadable(f"{shown}, row group {piece.part}", error) from None
+
+    def only(self, names: Collection[str]) -> ParquetReader:
+        other = copy(self)
+        other.schema = pa.schema([field for field in self.schema if field.name in names])
+        other._open = {}
+        return other
 
     def fingerprint(self) -> Mapping[str, str]:
         return fingerprint.of_tables(self._files, self.origins)

@@ -9,9 +9,9 @@ where a batch begins, leads back to exactly that batch and to those that follow 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -106,6 +106,14 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Let go of files. Safe to call twice."""
+
+
+@runtime_checkable
+class ColumnReader(Reader, Protocol):
+    """One that need not read all columns."""
+
+    def only(self, names: Collection[str]) -> Reader:
+        """Return another reader, of these columns alone: it gives the same batches, and has files open of its own."""
 
 
 def rows_at_a_time(rows: int, size_bytes: int) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
+from weftline.engine.jobs.rows import Position, Rows
 from weftline.errors import InputError
 from weftline.pipelines.problems import did_you_mean, listed
 
@@ -17,14 +18,32 @@ _ID_BYTES = 16
 
 
 class IdCheck:
-    """Remembers 16 bytes of each id."""
+    """Remembers 16 bytes of each id, of rows numbered from the first one that a job means.
 
-    def __init__(self) -> None:
+    again: reads the rows after a position, or all, once more: those before a job that goes on are looked at too.
+    """
+
+    def __init__(self, again: Callable[[Position | None], Iterator[Rows]]) -> None:
+        self._again = again
         self._seen: set[bytes] = set()
+        self._looked = 0
+        self._after: Position | None = None
 
-    def look(self, ids: Sequence[str]) -> None:
-        """Refuse an id that came before; InputError names it."""
-        for id in ids[: max(0, CHECKED_ROWS - len(self._seen))]:
+    def look_before(self, place: int) -> None:
+        """Look at the rows before a place, so far as that was not done; InputError as from `look`."""
+        if self._looked >= place or len(self._seen) >= CHECKED_ROWS:
+            return
+        for rows in self._again(self._after):
+            self.look(rows)
+            if self._looked >= place or len(self._seen) >= CHECKED_ROWS:
+                return
+
+    def look(self, rows: Rows) -> None:
+        """Refuse an id that came before, in this reading or an earlier one; InputError names it."""
+        new = rows.ids[max(0, self._looked - rows.place) :]
+        if new:
+            self._looked, self._after = rows.place + len(rows), rows.after
+        for id in new[: max(0, CHECKED_ROWS - len(self._seen))]:
             digest = hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=_ID_BYTES).digest()
             if digest in self._seen:
                 raise InputError(

@@ -2,12 +2,13 @@
 
 Rows are gathered into *windows* until there are enough of them; a window is put in order, its share is taken, and it is
 given out in tables. A position names where the window in hand begins and how much of it was given out, so that reading
-on makes the same window again and goes on inside it. Nothing else is remembered: memory holds one window.
+on makes the same window again and goes on inside it. Memory holds one window, and of ids from a column a digest each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,19 @@ import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import Position, Rows
 from weftline.engine.jobs.sources.order import WINDOW_BYTES, WINDOW_ROWS, left, permutation, share
-from weftline.engine.jobs.sources.piece import FOLDER, HIDDEN, UNUSABLE, Batch, Mark, Piece, Reader, rows_at_a_time
+from weftline.engine.jobs.sources.piece import (
+    FOLDER,
+    HIDDEN,
+    UNUSABLE,
+    Batch,
+    ColumnReader,
+    Mark,
+    Piece,
+    Reader,
+    rows_at_a_time,
+)
 from weftline.engine.jobs.sources.row_ids import IdCheck, check_id, ids_of
+from weftline.engine.jobs.sources.standard_input import StandardInput
 from weftline.engine.jobs.sources.where import Where
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
@@ -62,6 +74,8 @@ class SelectedSource:
         self._pieces = _ordered(reader.pieces(spec.shuffle is not None), spec.shuffle)
         self._folders = len({one.folder for one in reader.origins}) > 1
         shares = spec.shard[1] if spec.shard is not None else 1
+        self._once = reader.origins[0] is StandardInput.origin
+        self._ids = IdCheck(self._ids_again)
         self._enough = WINDOW_ROWS if spec.shuffle is not None else min(GATHER_ROWS * shares, WINDOW_ROWS)
 
     @property
@@ -88,15 +102,27 @@ class SelectedSource:
         self._reader.close()
 
     def read(self, after: Position | None = None, place: int = 0) -> Iterator[Rows]:
+        given = after["given"] if after else 0
+        if self._spec.id is not None:
+            if self._once:
+                after = None  # the rows before are looked at as they pass
+            else:
+                self._ids.look_before(given)
+        for rows in self._rows(after):
+            if self._spec.id is not None:
+                self._ids.look(rows)
+            if rows.place >= given:
+                yield Rows(place + rows.place - given, rows.ids, rows.table, rows.after)
+
+    def _rows(self, after: Position | None) -> Iterator[Rows]:
+        """Yield rows from a position on; their places are counted from the first row of all."""
         at: Position = after or START
-        ids, limit = IdCheck(), self._spec.limit
+        limit = self._spec.limit
         turn, seen, given, skip = at["turn"], at["seen"], at["given"], at["skip"]
         if limit is not None and given >= limit:
             return
         for window in self._windows(at["piece"], at["at"]):
             for table, names, done in self._given_out(window, turn, seen, skip, limit, given):
-                if self._spec.id is not None or not isinstance(window.ids[0], tuple):
-                    ids.look(names)
                 given += len(names)
                 here = {
                     "piece": window.piece,
@@ -106,11 +132,18 @@ class SelectedSource:
                     "seen": seen,
                     "given": given,
                 }
-                yield Rows(place, names, table, here)
-                place += len(names)
+                yield Rows(given - len(names), names, table, here)
                 if limit is not None and given >= limit:
                     return
             turn, seen, skip = turn + 1, seen + window.rows, 0
+
+    def _ids_again(self, after: Position | None) -> Iterator[Rows]:
+        """Yield rows whose ids count alone; of a shuffle all columns are read, since windows end by their bytes."""
+        if self._spec.id is None or self._spec.shuffle is not None or not isinstance(self._reader, ColumnReader):
+            yield from self._rows(after)
+            return
+        with closing(self._reader.only({self._spec.id, *self._where.columns})) as reader:
+            yield from SelectedSource(reader, self._spec)._rows(after)
 
     def _windows(self, first: int, at: Mark | None) -> Iterator[_Window]:
         """Yield windows from a batch of a piece on."""

@@ -38,6 +38,11 @@ class Where:
     def __bool__(self) -> bool:
         return bool(self._conditions)
 
+    @property
+    def columns(self) -> set[str]:
+        """The columns that the conditions look at."""
+        return {wire.port for one in self._conditions for wire in one.wires}
+
     def mask(self, table: pa.Table) -> pa.ChunkedArray | pa.Array:
         """Return which rows are kept."""
         kept: Any = None

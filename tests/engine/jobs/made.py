@@ -132,7 +132,7 @@ def visible(folder: Path, out: str = "out") -> dict[str, bytes]:
     root = folder / out
     if root.is_file():
         return {out: root.read_bytes()} | {
-            name: data for name, data in visible(folder, out + ".job").items() if name == "errors.jsonl"
+            name: data for name, data in visible(folder, out + ".job").items() if name == "_errors.jsonl"
         }
     return {
         str(file.relative_to(root)): file.read_bytes()

@@ -44,7 +44,7 @@ def rows_of(folder: Path, out: str = "out") -> list[dict[str, Any]]:
 
 
 def errors_of(folder: Path, out: str = "out") -> list[dict[str, Any]]:
-    file = folder / out / "errors.jsonl"
+    file = folder / out / "_errors.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -220,7 +220,7 @@ def test_running_error_rows_again_survives_a_kill_at_any_call(tmp_path: Path, on
     counted = FaultyDisk(whole.disk)
     on_disk.run(tmp_path, counted, again=True)
     expected = seen_on(whole.disk)  # type: ignore[arg-type]
-    assert "/data/out/errors.jsonl" not in expected
+    assert "/data/out/_errors.jsonl" not in expected
     for at in range(counted.calls):
         disk = MemoryDisk()
         on_disk.run(tmp_path, disk)
@@ -392,3 +392,9 @@ def test_a_step_that_remembers_is_refused_before_anything_is_loaded(folder: Path
         run_job(spec_of(folder, folder / "rows.jsonl"), plain())
     assert not (folder / "out").exists()
     assert run_job(spec_of(folder, folder / "rows.jsonl", outputs=("answer",)), plain()).finished
+
+
+def test_a_folder_of_results_is_a_data_set_for_whoever_reads_folders(folder: Path) -> None:
+    run_job(spec_of(folder, folder / "rows.jsonl"), plain())
+    assert (folder / "out" / "_errors.jsonl").exists()
+    assert pq.read_table(folder / "out")["n"].to_pylist() == [n for n in range(47) if n % 7 != 3]

@@ -81,7 +81,7 @@ def job(**changed: object) -> JobEnd:
         "pipeline": "picture-questions",
         "data": ("pictures/*.parquet",),
         "out": "answers/",
-        "files": {"results": "answers/results.parquet", "errors": "answers/errors.jsonl"},
+        "files": {"results": "answers/results.parquet", "errors": "answers/_errors.jsonl"},
         "finished": True,
         "why": "",
         "rows": 2000,

@@ -21,4 +21,4 @@ def test_names_are_recognised(part: int, revision: int, suffix: str) -> None:
     assert naming.part_of_record(posixpath.basename(layout.record(part))) == part
     assert naming.is_errors(layout.errors_base(part, revision))
     assert naming.is_media_folder(layout.media_base(part, revision))
-    assert not any(naming.is_being_written(one) or naming.staged_of(one) for one in (data, "errors.jsonl"))
+    assert not any(naming.is_being_written(one) or naming.staged_of(one) for one in (data, "_errors.jsonl"))

@@ -76,11 +76,11 @@ def test_restart_removes_what_the_job_wrote_and_nothing_else(tmp_path: Path) -> 
     out = tmp_path / "out"
     finished(out)
     (out / "notes.txt").write_text("mine")
-    (out / "media" / "mine.png").write_bytes(b"mine")
+    (out / "_media" / "mine.png").write_bytes(b"mine")
     with opened(out, restart=True, settings={"limit": 5}) as store:
         assert (store.next_part, store.manifest.settings) == (0, {"limit": 5})
     left = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
-    assert left == ["_weftline/lock", "_weftline/manifest.json", "media/mine.png", "notes.txt"]
+    assert left == ["_media/mine.png", "_weftline/lock", "_weftline/manifest.json", "notes.txt"]
 
 
 def test_restart_of_a_single_file_removes_it(tmp_path: Path) -> None:
@@ -164,7 +164,8 @@ def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
 
 
 def test_a_refused_job_leaves_no_lock_held(tmp_path: Path) -> None:
-    opened(tmp_path / "out").close()
+    with opened(tmp_path / "out") as store:
+        store.commit(0, 0, 1, jobs.write(b"x"))
     with pytest.raises(JobChanged):
         opened(tmp_path / "out", schema="other")
     opened(tmp_path / "out").close()
@@ -195,3 +196,20 @@ def test_an_old_part_is_only_weighed_when_all_are_too_much_to_read(
     (out / "part-00002.jsonl").write_bytes(b"x" * 81)
     with pytest.raises(JobChanged, match="part-00002"):
         opened(out)
+
+
+def test_a_job_that_committed_nothing_has_no_claim_on_its_folder(tmp_path: Path) -> None:
+    opened(tmp_path / "out", settings={"limit": 5}).close()
+    with opened(tmp_path / "out") as store:
+        jobs.commit_rest(store)
+        assert store.manifest.settings == jobs.MANIFEST.settings
+    with pytest.raises(JobChanged):
+        opened(tmp_path / "out", settings={"limit": 5})
+
+
+def test_a_job_that_committed_nothing_leaves_a_file_that_it_did_not_write(tmp_path: Path) -> None:
+    opened(tmp_path / "x.jsonl", single_file=True).close()
+    (tmp_path / "x.jsonl").write_text("mine")
+    with pytest.raises(InputError, match="is there already"):
+        opened(tmp_path / "x.jsonl", single_file=True, schema="other")
+    assert (tmp_path / "x.jsonl").read_text() == "mine"

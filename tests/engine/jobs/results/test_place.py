@@ -12,13 +12,13 @@ from weftline.errors import InputError, MissingPackage
 def test_a_folder_is_the_place_itself(tmp_path: Path) -> None:
     place = find(f"{tmp_path}/out/", False, ".parquet", {})
     assert (place.layout.work, place.layout.final) == ("", "")
-    assert place.shown("errors.jsonl") == f"{tmp_path}/out/errors.jsonl"
+    assert place.shown("_errors.jsonl") == f"{tmp_path}/out/_errors.jsonl"
 
 
 def test_a_file_has_its_job_beside_it(tmp_path: Path) -> None:
     place = find(f"{tmp_path}/x.parquet", True, ".parquet", {})
     assert (place.layout.work, place.layout.final) == ("x.parquet.job/", "x.parquet")
-    assert place.shown(place.layout.errors) == f"{tmp_path}/x.parquet.job/errors.jsonl"
+    assert place.shown(place.layout.errors) == f"{tmp_path}/x.parquet.job/_errors.jsonl"
     assert find("x.parquet", True, ".parquet", {}).shown("x.parquet") == "x.parquet"
 
 

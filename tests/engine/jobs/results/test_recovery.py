@@ -21,7 +21,7 @@ def record(part: int = 0, place: int = 0, rows: int = 3, revision: int = 0, erro
 def test_only_what_no_record_names_is_left_over() -> None:
     found = Found(
         work=["part-00000.parquet", "part-00001.parquet", ".part-00001.parquet.tmp", "part-1.parquet",
-              "part-00002.csv", "report.html", "errors.jsonl", ".part-00000.parquet.new"],
+              "part-00002.csv", "_report.html", "_errors.jsonl", ".part-00000.parquet.new"],
         state=["errors-00000.jsonl", "errors-00000.r1.jsonl", ".done.json.tmp", "part-00000.json", "lock"],
         media=["part-00000/", "part-00000.r1/", "part-00001/", "mine/"],
     )  # fmt: skip
@@ -30,21 +30,21 @@ def test_only_what_no_record_names_is_left_over() -> None:
         "x.parquet.job/part-00001.parquet", "x.parquet.job/.part-00001.parquet.tmp",
         "x.parquet.job/_weftline/errors-00000.jsonl", "x.parquet.job/_weftline/.done.json.tmp",
     ]  # fmt: skip
-    assert left.folders == ["x.parquet.job/media/part-00000.r1/", "x.parquet.job/media/part-00001/"]
+    assert left.folders == ["x.parquet.job/_media/part-00000.r1/", "x.parquet.job/_media/part-00001/"]
     assert staged_files(found) == {"part-00000.parquet": ".part-00000.parquet.new"}
 
 
 def test_everything_is_what_a_job_names_and_no_more() -> None:
     found = Found(
-        work=["part-00000.jsonl", "report.html", "state.json", "errors.jsonl", "media/", "partial.jsonl"],
+        work=["part-00000.jsonl", "_report.html", "state.json", "_errors.jsonl", "_media/", "partial.jsonl"],
         state=["manifest.json", "lock", "restart", "part-00000.json", "done.json", "mine.json"],
         media=["part-00000/", "mine/"],
     )
     all_of_it = everything(Layout(), found, ["state.json"])
     assert set(all_of_it.files) == {
-        "part-00000.jsonl", "state.json", "errors.jsonl", "_weftline/part-00000.json", "_weftline/done.json"
+        "part-00000.jsonl", "state.json", "_errors.jsonl", "_weftline/part-00000.json", "_weftline/done.json"
     }  # fmt: skip
-    assert all_of_it.folders == ["media/part-00000/"]
+    assert all_of_it.folders == ["_media/part-00000/"]
 
 
 def test_first_steps_of_a_job_are_not_foreign() -> None:

@@ -56,7 +56,7 @@ def test_a_single_file_and_a_restart_in_an_object_store(url: str) -> None:
     out = f"{url}/x.jsonl"
     with Store.open(out, jobs.MANIFEST, suffix=".jsonl", single_file=True) as store:
         jobs.commit_rest(store)
-        assert store.finish(jobs.join)["errors"] == f"{out}.job/errors.jsonl"
+        assert store.finish(jobs.join)["errors"] == f"{out}.job/_errors.jsonl"
     system, root = fsspec.core.url_to_fs(url)
     assert system.cat_file(f"{root}/x.jsonl") == b"".join(map(jobs.data, range(3)))
     with Store.open(out, jobs.MANIFEST, suffix=".jsonl", single_file=True, restart=True) as store:

@@ -38,17 +38,17 @@ def test_a_job_leaves_its_parts_its_errors_and_its_pictures(tmp_path: Path) -> N
         found = store.finish()
         assert store.finished
     assert visible(out) == [
+        "_errors.jsonl", "_media/part-00001/crop.png", "_media/part-00001/side.png",
+        "_media/part-00002/crop.png", "_media/part-00002/side.png",
         "_weftline/done.json", "_weftline/errors-00000.jsonl", "_weftline/errors-00002.jsonl", "_weftline/lock",
         "_weftline/manifest.json", "_weftline/part-00000.json", "_weftline/part-00001.json",
-        "_weftline/part-00002.json", "errors.jsonl", "media/part-00001/crop.png", "media/part-00001/side.png",
-        "media/part-00002/crop.png", "media/part-00002/side.png",
-        "part-00000.jsonl", "part-00001.jsonl", "part-00002.jsonl",
+        "_weftline/part-00002.json", "part-00000.jsonl", "part-00001.jsonl", "part-00002.jsonl",
     ]  # fmt: skip
     assert found == {
-        "results": str(out), "manifest": f"{out}/_weftline/manifest.json", "errors": f"{out}/errors.jsonl",
-        "media": f"{out}/media",
+        "results": str(out), "manifest": f"{out}/_weftline/manifest.json", "errors": f"{out}/_errors.jsonl",
+        "media": f"{out}/_media",
     }  # fmt: skip
-    rows = [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "_errors.jsonl").read_text().splitlines()]
     assert [row["place"] for row in rows] == [1, 6, 8]
     assert rows[0] == {
         "place": 1, "id": "id-1", "step": "read", "error": "StepError", "reason": "no text", "part": 0
@@ -61,7 +61,7 @@ def test_a_single_file_lies_beside_its_job(tmp_path: Path) -> None:
         jobs.commit_rest(store)
         found = store.finish(jobs.join)
     assert out.read_bytes() == b"".join(map(jobs.data, range(3)))
-    assert found["errors"] == f"{out}.job/errors.jsonl" and Path(found["errors"]).exists()
+    assert found["errors"] == f"{out}.job/_errors.jsonl" and Path(found["errors"]).exists()
     out.unlink()
     with opened(out, single_file=True) as store:
         assert not store.finished and store.next_part == 3
@@ -84,7 +84,7 @@ def test_a_job_without_error_rows_has_no_errors_file(tmp_path: Path) -> None:
     with opened(tmp_path / "out") as store:
         store.commit(0, 0, 2, jobs.write(b"x"))
         assert set(store.finish()) == {"results", "manifest"}
-    assert not (tmp_path / "out" / "errors.jsonl").exists()
+    assert not (tmp_path / "out" / "_errors.jsonl").exists()
 
 
 def test_amending_replaces_rows_and_errors_and_adds_pictures(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_amending_replaces_rows_and_errors_and_adds_pictures(tmp_path: Path) -> 
         assert [one.folder for one in store.records[2].media] == ["part-00002/", "part-00002.r1/"]
     assert (out / "part-00000.jsonl").read_bytes() == jobs.data(0, 1)
     assert (out / "part-00001.jsonl").read_bytes() == jobs.data(1)
-    assert (out / "media/part-00002.r1/late.png").read_bytes() == b"late 2"
-    assert [json.loads(line)["place"] for line in (out / "errors.jsonl").read_text().splitlines()] == [8]
+    assert (out / "_media/part-00002.r1/late.png").read_bytes() == b"late 2"
+    assert [json.loads(line)["place"] for line in (out / "_errors.jsonl").read_text().splitlines()] == [8]
     assert [name for name in visible(out) if "errors-" in name] == ["_weftline/errors-00002.r1.jsonl"]
 
 
@@ -124,14 +124,14 @@ def test_the_errors_file_goes_when_no_error_is_left(tmp_path: Path) -> None:
         store.finish()
         store.amend(0, jobs.write(b"y"))
         store.finish()
-    assert not (tmp_path / "out" / "errors.jsonl").exists()
+    assert not (tmp_path / "out" / "_errors.jsonl").exists()
 
 
 def test_pictures_are_written_as_they_come(tmp_path: Path) -> None:
     with opened(tmp_path / "out") as store:
         draft = store.begin()
-        assert draft.add("a.png", b"picture") == "media/part-00000/a.png" == draft.folder + "a.png"
-        assert (tmp_path / "out/media/part-00000/a.png").read_bytes() == b"picture"
+        assert draft.add("a.png", b"picture") == "_media/part-00000/a.png" == draft.folder + "a.png"
+        assert (tmp_path / "out/_media/part-00000/a.png").read_bytes() == b"picture"
         record = store.commit(0, 0, 1, jobs.write(b"x"), media=draft)
         assert (record.media[0].files, record.media[0].size_bytes) == (1, 7)
         with pytest.raises(ValueError, match="the draft is of part 0"):
@@ -161,7 +161,7 @@ def test_a_second_draft_begins_with_nothing(tmp_path: Path) -> None:
     with opened(tmp_path / "out") as store:
         store.begin().add("a.png", b"picture")
         store.commit(0, 0, 1, jobs.write(b"x"), media={"b.png": b"picture"})
-    assert [path.name for path in (tmp_path / "out/media/part-00000").iterdir()] == ["b.png"]
+    assert [path.name for path in (tmp_path / "out/_media/part-00000").iterdir()] == ["b.png"]
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden"])

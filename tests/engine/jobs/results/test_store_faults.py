@@ -43,7 +43,7 @@ def check_visible(disk: MemoryDisk) -> None:
             continue
         if naming.is_data(base, ".jsonl"):
             assert content in whole, path
-        elif base in ("errors.jsonl", "x.jsonl"):
+        elif base in ("_errors.jsonl", "x.jsonl"):
             assert content.endswith(b"\n"), path
         elif naming.part_of_record(base) is not None:
             decode(content, PartRecord)
@@ -159,7 +159,7 @@ def test_error_rows_that_are_no_more_do_not_come_back() -> None:
         store.amend(0, jobs.write(b"y"))
         store.finish()
     disk.cut()
-    assert "/data/out/errors.jsonl" not in disk.all_files()
+    assert "/data/out/_errors.jsonl" not in disk.all_files()
 
 
 def test_what_the_next_run_finds_is_on_disk() -> None:

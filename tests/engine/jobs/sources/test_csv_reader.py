@@ -1,5 +1,6 @@
 import csv
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,12 @@ def test_reading_on_from_any_mark_gives_the_same_batches(rows: list[tuple[str, s
 def batches(data: bytes, at: Any = None) -> list[tuple[Any, int, list[dict[str, Any]]]]:
     reader = CsvReader(StandardInput(io.BytesIO(data)))
     return [(one.at, one.row, one.table.to_pylist()) for one in reader.read(reader.pieces(False)[0], at)]
+
+
+def test_records_that_are_no_text_and_too_long_are_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.unraisablehook", sys.__unraisablehook__)
+        assert read(b"a,b\n1,x\n2,\xff,\xff\n3,y\n") == [
+            {"a": 1, "b": "x"}, {"!": read(b"a,b\n1,x\n2,\xff,\xff\n3,y\n")[1]["!"]}, {"a": 3, "b": "y"},
+        ]  # fmt: skip
+    assert capfd.readouterr().err == ""

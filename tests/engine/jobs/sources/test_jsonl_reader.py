@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from weftline.engine.jobs.sources import lines
 from weftline.engine.jobs.sources.jsonl_reader import JsonlReader, learned
+from weftline.engine.jobs.sources.lines import BOM
 from weftline.engine.jobs.sources.opening import open_source
 from weftline.engine.jobs.sources.piece import UNUSABLE
 from weftline.engine.jobs.sources.standard_input import StandardInput
@@ -151,3 +152,15 @@ def test_a_line_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lines, "LINE_BYTES_MAX", 64)
     with pytest.raises(InputError, match="standard input:2: more than 64 bytes"):
         read(b'{"a": 1}\n' + b" " * 500 + b"\n")
+
+
+@pytest.mark.parametrize("first", [b"", b"\n", BOM])
+def test_the_first_line_may_be_longer_than_what_columns_are_learned_from(
+    first: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weftline.engine.jobs.sources.jsonl_reader.LEARN_BYTES", 16)
+    assert read(first + b'{"a": "' + b"x" * 100 + b'"}\n{"a": "y"}') == [{"a": "x" * 100}, {"a": "y"}]
+    assert read(first + b'{"a": "' + b"x" * 100 + b'"}') == [{"a": "x" * 100}]
+    monkeypatch.setattr("weftline.engine.jobs.sources.jsonl_reader.LINE_BYTES_MAX", 64)
+    with pytest.raises(InputError, match="standard input:1: more than 64 bytes without an end of line"):
+        read(first + b'{"a": "' + b"x" * 100 + b'"}\n')

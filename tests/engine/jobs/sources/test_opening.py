@@ -93,6 +93,10 @@ def test_object_stores_are_read_like_folders() -> None:
         (("nothing.jsonl",), {}, "the data set is empty"),
         (("what://a.jsonl",), {}, "what://a.jsonl: Protocol not known"),
         ((), {}, "--data is missing"),
+        (("",), {}, "--data '': names nothing; expected a file, a folder"),
+        (("a.jsonl", " "), {}, "--data '': names nothing"),
+        (("hf:",), {}, "hf:: names no data set; expected hf:NAME"),
+        (("hf::train",), {}, "hf::train: names no data set"),
         (("-",), {"format": "parquet"}, "cannot be read from it"),
     ],
 )
@@ -195,3 +199,10 @@ def test_opening_is_imported_without_what_it_needs_later() -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout.strip() == "set()"
+
+
+def test_a_file_named_twice_through_a_link_is_one_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", 1)
+    (tmp_path / "b.jsonl").symlink_to(file)
+    with pytest.raises(InputError, match=r"b\.jsonl: named twice, as .*a\.jsonl too"):
+        opened(tmp_path)

@@ -161,3 +161,28 @@ def test_what_is_no_data_set_is_refused() -> None:
         source_over(7, DataSpec(()))
     with pytest.raises(InputError, match="rows that are no table"):
         source_over([{"a": 1}, {"a": "x"}], DataSpec(()))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a.txt", "a.__key__"], "x.tar: a.__key__: a row cannot have a file called __key__"),
+        (["a.txt", "a.TXT"], "x.tar: a.TXT: is there twice"),
+        (["a.txt", "b.txt", "a.cls"], "x.tar: a.cls: row a was there already"),
+    ],
+)
+def test_archives_that_make_no_rows_are_refused_by_file(tmp_path: Path, names: list[str], said: str) -> None:
+    tar(tmp_path / "x.tar", [(name, b"1") for name in names])
+    with pytest.raises(InputError, match=said):
+        rows(opened(tmp_path / "x.tar"))
+
+
+def test_a_key_that_comes_twice_is_found_when_an_archive_is_read_on(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weftline.engine.jobs.sources.tar_reader.TAR_ROWS_MAX", 3)
+        patch.setattr("weftline.engine.jobs.sources.tar_reader.LEARN_ROWS", 2)
+        patch.setattr("weftline.engine.jobs.sources.selection.GATHER_ROWS", 3)
+        tar(tmp_path / "x.tar", [(f"{number % 7}.txt", b"1") for number in range(9)])
+        first = next(iter(opened(tmp_path / "x.tar").read()))
+        with pytest.raises(InputError, match=r"0.txt: row 0 was there already"):
+            list(opened(tmp_path / "x.tar").read(first.after, len(first)))

@@ -1,3 +1,5 @@
+import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from tests.engine.jobs.sources.conftest import MAKERS, ROWS, table
 from weftline.engine.jobs.rows import Rows, Source
 from weftline.engine.jobs.sources import lines, order, piece, selection, tar_reader
 from weftline.engine.jobs.sources.opening import open_source, source_over
+from weftline.engine.jobs.sources.parquet_reader import ParquetReader
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -214,3 +217,68 @@ def test_windows_hold_no_more_rows_than_they_say() -> None:
     assert order.WINDOW_ROWS == 10_000
     source = source_over(table(30_000), DataSpec((), shuffle=1))
     assert max(len(rows) for rows in source.read()) <= piece.BATCH_ROWS_MAX
+
+
+def keyed(folder: Path, format: str, twice: bool = True) -> str:
+    rows = [{"key": f"k{3 if row == 40 and twice else row}", "n": row} for row in range(60)]
+    if format == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=17)
+    else:
+        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@pytest.mark.parametrize("selected", [{}, {"shuffle": 2}, {"where": ("n != 20",)}, {"shard": (2, 2)}])
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+@pytest.mark.parametrize("twice", [True, False])
+def test_an_id_from_before_a_job_went_on_comes_twice_too(
+    small: None, tmp_path: Path, format: str, selected: dict[str, Any], twice: bool
+) -> None:
+    spec = spec_of(keyed(tmp_path, format, twice), id="key", **selected)
+    whole = flat(list(open_source(spec_of(spec.data[0], **selected)).read()))
+    for after, place in positions(spec):
+        if twice and "shard" not in selected:
+            with pytest.raises(InputError, match="row id 'k3' comes twice"):
+                list(open_source(spec).read(after, place))
+        else:
+            rest = flat(list(open_source(spec).read(after, place)))
+            assert [row[::2] for row in rest] == [row[::2] for row in whole[place:]]
+
+
+def positions(spec: DataSpec) -> list[tuple[Any, int]]:
+    """Return where readings of the data begin, whatever their ids."""
+    found: list[tuple[Any, int]] = [(None, 0)]
+    for rows in open_source(dataclasses.replace(spec, id=None)).read():
+        found.append((rows.after, rows.place + len(rows)))
+    return found
+
+
+def test_rows_that_were_looked_at_are_not_taken_for_others(small: None, tmp_path: Path) -> None:
+    spec = spec_of(keyed(tmp_path, "parquet", twice=False), id="key")
+    source = open_source(spec)
+    whole = flat(list(source.read()))
+    for after, place in positions(spec)[::-1]:
+        assert flat(list(source.read(after, place))) == whole[place:]
+
+
+def test_ids_of_standard_input_are_looked_at_from_its_start(small: None) -> None:
+    data = "".join(json.dumps({"key": f"k{row % 41}"}) + "\n" for row in range(60)).encode()
+    spec = DataSpec(("-",), id="key")
+    first = next(iter(open_source(spec, io.BytesIO(data)).read()))
+    rest = open_source(spec, io.BytesIO(data)).read(first.after, len(first))
+    assert next(rest).ids[0] == f"k{len(first)}"
+    with pytest.raises(InputError, match="row id 'k0' comes twice"):
+        list(rest)
+
+
+def test_only_ids_are_read_again(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(keyed(tmp_path, "parquet", twice=False), id="key", where=("n >= 0",))
+    pq.write_table(pq.read_table(tmp_path / "a.parquet").append_column("wide", [["x"] * 60]), tmp_path / "a.parquet")
+    read = list[list[str]]()
+    real = ParquetReader.read
+    monkeypatch.setattr(ParquetReader, "read", lambda self, *at: read.append(self.schema.names) or real(self, *at))
+    after, place = positions(spec)[-2]
+    read.clear()
+    list(open_source(spec).read(after, place))
+    assert read[0] == ["key", "n"]
+    assert read[-1] == ["key", "n", "wide"]
