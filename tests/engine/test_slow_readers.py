@@ -20,8 +20,8 @@ from weftline.pipelines.builder import Builder
 
 PIECE = 10_000
 LIMIT = 100_000
-ON_THE_WAY = 100 * (PIECE + PIECE_BYTES)
-"""What may still come after a producer is told to pause, a fifth of a stream: on a busy machine that takes a while."""
+ON_THE_WAY = 350 * (PIECE + PIECE_BYTES)
+"""What may still come after a producer is told to pause, most of a stream: a busy machine says it late."""
 
 NODES = '''
 import time

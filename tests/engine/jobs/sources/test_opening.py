@@ -202,7 +202,20 @@ def test_opening_is_imported_without_what_it_needs_later() -> None:
 
 
 def test_a_file_named_twice_through_a_link_is_one_file(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", 1)
+    file = write(tmp_path / "in" / "a.jsonl", 1)
     (tmp_path / "b.jsonl").symlink_to(file)
-    with pytest.raises(InputError, match=r"b\.jsonl: named twice, as .*a\.jsonl too"):
-        opened(tmp_path)
+    (tmp_path / "link").symlink_to("in")
+    for other in ("b.jsonl", "link", "link/*"):
+        with pytest.raises(InputError, match=r": named twice, as .*in/a\.jsonl too"):
+            opened(file, tmp_path / other)
+
+
+def test_links_to_files_in_a_folder_are_files_and_linked_folders_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "blobs" / "x.jsonl", 1)
+    write(tmp_path / "in" / "more" / "c.jsonl", 1)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "in" / name).symlink_to("../blobs/x.jsonl")
+    (tmp_path / "in" / "none.jsonl").symlink_to("nothing")
+    (tmp_path / "in" / "folder").symlink_to("../blobs")
+    assert ids(opened(tmp_path / "in")) == ["a.jsonl#0", "b.jsonl#0", "more/c.jsonl#0"]
+    assert ids(opened(tmp_path / "in" / "*.jsonl")) == ["a.jsonl#0", "b.jsonl#0"]
