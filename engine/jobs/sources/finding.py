@@ -101,13 +101,13 @@ def _look(fs: Any, path: str, shown: str) -> Listing:
     if not GLOB & set(path):
         raise InputError(f"{shown}: there is no such file or folder")
     base, written = _before_glob(path), _before_glob(shown)
-    matches = {one: info for one, info in fs.glob(path, detail=True).items() if info["type"] == "file"}
+    matches = {one: info for one, info in fs.glob(path, detail=True).items() if _is_file(fs, one, info)}
     return _below(fs, base, written, "glob", matches)
 
 
 def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]) -> Listing:
     files, hidden = [], []
-    for path in sorted(path for path, info in infos.items() if info["type"] == "file"):
+    for path in sorted(path for path, info in infos.items() if _is_file(fs, path, info)):
         inside = posixpath.relpath(path, base)
         if any(part.startswith((".", "_")) for part in inside.split("/")):
             hidden.append(inside)
@@ -122,6 +122,11 @@ def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]
 def _found(fs: Any, path: str, shown: str, base: str, info: Mapping[str, Any]) -> Found:
     about = {} if is_local(fs) else {key: info[key] for key in CHANGED if info.get(key)}
     return Found(fs, path, shown_url(shown), base, info.get("size"), about)
+
+
+def _is_file(fs: Any, path: str, info: Mapping[str, Any]) -> bool:
+    """Whether an entry is a file, or a link to one; links to folders are not followed."""
+    return info["type"] == "file" or (is_local(fs) and bool(info.get("islink")) and Path(path).is_file())
 
 
 def _before_glob(path: str) -> str:

@@ -150,15 +150,15 @@ def _of_files(spec: DataSpec) -> Reader:
         raise InputError(f"--split {spec.split:.80}: only Hugging Face data sets have splits")
     if spec.format == "hf":
         raise InputError(f"{listings[0].shown}: --format hf wants one folder that save_to_disk wrote, or hf:NAME")
-    formats, files = [], []
+    formats, arguments = [], []
     for listing in listings:
         format, these = _usable(listing, spec.format)
         formats.append(format)
-        files += these
+        arguments.append(these)
     if len(set(formats)) > 1:
         raise InputError(mixed(_shown(spec), dict.fromkeys(formats)))
-    _check_twice(files)
-    return _of_format(formats[0], files)
+    _check_twice(arguments)
+    return _of_format(formats[0], [file for these in arguments for file in these])
 
 
 def _is_saved(listing: Listing, format: str | None) -> bool:
@@ -175,13 +175,15 @@ def _usable(listing: Listing, format: str | None) -> tuple[str, list[Found]]:
     return found, [files[place] for place in places]
 
 
-def _check_twice(files: Sequence[Found]) -> None:
-    first: dict[str, Found] = {}
-    for file in files:
-        other = first.setdefault(file.same, file)
-        if other is not file:
-            also = f", as {other.shown} too" if other.shown != file.shown else ""
-            raise InputError(f"{file.shown}: named twice{also}; each of its rows would be answered twice")
+def _check_twice(arguments: Sequence[Sequence[Found]]) -> None:
+    """Refuse a file that several arguments mean; links in one folder may well lead to one file."""
+    before: dict[str, Found] = {}
+    for files in arguments:
+        for file in files:
+            if other := before.get(file.same):
+                also = f", as {other.shown} too" if other.shown != file.shown else ""
+                raise InputError(f"{file.shown}: named twice{also}; each of its rows would be answered twice")
+        before |= {file.same: file for file in files}
 
 
 def _of_format(format: str, files: Sequence[Found]) -> Reader:
