@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.report.samples import shown
 from weftline.engine.jobs.report.words import one_line
+from weftline.engine.jobs.sources.shown import shown_url
 from weftline.engine.jobs.spec import DataSpec, JobSpec
 from weftline.pipelines.explain import explain_text
 
@@ -46,7 +47,7 @@ def _section(title: str, lines: Sequence[str]) -> str:
 
 def _rows(preview: Preview, data: DataSpec) -> list[str]:
     """Return where rows come from and which of them are meant, in the order in which that is decided."""
-    lines = [f"from {', '.join(data.data)}"]
+    lines = [f"from {', '.join(map(shown_url, data.data))}"]
     lines += [f"where {condition}" for condition in data.where]
     lines += [f"shuffled with seed {data.shuffle}"] if data.shuffle is not None else []
     lines += [f"share {data.shard[0]} of {data.shard[1]}"] if data.shard is not None else []

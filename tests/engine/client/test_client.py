@@ -129,7 +129,9 @@ def test_a_deadline_reaches_the_engine(server: Served, client: Client) -> None:
         client.run("slow", x="a", deadline_ms=100)
     eventually(lambda: server.open_requests("slow") == 0)
     # another test's request may be the last that was recorded, and this one's is recorded when it has ended
-    eventually(lambda: any(one.model == "slow" and (one.ask.deadline_ms or 1000) <= 120 for one in list(server.records)))
+    eventually(
+        lambda: any(one.model == "slow" and (one.ask.deadline_ms or 1000) <= 120 for one in list(server.records))
+    )
 
 
 def test_a_deadline_ends_a_stream(client: Client) -> None:
