@@ -29,7 +29,7 @@ from weftline.errors import (
     UnknownModel,
     WeftlineError,
 )
-from weftline.nodes.urgency import SequencePart
+from weftline.nodes.urgency import SequencePart, seed_of
 from weftline.pipelines.builder import Builder
 from weftline.shm.spec import TensorSpec
 
@@ -125,7 +125,8 @@ def error_of(run: Run, ask: Ask) -> WeftlineError:
 
 def test_a_seed_goes_with_a_row_of_a_job_to_its_step(run: Run) -> None:
     async def script(backend: Backend) -> None:
-        assert await outputs_of(backend, Ask("seeded", {"x": "a"}, job=True, seed=7)) == {"y": "7 -100"}
+        seeded = {"y": f"{seed_of(7, 's')} -100"}
+        assert await outputs_of(backend, Ask("seeded", {"x": "a"}, job=True, seed=7)) == seeded
         assert await outputs_of(backend, Ask("seeded", {"x": "a"})) == {"y": "None 0"}
 
     run(script)
