@@ -216,7 +216,7 @@ class _Run:
             store.finish()
 
     def _ended(self, why: str) -> JobEnd:
-        job, store = self._job, self._store
+        job, store, elapsed_s = self._job, self._store, self._telling.elapsed_s
         if self._answerer is not None and not why:
             self._answerer.settle()
         files = _files(job, store)
@@ -228,7 +228,7 @@ class _Run:
             "settings": job.manifest.settings,
         }  # fmt: skip
         self._watch(self._telling.progress(self._figures()))
-        return self._telling.end(about, self._answerer, why)
+        return self._telling.end(about, self._answerer, elapsed_s, why)
 
 
 def _reading(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None, completes: bool) -> Reading:

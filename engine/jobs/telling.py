@@ -70,9 +70,8 @@ class Telling:
             self.rows, self.resumed, self.expected, self.errors, self.committed, self.elapsed_s, dict(figures)
         )
 
-    def end(self, about: Mapping[str, object], answerer: Answerer | None, why: str = "") -> JobEnd:
-        """Return what became of the job; `about` has the fields that do not change."""
-        elapsed_s = self.elapsed_s
+    def end(self, about: Mapping[str, object], answerer: Answerer | None, elapsed_s: float, why: str = "") -> JobEnd:
+        """Return what became of the job, which took `elapsed_s`; `about` has the fields that do not change."""
         figures = dict(answerer.figures()) if answerer is not None else {}
         return JobEnd(
             **about,  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ def _second_token(prompt: list[int]) -> torch.Tensor:
 
 
 def test_drawn_tokens_have_the_models_own_distribution_when_a_draft_model_guesses():
-    prompt, answers = [5, 9, 17], 3000
+    prompt, answers = [5, 9, 17], 1800
     guesser = _other_model()
     runner = tiny.fresh_runner("llama", 700, 8)
     engine = Engine(runner, None, RoundLimits(600, 64), speculation=Speculation(guesser, 3))
