@@ -121,9 +121,10 @@ class Dispatcher:
 
         When there will be more merely because time passes, the lane is looked at again then.
         """
-        held = sum(task.request.job for task in member.streams.values() if task.unit.step == lane.index)
+        of_step = [task for task in member.streams.values() if task.unit.step == lane.index]
+        held = sum(task.request.job for task in of_step)
         calm_ms = lane.usual_ms + LATELY_MS
-        if held < len(member.streams):
+        if held < len(of_step):
             lane.usual_ms = self._book.now_ms
         elif calm_ms <= self._book.now_ms:
             return JOB_STREAMS_ALONE - held

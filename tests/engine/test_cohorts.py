@@ -256,3 +256,15 @@ def test_a_streaming_step_holds_few_rows_of_jobs_beside_usual_requests() -> None
         desk.piece(0, "done", last=True)
     assert all(isinstance(desk.ended[row], ev.Finish) for row in rows)
     assert desk.is_clean()
+
+
+def test_rows_of_jobs_at_another_step_of_the_worker_are_no_usual_requests() -> None:
+    p = Builder("two-streams")
+    x = p.input("x", "text")
+    one = p.step("one", "trickle", value=x, worker="w")
+    two = p.step("two", "trickle", value=x, worker="w")
+    p.output("y", one.value)
+    p.output("z", two.value)
+    desk = Desk(p)
+    desk.submit_together([msg.Value("text", data=b"%d" % n) for n in range(10)])
+    assert len(desk.held[0]) == 20
