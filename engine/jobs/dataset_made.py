@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.jobs.dataset_run import Run
+from weftline.engine.jobs.dataset_run import Run, error_json
 from weftline.engine.jobs.results.arrow import pa
 from weftline.engine.jobs.results.columns import Columns, columns_of
 from weftline.engine.jobs.results.media import MediaEncoder
@@ -46,7 +46,7 @@ def made_dataset(
             answered, table = _outputs(run, answered, columns, encoder)
             kept.append(run.table())
             made.append(table)
-            reasons += [_reason(answered, row) for row in range(len(run.ids))]
+            reasons += [error_json(answered.errors.get(row)) for row in range(len(run.ids))]
     extra = {} if why is None else {why: pa.array(reasons, WHY)}
     outputs_made = pa.concat_tables(made) if made else columns.schema.empty_table().drop_columns(columns.each[0].name)
     return datasets.Dataset(_beside(_together(kept), outputs_made, extra, outputs))
@@ -59,11 +59,6 @@ def _outputs(run: Run, answered: Answered, columns: Columns, encoder: MediaEncod
     chosen = pa.array([None if place in answered.errors else next(rows) for place in places], pa.int64())
     table = pa.Table.from_batches([batch]).drop_columns(columns.each[0].name)
     return answered, table.take(chosen) if answered.errors else table
-
-
-def _reason(answered: Answered, row: int) -> dict[str, str] | None:
-    error = answered.errors.get(row)
-    return None if error is None else {"step": error.step, "error": error.error, "reason": error.reason}
 
 
 def _together(tables: Sequence[pa.Table]) -> pa.Table:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from weftline.engine.jobs.dataset_run import Run, Runs, Wanted
+from weftline.engine.jobs.dataset_run import Run, Runs, Wanted, error_json
 from weftline.engine.jobs.dataset_runs import runs_of
 from weftline.engine.jobs.rows import Answered, Answerer, Block, RowError
 from weftline.errors import BY_NAME, InputError, StepError, WeftlineError
@@ -210,10 +210,6 @@ def as_exception(error: RowError, row: str) -> WeftlineError:
     if issubclass(kind, StepError):
         return kind(f"row {row}: {error.reason}", error.step)
     return kind(f"row {row}: " + (f"step {error.step}: " if error.step else "") + error.reason)
-
-
-def error_json(error: RowError | None) -> dict[str, str] | None:
-    return None if error is None else {"step": error.step, "error": error.error, "reason": error.reason}
 
 
 def _end(answerer: Answerer, runs: Runs) -> None:

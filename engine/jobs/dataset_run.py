@@ -6,12 +6,18 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weftline.engine.jobs.rows import RowError
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
 from weftline.pipelines.problems import did_you_mean, listed
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+def error_json(error: RowError | None) -> dict[str, str] | None:
+    """Return a row's error as it stands under `error`; None for a row without."""
+    return None if error is None else {"step": error.step, "error": error.error, "reason": error.reason}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ than ten. Two tallies add up; as JSON they stand in what is committed, so that a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,13 @@ class Tally:
         """Count a text output."""
         counts, bucket = self.lengths.setdefault(output, {}), bucket_of(chars)
         counts[bucket] = counts.get(bucket, 0) + 1
+
+    def note_texts(self, outputs: Mapping[str, Sequence[Any]], texts: Iterable[str]) -> None:
+        """Count the texts among outputs: those that are called `texts`, where they are not absent."""
+        for name in texts:
+            for value in outputs[name]:
+                if value is not None:
+                    self.length(name, len(value))
 
     def merge(self, other: Tally) -> None:
         """Add another tally to this one."""

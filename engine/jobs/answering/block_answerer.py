@@ -42,7 +42,6 @@ from weftline.errors import (
     WeftlineError,
     WorkerDied,
 )
-from weftline.nodes.ports import PortType
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
 from weftline.shm.spec import TensorSpec
@@ -64,6 +63,8 @@ def block_rows_of(plan: Plan, outputs: Sequence[str] | None = None) -> int:
 
 class BlockAnswerer:
     """Answers whole blocks; see rows.Answerer. Opens the models, and ends them with `close`.
+
+    `needed` are the inputs that no row may leave out, `instances` how many each step has.
 
     pipeline:   a file, or one built in Python; PipelineError when it has problems or cannot be given blocks.
     outputs:    which outputs are wanted; None: all. InputError for one that it does not have.
@@ -89,61 +90,37 @@ class BlockAnswerer:
         why = blockable(plan, outputs)
         if why:
             raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])
-        self._outputs = {name: types[name] for name in outputs or types}
-        self._inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
-        self._needed = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
+        self.outputs = {name: types[name] for name in outputs or types}
+        self.inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
+        self.needed = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
+        self._texts = [name for name, type in self.outputs.items() if type.kind == "text"]
         self._passed_on = {
-            one.name: one.wire.port for one in plan.outputs if one.wire.step is None and one.name in self._outputs
+            one.name: one.wire.port for one in plan.outputs if one.wire.step is None and one.name in self.outputs
         }
         self._seed = seed
-        self._block_rows = block_rows or block_rows_of(plan, outputs)
-        self._blocked = blocked(plan, outputs, self._block_rows)
+        self.block_rows = block_rows or block_rows_of(plan, outputs)
+        self._blocked = blocked(plan, outputs, self.block_rows)
         self._sent = [one.name for one in self._blocked.plan.inputs if one.name != self._blocked.seeds]
-        self._ahead = ahead_of(self._blocked)
-        self._instances = {step.name: len(step.workers) for step in self._blocked.plan.steps}
+        self.ahead = ahead_of(self._blocked)
+        self.instances = {step.name: len(step.workers) for step in self._blocked.plan.steps}
         self._lately: deque[tuple[float, Tally]] = deque(maxlen=LATELY_MAX)
         self._closed = threading.Event()
         self._room = Room(self._blocked.plan.limits.arena_bytes)
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="weftline-decode")
-        self._askers = ThreadPoolExecutor(self._ahead, thread_name_prefix="weftline-blocks")
+        self._askers = ThreadPoolExecutor(self.ahead, thread_name_prefix="weftline-blocks")
         self._packer = Packer(plan, self._decoders)
         self._session = Session(self._blocked.plan, progress, machine)
         self._session.open()
 
     @property
-    def ahead(self) -> int:
-        return self._ahead
-
-    @property
-    def block_rows(self) -> int:
-        return self._block_rows
-
-    @property
-    def inputs(self) -> Mapping[str, PortType]:
-        return self._inputs
-
-    @property
-    def needed(self) -> set[str]:
-        """Inputs that no row may leave out."""
-        return self._needed
-
-    @property
-    def outputs(self) -> Mapping[str, PortType]:
-        return self._outputs
-
-    @property
     def repeatable(self) -> Mapping[str, str]:
-        return dict.fromkeys(self._outputs, EXACT)
-
-    @property
-    def instances(self) -> Mapping[str, int]:
-        return self._instances
+        return dict.fromkeys(self.outputs, EXACT)
 
     def ask(self, block: Block) -> Future[Answered]:
         return self._askers.submit(self._answer, block)
 
     def figures(self) -> Mapping[str, float]:
-        return busy(self._lately, self._instances)
+        return busy(self._lately, self.instances)
 
     def pids(self) -> dict[str, int]:
         """Return the pid of every running worker by name."""
@@ -159,7 +136,7 @@ class BlockAnswerer:
         self._decoders.shutdown(wait=True, cancel_futures=True)
 
     def _answer(self, block: Block) -> Answered:
-        made = _Made({name: [None] * len(block) for name in self._outputs})
+        made = _Made({name: [None] * len(block) for name in self.outputs})
         refused: dict[int, RowError] = {}
         for portion in self._packer.portions(block, refused):
             seeds = [row_seed(self._seed, block.place_of(row)) for row in portion.rows]
@@ -168,7 +145,7 @@ class BlockAnswerer:
         for row in made.errors:
             for values in made.outputs.values():
                 values[row] = None
-        self._count_lengths(made)
+        made.tally.note_texts(made.outputs, self._texts)
         self._lately.append((time.monotonic(), made.tally))
         return Answered(made.outputs, dict(sorted(made.errors.items())), made.tally)
 
@@ -207,7 +184,7 @@ class BlockAnswerer:
 
     def _take(self, portion: Portion, answer: Mapping[str, Any], made: _Made) -> None:
         """Put the answer to a portion where it belongs."""
-        for name in self._outputs:
+        for name in self.outputs:
             values = made.outputs[name]
             source = self._passed_on.get(name)
             column = read(answer[name]).values if source is None else portion.columns[source]
@@ -219,13 +196,6 @@ class BlockAnswerer:
             for at, error, message in told.errors:
                 made.errors.setdefault(portion.rows[at], RowError(step, error, " ".join(message.split())))
             count(made.tally, step, told)
-
-    def _count_lengths(self, made: _Made) -> None:
-        for name, type in self._outputs.items():
-            if type.kind == "text":
-                for text in made.outputs[name]:
-                    if text is not None:
-                        made.tally.length(name, len(text))
 
 
 @dataclass(slots=True)

@@ -22,7 +22,6 @@ from weftline.engine.result import Result
 from weftline.engine.session import Session
 from weftline.engine.together import Room
 from weftline.errors import LimitReached, RequestCancelled, SessionClosed
-from weftline.nodes.ports import PortType
 
 ROWS = 128
 """Rows of a block, when nobody says: enough for some batches of every step."""
@@ -42,6 +41,8 @@ WAIT_S, WAIT_S_MAX = 0.05, 2.0
 
 class SessionAnswerer:
     """Answers the rows of blocks through an open session; see rows.Answerer.
+
+    `needed` are the inputs that no row may leave out, `instances` how many each step has.
 
     session:    stays the caller's, unless `own`.
     outputs:    which outputs are wanted; None: all.
@@ -65,51 +66,22 @@ class SessionAnswerer:
         plan = session.plan
         self._wanted = tuple(outputs) if outputs is not None else None
         self._seed = seed
-        self._block_rows = block_rows or (SHARED_ROWS if shared else ROWS)
-        self._inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
-        self._needed = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
+        self.block_rows = block_rows or (SHARED_ROWS if shared else ROWS)
+        self.inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
+        self.needed = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
         types = {one.name: one.type for one in plan.outputs}
         check_outputs(plan, self._wanted if self._wanted is not None else tuple(types))
-        self._outputs = {name: types[name] for name in self._wanted or types}
-        self._texts = [name for name, type in self._outputs.items() if type.kind == "text"]
-        self._repeatable = repeatable(plan, tuple(self._outputs), shared)
-        self._ahead = 2 if shared else max(3, 2 * len(plan.workers) + 1)
+        self.outputs = {name: types[name] for name in self._wanted or types}
+        self._texts = [name for name, type in self.outputs.items() if type.kind == "text"]
+        self.repeatable = repeatable(plan, tuple(self.outputs), shared)
+        self.ahead = 2 if shared else max(3, 2 * len(plan.workers) + 1)
         self._room = Room()
-        self._pool = ThreadPoolExecutor(self._ahead, thread_name_prefix="weftline-rows")
+        self._pool = ThreadPoolExecutor(self.ahead, thread_name_prefix="weftline-rows")
         self._closed = threading.Event()
         self._answered_s: float | None = None
         self._streams = any(step.streams for step in plan.steps)
         self._lately: deque[tuple[float, Tally]] = deque(maxlen=LATELY_MAX)
-        self._instances = {step.name: len(step.workers) for step in plan.steps}
-
-    @property
-    def ahead(self) -> int:
-        return self._ahead
-
-    @property
-    def block_rows(self) -> int:
-        return self._block_rows
-
-    @property
-    def inputs(self) -> Mapping[str, PortType]:
-        return self._inputs
-
-    @property
-    def needed(self) -> set[str]:
-        """Inputs that no row may leave out."""
-        return self._needed
-
-    @property
-    def outputs(self) -> Mapping[str, PortType]:
-        return self._outputs
-
-    @property
-    def repeatable(self) -> Mapping[str, str]:
-        return self._repeatable
-
-    @property
-    def instances(self) -> Mapping[str, int]:
-        return self._instances
+        self.instances = {step.name: len(step.workers) for step in plan.steps}
 
     def ask(self, block: Block) -> Future[Answered]:
         return self._pool.submit(self._answer, block)
@@ -121,7 +93,7 @@ class SessionAnswerer:
                 for name, figure in COUNTED.items():
                     if figure in values:
                         figures[name] = figures.get(name, 0.0) + values[figure]
-        return figures | busy(self._lately, self._instances)
+        return figures | busy(self._lately, self.instances)
 
     def settle(self) -> None:
         """See rows.Answerer. Nodes tell what they count once a second."""
@@ -163,13 +135,9 @@ class SessionAnswerer:
                 raise SessionClosed("the job was ended")
             wait_s = min(2 * wait_s, WAIT_S_MAX)
         outputs = {
-            name: [results[row][name] if row in results else None for row in range(len(block))]
-            for name in self._outputs
+            name: [results[row][name] if row in results else None for row in range(len(block))] for name in self.outputs
         }
-        for name in self._texts:
-            for value in outputs[name]:
-                if value is not None:
-                    tally.length(name, len(value))
+        tally.note_texts(outputs, self._texts)
         self._answered_s = time.monotonic()
         self._lately.append((self._answered_s, tally))
         return Answered(outputs, errors, tally)

@@ -29,7 +29,6 @@ from weftline.engine.jobs.rows import Answered, Block, RowError
 from weftline.engine.jobs.tally import Tally
 from weftline.engine.result import Result
 from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, WeftlineError
-from weftline.nodes.ports import PortType
 from weftline.pipelines.graph import Pipeline
 
 if TYPE_CHECKING:
@@ -46,6 +45,8 @@ T = TypeVar("T")
 
 class ServerAnswerer:
     """Answers the rows of blocks by calls to a server; see rows.Answerer.
+
+    `needed` are the inputs that no row may leave out.
 
     address, token, tls, insecure: as for `AsyncClient`.
     outputs:    which outputs are wanted; None: all.
@@ -77,7 +78,7 @@ class ServerAnswerer:
         self._address, self._model, self._seed = address, model, seed
         self._client = _client(address, token, tls, insecure)
         self._turns = Turns(Window(in_flight or START, in_flight or MOST, in_flight is not None))
-        self._block_rows = block_rows or BLOCK_ROWS
+        self.block_rows = block_rows or BLOCK_ROWS
         self._patience_s = patience_s
         self._heard = Heard(0, time.monotonic(), time.monotonic())
         self._known_anew = False  # the server may be another one, and its model another
@@ -94,39 +95,22 @@ class ServerAnswerer:
                 check_same(pipeline, known, address)
             self._known = known
             self._wanted = known.check_outputs(outputs) or None
-            self._inputs = types_of(known.inputs.values(), model, address)
+            self.inputs = types_of(known.inputs.values(), model, address)
             every = types_of(known.outputs.values(), model, address)
         except BaseException:
             self.close()
             raise
-        self._needed = {name for name, port in known.inputs.items() if not port.optional}
-        self._outputs = {name: every[name] for name in self._wanted or every}
-        self._texts = [name for name, type in self._outputs.items() if type.kind == "text"]
+        self.needed = {name for name, port in known.inputs.items() if not port.optional}
+        self.outputs = {name: every[name] for name in self._wanted or every}
+        self._texts = [name for name, type in self.outputs.items() if type.kind == "text"]
 
     @property
     def ahead(self) -> int:
-        return -(-self._turns.window.most // self._block_rows) + 1
-
-    @property
-    def block_rows(self) -> int:
-        return self._block_rows
-
-    @property
-    def inputs(self) -> Mapping[str, PortType]:
-        return self._inputs
-
-    @property
-    def needed(self) -> set[str]:
-        """Inputs that no row may leave out."""
-        return self._needed
-
-    @property
-    def outputs(self) -> Mapping[str, PortType]:
-        return self._outputs
+        return -(-self._turns.window.most // self.block_rows) + 1
 
     @property
     def repeatable(self) -> Mapping[str, str]:
-        return dict.fromkeys(self._outputs, ROUNDING)
+        return dict.fromkeys(self.outputs, ROUNDING)
 
     @property
     def instances(self) -> Mapping[str, int]:
@@ -204,12 +188,9 @@ class ServerAnswerer:
                 found[row] = end
                 calls.add(end.total_ms, 0.0, 1)
         outputs = {
-            name: [found[row].get(name) if row in found else None for row in range(count)] for name in self._outputs
+            name: [found[row].get(name) if row in found else None for row in range(count)] for name in self.outputs
         }
-        for name in self._texts:
-            for value in outputs[name]:
-                if value is not None:
-                    tally.length(name, len(value))
+        tally.note_texts(outputs, self._texts)
         for usage in outputs.get("usage", ()):
             self._tokens += int(usage.get("completion_tokens", 0)) if isinstance(usage, dict) else 0
         return Answered(outputs, errors, tally)
