@@ -2,12 +2,12 @@
 
 Small frozen structs, MessagePack on the wire, never pickle: a message holds ids, places in shared memory, and values of
 up to INLINE_BYTES_MAX bytes. Messages travel on one Unix stream socket for each worker, in order, each with a four-byte
-length in front. Two of them bring a file descriptor along (Hello and Attach).
+length in front. Four of them bring a file descriptor along (Hello and Attach, DeviceUp and AttachDevice).
 
-    runtime -> worker    Open, Attach, Retire, Chain, Run, Room, Submit, Feed, Cancel, Pause, Resume, EndSequences,
-                         Quarantine, KvResize, Close
-    worker -> runtime    Hello, Progress, OpenFailed, Ready, Beat, Need, Suspected, Done, Pieces, Took,
-                         KvResized
+    runtime -> worker    Open, Attach, AttachDevice, Retire, Chain, Run, Room, Submit, Feed, Cancel, Pause, Resume,
+                         EndSequences, Quarantine, KvResize, Settle, Sleep, Wake, Close
+    worker -> runtime    Hello, DeviceUp, Progress, OpenFailed, Ready, Beat, Need, Suspected, Done, Released, Settled,
+                         Pieces, Took, KvResized, Slept, Awake
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from weftline.shm.block import Block, Key, Place
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
-    """One value of one port: its kind, and its bytes either inline (`data`) or in shared memory (`place`).
+    """One value of one port: its kind, and its bytes inline (`data`), in shared memory (`place`), on a device (`near`).
 
     dtype and shape belong to the kinds that are tensors (tensor, image, audio).
     items:  of kind 'list', its elements, in order.
+    near:   where a tensor lies in a device's arena; beside `place` when the same bytes are in both.
+    ready:  of a tensor whose `near` is still being written: the event that says when it is done, as a place in the
+            event arena of the worker that writes it.
     A value of kind 'absent' has nothing: the step that would have given it was skipped.
     """
 
@@ -33,6 +36,8 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
     data: bytes | None = None
     place: Place | None = None
     items: tuple[Value, ...] | None = None
+    near: Place | None = None
+    ready: Place | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -40,11 +45,14 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
             return len(self.data)
         if self.items is not None:
             return sum(one.size_bytes for one in self.items)
-        return self.place.size_bytes if self.place else 0
+        lies = self.place or self.near
+        return lies.size_bytes if lies else 0
 
     @property
     def keys(self) -> tuple[Key, ...]:
         """The leases that its bytes are held by, each once."""
+        if self.near is not None:
+            return tuple(dict.fromkeys(one.key for one in (self.place, self.near, self.ready) if one is not None))
         if self.place is not None:
             return (self.place.key,)
         if self.items:
@@ -112,6 +120,9 @@ class StepToOpen(msgspec.Struct, frozen=True):
     base_dir: what relative paths in its options are relative to; '': that of Open.
     streams:  it is run as a StreamNode.
     fed:      the inputs that its node is given by `feed`.
+    near_inputs:  the inputs that its node is given as DeviceTensors, wherever they come from.
+    near_outputs: for output ports that somebody reads on the device: 'device' when nobody needs them in host memory,
+                  else 'both'. All others are brought to host memory.
     """
 
     index: int
@@ -128,10 +139,18 @@ class StepToOpen(msgspec.Struct, frozen=True):
     base_dir: str = ""
     streams: bool = False
     fed: tuple[str, ...] = ()
+    near_inputs: tuple[str, ...] = ()
+    near_outputs: dict[str, str] = {}
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first message: make an arena, then open these steps."""
+    """The first message: make the arenas, then open these steps.
+
+    device:             the GPU that the steps of this worker use, '' for none.
+    device_arena_bytes: size of the arena on it; 0: no step of the worker gives anything there.
+    ordering:           'host': a value is told of when it is whole. 'event': as soon as it is on its way, with an
+                        event that readers wait for on the device.
+    """
 
     worker: str
     arena_bytes: int
@@ -139,6 +158,9 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
     base_dir: str
     cache_dir: str
     steps: tuple[StepToOpen, ...]
+    device: str = ""
+    device_arena_bytes: int = 0
+    ordering: str = "host"
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -149,6 +171,19 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     arena: int
     size_bytes: int
+
+
+class AttachDevice(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Map another worker's arena on this worker's device; as DeviceUp told of it.
+
+    size_bytes 0: this is the id of the worker's own device arena. Its events are known as those of arena `-arena`.
+    """
+
+    arena: int
+    size_bytes: int
+    rung: str = ""
+    handle: bytes = b""
+    events: tuple[bytes, ...] = ()
 
 
 class Retire(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -185,6 +220,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=True):
     chain:   0, or the id of a Chain that starts with `step`; items are then those of its first stage, plus the inputs
              that later stages read.
     room:    for output ports (by index) whose size is known beforehand, a leased block for all items side by side.
+    near_room: the same, in the worker's device arena.
+    ready:   the event, as a block of the worker's event arena, that marks what is given on the device.
     suspect: a worker has died of this item, or may have: say by Suspected what it is made of before running it.
     """
 
@@ -194,13 +231,16 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=True):
     room: dict[int, Block] = {}
     chain: int = 0
     suspect: bool = False
+    near_room: dict[int, Block] = {}
+    ready: Block | None = None
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answers Need: one block for each size asked for, or none at all and the reason."""
+    """Answers Need: one block for each size asked for, `near` those on the device, or none at all and the reason."""
 
     blocks: tuple[Block, ...]
     refused: str = ""
+    near: tuple[Block, ...] = ()
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -276,6 +316,28 @@ class KvResize(msgspec.Struct, frozen=True, array_like=True, tag=True):
     bytes: int
 
 
+class Settle(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Say Settled once everything is done that is on this worker's streams now: a reader of its arena has died."""
+
+    token: int
+
+
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give back what a step's node holds of its device; answered by Slept.
+
+    keep: 'host': weights wait in host memory. 'nothing': they are dropped, and loaded again.
+    """
+
+    step: int
+    keep: str
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Have a sleeping step ready again; answered by Awake."""
+
+    step: int
+
+
 class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Close every node and exit."""
 
@@ -288,6 +350,25 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     pid: int
     arena_bytes: int
+
+
+class DeviceUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The worker's arena on its device stands; sent after Hello, before the first step opens.
+
+    device: 'cuda:0' and so on.
+    rung:   how it can be shared. 'descriptor': by the one that comes with this message, and it outlives the worker.
+            'handle': by `handle`, the older way; it ends with the worker. 'host': not at all, so that there is none
+            (size_bytes 0) and tensors travel through host memory.
+    events: the handles by which others open its events; none with ordering 'host'.
+    why:    what was refused on the rungs above.
+    """
+
+    device: str
+    size_bytes: int
+    rung: str
+    handle: bytes = b""
+    events: tuple[bytes, ...] = ()
+    why: str = ""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -305,11 +386,24 @@ class OpenFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failure: Failure
 
 
+class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
+    """What a step's node takes of its device, in bytes: once it is open, and at its most while it warmed up."""
+
+    open_bytes: int
+    peak_bytes: int
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Every step is open and warm. `opened_ms` says how long each took, `warm_ms` its warm-up alone."""
+    """Every step is open and warm. `opened_ms` says how long each took, `warm_ms` its warm-up alone.
+
+    device_use:   by step, what was measured.
+    device_bytes: what the whole worker takes of its device, its context included; 0 without one.
+    """
 
     opened_ms: dict[str, float]
     warm_ms: dict[str, float] = {}
+    device_use: dict[str, DeviceUse] = {}
+    device_bytes: int = 0
 
 
 class KvReport(msgspec.Struct, frozen=True, array_like=True):
@@ -342,9 +436,13 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Need(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The running work needs blocks of these sizes for its outputs; the worker waits for Room."""
+    """The running work needs blocks of these sizes for its outputs; the worker waits for Room.
+
+    near: those that it needs in its device arena.
+    """
 
     sizes: tuple[int, ...]
+    near: tuple[int, ...] = ()
 
 
 class Suspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -377,6 +475,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ran:           one for each stage; one alone without a chain.
     copied_bytes:  bytes of outputs that had to be copied into shared memory.
     out_of_memory: the device or the host had no memory for a batch of so many items; 0: it never happened.
+    unfinished:    its work goes on on the device: what it reads and writes there stays leased until Released.
+    near_bytes:    bytes of tensors moved to or from the device.
     """
 
     dispatch: int
@@ -384,6 +484,35 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ran: tuple[Ran, ...]
     copied_bytes: int = 0
     out_of_memory: int = 0
+    unfinished: bool = False
+    near_bytes: int = 0
+
+
+class Released(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The device has done all the work of these dispatches, which were told of as unfinished."""
+
+    dispatches: tuple[int, ...]
+
+
+class Settled(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Everything is done that was on the worker's streams when it was asked."""
+
+    token: int
+
+
+class Slept(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A step's node sleeps; `freed_bytes` of its device came free."""
+
+    step: int
+    freed_bytes: int
+
+
+class Awake(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A step's node is ready again after `took_ms`; or why it cannot be."""
+
+    step: int
+    took_ms: float
+    failure: Failure | None = None
 
 
 class PieceOf(msgspec.Struct, frozen=True, array_like=True):
@@ -421,6 +550,7 @@ class KvResized(msgspec.Struct, frozen=True, array_like=True, tag=True):
 ToWorker = (
     Open
     | Attach
+    | AttachDevice
     | Retire
     | Chain
     | Run
@@ -433,9 +563,29 @@ ToWorker = (
     | EndSequences
     | Quarantine
     | KvResize
+    | Settle
+    | Sleep
+    | Wake
     | Close
 )
-FromWorker = Hello | Progress | OpenFailed | Ready | Beat | Need | Suspected | Done | Pieces | Took | KvResized
+FromWorker = (
+    Hello
+    | DeviceUp
+    | Progress
+    | OpenFailed
+    | Ready
+    | Beat
+    | Need
+    | Suspected
+    | Done
+    | Released
+    | Settled
+    | Pieces
+    | Took
+    | KvResized
+    | Slept
+    | Awake
+)
 
 BEAT_S = 1.0
 """How often a worker says that it lives, in seconds."""

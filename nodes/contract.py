@@ -32,6 +32,7 @@ import numpy as np
 
 from weftline.nodes.ports import Ports, PortType
 from weftline.nodes.urgency import USUAL, Urgency
+from weftline.shm.device.names import torch_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,11 @@ class OpenContext:
     items_max: int = 1
     cache_dir: Path = Path(".weftline-cache")
     progress: Callable[[str, float], None] = field(default=lambda phrase, fraction: None)
+
+    @property
+    def framework_device(self) -> str:
+        """What torch calls the device: a fake GPU's memory is the CPU's."""
+        return torch_device(self.device)
 
 
 class Batch:
@@ -184,6 +190,16 @@ class Node(ABC):
         A problem with one option is raised as `ConfigError(option, found, expected, fix)`.
         """
 
+    @classmethod
+    def device_ports(cls, config: Any, ports: Ports) -> frozenset[str]:
+        """Return the names of the ports, inputs and outputs, whose tensors the node takes and gives on its device.
+
+        Only for a step on a GPU: there the values of these inputs (tensors and pictures, and lists of them) are
+        `weftline.shm.device.tensor.DeviceTensor`s, wherever they come from. Of these outputs it may give
+        DeviceTensors, torch tensors on its device, or arrays; they are brought to where their readers are.
+        """
+        return frozenset()
+
     def open(self, context: OpenContext) -> None:
         """Load what the node needs; ModelError says what is wrong with the model."""
 
@@ -192,6 +208,16 @@ class Node(ABC):
 
     def close(self) -> None:
         """Give back what `open` took."""
+
+    def sleep(self, keep: str) -> bool:
+        """Give back the device's memory until `wake`, keeping weights in host memory where `keep` is 'host'.
+
+        False: the node cannot; it is then closed, and opened again to wake it.
+        """
+        return False
+
+    def wake(self) -> None:
+        """Be ready again after `sleep`."""
 
     def figures(self) -> Mapping[str, float]:
         """Return what it counts of itself, for whoever watches the server; totals are named `..._total`.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.pipelines.condition import Condition
-from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.wire import Wire
 
 
@@ -68,6 +68,8 @@ class Step:
     sequence:   the step remembers between the requests of a sequence; None takes the node's word.
     pipeline:   a pipeline file that is run as this step, instead of a node.
     base_dir:   what relative paths in options are relative to; None: the pipeline's own. Never written in a file.
+    device_bytes: what an instance takes of its device's memory, at most; None: what was measured, if anything was.
+    idle:       when it gives its device's memory back; None: never.
     """
 
     name: str
@@ -89,6 +91,8 @@ class Step:
     pipeline: str = ""
     base_dir: Path | None = None
     reserved: int = 0
+    device_bytes: int | None = None
+    idle: IdlePolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ class Pipeline:
     outputs: Mapping[str, Wire]
     limits: Limits = Limits()
     slo: Slo = Slo()
+    gpu: GpuPolicy = GpuPolicy()
     about: str = ""
     file: str = field(default="", compare=False)
     base_dir: Path = Path()

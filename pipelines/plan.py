@@ -13,7 +13,7 @@ from typing import Any
 from weftline.nodes.ports import Port, PortType
 from weftline.pipelines.condition import Condition
 from weftline.pipelines.graph import Input
-from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.policy import BatchPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.wire import Wire
 
 
@@ -60,6 +60,10 @@ class PlannedStep:
     conditional: its outputs may be absent.
     base_dir:   what relative paths in options are relative to; None: the plan's own.
     reserved:   how many of its instances take no job rows, less than all.
+    near_inputs:  input ports whose tensors the node takes on its device.
+    near_outputs: output ports that somebody reads on the device: 'device' when nobody else reads them, else 'both'.
+    device_bytes: what one instance takes of its device's memory, stated or measured before; 0: not known.
+    idle:       when it gives its device's memory back; None: never.
     """
 
     name: str
@@ -90,16 +94,56 @@ class PlannedStep:
     base_dir: Path | None = None
     fed: tuple[str, ...] = ()
     reserved: int = 0
+    near_inputs: tuple[str, ...] = ()
+    near_outputs: Mapping[str, str] = field(default_factory=dict)
+    device_bytes: int = 0
+    idle: IdlePolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """One process: its name, the steps it holds, its share of cores, and the size of its arena in bytes."""
+    """One process: its name, the steps it holds, its share of cores, and the size of its arena in bytes.
+
+    device:             the GPU that its steps use; '' for none.
+    device_arena_bytes: size of its arena there; 0: none of its steps gives anything that is read there.
+    """
 
     name: str
     steps: tuple[str, ...]
     threads: int
     arena_bytes: int
+    device: str = ""
+    device_arena_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What somebody takes of a device's memory.
+
+    who:    a step's name, or a worker's.
+    what:   'weights and work', 'context', 'arena', 'KV memory', 'reserve'.
+    source: 'stated' in the pipeline, 'measured' by a profile, 'assumed' by Weftline; 'unknown': nobody has said, and
+            `bytes` is 0.
+    """
+
+    who: str
+    what: str
+    bytes: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """The memory of one GPU and what is claimed of it; `kv_bytes` is what is left for its llm steps' KV memory."""
+
+    device: str
+    total_bytes: int
+    claims: tuple[Claim, ...]
+    kv_bytes: int = 0
+
+    @property
+    def claimed_bytes(self) -> int:
+        return sum(claim.bytes for claim in self.claims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +164,8 @@ class Plan:
     inputs: hidden ones are constants.
     cores:  how many cores the machine it was placed on has.
     chains: indexes of steps that hand over inside one worker, each chain in running order; a step is in at most one.
+    ordering: 'host' or 'event'; see GpuPolicy.
+    budgets: of each GPU that a step is on, who takes what of its memory.
     """
 
     name: str
@@ -136,6 +182,8 @@ class Plan:
     file: str = field(default="", compare=False)  # where it was written is no part of what it is
     about: str = ""
     chains: tuple[tuple[int, ...], ...] = ()
+    ordering: str = "host"
+    budgets: tuple[DeviceBudget, ...] = ()
 
     def step(self, name: str) -> PlannedStep:
         return next(step for step in self.steps if step.name == name)

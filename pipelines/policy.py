@@ -66,6 +66,44 @@ class SequencePolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class IdlePolicy:
+    """What a step does with its device's memory while nobody asks for it.
+
+    after_s: it has had no work for so long.
+    keep:    what it keeps: `host`, its weights in host memory; `process`, nothing but its process, and it is opened
+             again; `nothing`, not even that: its worker ends and is started again on demand, when every step of that
+             worker has been idle for long enough.
+    """
+
+    after_s: float
+    keep: Literal["host", "process", "nothing"] = "process"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPolicy:
+    """How a pipeline uses GPUs.
+
+    ordering:  `host`: a tensor is told of when it is whole, so that nobody ever waits for a process that has died.
+               `event`: as soon as its work is on the device; readers wait there. Quicker; a producer that dies takes
+               those that wait for it along.
+    processes: `grouped`: of the steps of one GPU, each llm step has a process of its own and the others share one.
+               `separate`: each instance of every step has one. A step's own `worker` goes before both.
+    arena_bytes:   device memory of each process for tensors that others read there.
+    reserve_bytes: device memory that is never planned with.
+    context_bytes: what each process takes of a device before it holds anything, where that was not measured.
+    mps:       use NVIDIA's multi-process service if it runs: processes compute side by side, and a fatal fault in one
+               ends all of them.
+    """
+
+    ordering: Literal["host", "event"] = "host"
+    processes: Literal["grouped", "separate"] = "grouped"
+    arena_bytes: int = 256 << 20
+    reserve_bytes: int = 1 << 30
+    context_bytes: int = 512 << 20
+    mps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What one pipeline accepts; over a limit the answer is an immediate refusal that names it.
 

@@ -1,0 +1,1 @@
+"""Device memory shared between processes: drivers, arenas, and tensors seen where they lie."""

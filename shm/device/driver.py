@@ -1,0 +1,141 @@
+"""What Weftline asks of a GPU: memory that processes can share, streams, and events that cross processes.
+
+A `GpuDriver` is one process's way to one device. Three stand behind the protocol: `cuda.CudaDriver`, which calls the
+CUDA driver; `fake.FakeGpu`, host memory under rules stricter than a GPU's; `recorder.Recorder`, which notes what either
+is asked. `opening.open_driver` picks by the device's name.
+
+Everything is a plain integer or bytes: addresses are device addresses (of a fake, addresses of this process), handles of
+memory, streams and events mean something to the driver that gave them and to nobody else. Sizes are bytes.
+
+    create -> export -> (descriptor, to another process) -> import_memory       one physical memory, several processes
+           -> map -> address -> unmap                                           seen by this process
+           -> release                                                           memory goes when nobody has it any more
+
+Copies, records and waits are put on a stream and done in its order, later; `synchronize` and `wait_event` wait for them
+on the host. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from weftline.errors import WeftlineError
+
+EVENT_HANDLE_BYTES = 64
+"""Length of an exported event, as CUDA has it."""
+
+SHARE_HANDLE_BYTES = 64
+"""Length of the handle of an allocation shared the older way, as CUDA has it."""
+
+
+class DriverError(WeftlineError):
+    """A GPU driver refused a call. `call` names it, `code` is the driver's own name of the reason."""
+
+    def __init__(self, call: str, code: str, about: str = "") -> None:
+        super().__init__(f"{call}: {code}" + (f" ({about})" if about else ""))
+        self.call, self.code = call, code
+
+
+class DeviceOutOfMemory(DriverError):
+    """The device has no room for what was asked."""
+
+
+class DeviceLost(DriverError):
+    """The device, or this process's context on it, cannot be used any more: an illegal address, a reset, a hang."""
+
+
+class GpuDriver(Protocol):
+    """One process's way to one device. Not thread-safe but for `finished` and `wait_event`.
+
+    Every call may raise DriverError; DeviceOutOfMemory and DeviceLost say what they are.
+    """
+
+    device: str
+
+    # memory that can be shared by descriptor
+
+    def granularity(self) -> int:
+        """Return what sizes of shareable memory must be multiples of."""
+
+    def create(self, size_bytes: int) -> int:
+        """Make physical memory of this device that can be exported, and return its handle."""
+
+    def export(self, memory: int) -> int:
+        """Return a descriptor that leads to the memory, owned by the caller; it keeps the memory alive by itself."""
+
+    def import_memory(self, descriptor: int) -> int:
+        """Return a handle of memory that another process exported; the descriptor stays the caller's."""
+
+    def map(self, memory: int, size_bytes: int, writable: bool) -> int:
+        """Map memory into this process's device addresses and return where; read-only if not `writable`."""
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """Undo `map`; nothing on a stream may still use it."""
+
+    def release(self, memory: int) -> None:
+        """Give up a handle. Memory goes with its last handle, mapping and descriptor, wherever those are."""
+
+    # memory of this process, and the older way of sharing it
+
+    def allocate(self, size_bytes: int) -> int:
+        """Allocate device memory of this process and return its address."""
+
+    def free(self, address: int) -> None: ...
+
+    def share(self, address: int) -> bytes:
+        """Return the handle (SHARE_HANDLE_BYTES) by which another process opens a whole allocation."""
+
+    def open_shared(self, handle: bytes) -> int:
+        """Return where another process's allocation lies here."""
+
+    def close_shared(self, address: int) -> None: ...
+
+    # streams
+
+    def stream(self) -> int:
+        """Make a stream that waits for no other one."""
+
+    def destroy_stream(self, stream: int) -> None: ...
+
+    def copy(self, to: int, source: int, size_bytes: int, stream: int) -> None:
+        """Put a copy on a stream, between any two of device memory, page-locked and other host memory."""
+
+    def synchronize(self, stream: int) -> None:
+        """Wait until everything on a stream is done; DeviceLost when it never will be."""
+
+    # events
+
+    def event(self, shared: bool = False) -> int:
+        """Make an event; a shared one can be exported."""
+
+    def export_event(self, event: int) -> bytes:
+        """Return the handle (EVENT_HANDLE_BYTES) by which another process opens an event."""
+
+    def import_event(self, handle: bytes) -> int: ...
+
+    def destroy_event(self, event: int) -> None: ...
+
+    def record(self, event: int, stream: int) -> None:
+        """Have an event mark what is on a stream so far; what it marked before is forgotten."""
+
+    def wait(self, stream: int, event: int) -> None:
+        """Have a stream wait for what an event marks now, in whichever process it was recorded; waits not itself."""
+
+    def finished(self, event: int) -> bool:
+        """Whether what an event marks is done. May be asked from any thread."""
+
+    def wait_event(self, event: int) -> None:
+        """Wait on the host until what an event marks is done. May be called from any thread."""
+
+    # host memory, and facts
+
+    def lock_pages(self, address: int, size_bytes: int, writable: bool) -> None:
+        """Page-lock host memory of this process, so that copies of it run beside the host."""
+
+    def unlock_pages(self, address: int) -> None: ...
+
+    def memory(self) -> tuple[int, int]:
+        """Return the device's free and total bytes, as this process sees them."""
+
+    def close(self) -> None:
+        """Give back what the driver itself holds. Memory, streams and events are the caller's to end before."""

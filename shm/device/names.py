@@ -1,0 +1,35 @@
+"""What devices are called: 'cpu', 'cuda:0', and the made-up GPUs of tests and trials, 'fake:0'.
+
+A fake GPU has memory, streams and events of its own that are shared between processes as a real one's are, and lies in
+host memory: frameworks compute on the CPU there. Two more kinds refuse part of what a real driver may refuse, so that
+every rung of the ladder can be stood on: 'fake-legacy:0' shares no memory by descriptor, 'fake-alone:0' shares none.
+"""
+
+from __future__ import annotations
+
+FAKES = ("fake", "fake-legacy", "fake-alone")
+"""Kinds of made-up GPUs."""
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a device has memory of its own: anything but 'cpu'."""
+    return device not in ("", "cpu")
+
+
+def is_fake(device: str) -> bool:
+    return kind_of(device) in FAKES
+
+
+def kind_of(device: str) -> str:
+    """Return 'cuda' of 'cuda:1'."""
+    return device.partition(":")[0]
+
+
+def index_of(device: str) -> int:
+    """Return 1 of 'cuda:1'; a device without a number is the first."""
+    return int(device.partition(":")[2] or 0)
+
+
+def torch_device(device: str) -> str:
+    """Return what torch and its friends call a device: a fake GPU's memory is the CPU's."""
+    return "cpu" if is_fake(device) else device
