@@ -4,8 +4,8 @@ A `GpuDriver` is one process's way to one device. Three stand behind the protoco
 CUDA driver; `fake.FakeGpu`, host memory under rules stricter than a GPU's; `recorder.Recorder`, which notes what either
 is asked. `opening.open_driver` picks by the device's name.
 
-Everything is a plain integer or bytes: addresses are device addresses (of a fake, addresses of this process), handles of
-memory, streams and events mean something to the driver that gave them and to nobody else. Sizes are bytes.
+Everything is a plain integer or bytes: addresses are device addresses (of a fake, addresses of this process), handles
+of memory, streams and events mean something to the driver that gave them and to nobody else. Sizes are bytes.
 
     create -> export -> (descriptor, to another process) -> import_memory       one physical memory, several processes
            -> map -> address -> unmap                                           seen by this process
