@@ -35,9 +35,12 @@ _log = logging.getLogger("weftline.worker")
 
 
 class WorkerProcess:
-    """A running worker: its channel, its pidfd, and the end of its log. OSError when it cannot be started."""
+    """A running worker: its channel, its pidfd, and the end of its log. OSError when it cannot be started.
 
-    def __init__(self, name: str, threads: int) -> None:
+    environment: variables that it gets beside those that every worker has.
+    """
+
+    def __init__(self, name: str, threads: int, environment: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
@@ -48,7 +51,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=_environment(os.environ, threads),
+                env=_environment(os.environ, threads) | dict(environment or {}),
                 start_new_session=True,
             )
             undo.callback(self._undo_start)
