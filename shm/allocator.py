@@ -19,12 +19,18 @@ from weftline.shm.block import ALIGN_BYTES, PAGE_ALIGN_FROM_BYTES, PAGE_BYTES, a
 
 
 class Allocator:
-    """Hands out aligned ranges of [0, size_bytes). One owner; not thread-safe."""
+    """Hands out aligned ranges of [0, size_bytes). One owner; not thread-safe.
 
-    def __init__(self, size_bytes: int) -> None:
-        if size_bytes <= 0 or size_bytes % ALIGN_BYTES:
-            raise ValueError(f"an arena of {size_bytes} bytes; the size must be a positive multiple of {ALIGN_BYTES}")
+    align_bytes: every range starts and ends at a multiple of this, a power of two of at least ALIGN_BYTES.
+    """
+
+    def __init__(self, size_bytes: int, align_bytes: int = ALIGN_BYTES) -> None:
+        if align_bytes < ALIGN_BYTES or align_bytes & (align_bytes - 1):
+            raise ValueError(f"ranges aligned to {align_bytes} bytes; expected a power of two from {ALIGN_BYTES} on")
+        if size_bytes <= 0 or size_bytes % align_bytes:
+            raise ValueError(f"an arena of {size_bytes} bytes; the size must be a positive multiple of {align_bytes}")
         self.size_bytes = size_bytes
+        self.align_bytes = align_bytes
         self._taken: dict[int, int] = {}
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
@@ -49,9 +55,9 @@ class Allocator:
         return self._taken[offset]
 
     def try_take(self, size_bytes: int) -> int | None:
-        """Return the offset of `size_bytes` rounded up to ALIGN_BYTES (zero counts as one); None when nothing fits."""
-        size = align_up(max(size_bytes, 1), ALIGN_BYTES)
-        align = PAGE_BYTES if size >= PAGE_ALIGN_FROM_BYTES else ALIGN_BYTES
+        """Return the offset of `size_bytes` rounded up to the alignment (zero counts as one); None: nothing fits."""
+        size = align_up(max(size_bytes, 1), self.align_bytes)
+        align = PAGE_BYTES if size >= PAGE_ALIGN_FROM_BYTES else self.align_bytes
         for index in range(bisect_left(self._by_size, (size, 0)), len(self._by_size)):
             _, start = self._by_size[index]
             at = align_up(start, align)

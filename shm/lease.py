@@ -5,6 +5,16 @@ the bytes back when the last of them is done. A block is known by (arena, offset
 a late or repeated message about an old lease is recognised, counted and ignored, never acted on.
 
 An arena whose worker died is *retired*: nothing new is leased in it, and it is forgotten when its last lease ends.
+
+A GPU may go on reading for a process that has died. What such a reader held of others' device memory goes to
+*quarantine*: nobody may read it on its account any more, and it is not free either, until the arena's owner has
+settled what was on the device at that time.
+
+    free --try_lease--> leased --last release--> free
+                           `--quarantine, last release--> quarantined --settle--> free
+
+The events of a device arena A are leased like blocks, EVENT_BYTES each, in an arena with the id -A: what is leased
+there is no memory, so `stats` leaves its bytes out.
 """
 
 from __future__ import annotations
@@ -12,20 +22,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weftline.shm.allocator import Allocator
-from weftline.shm.block import Block, Place
+from weftline.shm.block import ALIGN_BYTES, Block, Key, Place
 
-Key = tuple[int, int, int]
+DEVICE_ALIGN_BYTES = 256
+"""Blocks of device memory start at multiples of this: what cudaMalloc promises, and kernels with it."""
+
+EVENT_BYTES = 64
+"""What one event takes in an arena of events: offset // EVENT_BYTES is its index."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerStats:
-    """A snapshot: bytes and blocks over all arenas, and how many stale messages were ignored."""
+    """A snapshot over all arenas; free are `size_bytes - leased_bytes - quarantined_bytes`.
+
+    blocks:            leases that are held, events' included.
+    stale_total:       how many stale messages were ignored.
+    quarantined_bytes: held for dead readers alone.
+    """
 
     arenas: int
     size_bytes: int
     leased_bytes: int
     blocks: int
     stale_total: int
+    quarantined_bytes: int = 0
 
 
 class Ledger:
@@ -34,19 +54,26 @@ class Ledger:
     def __init__(self) -> None:
         self._allocators: dict[int, Allocator] = {}
         self._readers: dict[Key, int] = {}
+        self._quarantined: dict[Key, int] = {}  # tickets of dead readers, under all tokens
+        self._tokens: dict[int, dict[Key, int]] = {}  # the same by token
         self._retired: set[int] = set()
         self._generation = 0
         self._stale_total = 0
 
-    def add_arena(self, arena: int, size_bytes: int) -> None:
-        """Start leasing in `arena`; ids are never used twice."""
+    def add_arena(self, arena: int, size_bytes: int, align_bytes: int = ALIGN_BYTES) -> None:
+        """Start leasing in `arena`, in multiples of `align_bytes`; ids are never used twice."""
         if arena in self._allocators:
             raise ValueError(f"arena {arena} is already in the ledger")
-        self._allocators[arena] = Allocator(size_bytes)
+        self._allocators[arena] = Allocator(size_bytes, align_bytes)
 
     def retire_arena(self, arena: int) -> None:
-        """Lease nothing more in `arena`; `forget_empty` names it once its last lease has ended."""
+        """Lease nothing more in `arena`; `forget_empty` names it once its last lease has ended.
+
+        Its quarantine ends: nobody will write where a dead reader may still read.
+        """
         self._retired.add(arena)
+        for token in [token for token, keys in self._tokens.items() if any(key[0] == arena for key in keys)]:
+            self._leave(token, [key for key in self._tokens[token] if key[0] == arena])
 
     def arena_bytes(self, arena: int) -> int:
         """Return the arena's size; 0 when it is unknown, forgotten or retired."""
@@ -95,9 +122,37 @@ class Ledger:
             self._readers[key] = held - readers
             return True
         del self._readers[key]
-        arena, offset, _ = key
-        self._allocators[arena].give_back(offset)
+        if key not in self._quarantined:
+            self._allocators[key[0]].give_back(key[1])
         return True
+
+    def quarantine(self, key: Key, readers: int, token: int) -> bool:
+        """End the interest of `readers` readers that died; the block is not free before `settle(token)`.
+
+        A token may hold several blocks. In a retired arena this is `release`. False (and counted) when it is stale.
+        """
+        if key[0] in self._retired:
+            return self.release(key, readers)
+        held = self._readers.get(key, 0)
+        if readers < 1 or held < readers:
+            self._stale_total += 1
+            return False
+        self._quarantined[key] = self._quarantined.get(key, 0) + readers
+        keys = self._tokens.setdefault(token, {})
+        keys[key] = keys.get(key, 0) + readers
+        return self.release(key, readers)
+
+    def settle(self, token: int) -> bool:
+        """End the quarantine under `token`; False (and counted) when there is none, or its arena has been retired."""
+        if token not in self._tokens:
+            self._stale_total += 1
+            return False
+        self._leave(token, list(self._tokens[token]))
+        return True
+
+    def quarantined_bytes(self, arena: int) -> int:
+        """Return how much of an arena is held for dead readers alone."""
+        return sum(self._allocators[a].size_of(offset) for a, offset, _ in self._held_for_the_dead() if a == arena)
 
     def forget_empty(self) -> list[int]:
         """Forget retired arenas whose last lease has ended, and return their ids."""
@@ -106,22 +161,50 @@ class Ledger:
         return [arena for arena in sorted(self._retired) if self._forget_if_empty(arena)]
 
     def stats(self) -> LedgerStats:
-        allocators = self._allocators.values()
+        memories = {arena: allocator for arena, allocator in self._allocators.items() if arena >= 0}
+        quarantined = sum(memories[a].size_of(offset) for a, offset, _ in self._held_for_the_dead() if a in memories)
         return LedgerStats(
-            len(self._allocators),
-            sum(a.size_bytes for a in allocators),
-            sum(a.taken_bytes for a in allocators),
+            len(memories),
+            sum(allocator.size_bytes for allocator in memories.values()),
+            sum(allocator.taken_bytes for allocator in memories.values()) - quarantined,
             len(self._readers),
             self._stale_total,
+            quarantined,
         )
 
     def check(self) -> None:
-        """Raise RuntimeError unless every arena's ranges tile it and the leases are exactly what is taken."""
+        """Raise RuntimeError unless ranges tile every arena, and what is taken is what is leased or quarantined."""
         for arena, allocator in self._allocators.items():
             allocator.check()
             leased = sum(allocator.size_of(offset) for a, offset, _ in self._readers if a == arena)
-            if leased != allocator.taken_bytes:
-                raise RuntimeError(f"arena {arena}: {allocator.taken_bytes} bytes taken, {leased} leased")
+            quarantined = self.quarantined_bytes(arena)
+            if leased + quarantined != allocator.taken_bytes:
+                raise RuntimeError(
+                    f"arena {arena}: {allocator.taken_bytes} bytes taken, {leased} leased, {quarantined} quarantined"
+                )
+        under: dict[Key, int] = {}
+        for keys in self._tokens.values():
+            for key, readers in keys.items():
+                under[key] = under.get(key, 0) + readers
+        if under != self._quarantined:
+            raise RuntimeError("the ledger is broken: its quarantine by block and by token disagree")
+
+    def _held_for_the_dead(self) -> list[Key]:
+        return [key for key in self._quarantined if key not in self._readers]
+
+    def _leave(self, token: int, keys: list[Key]) -> None:
+        """Take these blocks out of the quarantine under `token`, and free those that nobody holds any more."""
+        under = self._tokens[token]
+        for key in keys:
+            left = self._quarantined[key] - under.pop(key)
+            if left:
+                self._quarantined[key] = left
+                continue
+            del self._quarantined[key]
+            if key not in self._readers:
+                self._allocators[key[0]].give_back(key[1])
+        if not under:
+            del self._tokens[token]
 
     def _forget_if_empty(self, arena: int) -> bool:
         allocator = self._allocators.get(arena)

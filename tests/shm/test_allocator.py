@@ -58,6 +58,22 @@ def test_a_size_that_is_no_multiple_is_refused(size: int) -> None:
         Allocator(size)
 
 
+@pytest.mark.parametrize("align_bytes", [0, 32, 96])
+def test_an_alignment_that_is_no_power_of_two_is_refused(align_bytes: int) -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        Allocator(SIZE, align_bytes)
+
+
+@pytest.mark.parametrize("align_bytes", [256, 2 * PAGE_BYTES])
+def test_ranges_keep_to_a_coarser_alignment(align_bytes: int) -> None:
+    allocator = Allocator(SIZE, align_bytes)
+    offsets = [allocator.try_take(size) for size in (1, align_bytes + 1, PAGE_ALIGN_FROM_BYTES, 1)]
+    assert all(offset is not None and offset % align_bytes == 0 for offset in offsets)
+    allocator.check()
+    with pytest.raises(ValueError, match=f"multiple of {align_bytes}"):
+        Allocator(SIZE + 64, align_bytes)
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """Any order of takes, trims and returns keeps the bookkeeping whole and ranges apart."""
 
