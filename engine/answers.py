@@ -23,7 +23,14 @@ from weftline.engine.supervisor import READY
 from weftline.engine.tasks import Tasks
 from weftline.engine.timing import note
 from weftline.pipelines.plan import Plan
-from weftline.shm.lease import Ledger
+from weftline.shm.device.driver import EVENT_HANDLE_BYTES
+from weftline.shm.lease import DEVICE_ALIGN_BYTES, EVENT_BYTES, Ledger
+
+HOST, RUNGS = "host", ("descriptor", "handle", "host")
+"""How a device arena can be shared; on the last rung there is none."""
+
+GRANULARITY_BYTES_MAX = 64 << 20
+"""Most that a device arena may be larger than planned: devices give memory in multiples of 2 MiB, some of 64 KiB."""
 
 
 class Answers:
@@ -43,6 +50,7 @@ class Answers:
         emit: Callable[[ev.Command], None],
     ) -> None:
         self._steps = plan.steps
+        self._plan = plan
         self._tasks = tasks
         self._book = book
         self._branches = branches
@@ -55,6 +63,7 @@ class Answers:
         self._lanes_of = tasks.by_worker(len(plan.workers))
         self._handlers: dict[type, Callable[..., None]] = {
             msg.Hello: self._hello,
+            msg.DeviceUp: self._device_up,
             msg.Ready: self._ready,
             msg.OpenFailed: self._open_failed,
             msg.Progress: self._heard,
@@ -96,6 +105,37 @@ class Answers:
             self._kill(worker, "it said twice that it is up")
             return
         self._ledger.add_arena(self._crew.members[worker].arena, message.arena_bytes)
+
+    def _device_up(self, worker: int, message: msg.DeviceUp) -> None:
+        """A worker's arena on its device stands: lease in it, and have it introduced to its readers."""
+        member = self._crew.members[worker]
+        wrong = self._misfit(worker, message)
+        if wrong:
+            self._kill(worker, wrong)
+            return
+        member.rung = message.rung
+        if not message.size_bytes:
+            return
+        member.near_arena, member.near_events = self._crew.next_arena(), len(message.events)
+        self._ledger.add_arena(member.near_arena, message.size_bytes, DEVICE_ALIGN_BYTES)
+        if message.events:
+            self._ledger.add_arena(-member.near_arena, len(message.events) * EVENT_BYTES)
+        self._emit(ev.ShareArena(worker, member.near_arena))
+
+    def _misfit(self, worker: int, message: msg.DeviceUp) -> str:
+        """Return what is wrong with what a worker says of its device arena, '' for nothing."""
+        planned, member = self._plan.workers[worker], self._crew.members[worker]
+        if member.rung:
+            return "it said twice that its device arena stands"
+        if message.device != planned.device or message.rung not in RUNGS:
+            return f"it told of an arena on {message.device!r:.40}; its device is {planned.device!r}"
+        most = planned.device_arena_bytes + GRANULARITY_BYTES_MAX if message.rung != HOST else 0
+        least = planned.device_arena_bytes if message.rung != HOST else 0
+        if not least <= message.size_bytes <= most or message.size_bytes % DEVICE_ALIGN_BYTES:
+            return f"its device arena has {message.size_bytes} bytes; it was to have {planned.device_arena_bytes}"
+        if any(len(handle) != EVENT_HANDLE_BYTES for handle in message.events):
+            return f"handles of its events have other sizes than {EVENT_HANDLE_BYTES} bytes"
+        return ""
 
     def _ready(self, worker: int, message: msg.Ready) -> None:
         if self._crew.members[worker].state == READY:

@@ -42,6 +42,9 @@ class Dispatch:
 class WorkerState:
     """One worker. `arena` is the id of this incarnation's arena; a message that names another one is late.
 
+    near_arena: id of its arena on its device, 0 for none; its events are leased as those of arena `-near_arena`.
+    near_events: how many events it has.
+    rung:     how that arena can be shared; '' until it has said so. See DeviceUp.
     running:  what it has to do; the first is being run, a second waits so that it need not.
     streams:  tasks of streaming steps that it holds, by id.
     needs:    sizes it waits to be given room for.
@@ -58,6 +61,9 @@ class WorkerState:
     name: str = ""
     state: str = DEAD
     arena: int = -1
+    near_arena: int = 0
+    near_events: int = 0
+    rung: str = ""
     running: list[Dispatch] = field(default_factory=list)
     streams: dict[int, Task] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
@@ -105,12 +111,18 @@ class Crew:
         ]
         self._silence_max_ms = plan.limits.silence_max_ms
         self._arenas = 0
+        self._starts = 0
         self._dispatches = 0
         self._look_ms = 0.0
 
     def next_dispatch(self) -> int:
         self._dispatches += 1
         return self._dispatches
+
+    def next_arena(self) -> int:
+        """Return an id that no arena had before, whether in host memory or on a device."""
+        self._arenas += 1
+        return self._arenas
 
     def start_all(self, now_ms: float) -> list[tuple[int, int]]:
         """Return (worker, arena) for every worker, to be started now."""
@@ -124,8 +136,9 @@ class Crew:
         for worker, member in enumerate(self.members):
             if member.start_ms is not None and member.start_ms <= now_ms:
                 member.move("start")
-                self._arenas += 1
-                member.arena, member.start_ms, member.why, member.heard_ms = self._arenas, None, "", now_ms
+                self._starts += 1
+                member.arena, member.start_ms, member.why, member.heard_ms = self.next_arena(), None, "", now_ms
+                member.near_arena, member.near_events, member.rung = 0, 0, ""
                 started.append((worker, member.arena))
         return started
 
@@ -200,7 +213,7 @@ class Crew:
     @property
     def restarts(self) -> int:
         """How often a worker was started again."""
-        return max(0, self._arenas - len(self.members))
+        return max(0, self._starts - len(self.members))
 
     def ready_count(self, step: int) -> int:
         """How many instances of a step are ready; of a control, which has none, 0."""

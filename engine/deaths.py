@@ -68,6 +68,9 @@ class Deaths:
                 self._lose_sequences(lane, event.worker, why)
             self._tasks.due.add(lane.index)
         self._ledger.retire_arena(event.arena)
+        if member.near_arena:
+            self._ledger.retire_arena(member.near_arena)
+            self._ledger.retire_arena(-member.near_arena)
         if member.state == GIVEN_UP:
             self._tasks.give_up_lanes(why)
 

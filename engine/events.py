@@ -152,6 +152,13 @@ class StartWorker(msgspec.Struct, frozen=True):
     arena: int
 
 
+class ShareArena(msgspec.Struct, frozen=True):
+    """A worker's arena on its device is known by this id from now on: tell it, and the others that use the device."""
+
+    worker: int
+    arena: int
+
+
 class KillWorker(msgspec.Struct, frozen=True):
     """Kill a worker's process; its death comes back as an event."""
 
@@ -168,4 +175,4 @@ class ForgetArena(msgspec.Struct, frozen=True):
 ForCaller = Finish | Fail | Refuse | OutputReady | PieceReady
 """What is handed to whoever brought the request."""
 
-Command = Send | Finish | Fail | Refuse | OutputReady | PieceReady | StartWorker | KillWorker | ForgetArena
+Command = Send | Finish | Fail | Refuse | OutputReady | PieceReady | StartWorker | ShareArena | KillWorker | ForgetArena

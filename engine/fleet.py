@@ -20,6 +20,7 @@ import msgspec
 from weftline.engine import messages as msg
 from weftline.engine.channel import ChannelClosed
 from weftline.engine.descriptors import NONE_LEFT, Reserve, shortage
+from weftline.engine.device_arenas import DeviceArenas
 from weftline.engine.processes import WorkerProcess
 from weftline.pipelines.plan import Plan, PlannedStep
 from weftline.shm.arena import HostArena
@@ -40,7 +41,7 @@ Died = Callable[[int, int, str, str, str], None]
 
 
 class Fleet:
-    """The processes of one plan. `arenas`: every arena this process has mapped, by id."""
+    """The processes of one plan. `arenas`: every arena this process has mapped, by id; those of devices are not."""
 
     def __init__(self, plan: Plan, cache_dir: Path, heard: Heard, died: Died) -> None:
         self.arenas: dict[int, HostArena] = {}
@@ -50,7 +51,9 @@ class Fleet:
         self._heard = heard
         self._died = died
         self._workers: dict[int, tuple[int, WorkerProcess]] = {}
+        self._device_arenas = DeviceArenas()
         self._introduced: set[int] = set()  # workers that said Hello and know every arena
+        self._untold: set[int] = set()  # workers that will tell of another arena
         self._starting: set[int] = set()  # workers that did not say Hello yet
         self._watched: dict[int, Callable[[int], None]] = {}  # what to do when a descriptor is ready
         self._wake_fd = -1
@@ -73,6 +76,7 @@ class Fleet:
         """Start a worker's process; out of descriptors or processes is a death like any other."""
         planned = self._plan.workers[worker]
         self._starting.add(worker)
+        self._untold.add(worker)
         self._lend()
         try:
             process = WorkerProcess(planned.name, planned.threads)
@@ -105,15 +109,29 @@ class Fleet:
             _log.error("worker %s is killed: an arena cannot be shared with it: %s", process.name, self.reason(error))
             process.kill()
 
+    def share(self, worker: int, arena: int) -> None:
+        """Introduce a worker's device arena, whose id this is, to all that use the device; the worker learns its id."""
+        device = self._device_arenas.accept(worker, arena)
+        if not device:
+            return
+        message, fd = self._device_arenas.introduction(arena)
+        self.send(worker, msg.AttachDevice(arena, 0))
+        for member in self._introduced - {worker}:
+            if self._plan.workers[member].device == device:
+                self.send(member, message, fd)
+
     def kill(self, worker: int) -> None:
         if worker in self._workers:
             self._workers[worker][1].kill()
 
     def forget(self, arena: int) -> None:
-        """Unmap an arena here and in every worker."""
+        """Unmap an arena here and in every worker; one of events is nothing that is mapped."""
+        if arena < 0:
+            return
         mapped = self.arenas.pop(arena, None)
         if mapped is not None:
             mapped.close()
+        self._device_arenas.forget(arena)
         for worker in self._introduced:
             self.send(worker, msg.Retire(arena))
 
@@ -184,6 +202,7 @@ class Fleet:
         for arena in self.arenas.values():
             arena.close()
         self.arenas.clear()
+        self._device_arenas.close()
         if self._reserve is not None:
             self._reserve.close()
         wake_fd, self._wake_fd = self._wake_fd, -1
@@ -206,7 +225,7 @@ class Fleet:
             if mask & select.EPOLLOUT and channel.flush():
                 self._epoll.modify(channel.fileno(), select.EPOLLIN)
             messages = [msg.decode_from_worker(body) for body in channel.receive()] if mask != select.EPOLLOUT else []
-            if worker in self._starting:
+            if worker in self._untold:
                 self._greet(worker, process, messages)
         except (ChannelClosed, msgspec.MsgspecError, OSError, ValueError) as error:
             # Dead, or not to be understood: either way nothing more is heard from it, and its death says the rest.
@@ -220,10 +239,17 @@ class Fleet:
             self._heard(worker, arena, message)
 
     def _greet(self, worker: int, process: WorkerProcess, messages: Sequence[msg.FromWorker]) -> None:
+        """Take over the descriptors of arenas that a worker tells of: its own first, then that on its device."""
         for message in messages:
             if isinstance(message, msg.Hello):
                 self._meet(worker, HostArena.attach(process.channel.take_descriptor(), message.arena_bytes))
                 self._stands(worker)
+                if not self._plan.workers[worker].device_arena_bytes:
+                    self._untold.discard(worker)
+            elif isinstance(message, msg.DeviceUp):
+                fd = process.channel.take_descriptor() if message.rung == "descriptor" else -1
+                self._device_arenas.offer(worker, message, fd)
+                self._untold.discard(worker)
 
     def _meet(self, worker: int, mapped: HostArena) -> None:
         """Introduce a new worker's arena to the others, and theirs to it."""
@@ -233,6 +259,8 @@ class Fleet:
             self.send(worker, msg.Attach(other, known.size_bytes), known.fd)
         for member in self._introduced:
             self.send(member, msg.Attach(arena, mapped.size_bytes), mapped.fd)
+        for near in self._device_arenas.on(self._plan.workers[worker].device):
+            self.send(worker, *self._device_arenas.introduction(near))
         self._introduced.add(worker)
         self.arenas[arena] = mapped
 
@@ -250,6 +278,8 @@ class Fleet:
         process.close()
         last = next((line for line in reversed(process.last_lines) if line.strip()), "")
         self._introduced.discard(worker)
+        self._untold.discard(worker)
+        self._device_arenas.died(worker)
         self._stands(worker)
         self._died(worker, self._workers.pop(worker)[0], process.name, how, last)
 
@@ -282,7 +312,16 @@ class Fleet:
             if step.name in planned.steps
         )
         folders = str(self._plan.base_dir.absolute()), str(self._cache_dir.absolute())
-        return msg.Open(planned.name, planned.arena_bytes, planned.threads, *folders, steps)
+        return msg.Open(
+            planned.name,
+            planned.arena_bytes,
+            planned.threads,
+            *folders,
+            steps,
+            planned.device,
+            planned.device_arena_bytes,
+            self._plan.ordering,
+        )
 
     def _step_to_open(self, index: int, step: PlannedStep, worker: int) -> msg.StepToOpen:
         return msg.StepToOpen(
@@ -300,4 +339,6 @@ class Fleet:
             str(step.base_dir.absolute()) if step.base_dir is not None else "",
             step.streams,
             step.fed,
+            step.near_inputs,
+            dict(step.near_outputs),
         )

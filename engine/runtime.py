@@ -105,6 +105,7 @@ class Runtime:
             ev.Fail: self._end,
             ev.Refuse: self._end,
             ev.StartWorker: lambda command: self.fleet.start(command.worker, command.arena),
+            ev.ShareArena: lambda command: self.fleet.share(command.worker, command.arena),
             ev.KillWorker: lambda command: self.fleet.kill(command.worker),
             ev.ForgetArena: lambda command: self.fleet.forget(command.arena),
         }
