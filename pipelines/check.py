@@ -130,7 +130,9 @@ def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report
         if not problems:
             ports, problems = _ports(node, config, StepContext(base_dir, tuple(step.inputs), types), path)
             if ports:
-                return CheckedStep(step, node, dotted(step.node, catalog), config, ports)
+                near, wrong = _device_ports(node, config, ports, path)
+                report.take(wrong)
+                return CheckedStep(step, node, dotted(step.node, catalog), config, ports, near)
         if attempt == 1:  # what is wrong the second time only follows from leaving options out
             report.take(one for one in problems if not report.holds(one.path))
         # Without the options that are wrong its ports may still be known, and its wires be checked.
@@ -149,6 +151,19 @@ def _ports(node: type[Node], config: Any, context: StepContext, path: str) -> tu
         return None, [Problem(path, str(error))]
     except Exception as error:  # a mistake in a user's node is a problem of the pipeline, not of the check
         return None, [Problem(path, f"{node.__name__}.ports failed: {type(error).__name__}: {error}")]
+
+
+def _device_ports(node: type[Node], config: Any, ports: Ports, path: str) -> tuple[frozenset[str], list[Problem]]:
+    """Return the ports that a node takes and gives on its device, or why it cannot say."""
+    try:
+        near = frozenset(node.device_ports(config, ports))
+    except Exception as error:  # a mistake in a user's node is a problem of the pipeline, not of the check
+        return frozenset(), [Problem(path, f"{node.__name__}.device_ports failed: {type(error).__name__}: {error}")]
+    known = [port.name for port in (*ports.inputs, *ports.outputs)]
+    if unknown := sorted(str(name) for name in near if name not in known):
+        found = f"{node.__name__}.device_ports names {', '.join(unknown)}"
+        return frozenset(), [Problem(path, found, f"its ports: {listed(known)}", did_you_mean(unknown[0], known))]
+    return near, []
 
 
 def _types(step: Step, checked: Checked) -> dict[str, PortType]:

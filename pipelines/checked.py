@@ -19,13 +19,17 @@ from weftline.pipelines.wire import Wire
 
 @dataclass(frozen=True, slots=True)
 class CheckedStep:
-    """A step with its node class, the dotted path to it, its Config and its ports."""
+    """A step with its node class, the dotted path to it, its Config and its ports.
+
+    device_ports: names of the ports whose tensors its node takes and gives on its device.
+    """
 
     step: Step
     node: type[Node]
     reference: str
     config: Any
     ports: Ports
+    device_ports: frozenset[str] = frozenset()
 
     @property
     def control(self) -> str:

@@ -101,8 +101,10 @@ WireText = Annotated[str, Field(pattern=WIRE_PATTERN, max_length=2 * NAME_CHARS_
 TypeText = Annotated[str, Field(max_length=200), AfterValidator(_port_type)]
 ConditionText = Annotated[str, Field(min_length=1, max_length=condition.CHARS_MAX), AfterValidator(_condition)]
 PathText = Annotated[str, Field(min_length=1, max_length=NODE_CHARS_MAX)]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")]
-OneDevice = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?|fake(-[a-z]{1,8})?:[0-9]{1,3})$")]
+OneDevice = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?|fake(-[a-z]{1,8})?:[0-9]{1,3})$")]
+"""Made-up GPUs are for tests and trials; they are named where a pipeline is opened on a machine that has them."""
+
 Count = Annotated[int, Field(ge=1, le=64)]
 Reserved = Annotated[int, Field(ge=0, le=4096)]
 Constant = Annotated[Any, AfterValidator(check_constant)]

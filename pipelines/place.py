@@ -14,6 +14,7 @@ from weftline.errors import Problem
 from weftline.pipelines.graph import Step
 from weftline.pipelines.plan import PlannedWorker
 from weftline.pipelines.policy import Limits
+from weftline.shm.device.names import is_gpu
 
 ARENA_SHARE = 0.5
 """Most of a machine's memory that arenas may reserve; models and their working memory need the rest."""
@@ -50,6 +51,7 @@ class _Process:
     name: str
     steps: list[str] = field(default_factory=list)
     heavy: bool = False
+    device: str = ""
 
 
 def place(
@@ -61,11 +63,11 @@ def place(
     """
     problems: list[Problem] = []
     devices = {step.name: _devices(step, heavy[step.name], machine, problems) for step in steps}
-    processes, places = _processes(steps, heavy)
+    processes, places = _processes(steps, heavy, devices, problems)
     _check_memory(processes, limits, machine, problems)
     threads = _threads(processes, machine.cores)
     workers = tuple(
-        PlannedWorker(process.name, tuple(process.steps), share, limits.arena_bytes)
+        PlannedWorker(process.name, tuple(process.steps), share, limits.arena_bytes, process.device)
         for process, share in zip(processes, threads, strict=True)
     )
     return Placement(workers, devices, places), problems
@@ -98,7 +100,12 @@ def _device(path: str, written: str, heavy: bool, machine: Machine, problems: li
     return wanted
 
 
-def _processes(steps: Sequence[Step], heavy: Mapping[str, bool]) -> tuple[list[_Process], dict[str, tuple[int, ...]]]:
+def _processes(
+    steps: Sequence[Step],
+    heavy: Mapping[str, bool],
+    devices: Mapping[str, Sequence[str]],
+    problems: list[Problem],
+) -> tuple[list[_Process], dict[str, tuple[int, ...]]]:
     """Return the processes in order of their first step, and each step's place in them.
 
     A group has as many processes as its most replicated step has instances; a step is in the first ones.
@@ -117,9 +124,22 @@ def _processes(steps: Sequence[Step], heavy: Mapping[str, bool]) -> tuple[list[_
             process = processes[index[key]]
             process.steps.append(step.name)
             process.heavy = process.heavy or heavy[step.name]
+            _take_device(process, step.name, devices[step.name][copy], problems)
             own.append(index[key])
         places[step.name] = tuple(own)
     return processes, places
+
+
+def _take_device(process: _Process, step: str, device: str, problems: list[Problem]) -> None:
+    """Give a process the GPU of one of its steps; a second one is a problem."""
+    if not is_gpu(device) or process.device == device:
+        return
+    if not process.device:
+        process.device = device
+        return
+    found = f"{step} is on {device}, and the worker {process.name} that it shares uses {process.device}"
+    fix = f"put its steps on one device, or let {step} have a worker of its own"
+    problems.append(Problem(f"steps.{step}.worker", found, "one GPU for each process", fix))
 
 
 def _free_name(name: str, copy: int, taken: set[str]) -> str:

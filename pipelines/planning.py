@@ -22,6 +22,7 @@ from weftline.pipelines.plan import Plan, PlannedInput, PlannedOutput, PlannedSt
 from weftline.pipelines.policy import BatchPolicy, SequencePolicy
 from weftline.pipelines.report import Report
 from weftline.pipelines.streams import Streams, streams_of
+from weftline.pipelines.transfers import with_transfers
 from weftline.pipelines.wire import Wire
 from weftline.pipelines.wiring import readers, run_order
 
@@ -40,7 +41,9 @@ def make_plan(pipeline: Pipeline, machine: Machine, catalog: Mapping[str, str] =
     report.take(problems)
     if report.problems:
         raise PipelineError(report.problems)
-    plan, problems = with_kv_memory(_plan(checked, placement, machine))
+    plan = _plan(checked, placement, machine)
+    near = {name: one.device_ports for name, one in checked.steps.items()}
+    plan, problems = with_kv_memory(with_transfers(plan, near, pipeline.gpu.arena_bytes))
     report.take(problems)
     if report.problems:
         raise PipelineError(report.problems)
@@ -76,6 +79,7 @@ def _plan(checked: Checked, placement: Placement, machine: Machine) -> Plan:
         base_dir=pipeline.base_dir,
         file=pipeline.file,
         chains=chains(steps, pipeline.inputs),
+        ordering=pipeline.gpu.ordering,
     )
 
 
@@ -123,6 +127,8 @@ def _step(one: CheckedStep, checked: Checked, placement: Placement, uses: Counte
         sequence=step.sequence or (SequencePolicy() if node.stateful and not streams else None),
         base_dir=step.base_dir,
         reserved=step.reserved,
+        device_bytes=step.device_bytes or 0,
+        idle=step.idle,
     )
 
 

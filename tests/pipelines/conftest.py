@@ -15,8 +15,8 @@ from weftline.pipelines.load import load_yaml
 HERE = Path(__file__).parent
 
 
-def _samples() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("weftline_sample_nodes", HERE / "sample_nodes.py")
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"weftline_{name}", HERE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -26,12 +26,18 @@ def _samples() -> ModuleType:
 @pytest.fixture(scope="session")
 def samples() -> ModuleType:
     """The module of sample nodes."""
-    return _samples()
+    return _module("sample_nodes")
 
 
 @pytest.fixture(scope="session")
 def catalog(samples: ModuleType) -> dict[str, str]:
     return dict(samples.CATALOG)
+
+
+@pytest.fixture(scope="session")
+def near_catalog() -> dict[str, str]:
+    """Nodes that say which of their ports they take and give on their device."""
+    return dict(_module("device_nodes").CATALOG)
 
 
 @pytest.fixture

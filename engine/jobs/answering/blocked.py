@@ -168,6 +168,7 @@ def blocked(plan: Plan, outputs: Collection[str] | None = None, block_rows: int 
                 plan.workers[old],
                 steps=tuple(name for name in plan.workers[old].steps if name in names),
                 arena_bytes=limits.arena_bytes,
+                device_arena_bytes=0,
             )
             for old in at
         ),
@@ -233,6 +234,8 @@ def _step(
         run_max_ms=min(step.run_max_ms * calls, RUN_MAX_MS),
         conditional=False,
         reserved=0,
+        near_inputs=(),  # columns of many rows travel in host memory
+        near_outputs={},
     )
 
 

@@ -1,0 +1,107 @@
+"""Which tensors stay on a GPU between steps, and which are brought to host memory.
+
+An input is *near* when its node takes the port on its device (`Node.device_ports`) and every instance of its step is on
+a GPU: whatever comes is given to it there. An output is kept near where somebody reads it on the very device it is made
+on: alone there when all readers do ('device'), in host memory too when others read it as well ('both'). Conditions and
+pipeline outputs read in host memory. What a control or a fallback hands on is read by whoever reads that.
+
+Streams travel in host memory, and so does what is padded: both are cut and joined there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from weftline.nodes.control import BY, VALUE
+from weftline.nodes.ports import PortType
+from weftline.pipelines.plan import Plan, PlannedStep
+from weftline.pipelines.wire import Wire
+from weftline.shm.device.names import is_gpu
+
+KINDS = ("tensor", "image", "audio")
+"""What is made of one array, and so can lie on a device."""
+
+
+def with_transfers(plan: Plan, ports: Mapping[str, frozenset[str]], arena_bytes: int) -> Plan:
+    """Return the plan with the near inputs and outputs of every step, and arenas for those who give any.
+
+    ports:       by step, the names of the ports that its node takes and gives on its device.
+    arena_bytes: size of a process's arena on its device.
+    """
+    steps = [dataclasses.replace(step, near_inputs=_near_inputs(step, ports)) for step in plan.steps]
+    readers = Readers(steps, [one.wire for one in plan.outputs])
+    steps = [dataclasses.replace(step, near_outputs=_near_outputs(step, ports, readers)) for step in steps]
+    givers = {index for step in steps if step.near_outputs for index in step.workers}
+    workers = [
+        dataclasses.replace(worker, device_arena_bytes=arena_bytes if index in givers else 0)
+        for index, worker in enumerate(plan.workers)
+    ]
+    return dataclasses.replace(plan, steps=tuple(steps), workers=tuple(workers))
+
+
+def can_lie_near(type: PortType) -> bool:
+    """Whether values of a type are arrays, or lists of them."""
+    return can_lie_near(type.item) if type.item is not None else type.kind in KINDS
+
+
+def one_device(step: PlannedStep) -> str:
+    """Return the GPU that all instances of a step are on; '' when there is none, or several."""
+    device = step.devices[0] if step.devices else ""
+    return device if is_gpu(device) and {*step.devices} == {device} else ""
+
+
+class Readers:
+    """Who reads an output in the end: controls and fallbacks hand on what they are given.
+
+    steps:   all of a plan, with their near inputs.
+    outputs: wires that are read in host memory: the pipeline's outputs.
+    """
+
+    def __init__(self, steps: Sequence[PlannedStep], outputs: Sequence[Wire]) -> None:
+        self._inputs: dict[Wire, list[tuple[PlannedStep, str]]] = {}
+        self._host = {*outputs, *(wire for step in steps for wire in (step.when.wires if step.when else ()))}
+        self._answers_for = {step.fallback: step.name for step in steps if step.fallback}
+        for step in steps:
+            for read in step.inputs:
+                self._inputs.setdefault(read.wire, []).append((step, read.port))
+
+    def of(self, wire: Wire) -> Iterator[tuple[PlannedStep, str] | None]:
+        """Yield step and port of every reader of an output or an input; None for one outside of the steps."""
+        if wire in self._host:
+            yield None
+        for step, port in self._inputs.get(wire, ()):
+            if not step.control:
+                yield step, port
+            elif step.control == "switch" and port == BY:
+                yield None
+            else:
+                yield from self.of(Wire(step.name, port if step.control == "passes" else VALUE))
+        if wire.step in self._answers_for:
+            yield from self.of(Wire(self._answers_for[wire.step], wire.port))
+
+
+def _near_inputs(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
+    taken = ports.get(step.name, frozenset()) if _can_be_near(step) else frozenset()
+    return tuple(read.port for read in step.inputs if read.port in taken and can_lie_near(read.type))
+
+
+def _can_be_near(step: PlannedStep) -> bool:
+    on_gpus = bool(step.devices) and all(is_gpu(device) for device in step.devices)
+    return on_gpus and not (step.control or step.streams or step.batch.pad)
+
+
+def _near_outputs(step: PlannedStep, ports: Mapping[str, frozenset[str]], readers: Readers) -> dict[str, str]:
+    device = one_device(step)
+    given = ports.get(step.name, frozenset()) if device and _can_be_near(step) else frozenset()
+    found: dict[str, str] = {}
+    for port in step.outputs:
+        if port.name in given and can_lie_near(port.type):
+            near = [_reads_near(reader, device) for reader in readers.of(Wire(step.name, port.name))]
+            if any(near):
+                found[port.name] = "device" if all(near) else "both"
+    return found
+
+
+def _reads_near(reader: tuple[PlannedStep, str] | None, device: str) -> bool:
+    return reader is not None and reader[1] in reader[0].near_inputs and one_device(reader[0]) == device
