@@ -18,6 +18,32 @@ its step is wired to a stream.
 
         def run(self, batch):
             return {"text": [text.upper() for text in batch["text"]]}
+
+A node that works on a GPU says which of its tensors it takes and gives there; they then do not pass through the host
+where the step before or after is on that GPU too. The same code runs on the CPU:
+
+    from weftline.nodes.near import as_torch
+
+    class Mirror(BatchNode):
+        '''Turns pictures left to right.'''
+
+        @classmethod
+        def ports(cls, config, step):
+            return Ports(inputs=(port("image", "image"),), outputs=(port("image", "image"),))
+
+        @classmethod
+        def device_ports(cls, config, ports):
+            return frozenset({"image"})
+
+        def open(self, context):
+            self.device = context.framework_device
+
+        def run(self, batch):
+            images = [as_torch(image, device=self.device) for image in batch["image"]]
+            return {"image": [image.flip(1) for image in images]}
+
+What it puts on torch's current stream is in order with whoever wrote its inputs and will read its outputs: it need not
+wait for the device.
 """
 
 from __future__ import annotations
@@ -33,6 +59,8 @@ import numpy as np
 from weftline.nodes.ports import Ports, PortType
 from weftline.nodes.urgency import USUAL, Urgency
 from weftline.shm.device.names import torch_device
+from weftline.shm.device.tensor import DeviceTensor
+from weftline.shm.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +92,8 @@ class OpenContext:
     items_max: the largest batch it will ever be given.
     cache_dir: a folder that outlives the process, for compiled engines and the like; may not exist yet.
     progress:  call with a short phrase ('reading weights') and a fraction from 0 to 1 while loading.
+    stream:    the CUDA stream that the node's calls are in order with, for frameworks other than torch, whose current
+               stream it is; 0: not said, so that a node that uses another stream waits for the device.
     """
 
     base_dir: Path
@@ -72,6 +102,7 @@ class OpenContext:
     items_max: int = 1
     cache_dir: Path = Path(".weftline-cache")
     progress: Callable[[str, float], None] = field(default=lambda phrase, fraction: None)
+    stream: int = 0
 
     @property
     def framework_device(self) -> str:
@@ -87,6 +118,7 @@ class Batch:
     `batch.room("y", dtype, shape)` is a writable array [items, ...] inside the shared memory where the output will be
     read from: write the result there and return that same array, and nothing is copied. It returns None when no room
     was set aside; return any array then.
+    Of a port that the node takes or gives on its device, all of these are DeviceTensors instead of arrays.
     `batch.cancelled(2)` says whether the request of the third item is gone; a long call may ask now and then, and leave
     that item's work undone: any value will do for it.
     `batch.lengths("x")` are the items' true sizes along a padded axis of `x`, where the step pads (`batch.pad`).
@@ -99,8 +131,8 @@ class Batch:
         self,
         values: Mapping[str, Sequence[Any]],
         ids: Sequence[int] = (),
-        stacked: Callable[[str], np.ndarray | None] | None = None,
-        room: Callable[[str, str, tuple[int, ...]], np.ndarray | None] | None = None,
+        stacked: Callable[[str], np.ndarray | DeviceTensor | None] | None = None,
+        room: Callable[[str, str, tuple[int, ...]], np.ndarray | DeviceTensor | None] | None = None,
         cancelled: Callable[[int], bool] | None = None,
         lengths: Mapping[str, Sequence[int]] | None = None,
         urgency: Sequence[Urgency] = (),
@@ -131,13 +163,22 @@ class Batch:
         """Return the values of an optional port, or `default` once per item when it is not connected."""
         return self._values[port] if port in self._values else [default] * len(self)
 
-    def stacked(self, port: str) -> np.ndarray:
-        """Return the port's tensors as one array [items, ...]; ValueError when their shapes differ."""
-        view = self._stacked(port) if self._stacked else None
-        return np.stack(self._values[port]) if view is None else view
+    def stacked(self, port: str) -> Any:
+        """Return the port's tensors as one array [items, ...]; an error when their shapes differ.
 
-    def room(self, port: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """Return where to write output `port`, an array [items, *shape] of `dtype`, or None when there is no room."""
+        An np.ndarray; of a port whose values are DeviceTensors, one of them.
+        """
+        view = self._stacked(port) if self._stacked else None
+        if view is not None:
+            return view
+        values = self._values[port]
+        return _stacked_there(values) if isinstance(values[0], DeviceTensor) else np.stack(values)
+
+    def room(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
+        """Return where to write output `port`, [items, *shape] of `dtype`, or None when there is no room.
+
+        An np.ndarray; of an output that is read on the device, a DeviceTensor.
+        """
         return self._room(port, dtype, shape) if self._room else None
 
     def cancelled(self, position: int) -> bool:
@@ -153,8 +194,18 @@ class Batch:
         return self._urgency[position] if self._urgency else USUAL
 
 
-Outputs = Mapping[str, Sequence[Any] | np.ndarray]
-"""What `run` returns: for every output port one value per item. A value may be an exception: that item fails alone."""
+def _stacked_there(values: Sequence[DeviceTensor]) -> DeviceTensor:
+    """Return copies of tensors of one shape in memory of their device that torch gives: [items, ...]."""
+    import torch
+
+    whole = torch.stack([value.torch() for value in values])
+    spec = TensorSpec(values[0].dtype, tuple(whole.shape))
+    return DeviceTensor(spec, values[0].device, whole.data_ptr(), whole, writable=True)
+
+
+Outputs = Mapping[str, Any]
+"""What `run` returns: for every output port one value per item, as a sequence, or as one array, torch tensor or
+DeviceTensor [items, ...]. A value may be an exception: that item fails alone."""
 
 
 class Node(ABC):

@@ -3,6 +3,8 @@
 A batch is one call: every input is one tensor [items, ...], every output one tensor [items, ...]. bfloat16 and float8
 values, which numpy does not have, travel as the unsigned integers of weftline.shm.spec.STAND_INS with the same bits;
 this node turns them into true torch tensors on the way in and back on the way out, so modules never see the difference.
+
+On a GPU, tensors are taken where they lie and given where they were made; who reads them decides where they go.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from weftline.errors import MissingPackage, ModelError, StepError
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
 from weftline.nodes.grouping import alike
 from weftline.nodes.model_file import need_file
+from weftline.nodes.near import as_array, into_room, rest, stacked_group, stacked_torch
 from weftline.nodes.ports import Port, Ports, PortType
 from weftline.nodes.torch_export import load_exported
 from weftline.nodes.user_code import load, locate
 from weftline.nodes.weights import load_into, load_weights
-from weftline.shm.spec import STAND_INS
-from weftline.shm.view import torch_view
+from weftline.shm.device.names import is_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class TorchModule(BatchNode):
 
     _module: Any = None
     _ports: Ports
-    _device: str
+    _device: str  # as torch calls it
+    _near: bool  # tensors are given on the device
 
     @classmethod
     def ports(cls, config: TorchConfig, step: StepContext) -> Ports:
@@ -74,6 +77,10 @@ class TorchModule(BatchNode):
             need_file(config.weights, step.base_dir, "weights")
         return Ports(_declared(config.accepts, "accepts"), _declared(config.gives, "gives"))
 
+    @classmethod
+    def device_ports(cls, config: TorchConfig, ports: Ports) -> frozenset[str]:
+        return frozenset(port.name for port in (*ports.inputs, *ports.outputs))
+
     def open(self, context: OpenContext) -> None:
         try:
             import torch
@@ -81,29 +88,42 @@ class TorchModule(BatchNode):
             raise MissingPackage("torch", self.extra) from None
         torch.set_num_threads(max(context.threads, 1))
         self._ports = self.ports(self.config, StepContext(context.base_dir))
-        self._device = context.device
+        self._device, self._near = context.framework_device, is_gpu(context.device)
         context.progress("reading weights", 0.1)
         module = self._open_file(context.base_dir) if self.config.model else self._make(context.base_dir)
         self._module = module.to(self._device)
 
     def warm_up(self) -> None:
+        import torch
+
         types = [port.type for port in self._ports.inputs]
         if all(type.dtype and type.dims is not None and all(isinstance(d, int) for d in type.dims) for type in types):
-            arrays = [np.zeros((1, *_sizes(type)), STAND_INS.get(type.dtype or "", type.dtype)) for type in types]
-            self._call(arrays)
+            shapes = [((1, *_sizes(type)), getattr(torch, type.dtype or "")) for type in types]
+            self._call([torch.zeros(shape, dtype=dtype, device=self._device) for shape, dtype in shapes])
 
     def run(self, batch: Batch) -> Outputs:
-        names = [port.name for port in self._ports.inputs]
-        groups = alike([batch[name] for name in names], len(batch))
+        ports, device = self._ports.inputs, self._device
+        groups = alike([batch[port.name] for port in ports], len(batch))
         if len(groups) == 1:
-            return self._into_rooms(self._call([batch.stacked(name) for name in names]), batch)
+            answers = self._call([stacked_torch(batch, port.name, port.type.dtype, device) for port in ports])
+            return {name: self._placed(tensor, name, batch) for name, tensor in answers.items()}
         found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port in self._ports.outputs}
         for group in groups:
-            answers = self._call([np.stack([batch[name][item] for item in group]) for name in names])
-            for name, tensor in answers.items():
-                for item, row in zip(group, tensor, strict=True):
+            inputs = [stacked_group(batch[port.name], group, port.type.dtype, device) for port in ports]
+            for name, tensor in self._call(inputs).items():
+                rows = tensor if self._near else as_array(tensor)
+                for item, row in zip(group, rows, strict=True):
                     found[name][item] = row
         return found
+
+    def sleep(self, keep: str) -> bool:
+        if keep != "host":
+            return False
+        rest(self._module)
+        return True
+
+    def wake(self) -> None:
+        self._module.to(self._device)
 
     def close(self) -> None:
         self._module = None
@@ -137,15 +157,13 @@ class TorchModule(BatchNode):
             load_into(module, state, self.config.weights)
         return module.eval()
 
-    def _call(self, arrays: Sequence[np.ndarray]) -> dict[str, Any]:
-        """Return each output as an array [items, ...], on the CPU."""
+    def _call(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return each output as a torch tensor [items, ...], dense and on the module's device."""
         import torch
 
         with torch.inference_mode():
-            pairs = zip(arrays, self._ports.inputs, strict=True)
-            inputs = [_to_torch(array, port.type, self._device) for array, port in pairs]
             answer = self._by_name(self._module(*inputs))
-            return {port.name: _to_numpy(answer[port.name], port, len(arrays[0])) for port in self._ports.outputs}
+            return {port.name: _checked(answer[port.name], port, len(inputs[0])) for port in self._ports.outputs}
 
     def _by_name(self, answer: Any) -> Mapping[str, Any]:
         names = [port.name for port in self._ports.outputs]
@@ -160,14 +178,15 @@ class TorchModule(BatchNode):
             raise StepError(f"the module returned {len(values)} values, gives declares {len(names)}")
         return dict(zip(names, values, strict=True))
 
-    def _into_rooms(self, answers: Mapping[str, np.ndarray], batch: Batch) -> Outputs:
-        placed: dict[str, np.ndarray] = {}
-        for name, array in answers.items():
-            room = batch.room(name, str(array.dtype), array.shape[1:])
-            if room is not None:
-                np.copyto(room, array)
-            placed[name] = array if room is None else room
-        return placed
+    def _placed(self, tensor: Any, name: str, batch: Batch) -> Any:
+        """Return an output where it will be read, as far as there is room; else on the device, or the host's array."""
+        if self._near:
+            return into_room(batch, name, tensor)
+        array = as_array(tensor)
+        room = batch.room(name, str(array.dtype), array.shape[1:])
+        if room is not None:
+            np.copyto(room, array)
+        return array if room is None else room
 
 
 def _declared(written: Mapping[str, str], option: str) -> tuple[Port, ...]:
@@ -189,12 +208,7 @@ def _sizes(type: PortType) -> tuple[int, ...]:
     return tuple(dim for dim in type.dims or () if isinstance(dim, int))
 
 
-def _to_torch(array: np.ndarray, type: PortType, device: str) -> Any:
-    """Return a tensor on `device` that shares the array's memory where it can; torch must not write into it."""
-    return torch_view(array, type.dtype).to(device)
-
-
-def _to_numpy(tensor: Any, port: Port, items: int) -> np.ndarray:
+def _checked(tensor: Any, port: Port, items: int) -> Any:
     import torch
 
     if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != items:
@@ -205,9 +219,7 @@ def _to_numpy(tensor: Any, port: Port, items: int) -> np.ndarray:
     name = str(tensor.dtype).removeprefix("torch.")
     if name != port.type.dtype:
         raise StepError(f"the module's {port.name} is {name}, gives declares {port.type}")
-    tensor = tensor.detach().contiguous().cpu()
-    array: np.ndarray = (tensor.view(getattr(torch, STAND_INS[name])) if name in STAND_INS else tensor).numpy()
-    return array
+    return tensor.detach().contiguous()
 
 
 def _of_the_framework(module: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.nodes.model_files import Harm, broken
+from tests.nodes.near_values import DEVICE, Bench, bits, down, moves_of_modules
 from weftline.errors import ModelError, StepError
 from weftline.nodes import torch_export
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
@@ -30,6 +31,12 @@ class Pair(torch.nn.Module):
         return {"total": x + y, "rows": x.sum(1)}
 def not_a_module():
     return 7
+class Mirror(torch.nn.Module):
+    def forward(self, x):
+        return x.flip(1)
+class Pass(torch.nn.Module):
+    def forward(self, x):
+        return x
 class Bad(torch.nn.Module):
     def forward(self, x):
         return x.sum()
@@ -54,9 +61,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, **options: object) -> TorchModule:
+def opened(folder: Path, device: str = "cpu", **options: object) -> TorchModule:
     node = TorchModule(TorchConfig(**{**ONE, **options}))
-    node.open(OpenContext(folder))
+    node.open(OpenContext(folder, device))
     node.warm_up()
     return node
 
@@ -96,6 +103,61 @@ def test_bfloat16_travels_as_the_same_bits(folder: Path) -> None:
     bits = torch.tensor([1.5, -2.0, 0.25], dtype=torch.bfloat16).view(torch.uint16).numpy()
     answer = node.run(Batch({"x": [bits, bits]}))["y"]
     assert answer.dtype == np.uint16 and answer[1].tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "int64"])
+@pytest.mark.parametrize("room", [False, True])
+def test_tensors_stay_on_the_device_in_every_dtype(folder: Path, dtype: str, room: bool) -> None:
+    types = {"accepts": {"x": f"{dtype}[3]"}, "gives": {"y": f"{dtype}[3]"}}
+    made = [bits(dtype, (3,), seed) for seed in range(2)]
+    bench = Bench()
+    near = bench.side_by_side(made, dtype)
+    for module in ("mine.py:Pass",) if dtype.startswith("float8") else ("mine.py:Mirror", "mine.py:Pass"):
+        options = {"module": module, **types}
+        answer = opened(folder, DEVICE, **options).run(bench.batch({"x": near}, room))["y"]
+        wanted = opened(folder, **options).run(Batch({"x": made}))["y"]
+        assert down(answer).tobytes() == wanted.tobytes()
+        assert (answer is bench.rooms.get("y")) is room
+    if not room:  # the module gave its input as it is: it was neither copied on the way in nor on the way out
+        assert answer.data_ptr() == near[0].address
+
+
+def test_items_of_different_sizes_on_the_device_and_arrays_given_to_it(folder: Path) -> None:
+    types = {"accepts": {"x": "float32[N]", "y": "float32[N]"}, "gives": {"total": "float32[N]", "rows": "float32[]"}}
+    node, bench = opened(folder, DEVICE, module="mine.py:Pair", **types), Bench()
+    short, long = np.ones(2, np.float32), np.ones(4, np.float32)
+    near = [bench.put(short), bench.put(long), bench.put(short)]
+    answer = node.run(bench.batch({"x": near, "y": [short, long, short]}))
+    assert [down(row).tolist() for row in answer["total"]] == [[2, 2], [2, 2, 2, 2], [2, 2]]
+    assert [float(row) for row in answer["rows"]] == [2, 4, 2]
+    whole = node.run(bench.batch({"x": [short, short], "y": bench.side_by_side([short, short])}))
+    assert down(whole["total"]).tolist() == [[2, 2], [2, 2]]
+
+
+def test_all_its_ports_are_tensors_on_the_device(folder: Path) -> None:
+    config = TorchConfig(accepts={"x": "float32[3]"}, gives={"y": "float32[3]"}, model="double.pt")
+    assert TorchModule.device_ports(config, TorchModule.ports(config, StepContext(folder))) == {"x", "y"}
+
+
+def test_asleep_its_weights_are_in_host_memory_and_awake_where_they_were(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = opened(folder, module="mine.py:Scale", arguments={"width": 3})
+    node._device = "cuda:1"
+    moves = moves_of_modules(monkeypatch)
+    assert not node.sleep("nothing") and not node.sleep("process")
+    assert node.sleep("host") and moves == ["cpu"]
+    node.wake()
+    assert moves == ["cpu", "cuda:1"]
+
+
+def test_after_a_sleep_its_answers_are_the_same(folder: Path) -> None:
+    node, bench = opened(folder, DEVICE, model="double.pt2"), Bench()
+    batch = bench.batch({"x": bench.side_by_side(list(X))})
+    before = down(node.run(batch)["y"])
+    assert node.sleep("host")
+    node.wake()
+    assert down(node.run(batch)["y"]).tobytes() == before.tobytes() == (X * 2).tobytes()
 
 
 def test_several_outputs_by_name_and_items_of_different_sizes(folder: Path) -> None:
