@@ -38,6 +38,7 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
         inputs={given.name: Wire(None, given.name) for given in inputs},
         batch=one.step.batch,
         device=one.step.device,
+        device_bytes=one.step.device_bytes,
         instances=one.step.instances,
         reserved=one.step.reserved,
         run_max_ms=one.step.run_max_ms,

@@ -24,7 +24,7 @@ from weftline.pipelines.wiring import fallbacks_of, graph_of, readers
 
 _NOT_FOR_CONTROL = (
     *("batch", "worker", "instances", "reserved", "device", "run_max_ms", "fallback", "retry", "idempotent"),
-    *("timeout_ms", "map", "sequence"),
+    *("timeout_ms", "map", "sequence", "device_bytes", "idle"),
 )
 """Keys that say something about running a node, which a control does not do."""
 
@@ -37,6 +37,7 @@ def check_behaviour(checked: Checked, report: Report) -> None:
             continue
         _check_map(one, checked, report)
         _check_sequence(one, report)
+        _check_idle(one, report)
         _check_instances(one.step, report)
         if one.step.batch is not None:
             _check_batch(one, one.step.batch, checked, report)
@@ -70,6 +71,12 @@ def _check_sequence(one: CheckedStep, report: Report) -> None:
     if one.step.sequence is not None and issubclass(one.node, StreamNode):
         found = f"{one.step.node} streams, and takes items of all sequences as they come"
         report.add(f"steps.{one.step.name}.sequence", found, fix="remove it")
+
+
+def _check_idle(one: CheckedStep, report: Report) -> None:
+    if one.step.idle is not None and _remembers(one):
+        found = f"{one.step.node} remembers from request to request, and asleep it would forget"
+        report.add(f"steps.{one.step.name}.idle", found, fix="remove it")
 
 
 def _check_instances(step: Step, report: Report) -> None:

@@ -30,7 +30,7 @@ from weftline.pipelines.handles import ConstantWire, StepHandle, constant
 from weftline.pipelines.load import to_pipeline
 from weftline.pipelines.node_names import owners, reference
 from weftline.pipelines.options import plain
-from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.wire import Wire
 from weftline.pipelines.written import changed_fields, to_yaml
 
@@ -51,6 +51,7 @@ class Builder:
         base_dir: str | Path | None = None,
         limits: Limits | Mapping[str, Any] | None = None,
         slo: Slo | Mapping[str, Any] | None = None,
+        gpu: GpuPolicy | Mapping[str, Any] | None = None,
     ) -> None:
         frame = _caller()
         self._source = frame.f_code.co_filename
@@ -59,7 +60,7 @@ class Builder:
         self._problems: list[Problem] = []
         self._unread: set[str] = set()
         self._document: dict[str, Any] = {"weftline": 1, "name": name, "inputs": {}, "steps": {}, "outputs": {}}
-        given = {"about": about or None, "limits": _policy(limits), "slo": _policy(slo)}
+        given = {"about": about or None, "limits": _policy(limits), "slo": _policy(slo), "gpu": _policy(gpu)}
         self._document |= {key: value for key, value in given.items() if value}
         for key in self._document:
             self._mark(key, frame)
@@ -111,6 +112,8 @@ class Builder:
         instances: int | Mapping[str, int] = 1,
         reserved: int = 0,
         device: str = "auto",
+        device_bytes: int | None = None,
+        idle: float | IdlePolicy | Mapping[str, Any] | None = None,
         run_max_ms: float | None = None,
         **given: Any,
     ) -> StepHandle:
@@ -140,6 +143,8 @@ class Builder:
             "instances": (instances, 1),
             "reserved": (reserved, 0),
             "device": (device, "auto"),
+            "device_bytes": (device_bytes, None),
+            "idle": (idle, None),
             "run_max_ms": (run_max_ms, None),
         }
         wires: dict[str, Any] = dict(inputs or {})

@@ -26,7 +26,7 @@ from weftline.pipelines import condition
 from weftline.pipelines.constants import check_constant, check_default
 from weftline.pipelines.field_docs import field_docs
 from weftline.pipelines.graph import Input
-from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 
 NAME_CHARS_MAX = 64
 """Longest name of an input, step or output, in characters."""
@@ -65,6 +65,12 @@ BOUNDS: dict[type, dict[str, dict[str, float]]] = {
         "job_batch_ms": {"gt": 0, "le": 3_600_000},
     },
     Slo: {"latency_p99_ms": {"gt": 0, "le": 86_400_000}},
+    IdlePolicy: {"after_s": {"gt": 0, "le": 2_592_000}},
+    GpuPolicy: {
+        "arena_bytes": {"ge": 1 << 16, "le": 1 << 40},
+        "reserve_bytes": {"ge": 0, "le": 1 << 40},
+        "context_bytes": {"ge": 0, "le": 1 << 36},
+    },
     Input: {
         "seconds_max": {"gt": 0, "le": 86_400},
         "pixels_max": {"ge": 1, "le": 1 << 32},
@@ -174,6 +180,8 @@ LimitsEntry: type[BaseModel] = _model_of(
     Limits, kv_bytes=dict[OneDevice, Annotated[int, Field(ge=1 << 16, le=1 << 44)]]
 )
 SloEntry: type[BaseModel] = _model_of(Slo)
+IdleEntry: type[BaseModel] = _model_of(IdlePolicy)
+GpuEntry: type[BaseModel] = _model_of(GpuPolicy)
 
 
 def _long_form(value: Any) -> Any:
@@ -200,6 +208,12 @@ AnyRetry = Annotated[
     Annotated[Attempts, Tag("short")] | Annotated[RetryEntry, Tag("long")],  # type: ignore[valid-type]
     Discriminator(_length),
 ]
+IdleSeconds = Annotated[float, Field(**BOUNDS[IdlePolicy]["after_s"])]
+AnyIdle = Annotated[
+    Annotated[IdleSeconds, Tag("short")] | Annotated[IdleEntry, Tag("long")],  # type: ignore[valid-type]
+    Discriminator(_length),
+]
+DeviceBytes = Annotated[int, Field(ge=1, le=1 << 44)]
 AnyFallback = Annotated[
     Annotated[Name, Tag("short")] | Annotated[dict[Name, Constant], Field(min_length=1), Tag("long")],
     Discriminator(_length),

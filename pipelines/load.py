@@ -23,7 +23,7 @@ from weftline.pipelines.constants import type_of
 from weftline.pipelines.document import TEXT_BYTES_MAX, Document, read_document
 from weftline.pipelines.entries import ConstantEntry
 from weftline.pipelines.graph import Input, Pipeline, Step
-from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.schema import PipelineFile, StepEntry, validate
 from weftline.pipelines.wire import Wire
 
@@ -95,8 +95,9 @@ def _without(document: Document, problems: list[Problem]) -> PipelineFile | None
 
 
 _APART = re.compile(
-    r"^(about|limits|slo|inputs\.[^.]+\.(about|seconds_max|pixels_max|bytes_max)"
-    r"|steps\.[^.]+\.(batch|worker|instances|reserved|device|run_max_ms|retry|timeout_ms|idempotent|sequence))(\.|$)"
+    r"^(about|limits|slo|gpu|inputs\.[^.]+\.(about|seconds_max|pixels_max|bytes_max)"
+    r"|steps\.[^.]+\.(batch|worker|instances|reserved|device|device_bytes|idle|run_max_ms|retry|timeout_ms|idempotent"
+    r"|sequence))(\.|$)"
 )
 """Paths that no wire and no type depends on."""
 
@@ -110,6 +111,7 @@ def _pipeline(model: PipelineFile, document: Document, file: str, base_dir: Path
         outputs={name: parse_wire(text) for name, text in model.outputs.items()},
         limits=Limits(**_fields(model.limits)),
         slo=Slo(**_fields(model.slo)),
+        gpu=GpuPolicy(**_fields(model.gpu)),
         file=file,
         base_dir=base_dir,
         lines=document.lines,
@@ -131,7 +133,7 @@ def parse_wire(text: str) -> Wire:
 
 
 def _step(name: str, entry: StepEntry) -> Step:
-    retry = entry.retry
+    retry, idle = entry.retry, entry.idle
     return Step(
         name=name,
         node=entry.node or "",
@@ -150,6 +152,8 @@ def _step(name: str, entry: StepEntry) -> Step:
         instances=entry.instances,
         reserved=entry.reserved,
         device=entry.device,
+        device_bytes=entry.device_bytes,
+        idle=None if idle is None else IdlePolicy(**dict(idle)) if isinstance(idle, BaseModel) else IdlePolicy(idle),
         run_max_ms=entry.run_max_ms,
     )
 

@@ -73,8 +73,10 @@ def yaml_reference() -> str:
         ("`batch` of a step", defs["BatchPolicy"]),
         ("`retry` of a step, in long form", defs["Retry"]),
         ("`sequence` of a step", defs["SequencePolicy"]),
+        ("`idle` of a step, in long form", defs["IdlePolicy"]),
         ("`limits`", defs["Limits"]),
         ("`slo`", defs["Slo"]),
+        ("`gpu`", defs["GpuPolicy"]),
     ):
         parts += [f"## {title}\n", table(of, defs)]
     parts.append("## Options of the built-in nodes\n\nWritten beside the step's own keys.\n")

@@ -18,6 +18,7 @@ from weftline.pipelines.entries import (
     WIRE_PATTERN,
     AnyCount,
     AnyFallback,
+    AnyIdle,
     AnyInput,
     AnyRetry,
     AnySource,
@@ -25,7 +26,10 @@ from weftline.pipelines.entries import (
     ConditionText,
     ConstantEntry,
     Device,
+    DeviceBytes,
     DurationMs,
+    GpuEntry,
+    IdleEntry,
     InputEntry,
     LimitsEntry,
     Name,
@@ -92,6 +96,13 @@ class StepEntry(Strict):
     device: Device = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1` and so on; `auto` puts heavy nodes on a GPU when there is one."""
 
+    device_bytes: DeviceBytes | None = None
+    """What one instance takes of its device's memory, at most; left out, what was measured, if anything was."""
+
+    idle: AnyIdle | None = None
+    """When the step gives its device's memory back: after so many seconds without work, or a mapping that says more;
+    left out, never."""
+
     run_max_ms: DurationMs | None = None
     """Longest one call of the node may take before its worker is killed; left out, 10 minutes. For a streaming step,
     such as `llm`: its longest silence while it has work."""
@@ -123,6 +134,9 @@ class PipelineFile(Strict):
 
     slo: SloEntry | None = None  # type: ignore[valid-type]
     """What the pipeline aims for."""
+
+    gpu: GpuEntry | None = None  # type: ignore[valid-type]
+    """How the pipeline uses GPUs."""
 
 
 STEP_KEYS = tuple(StepEntry.model_fields)
@@ -170,7 +184,12 @@ def _what_runs(steps: Any) -> Iterator[Problem]:
                 yield Problem(f"{path}.{key}", "unknown key", expected, fix)
 
 
-_ENTRIES: dict[str, type[BaseModel]] = {"batch": BatchEntry, "retry": RetryEntry, "sequence": SequenceEntry}
+_ENTRIES: dict[str, type[BaseModel]] = {
+    "batch": BatchEntry,
+    "retry": RetryEntry,
+    "sequence": SequenceEntry,
+    "idle": IdleEntry,
+}
 
 
 def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
@@ -178,7 +197,7 @@ def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
     if not loc:
         return PipelineFile.model_fields
     if loc[0] != "steps":
-        return {"inputs": InputEntry, "limits": LimitsEntry, "slo": SloEntry}[str(loc[0])].model_fields
+        return {"inputs": InputEntry, "limits": LimitsEntry, "slo": SloEntry, "gpu": GpuEntry}[str(loc[0])].model_fields
     return (_ENTRIES.get(str(loc[2]), ConstantEntry)).model_fields
 
 

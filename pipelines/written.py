@@ -14,7 +14,7 @@ import yaml
 
 from weftline.pipelines.graph import Input, Pipeline, Step
 from weftline.pipelines.options import plain
-from weftline.pipelines.policy import BatchPolicy, Retry, SequencePolicy
+from weftline.pipelines.policy import BatchPolicy, IdlePolicy, Retry, SequencePolicy
 from weftline.pipelines.wire import Wire
 
 
@@ -28,7 +28,7 @@ def to_document(pipeline: Pipeline) -> dict[str, Any]:
     constants = {Wire(None, one.name): plain(one.default) for one in pipeline.inputs if one.hidden}
     document["steps"] = {step.name: _step(step, constants) for step in pipeline.steps}
     document["outputs"] = {name: str(wire) for name, wire in pipeline.outputs.items()}
-    for name, value in (("limits", pipeline.limits), ("slo", pipeline.slo)):
+    for name, value in (("limits", pipeline.limits), ("slo", pipeline.slo), ("gpu", pipeline.gpu)):
         if changed := changed_fields(value):
             document[name] = changed
     return document
@@ -72,10 +72,15 @@ def _step(step: Step, constants: Mapping[Wire, Any]) -> dict[str, Any]:
         entry["retry"] = _retry(step.retry)
     if step.sequence is not None:
         entry["sequence"] = changed_fields(step.sequence) or {"live_max": SequencePolicy().live_max}
+    if step.idle is not None:
+        entry["idle"] = _idle(step.idle)
     return entry | {key: value for key, value in changed_fields(step).items() if key in _PLAIN_KEYS}
 
 
-_PLAIN_KEYS = ("timeout_ms", "fallback", "idempotent", "worker", "instances", "reserved", "device", "run_max_ms")
+_PLAIN_KEYS = (
+    *("timeout_ms", "fallback", "idempotent", "worker", "instances", "reserved", "device", "device_bytes"),
+    "run_max_ms",
+)
 
 
 def _source(wire: Wire, constants: Mapping[Wire, Any]) -> Any:
@@ -85,6 +90,11 @@ def _source(wire: Wire, constants: Mapping[Wire, Any]) -> Any:
 def _retry(retry: Retry) -> Any:
     changed = changed_fields(retry)
     return changed if set(changed) - {"attempts"} else retry.attempts
+
+
+def _idle(idle: IdlePolicy) -> Any:
+    usual = idle.keep == IdlePolicy(idle.after_s).keep
+    return plain(idle.after_s) if usual else {"after_s": plain(idle.after_s), "keep": idle.keep}
 
 
 class _Dumper(yaml.SafeDumper):

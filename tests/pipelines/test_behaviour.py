@@ -12,7 +12,7 @@ from weftline.pipelines.load import load_yaml
 from weftline.pipelines.place import Device, Machine
 from weftline.pipelines.plan import PlannedStep
 from weftline.pipelines.planning import make_plan
-from weftline.pipelines.policy import Retry, SequencePolicy
+from weftline.pipelines.policy import IdlePolicy, Retry, SequencePolicy
 
 HERE = Path(__file__).parent
 Problems = Callable[[str], dict[str, Problem]]
@@ -119,6 +119,17 @@ def test_sequences_are_kept_by_nodes_that_remember(problems: Problems, catalog: 
     assert planned(catalog, "{node: echo, sequence: {live_max: 3}, inputs: {value: q}}").sequence == SequencePolicy(3)
     step = "{node: llm, model: m, inputs: {prompt: q}, sequence: {live_max: 3}}"
     assert list(found(problems, step, "text")) == ["steps.a.sequence"]
+
+
+def test_what_remembers_does_not_sleep(problems: Problems, catalog: dict[str, str]) -> None:
+    for step in (
+        "{node: recall, inputs: {value: q}, idle: 60}",
+        "{node: echo, sequence: {}, inputs: {value: q}, idle: 9}",
+    ):
+        said = found(problems, step)["steps.a.idle"]
+        assert "remembers from request to request" in said
+    assert planned(catalog, "{node: echo, inputs: {value: q}, idle: 60}").idle == IdlePolicy(60.0)
+    assert planned(catalog, "{node: echo, inputs: {value: q}, device_bytes: 7}").device_bytes == 7
 
 
 def test_what_may_run_twice_is_the_steps_word_or_else_the_nodes(catalog: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ from weftline.pipelines.check import check
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.place import Machine
 from weftline.pipelines.planning import make_plan
-from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.schema import STEP_KEYS
 from weftline.pipelines.wire import Wire
 
@@ -96,6 +96,23 @@ def test_paths_and_tuples_become_what_a_file_holds() -> None:
     p.step("a", "echo", model=Path("models/a.onnx"), stop=("a", "b"))
     assert p.build().steps[0].options == {"model": "models/a.onnx", "stop": ["a", "b"]}
     assert "requests_max: 3" in p.to_yaml()
+
+
+def test_a_pipelines_use_of_gpus_is_written_like_its_limits() -> None:
+    p = Builder("p", gpu=GpuPolicy(ordering="event", mps=True))
+    p.step("a", "echo", idle=60, device_bytes=1 << 30)
+    p.step("b", "echo", idle={"after_s": 5, "keep": "host"})
+    built = p.build()
+    assert built.gpu == GpuPolicy("event", mps=True) == Builder("q", gpu={"ordering": "event", "mps": True}).build().gpu
+    assert (built.steps[0].idle, built.steps[0].device_bytes) == (IdlePolicy(60.0), 1 << 30)
+    assert built.steps[1].idle == IdlePolicy(5.0, "host")
+    assert load_yaml(p.to_yaml(), "x.yaml", HERE) == built
+    for line in (
+        "gpu:\n  ordering: event\n  mps: true\n",
+        "idle: 60.0",
+        "idle:\n      after_s: 5.0\n      keep: host\n",
+    ):
+        assert line in p.to_yaml()
 
 
 def test_relative_paths_are_relative_to_the_file_that_builds() -> None:
@@ -245,6 +262,9 @@ STEP = st.tuples(
             "idempotent": st.booleans(),
             "sequence": st.builds(SequencePolicy, st.integers(1, 100)),
             "reserved": st.integers(0, 9),
+            "device_bytes": st.integers(1, 1 << 44),
+            "idle": st.floats(0.5, 1000)
+            | st.builds(IdlePolicy, st.floats(0.5, 1000), st.sampled_from(["host", "process", "nothing"])),
         },
     ),
     st.dictionaries(NAMES, FINITE, max_size=2),

@@ -7,7 +7,7 @@ import pytest
 from weftline.errors import PipelineError, Problem
 from weftline.pipelines.graph import Input
 from weftline.pipelines.load import load_file, load_yaml
-from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.wire import Wire
 
 HEAD = "weftline: 1\nname: sample\n"
@@ -61,9 +61,13 @@ def test_control_flow_is_read_into_values() -> None:
         "    fallback: small\n"
         "    map: text\n"
         "    sequence: {live_max: 3}\n"
-        "  b: {node: y, retry: {attempts: 1, wait_ms: 10, on: [timeout]}, fallback: {text: Sorry}, map: [c, d]}\n"
+        "    device_bytes: 4096\n"
+        "    idle: {after_s: 60, keep: nothing}\n"
+        "  b: {node: y, idle: 5, retry: {attempts: 1, wait_ms: 10, on: [timeout]}, fallback: {text: Sorry},\n"
+        "      map: [c, d]}\n"
         "  c: {pipeline: sub/ocr.yaml, inputs: {image: q}, when: q}\n"
-        "outputs: {}\n",
+        "outputs: {}\n"
+        "gpu: {processes: separate, reserve_bytes: 0}\n",
         "x.yaml",
         Path(),
     )
@@ -77,6 +81,8 @@ def test_control_flow_is_read_into_values() -> None:
     assert a.when is not None and a.when.wires == (Wire("b", "label"), Wire(None, "q"))
     assert (a.instances, a.retry, a.idempotent, a.timeout_ms) == ({"cuda:0": 2, "cpu": 1}, Retry(2), False, 500.0)
     assert (a.fallback, a.map, a.sequence) == ("small", ("text",), SequencePolicy(3))
+    assert (a.device_bytes, a.idle, b.idle) == (4096, IdlePolicy(60.0, "nothing"), IdlePolicy(5.0))
+    assert step.gpu == GpuPolicy(processes="separate", reserve_bytes=0)
     assert (b.retry, b.fallback, b.map) == (Retry(1, 10.0, ("timeout",)), {"text": "Sorry"}, ("c", "d"))
     assert (c.pipeline, c.node, c.inputs, c.options) == ("sub/ocr.yaml", "", {"image": Wire(None, "q")}, {})
 

@@ -9,6 +9,8 @@ from weftline.errors import Problem
 from weftline.pipelines.entries import (
     BOUNDS,
     BatchEntry,
+    GpuEntry,
+    IdleEntry,
     InputEntry,
     LimitsEntry,
     RetryEntry,
@@ -16,7 +18,7 @@ from weftline.pipelines.entries import (
     SloEntry,
 )
 from weftline.pipelines.graph import Input, Step
-from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.schema import BESIDE_PIPELINE, STEP_KEYS, validate
 
 POLICIES = [
@@ -25,6 +27,7 @@ POLICIES = [
     (SequenceEntry, SequencePolicy),
     (LimitsEntry, Limits),
     (SloEntry, Slo),
+    (GpuEntry, GpuPolicy),
 ]
 
 
@@ -42,7 +45,13 @@ def test_step_keys_are_the_fields_of_a_step() -> None:
     assert {*STEP_KEYS, "name", "options", "base_dir"} == {field.name for field in dataclasses.fields(Step)}
 
 
-@pytest.mark.parametrize("policy", [policy for _, policy in POLICIES])
+def test_idle_needs_its_time_and_keeps_the_process() -> None:
+    assert IdleEntry(after_s=3.0).model_dump() == dataclasses.asdict(IdlePolicy(3.0))
+    assert all(field.description for field in IdleEntry.model_fields.values())
+    assert validated({"node": "x", "idle": {"keep": "host"}})["idle.after_s"].fix == "add `after_s:`"
+
+
+@pytest.mark.parametrize("policy", [*(policy for _, policy in POLICIES), IdlePolicy])
 def test_every_number_of_a_policy_has_bounds(policy) -> None:
     hints = get_type_hints(policy)
     assert set(BOUNDS[policy]) == {name for name, hint in hints.items() if hint in (int, float, float | None)}
@@ -64,6 +73,8 @@ def test_every_number_of_a_policy_has_bounds(policy) -> None:
         ("reserved", -1, "at least 0"), ("reserved", 1.0, "a whole number"), ("reserved", True, "a whole number"),
         ("instances", {}, "at least 1"), ("instances", 1.5, "a whole number"),
         ("run_max_ms", 0, "more than 0"), ("device", "cuda:x", "auto, cpu, cuda"), ("worker", "", "letters"),
+        ("idle", 0, "more than 0"), ("idle", "60", "a number"), ("idle.keep", "weights", "'host', 'process' or 'noth"),
+        ("device_bytes", 0, "at least 1"), ("device_bytes", "2 GiB", "a whole number"), ("device_bytes", 1 << 50, "at"),
         ("node", "", "at least 1 characters"), ("inputs", ["a"], "a mapping"), ("inputs.x", 3, "text"),
     ],
 )  # fmt: skip
@@ -72,7 +83,23 @@ def test_a_number_out_of_bounds_says_what_is_allowed(where: str, value: object, 
     step = {"node": "x"} | ({outer: {inner: value}} if inner else {outer: value})
     model, problems = validate({"weftline": 1, "name": "n", "steps": {"s": step}, "outputs": {}})
     assert model is None
-    assert [(one.path, one.expected.startswith(expected)) for one in problems] == [(f"steps.s.{where}", True)]
+    found = [(one.path, one.expected.startswith(expected)) for one in problems if one.found != "missing"]
+    assert found == [(f"steps.s.{where}", True)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("ordering", "gpu", "'host' or 'event'"), ("processes", "one", "'grouped' or 'separate'"),
+        ("arena_bytes", 1, "at least 65536"), ("reserve_bytes", -1, "at least 0"), ("mps", "on", "true or false"),
+        ("context_bytes", 1.5, "a whole number"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_gpus_has_bounds(key: str, value: object, expected: str) -> None:
+    _, problems = validate({"weftline": 1, "name": "n", "steps": {}, "outputs": {}, "gpu": {key: value, "areana": 1}})
+    found = {one.path: one for one in problems}
+    assert found[f"gpu.{key}"].expected.startswith(expected)
+    assert found["gpu.areana"].found == "unknown key" and "arena_bytes" in found["gpu.areana"].expected
 
 
 @pytest.mark.parametrize(("value", "expected"), [(0, "more than 0"), (4_000_000, "at most"), ("50", "a number")])
