@@ -1,0 +1,76 @@
+"""The ladder: the first rung that bears, and every refusal kept in words."""
+
+import pytest
+
+from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError
+from weftline.shm.device.fake import FakeGpu
+from weftline.shm.device.ladder import RUNGS, probe
+
+MIB = 1 << 20
+
+
+class Shaky(FakeGpu):
+    """A device that fails once at each of the calls it is told to."""
+
+    fails: dict[str, DriverError]
+
+    def _ask(self, call: str) -> None:
+        if call in self.fails:
+            raise self.fails.pop(call)
+
+    def create(self, size_bytes: int) -> int:
+        self._ask("create")
+        return super().create(size_bytes)
+
+    def export(self, memory: int) -> int:
+        self._ask("export")
+        return super().export(memory)
+
+    def import_memory(self, descriptor: int) -> int:
+        self._ask("import_memory")
+        return super().import_memory(descriptor)
+
+    def share(self, address: int) -> bytes:
+        self._ask("share")
+        return bytes(64)
+
+
+def shaky(*fails: DriverError) -> Shaky:
+    driver = Shaky("fake:0")
+    driver.fails = {error.call: error for error in fails}
+    return driver
+
+
+@pytest.mark.parametrize(("device", "rung"), [("fake:0", 0)])
+def test_a_device_stands_on_the_best_rung_that_bears_it(device: str, rung: int) -> None:
+    standing = probe(FakeGpu(device), 3 * MIB)
+    assert standing.rung == RUNGS[rung]
+    assert [f"{name}: " in standing.why for name in RUNGS[:rung]] == [True] * rung
+    if standing.arena is None:
+        assert standing.rung == "host"
+    else:
+        assert standing.arena.size_bytes == 4 * MIB
+        assert (standing.arena.fd >= 0) == (standing.rung == "descriptor")
+        assert len(standing.arena.handle) == (64 if standing.rung == "handle" else 0)
+        standing.arena.close()
+
+
+@pytest.mark.parametrize("call", ["create", "export", "import_memory"])
+def test_a_refusal_anywhere_on_the_first_rung_leads_to_the_second_and_is_kept(call: str) -> None:
+    standing = probe(shaky(DriverError(call, "CUDA_ERROR_NOT_SUPPORTED", "in a container")), MIB)
+    assert standing.rung == "handle"
+    assert standing.why == f"descriptor: {call}: CUDA_ERROR_NOT_SUPPORTED (in a container)"
+    assert standing.arena is not None
+    standing.arena.close()
+
+
+def test_both_refusals_are_told_on_the_last_rung() -> None:
+    standing = probe(shaky(DriverError("export", "NO"), DriverError("share", "NEITHER")), MIB)
+    assert standing == (None, "host", "descriptor: export: NO; handle: share: NEITHER")
+
+
+def test_want_of_memory_and_a_lost_device_are_errors_and_not_refusals() -> None:
+    with pytest.raises(DeviceOutOfMemory):
+        probe(shaky(DeviceOutOfMemory("create", "CUDA_ERROR_OUT_OF_MEMORY")), MIB)
+    with pytest.raises(DeviceLost):
+        probe(shaky(DeviceLost("import_memory", "CUDA_ERROR_ILLEGAL_ADDRESS")), MIB)
