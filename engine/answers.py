@@ -15,6 +15,7 @@ from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
 from weftline.engine.feeds import Feeds
 from weftline.engine.figures import sound
+from weftline.engine.idleness import Idleness
 from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Task
@@ -61,6 +62,7 @@ class Answers:
         self._ledger = ledger
         self._emit = emit
         self._lanes_of = tasks.by_worker(len(plan.workers))
+        self._came_up: Callable[[int, msg.Ready], None] = lambda worker, message: None
         self._handlers: dict[type, Callable[..., None]] = {
             msg.Hello: self._hello,
             msg.DeviceUp: self._device_up,
@@ -75,6 +77,11 @@ class Answers:
             msg.Took: self._took,
             msg.KvResized: self._kv_resized,
         }
+
+    def attach(self, idleness: Idleness) -> None:
+        """Say who puts steps to sleep: what workers say of that is told there."""
+        self._handlers |= {msg.Slept: idleness.slept, msg.Awake: idleness.awake}
+        self._came_up = idleness.ready
 
     def hear(self, event: ev.FromWorker) -> None:
         member = self._crew.members[event.worker]
@@ -142,6 +149,7 @@ class Answers:
             self._kill(worker, "it said twice that it is ready")
             return
         self._crew.ready(worker, self._book.now_ms)
+        self._came_up(worker, message)
         for lane in self._lanes_of[worker]:
             if message.warm_ms.get(lane.name):
                 lane.latency.seed(1, message.warm_ms[lane.name])

@@ -7,13 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weftline.engine.request import Task
+from weftline.engine.rest import Rest
 from weftline.engine.routes import Unit
-from weftline.engine.supervisor import DEAD, GIVEN_UP, READY, STARTING, TRANSITIONS, RestartPolicy, Restarts
+from weftline.engine.supervisor import (
+    ASLEEP,
+    DEAD,
+    GIVEN_UP,
+    LEAVING,
+    READY,
+    STARTING,
+    TRANSITIONS,
+    RestartPolicy,
+    Restarts,
+)
 from weftline.pipelines.plan import Plan
 from weftline.shm.block import Block
 
 OPEN_MAX_MS = 1_800_000.0
 """Longest a worker may take to open its models, half an hour: a large one on a slow disk takes minutes."""
+
+LEAVE_MAX_MS = 2_000.0
+"""Longest a worker that is sent to sleep may take to close its nodes; then it is killed, which does no harm."""
 
 LOOK_MS = 250.0
 """How often workers are looked at for silence and for calls that take too long."""
@@ -55,6 +69,8 @@ class WorkerState:
     figures:  what its nodes last said of themselves, by step.
     start_ms: when to start it again while it is dead.
     why:      why it is about to die, if somebody decided so.
+    rest:     its steps that are not awake.
+    called:   it was asleep, and was started because somebody asked for one of its steps.
     """
 
     restarts: Restarts
@@ -75,6 +91,8 @@ class WorkerState:
     start_ms: float | None = None
     why: str = ""
     figures: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    rest: Rest = field(default_factory=Rest)
+    called: bool = False
 
     @property
     def busy(self) -> bool:
@@ -82,7 +100,7 @@ class WorkerState:
 
     @property
     def alive(self) -> bool:
-        return self.state in (STARTING, READY)
+        return self.state in (STARTING, READY, LEAVING)
 
     @property
     def suspect(self) -> bool:
@@ -112,8 +130,13 @@ class Crew:
         self._silence_max_ms = plan.limits.silence_max_ms
         self._arenas = 0
         self._starts = 0
+        self._calls = 0
         self._dispatches = 0
         self._look_ms = 0.0
+        self._steps_of = [
+            tuple(index for index, step in enumerate(plan.steps) if worker in step.workers)
+            for worker in range(len(plan.workers))
+        ]
 
     def next_dispatch(self) -> int:
         self._dispatches += 1
@@ -146,18 +169,38 @@ class Crew:
         member = self.members[worker]
         member.move("ready")
         member.free_ms = now_ms
+        member.called = False
         member.restarts.ready()
+
+    def leave(self, worker: int, now_ms: float) -> None:
+        """A worker is told to close its nodes and end; it comes back when it is called."""
+        member = self.members[worker]
+        member.move("leave")
+        member.heard_ms = now_ms
+
+    def call(self, worker: int, now_ms: float) -> None:
+        """Somebody asks for a step of a worker that is asleep: it is due now."""
+        member = self.members[worker]
+        if member.state == ASLEEP and member.start_ms is None:
+            member.start_ms, member.called = now_ms, True
+            self._calls += 1
 
     def died(self, worker: int, now_ms: float) -> tuple[list[Dispatch], list[Task]]:
         """Bury a worker, decide when it comes back, and return what it had to do: dispatches, and streaming tasks."""
         member = self.members[worker]
-        was_ready = member.state == READY
+        was_ready, was_leaving = member.state == READY, member.state == LEAVING
+        slept = member.rest.asleep(self._steps_of[worker])
         member.move("died")
-        delay = member.restarts.died(now_ms, was_ready=was_ready)
-        if delay is None:
-            member.move("give_up")
-        else:
-            member.start_ms = now_ms + delay
+        if not was_leaving:
+            delay = member.restarts.died(now_ms, was_ready=was_ready)
+            if delay is None:
+                member.move("give_up")
+            elif slept:  # nobody needs it now; it would only take back the memory that its steps gave up
+                member.move("rest")
+            else:
+                member.start_ms = now_ms + delay
+        member.rest.clear()
+        member.called = False
         lost = member.running, list(member.streams.values())
         member.running, member.streams, member.needs = [], {}, ()
         member.chains.clear()
@@ -177,6 +220,11 @@ class Crew:
         if member.state == STARTING:
             late = now_ms - member.heard_ms > OPEN_MAX_MS
             return f"it said nothing for {OPEN_MAX_MS / 1000:g} s while opening" if late else ""
+        if member.state == LEAVING:
+            late = now_ms - member.heard_ms > LEAVE_MAX_MS
+            return f"it did not close its nodes within {LEAVE_MAX_MS / 1000:g} s" if late else ""
+        if member.rest.moving and not member.running:
+            return ""  # loading a model may silence it; how long that may take is watched elsewhere
         if now_ms - member.heard_ms > self._silence_max_ms:
             return f"it gave no sign of life for {self._silence_max_ms / 1000:g} s"
         first = member.running[0] if member.running else None
@@ -193,14 +241,15 @@ class Crew:
         )
 
     def heard_of(self, step: int, now_ms: float) -> bool:
-        """Whether an instance of the step is ready and gave a sign of life lately."""
+        """Whether an instance of the step is ready and gave a sign of life lately, or sleeps until it is needed."""
         workers = self._plan.steps[step].workers
-        return not workers or any(
-            self.members[worker].state == READY
-            and not self.members[worker].why
-            and now_ms - self.members[worker].heard_ms <= self._silence_max_ms
-            for worker in workers
-        )
+        return not workers or any(self._can_answer(self.members[worker], now_ms) for worker in workers)
+
+    def _can_answer(self, member: WorkerState, now_ms: float) -> bool:
+        if member.state in (ASLEEP, LEAVING) or member.called:
+            return True
+        heard = now_ms - member.heard_ms <= self._silence_max_ms
+        return member.state == READY and not member.why and (heard or member.rest.moving)
 
     def unavailable(self, steps: Sequence[int]) -> str:
         """Return the name of the first of `steps` that has no worker left to hope for, or ''."""
@@ -212,8 +261,8 @@ class Crew:
 
     @property
     def restarts(self) -> int:
-        """How often a worker was started again."""
-        return max(0, self._starts - len(self.members))
+        """How often a worker was started again, but for those that had been asleep."""
+        return max(0, self._starts - len(self.members) - self._calls)
 
     def ready_count(self, step: int) -> int:
         """How many instances of a step are ready; of a control, which has none, 0."""
@@ -235,6 +284,17 @@ class Crew:
 
     def busy(self) -> bool:
         return any(member.busy for member in self.members)
+
+    def steps_of(self, worker: int) -> tuple[int, ...]:
+        """Return the steps that a worker holds, as indexes in the plan."""
+        return self._steps_of[worker]
+
+    def asleep_count(self, step: int) -> int:
+        """How many instances of a step are asleep, with or without their process."""
+        return sum(
+            self.members[worker].state in (ASLEEP, LEAVING) or self.members[worker].rest.asleep((step,))
+            for worker in self._plan.steps[step].workers
+        )
 
     def wake_at_ms(self) -> float | None:
         """When something becomes due: a restart, or a look at those that live."""

@@ -12,7 +12,7 @@ from weftline.engine.crew import Crew
 from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Task
-from weftline.engine.supervisor import GIVEN_UP, READY
+from weftline.engine.supervisor import GIVEN_UP, LEAVING, READY
 from weftline.engine.tasks import Tasks
 from weftline.engine.timing import note
 from weftline.pipelines.plan import Plan
@@ -47,7 +47,7 @@ class Deaths:
         member = self._crew.members[event.worker]
         if event.arena != member.arena or not member.alive:
             return
-        self._book.counters.deaths += 1
+        self._book.counters.deaths += member.state != LEAVING  # such a one has only gone to sleep
         self._shares.died(event.worker)
         why = member.why or event.how
         dispatches, streams = self._crew.died(event.worker, self._book.now_ms)

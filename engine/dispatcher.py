@@ -17,8 +17,9 @@ from weftline.engine.crew import Crew, Dispatch, WorkerState
 from weftline.engine.feeds import Feeds
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Request, Task
+from weftline.engine.rest import AWAKE
 from weftline.engine.rooms import Rooms
-from weftline.engine.supervisor import READY, STARTING
+from weftline.engine.supervisor import LEAVING, READY, STARTING
 from weftline.engine.tasks import Tasks
 from weftline.shm.block import Block
 
@@ -84,6 +85,8 @@ class Dispatcher:
         for worker in lane.workers:
             member = self._crew.members[worker]
             while lane.suspects and member.state == READY and not member.busy and not member.why:
+                if member.rest and self._rests(member, lane):
+                    break
                 group = lane.suspects.popleft()
                 if group:  # else they were all dropped meanwhile
                     self._dispatch(worker, lane, group, suspect=True)
@@ -137,6 +140,8 @@ class Dispatcher:
         where no usual request can come to wait for both."""
         if member.state != READY or member.why or member.suspect:
             return False
+        if member.rest and self._rests(member, lane):
+            return False
         if lane.streams or not member.running:
             return True
         return (
@@ -152,6 +157,8 @@ class Dispatcher:
         """Whether a worker may be given (more) of a step's work now."""
         if member.state != READY or member.why or member.suspect:
             return False
+        if member.rest and self._rests(member, lane):
+            return False
         if lane.streams or not member.running:
             return not lane.suspects or not lane.streams
         return (
@@ -163,6 +170,10 @@ class Dispatcher:
             and not member.needs
             and not any(self._is_free(worker) for worker in lane.workers)
         )
+
+    def _rests(self, member: WorkerState, lane: Lane) -> bool:
+        """Whether a worker cannot run a step, or what it hands over to, because it sleeps or is on its way."""
+        return member.rest.moving or any(member.rest.state(step) != AWAKE for step in lane.together)
 
     def _is_free(self, worker: int) -> bool:
         member = self._crew.members[worker]
@@ -249,6 +260,8 @@ class Dispatcher:
             return False
         for member in self._crew.members:
             if (member.busy and not member.needs) or member.state == STARTING or member.start_ms is not None:
+                return False
+            if member.state == LEAVING or member.rest.moving:
                 return False
         members = self._crew.members
         waiting = [lane for lane in self._tasks.lanes if lane.waiting]

@@ -6,7 +6,7 @@ is taken off. A run is that of a batch of the size that the step has lately had,
 most urgent go first, so all are begun with little time to spare, and who counts on a small batch comes too late by a
 full one. With nothing at work anywhere ahead it is the run of one item, so that an idle pipeline refuses nobody whom it
 could serve. Only run times that were measured in service lately count; what nobody knows counts as nothing, and work is
-never refused by a guess.
+never refused by a guess. Nor does the time in which a step wakes: a request that is refused would leave it asleep.
 """
 
 from __future__ import annotations

@@ -138,6 +138,11 @@ class KvBudget:
         account = self._accounts[part]
         self._accounts[part] = _Account(account.least, account.least)
 
+    def rests(self, part: Part) -> None:
+        """The part is about to give up all it holds: until then it neither wants memory nor can do without any."""
+        account = self._accounts[part]
+        account.use, account.fresh, account.short_ms = None, False, None
+
     def confirmed(self, part: Part, bytes: int) -> None:
         """The part holds `bytes` now; ValueError when that is more than it may hold."""
         account = self._accounts[part]

@@ -52,6 +52,7 @@ class Lane:
         policy = BatchPolicy(STREAM_ITEMS_MAX, 0.0, order=step.batch.order) if step.streams else step.batch
         self.index = index
         self.step = step
+        self.together: tuple[int, ...] = (index,)  # it, and the steps that hand over to each other with it in a worker
         self.name = step.name
         self.workers = step.workers
         self.streams = step.streams

@@ -6,7 +6,7 @@
 This file is the door: callers' requests, and time. Behind it each room knows one thing: the Book (requests and their
 leases), Branches (the graph inside a request), Tasks (what is alive, and the lanes it waits in), Feeds (pieces from
 step to step), the Dispatcher (which batch goes to whom), Answers (what workers say), Deaths (what follows when one
-dies), the Crew, the Rooms, and KvShares (memory that steps divide).
+dies), Idleness (who sleeps meanwhile), the Crew, the Rooms, and KvShares (memory that steps divide).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from weftline.engine.deaths import Deaths
 from weftline.engine.dispatcher import Dispatcher
 from weftline.engine.events import Command, Event
 from weftline.engine.feeds import Feeds
+from weftline.engine.idleness import Idleness
 from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Request
@@ -61,6 +62,10 @@ class Scheduler:
         known = self._tasks, self._book, self._branches, self.crew
         self._answers = Answers(plan, *known, self._rooms, self._feeds, self.kv, self.ledger, self._emit)
         self._deaths = Deaths(plan, *known, self.kv, self.ledger, self._emit)
+        self.idleness = Idleness(plan, self._tasks, self._book, self.crew, self.kv, self.ledger, self._emit)
+        self._answers.attach(self.idleness)
+        if self.idleness.any:
+            self._tasks.tell_use(self.idleness.used)
         self._handlers: dict[type, Callable[..., None]] = {
             ev.Submitted: self._submitted,
             ev.Together: self._together,
@@ -89,6 +94,8 @@ class Scheduler:
         self._book.expire()
         for event in events:
             self._handlers[type(event)](event)
+        if self.idleness.resting:
+            self.idleness.wake_wanted()
         while self._tasks.due or self._tasks.cohorts.moved:
             self._tasks.cohorts.release()
             self._dispatcher.pump()
@@ -103,6 +110,7 @@ class Scheduler:
         """When to send a Tick if nothing else happens; None: never."""
         soonest = _sooner(self.crew.wake_at_ms(), self._book.wake_at_ms())
         soonest = _sooner(soonest, self._tasks.timers.wake_at_ms())
+        soonest = _sooner(soonest, self.idleness.timers.wake_at_ms())
         return _sooner(soonest, min(self._dispatcher.waits.values())) if self._dispatcher.waits else soonest
 
     def try_reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:
@@ -176,6 +184,8 @@ class Scheduler:
                 self._emit(refused)
             else:
                 self._book.admit(event, route, size, cohort, row)
+                if self.idleness.any:
+                    self.idleness.expected(route)
         except LimitReached as refusal:
             self.counters.refused += 1
             self._emit(ev.Refuse(event.request, str(refusal), refusal.retry_after_s))
@@ -248,6 +258,8 @@ class Scheduler:
         now_ms = self._book.now_ms
         for kind, id in self._tasks.timers.due(now_ms):
             self._timed(kind, id)
+        if self.idleness.any:
+            self.idleness.time(now_ms)
         for worker, arena in self.crew.due(now_ms):
             self._emit(ev.StartWorker(worker, arena))
         for worker, why in self.crew.overdue(now_ms):

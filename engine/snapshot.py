@@ -11,7 +11,7 @@ from weftline.engine.scheduler import Scheduler
 def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) -> Mapping[str, Any]:
     """Return counters, queues, workers, memory, and the bytes copied in, between workers and out since the start.
 
-    `figures` are what nodes count of themselves: by step, then by worker.
+    `figures` are what nodes count of themselves: by step, then by worker. `idle` has the steps that may sleep.
     """
     counters, ledger = scheduler.counters, scheduler.ledger.stats()
     return {
@@ -24,7 +24,11 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
         "dispatches": counters.dispatches,
         "items": counters.items,
         "workers": {
-            step.name: {"ready": scheduler.crew.ready_count(index), "all": len(step.workers)}
+            step.name: {
+                "ready": scheduler.crew.ready_count(index),
+                "asleep": scheduler.crew.asleep_count(index),
+                "all": len(step.workers),
+            }
             for index, step in enumerate(scheduler.plan.steps)
             if step.workers
         },
@@ -40,5 +44,6 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
             "stale_total": ledger.stale_total,
         },
         "kv": scheduler.kv.stats(),
+        "idle": scheduler.idleness.stats(),
         "figures": scheduler.crew.figures(),
     }  # fmt: skip

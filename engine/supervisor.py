@@ -2,6 +2,10 @@
 
 Pure policy: it is told of deaths and of the time, and answers with a delay. Deaths in service and deaths before a
 worker was ever ready are different things: a crash loop is the second kind, and only that makes a step unavailable.
+
+A worker whose steps have nothing to do may be asleep: it was told to leave and its process has ended, or it died while
+all of its steps slept. Neither is followed by a restart: it is started when somebody asks for it, because until then it
+would only hold memory that was given back.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 STARTING, READY, DEAD, GIVEN_UP = "starting", "ready", "dead", "given_up"
+LEAVING, ASLEEP = "leaving", "asleep"
 
 TRANSITIONS: Mapping[tuple[str, str], str] = {
     (STARTING, "ready"): READY,
@@ -19,6 +24,10 @@ TRANSITIONS: Mapping[tuple[str, str], str] = {
     (READY, "died"): DEAD,
     (DEAD, "start"): STARTING,
     (DEAD, "give_up"): GIVEN_UP,
+    (DEAD, "rest"): ASLEEP,
+    (READY, "leave"): LEAVING,
+    (LEAVING, "died"): ASLEEP,
+    (ASLEEP, "start"): STARTING,
 }
 """A worker's life: (state, event) -> state."""
 

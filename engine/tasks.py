@@ -50,6 +50,11 @@ class Tasks:
         self._sequenced = any(lane.sequences is not None for lane in self.lanes)
         self._ids = 0
         self._emit = emit
+        self._used: Callable[[int], None] | None = None
+
+    def tell_use(self, used: Callable[[int], None]) -> None:
+        """Say who wants to know of every task of a step that begins or ends."""
+        self._used = used
 
     def attach(self, book: Book, branches: Branches) -> None:
         """Say where the requests are, and who moves them through their graph; the three know each other."""
@@ -76,6 +81,8 @@ class Tasks:
             due_ms = request.deadline_ms - self._estimates.after_ms(request.route, place, self._book.now_ms)
         task = Task(self._ids, request, place, unit, inputs, keys, self._book.now_ms, due_ms, element)
         self.live[task.id] = request.tasks[task.id] = task
+        if self._used is not None:
+            self._used(unit.step)
         if request.feeds and place in request.feeds:
             feed = request.feeds[place]
             if inputs[unit.feed] is PIECES:
@@ -129,6 +136,8 @@ class Tasks:
         if self.live.pop(task.id, None) is None:
             return False
         del task.request.tasks[task.id]
+        if self._used is not None:
+            self._used(task.unit.step)
         self.cohorts.over(task)
         if task.feed is not None:
             task.feed.end()
