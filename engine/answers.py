@@ -13,6 +13,7 @@ from weftline.engine import messages as msg
 from weftline.engine.book import Book
 from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
+from weftline.engine.device_news import DeviceNews
 from weftline.engine.feeds import Feeds
 from weftline.engine.figures import sound
 from weftline.engine.idleness import Idleness
@@ -24,14 +25,7 @@ from weftline.engine.supervisor import READY
 from weftline.engine.tasks import Tasks
 from weftline.engine.timing import note
 from weftline.pipelines.plan import Plan
-from weftline.shm.device.driver import EVENT_HANDLE_BYTES
-from weftline.shm.lease import DEVICE_ALIGN_BYTES, EVENT_BYTES, Ledger
-
-HOST, RUNGS = "host", ("descriptor", "handle", "host")
-"""How a device arena can be shared; on the last rung there is none."""
-
-GRANULARITY_BYTES_MAX = 64 << 20
-"""Most that a device arena may be larger than planned: devices give memory in multiples of 2 MiB, some of 64 KiB."""
+from weftline.shm.lease import Ledger
 
 
 class Answers:
@@ -47,11 +41,11 @@ class Answers:
         rooms: Rooms,
         feeds: Feeds,
         shares: KvShares,
+        devices: DeviceNews,
         ledger: Ledger,
         emit: Callable[[ev.Command], None],
     ) -> None:
         self._steps = plan.steps
-        self._plan = plan
         self._tasks = tasks
         self._book = book
         self._branches = branches
@@ -59,13 +53,14 @@ class Answers:
         self._rooms = rooms
         self._feeds = feeds
         self._shares = shares
+        self._devices = devices
         self._ledger = ledger
         self._emit = emit
         self._lanes_of = tasks.by_worker(len(plan.workers))
         self._came_up: Callable[[int, msg.Ready], None] = lambda worker, message: None
         self._handlers: dict[type, Callable[..., None]] = {
             msg.Hello: self._hello,
-            msg.DeviceUp: self._device_up,
+            msg.DeviceUp: self._of_device(devices.up),
             msg.Ready: self._ready,
             msg.OpenFailed: self._open_failed,
             msg.Progress: self._heard,
@@ -73,6 +68,8 @@ class Answers:
             msg.Need: self._need,
             msg.Suspected: self._suspected,
             msg.Done: self._done,
+            msg.Released: self._released,
+            msg.Settled: self._of_device(devices.settled),
             msg.Pieces: self._pieces,
             msg.Took: self._took,
             msg.KvResized: self._kv_resized,
@@ -88,6 +85,16 @@ class Answers:
         if event.arena == member.arena and member.alive:  # else it comes late from one that is gone, and is ignored
             member.heard_ms = self._book.now_ms
             self._handlers[type(event.message)](event.worker, event.message)
+
+    def _of_device(self, hear: Callable[..., str]) -> Callable[[int, msg.FromWorker], None]:
+        """Return what hears a message about a device, and kills whoever cannot have said that."""
+
+        def heard(worker: int, message: msg.FromWorker) -> None:
+            wrong = hear(worker, message)
+            if wrong:
+                self._kill(worker, wrong)
+
+        return heard
 
     def _heard(self, worker: int, message: msg.Progress) -> None:
         pass
@@ -113,37 +120,6 @@ class Answers:
             return
         self._ledger.add_arena(self._crew.members[worker].arena, message.arena_bytes)
 
-    def _device_up(self, worker: int, message: msg.DeviceUp) -> None:
-        """A worker's arena on its device stands: lease in it, and have it introduced to its readers."""
-        member = self._crew.members[worker]
-        wrong = self._misfit(worker, message)
-        if wrong:
-            self._kill(worker, wrong)
-            return
-        member.rung = message.rung
-        if not message.size_bytes:
-            return
-        member.near_arena, member.near_events = self._crew.next_arena(), len(message.events)
-        self._ledger.add_arena(member.near_arena, message.size_bytes, DEVICE_ALIGN_BYTES)
-        if message.events:
-            self._ledger.add_arena(-member.near_arena, len(message.events) * EVENT_BYTES)
-        self._emit(ev.ShareArena(worker, member.near_arena))
-
-    def _misfit(self, worker: int, message: msg.DeviceUp) -> str:
-        """Return what is wrong with what a worker says of its device arena, '' for nothing."""
-        planned, member = self._plan.workers[worker], self._crew.members[worker]
-        if member.rung:
-            return "it said twice that its device arena stands"
-        if message.device != planned.device or message.rung not in RUNGS:
-            return f"it told of an arena on {message.device!r:.40}; its device is {planned.device!r}"
-        most = planned.device_arena_bytes + GRANULARITY_BYTES_MAX if message.rung != HOST else 0
-        least = planned.device_arena_bytes if message.rung != HOST else 0
-        if not least <= message.size_bytes <= most or message.size_bytes % DEVICE_ALIGN_BYTES:
-            return f"its device arena has {message.size_bytes} bytes; it was to have {planned.device_arena_bytes}"
-        if any(len(handle) != EVENT_HANDLE_BYTES for handle in message.events):
-            return f"handles of its events have other sizes than {EVENT_HANDLE_BYTES} bytes"
-        return ""
-
     def _ready(self, worker: int, message: msg.Ready) -> None:
         if self._crew.members[worker].state == READY:
             self._kill(worker, "it said twice that it is ready")
@@ -163,7 +139,10 @@ class Answers:
 
     def _need(self, worker: int, message: msg.Need) -> None:
         member = self._crew.members[worker]
-        member.needs = message.sizes
+        if message.near and not member.near_arena:
+            self._kill(worker, "it asked for room on a device where it has none")
+            return
+        member.needs, member.near_needs = message.sizes, message.near
         self._rooms.asked = True
         if member.running:
             self._tasks.lanes[member.running[0].unit.step].in_place = True
@@ -185,6 +164,12 @@ class Answers:
         if dispatch is None or not sound or len(message.results) != len(dispatch.tasks):
             self._kill(worker, "it answered a dispatch that is not running")
             return
+        if message.unfinished:
+            wrong = self._devices.misgiven(worker, dispatch, message)
+            if wrong:
+                self._kill(worker, wrong)
+                return
+            self._devices.keep(worker, dispatch)
         del member.running[0]
         now_ms, unit = self._book.now_ms, dispatch.unit
         lane = self._tasks.lanes[unit.step]
@@ -195,13 +180,20 @@ class Answers:
                 self._answered(worker, lane, task, result, message.ran)
             else:
                 self._tasks.end(task)
-        self._book.release_blocks((*dispatch.room.values(), *member.granted))
+        if not message.unfinished:
+            self._book.release_blocks((*dispatch.blocks, *member.granted))
         member.granted.clear()
         member.free_ms = now_ms
         if member.running:  # it begins with what was waiting there
             member.running[0].started_ms = now_ms
             for task in member.running[0].tasks:
                 task.started_ms = now_ms
+        self._freed(worker)
+
+    def _released(self, worker: int, message: msg.Released) -> None:
+        wrong = self._devices.released(worker, message)
+        if wrong:
+            self._kill(worker, wrong)
         self._freed(worker)
 
     def _freed(self, worker: int) -> None:

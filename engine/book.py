@@ -269,9 +269,38 @@ class Book:
                 continue
             if value.place is not None and not self._ledger.holds(value.place):
                 return False
+            if value.near is not None and not self._holds_near(value):
+                return False
             if value.items and not self.holds_all(value.items):
                 return False
         return True
+
+    def _holds_near(self, value: Value) -> bool:
+        """Whether a value's place on a device is leased, and the event that marks it is one, and leased."""
+        near, ready = value.near, value.ready
+        if near is None or not self._ledger.holds(near):
+            return False
+        return ready is None or (ready.arena < 0 and self._ledger.holds(ready))
+
+    def keep_what_is_left(self, request: Request, left_of: Callable[[Value], Value]) -> None:
+        """Replace the values that a request holds by what is left of them, and release what is not."""
+        for slot, value in request.values.items():
+            left = left_of(value)
+            if left is not value:
+                self._release_rest(value, left, request.tickets[slot])
+                request.values[slot] = left
+                for name in request.route.outputs_at[slot]:
+                    request.outputs[name] = left
+        for gather in request.gathers.values():
+            for element, row in enumerate(gather.outputs):
+                kept = tuple(map(left_of, row))
+                for value, left in zip(row, kept):
+                    self._release_rest(value, left, 1)
+                gather.outputs[element] = kept
+
+    def _release_rest(self, value: Value, left: Value, tickets: int) -> None:
+        kept = set(left.keys)
+        self.release((key for key in value.keys if key not in kept), tickets)
 
     def release_inputs(self, inputs: Mapping[str, Value]) -> None:
         """Release the writer's tickets of a request's inputs."""

@@ -20,6 +20,7 @@ from weftline.engine.supervisor import (
     RestartPolicy,
     Restarts,
 )
+from weftline.engine.unfinished import UNFINISHED_MAX, Unfinished
 from weftline.pipelines.plan import Plan
 from weftline.shm.block import Block
 
@@ -37,7 +38,8 @@ LOOK_MS = 250.0
 class Dispatch:
     """Work that is with a worker: one message to it, answered by one Done.
 
-    room:       blocks leased beforehand for the outputs, by output port.
+    room:       blocks leased beforehand for the outputs, by output port; `near_room` on the worker's device.
+    ready:      the event leased for what is given on the device.
     started_ms: when the worker could begin with it: when it was sent, or when the one before it was done.
     limit_ms:   how long it may take.
     suspect:    a worker died of these tasks before, or may have.
@@ -50,6 +52,14 @@ class Dispatch:
     started_ms: float
     limit_ms: float
     suspect: bool = False
+    near_room: dict[int, Block] = field(default_factory=dict)
+    ready: Block | None = None
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Every block leased beforehand."""
+        event = [] if self.ready is None else [self.ready]
+        return [*self.room.values(), *self.near_room.values(), *event]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +70,10 @@ class WorkerState:
     near_events: how many events it has.
     rung:     how that arena can be shared; '' until it has said so. See DeviceUp.
     running:  what it has to do; the first is being run, a second waits so that it need not.
+    unfinished: what it has answered and its device still works on, oldest first, by dispatch.
+    settles:  what it was asked to settle, by token, and when.
     streams:  tasks of streaming steps that it holds, by id.
-    needs:    sizes it waits to be given room for.
+    needs:    sizes it waits to be given room for; `near_needs` on its device.
     granted:  blocks given for the work in hand.
     chains:   chains it has been told of.
     heard_ms: when it last said anything; `spoke_ms`: when a streaming step last said something, or was given work.
@@ -69,6 +81,7 @@ class WorkerState:
     figures:  what its nodes last said of themselves, by step.
     start_ms: when to start it again while it is dead.
     why:      why it is about to die, if somebody decided so.
+    spared:   it is killed for another's sake: nothing is held against what it has in hand.
     rest:     its steps that are not awake.
     called:   it was asleep, and was started because somebody asked for one of its steps.
     """
@@ -81,8 +94,11 @@ class WorkerState:
     near_events: int = 0
     rung: str = ""
     running: list[Dispatch] = field(default_factory=list)
+    unfinished: dict[int, Unfinished] = field(default_factory=dict)
+    settles: dict[int, float] = field(default_factory=dict)
     streams: dict[int, Task] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
+    near_needs: tuple[int, ...] = ()
     granted: list[Block] = field(default_factory=list)
     chains: set[int] = field(default_factory=set)
     heard_ms: float = 0.0
@@ -90,13 +106,23 @@ class WorkerState:
     free_ms: float = 0.0
     start_ms: float | None = None
     why: str = ""
+    spared: bool = False
     figures: dict[int, Mapping[str, float]] = field(default_factory=dict)
     rest: Rest = field(default_factory=Rest)
     called: bool = False
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self.streams)
+        return bool(self.running or self.streams or self.unfinished)
+
+    @property
+    def full(self) -> bool:
+        """Its device is so far behind that it is given nothing more."""
+        return len(self.unfinished) >= UNFINISHED_MAX
+
+    @property
+    def waits_for_room(self) -> bool:
+        return bool(self.needs or self.near_needs)
 
     @property
     def alive(self) -> bool:
@@ -161,7 +187,7 @@ class Crew:
                 member.move("start")
                 self._starts += 1
                 member.arena, member.start_ms, member.why, member.heard_ms = self.next_arena(), None, "", now_ms
-                member.near_arena, member.near_events, member.rung = 0, 0, ""
+                member.near_arena, member.near_events, member.rung, member.spared = 0, 0, "", False
                 started.append((worker, member.arena))
         return started
 
@@ -202,7 +228,8 @@ class Crew:
         member.rest.clear()
         member.called = False
         lost = member.running, list(member.streams.values())
-        member.running, member.streams, member.needs = [], {}, ()
+        member.running, member.streams, member.needs, member.near_needs = [], {}, (), ()
+        member.unfinished, member.settles = {}, {}
         member.chains.clear()
         member.figures.clear()
         return lost
@@ -213,10 +240,14 @@ class Crew:
         return [
             (worker, why)
             for worker, member in enumerate(self.members)
-            if member.alive and not member.why and (why := self._complaint(member, now_ms))
+            if member.alive and not member.why and (why := self._complaint(worker, member, now_ms))
         ]
 
-    def _complaint(self, member: WorkerState, now_ms: float) -> str:
+    def _settle_max_ms(self, worker: int) -> float:
+        """How long what is on a worker's streams at one moment may take."""
+        return max((self._plan.steps[step].run_max_ms for step in self._steps_of[worker]), default=math.inf)
+
+    def _complaint(self, worker: int, member: WorkerState, now_ms: float) -> str:
         if member.state == STARTING:
             late = now_ms - member.heard_ms > OPEN_MAX_MS
             return f"it said nothing for {OPEN_MAX_MS / 1000:g} s while opening" if late else ""
@@ -230,6 +261,11 @@ class Crew:
         first = member.running[0] if member.running else None
         if first is not None and now_ms - first.started_ms > first.limit_ms:
             return "it was busy for longer than run_max_ms"
+        oldest = next(iter(member.unfinished.values()), None)
+        if oldest is not None and now_ms - oldest.since_ms > oldest.limit_ms:
+            return "its device was busy for longer than run_max_ms"
+        if member.settles and now_ms - min(member.settles.values()) > self._settle_max_ms(worker):
+            return "its device did not settle within run_max_ms"
         at_work = [
             task
             for task in member.streams.values()
@@ -288,6 +324,13 @@ class Crew:
     def steps_of(self, worker: int) -> tuple[int, ...]:
         """Return the steps that a worker holds, as indexes in the plan."""
         return self._steps_of[worker]
+
+    def owner_on_device(self, arena: int) -> int | None:
+        """Return the living worker whose device arena, or its events, has this id; None for any other arena."""
+        for worker, member in enumerate(self.members):
+            if member.near_arena and member.near_arena == abs(arena) and member.alive:
+                return worker
+        return None
 
     def asleep_count(self, step: int) -> int:
         """How many instances of a step are asleep, with or without their process."""

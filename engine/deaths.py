@@ -1,20 +1,29 @@
-"""A worker has died: what it had in hand is judged, what waited there goes elsewhere, what it remembered is lost."""
+"""A worker has died: what it had in hand is judged, what waited there goes elsewhere, what it remembered is lost.
+
+What it was reading on devices is kept from use until that is sure to be over (settling.py), and what falls with it
+falls (fault_domain.py): workers that wait on the device for what it had begun, and requests that need it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
 from weftline.engine.book import Book
 from weftline.engine.branches import Branches
-from weftline.engine.crew import Crew
+from weftline.engine.crew import Crew, Dispatch
+from weftline.engine.fault_domain import Fallen, fallen, victims
 from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
+from weftline.engine.messages import Value
+from weftline.engine.recovery import Verdict
 from weftline.engine.request import Task
+from weftline.engine.settling import Settling
 from weftline.engine.supervisor import GIVEN_UP, LEAVING, READY
 from weftline.engine.tasks import Tasks
 from weftline.engine.timing import note
+from weftline.engine.unfinished import Unfinished
 from weftline.pipelines.plan import Plan
 from weftline.shm.lease import Ledger
 
@@ -30,6 +39,7 @@ class Deaths:
         branches: Branches,
         crew: Crew,
         shares: KvShares,
+        settling: Settling,
         ledger: Ledger,
         emit: Callable[[ev.Command], None],
     ) -> None:
@@ -39,6 +49,7 @@ class Deaths:
         self._branches = branches
         self._crew = crew
         self._shares = shares
+        self._settling = settling
         self._ledger = ledger
         self._emit = emit
         self._lanes_of = tasks.by_worker(len(plan.workers))
@@ -50,31 +61,81 @@ class Deaths:
         self._book.counters.deaths += member.state != LEAVING  # such a one has only gone to sleep
         self._shares.died(event.worker)
         why = member.why or event.how
+        unfinished = list(member.unfinished.values())
         dispatches, streams = self._crew.died(event.worker, self._book.now_ms)
         in_hand = [*(dispatches[0].tasks if dispatches else ()), *streams]
+        self._retire(event.arena, member.near_arena)
+        self._end_reads(dispatches, streams, unfinished)
         for dispatch in dispatches:
-            self._book.release_blocks(dispatch.room.values())
+            self._book.release_blocks(dispatch.blocks)
+        for one in unfinished:
+            self._book.release_blocks(one.blocks)
         self._book.release_blocks(member.granted)
         member.granted.clear()
+        self._take_along(fallen(unfinished, member.near_arena, member.rung), why)
         for task in [task for dispatch in dispatches[1:] for task in dispatch.tasks]:
             task.worker = -1  # it was waiting: nothing is held against it
             if task.id in self._tasks.live:
                 self._tasks.enqueue(task)
             else:
                 self._tasks.end(task)
-        self._again_after_death(in_hand, why)
+        self._again_after_death(in_hand, why, member.spared)
         for lane in self._lanes_of[event.worker]:
             if lane.sequences is not None:
                 self._lose_sequences(lane, event.worker, why)
             self._tasks.due.add(lane.index)
-        self._ledger.retire_arena(event.arena)
-        if member.near_arena:
-            self._ledger.retire_arena(member.near_arena)
-            self._ledger.retire_arena(-member.near_arena)
         if member.state == GIVEN_UP:
             self._tasks.give_up_lanes(why)
 
-    def _again_after_death(self, in_hand: Sequence[Task], why: str) -> None:
+    def _retire(self, arena: int, near_arena: int) -> None:
+        self._ledger.retire_arena(arena)
+        if near_arena:
+            self._ledger.retire_arena(near_arena)
+            self._ledger.retire_arena(-near_arena)
+
+    def _end_reads(
+        self, dispatches: Iterable[Dispatch], streams: Iterable[Task], unfinished: Iterable[Unfinished]
+    ) -> None:
+        """What a dead worker may still be reading on a device is kept from use; its tasks keep tickets of their own."""
+        held = [key for one in unfinished for key in one.reads]
+        tasks = [*streams, *(task for dispatch in dispatches for task in dispatch.tasks)]
+        for key in [key for task in tasks for key in task.keys if self._crew.owner_on_device(key[0]) is not None]:
+            self._ledger.hold(key)
+            held.append(key)
+        self._settling.end_reads(held, self._book.now_ms)
+
+    def _take_along(self, what: Fallen, why: str) -> None:
+        """End what cannot go on without what fell: workers that wait for it, requests and tasks that need it."""
+        if not what:
+            return
+        for worker in victims(what, self._crew.members):
+            member = self._crew.members[worker]
+            member.why, member.spared = "it waits on the device for work of a worker that died", True
+            self._emit(ev.KillWorker(worker, member.why))
+        for request in list(self._book.requests.values()):
+            gathered = [value for gather in request.gathers.values() for row in gather.outputs for value in row]
+            gone = next(filter(what.has, [*request.values.values(), *gathered]), None)
+            if gone is not None:
+                self._book.end(request, "fail", "WorkerDied", *self._told(what, gone, why))
+                continue
+            self._book.keep_what_is_left(request, what.left_of)
+            for task in list(request.tasks.values()):
+                gone = next(filter(what.has, task.inputs), None)
+                if gone is None:
+                    task.inputs = tuple(map(what.left_of, task.inputs))
+                elif task.id in self._tasks.live:  # else one before it has ended it
+                    self._tasks.drop(task)
+                    self._branches.failed(request, task.place, "WorkerDied", *self._told(what, gone, why))
+
+    def _told(self, what: Fallen, gone: Value, why: str) -> tuple[str, str]:
+        """Return what is told of a value that is gone, and the step that gave it."""
+        step = what.step(gone)
+        if step < 0:
+            return f"a tensor on the device ended with the worker that held it ({why})", ""
+        name = self._steps[step].name
+        return f"the worker of step {name} died ({why}) before its work on the device was finished", name
+
+    def _again_after_death(self, in_hand: Sequence[Task], why: str, spared: bool) -> None:
         live = []
         for task in in_hand:
             if task.id in self._tasks.live:
@@ -88,11 +149,14 @@ class Deaths:
             kinds.setdefault((task.unit.step, task.unit.chain), []).append(task)
         for (index, _), tasks in kinds.items():
             tasks = [task for task in tasks if task.id in self._tasks.live]  # one that failed may have ended others
-            verdict = self._tasks.recovery.after_death(tasks, why, self._book.now_ms)
+            verdict = self._verdict(tasks, why, spared)
             lane = self._tasks.lanes[index]
             for group in verdict.groups:
                 self._book.counters.retried += len(group)
-                lane.suspects.append(group)
+                if spared:
+                    self._tasks.enqueue(group[0])
+                else:
+                    lane.suspects.append(group)
             for step, _ in verdict.kept_out:
                 self._book.counters.quarantined += 1
                 self.tell_quarantine(step)
@@ -100,6 +164,10 @@ class Deaths:
                 if self._tasks.forget(task):
                     self._tasks.end(task)
                     self._branches.failed(task.request, task.place, "WorkerDied", message, lane.name)
+
+    def _verdict(self, tasks: Sequence[Task], why: str, spared: bool) -> Verdict:
+        recovery = self._tasks.recovery
+        return recovery.after_loss(tasks, why) if spared else recovery.after_death(tasks, why, self._book.now_ms)
 
     def tell_quarantine(self, step: int) -> None:
         digests = self._tasks.recovery.quarantine.digests(step)

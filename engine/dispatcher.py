@@ -19,6 +19,7 @@ from weftline.engine.lanes import Lane
 from weftline.engine.request import Request, Task
 from weftline.engine.rest import AWAKE
 from weftline.engine.rooms import Rooms
+from weftline.engine.routes import Unit
 from weftline.engine.supervisor import LEAVING, READY, STARTING
 from weftline.engine.tasks import Tasks
 from weftline.shm.block import Block
@@ -138,7 +139,7 @@ class Dispatcher:
     def _has_room_for_job(self, member: WorkerState, lane: Lane) -> bool:
         """Whether a worker may be given (more) of a step's work for jobs: one batch, and a second ahead of it only
         where no usual request can come to wait for both."""
-        if member.state != READY or member.why or member.suspect:
+        if member.state != READY or member.why or member.suspect or member.full:
             return False
         if member.rest and self._rests(member, lane):
             return False
@@ -149,13 +150,13 @@ class Dispatcher:
             and not lane.shared
             and lane.quick
             and not lane.suspects
-            and not member.needs
+            and not member.waits_for_room
             and not any(self._is_free(one) for one in lane.job_workers)
         )
 
     def has_room(self, member: WorkerState, lane: Lane) -> bool:
         """Whether a worker may be given (more) of a step's work now."""
-        if member.state != READY or member.why or member.suspect:
+        if member.state != READY or member.why or member.suspect or member.full:
             return False
         if member.rest and self._rests(member, lane):
             return False
@@ -167,7 +168,7 @@ class Dispatcher:
             and lane.sequences is None
             and lane.quick
             and not lane.suspects  # they wait for a worker that has nothing else to do
-            and not member.needs
+            and not member.waits_for_room
             and not any(self._is_free(worker) for worker in lane.workers)
         )
 
@@ -234,15 +235,25 @@ class Dispatcher:
             return
         unit = tasks[0].unit
         room: dict[int, Block] = {}
+        near_room: dict[int, Block] = {}
         if not unit.chain and lane.sizes.any:
-            room = self._rooms.beforehand(member.arena, lane.sizes.item_bytes(items), len(items))
-            lane.in_place = lane.in_place or bool(room)
+            room, near_room = self._rooms.beforehand(member, lane.sizes, items)
+            lane.in_place = lane.in_place or bool(room) or bool(near_room)
+        marked = member.near_events and not suspect and self._gives_near(unit)
+        ready = self._rooms.event(member) if marked else None
         if unit.message is not None and unit.chain not in member.chains:
             member.chains.add(unit.chain)
             self._emit(ev.Send(worker, unit.message))
-        dispatch = Dispatch(self._crew.next_dispatch(), unit, tasks, room, now_ms, lane.step.run_max_ms, suspect)
+        run_max_ms = lane.step.run_max_ms
+        dispatch = Dispatch(
+            self._crew.next_dispatch(), unit, tasks, room, now_ms, run_max_ms, suspect, near_room, ready
+        )  # fmt: skip
         member.running.append(dispatch)
-        self._emit(ev.Send(worker, msg.Run(dispatch.id, lane.index, tuple(items), room, unit.chain, suspect)))
+        run = msg.Run(dispatch.id, lane.index, tuple(items), room, unit.chain, suspect, near_room, ready)
+        self._emit(ev.Send(worker, run))
+
+    def _gives_near(self, unit: Unit) -> bool:
+        return any(self._tasks.lanes[step].sizes.near for step in unit.steps)
 
     def _brought(self, request: Request, lane: Lane, element: int) -> msg.Brought:
         part = request.sequence
@@ -259,9 +270,9 @@ class Dispatcher:
         if self._book.owed or self._tasks.timers.any:
             return False
         for member in self._crew.members:
-            if (member.busy and not member.needs) or member.state == STARTING or member.start_ms is not None:
+            if (member.busy and not member.waits_for_room) or member.state == STARTING or member.start_ms is not None:
                 return False
-            if member.state == LEAVING or member.rest.moving:
+            if member.state == LEAVING or member.rest.moving or member.unfinished or member.settles:
                 return False
         members = self._crew.members
         waiting = [lane for lane in self._tasks.lanes if lane.waiting]

@@ -79,6 +79,7 @@ class Task:
     started_ms: when it left for the worker.
     attempts:   how often it was started, this time included.
     deaths:     how many workers died while they had it.
+    spared:     how many workers that had it were killed for another's sake.
     digest:     what it is made of, once a worker has said so.
     said:       pieces of its answer have reached somebody, or it was given pieces: it can no longer be tried again.
     feed:       where one of its inputs comes from piece by piece; None when all of them were there at once.
@@ -102,6 +103,7 @@ class Task:
     said: bool = False
     feed: Feed | None = None
     held: bool = False
+    spared: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -21,6 +21,7 @@ from weftline.engine.branches import Branches
 from weftline.engine.cohorts import Cohort
 from weftline.engine.crew import Crew
 from weftline.engine.deaths import Deaths
+from weftline.engine.device_news import DeviceNews
 from weftline.engine.dispatcher import Dispatcher
 from weftline.engine.events import Command, Event
 from weftline.engine.feeds import Feeds
@@ -29,6 +30,7 @@ from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
 from weftline.engine.request import Request
 from weftline.engine.rooms import Rooms, lease_all
+from weftline.engine.settling import Settling
 from weftline.engine.tasks import Tasks
 from weftline.engine.timing import note
 from weftline.errors import InputError, LimitReached
@@ -60,8 +62,10 @@ class Scheduler:
         self.kv = KvShares(plan, self._emit)
         self._dispatcher = Dispatcher(self._tasks, self._book, self.crew, self._rooms, self._feeds, self._emit)
         known = self._tasks, self._book, self._branches, self.crew
-        self._answers = Answers(plan, *known, self._rooms, self._feeds, self.kv, self.ledger, self._emit)
-        self._deaths = Deaths(plan, *known, self.kv, self.ledger, self._emit)
+        settling = Settling(self.crew, self.ledger, self._emit)
+        devices = DeviceNews(plan, self._book, self.crew, self.ledger, settling, self._emit)
+        self._answers = Answers(plan, *known, self._rooms, self._feeds, self.kv, devices, self.ledger, self._emit)
+        self._deaths = Deaths(plan, *known, self.kv, settling, self.ledger, self._emit)
         self.idleness = Idleness(plan, self._tasks, self._book, self.crew, self.kv, self.ledger, self._emit)
         self._answers.attach(self.idleness)
         if self.idleness.any:

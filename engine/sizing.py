@@ -26,7 +26,11 @@ class _Rule:
 
 
 class OutputSizes:
-    """The size rules of one step."""
+    """The size rules of one step.
+
+    any:  whether the size of any output follows from the inputs'.
+    near: of output ports that are read on the device: 'device' or 'both'; see PlannedStep.
+    """
 
     def __init__(self, step: PlannedStep) -> None:
         where: dict[str, tuple[int, int]] = {}
@@ -37,6 +41,8 @@ class OutputSizes:
         rules = (_rule(port, output.type, where) for port, output in enumerate(step.outputs))
         self._rules = tuple(rule for rule in rules if rule is not None)
         self.any = bool(self._rules)
+        kinds = ((port, step.near_outputs.get(output.name)) for port, output in enumerate(step.outputs))
+        self.near = {port: kind for port, kind in kinds if kind is not None}
 
     def item_bytes(self, items: Sequence[Item]) -> dict[int, int]:
         """Return the bytes of one item for every output port whose size is known and the same for all `items`."""

@@ -213,7 +213,7 @@ class Tasks:
         self._book.hold(task.keys)
         again = Task(
             self._ids, task.request, task.place, task.unit, task.inputs, task.keys, task.arrived_ms, task.due_ms,
-            task.element, -1, task.started_ms, task.attempts, task.deaths, task.digest, task.said,
+            task.element, -1, task.started_ms, task.attempts, task.deaths, task.digest, task.said, spared=task.spared,
         )  # fmt: skip
         self.live[again.id] = again.request.tasks[again.id] = again
         self.cohorts.copied(again)

@@ -26,8 +26,12 @@ from weftline.pipelines.builder import Builder
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
+from weftline.shm.device.driver import EVENT_HANDLE_BYTES
 
 ARENA_BYTES = 1 << 20
+
+EVENTS = 16
+"""How many events a worker has on its device."""
 
 Answer = Callable[[Any], Any]
 """From the first value of an item to its output; an exception that it returns fails the item."""
@@ -44,7 +48,7 @@ def items(*values: Any) -> msg.Value:
 
 def plain(value: msg.Value) -> Any:
     """Return what a value holds, a list with its elements; itself when it lies elsewhere or comes in pieces."""
-    if value.place is not None or value == msg.PIECES:
+    if value.place is not None or value.near is not None or value == msg.PIECES:
         return value
     return [plain(one) for one in value.items] if value.items is not None else peek(value)
 
@@ -61,12 +65,14 @@ class Desk:
     held:   items of streaming steps that each worker has, as (step, item id).
     said:   everything that the last event led to.
     all:    everything since the start.
+    rung:   how workers share what they have on their devices.
     """
 
-    def __init__(self, pipeline: Builder | Plan, up: bool = True) -> None:
+    def __init__(self, pipeline: Builder | Plan, up: bool = True, rung: str = "descriptor") -> None:
         self.plan = pipeline if isinstance(pipeline, Plan) else plan_of(pipeline)
         self.scheduler = Scheduler(self.plan)
         self.now_ms = 0.0
+        self.rung = rung
         self.ended: dict[int, ev.Finish | ev.Fail | ev.Refuse] = {}
         self.arena: dict[int, int] = {}
         self.inbox: dict[int, list[msg.Run]] = {}
@@ -148,6 +154,10 @@ class Desk:
     def up(self, worker: int) -> None:
         """A worker starts, opens its steps and is ready."""
         self.hear(worker, msg.Hello(1, ARENA_BYTES))
+        planned = self.plan.workers[worker]
+        if planned.device_arena_bytes:
+            events = (b"e" * EVENT_HANDLE_BYTES,) * EVENTS if self.plan.ordering == "event" else ()
+            self.hear(worker, msg.DeviceUp(planned.device, planned.device_arena_bytes, self.rung, b"", events))
         self.hear(worker, msg.Ready({}))
 
     def hear(self, worker: int, message: msg.FromWorker) -> None:
