@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format evaluate batch-example bench bench-quick bench-llm bench-ingress bench-batch bench-peers simulate docs clean
+.PHONY: help setup demo test lint format evaluate batch-example gpu-check bench bench-quick bench-llm bench-ingress bench-batch bench-peers simulate docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -61,6 +61,9 @@ bench-quick: setup  ## the same in about 2 minutes, to see that they run
 	$(RUN) -m benchmarks.deadlines --quick --loads 1.2 2
 	$(RUN) -m benchmarks.overload --quick --loads 2
 	$(RUN) -m benchmarks.deaths --quick
+
+gpu-check: setup  ## prove the GPU paths on a card, some minutes; what is missing is skipped with the reason
+	$(RUN) -m weftline.engine.gpu_check --json gpu-check.json
 
 bench-llm: setup  ## the LLM engine beside its peers, about 15 minutes
 	$(RUN) -m benchmarks.llm

@@ -14,27 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weftline.engine.gpu_check import running
+from weftline.engine.gpu_check.running import SKIPPED, Outcome, as_json, describe, failed, outcome_of
+
 PART_MAX_S = 900
 """Longest a part may take: models of 70 billion weights are made and compiled kernels are not kept."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of a part. state: 'right', 'wrong' or 'skipped'; why: for the last two. figures: by name."""
-
-    name: str
-    state: str
-    why: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def parts() -> dict[str, Callable[[bool], dict[str, Any]]]:
@@ -67,40 +57,13 @@ def why_not() -> str | None:
 
 def run_part(name: str, quick: bool) -> Outcome:
     """Run one part in this process."""
-    from weftline.engine.llm.gpu.parts import Skipped, Wrong
-
-    try:
-        return Outcome(name, "right", figures=parts()[name](quick))
-    except Wrong as error:
-        return Outcome(name, "wrong", str(error))
-    except Skipped as error:
-        return Outcome(name, "skipped", str(error))
-    except Exception as error:  # whatever a driver, a compiler or a library raises belongs to this part alone
-        return Outcome(name, "wrong", f"{type(error).__name__}: {error}"[:800])
+    return outcome_of(name, lambda: parts()[name](quick))
 
 
 def run_apart(name: str, quick: bool) -> Outcome:
     """Run one part in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "outcome.json"
-        command = [sys.executable, "-m", "weftline.engine.llm.gpu.check", "--part", name, "--json", str(file)]
-        try:
-            done = subprocess.run(
-                command + ["--quick"] * quick, capture_output=True, text=True, timeout=PART_MAX_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome(name, "wrong", f"took more than {PART_MAX_S} s")
-        if not file.is_file():
-            last = (done.stderr or done.stdout).strip().splitlines()[-3:]
-            return Outcome(name, "wrong", f"its process ended with {done.returncode}: {' | '.join(last)}"[:800])
-        return Outcome(**json.loads(file.read_text(encoding="utf-8")))
-
-
-def describe(outcome: Outcome, seconds: float) -> str:
-    """Return the part's lines of the table."""
-    lines = [f"{outcome.name:<20} {outcome.state:<8} {seconds:6.0f} s  {outcome.why}".rstrip()]
-    lines += [f"    {key:<44} {value}" for key, value in outcome.figures.items()]
-    return "\n".join(lines)
+    command = [sys.executable, "-m", "weftline.engine.llm.gpu.check", "--part", name, *["--quick"] * quick]
+    return running.run_apart(name, command, PART_MAX_S)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,21 +77,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds: for a first look")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.part is not None:
-        given.json.write_text(json.dumps(asdict(run_part(given.part, given.quick))), encoding="utf-8")
-        return 0
     reason = why_not()
+    if given.part is not None:
+        one = run_part(given.part, given.quick) if reason is None else Outcome(given.part, SKIPPED, reason)
+        given.json.write_text(json.dumps(as_json(one)), encoding="utf-8")
+        return 0
     outcomes = []
     for name in given.only:
         started = time.monotonic()
-        outcome = Outcome(name, "skipped", reason) if reason is not None else run_apart(name, given.quick)
-        print(describe(outcome, time.monotonic() - started), flush=True)
+        outcome = Outcome(name, SKIPPED, reason) if reason is not None else run_apart(name, given.quick)
+        outcome.seconds = round(time.monotonic() - started, 3)
+        print(describe(outcome), flush=True)
         outcomes.append(outcome)
-    report = {**_machine(), "parts": [asdict(outcome) for outcome in outcomes]}
+    report = {**_machine(), "parts": [as_json(outcome) for outcome in outcomes]}
     print(json.dumps(report))
     if given.json is not None:
         given.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    return int(any(outcome.state == "wrong" for outcome in outcomes))
+    return failed(outcomes)
 
 
 def _machine() -> dict[str, Any]:

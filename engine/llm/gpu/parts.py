@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from weftline.engine.gpu_check.running import Skipped, Wrong
 from weftline.engine.llm.gpu.attention import PagedOps
 from weftline.engine.llm.gpu.capture import Capture, CudaCapture
 from weftline.engine.llm.gpu.models import SHAPES, Decoding, build, build_fp8, config_of
@@ -28,14 +29,6 @@ EXPECTED_TOKENS_S = {1: 284, 64: 11661}
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """How far logits of a whole model may differ, relative to the largest."""
 CUDA = torch.device("cuda:0")
-
-
-class Wrong(Exception):
-    """Something on the GPU is not as it is on the CPU, or not as it has to be."""
-
-
-class Skipped(Exception):
-    """This machine cannot do the part."""
 
 
 def check_kernels(quick: bool) -> dict[str, Any]:

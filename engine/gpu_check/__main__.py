@@ -1,0 +1,10 @@
+"""Runs the check: `python -m weftline.engine.gpu_check`."""
+
+from __future__ import annotations
+
+import sys
+
+from weftline.engine.gpu_check.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""What becomes of the parts of a check: right, wrong or skipped, with the reason, figures and bars.
+
+Shared by the checks that run where a GPU is, this package's and the LLM's own; it imports nothing of Weftline and
+nothing that has to be installed. A part is a function that returns figures, or raises Wrong or Skipped. One that may
+lose the device or hang runs in a process of its own, which writes its outcome as JSON.
+
+A figure is a number whose name ends in its unit, a text, or the spread of many (`spread`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RIGHT, WRONG, SKIPPED = "right", "wrong", "skipped"
+STATES = (RIGHT, WRONG, SKIPPED)
+WHY_MAX = 800
+"""Longest reason that is kept, in characters."""
+
+
+class Wrong(Exception):
+    """Something is not as it has to be."""
+
+
+class Skipped(Exception):
+    """This machine cannot do the part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A figure that has to reach something. met: None where it is not judged, as on a device that is a fake.
+
+    found, wanted: in `unit`; `at_least` says from which side it must be reached.
+    """
+
+    name: str
+    found: float
+    wanted: float
+    unit: str
+    at_least: bool = False
+    met: bool | None = None
+
+    def __str__(self) -> str:
+        side = "at least" if self.at_least else "at most"
+        text = f"{self.name}: {self.found:.3g} {self.unit}, {side} {self.wanted:.3g} wanted"
+        if self.met is None:
+            return f"{text}: not judged"
+        if self.met or not self.wanted:
+            return f"{text}: {'met' if self.met else 'missed'}"
+        return f"{text}: missed by {abs(self.found / self.wanted - 1):.0%}"
+
+
+def judged(name: str, found: float, wanted: float, unit: str, *, at_least: bool = False, judge: bool = True) -> Bar:
+    """Return a bar, met or missed; not judged where a figure says nothing about the bar."""
+    met = (found >= wanted if at_least else found <= wanted) if judge else None
+    return Bar(name, found, wanted, unit, at_least, met)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a part. state: one of STATES; why: for the last two. figures: by name."""
+
+    name: str
+    state: str
+    why: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    bars: list[Bar] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def outcome_from(made: dict[str, Any]) -> Outcome:
+    """Return the outcome that another process wrote as JSON."""
+    return Outcome(**{**made, "bars": [Bar(**bar) for bar in made.get("bars", ())]})
+
+
+def outcome_of(name: str, part: Callable[[], Outcome | dict[str, Any]]) -> Outcome:
+    """Run a part in this process. It returns its figures, or all of its outcome."""
+    try:
+        made = part()
+    except Wrong as error:
+        return Outcome(name, WRONG, str(error)[:WHY_MAX])
+    except Skipped as error:
+        return Outcome(name, SKIPPED, str(error)[:WHY_MAX])
+    except Exception as error:  # whatever a driver, a compiler or a library raises belongs to this part alone
+        return Outcome(name, WRONG, f"{type(error).__name__}: {error}"[:WHY_MAX])
+    return made if isinstance(made, Outcome) else Outcome(name, RIGHT, figures=made)
+
+
+def run_apart(
+    name: str, command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+) -> Outcome:
+    """Run a command that writes the outcome of a part to the file named after its `--json`; killed after `limit_s`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "outcome.json"
+        try:
+            code, said = run_limited([*command, "--json", str(file)], limit_s, environment)
+        except TimeoutError:
+            return Outcome(name, WRONG, f"took more than {limit_s:.0f} s")
+        if not file.is_file():
+            last = " | ".join(said.strip().splitlines()[-3:])
+            return Outcome(name, WRONG, f"its process ended with {code}: {last}"[:WHY_MAX])
+        outcome = outcome_from(json.loads(file.read_text(encoding="utf-8")))
+        outcome.name = name
+        return outcome
+
+
+def run_limited(
+    command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None, *, keep: bool = False
+) -> tuple[int, str]:
+    """Run a command to its end; return its exit code and what it said, its errors last.
+
+    After `limit_s` it is killed with everything it started, and TimeoutError is raised. What it left running when it
+    ended is killed too, unless it is to be kept: a daemon's command ends at once.
+    """
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=None if environment is None else {**os.environ, **environment}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, errors = process.communicate(timeout=limit_s)
+        return process.returncode, out + errors
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    finally:
+        if not keep or process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.communicate()
+
+
+def spread(values: Sequence[float], unit: str) -> dict[str, Any]:
+    """Return many measurements as one figure: median, 99th percentile, how many, and their unit."""
+    return {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99), "count": len(values), "unit": unit}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that so much of `values` is not above, by nearest rank; NaN of none."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else float("nan")
+
+
+def describe(outcome: Outcome) -> str:
+    """Return the part's lines of the table."""
+    lines = [f"{outcome.name:<20} {outcome.state:<8} {outcome.seconds:6.1f} s  {outcome.why}".rstrip()]
+    lines += [f"    {key:<48} {_shown(value)}" for key, value in outcome.figures.items()]
+    lines += [f"    bar  {bar}" for bar in outcome.bars]
+    return "\n".join(lines)
+
+
+def failed(outcomes: Sequence[Outcome]) -> int:
+    """Return what a check ends with: 1 when any part is wrong."""
+    return int(any(outcome.state == WRONG for outcome in outcomes))
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    return asdict(outcome)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict) and "p50" in value:
+        return f"{value['p50']:.4g} {value['unit']} (p99 {value['p99']:.4g}; {value['count']} times)"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
