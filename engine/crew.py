@@ -254,8 +254,8 @@ class Crew:
         if member.state == LEAVING:
             late = now_ms - member.heard_ms > LEAVE_MAX_MS
             return f"it did not close its nodes within {LEAVE_MAX_MS / 1000:g} s" if late else ""
-        if member.rest.moving and not member.running:
-            return ""  # loading a model may silence it; how long that may take is watched elsewhere
+        if self._loads(member):
+            return ""  # which may silence it; how long that may take is watched elsewhere
         if now_ms - member.heard_ms > self._silence_max_ms:
             return f"it gave no sign of life for {self._silence_max_ms / 1000:g} s"
         first = member.running[0] if member.running else None
@@ -284,8 +284,13 @@ class Crew:
     def _can_answer(self, member: WorkerState, now_ms: float) -> bool:
         if member.state in (ASLEEP, LEAVING) or member.called:
             return True
-        heard = now_ms - member.heard_ms <= self._silence_max_ms
-        return member.state == READY and not member.why and (heard or member.rest.moving)
+        heard = now_ms - member.heard_ms <= self._silence_max_ms or self._loads(member)
+        return member.state == READY and not member.why and heard
+
+    def _loads(self, member: WorkerState) -> bool:
+        """Whether a worker is waking a step; it has said something since it was told to, so it was not lost then."""
+        since_ms = member.rest.wakes_since_ms
+        return since_ms is not None and not member.running and member.heard_ms > since_ms
 
     def unavailable(self, steps: Sequence[int]) -> str:
         """Return the name of the first of `steps` that has no worker left to hope for, or ''."""

@@ -190,7 +190,7 @@ class Idleness:
             if member.state == GONE:
                 self._crew.call(worker, now_ms)
             elif member.state == READY and not member.why and member.rest.state(step) == ASLEEP:
-                member.rest.move(step, "wake")
+                member.rest.move(step, "wake", now_ms)
                 self.timers.add(now_ms + OPEN_MAX_MS, ("answer", self._part(worker, step)))
                 self._emit(ev.Send(worker, msg.Wake(step)))
         for worker, arena in self._crew.due(now_ms):
@@ -232,7 +232,7 @@ class Idleness:
     def _may_leave(self, worker: int) -> bool:
         """Whether a worker's process may end: all it holds has nothing to do, and nobody reads what it gave."""
         member, steps = self._crew.members[worker], self._crew.steps_of(worker)
-        if member.state != READY or member.why or member.rest.moving or member.busy:
+        if member.state != READY or member.why or member.rest.moving or member.busy or member.settles:
             return False
         return not self._is_read(member) and all(self._may_go(step) for step in steps)
 
@@ -267,7 +267,7 @@ class Idleness:
         for worker in self._tasks.lanes[step].workers:  # it may be at work for nobody
             member = self._crew.members[worker]
             held = (*(dispatch.unit for dispatch in member.running), *(task.unit for task in member.streams.values()))
-            if any(not together.isdisjoint(unit.steps) for unit in held):
+            if member.unfinished or any(not together.isdisjoint(unit.steps) for unit in held):
                 return True
         return any(
             request.missing[place] > 0

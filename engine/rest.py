@@ -23,11 +23,12 @@ TRANSITIONS: Mapping[tuple[str, str], str] = {
 class Rest:
     """The steps of one worker that are not awake."""
 
-    __slots__ = ("_states", "moving")
+    __slots__ = ("_states", "moving", "wakes_since_ms")
 
     def __init__(self) -> None:
         self._states: dict[int, str] = {}
         self.moving = False  # one of them is falling asleep or waking
+        self.wakes_since_ms: float | None = None  # when one of them was last told to wake; None: none is waking
 
     def __bool__(self) -> bool:
         return bool(self._states)
@@ -35,7 +36,7 @@ class Rest:
     def state(self, step: int) -> str:
         return self._states.get(step, AWAKE)
 
-    def move(self, step: int, event: str) -> None:
+    def move(self, step: int, event: str, now_ms: float = 0.0) -> None:
         """Take a step to its next state; ValueError for a move the table does not have."""
         state = self.state(step)
         to = TRANSITIONS.get((state, event))
@@ -46,6 +47,10 @@ class Rest:
         else:
             self._states[step] = to
         self.moving = any(one in (FALLING, WAKING) for one in self._states.values())
+        if to == WAKING:
+            self.wakes_since_ms = now_ms
+        elif WAKING not in self._states.values():
+            self.wakes_since_ms = None
 
     def asleep(self, steps: Collection[int]) -> bool:
         """Whether all of these sleep; False of none."""
@@ -55,3 +60,4 @@ class Rest:
         """The worker is gone: the next one opens its steps awake."""
         self._states.clear()
         self.moving = False
+        self.wakes_since_ms = None

@@ -31,23 +31,38 @@ class KvWorld:
         self._parts = [(worker, at) for at, step in enumerate(plan.steps) if step.streams for worker in step.workers]
         self._most = plan.limits.kv_bytes.get("cpu", 0)
         self._has: dict[Part, int] = {}
+        self._asleep: set[Part] = set()
         self._hungry = self._rng.choices(self._parts, k=2) if self._parts else []
 
     def start(self, worker: int) -> None:
         self._has |= dict.fromkeys(self._of(worker), LEAST_BYTES)
+        self._asleep = {part for part in self._asleep if part[0] != worker}
 
     def die(self, worker: int) -> None:
         for part in self._of(worker):
             self._has[part] = 0
 
+    def sleep(self, worker: int, step: int) -> None:
+        """A step gives up all it has; only those that have memory are noted."""
+        if (worker, step) in self._has:
+            self._has[(worker, step)] = 0
+            self._asleep.add((worker, step))
+
+    def wake(self, worker: int, step: int) -> None:
+        if (worker, step) in self._has:
+            self._has[(worker, step)] = LEAST_BYTES
+            self._asleep.discard((worker, step))
+
     def beat(self, worker: int) -> msg.Beat:
         if self._parts and self._rng.random() < 0.1:
             self._hungry = self._rng.choices(self._parts, k=2)
-        return msg.Beat(tuple(self._report(part) for part in self._of(worker)))
+        return msg.Beat(tuple(self._report(part) for part in self._of(worker) if part not in self._asleep))
 
     def resize(self, worker: int, message: msg.KvResize) -> msg.KvResized:
         """Do as told, in pages of 512 bytes; now and then a step cannot give up all it should."""
         part, to = (worker, message.step), message.bytes // 512 * 512
+        if part in self._asleep:
+            raise AssertionError(f"step {message.step} of worker {worker} sleeps and was told to hold memory")
         if part not in self._parts or message.bytes < LEAST_BYTES:
             raise AssertionError(f"step {message.step} of worker {worker} was told to hold {message.bytes} bytes")
         if to < self._has[part] and self._rng.random() < 0.2:

@@ -20,6 +20,7 @@ from weftline.engine.dispatcher import Dispatcher
 from weftline.engine.events import FromWorker, WorkerDied
 from weftline.engine.feeds import Feeds
 from weftline.engine.flow import Admission
+from weftline.engine.idleness import Idleness
 from weftline.engine.lanes import Lane
 from weftline.engine.messages import Done
 from weftline.engine.recovery import LONE_DEATHS_MAX, Recovery, Verdict
@@ -302,3 +303,27 @@ def a_whole_value_that_nobody_holds_for_the_step_that_was_fed(patch: pytest.Monk
         return taken
 
     patch.setattr(Feeds, "complete", careless)
+
+
+@mutant
+def a_task_that_came_while_its_step_fell_asleep_and_is_forgotten(
+    patch: pytest.MonkeyPatch, draws: random.Random
+) -> None:
+    slept = Idleness.slept
+
+    def forgetful(self: Idleness, worker: int, message: Any) -> None:
+        slept(self, worker, message)
+        if any(self._waits(step) for step in self._tasks.lanes[message.step].together):
+            self._resting.discard(message.step)
+
+    patch.setattr(Idleness, "slept", forgetful)
+
+
+@mutant
+def work_for_a_step_that_sleeps(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Dispatcher, "_rests", lambda s, member, lane: False)
+
+
+@mutant
+def a_worker_that_left_and_is_never_called(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Crew, "call", lambda s, worker, now_ms: None)

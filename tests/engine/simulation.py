@@ -21,12 +21,13 @@ from itertools import count
 
 import msgspec
 
+from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
 from weftline.engine import request as requests_module
-from weftline.engine import supervisor
+from weftline.engine import rest, supervisor
 from weftline.engine.clock import ManualClock
 from weftline.engine.crew import WorkerState
 from weftline.engine.request import Request
@@ -43,7 +44,7 @@ KILLS_MAX = 4
 KILLS_STREAMING_MAX = 5
 """The same where a worker takes in all that there is, which is 12 requests."""
 
-TABLES = {"request": requests_module.TRANSITIONS, "worker": supervisor.TRANSITIONS}
+TABLES = {"request": requests_module.TRANSITIONS, "worker": supervisor.TRANSITIONS, "rest": rest.TRANSITIONS}
 
 
 class World:
@@ -51,7 +52,8 @@ class World:
 
     def __init__(self, seed: int, requests: int = REQUESTS) -> None:
         self.rng = random.Random(seed)
-        self.plan = with_memory(random_plan(self.rng))
+        self.plan = with_idleness(with_memory(random_plan(self.rng)), seed)
+        self.idle = IdleWorld(seed)
         self.kv = KvWorld(self.plan, seed)
         self.scheduler = Scheduler(self.plan, seed)
         self.clock = ManualClock()
@@ -149,9 +151,17 @@ class World:
                 move(one, event)  # type: ignore[operator]
 
             cls.move = noted  # type: ignore[assignment]
+        self.own_rest = rest.Rest.move
+
+        def rested(one: rest.Rest, step: int, event: str, now_ms: float = 0.0) -> None:
+            self.moves.add(("rest", one.state(step), event))
+            self.own_rest(one, step, event, now_ms)
+
+        rest.Rest.move = rested  # type: ignore[method-assign]
 
     def unwatch(self) -> None:
         Request.move, WorkerState.move = self.own_moves  # type: ignore[method-assign]
+        rest.Rest.move = self.own_rest  # type: ignore[method-assign]
 
     def tell(self, event: ev.Event) -> None:
         self.seen.add(type(event).__name__)
@@ -257,6 +267,20 @@ class World:
         if self.arena_of.get(worker) == arena and worker not in self.wedged:
             self.say(worker, arena, self.kv.resize(worker, message))
             self.kv.check()
+
+    def on_rest(self, worker: int, arena: int, message: msg.Sleep | msg.Wake | msg.Close) -> None:
+        """A worker does as it was told: a step sleeps or wakes, or its process ends."""
+        if self.arena_of.get(worker) != arena or worker in self.wedged:
+            return
+        match message:
+            case msg.Sleep():
+                self.kv.sleep(worker, message.step)
+                self.say(worker, arena, self.idle.slept(message))
+            case msg.Wake():
+                self.kv.wake(worker, message.step)
+                self.say(worker, arena, self.idle.awake(worker, message))
+            case msg.Close():
+                self.on_die(worker, arena)
 
     def on_die(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) != arena:
@@ -426,6 +450,7 @@ class World:
                     self.inbox[worker], self.streams[worker], self.chains[worker] = [], [], {}
                     self.cancelled[worker], self.paused[worker] = set(), set()
                     self.kv.start(worker)
+                    self.idle.start(worker)
                     self.later(("hello", worker, command.arena))
                 case ev.KillWorker():
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))
@@ -464,6 +489,10 @@ class World:
                 self.later(("took", worker, arena, tuple(piece.item for piece in message.pieces), message.step), 100)
             case msg.KvResize():
                 self.later(("resize", worker, arena, message), 3000)
+            case msg.Sleep() | msg.Wake() | msg.Close():
+                if arena >= 0:  # else it has died, and the news be under way
+                    self.idle.told(worker, message)
+                    self.later(("rest", worker, arena, message))
             case msg.Cancel():
                 self.cancelled.get(worker, set()).update(message.items)  # it may have died, and the news be under way
             case msg.Pause():
@@ -496,6 +525,8 @@ class World:
             raise AssertionError(f"worker {worker} was sent work and is not ready")
         if worker not in (places := self.plan.steps[message.step].workers):
             raise AssertionError(f"worker {worker} was sent step {message.step}, which is at {places}")
+        chain = self.chains[worker].get(message.chain) if isinstance(message, msg.Run) and message.chain else None
+        self.idle.check_work(worker, tuple(stage.step for stage in chain.stages) if chain else (message.step,))
         if isinstance(message, msg.Run) and message.chain and message.chain not in self.chains[worker]:
             raise AssertionError("a worker was not told of the chain it is to run")
         for item in message.items:

@@ -383,8 +383,17 @@ def test_a_step_that_never_gets_there_costs_its_worker_its_life(until: str, limi
 def test_a_step_that_loads_silently_is_left_in_peace() -> None:
     desk = asleep(one_step())
     desk.submit(x=1)
+    desk.advance(1)
+    desk.hear(0, msg.Progress("a", "waking", 0.0))
     desk.advance(60_000, silent=[0])
     assert (desk.kills(), health(desk)) == ([], {"a": True})
     desk.hear(0, msg.Awake(0, 60_000.0))
     desk.advance(60_000, silent=[0])
-    assert desk.kills() != []
+    assert desk.kills() == ["it gave no sign of life for 3 s"]
+
+
+def test_a_worker_that_was_lost_before_it_heard_that_a_step_is_to_wake_is_not_waited_for() -> None:
+    desk = asleep(one_step())
+    desk.submit(x=1)
+    desk.advance(4000, silent=[0])
+    assert desk.kills() == ["it gave no sign of life for 3 s"]

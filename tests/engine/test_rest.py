@@ -31,3 +31,16 @@ def test_all_of_several_steps_sleep_or_not() -> None:
     assert rest.asleep((0, 1)) and not rest.asleep((0, 1, 2))
     rest.clear()
     assert (rest.state(0), rest.moving, bool(rest)) == (AWAKE, False, False)
+
+
+def test_since_when_a_worker_wakes_steps_is_on_record_until_the_last_is_awake() -> None:
+    rest = Rest()
+    for step, told_ms in ((0, 5.0), (1, 7.0)):
+        rest.move(step, "sleep")
+        rest.move(step, "slept")
+        rest.move(step, "wake", told_ms)
+    assert rest.wakes_since_ms == 7.0
+    rest.move(0, "awake")
+    assert rest.wakes_since_ms == 7.0
+    rest.move(1, "awake")
+    assert rest.wakes_since_ms is None
