@@ -4,6 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
+TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format evaluate batch-example gpu-check bench bench-quick bench-llm bench-ingress bench-batch bench-peers simulate docs clean
@@ -24,7 +25,7 @@ demo: setup  ## answer a spoken question about a picture with the bundled models
 	@$(RUN) examples/demo.py
 
 test: setup lint  ## lint, type-check and run every test
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 lint: setup  ## ruff and mypy --strict
 	$(RUN) -m ruff check .

@@ -148,7 +148,7 @@ def test_models_that_wait_for_an_admin_do_not_count_for_readiness(folder: Path) 
             assert ask(client, "hello", "later") == "hello"
             client.unload_model("later")
             wait_until(lambda: not client.is_model_ready("later"), "unloaded")
-            assert it.status("/readyz") == 200
+            wait_until(lambda: it.status("/readyz") == 200, "ready without it")  # a busy machine's worker may be silent
 
 
 def test_several_processes_share_the_port_and_end_with_the_server(folder: Path) -> None:
