@@ -77,7 +77,7 @@ def load_network(auto_class: str, model: str, context: OpenContext) -> Any:
     missing = sorted(map(str, report.get("missing_keys") or ()))
     if missing:  # transformers would leave them at random and only warn
         raise ModelError(f"{model}: its weights lack {', '.join(missing[:3])} ({len(missing)} tensors in all)")
-    return network.to(context.device).eval()
+    return network.to(context.framework_device).eval()
 
 
 def check_weights(folder: Path, shown: str) -> None:

@@ -1,13 +1,18 @@
 """Pictures fitted into a square for a detector, and its boxes brought back.
 
-The arithmetic is ultralytics' LetterBox and scale_boxes, so that a model sees here what it saw in training.
+The arithmetic is ultralytics' LetterBox and scale_boxes, so that a model sees here what it saw in training. On a GPU
+torch resizes, in float32, where OpenCV rounds to 11 bits: levels differ by at most 1 of 255.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 PADDING = 114
 """Grey level around a picture that is not square, as in ultralytics."""
@@ -50,4 +55,21 @@ def letterbox(image: np.ndarray, side: int, out: np.ndarray) -> Fit:
     out.fill(PADDING)
     inside = out[place.top : place.top + place.inner_height, place.left : place.left + place.inner_width]
     inside[...] = image if image.shape[1::-1] == size else cv2.resize(image, size, interpolation=cv2.INTER_LINEAR)
+    return place
+
+
+def letterbox_torch(images: torch.Tensor, side: int, out: torch.Tensor) -> Fit:
+    """Write uint8 [n, H, W, 3] `images` into `out`, and return where they lie there; nothing waits for the device.
+
+    out: float32 [n, 3, side, side], which gets levels from 0 to 255.
+    """
+    import torch
+
+    place = fit(images.shape[1], images.shape[2], side)
+    size = (place.inner_height, place.inner_width)
+    levels = images.permute(0, 3, 1, 2).float()
+    if tuple(levels.shape[2:]) != size:
+        levels = torch.nn.functional.interpolate(levels, size, mode="bilinear", align_corners=False).round_()
+    out.fill_(PADDING)
+    out[:, :, place.top : place.top + place.inner_height, place.left : place.left + place.inner_width] = levels
     return place

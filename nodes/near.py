@@ -40,13 +40,14 @@ def stacked_torch(batch: Batch, port: str, dtype: str | None = None, device: str
 
 
 def stacked_group(values: Sequence[Any], items: Sequence[int], dtype: str | None, device: str) -> torch.Tensor:
-    """Return some of a port's tensors, all of one shape, as one [items, ...] on `device`: a copy."""
+    """Return some of a port's tensors, all of one shape, as one [items, ...] on `device`: a copy of several."""
     import torch
 
     chosen = [values[item] for item in items]
-    if any(isinstance(value, DeviceTensor) for value in chosen):
-        return torch.stack([as_torch(value, dtype, device) for value in chosen])
-    return as_torch(np.stack(chosen), dtype, device)
+    if all(isinstance(value, np.ndarray) for value in chosen):
+        return as_torch(np.stack(chosen), dtype, device)
+    tensors = [as_torch(value, dtype, device) for value in chosen]
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
 
 
 def into_room(batch: Batch, port: str, tensor: torch.Tensor) -> Any:

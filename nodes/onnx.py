@@ -3,6 +3,8 @@
 The step's ports are the graph's inputs and outputs, read from the file. Where every one of them has a first dimension
 of no fixed size, that is the batch: it is not part of the ports, and a whole batch is one call. Otherwise the model is
 called item by item, with the dimensions it declares.
+
+On a GPU tensors are read where they lie there, and written where they will be read.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from weftline.errors import StepError
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
 from weftline.nodes.grouping import alike
 from weftline.nodes.model_file import need_file
+from weftline.nodes.onnx_binding import Memory, Tensor, call, memory_of
 from weftline.nodes.onnx_file import OnnxFile, ValueInfo, read_onnx
 from weftline.nodes.onnx_session import open_session
 from weftline.nodes.ports import Dim, Port, Ports, PortType
+from weftline.shm.device.tensor import DeviceTensor
+from weftline.shm.view import numpy_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +66,42 @@ class Onnx(BatchNode):
 
     _session: Any = None
     _face: Face
+    _memory: Memory
 
     @classmethod
     def ports(cls, config: OnnxConfig, step: StepContext) -> Ports:
         face = _face(config, read_onnx(_path(config, step.base_dir), config.model))
         return Ports(tuple(port for port, _ in face.inputs), tuple(port for port, _ in face.outputs))
 
+    @classmethod
+    def device_ports(cls, config: OnnxConfig, ports: Ports) -> frozenset[str]:
+        return frozenset(port.name for port in (*ports.inputs, *ports.outputs))
+
     def open(self, context: OpenContext) -> None:
         path = _path(self.config, context.base_dir)
         self._face = _face(self.config, read_onnx(path, self.config.model))
+        self._memory = memory_of(context.device, context.stream)
         context.progress("reading the model", 0.1)
         self._session = open_session(path, self.config.model, context, self.config.tensorrt)
 
     def warm_up(self) -> None:
-        inputs = {info.name: _made_up(port, self._face) for port, info in self._face.inputs}
-        if all(array is not None for array in inputs.values()):
-            self._session.run(None, inputs)
+        inputs = [_made_up(port, self._face) for port, _ in self._face.inputs]
+        if not any(array is None for array in inputs):
+            self._answers([array for array in inputs if array is not None])
 
     def run(self, batch: Batch) -> Outputs:
         if not self._face.together:
             return self._one_by_one(batch)
         names = [port.name for port, _ in self._face.inputs]
-        groups = alike([batch[name] for name in names], len(batch))
+        columns = [batch[name] for name in names]
+        groups = alike(columns, len(batch))
         if len(groups) == 1:
-            return self._call([batch.stacked(name) for name in names], batch)
+            return self._call([batch.stacked(name) for name in names], len(batch), batch)
+        if any(isinstance(value, DeviceTensor) for column in columns for value in column):
+            groups = [[item] for item in range(len(batch))]  # nothing here could copy several together on the device
         found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port, _ in self._face.outputs}
         for group in groups:
-            arrays = [np.stack([batch[name][item] for item in group]) for name in names]
-            for name, values in self._call(arrays, None, len(group)).items():
+            for name, values in self._call([_together(column, group) for column in columns], len(group)).items():
                 for position, item in enumerate(group):
                     found[name][item] = values[position]
         return found
@@ -100,37 +113,27 @@ class Onnx(BatchNode):
         found: dict[str, list[Any]] = {port.name: [] for port, _ in self._face.outputs}
         for item in range(len(batch)):
             values = [batch[port.name][item] for port, _ in self._face.inputs]
-            arrays = [value[None] for value in values] if self._face.strip else values
-            answers = self._session.run(None, self._feeds(arrays))
+            answers = self._answers([_together([value], [0]) for value in values] if self._face.strip else values)
             for (port, _), answer in zip(self._face.outputs, answers, strict=True):
                 found[port.name].append(answer[0] if self._face.strip else answer)
         return found
 
-    def _feeds(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        return {info.name: array for (_, info), array in zip(self._face.inputs, arrays, strict=True)}
-
-    def _call(self, arrays: Sequence[np.ndarray], batch: Batch | None, items: int = 0) -> dict[str, Any]:
+    def _call(self, values: Sequence[Tensor], items: int, batch: Batch | None = None) -> dict[str, Tensor]:
         """Run one batch; outputs of fixed shape are written straight into the batch's room when it has some."""
-        binding = self._session.io_binding()
-        for name, array in self._feeds(arrays).items():
-            binding.bind_cpu_input(name, array if array.flags.c_contiguous else np.ascontiguousarray(array))
-        rooms = {port.name: _room(port, batch) for port, _ in self._face.outputs}
-        for port, info in self._face.outputs:
-            room = rooms[port.name]
-            if room is None:
-                binding.bind_output(info.name)
-            else:
-                binding.bind_output(info.name, "cpu", 0, room.dtype.type, room.shape, room.ctypes.data)
-        self._session.run_with_iobinding(binding)
-        values = binding.get_outputs()
-        answers = {}
-        for (port, _), value in zip(self._face.outputs, values, strict=True):
-            room = rooms[port.name]
-            answers[port.name] = value.numpy() if room is None else room
-            if len(answers[port.name]) != (items or len(batch or ())):
-                found = f"gave {len(answers[port.name])} rows for {items or len(batch or ())} items"
+        rooms = [_room(port, batch) for port, _ in self._face.outputs]
+        answers: dict[str, Tensor] = {}
+        for (port, _), answer in zip(self._face.outputs, self._answers(values, rooms), strict=True):
+            answers[port.name] = answer
+            if len(answer) != items:
+                found = f"gave {len(answer)} rows for {items} items"
                 raise StepError(f"{self.config.model}: output {port.name} {found}\n    fix: set batched: false")
         return answers
+
+    def _answers(self, values: Sequence[Tensor], rooms: Sequence[Tensor | None] = ()) -> list[Tensor]:
+        """Call the session once: with a value for every input, and the room that there is for each output."""
+        inputs, outputs = [info for _, info in self._face.inputs], [info for _, info in self._face.outputs]
+        room_of = zip(outputs, rooms or [None] * len(outputs), strict=True)
+        return call(self._session, self._memory, [*zip(inputs, values, strict=True)], [*room_of])
 
 
 def _path(config: OnnxConfig, base_dir: Path) -> Path:
@@ -184,12 +187,21 @@ def _made_up(port: Port, face: Face) -> np.ndarray | None:
     if dims is None or not all(isinstance(dim, int) for dim in dims) or port.type.dtype is None:
         return None
     sizes = tuple(dim for dim in dims if isinstance(dim, int))
-    return np.zeros((1, *sizes) if face.together or face.strip else sizes, port.type.dtype)
+    shape = (1, *sizes) if face.together or face.strip else sizes
+    return np.zeros(shape, numpy_dtype(port.type.dtype))
 
 
-def _room(port: Port, batch: Batch | None) -> np.ndarray | None:
+def _together(values: Sequence[Tensor], items: Sequence[int]) -> Tensor:
+    """Return some of a port's values as one [items, ...]; one on the device is seen so in place."""
+    if len(items) == 1:
+        value = values[items[0]]
+        return value.reshape(1, *value.shape)
+    return np.stack([np.asarray(values[item]) for item in items])
+
+
+def _room(port: Port, batch: Batch | None) -> Tensor | None:
     dims = port.type.dims
     if batch is None or dims is None or port.type.dtype is None or not all(isinstance(dim, int) for dim in dims):
         return None
-    room = batch.room(port.name, port.type.dtype, tuple(dim for dim in dims if isinstance(dim, int)))
-    return room if room is not None and room.flags.c_contiguous and room.flags.writeable else None
+    room: Tensor | None = batch.room(port.name, port.type.dtype, tuple(dim for dim in dims if isinstance(dim, int)))
+    return room

@@ -16,9 +16,9 @@ from weftline.nodes.protobuf import WireError, chunk, fields, number, text
 
 DTYPES = {
     1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool", 10: "float16",
-    11: "float64", 12: "uint32", 13: "uint64", 14: "complex64",
+    11: "float64", 12: "uint32", 13: "uint64", 14: "complex64", 16: "bfloat16", 17: "float8_e4m3fn", 19: "float8_e5m2",
 }  # fmt: skip
-"""TensorProto.DataType by number, for the types numpy and ONNX Runtime exchange; string and bfloat16 are not."""
+"""TensorProto.DataType by number, for the types that ports carry; strings, and the rarer kinds of float8, are not."""
 
 DEPTH_MAX = 16
 """Deepest nesting of graphs in graphs; If and Loop bodies rarely go beyond 3."""

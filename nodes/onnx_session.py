@@ -9,6 +9,7 @@ from typing import Any
 
 from weftline.errors import MissingPackage, ModelError
 from weftline.nodes.contract import OpenContext
+from weftline.shm.device.names import index_of
 
 Provider = tuple[str, dict[str, Any]]
 
@@ -24,7 +25,8 @@ def open_session(path: Path, shown: str, context: OpenContext, tensorrt: bool = 
     options.log_severity_level = 4
     # A waiting thread pool that spins takes the cores of the step that is working.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    wanted = providers(onnxruntime.get_available_providers(), context.device, _engine_dir(path, context), tensorrt)
+    available, engines = onnxruntime.get_available_providers(), _engine_dir(path, context)
+    wanted = providers(available, context.device, engines, tensorrt, context.stream)
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=wanted)
     except Exception as error:
@@ -32,21 +34,26 @@ def open_session(path: Path, shown: str, context: OpenContext, tensorrt: bool = 
         raise ModelError(f"{shown} cannot be opened by ONNX Runtime: {reason:.300}") from None
 
 
-def providers(available: Sequence[str], device: str, engine_dir: Path, tensorrt: bool) -> list[Provider]:
-    """Return ONNX Runtime's providers for `device`, best first, with their options; ModelError when it has none."""
+def providers(
+    available: Sequence[str], device: str, engine_dir: Path, tensorrt: bool, stream: int = 0
+) -> list[Provider]:
+    """Return ONNX Runtime's providers for `device`, best first, with their options; ModelError when it has none.
+
+    stream: the CUDA stream they are to compute on; 0: one of their own.
+    """
     cpu: Provider = ("CPUExecutionProvider", {})
     if not device.startswith("cuda"):
         return [cpu]
     if "CUDAExecutionProvider" not in available:
         fix = "pip install onnxruntime-gpu instead of onnxruntime, or set device: cpu"
         raise ModelError(f"the installed ONNX Runtime cannot use {device}\n    fix: {fix}")
-    index = int(device.partition(":")[2] or 0)
-    found: list[Provider] = [("CUDAExecutionProvider", {"device_id": index}), cpu]
+    on = {"device_id": index_of(device)} | ({"user_compute_stream": str(stream)} if stream else {})
+    found: list[Provider] = [("CUDAExecutionProvider", on), cpu]
     if tensorrt and "TensorrtExecutionProvider" in available:
         engine_dir.mkdir(parents=True, exist_ok=True)
         kept = {"trt_engine_cache_enable": True, "trt_timing_cache_enable": True}
         paths = {"trt_engine_cache_path": str(engine_dir), "trt_timing_cache_path": str(engine_dir)}
-        found.insert(0, ("TensorrtExecutionProvider", {"device_id": index, **kept, **paths}))
+        found.insert(0, ("TensorrtExecutionProvider", {**on, **kept, **paths}))
     return found
 
 

@@ -2,7 +2,8 @@
 
 Any checkpoint in openai-whisper's format works, of any size: its own dims are honoured, so a model may listen to less
 than 30 s at a time. A recording longer than that is cut at its quietest spots and the texts are joined. The windows of
-all items of a batch are decoded together.
+all items of a batch are decoded together. On a GPU their spectrograms are made there, from samples that are uploaded
+once, or lie there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 
 from weftline.errors import MissingPackage, ModelError
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
+from weftline.nodes.mel import log_mels
 from weftline.nodes.model_file import find_model
+from weftline.nodes.near import as_array, as_torch, rest
 from weftline.nodes.ports import AUDIO_HZ, Ports, port
 from weftline.nodes.whisper_file import KNOWN, PUBLISHED_TEXT_CONTEXT, load_whisper
 from weftline.nodes.windows import cut
@@ -55,6 +58,7 @@ class Whisper(BatchNode):
     batch_default: ClassVar[tuple[int, float]] = (8, 5.0)
 
     _model: Any = None
+    _device: str  # as torch calls it
     _options: Any = None
     _windows_max: int = 1
 
@@ -81,6 +85,10 @@ class Whisper(BatchNode):
             ),
         )
 
+    @classmethod
+    def device_ports(cls, config: WhisperConfig, ports: Ports) -> frozenset[str]:
+        return frozenset({"audio"})
+
     def open(self, context: OpenContext) -> None:
         try:
             import torch
@@ -88,12 +96,13 @@ class Whisper(BatchNode):
         except ImportError:
             raise MissingPackage("openai-whisper", self.extra) from None
         torch.set_num_threads(max(context.threads, 1))
+        self._device = context.framework_device
         self._model = load_whisper(self.config.model, context)
         half = self._model.dims.n_text_ctx // 2  # the rest is for the prompt and the marks before the text
         if (self.config.tokens_max or 0) > half:
             found = f"tokens_max: found {self.config.tokens_max}, expected at most {half}"
             raise ModelError(f"{found}, half of the text context of {self.config.model}")
-        self._options = self._decoding(whisper, context.device)
+        self._options = self._decoding(whisper, self._device)
         self._windows_max = max(context.items_max, 1)
 
     def _decoding(self, whisper: Any, device: str) -> Any:
@@ -121,9 +130,9 @@ class Whisper(BatchNode):
             self._options = options
 
     def run(self, batch: Batch) -> Outputs:
-        window = self._model.dims.n_audio_ctx * 2 * HOP
-        spans = [cut(samples, window) for samples in batch["audio"]]
-        pieces = [samples[a:b] for samples, parts in zip(batch["audio"], spans, strict=True) for a, b in parts]
+        recordings = [_sliceable(samples) for samples in batch["audio"]]
+        spans = [self._cut(samples) for samples in recordings]
+        pieces = [samples[a:b] for samples, parts in zip(recordings, spans, strict=True) for a, b in parts]
         results: list[Any] = []
         for start in range(0, len(pieces), self._windows_max):
             results += self._decode(pieces[start : start + self._windows_max])
@@ -135,23 +144,45 @@ class Whisper(BatchNode):
             "segments": [[_segment(*part) for part in parts] for parts in heard],
         }
 
+    def sleep(self, keep: str) -> bool:
+        if keep != "host":
+            return False
+        rest(self._model)
+        return True
+
+    def wake(self) -> None:
+        self._model.to(self._device)
+
     def close(self) -> None:
         self._model = None
 
-    def _decode(self, pieces: Sequence[np.ndarray]) -> list[Any]:
-        """Return openai-whisper's result for each window of at most the model's context."""
+    @property
+    def _window(self) -> int:
+        """Samples the model hears at a time."""
+        return int(self._model.dims.n_audio_ctx) * 2 * HOP
+
+    def _cut(self, samples: Any) -> list[tuple[int, int]]:
+        """Return where a recording is cut; of one on the device that is too long, the host looks at a copy."""
+        there = not isinstance(samples, np.ndarray) and len(samples) > self._window
+        return cut(as_array(samples) if there else samples, self._window)
+
+    def _decode(self, pieces: Sequence[Any]) -> list[Any]:
+        """Return openai-whisper's result for each window of at most the model's context, arrays or tensors there."""
         import torch
         import whisper
 
-        dims = self._model.dims
-        mels = []
+        there = not all(isinstance(piece, np.ndarray) for piece in pieces)
         with torch.inference_mode():
-            for piece in pieces:
-                padded = np.zeros(dims.n_audio_ctx * 2 * HOP, np.float32)
-                padded[: len(piece)] = piece
-                mels.append(whisper.log_mel_spectrogram(padded, dims.n_mels, device=self._model.device))
-            found: list[Any] = whisper.decode(self._model, torch.stack(mels), self._options)
+            samples = torch.zeros((len(pieces), self._window), device=self._device if there else "cpu")
+            for row, piece in zip(samples, pieces, strict=True):
+                row[: len(piece)] = as_torch(piece)
+            mels = log_mels(samples.to(self._device), self._model.dims.n_mels)
+            found: list[Any] = whisper.decode(self._model, mels, self._options)
         return found
+
+
+def _sliceable(samples: Any) -> Any:
+    return samples if isinstance(samples, np.ndarray) else as_torch(samples)
 
 
 def _segment(start: int, end: int, result: Any) -> dict[str, Any]:

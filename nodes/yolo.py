@@ -2,6 +2,8 @@
 
 ultralytics is licensed under AGPL-3.0 (or a commercial licence of Ultralytics): a service built on this node takes on
 that licence's duties, among them offering its source to its users. Nothing else in Weftline depends on it.
+
+On a GPU pictures are fitted, looked at and their boxes sorted out there; the detections come to the host in one copy.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import numpy as np
 
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
 from weftline.nodes.detections import Detections
-from weftline.nodes.letterbox import Fit, letterbox
+from weftline.nodes.grouping import alike
+from weftline.nodes.letterbox import Fit, letterbox, letterbox_torch
 from weftline.nodes.model_file import find_model
+from weftline.nodes.near import rest, stacked_group
 from weftline.nodes.ports import Ports, port
 from weftline.nodes.yolo_file import STRIDE, Detector, load_folder, load_pickle, quiet_ultralytics, read_config
+from weftline.shm.device.names import is_gpu
 
 SUPPRESSION_MAX_S = 3600.0
 """Time for non-maximum suppression. ultralytics' own 50 ms a picture silently drops detections on a slow machine."""
@@ -59,7 +64,8 @@ class Yolo(BatchNode):
 
     _detector: Detector | None = None
     _side: int
-    _device: str
+    _device: str  # as torch calls it
+    _near: bool  # on a GPU, where pictures may lie
 
     @classmethod
     def ports(cls, config: YoloConfig, step: StepContext) -> Ports:
@@ -76,6 +82,10 @@ class Yolo(BatchNode):
             outputs=(port("detections", "detections", about="boxes, classes and scores, most confident first"),),
         )
 
+    @classmethod
+    def device_ports(cls, config: YoloConfig, ports: Ports) -> frozenset[str]:
+        return frozenset({"image"})
+
     def open(self, context: OpenContext) -> None:
         self.ports(self.config, StepContext(context.base_dir))
         path = find_model(self.config.model, context.base_dir)
@@ -89,29 +99,63 @@ class Yolo(BatchNode):
 
         torch.set_num_threads(max(context.threads, 1))
         context.progress("folding normalisation into convolutions", 0.8)
-        self._device = context.device
+        self._device, self._near = context.framework_device, is_gpu(context.device)
         self._detector.network.fuse(verbose=False)
-        self._detector.network.to(context.device).requires_grad_(False)
+        self._detector.network.to(self._device).requires_grad_(False)
         self._side = self.config.image_size or self._detector.image_size
 
     def warm_up(self) -> None:
         self._find([np.zeros((self._side, self._side, 3), np.uint8)])
+        if self._near:
+            import torch
+
+            self._find([torch.zeros((self._side // 2, self._side, 3), dtype=torch.uint8, device=self._device)])
 
     def run(self, batch: Batch) -> Outputs:
         return {"detections": self._find(batch["image"])}
 
+    def sleep(self, keep: str) -> bool:
+        if keep != "host":
+            return False
+        rest(self._opened.network)
+        return True
+
+    def wake(self) -> None:
+        self._opened.network.to(self._device)
+
     def close(self) -> None:
         self._detector = None
 
-    def _find(self, images: Sequence[np.ndarray]) -> list[Detections]:
+    def _find(self, images: Sequence[Any]) -> list[Detections]:
+        import torch
+
+        here = all(isinstance(image, np.ndarray) for image in images)
+        with torch.inference_mode():
+            pixels, fits = self._fitted(images) if here else self._fitted_there(images)
+            found = self._suppress(self._opened.network(pixels.div_(255)))
+            rows = torch.cat(found).cpu().numpy()  # all pictures' in one copy
+        ends = np.cumsum([len(one) for one in found])[:-1]
+        return [self._detections(part, place) for part, place in zip(np.split(rows, ends), fits, strict=True)]
+
+    def _fitted(self, images: Sequence[np.ndarray]) -> tuple[Any, list[Fit]]:
+        """Return float32 [items, 3, side, side] of levels 0 to 255 on the device, and where each picture lies there."""
         import torch
 
         squares = np.empty((len(images), self._side, self._side, 3), np.uint8)
         fits = [letterbox(image, self._side, square) for image, square in zip(images, squares, strict=True)]
-        with torch.inference_mode():
-            pixels = torch.from_numpy(squares).to(self._device).permute(0, 3, 1, 2).float().div_(255)
-            found = self._suppress(self._opened.network(pixels))
-            return [self._detections(rows.cpu().numpy(), place) for rows, place in zip(found, fits, strict=True)]
+        return torch.from_numpy(squares).to(self._device).permute(0, 3, 1, 2).float(), fits
+
+    def _fitted_there(self, images: Sequence[Any]) -> tuple[Any, list[Fit]]:
+        """Return the same of pictures of which some lie on the device: all at once where they are of one size."""
+        import torch
+
+        items = range(len(images))
+        pixels = torch.empty((len(images), 3, self._side, self._side), device=self._device)
+        if len(alike([images], len(images))) == 1:
+            whole = stacked_group(images, items, None, self._device)
+            return pixels, [letterbox_torch(whole, self._side, pixels)] * len(images)
+        rows = [stacked_group(images, [item], None, self._device) for item in items]
+        return pixels, [letterbox_torch(rows[item], self._side, pixels[item : item + 1]) for item in items]
 
     @property
     def _opened(self) -> Detector:

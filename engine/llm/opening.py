@@ -50,7 +50,7 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
 def _runner(config: LlmConfig, context: OpenContext, model: str, kv_bytes: int | None) -> Runner:
     source = local_or_hub(model, context.base_dir)
     options = RunnerOptions(
-        device=context.device,
+        device=context.framework_device,
         dtype=config.dtype,
         page_tokens=config.page_tokens,
         kv_bytes=kv_bytes,
@@ -64,7 +64,8 @@ def _runner(config: LlmConfig, context: OpenContext, model: str, kv_bytes: int |
     if config.ranks > 1:
         from weftline.engine.llm.parallel.runner import ParallelRunner
 
-        return ParallelRunner.open_on(_devices(context.device, config.ranks), source, options, context.progress, model)
+        devices = _devices(context.framework_device, config.ranks)
+        return ParallelRunner.open_on(devices, source, options, context.progress, model)
     return Runner.open(source, options, context.progress, model)
 
 

@@ -11,23 +11,35 @@ import pytest
 
 from weftline.nodes.contract import Batch
 from weftline.nodes.near import as_array
-from weftline.shm.device.fake import FakeGpu
+from weftline.shm.device.opening import open_driver
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import STAND_INS, TensorSpec
 
 DEVICE = "fake:0"
 
 
+class Unseen(DeviceTensor):
+    """A DeviceTensor that numpy cannot look at, as those of a real GPU."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        raise AttributeError("the memory is not the host's")
+
+    def _seen_as(self, spec: TensorSpec, start_bytes: int) -> DeviceTensor:
+        return Unseen(spec, self.device, self.address + start_bytes, self.owner, self.writable)
+
+
 class Bench:
     """Memory of one fake device: `put` brings an array there, `batch` makes a batch whose outputs have room there."""
 
     def __init__(self) -> None:
-        self.driver = FakeGpu(DEVICE)
+        self.driver = open_driver(DEVICE)
         self.rooms: dict[str, DeviceTensor] = {}
 
     def empty(self, dtype: str, shape: Sequence[int], writable: bool = True) -> DeviceTensor:
         spec = TensorSpec(dtype, tuple(shape))
-        return DeviceTensor(spec, DEVICE, self.driver.allocate(max(spec.size_bytes, 1)), self.driver, writable)
+        address = self.driver.allocate(spec.size_bytes) if spec.size_bytes else 0
+        return Unseen(spec, DEVICE, address, self.driver, writable)
 
     def put(self, array: np.ndarray, dtype: str | None = None) -> DeviceTensor:
         """Return a copy on the device; `dtype` names the true one behind a stand-in."""
@@ -51,7 +63,7 @@ class Bench:
                 if one.address != first.address + place * first.nbytes:
                     return None
             spec = TensorSpec(first.dtype, (len(values[port]), *first.shape))
-            return DeviceTensor(spec, DEVICE, first.address, first)
+            return Unseen(spec, DEVICE, first.address, first)
 
         def make_room(port: str, dtype: str, shape: tuple[int, ...]) -> DeviceTensor | None:
             if not room:

@@ -1,4 +1,5 @@
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,16 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.nodes.model_files import broken
+from tests.nodes.near_values import DEVICE, Bench, bits, down
 from weftline.errors import ModelError, StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.onnx import Onnx, OnnxConfig
-from weftline.nodes.onnx_file import read_onnx
+from weftline.nodes.onnx_binding import Memory, call, memory_of
+from weftline.nodes.onnx_file import ValueInfo, read_onnx
 from weftline.nodes.onnx_session import providers
+from weftline.shm.device.tensor import DeviceTensor
+from weftline.shm.spec import TensorSpec
+from weftline.shm.view import torch_view
 
 
 def linear(first: object = "N", path: Path | None = None) -> onnx.ModelProto:
@@ -37,9 +43,9 @@ def linear(first: object = "N", path: Path | None = None) -> onnx.ModelProto:
     return model
 
 
-def opened(folder: Path, **options: object) -> Onnx:
+def opened(folder: Path, device: str = "cpu", **options: object) -> Onnx:
     node = Onnx(OnnxConfig("m.onnx", **options))
-    node.open(OpenContext(folder))
+    node.open(OpenContext(folder, device))
     node.warm_up()
     return node
 
@@ -81,6 +87,112 @@ def test_a_batch_is_written_into_its_room(tmp_path: Path) -> None:
     answer = opened(tmp_path).run(batch)["y_out"]
     assert answer is room
     np.testing.assert_allclose(room, Y, rtol=1e-5)
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_a_batch_on_the_device_is_read_and_written_there(tmp_path: Path, room: bool) -> None:
+    linear("N", tmp_path / "m.onnx")
+    wanted = opened(tmp_path).run(Batch({"x": list(X)}))["y_out"]
+    bench, node = Bench(), opened(tmp_path, DEVICE)
+    answer = node.run(bench.batch({"x": bench.side_by_side(list(X))}, room))["y_out"]
+    assert (answer is bench.rooms.get("y_out")) is room
+    node.close()  # what it gave in memory of its own outlives it
+    assert answer.spec.shape == (3, 2) and down(answer).tobytes() == wanted.tobytes()
+    assert Onnx.device_ports(node.config, Onnx.ports(node.config, StepContext(tmp_path))) == {"x", "y_out"}
+
+
+def test_arrays_given_to_a_session_on_the_device_are_taken_too(tmp_path: Path) -> None:
+    linear("N", tmp_path / "m.onnx")
+    np.testing.assert_allclose(down(opened(tmp_path, DEVICE).run(Batch({"x": list(X)}))["y_out"]), Y, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("first", "batched", "shape"), [(1, True, (4,)), (1, "auto", (1, 4)), ("N", "false", (1, 4))])
+def test_items_on_the_device_are_run_one_by_one_where_the_file_says_so(
+    tmp_path: Path, first: object, batched: object, shape: tuple[int, ...]
+) -> None:
+    linear(first, tmp_path / "m.onnx")
+    bench = Bench()
+    near = [bench.put(x.reshape(shape)) for x in X]
+    answers = opened(tmp_path, DEVICE, batched=batched).run(bench.batch({"x": near}))["y_out"]
+    assert [answer.spec.shape for answer in answers] == [(*shape[:-1], 2)] * 3
+    np.testing.assert_allclose(np.stack([down(answer).reshape(2) for answer in answers]), Y, rtol=1e-5)
+
+
+def doubling(path: Path, number: int, width: object) -> None:
+    """y = 2 x, both of ONNX's type `number` and [N, width]."""
+    casts = [("x", "f", TensorProto.FLOAT), ("d", "y", number)]
+    nodes = [helper.make_node("Cast", [a], [b], to=to) for a, b, to in casts]
+    nodes.insert(1, helper.make_node("Add", ["f", "f"], ["d"]))
+    ports = [helper.make_tensor_value_info(name, number, ["N", width]) for name in "xy"]
+    graph = helper.make_graph(nodes, "g", ports[:1], ports[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [
+        (TensorProto.BFLOAT16, "bfloat16"), (TensorProto.FLOAT8E4M3FN, "float8_e4m3fn"),
+        (TensorProto.FLOAT8E5M2, "float8_e5m2"), (TensorProto.FLOAT16, "float16"), (TensorProto.INT64, "int64"),
+    ],
+)  # fmt: skip
+def test_every_dtype_travels_by_its_bits_on_the_host_and_on_the_device(tmp_path: Path, number: int, dtype: str) -> None:
+    doubling(tmp_path / "m.onnx", number, 5)
+    assert written(tmp_path) == [f"x: {dtype}[5]", f"y: {dtype}[5]"]
+    ones, bench = [bits(dtype, (5,), seed) for seed in range(3)], Bench()
+    wanted = (torch_view(np.stack(ones), dtype).float() * 2).tolist()
+    host = opened(tmp_path).run(Batch({"x": ones}))["y"]
+    assert torch_view(host, dtype).float().tolist() == wanted
+    there = opened(tmp_path, DEVICE).run(bench.batch({"x": bench.side_by_side(ones, dtype)}))["y"]
+    assert there.dtype == dtype and down(there).tobytes() == host.tobytes()
+
+
+def test_items_of_different_sizes_and_empty_ones_on_the_device(tmp_path: Path) -> None:
+    doubling(tmp_path / "m.onnx", TensorProto.FLOAT, "W")
+    bench = Bench()
+    near = [bench.put(np.full(width, width, np.float32)) for width in (2, 0, 3, 2)]
+    answers = opened(tmp_path, DEVICE).run(bench.batch({"x": near}))["y"]
+    assert [down(answer).tolist() for answer in answers] == [[4, 4], [], [6, 6, 6], [4, 4]]
+
+
+def test_a_session_with_a_stream_of_its_own_waits_for_the_device_and_one_on_the_engines_does_not() -> None:
+    assert memory_of("cpu", 7) == Memory() and memory_of("fake:3") == Memory(device="fake:3")
+    assert memory_of("cuda:1") == Memory("cuda", 1, "cuda:1", waits=True)
+    assert memory_of("cuda", 7) == Memory("cuda", 0, "cuda", waits=False)
+
+
+class Binding:
+    """Notes what it is asked to bind, in order; gives no outputs."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: self.asked.append((name, *arguments))
+
+    def get_outputs(self) -> list[object]:
+        return [None]
+
+    def io_binding(self) -> "Binding":
+        return self
+
+    def run_with_iobinding(self, binding: object) -> None:
+        self.asked.append(("run",))
+
+
+def test_on_cuda_addresses_are_bound_and_the_device_is_waited_for_on_both_sides() -> None:
+    x = DeviceTensor(TensorSpec("float32", (3, 4)), "cuda:1", 4096)
+    room = DeviceTensor(TensorSpec("bfloat16", (3, 2)), "cuda:1", 8192, writable=True)
+    info = [ValueInfo("x", "float32", (3, 4)), ValueInfo("y", "bfloat16", (3, 2))]
+    session = Binding()
+    assert call(session, memory_of("cuda:1"), [(info[0], x)], [(info[1], room)]) == [room]
+    assert session.asked == [
+        ("bind_input", "x", "cuda", 1, np.float32, [3, 4], 4096),
+        ("bind_output", "y", "cuda", 1, TensorProto.BFLOAT16, [3, 2], 8192),
+        ("synchronize_inputs",), ("run",), ("synchronize_outputs",),
+    ]  # fmt: skip
+    told = Binding()
+    call(told, memory_of("cuda:1", 7), [(info[0], x)], [(info[1], room)])
+    assert [asked[0] for asked in told.asked] == ["bind_input", "bind_output", "run"]
 
 
 def test_items_of_different_sizes_are_run_in_groups(tmp_path: Path) -> None:
@@ -215,5 +327,9 @@ def test_providers_follow_the_device(tmp_path: Path) -> None:
     assert [name for name, _ in found] == everything
     assert found[0][1]["trt_engine_cache_path"] == str(tmp_path / "engines") and found[1][1]["device_id"] == 1
     assert [name for name, _ in providers(everything, "cuda", tmp_path, False)] == everything[1:]
+    assert all("user_compute_stream" not in options for _, options in found)
+    told = providers(everything, "cuda:1", tmp_path, True, stream=4711)
+    assert [options.get("user_compute_stream") for _, options in told] == ["4711", "4711", None]
+    assert [name for name, _ in providers(everything, "fake:0", tmp_path, True)] == ["CPUExecutionProvider"]
     with pytest.raises(ModelError, match="onnxruntime-gpu"):
         providers(["CPUExecutionProvider"], "cuda:0", tmp_path, True)

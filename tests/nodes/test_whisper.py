@@ -11,9 +11,12 @@ import whisper
 from whisper.model import ModelDimensions
 
 from tests.nodes.model_files import Harm, broken
+from tests.nodes.near_values import DEVICE, Bench, moves_of_modules
 from weftline.errors import ModelError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
+from weftline.nodes.mel import log_mels
 from weftline.nodes.whisper import Whisper, WhisperConfig
+from weftline.nodes.whisper_file import halve
 from weftline.nodes.windows import cut
 
 DIMS = ModelDimensions(
@@ -61,6 +64,62 @@ def test_a_batch_gives_what_whisper_gives_one_by_one(folder: Path, node: Whisper
     assert answers["text"] == [reference(folder, samples) for samples in items]
     assert any(answers["text"]) and answers["language"] == ["en"] * 3
     assert [len(segments) for segments in answers["segments"]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("bands", [80, 128])
+def test_spectrograms_of_a_batch_are_bit_for_bit_those_one_by_one(bands: int) -> None:
+    samples = np.random.default_rng(0).standard_normal((3, SECOND)).astype(np.float32)
+    samples *= np.array([[1e-4], [0.1], [1.0]], np.float32)  # each has a loudest bin of its own
+    one_by_one = torch.stack([whisper.log_mel_spectrogram(row, bands) for row in samples])
+    assert torch.equal(log_mels(torch.from_numpy(samples), bands), one_by_one)
+
+
+def test_recordings_on_the_device_have_the_answers_of_recordings_on_the_host(
+    folder: Path, node: Whisper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_on_the_host(samples: np.ndarray, window: int) -> list[tuple[int, int]]:
+        assert isinstance(samples, np.ndarray) or len(samples) <= window
+        return cut(samples, window)
+
+    monkeypatch.setattr("weftline.nodes.whisper.cut", cut_on_the_host)
+    items = [tone(0.5), np.concatenate([tone(0.9), np.zeros(1600, np.float32), tone(0.9, 700)]), tone(0.1, 90)]
+    there, bench = Whisper(WhisperConfig("model.pt")), Bench()
+    there.open(OpenContext(folder, DEVICE, items_max=4))
+    there.warm_up()
+    wanted = node.run(Batch({"audio": items}))
+    near = [bench.put(item) for item in items]
+    assert there.run(Batch({"audio": near})) == wanted
+    assert there.run(Batch({"audio": [near[0], items[1], near[2]]})) == wanted
+    assert there.sleep("host") and not there.sleep("nothing")
+    there.wake()
+    assert there.run(Batch({"audio": near})) == wanted
+    assert Whisper.device_ports(there.config, Whisper.ports(there.config, StepContext(folder))) == {"audio"}
+
+
+def test_asleep_its_weights_are_in_host_memory_and_awake_where_they_were(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper = Whisper(WhisperConfig("model.pt"))
+    sleeper.open(OpenContext(folder))
+    sleeper._device = "cuda:1"
+    moves = moves_of_modules(monkeypatch)
+    assert sleeper.sleep("host") and moves == ["cpu"]
+    sleeper.wake()
+    assert moves == ["cpu", "cuda:1"]
+
+
+def test_halved_weights_change_no_number_of_a_float16_call(folder: Path) -> None:
+    network = whisper.load_model(str(folder / "model.pt"), device="cpu")
+    mel = log_mels(torch.from_numpy(tone(1.0))[None], 80).half()
+    words = torch.tensor([[50257, 50362]])
+    with torch.inference_mode():
+        network.decoder.positional_embedding.normal_()  # untrained, it is whatever lay in memory
+        heard = network.encoder(mel)
+        said = network.decoder(words, heard)
+        assert said.isfinite().all()
+        halve(network)
+        assert network.encoder.conv1.weight.dtype == torch.float16
+        assert torch.equal(network.encoder(mel), heard) and torch.equal(network.decoder(words, heard), said)
 
 
 def test_a_recording_longer_than_the_model_hears_is_cut_and_joined(folder: Path, node: Whisper) -> None:

@@ -6,12 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from tests.nodes.model_files import Harm, broken
+from tests.nodes.near_values import DEVICE, Bench, moves_of_modules
 from weftline.errors import ModelError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
-from weftline.nodes.letterbox import fit, letterbox
+from weftline.nodes.detections import Detections
+from weftline.nodes.letterbox import fit, letterbox, letterbox_torch
 from weftline.nodes.yolo import Yolo, YoloConfig
 from weftline.nodes.yolo_file import quiet_ultralytics
 
@@ -56,9 +59,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(folder: Path, **options: object) -> Yolo:
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def opened(folder: Path, device: str = "cpu", **options: object) -> Yolo:
     node = Yolo(YoloConfig(**{"model": "detector", **options}))
-    node.open(OpenContext(folder, cache_dir=folder / "cache"))
+    node.open(OpenContext(folder, device, cache_dir=folder / "cache"))
     return node
 
 
@@ -122,6 +128,57 @@ def test_letterbox_is_ultralytics_own(folder: Path) -> None:
         out = np.empty((96, 96, 3), np.uint8)
         letterbox(image, 96, out)
         np.testing.assert_array_equal(out, LetterBox(new_shape=(96, 96), auto=False)(image=image))
+
+
+def test_letterbox_on_the_device_differs_by_one_level_at_most() -> None:
+    photo = np.asarray(Image.open(EXAMPLES / "data" / "photo.png").convert("RGB"))
+    for image in [*pictures(), photo, np.random.default_rng(1).integers(0, 255, (1, 300, 3), dtype=np.uint8)]:
+        host, there = np.empty((96, 96, 3), np.uint8), torch.empty(1, 3, 96, 96)
+        assert letterbox_torch(torch.tensor(image)[None], 96, there) == letterbox(image, 96, host)
+        levels = there[0].permute(1, 2, 0).numpy()
+        assert np.array_equal(levels, levels.round())
+        assert np.abs(levels - host).max() <= (0 if image.shape[:2] == (96, 96) else 1)
+
+
+def compare(host: Detections, there: Detections) -> None:
+    assert len(host) == len(there) > 3 and host.names == there.names and host.labels == there.labels
+    np.testing.assert_allclose(there.boxes, host.boxes, atol=0.1)
+    np.testing.assert_allclose(there.scores, host.scores, atol=1e-3)
+
+
+def test_pictures_on_the_device_have_the_detections_of_pictures_on_the_host(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photo = np.asarray(Image.open(EXAMPLES / "data" / "photo.png").convert("RGB"))
+    nodes = []
+    for device in ("cpu", DEVICE):
+        nodes.append(Yolo(YoloConfig("shapes-detector")))
+        nodes[-1].open(OpenContext(EXAMPLES / "models", device, cache_dir=folder / "cache"))
+        nodes[-1].warm_up()
+    host, there = nodes
+    bench, images = Bench(), [photo, photo[:, ::-1], photo[50:400, 100:500]]
+    wanted = host.run(Batch({"image": images}))["detections"]
+    near = [bench.put(image) for image in images]
+    mixed = there.run(Batch({"image": [near[0], images[1], near[2]]}))["detections"]
+    assert there.sleep("host") and not there.sleep("nothing")
+    there.wake()
+    monkeypatch.setattr("weftline.nodes.yolo.letterbox", None)  # the host's, which nobody needs from here on
+    one_size = there.run(Batch({"image": near[:2]}))["detections"]
+    sizes = there.run(Batch({"image": near}))["detections"]
+    for place, found in enumerate([*one_size, *sizes, *mixed]):
+        compare(wanted[(0, 1, 0, 1, 2, 0, 1, 2)[place]], found)
+    assert Yolo.device_ports(there.config, Yolo.ports(there.config, StepContext(EXAMPLES / "models"))) == {"image"}
+
+
+def test_asleep_its_weights_are_in_host_memory_and_awake_where_they_were(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = opened(folder)
+    node._device = "cuda:1"
+    moves = moves_of_modules(monkeypatch)
+    assert node.sleep("host") and moves == ["cpu"]
+    node.wake()
+    assert moves == ["cpu", "cuda:1"]
 
 
 def test_boxes_come_back_to_where_they_were() -> None:
