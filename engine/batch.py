@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weftline.engine.memory import Source
 from weftline.engine.messages import Brought, Item, Value
+from weftline.engine.packed import Source
 from weftline.engine.padding import Padded
 from weftline.engine.values import side_by_side, stacked
 from weftline.nodes.contract import Batch
 from weftline.nodes.urgency import USUAL, SequencePart, Urgency, seed_of
 from weftline.shm.block import Place
+from weftline.shm.spec import TensorSpec
 from weftline.shm.view import numpy_dtype
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class HostedBatch(Batch):
     """A batch of items that came in a message, or from an earlier step of a chain."""
 
-    __slots__ = ("_items", "_padded", "_rooms", "_rows", "_step")
+    __slots__ = ("_items", "_near_rooms", "_padded", "_rooms", "_rows", "_step")
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class HostedBatch(Batch):
         values: Mapping[str, Sequence[Any]],
         rooms: Mapping[int, Place],
         padded: Padded | None,
+        near_rooms: Mapping[int, Place],
     ) -> None:
         self._step = step
         self._items = items
@@ -40,6 +42,7 @@ class HostedBatch(Batch):
         self._values = values
         self._rooms = rooms
         self._padded = padded
+        self._near_rooms = near_rooms
 
     @property
     def ids(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -48,8 +51,11 @@ class HostedBatch(Batch):
     def __len__(self) -> int:
         return len(self._items)
 
-    def stacked(self, port: str) -> np.ndarray:
+    def stacked(self, port: str) -> Any:
         values = self._values[port]
+        work = self._step.memory.work
+        if work is not None and port in self._step.near:
+            return values[0].reshape(1, *values[0].shape) if len(values) == 1 else work.stacked(values)
         if len(values) == 1:
             return np.asarray(values[0])[None]
         if self._padded is not None and port in self._padded.lengths:
@@ -63,8 +69,11 @@ class HostedBatch(Batch):
             whole = stacked(sources, self._step.memory.arenas) if travelled else side_by_side(values)
         return np.stack(values) if whole is None else whole
 
-    def room(self, port: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    def room(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
         index = next((i for i, (name, _) in enumerate(self._step.outputs) if name == port), -1)
+        near = self._near_rooms.get(index)
+        if near is not None:
+            return self._step.memory.tensor_in(near, TensorSpec(dtype, (len(self), *shape)))
         place = self._rooms.get(index)
         if place is None:
             return None

@@ -2,7 +2,8 @@
 
 Every stage runs in batches of its own, on the live values of the request's inputs and of earlier stages. A value is
 checked as if it travelled, and its arrays are read-only for whoever is handed them, but nothing is copied into shared
-memory except what the chain answers with. An item that fails in a stage is out; the others go on.
+memory except what the chain answers with; a tensor on the device stays there, for stages that take it there. An item
+that fails in a stage is out; the others go on.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from weftline.engine import messages as msg
-from weftline.engine.hosting import CANCELLED, HostedStep
-from weftline.engine.memory import Row, Source
+from weftline.engine.giving import Giving
+from weftline.engine.hosting import CANCELLED, HostedStep, finish
 from weftline.engine.messages import Done, Failure, Item, Ran, Run
+from weftline.engine.packed import Row, Source
 
 _NOBODY: Mapping[int, Failure] = {}
 
@@ -26,10 +28,12 @@ class HostedChain:
         self._returns = chain.returns
         self._memory = steps[0].memory
         self._cancels = steps[0].cancels
+        self._giving = Giving(self._memory, [steps[stage].where[port] for stage, port in chain.returns])
 
     def run(self, message: Run, refused: Mapping[int, Failure] = _NOBODY) -> Done:
         """Do a dispatch; `refused` items, by position, have their result already."""
         items = message.items
+        self._memory.begin()
         ended = dict(refused)
         made: list[list[Row]] = [[] for _ in items]  # each item's outputs, stage by stage
         ran, out_of_memory = [], 0
@@ -51,18 +55,19 @@ class HostedChain:
                         made[at].append(row)
             ran.append(Ran((time.perf_counter() - started) * 1000, step.batches, len(alive)))
             out_of_memory = max(out_of_memory, step.out_of_memory)
-        self._memory.copied_bytes = 0
         rows_out: list[Row | Failure] = [
             ended[at] if at in ended else [made[at][stage][port] for stage, port in self._returns]
             for at in range(len(items))
         ]
-        results = self._memory.give(rows_out, {})
+        results = self._giving.give(rows_out)
         last = len(self._stages) - 1
         results = [
             Failure(one.error, one.message, last) if isinstance(one, Failure) and at not in ended else one
             for at, one in enumerate(results)
         ]
-        return Done(message.dispatch, tuple(results), tuple(ran), self._memory.copied_bytes, out_of_memory)
+        told, unfinished, moved = finish(self._memory, message, results, set())
+        copied = self._memory.copied_bytes
+        return Done(message.dispatch, told, tuple(ran), copied, out_of_memory, unfinished, moved)
 
 
 def _leave_out(items: Sequence[Item], gone: set[int], stage: int, ended: dict[int, Failure]) -> None:

@@ -17,6 +17,9 @@ _NO_MEMORY = re.compile(
 )
 """How frameworks say that an allocation failed when their exception's class does not."""
 
+_OF_MEMORY = ("OutOfMemoryError", "DeviceOutOfMemory")
+"""Classes of torch and of our drivers that say it, known by name."""
+
 
 def failure(error: BaseException) -> Failure:
     """Return what may be told of an exception: its class and a bounded message without addresses."""
@@ -36,7 +39,7 @@ def failure(error: BaseException) -> Failure:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or a device had no memory; torch and ONNX Runtime are known by their words, not imported."""
-    if isinstance(error, MemoryError) or any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
+    if isinstance(error, MemoryError) or any(cls.__name__ in _OF_MEMORY for cls in type(error).__mro__):
         return True
     speaks = isinstance(error, RuntimeError | OSError) or type(error).__module__.startswith("onnxruntime")
     return speaks and _NO_MEMORY.search(str(error)) is not None

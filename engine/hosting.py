@@ -2,6 +2,9 @@
 
 A HostedStep knows its node and its ports, and nothing of sockets. `run` does a dispatch of its own; `call` does one
 batch on values of any origin and leaves what it gives where it is, which is what a chain hands from step to step.
+
+On a GPU the ports that the node takes there are given as tensors on the device, and the node's work goes on the step's
+own stream. A device that is lost ends the worker: DeviceLost goes through everything here.
 """
 
 from __future__ import annotations
@@ -14,31 +17,37 @@ import numpy as np
 
 from weftline.engine.batch import HostedBatch
 from weftline.engine.faults import failure, free_caches, is_out_of_memory, out_of_memory
+from weftline.engine.giving import HOST, Giving, marked
 from weftline.engine.inbox import Cancels
-from weftline.engine.memory import Memory, Row, Source
-from weftline.engine.messages import Done, Failure, Given, Item, Ran, Run, StepToOpen, Value
+from weftline.engine.memory import Memory
+from weftline.engine.messages import Done, Failure, Given, Item, Ran, Run, StepToOpen
+from weftline.engine.outputs import NOTHING_ASIDE, Aside, OutputPorts
+from weftline.engine.packed import Row, Source
 from weftline.engine.padding import Padding
-from weftline.engine.values import ARRAYS, is_of, live, pack
-from weftline.errors import InputError, StepError
-from weftline.nodes.contract import BatchNode, Node, Outputs
+from weftline.errors import StepError
+from weftline.nodes.contract import BatchNode, Node
 from weftline.nodes.ports import PortType
-from weftline.shm.block import INLINE_BYTES_MAX, Block, Place
+from weftline.shm.block import Key
+from weftline.shm.device.driver import DeviceLost
+from weftline.shm.device.events import EVENT_BYTES
+from weftline.shm.device.names import is_gpu
 
 CANCELLED = Failure("RequestCancelled", "nobody waits for it any more")
-_PASSED_ON = (*ARRAYS, "text", "bytes")
-"""Kinds whose values a node cannot have changed: when it gives one back, it goes on as it came."""
-
-_NOTHING: Mapping[int, Any] = {}
+_NOBODY: Mapping[int, Failure] = {}
 
 
 class HostedStep:
     """One step of this worker, with its node.
 
+    near:          the inputs that the node is given on its device; none where the worker has no way to the device.
+    stream:        that of its work there, 0 on the CPU.
     batches:       calls of the node since `begin`.
     out_of_memory: items of the largest batch since `begin` for which there was no memory.
     """
 
-    def __init__(self, step: StepToOpen, node: Node, memory: Memory, cancels: Cancels | None = None) -> None:
+    def __init__(
+        self, step: StepToOpen, node: Node, memory: Memory, cancels: Cancels | None = None, stream: int = 0
+    ) -> None:
         if not isinstance(node, BatchNode):
             raise StepError(f"step {step.name}: {type(node).__name__} is no BatchNode")
         self.name = step.name
@@ -52,16 +61,30 @@ class HostedStep:
         self.batches = self.out_of_memory = self._reached = 0
         self._lists = [port for port, (_, type) in enumerate(step.inputs) if type.startswith("list[")]
         self._padding = Padding.of(step)
+        self._on_gpu = memory.near is not None and is_gpu(step.device)
+        self.near = frozenset(step.near_inputs if self._on_gpu else ())
+        if self._on_gpu and memory.near is not None:
+            stream = stream or memory.near.stream()
+        self.stream = stream
+        self.where = tuple(step.near_outputs.get(name, HOST) if self._on_gpu else HOST for name, _ in self.outputs)
+        self._ports = OutputPorts(self.outputs, memory, self._on_gpu, self.copies_inputs)
+        self._giving = Giving(memory, self.where)
 
     def begin(self) -> None:
-        self.batches = self.out_of_memory = self.memory.copied_bytes = self._reached = 0
+        self.batches = self.out_of_memory = self._reached = 0
+        self._ports.lacked_memory = False
 
-    def run(self, message: Run, refused: Mapping[int, Failure] = _NOTHING) -> Done:
-        """Do a dispatch; `refused` items, by position, have their result already."""
+    def run(self, message: Run, refused: Mapping[int, Failure] = _NOBODY) -> Done:
+        """Do a dispatch; `refused` items, by position, have their result already.
+
+        When the answer says that it is unfinished, its work goes on on the device, as the memory's `work`.
+        """
         items, of = message.items, len(message.items)
         self.begin()
+        self.memory.begin()
         started = time.perf_counter()
         results: list[Given | Failure] = []
+        whole = Aside.of_blocks(message.room, message.near_room) if message.room or message.near_room else None
         for at in range(0, of, self.items_max):
             if at:
                 self.cancels.look()
@@ -69,12 +92,15 @@ class HostedStep:
             if refused or self.cancels.gone:
                 results += self._run_some(batch, at, refused)
             else:
-                rooms = _rooms(message.room, at, len(batch), of) if message.room else _NOTHING
+                aside = NOTHING_ASIDE if whole is None else whole.part(at, len(batch), of)
                 self._reached += len(batch)
-                rows = self.call(batch, [item.inputs for item in batch], rooms)
-                results += self.memory.give(rows, rooms)
+                rows = self.call(batch, [item.inputs for item in batch], aside)
+                results += self._giving.give(rows, aside.host, aside.near)
+        own = {(block.arena, block.offset, block.generation) for block in message.near_room.values()}
+        ended, unfinished, moved = finish(self.memory, message, results, own)
         ran = Ran((time.perf_counter() - started) * 1000, self.batches, self._reached)
-        return Done(message.dispatch, tuple(results), (ran,), self.memory.copied_bytes, self.out_of_memory)
+        copied = self.memory.copied_bytes
+        return Done(message.dispatch, ended, (ran,), copied, self.out_of_memory, unfinished, moved)
 
     def _run_some(self, batch: Sequence[Item], at: int, refused: Mapping[int, Failure]) -> list[Given | Failure]:
         """Run a batch without its refused and cancelled items; it asks for room of its own."""
@@ -82,135 +108,91 @@ class HostedStep:
         out |= {p: CANCELLED for p, item in enumerate(batch) if item.id in self.cancels.gone}
         left = [item for p, item in enumerate(batch) if p not in out]
         self._reached += len(left)
-        given = iter(self.memory.give(self.call(left, [item.inputs for item in left]), _NOTHING) if left else ())
+        given = iter(self._giving.give(self.call(left, [item.inputs for item in left])) if left else ())
         return [out[p] if p in out else next(given) for p in range(len(batch))]
 
     def call(
-        self, items: Sequence[Item], rows: Sequence[Sequence[Source]], rooms: Mapping[int, Place] = _NOTHING
+        self, items: Sequence[Item], rows: Sequence[Sequence[Source]], aside: Aside = NOTHING_ASIDE
     ) -> list[Row | Failure]:
         """Run one batch on these inputs and return each item's outputs, not yet placed, or why it has none.
 
-        rooms: where outputs may be written, by port. When the node raises, the halves of the batch are run apart, so
-        that only the item at fault fails.
+        aside: where outputs may be written. When the node raises, the halves of the batch are run apart, so that only
+        the item at fault fails.
         """
         try:
-            return self._call(items, rows, rooms)
+            return self._call(items, rows, aside)
+        except DeviceLost:
+            raise
         except Exception as error:
             no_memory = is_out_of_memory(error)
             told = out_of_memory(error) if no_memory else failure(error)
+        if self._on_gpu and self.memory.near is not None:
+            self.memory.near.check()  # whose fault it was is known only while the device can be used
         if no_memory:
             self.out_of_memory = max(self.out_of_memory, len(items))
-            free_caches()
+            self.free_memory()
         count = len(items)
         if count == 1:
             return [told]
         half = count // 2
-        left = self.call(items[:half], rows[:half], _part(rooms, 0, half, count))
-        return left + self.call(items[half:], rows[half:], _part(rooms, half, count - half, count))
+        left = self.call(items[:half], rows[:half], aside.part(0, half, count))
+        return left + self.call(items[half:], rows[half:], aside.part(half, count - half, count))
 
-    def _call(
-        self, items: Sequence[Item], rows: Sequence[Sequence[Source]], rooms: Mapping[int, Place]
-    ) -> list[Row | Failure]:
+    def free_memory(self) -> None:
+        """Give back what is kept of the device for later."""
+        free_caches()
+        if self.memory.near is not None:
+            self.memory.near.scratch.trim()
+
+    def _call(self, items: Sequence[Item], rows: Sequence[Sequence[Source]], aside: Aside) -> list[Row | Failure]:
         self.batches += 1
-        arenas = self.memory.arenas
-        columns = [[live(source, arenas) for source in column] for column in zip(*rows)]
-        if self.copies_inputs:
-            columns = [[_private(value) for value in column] for column in columns]
+        near, work = self.memory.near, self.memory.work
+        if not self._on_gpu or near is None or work is None:
+            return self._compute(items, rows, aside)
+        work.begin(self.stream)
+        with near.on(self.stream):  # what is looked at afterwards is still torch's work, and in its turn
+            return self._compute(items, rows, aside)
+
+    def _compute(self, items: Sequence[Item], rows: Sequence[Sequence[Source]], aside: Aside) -> list[Row | Failure]:
+        columns = [self._column(name, column) for name, column in zip(self.inputs, zip(*rows))]
         came = [tuple(column) for column in columns]  # as they were given out: a node may change the lists
         for port in self._lists:
             came[port] = tuple(map(_fixed, columns[port]))
         values = dict(zip(self.inputs, columns))
         padded = self._padding.pad(values) if self._padding is not None else None
-        outputs = self.node.run(HostedBatch(self, items, rows, values, rooms, padded))
-        count = len(items)
-        for name, _ in self.outputs:
-            if name not in outputs:
-                raise StepError(f"the node gave no {name}; it gave {', '.join(outputs) or 'nothing'}")
-            if len(outputs[name]) != count:
-                raise StepError(f"{name}: the node gave {len(outputs[name])} values for {count} items")
+        if self.memory.work is not None and self._on_gpu:
+            self.memory.work.launch()
+        given = self.node.run(HostedBatch(self, items, rows, values, aside.host, padded, aside.near))
+        outputs = self._ports.check(given, len(items))
         if padded is not None:
-            outputs = {
-                name: [padded.cut(name, v, at) for at, v in enumerate(outputs[name])] for name, _ in self.outputs
-            }
-        return [self._row(position, row, came, outputs, rooms) for position, row in enumerate(rows)]
-
-    def _row(
-        self,
-        position: int,
-        row: Sequence[Source],
-        came: Sequence[tuple[Any, ...]],
-        outputs: Outputs,
-        rooms: Mapping[int, Place],
-    ) -> Row | Failure:
-        """Return one item's outputs, or the first failure among them."""
-        made: Row = []
-        for port, (name, type) in enumerate(self.outputs):
-            packed = self._pack(outputs[name][position], type, name, position, row, came, rooms.get(port))
-            if isinstance(packed, Failure):
-                return packed
-            made.append(packed)
+            outputs = {name: [padded.cut(name, v, at) for at, v in enumerate(outputs[name])] for name in outputs}
+        made = [self._ports.row(outputs, position, row, came, aside) for position, row in enumerate(rows)]
+        if self._ports.lacked_memory:
+            self.out_of_memory = max(self.out_of_memory, 1)
         return made
 
-    def _pack(
-        self,
-        value: Any,
-        type: PortType,
-        name: str,
-        position: int,
-        row: Sequence[Source],
-        came: Sequence[tuple[Any, ...]],
-        room: Place | None,
-    ) -> Source | Failure:
-        """Return an output ready to be placed: what came in and is given back goes on as it came."""
-        if isinstance(value, BaseException):
-            if not is_out_of_memory(value):
-                return failure(value)
-            self.out_of_memory = max(self.out_of_memory, 1)
-            return out_of_memory(value)
-        if not self.copies_inputs:
-            for column, source in zip(came, row):
-                if value is column[position] and source.kind in _PASSED_ON and is_of(source, type):
-                    return source
-        try:
-            if type.kind == "list":
-                return pack(value, type, name, self._known(position, row, came))
-            packed = pack(value, type, name)
-        except (StepError, InputError) as error:
-            return failure(error)
-        if packed.array is None or packed.size_bytes <= INLINE_BYTES_MAX:
-            return packed
-        return self.memory.lies_at(packed, row, room) or packed
-
-    def _known(self, position: int, row: Sequence[Source], came: Sequence[tuple[Any, ...]]) -> Any:
-        """Return a function that finds where an element of an output list lies in shared memory already."""
-        held: dict[int, tuple[Any, Value]] = {}
-        if not self.copies_inputs:
-            for column, source in zip(came, row):
-                _index(column[position], source, held)
-
-        def known(value: Any, type: PortType) -> Value | None:
-            found = held.get(id(value))
-            if found is not None and found[0] is value and is_of(found[1], type):
-                return found[1]
-            if type.kind not in ARRAYS or not isinstance(value, np.ndarray) or value.nbytes <= INLINE_BYTES_MAX:
-                return None
-            return self.memory.lies_at(pack(value, type, "an element"), row)
-
-        return known
+    def _column(self, name: str, sources: Sequence[Source]) -> list[Any]:
+        """Return a port's values as the node sees them, one for each item."""
+        if name in self.near and self.memory.work is not None:
+            return self.memory.work.column(sources, self.copies_inputs)
+        column = [self.memory.live(source) for source in sources]
+        return [_private(value) for value in column] if self.copies_inputs else column
 
 
-def _rooms(blocks: Mapping[int, Block], at: int, count: int, of: int) -> dict[int, Place]:
-    """Return the part of each leased block that belongs to items at..at+count of a dispatch of `of` items."""
-    return _part({port: block.place(0, block.size_bytes) for port, block in blocks.items()}, at, count, of)
+def finish(
+    memory: Memory, message: Run, results: Sequence[Given | Failure], own: set[Key]
+) -> tuple[tuple[Given | Failure, ...], bool, int]:
+    """Be done with a dispatch: return its results, whether it goes on on the device, and the bytes moved there.
 
-
-def _part(rooms: Mapping[int, Place], at: int, count: int, of: int) -> dict[int, Place]:
-    return {
-        port: place._replace(
-            offset=place.offset + at * (place.size_bytes // of), size_bytes=count * (place.size_bytes // of)
-        )
-        for port, place in rooms.items()
-    }
+    own: blocks of the worker's device arena that were set aside for it.
+    """
+    if memory.work is None:
+        return tuple(results), False, 0
+    moved = memory.work.moved_bytes
+    if not memory.end(message.ready) or message.ready is None:
+        return tuple(results), False, moved
+    ready = message.ready.place(0, EVENT_BYTES)
+    return marked(results, own | memory.work.blocks, ready), True, moved
 
 
 def _private(value: Any) -> Any:
@@ -223,12 +205,3 @@ def _private(value: Any) -> Any:
 def _fixed(value: Any) -> Any:
     """Return a list as it is now: the node it is given to may change it."""
     return tuple(map(_fixed, value)) if isinstance(value, list) else value
-
-
-def _index(value: Any, source: Source, held: dict[int, tuple[Any, Value]]) -> None:
-    """Note values that lie in shared memory by identity, lists by their elements."""
-    if source.items is not None:
-        for one, item in zip(value, source.items):
-            _index(one, item, held)
-    elif isinstance(source, Value) and source.place is not None and source.kind in _PASSED_ON:
-        held[id(value)] = (value, source)

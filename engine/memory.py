@@ -1,47 +1,117 @@
-"""What a worker sees of shared memory, and how its outputs get there.
+"""What a worker sees of shared memory: host arenas, and its device where it has one.
 
-Outputs that are part of an input, or were written where they will be read from, stay where they are; the others are
-copied side by side, one block for each output port, into room set aside beforehand or asked for now.
+A value is read where it lies. What lies on the device alone and is read as an array is brought down, once in a
+dispatch. Outputs that are part of an input, or were written where they will be read from, are found again here; how the
+others get to their places is `giving`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from weftline.engine.messages import Failure, Given, Value
-from weftline.engine.packed import Layout, Packed
-from weftline.errors import LimitReached
+from weftline.engine.device_work import DeviceWork
+from weftline.engine.messages import Value
+from weftline.engine.near import NearMemory
+from weftline.engine.packed import Packed, Source
+from weftline.engine.values import live
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, Place
-from weftline.shm.view import bytes_view, offset_in
+from weftline.shm.device.tensor import DeviceTensor
+from weftline.shm.spec import TensorSpec
+from weftline.shm.view import offset_in
 
-Need = Callable[[Sequence[int]], Sequence[Block]]
-"""Ask for one block of each size; LimitReached when there is no room."""
-
-Source = Value | Packed
-"""A value as it came in a message, or as a step of this process gave it."""
-
-Row = list[Source]
-"""What one item answers, one for each output port."""
+Need = Callable[[Sequence[int], Sequence[int]], tuple[Sequence[Block], Sequence[Block]]]
+"""Ask for one block of each size, in host memory and on the device; LimitReached when there is no room."""
 
 
 class Memory:
     """Every attached arena by id, the id of the worker's own, and how to ask for room in it.
 
+    near: the worker's device; None without one.
+    work: what the dispatch in hand does there; None between dispatches, and without a device.
     copied_bytes: bytes copied into shared memory since somebody last set it to 0.
     """
 
-    def __init__(self, arenas: dict[int, HostArena], own: int, need: Need) -> None:
+    def __init__(self, arenas: dict[int, HostArena], own: int, need: Need, near: NearMemory | None = None) -> None:
         self.arenas = arenas
         self.own = own
         self.need = need
+        self.near = near
+        self.work: DeviceWork | None = None
         self.copied_bytes = 0
 
     @property
     def own_arena(self) -> HostArena:
         return self.arenas[self.own]
+
+    # arenas come and go
+
+    def make(self, arena: int, own: HostArena) -> None:
+        """Take the worker's own arena, known by `arena` from now on."""
+        self.arenas[arena], self.own = own, arena
+
+    def use(self, near: NearMemory) -> None:
+        """Have a device from now on: host arenas are page-locked, so that copies between both run beside the host."""
+        self.near = near
+        for arena in self.arenas.values():
+            near.lock_pages(arena)
+
+    def name(self, arena: int) -> None:
+        """Learn the id of the worker's own arena."""
+        self.arenas[arena] = self.arenas.pop(self.own)
+        self.own = arena
+
+    def attach(self, arena: int, other: HostArena) -> None:
+        """Take another process's arena, in place of one of that id."""
+        self.retire(arena)
+        self.arenas[arena] = other
+        if self.near is not None:
+            self.near.lock_pages(other)
+
+    def retire(self, arena: int) -> None:
+        """Let an arena go: its writer is gone and nobody needs its bytes."""
+        known = self.arenas.pop(arena, None)
+        if known is not None:
+            if self.near is not None:
+                self.near.unlock_pages(known)
+            known.close()
+        elif self.near is not None:
+            self.near.retire(arena)
+
+    # a dispatch
+
+    def begin(self) -> None:
+        """A dispatch, or a round of a stream, begins."""
+        self.copied_bytes = 0
+        if self.near is not None:
+            self.work = DeviceWork(self.near, self.arenas)
+
+    def end(self, ready: Block | None = None) -> bool:
+        """A dispatch is over: wait for its work on the device, or leave it there; whether it goes on.
+
+        ready: the event to mark it with, if it may go on; `work` is then to be released when that has come.
+        """
+        if self.work is None or self.near is None:
+            return False
+        return self.work.end(None if ready is None else self.near.mark_of(ready))
+
+    # values
+
+    def live(self, source: Source) -> Any:
+        """Return what a reader in this process sees of a value, arrays in host memory and read-only."""
+        if self.near is None:
+            return live(source, self.arenas)
+        if source.items is not None:
+            return [self.live(item) for item in source.items]
+        if self._is_near_alone(source):
+            if self.work is not None:
+                return self.work.brought(source)
+            if isinstance(source, Value):
+                return self.near.bring(source)
+        return live(source, self.arenas)
 
     def lies_at(self, packed: Packed, sources: Sequence[Source], room: Place | None = None) -> Value | None:
         """Return an array as it lies in shared memory already: in `room`, or as (part of) one of `sources`."""
@@ -63,70 +133,34 @@ class Memory:
                     return packed.at(place._replace(offset=offset, size_bytes=packed.size_bytes))
         return None
 
-    def give(self, rows: Sequence[Row | Failure], rooms: Mapping[int, Place]) -> list[Given | Failure]:
-        """Return what items answer: values inline where they are small, placed where they are large.
+    def lies_near(self, packed: Packed, sources: Sequence[Source], room: Place | None = None) -> Value | None:
+        """Return a tensor as it lies in a device arena already: in `room`, or as (part of) one of `sources`.
 
-        rooms: blocks set aside, by output. Where there is no room for all together, each item gets its own or fails.
+        A part of a value that lies in host memory too lies there in the same part.
         """
-        given: list[Given | Failure] = []
-        large = False
-        for row in rows:
-            if isinstance(row, Failure):
-                given.append(row)
-                continue
-            for index, value in enumerate(row):
-                if value.__class__ is Packed:
-                    if value.travels_inline:
-                        row[index] = value.inline()
-                    else:
-                        large = True
-            given.append(Given(tuple(row)))  # type: ignore[arg-type]
-        if not large:
-            return given
-        try:
-            self._place([row for row in rows if isinstance(row, list)], rooms)
-        except LimitReached:
-            return [row if isinstance(row, Failure) else self._give_alone(row) for row in rows]
-        return [row if isinstance(row, Failure) else _given(row) for row in rows]
-
-    def give_one(self, packed: Packed) -> Value:
-        """Turn one Packed into a Value; LimitReached when there is no room for it."""
-        row: Row = [packed]
-        if packed.travels_inline:
-            return packed.inline()
-        self._place([row], {})
-        return _given(row).outputs[0]
-
-    def _give_alone(self, row: Row) -> Given | Failure:
-        try:
-            self._place([row], {})
-        except LimitReached as error:
-            return Failure("LimitReached", str(error))
-        return _given(row)
-
-    def _place(self, rows: Sequence[Row], rooms: Mapping[int, Place]) -> None:
-        """Copy every Packed in these rows to a place: those of one output side by side."""
-        asked: list[tuple[int, list[Row], Layout]] = []
-        for index in range(len(rows[0])):
-            held = [row for row in rows if isinstance(row[index], Packed)]
-            if not held:
-                continue
-            layout = Layout([value for row in held if isinstance(value := row[index], Packed)])
-            room = rooms.get(index)
-            if room is not None and room.size_bytes == layout.size_bytes:
-                self._copy(index, held, layout, room)
-            else:
-                asked.append((index, held, layout))
-        if asked:
-            blocks = self.need([layout.size_bytes for _, _, layout in asked])
-            for (index, held, layout), block in zip(asked, blocks, strict=True):
-                self._copy(index, held, layout, block.place(0, layout.size_bytes))
-
-    def _copy(self, index: int, rows: Sequence[Row], layout: Layout, place: Place) -> None:
-        layout.write(bytes_view(self.own_arena, place))
-        self.copied_bytes += layout.size_bytes
-        for row, value in zip(rows, layout.at(place), strict=True):
-            row[index] = value
+        if packed.near is None or self.near is None:
+            return None
+        if room is not None:
+            offset = self.near.offset_of(packed.near, self.near.own)
+            if offset is not None and _within(offset, packed.size_bytes, room):
+                place = room._replace(offset=offset, size_bytes=packed.size_bytes)
+                return Value(packed.kind, packed.dtype, packed.shape, near=place)
+        for source in sources:
+            if source.items:
+                found = self.lies_near(packed, source.items)
+                if found is not None:
+                    return found
+            near = source.near if isinstance(source, Value) else None
+            if near is not None and isinstance(source, Value):
+                offset = self.near.offset_of(packed.near, near.arena)
+                if offset is not None and _within(offset, packed.size_bytes, near):
+                    here = near._replace(offset=offset, size_bytes=packed.size_bytes)
+                    host = source.place
+                    if host is not None:
+                        start = host.offset + offset - near.offset
+                        host = host._replace(offset=start, size_bytes=packed.size_bytes)
+                    return Value(packed.kind, packed.dtype, packed.shape, None, host, None, here, source.ready)
+        return None
 
     def array_in(self, room: Place, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | None:
         """Return a writable array that fills `room`, or None when it does not fill it exactly."""
@@ -134,9 +168,16 @@ class Memory:
             return None
         return np.ndarray(shape, dtype, self.own_arena.buffer, room.offset)
 
+    def tensor_in(self, room: Place, spec: TensorSpec) -> DeviceTensor | None:
+        """Return a writable tensor on the device that fills `room`, or None when it does not fill it exactly."""
+        if self.near is None or self.near.arena is None or spec.size_bytes != room.size_bytes:
+            return None
+        return self.near.arena.view(room, spec, writable=True)
 
-def _given(row: Row) -> Given:
-    return Given(tuple(value if isinstance(value, Value) else value.inline() for value in row))
+    def _is_near_alone(self, source: Source) -> bool:
+        if isinstance(source, Packed):
+            return source.near is not None and source.array is None
+        return source.near is not None and source.place is None and source.data is None
 
 
 def _within(offset: int, size_bytes: int, place: Place) -> bool:

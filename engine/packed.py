@@ -16,6 +16,7 @@ import numpy as np
 from weftline.engine.messages import Value
 from weftline.engine.pending import PendingTensor
 from weftline.shm.block import ALIGN_BYTES, INLINE_BYTES_MAX, Place, align_up
+from weftline.shm.device.tensor import DeviceTensor
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -24,6 +25,8 @@ class Packed(msgspec.Struct, frozen=True):
     array: of a tensor, its contiguous array, not copied.
     data:  of all other kinds but lists, the bytes.
     pending: of a tensor that is read when it is written or put inline, where it comes from.
+    near:  of a tensor on this worker's device, where it is; it is copied by whoever has the device (see giving).
+    lies:  beside `near`, the value as others see it there: it lies in a device arena already.
     items: of a list, its elements; one that lies somewhere already, or is absent, is a Value.
     """
 
@@ -34,6 +37,8 @@ class Packed(msgspec.Struct, frozen=True):
     data: bytes = b""
     items: tuple[Packed | Value, ...] | None = None
     pending: PendingTensor | None = None
+    near: DeviceTensor | None = None
+    lies: Value | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -42,6 +47,8 @@ class Packed(msgspec.Struct, frozen=True):
             return self.pending.spec.size_bytes
         if self.array is not None:
             return int(self.array.nbytes)
+        if self.near is not None:
+            return self.near.nbytes
         return len(self.data) if self.items is None else Layout((self,)).size_bytes
 
     @property
@@ -54,6 +61,10 @@ class Packed(msgspec.Struct, frozen=True):
             return Value(self.kind, self.dtype, self.shape, self.pending.read().tobytes())
         if self.array is not None:
             return Value(self.kind, self.dtype, self.shape, self.array.tobytes())
+        if self.near is not None:
+            if self.near.nbytes:
+                raise RuntimeError(f"{self.near!r} was not brought to host memory before it travels")
+            return Value(self.kind, self.dtype, self.shape, b"")
         if self.items is None:
             return Value(self.kind, "", (), self.data)
         return Value(self.kind, items=tuple(item if isinstance(item, Value) else item.inline() for item in self.items))
@@ -86,17 +97,24 @@ class Packed(msgspec.Struct, frozen=True):
                 yield from item.leaves()
 
 
+Source = Value | Packed
+"""A value as it came in a message, or as a step of this process gave it."""
+
+Row = list[Source]
+"""What one item answers, one for each output port."""
+
+
 class Layout:
     """Values side by side in one block of `size_bytes`.
 
-    Parts of equal size touch, so that the next step sees one array; others start at multiples of ALIGN_BYTES.
+    Parts of equal size touch, so that the next step sees one array; others start at multiples of `align_bytes`.
     """
 
-    def __init__(self, values: Sequence[Packed]) -> None:
+    def __init__(self, values: Sequence[Packed], align_bytes: int = ALIGN_BYTES) -> None:
         self._values = values
         self._leaves = [leaf for value in values for leaf in value.leaves()]
         self._sizes = [leaf.size_bytes for leaf in self._leaves]
-        step = 1 if len(set(self._sizes)) == 1 else ALIGN_BYTES
+        step = 1 if len(set(self._sizes)) == 1 else align_bytes
         self._starts: list[int] = []
         self.size_bytes = 0
         for size in self._sizes:
@@ -107,6 +125,11 @@ class Layout:
         """Copy all bytes into `buffer`, which is `size_bytes` long."""
         for leaf, start, size in zip(self._leaves, self._starts, self._sizes, strict=True):
             leaf.write(buffer[start : start + size])
+
+    def parts(self, place: Place) -> Iterator[tuple[Packed, Place]]:
+        """Yield every part that has bytes, and where it lies when the first byte is that of `place`."""
+        for leaf, start, size in zip(self._leaves, self._starts, self._sizes, strict=True):
+            yield leaf, place._replace(offset=place.offset + start, size_bytes=size)
 
     def at(self, place: Place) -> list[Value]:
         """Return every value as it lies when the first byte is that of `place`."""

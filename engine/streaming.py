@@ -10,13 +10,15 @@ from typing import Any
 
 from weftline.engine.batch import urgency_of
 from weftline.engine.faults import failure
+from weftline.engine.giving import Giving
 from weftline.engine.memory import Memory
 from weftline.engine.messages import PIECES, Failure, Item, KvReport, PieceFor, PieceOf, StepToOpen, Value
 from weftline.engine.packed import Packed
-from weftline.engine.values import pack, unpack
+from weftline.engine.values import pack
 from weftline.errors import StepError
 from weftline.nodes.contract import Node, Piece, StreamNode
 from weftline.nodes.ports import PortType
+from weftline.shm.device.driver import DeviceLost
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class HostedStream:
         self._fed = step.fed
         self._outputs = [(name, PortType.parse(type)) for name, type in step.outputs]
         self._takes_urgency = _takes_urgency(node)
+        self._giving = Giving(memory, ())
         self._held: set[int] = set()  # items the node has and has not finished
         self._ended: deque[int] = deque(maxlen=ENDED_KEPT)  # a late piece of one of these is no mistake
 
@@ -48,7 +51,7 @@ class HostedStream:
         """Hand an item to the node; returns its last piece at once when it is refused."""
         try:
             inputs = {
-                name: unpack(value, self.memory.arenas)
+                name: self.memory.live(value)
                 for name, value in zip(self._inputs, item.inputs, strict=True)
                 if value.kind != PIECES.kind
             }
@@ -73,7 +76,7 @@ class HostedStream:
             if piece.item not in self._held:
                 continue  # it has ended, or was dropped
             try:
-                value = unpack(piece.value, self.memory.arenas)
+                value = self.memory.live(piece.value)
             except Exception as error:
                 self._drop(piece.item)
                 wrong.append(PieceOf(piece.item, {}, True, failure(error)))
@@ -124,6 +127,8 @@ class HostedStream:
         self.memory.copied_bytes = 0
         try:
             made = [piece for piece in self.node.round() if self._is_held(piece)]
+        except DeviceLost:
+            raise
         except Exception as error:
             pieces = [PieceOf(item, {}, True, failure(error)) for item in sorted(self._held)]
             for item in sorted(self._held):
@@ -187,7 +192,7 @@ class HostedStream:
 
     def _value(self, packed: Packed, last: bool) -> Value:
         """A piece on its way is always inline: nobody leases room for it. The whole value at the end may be large."""
-        return self.memory.give_one(packed) if last else packed.inline()
+        return self._giving.give_one(packed) if last else packed.inline()
 
 
 def _takes_urgency(node: StreamNode) -> bool:

@@ -23,6 +23,7 @@ from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import fits, is_json
 from weftline.shm.arena import HostArena
+from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import ITEM_BYTES, STAND_INS, TensorSpec
 from weftline.shm.view import bytes_view, dtype_name, numpy_dtype, numpy_view
 
@@ -52,8 +53,11 @@ LIST_ITEMS_MAX = 65_536
 _HELD: dict[str, np.dtype[Any]] = {name: numpy_dtype(name) for name in ITEM_BYTES}
 _NAMES: dict[str, str] = {held.char: name for name, held in _HELD.items() if name not in STAND_INS}
 
-Known = Callable[[Any, PortType], Value | None]
+Known = Callable[[Any, PortType], Packed | Value | None]
 """Where an element of a list lies already, if it does: it is then not packed again."""
+
+OnDevice = Callable[[Any], DeviceTensor | None]
+"""A tensor that lies on this worker's device, seen there; None for what does not."""
 
 
 class _Found(msgspec.Struct, array_like=True):
@@ -65,13 +69,20 @@ class _Found(msgspec.Struct, array_like=True):
     classes: bytes
 
 
-def pack(value: Any, type: PortType, what: str, known: Known | None = None) -> Packed:
+def pack(
+    value: Any, type: PortType, what: str, known: Known | None = None, on_device: OnDevice | None = None
+) -> Packed:
     """Return `value` ready to travel on a port of `type`; StepError names `what` when it is not of that type.
 
-    known: of the elements of a list, says which need not be packed.
+    known:     of the elements of a list, says which need not be packed.
+    on_device: of tensors, says which lie on this worker's device; without it all are brought to host memory.
     """
     kind = type.kind
     if kind in ARRAYS:
+        if on_device is not None and value.__class__ is not np.ndarray:
+            tensor = _seen(value, on_device, what)
+            if tensor is not None:
+                return _pack_near(tensor, type, what)
         return _pack_array(value, type, what)
     if kind == "text":
         _expect(isinstance(value, str), value, "a str", what)
@@ -83,7 +94,7 @@ def pack(value: Any, type: PortType, what: str, known: Known | None = None) -> P
         _expect(isinstance(value, bytes | bytearray | memoryview), value, "bytes", what)
         return Packed(kind, data=bytes(value))
     if kind == "list":
-        return _pack_list(value, type, what, known)
+        return _pack_list(value, type, what, known, on_device)
     if kind == "detections":
         _expect(isinstance(value, Detections), value, "Detections", what)
         return Packed(kind, data=_pack_detections(value))
@@ -117,6 +128,11 @@ def unpack(value: Value, arenas: Mapping[int, HostArena]) -> Any:
     if kind in ARRAYS:
         if place is not None:
             return numpy_view(arenas[place.arena], place, TensorSpec(value.dtype, value.shape))
+        if value.data is None and value.near is not None:
+            raise StepError(
+                f"a {value.dtype}{list(value.shape)} lies on a device alone, and is read where there is none\n"
+                "    this is a mistake of Weftline's plan, not of the pipeline: please report it"
+            )
         return _inline_array(value)
     if kind == "list":
         return [unpack(item, arenas) for item in value.items or ()]
@@ -211,6 +227,8 @@ def _decode(kind: str, data: bytes | memoryview) -> Any:
 def _pack_array(value: Any, type: PortType, what: str) -> Packed:
     dtype, rank = ARRAYS[type.kind] if type.kind != "tensor" else (type.dtype, None)
     if value.__class__ is not np.ndarray:
+        if isinstance(value, DeviceTensor):
+            value = value.torch()
         if not isinstance(value, np.ndarray) and hasattr(value, "detach"):
             value, torch_dtype = _from_torch(value)
             dtype = dtype or torch_dtype
@@ -234,9 +252,34 @@ def _pack_array(value: Any, type: PortType, what: str) -> Packed:
     return Packed(type.kind, held, shape, array)
 
 
-def _pack_list(value: Any, type: PortType, what: str, known: Known | None) -> Packed:
-    if hasattr(value, "detach") or (isinstance(value, np.ndarray) and value.ndim):
-        value = list(value) if type.item is None or type.item.kind in ARRAYS else value.tolist()
+def _seen(value: Any, on_device: OnDevice, what: str) -> DeviceTensor | None:
+    try:
+        return on_device(value)
+    except ValueError as error:
+        raise StepError(f"{what}: {error}") from None
+
+
+def _pack_near(tensor: DeviceTensor, type: PortType, what: str) -> Packed:
+    """Return a tensor on the device ready to travel, with the checks that an array goes through."""
+    dtype, rank = ARRAYS[type.kind] if type.kind != "tensor" else (type.dtype, None)
+    if dtype in STAND_INS and tensor.dtype == STAND_INS[dtype]:
+        spec = TensorSpec(dtype, tensor.shape)
+        tensor = DeviceTensor(spec, tensor.device, tensor.address, tensor.owner, tensor.writable)
+    shape = tensor.shape
+    right = (dtype is None or tensor.dtype == dtype) and (type.dims is None or fits(type.dims, shape))
+    if not right or (rank is not None and len(shape) != rank) or (type.kind == "image" and shape[-1] != 3):
+        raise StepError(f"{what}: found {tensor.dtype}{list(shape)}, expected {type}")
+    return Packed(type.kind, tensor.dtype, shape, near=tensor)
+
+
+def _pack_list(value: Any, type: PortType, what: str, known: Known | None, on_device: OnDevice | None = None) -> Packed:
+    of_arrays = type.item is None or type.item.kind in ARRAYS
+    if of_arrays and on_device is not None and not isinstance(value, list | tuple | np.ndarray):
+        value = _seen(value, on_device, what) or value  # its elements then know that they are neighbours
+    if isinstance(value, DeviceTensor):
+        value = [value[at] for at in range(len(value))] if of_arrays else value.torch().tolist()
+    elif hasattr(value, "detach") or (isinstance(value, np.ndarray) and value.ndim):
+        value = list(value) if of_arrays else value.tolist()
     _expect(isinstance(value, list | tuple), value, f"a {type}", what)
     if len(value) > LIST_ITEMS_MAX:
         raise StepError(f"{what}: found a list of {len(value)} elements; the most is {LIST_ITEMS_MAX}")
@@ -244,7 +287,7 @@ def _pack_list(value: Any, type: PortType, what: str, known: Known | None) -> Pa
     packed: list[Packed | Value] = []
     for index, one in enumerate(value):
         held = known(one, item) if known is not None else None
-        packed.append(pack(one, item, f"{what}[{index}]", known) if held is None else held)
+        packed.append(pack(one, item, f"{what}[{index}]", known, on_device) if held is None else held)
     return Packed("list", items=tuple(packed))
 
 

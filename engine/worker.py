@@ -1,8 +1,9 @@
 """A worker process: it holds one or more nodes, does what the runtime says, and owns one arena.
 
 Started by exec with one inherited socket, `python -m weftline.engine.worker FD PARENT_PID`. It makes its arena, says
-Hello, opens its steps, says Ready, and then takes one message after the other; while a streaming node is busy it looks
-for messages between rounds instead of waiting for them. When the socket closes, it ends.
+Hello, opens its device if it has one, opens its steps, says Ready, and then takes one message after the other; while a
+streaming node is busy it looks for messages between rounds instead of waiting for them. When the socket closes, it
+ends; when its device is lost, at once.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from weftline.engine import figures
 from weftline.engine.chain import HostedChain
 from weftline.engine.channel import Channel, ChannelClosed
-from weftline.engine.digest import digest
+from weftline.engine.completion import Completion
 from weftline.engine.faults import failure
 from weftline.engine.hardening import harden
 from weftline.engine.hosting import HostedStep
@@ -27,6 +27,7 @@ from weftline.engine.inbox import Inbox
 from weftline.engine.memory import Memory
 from weftline.engine.messages import (
     Attach,
+    AttachDevice,
     Beat,
     Cancel,
     Chain,
@@ -35,6 +36,7 @@ from weftline.engine.messages import (
     Failure,
     Feed,
     Figures,
+    FromWorker,
     Hello,
     KvReport,
     KvResize,
@@ -45,28 +47,28 @@ from weftline.engine.messages import (
     Pause,
     PieceOf,
     Pieces,
-    Progress,
     Quarantine,
     Ready,
     Resume,
     Retire,
     Room,
     Run,
-    StepToOpen,
+    Settle,
+    Settled,
     Submit,
-    Suspected,
     Took,
     ToWorker,
     encode,
 )
+from weftline.engine.opening import Opener, open_near
 from weftline.engine.pulse import Pulse
+from weftline.engine.screening import Screening
 from weftline.engine.streaming import HostedStream
 from weftline.errors import LimitReached, StepError
-from weftline.nodes.catalog import resolve
-from weftline.nodes.contract import BatchNode, Node, OpenContext, StreamNode
-from weftline.pipelines.options import to_config
+from weftline.nodes.contract import BatchNode, Node, StreamNode
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block
+from weftline.shm.device.driver import DeviceLost, DriverError
 
 OWN_ARENA = -1
 """The key of the worker's own arena until the runtime tells its id in an Attach without a descriptor."""
@@ -74,7 +76,8 @@ OWN_ARENA = -1
 NOTE_S = 0.25
 """How often a busy worker notes what its memory is used for and what its nodes count, in seconds; four times a beat."""
 
-QUARANTINED = Failure("InputError", "this input killed its worker before; it is refused")
+DEVICE_LOST = 70
+"""Exit code of a worker whose device cannot be used any more: EX_SOFTWARE of sysexits.h."""
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +93,10 @@ class Worker:
         self._batches: dict[int, HostedStep] = {}
         self._streams: dict[int, HostedStream] = {}
         self._chains: dict[int, HostedChain] = {}
-        self._quarantined: dict[int, frozenset[bytes]] = {}  # by step; none is empty
         self._memory = Memory({}, OWN_ARENA, self._need)
+        self._screening = Screening(self._memory, self._say)
+        self._completion: Completion | None = None  # of the device, if there is one
+        self._opener: Opener | None = None  # once Open has come
         self._counting: dict[int, str] = {}  # name of each step whose node offers figures
         self._memory_uses: tuple[KvReport, ...] = ()  # read by the pulse's thread, as are the figures
         self._figures: tuple[Figures, ...] = ()
@@ -121,6 +126,8 @@ class Worker:
 
     def close(self) -> None:
         self._pulse.stop()
+        if self._completion is not None:
+            self._completion.stop()
         for node in self._nodes.values():
             node.close()
 
@@ -135,7 +142,7 @@ class Worker:
             case Cancel():
                 if message.step in self._streams:  # of batches the inbox has noted it
                     dropped = self._streams[message.step].cancel(message.items)
-                    self._channel.send(encode(Pieces(message.step, dropped, 0.0)))
+                    self._say(Pieces(message.step, dropped, 0.0))
             case Pause():
                 if message.step in self._streams:
                     self._streams[message.step].pause(message.items)
@@ -148,17 +155,17 @@ class Worker:
                 steps = [self._batch_step(stage.step) for stage in message.stages]
                 self._chains[message.id] = HostedChain(message, steps)
             case Quarantine():
-                self._quarantined.pop(message.step, None)
-                if message.digests:
-                    self._quarantined[message.step] = frozenset(message.digests)
+                self._screening.list(message)
             case KvResize():
                 self._resize(message)
             case Attach():
                 self._attach(message)
+            case AttachDevice():
+                self._attach_device(message)
             case Retire():
-                arena = self._memory.arenas.pop(message.arena, None)
-                if arena is not None:
-                    arena.close()
+                self._memory.retire(message.arena)
+            case Settle():
+                self._settle(message)
             case Open():
                 self._open_steps(message)
             case Close():
@@ -171,59 +178,57 @@ class Worker:
     def _attach(self, message: Attach) -> None:
         if message.size_bytes:
             arena = HostArena.attach(self._channel.take_descriptor(), message.size_bytes)
-            known = self._memory.arenas.pop(message.arena, None)
-            if known is not None:
-                known.close()
-            self._memory.arenas[message.arena] = arena
+            self._memory.attach(message.arena, arena)
         else:
-            self._memory.arenas[message.arena] = self._memory.arenas.pop(OWN_ARENA)
-            self._memory.own = message.arena
+            self._memory.name(message.arena)
+
+    def _attach_device(self, message: AttachDevice) -> None:
+        fd = self._channel.take_descriptor() if message.rung == "descriptor" else -1
+        if self._memory.near is not None:
+            self._memory.near.attach(message, fd)
+        elif fd >= 0:
+            os.close(fd)
 
     def _open_steps(self, message: Open) -> None:
         arena = HostArena.create(message.arena_bytes)
-        self._memory.arenas[OWN_ARENA] = arena
-        self._channel.send(encode(Hello(os.getpid(), arena.size_bytes)), arena.fd)
+        self._memory.make(OWN_ARENA, arena)
+        self._say(Hello(os.getpid(), arena.size_bytes), arena.fd)
         opened: dict[str, float] = {}
-        warm: dict[str, float] = {}
-        for step in message.steps:
-            started = time.perf_counter()
-            try:
-                node = self._nodes[step.index] = self._open_node(step, message, warm)
+        name = message.steps[0].name if message.steps else ""
+        try:
+            self._open_device(message)
+            opener = self._opener = Opener(message, self._memory.near, self._say)
+            for step in message.steps:
+                name, started = step.name, time.perf_counter()
+                stream = opener.stream(step)
+                node = self._nodes[step.index] = opener.node(step, stream)
                 if figures.offers(node):
                     self._counting[step.index] = step.name
                 if isinstance(node, StreamNode) and (step.streams or not isinstance(node, BatchNode)):
                     self._streams[step.index] = HostedStream(step, node, self._memory)
                 else:
-                    self._batches[step.index] = HostedStep(step, node, self._memory, self._inbox.cancels)
-            except Exception as error:
-                logging.exception("step %s could not be opened", step.name)
-                self._channel.send(encode(OpenFailed(step.name, failure(error))))
-                self._open = False
-                return
-            opened[step.name] = (time.perf_counter() - started) * 1000
+                    self._batches[step.index] = HostedStep(step, node, self._memory, self._inbox.cancels, stream)
+                opened[step.name] = (time.perf_counter() - started) * 1000
+        except DeviceLost:
+            raise
+        except Exception as error:
+            logging.exception("step %s could not be opened", name)
+            self._say(OpenFailed(name, failure(error)))
+            self._open = False
+            return
         gc.collect()
         gc.freeze()  # what the frameworks brought stays; looking through it again and again would cost milliseconds
-        self._channel.send(encode(Ready(opened, warm)))
+        self._say(Ready(opened, opener.warm_ms))
         self._pulse.start()
 
-    def _open_node(self, step: StepToOpen, message: Open, warm: dict[str, float]) -> Node:
-        def progress(phrase: str, fraction: float) -> None:
-            self._channel.send(encode(Progress(step.name, phrase, fraction)))
-
-        base_dir = Path(step.base_dir or message.base_dir)
-        node_class = resolve(step.node, base_dir)
-        node = node_class(to_config(node_class, step.options))
-        progress("opening", 0.0)
-        node.open(
-            OpenContext(base_dir, step.device, message.threads, step.items_max, Path(message.cache_dir), progress)
-        )
-        progress("warming up", 0.9)
-        started = time.perf_counter()
-        node.warm_up()
-        if type(node).warm_up is not Node.warm_up:
-            warm[step.name] = (time.perf_counter() - started) * 1000
-        progress("ready", 1.0)
-        return node
+    def _open_device(self, message: Open) -> None:
+        """Open the worker's device, and tell of its arena there."""
+        near, told, fd = open_near(message)
+        if near is not None:
+            self._memory.use(near)
+            self._completion = Completion(near.driver, self._say, device_lost)
+        if told is not None:
+            self._say(told, fd)
 
     # working
 
@@ -234,27 +239,36 @@ class Worker:
 
     def _run(self, message: Run) -> None:
         self._inbox.begin(message)
-        refused = self._screen(message) if message.suspect or self._quarantined else {}
+        if self._completion is not None:
+            self._completion.reap()
+        refused = self._screening.refused(message)
         runner = self._chains[message.chain] if message.chain else self._batches[message.step]
         done = runner.run(message, refused)
         self._inbox.end()
-        self._channel.send(encode(done))
+        self._say(done)
+        if done.unfinished:
+            self._await(message)
 
-    def _screen(self, message: Run | Submit) -> dict[int, Failure]:
-        """Say what suspect items are made of; return the failures of those that are refused, by position."""
-        listed = self._quarantined.get(message.step, frozenset())
-        if not listed and not message.suspect:
-            return {}
-        digests = tuple(digest(item.inputs, self._memory.arenas) for item in message.items)
-        if message.suspect:
-            dispatch, streams = (message.dispatch, ()) if isinstance(message, Run) else (0, message.items)
-            told = Suspected(dispatch, digests, tuple(item.id for item in streams))
-            self._channel.send(encode(told))
-        return {position: QUARANTINED for position, one in enumerate(digests) if one in listed}
+    def _await(self, message: Run) -> None:
+        """Have somebody wait for what a dispatch has left on the device."""
+        near, work = self._memory.near, self._memory.work
+        event = near.mark_of(message.ready) if near is not None and message.ready is not None else None
+        if work is not None and event is not None and self._completion is not None:
+            self._completion.release(message.dispatch, event, work.release)
+
+    def _settle(self, message: Settle) -> None:
+        """Say when everything is done that is on the device now."""
+        near = self._memory.near
+        if near is None or self._completion is None:
+            self._say(Settled(message.token))
+            return
+        self._completion.reap()
+        events = near.marks_now()
+        self._completion.settle(message.token, events, lambda: near.destroy(events))
 
     def _submit(self, message: Submit) -> None:
         stream = self._streams.get(message.step)
-        wrong = self._screen(message) if message.suspect or self._quarantined else {}
+        wrong = self._screening.refused(message)
         if stream is None:
             wrong = dict.fromkeys(range(len(message.items)), Failure("StepError", "this step does not stream"))
         pieces = [
@@ -263,14 +277,14 @@ class Worker:
         ]
         refused = [piece for piece in pieces if piece is not None]
         if refused:
-            self._channel.send(encode(Pieces(message.step, tuple(refused), 0.0)))
+            self._say(Pieces(message.step, tuple(refused), 0.0))
 
     def _feed(self, message: Feed) -> None:
         if message.step in self._streams:
             wrong = self._streams[message.step].feed(message.pieces)
             if wrong:
-                self._channel.send(encode(Pieces(message.step, tuple(wrong), 0.0)))
-        self._channel.send(encode(Took(message.step, tuple(piece.item for piece in message.pieces))))
+                self._say(Pieces(message.step, tuple(wrong), 0.0))
+        self._say(Took(message.step, tuple(piece.item for piece in message.pieces)))
 
     def _round(self, index: int) -> None:
         stream = self._streams[index]
@@ -280,13 +294,13 @@ class Worker:
         pieces = stream.round()
         run_ms = (time.perf_counter() - started) * 1000
         if pieces:
-            self._channel.send(encode(Pieces(index, tuple(pieces), run_ms, self._memory.copied_bytes)))
+            self._say(Pieces(index, tuple(pieces), run_ms, self._memory.copied_bytes))
 
     def _resize(self, message: KvResize) -> None:
         if message.step in self._streams:
             held = self._streams[message.step].resize_memory(message.step, message.bytes)
             self._note()  # said before the next beat: an older one would tell of more than it holds
-            self._channel.send(encode(KvResized(message.step, held)))
+            self._say(KvResized(message.step, held))
 
     def _note(self) -> None:
         """Note what streaming steps do with their memory, and what nodes count, for the next beat."""
@@ -305,13 +319,23 @@ class Worker:
             except Exception:
                 _log.exception("step %d: the node could not end sequence %.128s", message.step, sequence)
 
-    def _need(self, sizes: Sequence[int]) -> Sequence[Block]:
-        """Ask the runtime for blocks and wait for them."""
-        self._channel.send(encode(Need(tuple(sizes))))
+    def _need(self, sizes: Sequence[int], near: Sequence[int]) -> tuple[Sequence[Block], Sequence[Block]]:
+        """Ask the runtime for blocks, in host memory and on the device, and wait for them."""
+        self._say(Need(tuple(sizes), tuple(near)))
         room = self._inbox.wait_room()
         if room.refused:
             raise LimitReached(room.refused)
-        return room.blocks
+        return room.blocks, room.near
+
+    def _say(self, message: FromWorker, descriptor: int | None = None) -> None:
+        self._channel.send(encode(message), descriptor)
+
+
+def device_lost(error: DriverError) -> None:
+    """End the process: its way to the device is gone for good, and a new process has a new one."""
+    _log.error("the device is lost: %s", error)
+    sys.stderr.flush()
+    os._exit(DEVICE_LOST)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -327,6 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         worker.close()
     except ChannelClosed:
         pass
+    except DeviceLost as error:
+        device_lost(error)
     return 0
 
 

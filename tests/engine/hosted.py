@@ -107,9 +107,9 @@ class Bench:
         values = [unpack(value, self.arenas) for value in result.outputs]
         return values[0] if len(values) == 1 else values
 
-    def _need(self, sizes: Sequence[int]) -> Sequence[Block]:
+    def _need(self, sizes: Sequence[int], near: Sequence[int]) -> tuple[Sequence[Block], Sequence[Block]]:
         self.asked.append(list(sizes))
-        return [self.block(size) for size in sizes]
+        return [self.block(size) for size in sizes], []
 
 
 def run_of(rows: Sequence[Sequence[msg.Value]], **more: Any) -> msg.Run:

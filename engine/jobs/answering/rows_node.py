@@ -20,9 +20,10 @@ import numpy as np
 
 from weftline.engine.hosting import HostedStep
 from weftline.engine.jobs.answering.columns import ABSENT, COLUMN, FAILED, Column, PackedColumn, read
-from weftline.engine.memory import Memory, Row, Source
+from weftline.engine.memory import Memory
 from weftline.engine.messages import ABSENT as NOTHING
 from weftline.engine.messages import Brought, Failure, Item, StepToOpen
+from weftline.engine.packed import Row, Source
 from weftline.engine.values import pack
 from weftline.errors import LimitReached, RequestCancelled, StepError
 from weftline.nodes.catalog import resolve
@@ -266,5 +267,5 @@ def _shape_of(value: Any) -> Hashable:
     return (value.dtype, value.shape) if value.dtype else None
 
 
-def _no_room(sizes: Sequence[int]) -> Any:
+def _no_room(sizes: Sequence[int], near: Sequence[int]) -> Any:
     raise LimitReached("values inside a block have no place of their own")
