@@ -15,6 +15,7 @@ FRONT_DOOR = 5
 
 PURE = [
     *(f"shm/{name}.py" for name in ("spec", "block", "allocator", "lease")),
+    *(f"shm/device/{name}.py" for name in ("names", "driver", "ladder", "events", "cuda_errors", "recorder")),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "pipelines").glob("*.py"))),
     *(
         f"engine/{name}.py"
@@ -52,7 +53,7 @@ IMPURE = {"torch", "time", "datetime", "socket", "asyncio", "threading", "subpro
 FRAMEWORKS = (
     *("torch", "torchvision", "onnxruntime", "whisper", "ultralytics", "transformers", "PIL", "cv2"),
     *("grpc", "tritonclient", "starlette", "uvicorn", "opentelemetry", "prometheus_client"),
-    *("pyarrow", "datasets", "fsspec", "webdataset", "matplotlib", "ray", "pandas"),
+    *("pyarrow", "datasets", "fsspec", "webdataset", "matplotlib", "ray", "pandas", "cuda"),
 )
 MAY_LOAD = (
     "engine/llm/",  # of which only the pure files and node.py must load without one
