@@ -15,9 +15,11 @@ import pytest
 from weftline.engine.answers import Answers
 from weftline.engine.book import Book
 from weftline.engine.branches import Branches
-from weftline.engine.crew import Crew
+from weftline.engine.crew import Crew, WorkerState
+from weftline.engine.device_news import DeviceNews
 from weftline.engine.dispatcher import Dispatcher
 from weftline.engine.events import FromWorker, WorkerDied
+from weftline.engine.fault_domain import Fallen
 from weftline.engine.feeds import Feeds
 from weftline.engine.flow import Admission
 from weftline.engine.idleness import Idleness
@@ -27,6 +29,7 @@ from weftline.engine.recovery import LONE_DEATHS_MAX, Recovery, Verdict
 from weftline.engine.request import Request
 from weftline.engine.scheduler import Scheduler
 from weftline.engine.sequences import Sequences
+from weftline.engine.settling import Settling
 from weftline.engine.tasks import Tasks
 from weftline.engine.timers import Timers
 from weftline.shm.lease import Ledger
@@ -327,3 +330,72 @@ def work_for_a_step_that_sleeps(patch: pytest.MonkeyPatch, draws: random.Random)
 @mutant
 def a_worker_that_left_and_is_never_called(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(Crew, "call", lambda s, worker, now_ms: None)
+
+
+@mutant
+def device_memory_that_is_free_before_its_owner_has_settled(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    def careless(self: Settling, keys: Any, now_ms: float) -> None:
+        for key in keys:
+            self._ledger.release(key)
+
+    patch.setattr(Settling, "end_reads", careless)
+
+
+@mutant
+def a_quarantine_that_ends_before_it_is_settled(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    end_reads = Settling.end_reads
+
+    def hasty(self: Settling, keys: Any, now_ms: float) -> None:
+        end_reads(self, keys, now_ms)
+        for token in list(self._ledger._tokens):
+            self._ledger.settle(token)
+
+    patch.setattr(Settling, "end_reads", hasty)
+
+
+@mutant
+def reads_that_end_although_the_device_goes_on(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    keep = DeviceNews.keep
+
+    def careless(self: DeviceNews, worker: int, dispatch: Any) -> None:
+        keep(self, worker, dispatch)
+        one = self._crew.members[worker].unfinished[dispatch.id]
+        self._book.release(one.reads)
+        one.reads = ()
+
+    patch.setattr(DeviceNews, "keep", careless)
+
+
+@mutant
+def outputs_that_are_free_although_the_device_still_writes_them(
+    patch: pytest.MonkeyPatch, draws: random.Random
+) -> None:
+    keep = DeviceNews.keep
+
+    def careless(self: DeviceNews, worker: int, dispatch: Any) -> None:
+        keep(self, worker, dispatch)
+        one = self._crew.members[worker].unfinished[dispatch.id]
+        self._book.release_blocks(one.blocks)
+        one.blocks = ()
+
+    patch.setattr(DeviceNews, "keep", careless)
+
+
+@mutant
+def a_reader_that_waits_for_a_dead_worker(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr("weftline.engine.deaths.victims", lambda what, members: ())
+
+
+@mutant
+def a_value_that_will_never_be_whole_and_is_sent_all_the_same(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Fallen, "has", lambda s, value: False)
+
+
+@mutant
+def memory_that_ended_with_its_worker_and_is_read_all_the_same(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr("weftline.engine.fault_domain.HANDLE", "no rung")
+
+
+@mutant
+def a_device_that_is_given_ever_more_to_do(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(WorkerState, "full", False)

@@ -23,6 +23,7 @@ import msgspec
 
 from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
+from tests.engine.near_world import NearWorld, with_devices
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
@@ -52,9 +53,10 @@ class World:
 
     def __init__(self, seed: int, requests: int = REQUESTS) -> None:
         self.rng = random.Random(seed)
-        self.plan = with_idleness(with_memory(random_plan(self.rng)), seed)
+        self.plan = with_devices(with_idleness(with_memory(random_plan(self.rng)), seed), seed)
         self.idle = IdleWorld(seed)
         self.kv = KvWorld(self.plan, seed)
+        self.near = NearWorld(self.plan, seed)
         self.scheduler = Scheduler(self.plan, seed)
         self.clock = ManualClock()
         self.requests = requests
@@ -69,6 +71,7 @@ class World:
         self.wedged: set[int] = set()
         self.inbox: dict[int, list[msg.Run]] = {}
         self.waiting_room: dict[int, msg.Run] = {}
+        self.waiting_device: set[int] = set()
         self.cancelled: dict[int, set[int]] = {}
         self.paused: dict[int, set[int]] = {}
         self.streams: dict[int, list[tuple[int, msg.Item]]] = {}
@@ -138,6 +141,7 @@ class World:
             settled
             and self.scheduler.idle()
             and not self.unsaid
+            and self.near.quiet()
             and not any(what[0] == "deliver" for _, _, what in self.todo)
         )
 
@@ -242,6 +246,9 @@ class World:
             self.on_die(worker, arena)
             return
         self.say(worker, arena, msg.Hello(1, WORKER_ARENA_BYTES))
+        up = self.near.up(worker)
+        if up is not None:
+            self.say(worker, arena, up)
         self.later(("die" if self.deadly and self.rng.random() < 0.1 else "open", worker, arena))
 
     def on_open(self, worker: int, arena: int) -> None:
@@ -296,6 +303,8 @@ class World:
         ):
             held.pop(worker, None)  # type: ignore[attr-defined]
         self.kv.die(worker)
+        self.near.die(worker)
+        self.waiting_device.discard(worker)
         self.ready.discard(worker)
         self.wedged.discard(worker)
         self.sequence_of = {key: who for key, who in self.sequence_of.items() if who != worker}
@@ -306,13 +315,18 @@ class World:
 
     def on_work(self, worker: int, arena: int) -> None:
         """A worker runs the first dispatch it has: it answers, asks for room first, wedges, or dies of it."""
-        if self.arena_of.get(worker) != arena or not self.inbox.get(worker) or worker in self.waiting_room:
+        if self.arena_of.get(worker) != arena or not self.inbox.get(worker):
+            return
+        if worker in self.waiting_room or worker in self.waiting_device:
             return
         message = self.inbox[worker][0]
         if message.suspect:
             digests = tuple(bytes([self.request_of(item.id) % 256]) for item in message.items)
             self.say(worker, arena, msg.Suspected(message.dispatch, digests))
         if self.dies_of(worker, arena, message.step, [item.id for item in message.items]):
+            return
+        if self.near.strikes(message):
+            self.on_die(worker, arena)
             return
         if self.deadly and self.rng.random() < 0.01:
             if self.rng.random() < 0.5:
@@ -321,7 +335,7 @@ class World:
         if self.rng.random() < 0.3:
             self.waiting_room[worker] = message
             huge = self.rng.random() < 0.05
-            self.say(worker, arena, msg.Need(((1 << 20) if huge else 20_000,)))
+            self.say(worker, arena, msg.Need(((1 << 20) if huge else 20_000,), self.near.need(worker)))
             return
         self.finish(worker, arena, message, None)
 
@@ -338,7 +352,17 @@ class World:
                 return True
         return False
 
+    def on_finish(self, worker: int, arena: int, message: msg.Run, room: msg.Room | None) -> None:
+        if self.arena_of.get(worker) == arena:
+            self.waiting_device.discard(worker)
+            self.finish(worker, arena, message, room)
+
     def finish(self, worker: int, arena: int, message: msg.Run, room: msg.Room | None) -> None:
+        unfinished = self.near.leaves_unfinished(message)
+        if not unfinished and self.near.waits(worker, "run", message.dispatch):  # for its device, and that for another
+            self.waiting_device.add(worker)
+            self.later(("finish", worker, arena, message, room))
+            return
         self.inbox[worker].pop(0)
         if self.rng.random() < 0.01:  # an answer to something else first: the scheduler kills it for that
             self.say(worker, arena, msg.Done(message.dispatch + 1000, (), ()))
@@ -352,33 +376,72 @@ class World:
                 continue
             ports = chain.returns if chain else [(0, at) for at in range(len(self.plan.steps[message.step].outputs))]
             results.append(
-                msg.Given(tuple(self.value(stages[s].step, at, item, position, message, room) for s, at in ports))
+                msg.Given(
+                    tuple(self.value(stages[s].step, at, item, position, message, room, unfinished) for s, at in ports)
+                )
             )
         ran = tuple(msg.Ran(self.rng.uniform(0.1, 3.0), 1, len(message.items)) for _ in stages)
         short = self.rng.random() < 0.02
-        self.say(worker, arena, msg.Done(message.dispatch, tuple(results), ran, 0, len(message.items) if short else 0))
+        if unfinished:
+            self.near.left_unfinished(worker, message)
+            self.later(("release", worker, arena, message.dispatch), self.near.release_ms)
+            if self.near.falls():
+                self.later(("die", worker, arena), 40)
+        else:
+            self.near.ended(worker, "run", message.dispatch)
+        out_of_memory = len(message.items) if short else 0
+        self.say(worker, arena, msg.Done(message.dispatch, tuple(results), ran, 0, out_of_memory, unfinished))
         if self.rng.random() < 0.02:  # the same once more
             self.say(worker, arena, msg.Done(message.dispatch, tuple(results), ran))
         if self.inbox.get(worker):
             self.later(("work", worker, arena))
 
+    def on_release(self, worker: int, arena: int, dispatch: int) -> None:
+        """A device has done what its worker left unfinished, unless that waits for others."""
+        if self.arena_of.get(worker) != arena or worker in self.wedged:
+            return
+        if not self.near.fire(worker, dispatch):
+            self.later(("release", worker, arena, dispatch))
+            return
+        wrong = 1000 if self.near.rng.random() < 0.01 else 0
+        self.say(worker, arena, msg.Released((dispatch + wrong,)))
+
+    def on_settle(self, worker: int, arena: int, token: int) -> None:
+        if self.arena_of.get(worker) == arena and worker not in self.wedged:
+            self.near.settle(token)
+            self.say(worker, arena, msg.Settled(token))
+
     def json(self) -> msg.Value:
         return msg.Value("json", data=msgspec.msgpack.encode(self.rng.random() < 0.5))
 
     def value(
-        self, step: int, port: int, item: msg.Item, position: int, message: msg.Run, room: msg.Room | None
+        self,
+        step: int,
+        port: int,
+        item: msg.Item,
+        position: int,
+        message: msg.Run,
+        room: msg.Room | None,
+        unfinished: bool = False,
     ) -> msg.Value:
         type = self.plan.steps[step].outputs[port].type
         if type.kind == "list":
-            each = [self.leaf(step, port, item, position, message, room) for _ in range(self.rng.choice((0, 1, 2, 6)))]
+            each = [
+                self.near.value(step, port, message, position, room, unfinished)
+                or self.leaf(step, port, item, position, message, room)
+                for _ in range(self.rng.choice((0, 1, 2, 6)))
+            ]
             return msg.Value("list", items=tuple(each))
-        return self.json() if type.kind == "json" else self.leaf(step, port, item, position, message, room)
+        if type.kind == "json":
+            return self.json()
+        near = self.near.value(step, port, message, position, room, unfinished)
+        return near or self.leaf(step, port, item, position, message, room)
 
     def leaf(
         self, step: int, port: int, item: msg.Item, position: int, message: msg.Run, room: msg.Room | None
     ) -> msg.Value:
         draw = self.rng.random()
-        passed = [value for value in item.inputs if value.place is not None]
+        passed = [value for value in item.inputs if value.place is not None or value.near is not None]
         if self.deadly and draw < 0.005:
             return msg.Value("bytes", place=Place(1, 0, 1 << 17, 0, 1))  # memory it does not hold
         if draw < 0.3 and passed:
@@ -405,7 +468,7 @@ class World:
             if item.id in self.cancelled[worker]:
                 held.remove(entry)
                 pieces.append(msg.PieceOf(item.id, {}, True, msg.Failure("RequestCancelled", "dropped")))
-            elif item.id in self.paused[worker]:
+            elif item.id in self.paused[worker] or self.near.waits(worker, "item", item.id):
                 continue
             elif self.rng.random() < (0.4 if self.fed.get(item.id, -1) < 0 else 0.1):  # a few end before their input
                 held.remove(entry)
@@ -417,6 +480,9 @@ class World:
                 count = self.given[item.id]
                 self.given[item.id] = count + 1
                 pieces.append(msg.PieceOf(item.id, {0: msg.Value("text", data=str(count).encode())}))
+        for piece in pieces:
+            if piece.last:
+                self.near.ended(worker, "item", piece.item)
         self.say(worker, arena, msg.Pieces(step, tuple(pieces), 1.0))
         if self.streams.get(worker):
             self.later(("round", worker, arena))
@@ -451,8 +517,12 @@ class World:
                     self.cancelled[worker], self.paused[worker] = set(), set()
                     self.kv.start(worker)
                     self.idle.start(worker)
+                    self.near.start(worker)
                     self.later(("hello", worker, command.arena))
+                case ev.ShareArena():
+                    self.near.share(command.worker, command.arena)
                 case ev.KillWorker():
+                    self.near.condemn(command.worker)
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))
                 case ev.Finish():
                     self.end(command.request, "ok")
@@ -471,6 +541,7 @@ class World:
             self.check_items(worker, message)
         match message:
             case msg.Run():
+                self.near.sent(worker, message)
                 self.inbox[worker].append(message)
                 if len(self.inbox[worker]) > 2:
                     raise AssertionError("more than two dispatches with one worker")
@@ -481,12 +552,17 @@ class World:
             case msg.Submit():
                 self.streams[worker].extend((message.step, item) for item in message.items)
                 for item in message.items:
+                    self.near.submitted(worker, item)
                     self.given[item.id] = 0
                     self.fed[item.id] = 0 if msg.PIECES in item.inputs else -1
                 self.later(("round", worker, arena))
             case msg.Feed():
                 self.check_feed(worker, message)
                 self.later(("took", worker, arena, tuple(piece.item for piece in message.pieces), message.step), 100)
+            case msg.Settle():
+                self.near.asked(worker, message.token)
+                if self.near.rng.random() < 0.95:
+                    self.later(("settle", worker, arena, message.token), 200)
             case msg.KvResize():
                 self.later(("resize", worker, arena, message), 3000)
             case msg.Sleep() | msg.Wake() | msg.Close():
@@ -500,7 +576,9 @@ class World:
             case msg.Resume():
                 self.paused[worker].difference_update(message.items)
             case msg.Room():
-                if worker in self.waiting_room:  # later, as an answer always is: never inside the scheduler's own turn
+                running = self.waiting_room.get(worker)
+                self.near.granted(worker, message, running.dispatch if running is not None else None)
+                if running is not None:  # later, as an answer always is: never inside the scheduler's own turn
                     self.at(self.now, ("room", worker, arena, message))
             case msg.EndSequences():
                 for id in message.sequences:
@@ -530,6 +608,7 @@ class World:
         if isinstance(message, msg.Run) and message.chain and message.chain not in self.chains[worker]:
             raise AssertionError("a worker was not told of the chain it is to run")
         for item in message.items:
+            self.near.check_sent(item.inputs)
             task = self.scheduler._tasks.live.get(item.id)
             if task is None or task.request.state != "open":
                 if item.id in self.taken_back:  # its request ended in the same turn
@@ -593,6 +672,7 @@ class World:
         if scheduler._book.admission.requests != scheduler.open_requests:
             raise AssertionError("admission has lost count")
         self.check_sources()
+        self.near.check()
         for request, kills in self.kills.items():
             streams = self.plan.steps[self.killers[request]].streams
             if kills > (KILLS_STREAMING_MAX if streams else KILLS_MAX):
@@ -601,7 +681,9 @@ class World:
     def check_rest(self) -> None:
         scheduler = self.scheduler
         left = scheduler.ledger.stats()
-        if scheduler.open_requests or left.blocks or any(scheduler.queued.values()) or scheduler._tasks.live:
+        if left.blocks or left.quarantined_bytes:
+            raise AssertionError(f"memory is still held at the end: {left}")
+        if scheduler.open_requests or any(scheduler.queued.values()) or scheduler._tasks.live:
             raise AssertionError(f"still held at the end: {scheduler.open_requests} open, {left}, {scheduler.queued}")
         for lane in scheduler._tasks.lanes:
             if lane.sequences is not None and any(one.owed for one in lane.sequences._live.values()):
