@@ -54,6 +54,12 @@ class Classify(BatchNode):
         scores = [{label: round(float(p), 6) for label, p in zip(labels, row, strict=True)} for row in found]
         return {"label": [labels[int(row.argmax())] for row in found], "scores": scores}
 
+    def sleep(self, keep: str) -> bool:
+        return self._opened.sleep(keep)
+
+    def wake(self) -> None:
+        self._opened.wake()
+
     def close(self) -> None:
         self._classifier = None
 

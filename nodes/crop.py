@@ -7,22 +7,37 @@
 Without `size` a crop is a view of the picture: nothing is copied here. The worker that shares it makes it dense, which
 is one copy of the crop's own pixels, and none for a crop that is whole rows of the picture. With `size` all crops have
 one shape, so that the next step's batch of them is one array.
+
+On a GPU the picture and its crops stay there. With `size` torch resizes them as Pillow does on the host, with a filter
+as wide as the crop is to shrink; levels differ by at most 1 of 255, or by some more where a side shrinks more than
+64-fold.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, Outputs, StepContext
 from weftline.nodes.detections import Detections
+from weftline.nodes.near import as_torch
 from weftline.nodes.ports import Port, Ports, PortType, list_of, port
+
+if TYPE_CHECKING:
+    import torch
 
 SIDE_MAX = 16_384
 """Longest side that crops are brought to, in pixels."""
+
+SHRINK_MAX = 64
+"""Most that torch shrinks a side at once: on a GPU its filter must fit a core's shared memory, which ends near 94."""
+
+Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +74,36 @@ class Crop(BatchNode):
             ),
         )
 
-    def run(self, batch: Batch) -> Outputs:
-        cut = [self._cut(image, found) for image, found in zip(batch["image"], batch["detections"], strict=True)]
-        return {"crops": [crops for crops, _ in cut], "boxes": [boxes for _, boxes in cut]}
+    @classmethod
+    def device_ports(cls, config: CropConfig, ports: Ports) -> frozenset[str]:
+        with_torch = importlib.util.find_spec("torch") is not None  # which cuts there; on the host nobody needs it
+        return frozenset({"image", "crops"} if with_torch else ())
 
-    def _cut(self, image: np.ndarray, found: Detections) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
-        """Return the crops of one picture, and what each of them is."""
+    def run(self, batch: Batch) -> Outputs:
+        chosen = [self._chosen(*pair) for pair in zip(batch["image"], batch["detections"], strict=True)]
+        size = self.config.size
+        return {
+            "crops": [
+                _cut(image, boxes, size) if isinstance(image, np.ndarray) else _cut_torch(as_torch(image), boxes, size)
+                for image, (boxes, _) in zip(batch["image"], chosen, strict=True)
+            ],
+            "boxes": [about for _, about in chosen],
+        }
+
+    def _chosen(self, image: Any, found: Detections) -> tuple[list[Box], list[dict[str, Any]]]:
+        """Return what to cut out of one picture, in whole pixels, and what each of them is."""
         config: CropConfig = self.config
-        crops: list[np.ndarray] = []
-        boxes: list[dict[str, Any]] = []
+        boxes: list[Box] = []
+        about: list[dict[str, Any]] = []
         for place, name in enumerate(found.labels):
-            if len(crops) == config.items_max:
+            if len(boxes) == config.items_max:
                 break
             x1, y1, x2, y2 = box = _whole(found.boxes[place], config.margin, image.shape[1], image.shape[0])
             if (x2 - x1) * (y2 - y1) < config.min_pixels:
                 continue
-            crop = image[y1:y2, x1:x2]
-            crops.append(crop if config.size is None else _resized(crop, *config.size))
-            boxes.append({"name": name, "score": round(float(found.scores[place]), 4), "box": list(box)})
-        return crops, boxes
+            boxes.append(box)
+            about.append({"name": name, "score": round(float(found.scores[place]), 4), "box": list(box)})
+        return boxes, about
 
 
 def _check(config: CropConfig) -> None:
@@ -90,7 +116,7 @@ def _check(config: CropConfig) -> None:
             raise ConfigError(option, f"{getattr(config, option)}", "a whole number from 1")
 
 
-def _whole(box: np.ndarray, margin: float, width: int, height: int) -> tuple[int, int, int, int]:
+def _whole(box: np.ndarray, margin: float, width: int, height: int) -> Box:
     """Return the box in whole pixels with its margin, inside the picture; one that has no pixels there is empty."""
     if not np.isfinite(box).all():
         return (0, 0, 0, 0)
@@ -101,6 +127,11 @@ def _whole(box: np.ndarray, margin: float, width: int, height: int) -> tuple[int
     return (left, top, right, bottom) if right > left and bottom > top else (0, 0, 0, 0)
 
 
+def _cut(image: np.ndarray, boxes: Sequence[Box], size: tuple[int, int] | None) -> list[np.ndarray]:
+    crops = [image[y1:y2, x1:x2] for x1, y1, x2, y2 in boxes]
+    return crops if size is None else [_resized(crop, *size) for crop in crops]
+
+
 def _resized(crop: np.ndarray, height: int, width: int) -> np.ndarray:
     if crop.shape[:2] == (height, width):
         return crop
@@ -108,3 +139,30 @@ def _resized(crop: np.ndarray, height: int, width: int) -> np.ndarray:
 
     picture = Image.fromarray(np.ascontiguousarray(crop))
     return np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def _cut_torch(image: torch.Tensor, boxes: Sequence[Box], size: tuple[int, int] | None) -> list[torch.Tensor]:
+    """Return crops on the picture's device: dense, each with memory of its own, or with `size` all side by side."""
+    import torch
+
+    crops = [image[y1:y2, x1:x2] for x1, y1, x2, y2 in boxes]
+    if size is None:
+        return [crop.contiguous() for crop in crops]
+    whole = torch.empty((len(crops), *size, 3), dtype=torch.uint8, device=image.device)
+    for room, crop in zip(whole, crops, strict=True):
+        room.copy_(_resized_torch(crop, *size))
+    return list(whole)
+
+
+def _resized_torch(crop: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Return uint8 [height, width, 3] of uint8 [H, W, 3], each level as near as a whole number can be."""
+    from torch.nn.functional import interpolate
+
+    if tuple(crop.shape[:2]) == (height, width):
+        return crop
+    levels = crop.permute(2, 0, 1)[None].float()
+    while levels.shape[2] > SHRINK_MAX * height or levels.shape[3] > SHRINK_MAX * width:
+        step = [max(-(-side // SHRINK_MAX), last) for side, last in zip(levels.shape[2:], (height, width), strict=True)]
+        levels = interpolate(levels, step, mode="bilinear", antialias=True)
+    levels = interpolate(levels, (height, width), mode="bilinear", antialias=True)
+    return levels[0].permute(1, 2, 0).round_().clamp_(0, 255).byte()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
 from weftline.nodes.hugging_face import find_config, load_network, load_tokens, tokens_limit
+from weftline.nodes.near import placed, rest
 from weftline.nodes.ports import Ports, port
 from weftline.nodes.text_tokens import TextTokens
+from weftline.shm.device.names import is_gpu
+
+if TYPE_CHECKING:
+    import torch
 
 _WIDTH_KEYS = ("hidden_size", "dim", "d_model", "n_embd")
 
@@ -40,6 +43,8 @@ class Embed(BatchNode):
     batch_default: ClassVar[tuple[int, float]] = (32, 2.0)
 
     _network: Any = None
+    _device: str  # as torch calls it
+    _near: bool  # embeddings are given on the device
     _tokens: TextTokens
 
     @classmethod
@@ -49,7 +54,12 @@ class Embed(BatchNode):
         width = embedding_width(find_config(config.model, step.base_dir), config.model)
         return Ports(inputs=(port("text", "text"),), outputs=(port("embedding", f"float32[{width}]"),))
 
+    @classmethod
+    def device_ports(cls, config: EmbedConfig, ports: Ports) -> frozenset[str]:
+        return frozenset({"embedding"})
+
     def open(self, context: OpenContext) -> None:
+        self._device, self._near = context.framework_device, is_gpu(context.device)
         self._network = load_network("AutoModel", self.config.model, context)
         limit = tokens_limit(self._network.config.to_dict())
         self._tokens = load_tokens(self.config.model, context, limit)
@@ -59,28 +69,32 @@ class Embed(BatchNode):
 
     def run(self, batch: Batch) -> Outputs:
         found = self._embed([self.config.prefix + text for text in batch["text"]])
-        room = batch.room("embedding", "float32", found.shape[1:])
-        if room is None:
-            return {"embedding": found}
-        np.copyto(room, found)
-        return {"embedding": room}
+        return {"embedding": placed(batch, "embedding", found, self._near)}
+
+    def sleep(self, keep: str) -> bool:
+        if keep != "host":
+            return False
+        rest(self._network)
+        return True
+
+    def wake(self) -> None:
+        self._network.to(self._device)
 
     def close(self) -> None:
         self._network = None
 
-    def _embed(self, texts: list[str]) -> np.ndarray:
-        """Return float32 [texts, D]."""
+    def _embed(self, texts: list[str]) -> torch.Tensor:
+        """Return float32 [texts, D] on the network's device."""
         import torch
 
-        rows = self._tokens.rows(texts)
-        device = self._network.device
+        rows, device = self._tokens.rows(texts), self._device
         with torch.inference_mode():
             ids, mask = torch.from_numpy(rows.ids).to(device), torch.from_numpy(rows.mask).to(device)
             states = self._network(input_ids=ids, attention_mask=mask).last_hidden_state.float()
             pooled = states[:, 0] if self.config.pooling == "first" else _mean(states, mask.unsqueeze(-1).float())
             if self.config.normalise:
                 pooled = torch.nn.functional.normalize(pooled, dim=-1)
-            found: np.ndarray = pooled.cpu().numpy()
+            found: torch.Tensor = pooled
             return found
 
 

@@ -179,6 +179,13 @@ class Guardrail(BatchNode, StreamNode):
         for (held, _), scores in zip(asked, self._scores([text for _, text in asked]), strict=True):
             held.judged(scores)
 
+    def sleep(self, keep: str) -> bool:
+        return self._classifier is None or self._classifier.sleep(keep)
+
+    def wake(self) -> None:
+        if self._classifier:
+            self._classifier.wake()
+
     def close(self) -> None:
         self._classifier = None
 

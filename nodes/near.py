@@ -50,12 +50,15 @@ def stacked_group(values: Sequence[Any], items: Sequence[int], dtype: str | None
     return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
 
 
-def into_room(batch: Batch, port: str, tensor: torch.Tensor) -> Any:
-    """Return `tensor` [items, ...] for output `port`: copied into the room that was set aside, else as it is."""
+def placed(batch: Batch, port: str, tensor: torch.Tensor, there: bool) -> Any:
+    """Return `tensor` [items, ...] for output `port`: copied into the room that was set aside, where there is some.
+
+    Without room it stays as it is where tensors are given on the device (`there`), and is else an array.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     room = batch.room(port, dtype, tuple(tensor.shape[1:]))
     if room is None:
-        return tensor
+        return tensor if there else as_array(tensor)
     as_torch(room, dtype).copy_(tensor)
     return room
 

@@ -21,6 +21,7 @@ from weftline.errors import ModelError
 from weftline.nodes.contract import ConfigError, OpenContext
 from weftline.nodes.hugging_face import find_config, load_network, load_tokens, read_config, tokens_limit
 from weftline.nodes.model_file import find_model
+from weftline.nodes.near import rest
 from weftline.nodes.onnx_file import read_onnx
 from weftline.nodes.onnx_session import open_session
 from weftline.nodes.text_tokens import Rows, TextTokens, load_tokenizer
@@ -46,6 +47,13 @@ class TextClassifier(ABC):
         found = np.zeros((len(texts), by_row.shape[1]), np.float32)
         np.maximum.at(found, np.array(rows.owner, np.int64), by_row)
         return found
+
+    def sleep(self, keep: str) -> bool:
+        """Give back the device's memory until `wake`; False: it cannot. See Node.sleep."""
+        return False
+
+    def wake(self) -> None:
+        """Be ready again after `sleep`."""
 
     @abstractmethod
     def _logits(self, rows: Rows) -> np.ndarray:
@@ -78,15 +86,25 @@ class _OnnxClassifier(TextClassifier):
 
 class _TorchClassifier(TextClassifier):
     def __init__(self, model: str, context: OpenContext) -> None:
+        self._device = context.framework_device
         self._network = load_network("AutoModelForSequenceClassification", model, context)
         config = self._network.config.to_dict()
         tokens = load_tokens(model, context, tokens_limit(config))
         super().__init__(labels_of(config, model), tokens, _independent(config))
 
+    def sleep(self, keep: str) -> bool:
+        if keep != "host":
+            return False
+        rest(self._network)
+        return True
+
+    def wake(self) -> None:
+        self._network.to(self._device)
+
     def _logits(self, rows: Rows) -> np.ndarray:
         import torch
 
-        device = self._network.device
+        device = self._device
         with torch.inference_mode():
             ids, mask = torch.from_numpy(rows.ids).to(device), torch.from_numpy(rows.mask).to(device)
             logits: np.ndarray = self._network(input_ids=ids, attention_mask=mask).logits.float().cpu().numpy()

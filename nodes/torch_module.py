@@ -16,13 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from weftline.errors import MissingPackage, ModelError, StepError
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
 from weftline.nodes.grouping import alike
 from weftline.nodes.model_file import need_file
-from weftline.nodes.near import as_array, into_room, rest, stacked_group, stacked_torch
+from weftline.nodes.near import as_array, placed, rest, stacked_group, stacked_torch
 from weftline.nodes.ports import Port, Ports, PortType
 from weftline.nodes.torch_export import load_exported
 from weftline.nodes.user_code import load, locate
@@ -106,7 +104,7 @@ class TorchModule(BatchNode):
         groups = alike([batch[port.name] for port in ports], len(batch))
         if len(groups) == 1:
             answers = self._call([stacked_torch(batch, port.name, port.type.dtype, device) for port in ports])
-            return {name: self._placed(tensor, name, batch) for name, tensor in answers.items()}
+            return {name: placed(batch, name, tensor, self._near) for name, tensor in answers.items()}
         found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port in self._ports.outputs}
         for group in groups:
             inputs = [stacked_group(batch[port.name], group, port.type.dtype, device) for port in ports]
@@ -177,16 +175,6 @@ class TorchModule(BatchNode):
         if len(values) != len(names):
             raise StepError(f"the module returned {len(values)} values, gives declares {len(names)}")
         return dict(zip(names, values, strict=True))
-
-    def _placed(self, tensor: Any, name: str, batch: Batch) -> Any:
-        """Return an output where it will be read, as far as there is room; else on the device, or the host's array."""
-        if self._near:
-            return into_room(batch, name, tensor)
-        array = as_array(tensor)
-        room = batch.room(name, str(array.dtype), array.shape[1:])
-        if room is not None:
-            np.copyto(room, array)
-        return array if room is None else room
 
 
 def _declared(written: Mapping[str, str], option: str) -> tuple[Port, ...]:

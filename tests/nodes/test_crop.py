@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import weftline
+from tests.nodes.near_values import Bench, down
 from weftline.nodes.contract import Batch, ConfigError, StepContext
-from weftline.nodes.crop import Crop, CropConfig
+from weftline.nodes.crop import SHRINK_MAX, Crop, CropConfig
 from weftline.nodes.detections import Detections
 from weftline.pipelines.options import to_config
 
@@ -62,6 +64,67 @@ def test_boxes_without_enough_pixels_in_the_picture_are_left_out() -> None:
 
 def test_a_picture_without_objects_gives_an_empty_list() -> None:
     assert cut() == ([], [])
+
+
+def photo(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def cut_there(image: np.ndarray, found: Detections, **options: Any) -> tuple[list[Any], list[np.ndarray], list[Any]]:
+    """Cut on the device and on the host; return the crops there, the host's, and what they are."""
+    bench, node = Bench(), Crop(CropConfig(**options))
+    near = bench.put(image)
+    there, here = (node.run(Batch({"image": [value], "detections": [found]})) for value in (near, image))
+    assert there["boxes"] == here["boxes"]
+    return [near, *there["crops"][0]], here["crops"][0], here["boxes"][0]
+
+
+def test_crops_of_a_picture_on_the_device_stay_there_and_are_dense() -> None:
+    boxes = found((10.4, 5.0, 20.2, 8.5), (-5, 30, 90, 50), (0, 0, 10, 10))
+    (near, *there), here, _ = cut_there(photo(40, 60), boxes, margin=0.1, items_max=2)
+    assert [down(crop).tolist() for crop in there] == [crop.tolist() for crop in here] and len(there) == 2
+    assert all(crop.is_contiguous() for crop in there)
+    whole_rows, other = there[1], there[0]
+    assert whole_rows.data_ptr() == near.address + 28 * 60 * 3  # part of the picture: it is passed on where it lies
+    assert not near.address <= other.data_ptr() < near.address + near.nbytes
+
+
+def test_crops_of_one_size_lie_side_by_side_and_differ_by_one_level_at_most_from_the_hosts() -> None:
+    boxes = found((0, 0, 300, 210), (10, 10, 42, 26), (5, 5, 12, 9), (0, 0, 640, 480))
+    (_, *there), here, _ = cut_there(photo(480, 640), boxes, size=(16, 32))
+    assert [crop.data_ptr() - there[0].data_ptr() for crop in there] == [place * 16 * 32 * 3 for place in range(4)]
+    for near, host in zip(there, here, strict=True):
+        apart = down(near).astype(int) - host
+        assert np.abs(apart).max() <= 1 and abs(apart.mean()) < 0.1
+    assert down(there[1]).tolist() == here[1].tolist()  # as large as it is to be: not touched
+
+
+def test_a_crop_may_shrink_more_than_a_gpus_filter_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    resize = torch.nn.functional.interpolate
+
+    def narrow(levels: torch.Tensor, size: tuple[int, int], **options: Any) -> torch.Tensor:
+        assert all(side <= SHRINK_MAX * last for side, last in zip(levels.shape[2:], size, strict=True))
+        return resize(levels, size, **options)
+
+    monkeypatch.setattr("torch.nn.functional.interpolate", narrow)
+    (_, there), (host,), _ = cut_there(photo(500, 300), found((0, 0, 300, 500)), size=(2, 3))
+    assert SHRINK_MAX < 500 / 2 and np.abs(down(there).astype(int) - host).max() <= 8
+
+
+def test_pictures_without_objects_and_of_several_sizes_on_the_device() -> None:
+    bench, images = Bench(), [photo(40, 60), photo(20, 20)]
+    near = [bench.put(image) for image in images]
+    batch = {"image": near, "detections": [found(), found((0, 0, 5, 5))]}
+    for options in ({}, {"size": (4, 4)}):
+        crops = Crop(CropConfig(**options)).run(Batch(batch))["crops"]
+        assert [len(one) for one in crops] == [0, 1]
+
+
+def test_picture_and_crops_are_on_the_device_where_torch_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = Crop.ports(CropConfig(), StepContext(Path()))
+    assert Crop.device_ports(CropConfig(), ports) == {"image", "crops"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    assert Crop.device_ports(CropConfig(), ports) == frozenset()
 
 
 def test_a_size_gives_every_crop_one_shape_and_the_port_says_so() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from tests.nodes.near_values import Bench, bits, down
 from weftline.nodes.contract import Batch
-from weftline.nodes.near import as_array, as_torch, into_room, stacked_group, stacked_torch
+from weftline.nodes.near import as_array, as_torch, placed, stacked_group, stacked_torch
 from weftline.shm.spec import ITEM_BYTES
 
 
@@ -46,9 +46,10 @@ def test_a_plain_batch_stacks_device_tensors_on_their_device(bench: Bench) -> No
 def test_results_go_into_the_room_there_is_of_either_kind(bench: Bench) -> None:
     made = torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16)
     batch = bench.batch({"x": [bench.put(np.zeros(2, np.float32))]}, room=True)
-    assert into_room(batch, "y", made) is bench.rooms["y"]
+    assert placed(batch, "y", made, there=True) is bench.rooms["y"]
     assert torch.equal(bench.rooms["y"].torch(), made)
     room = np.zeros((1, 2), np.uint16)
-    assert into_room(Batch({"x": [0]}, room=lambda port, dtype, shape: room), "y", made) is room
+    assert placed(Batch({"x": [0]}, room=lambda port, dtype, shape: room), "y", made, there=True) is room
     assert room.tolist() == as_array(made).tolist()
-    assert into_room(Batch({"x": [0]}), "y", made) is made
+    assert placed(Batch({"x": [0]}), "y", made, there=True) is made
+    assert placed(Batch({"x": [0]}), "y", made, there=False).tolist() == room.tolist()

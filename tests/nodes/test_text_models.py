@@ -11,10 +11,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
 from tests.nodes.model_files import Harm, broken
+from tests.nodes.near_values import DEVICE, Bench, down, moves_of_modules
 from weftline.errors import ModelError
 from weftline.nodes.classify import Classify, ClassifyConfig
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.embed import Embed, EmbedConfig
+from weftline.nodes.guardrail import Guardrail, GuardrailConfig
 from weftline.nodes.text_classifier import open_classifier
 
 WORDS = ["[PAD]", "[UNK]", "good", "bad", "day", "key"]
@@ -79,9 +81,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def classify(folder: Path, model: str) -> Classify:
+def classify(folder: Path, model: str, device: str = "cpu") -> Classify:
     node = Classify(ClassifyConfig(model))
-    node.open(OpenContext(folder))
+    node.open(OpenContext(folder, device))
     node.warm_up()
     return node
 
@@ -129,6 +131,52 @@ def test_embeddings_are_the_normalised_mean_of_the_tokens(folder: Path) -> None:
     for row, text in zip(found, ("good day", "bad key day key")):
         state = network(torch.tensor([tokenizer().encode(text).ids])).last_hidden_state[0].mean(0)
         np.testing.assert_allclose(row, (state / state.norm()).detach().numpy(), atol=1e-5)
+
+
+def embed(folder: Path, device: str) -> Embed:
+    node = Embed(EmbedConfig("near"))
+    node.open(OpenContext(folder, device))
+    node.warm_up()
+    return node
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_on_a_device_embeddings_stay_there(folder: Path, room: bool) -> None:
+    texts, bench = ["good day", "bad key day key"], Bench()
+    wanted = embed(folder, "cpu").run(Batch({"text": texts}))["embedding"]
+    node = embed(folder, DEVICE)
+    for _ in range(2):
+        found = node.run(bench.batch({"text": texts}, room))["embedding"]
+        assert (found is bench.rooms.get("embedding")) is room and down(found).tobytes() == wanted.tobytes()
+        assert node.sleep("host") and not node.sleep("nothing")
+        node.wake()
+    assert Embed.device_ports(node.config, Embed.ports(node.config, StepContext(folder))) == {"embedding"}
+
+
+@pytest.mark.parametrize("model", ["guard", "judge"])
+def test_on_a_device_a_classifier_gives_the_same_scores(folder: Path, model: str) -> None:
+    texts = ["good day", "bad bad day", "key"]
+    wanted, node = classify(folder, model).run(Batch({"text": texts})), classify(folder, model, DEVICE)
+    assert node.run(Batch({"text": texts})) == wanted
+    assert node.sleep("host") is (model == "judge")  # ONNX Runtime's session is opened again
+    node.wake()
+    assert node.run(Batch({"text": texts})) == wanted
+
+
+def test_asleep_a_networks_weights_are_in_host_memory_and_awake_where_they_were(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, near = classify(folder, "judge"), embed(folder, "cpu")
+    guarded = Guardrail(GuardrailConfig(classifier="judge"))
+    guarded.open(OpenContext(folder))
+    sleepers = ((judge, judge._opened), (near, near), (guarded, guarded._classifier))
+    moves = moves_of_modules(monkeypatch)
+    for node, owner in sleepers:
+        owner._device = "cuda:1"
+        assert node.sleep("host") and not node.sleep("process")
+        node.wake()
+    assert moves == ["cpu", "cuda:1"] * 3
+    assert Guardrail(GuardrailConfig()).sleep("nothing")  # nothing of it is on a device
 
 
 def test_first_token_pooling_and_no_normalisation_are_options(folder: Path) -> None:
