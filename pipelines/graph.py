@@ -68,7 +68,8 @@ class Step:
     sequence:   the step remembers between the requests of a sequence; None takes the node's word.
     pipeline:   a pipeline file that is run as this step, instead of a node.
     base_dir:   what relative paths in options are relative to; None: the pipeline's own. Never written in a file.
-    device_bytes: what an instance takes of its device's memory, at most; None: what was measured, if anything was.
+    device_bytes: what an instance takes of its device's memory, at most, KV memory aside; None: what was measured, if
+                anything was.
     idle:       when it gives its device's memory back; None: never.
     """
 

@@ -2,13 +2,14 @@
 
 `limits.kv_bytes` gives a device so many bytes for all its llm steps together. A step's own `kv_bytes` is then its
 least: what it starts with, and always keeps. Steps that name none divide half of what the others leave; the other half
-goes where it is needed while the pipeline runs (`weftline.engine.kv_budget`).
+goes where it is needed while the pipeline runs (`weftline.engine.kv_budget`). Without such a limit, a GPU whose other
+claims are all known gives its llm steps what is left of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weftline.errors import Problem
@@ -28,15 +29,27 @@ def shares(step: PlannedStep) -> bool:
 
 
 def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
-    """Return the plan with what each step starts with, and each device whose bytes are too few, without lines."""
+    """Return the plan with what each step starts with, and each device whose bytes are too few, without lines.
+
+    Where the budgets know what is left of a GPU, its llm steps share that as if the pipeline had said so.
+    """
     limits = {"cuda:0" if device == "cuda" else device: total for device, total in plan.limits.kv_bytes.items()}
-    steps = [step for step in plan.steps if shares(step)] if limits else []
+    left = {
+        budget.device: budget.kv_bytes + _given(plan.steps, budget.device)
+        for budget in plan.budgets
+        if budget.kv_bytes and budget.device not in limits
+    }
+    shared = limits | left
+    steps = [step for step in plan.steps if shares(step)] if shared else []
     starts: dict[str, int] = {}
     problems: list[Problem] = []
-    for device, total in limits.items():
-        given = sum(_own(step) * step.devices.count(device) for step in steps)
-        free = {step.name: step.devices.count(device) for step in steps if device in step.devices and not _own(step)}
-        share = int((total - given) * START_SHARE / max(1, sum(free.values())))
+    for device, total in shared.items():
+        given = _given(steps, device)
+        free = {
+            step.name: step.devices.count(device) for step in steps if device in step.devices and not own_kv_bytes(step)
+        }
+        part = 1.0 if device in left and sum(free.values()) == 1 else START_SHARE
+        share = int((total - given) * part / max(1, sum(free.values())))
         if given > total or (free and share < LEAST_BYTES):
             problems.append(_too_few(device, total, given, sum(free.values())))
         starts |= {name: min(share, starts.get(name, share)) for name in free}
@@ -44,12 +57,17 @@ def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
         dataclasses.replace(step, options=_with(step.options, starts[step.name])) if step.name in starts else step
         for step in plan.steps
     )
-    limited = dataclasses.replace(plan.limits, kv_bytes=limits)
+    limited = dataclasses.replace(plan.limits, kv_bytes=shared)
     return dataclasses.replace(plan, steps=tuple(changed), limits=limited), problems
 
 
-def _own(step: PlannedStep) -> int:
+def own_kv_bytes(step: PlannedStep) -> int:
+    """Return the KV memory that a step names as its own; 0 when it names none."""
     return int(step.options["kv_bytes"] or 0)
+
+
+def _given(steps: Sequence[PlannedStep], device: str) -> int:
+    return sum(own_kv_bytes(step) * step.devices.count(device) for step in steps if shares(step))
 
 
 def _with(options: Mapping[str, Any], kv_bytes: int) -> dict[str, Any]:

@@ -166,6 +166,7 @@ class Plan:
     chains: indexes of steps that hand over inside one worker, each chain in running order; a step is in at most one.
     ordering: 'host' or 'event'; see GpuPolicy.
     budgets: of each GPU that a step is on, who takes what of its memory.
+    notes:   lines for people: why processes are as they are, and measurements that do not hold any more.
     """
 
     name: str
@@ -184,6 +185,7 @@ class Plan:
     chains: tuple[tuple[int, ...], ...] = ()
     ordering: str = "host"
     budgets: tuple[DeviceBudget, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def step(self, name: str) -> PlannedStep:
         return next(step for step in self.steps if step.name == name)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from weftline.errors import PipelineError
 from weftline.nodes.catalog import CATALOG
 from weftline.nodes.ports import PortType
+from weftline.pipelines.budget import budgets, over_commits
 from weftline.pipelines.chains import chains
 from weftline.pipelines.check import examine
 from weftline.pipelines.checked import Checked, CheckedStep
@@ -16,13 +17,16 @@ from weftline.pipelines.condition import Condition, all_of
 from weftline.pipelines.control import conditional, guards, may_lack, switch_cases
 from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.kv_memory import with_kv_memory
+from weftline.pipelines.machine import Machine
+from weftline.pipelines.needs import Needs, needs_of
 from weftline.pipelines.options import to_options
-from weftline.pipelines.place import Machine, Placement, place
+from weftline.pipelines.place import Placement, place
 from weftline.pipelines.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
 from weftline.pipelines.policy import BatchPolicy, SequencePolicy
+from weftline.pipelines.profile_file import Profile
 from weftline.pipelines.report import Report
 from weftline.pipelines.streams import Streams, streams_of
-from weftline.pipelines.transfers import with_transfers
+from weftline.pipelines.transfers import near_edges, with_transfers
 from weftline.pipelines.wire import Wire
 from weftline.pipelines.wiring import readers, run_order
 
@@ -30,20 +34,35 @@ RUN_MAX_MS = 600_000.0
 """Longest one call of a node may take when its step does not say: 10 minutes."""
 
 
-def make_plan(pipeline: Pipeline, machine: Machine, catalog: Mapping[str, str] = CATALOG) -> Plan:
-    """Return the plan of the pipeline on `machine`; PipelineError lists every problem of both."""
+def make_plan(
+    pipeline: Pipeline, machine: Machine, catalog: Mapping[str, str] = CATALOG, profile: Profile | None = None
+) -> Plan:
+    """Return the plan of the pipeline on `machine`; PipelineError lists every problem of both.
+
+    profile: what its steps were measured to take; None: nothing is known.
+    """
     checked = examine(pipeline, catalog)
     controls = {name for name, one in checked.steps.items() if one.control}
     run = [step for step in checked.pipeline.steps if step.name not in controls]
     heavy = {step.name: _heavy(checked, step.name) for step in run}
-    placement, problems = place(run, heavy, pipeline.limits, machine)
+    near = {name: one.device_ports for name, one in checked.steps.items()}
+    needs = needs_of(checked, machine, profile)
+    bare = None if checked.problems else _plan(checked, machine)
+    edges = near_edges(bare.steps, near) if bare is not None else ()
+    placement, problems = place(run, heavy, pipeline.limits, machine, pipeline.gpu, needs, edges)
     report = Report(pipeline, problems=list(checked.problems))
     report.take(problems)
-    if report.problems:
+    if report.problems or bare is None:
         raise PipelineError(report.problems)
-    plan = _plan(checked, placement, machine)
-    near = {name: one.device_ports for name, one in checked.steps.items()}
-    plan, problems = with_kv_memory(with_transfers(plan, near, pipeline.gpu.arena_bytes))
+    plan = with_transfers(_placed(bare, placement), near, pipeline.gpu.arena_bytes)
+    plan = dataclasses.replace(
+        plan,
+        steps=tuple(dataclasses.replace(step, device_bytes=_device_bytes(step, needs)) for step in plan.steps),
+        budgets=budgets(plan, needs, pipeline.gpu, machine),
+        notes=(*placement.reasons, *needs.notes),
+    )
+    report.take(over_commits(plan))
+    plan, problems = with_kv_memory(plan)
     report.take(problems)
     if report.problems:
         raise PipelineError(report.problems)
@@ -54,13 +73,20 @@ def _heavy(checked: Checked, name: str) -> bool:
     return name in checked.steps and checked.steps[name].node.heavy
 
 
-def _plan(checked: Checked, placement: Placement, machine: Machine) -> Plan:
+def _device_bytes(step: PlannedStep, needs: Needs) -> int:
+    """Return what an instance of a step takes of its first GPU, as far as it is known."""
+    known = needs.steps[step.name].bytes if step.name in needs.steps else {}
+    return next((known[device] for device in step.devices if device in known), step.device_bytes)
+
+
+def _plan(checked: Checked, machine: Machine) -> Plan:
+    """Return the plan of a pipeline without problems, but for where its steps run."""
     pipeline, found, streams = checked.pipeline, guards(checked), streams_of(checked)
     uses = Counter(wire for _, wire in readers(pipeline))
     absent = conditional(checked)
     steps = []
     for name in run_order(_guarded(pipeline, found)):
-        step = _step(checked.steps[name], checked, placement, uses, streams)
+        step = _step(checked.steps[name], checked, uses, streams)
         when = [one for one in (step.when, found.get(name)) if one is not None]
         may_lack_it = name in absent or name in found
         steps.append(dataclasses.replace(step, when=all_of(when) if when else None, conditional=may_lack_it))
@@ -72,15 +98,24 @@ def _plan(checked: Checked, placement: Placement, machine: Machine) -> Plan:
         input_readers={one.name: uses[Wire(None, one.name)] for one in pipeline.inputs},
         steps=tuple(steps),
         outputs=_outputs(checked, absent, streams),
-        workers=placement.workers,
+        workers=(),
         limits=pipeline.limits,
         slo=pipeline.slo,
         cores=machine.cores,
         base_dir=pipeline.base_dir,
         file=pipeline.file,
-        chains=chains(steps, pipeline.inputs),
         ordering=pipeline.gpu.ordering,
     )
+
+
+def _placed(plan: Plan, placement: Placement) -> Plan:
+    """Return the plan with processes, and each step in its own."""
+    steps = []
+    for step in plan.steps:
+        devices = placement.devices.get(step.name, ())
+        places = placement.places.get(step.name, ())
+        steps.append(dataclasses.replace(step, device=devices[0] if devices else "", devices=devices, workers=places))
+    return dataclasses.replace(plan, steps=tuple(steps), workers=placement.workers, chains=chains(steps, plan.inputs))
 
 
 def _guarded(pipeline: Pipeline, found: Mapping[str, Condition]) -> Pipeline:
@@ -94,11 +129,10 @@ def _guarded(pipeline: Pipeline, found: Mapping[str, Condition]) -> Pipeline:
     return dataclasses.replace(pipeline, steps=tuple(steps))
 
 
-def _step(one: CheckedStep, checked: Checked, placement: Placement, uses: Counter[Wire], flow: Streams) -> PlannedStep:
+def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams) -> PlannedStep:
     step, node, settle = one.step, one.node, checked.sizes.settle
     streams = step.name in flow.steps
     cases, default = switch_cases(one) if one.control == "switch" else ((), False)
-    devices = placement.devices.get(step.name, ())
     return PlannedStep(
         name=step.name,
         node=one.reference,
@@ -111,10 +145,9 @@ def _step(one: CheckedStep, checked: Checked, placement: Placement, uses: Counte
         streams=streams,
         mutates_inputs=node.mutates_inputs,
         heavy=node.heavy,
-        device=devices[0] if devices else "",
-        workers=placement.places.get(step.name, ()),
+        device="",
+        workers=(),
         run_max_ms=RUN_MAX_MS if step.run_max_ms is None else step.run_max_ms,
-        devices=devices,
         control=one.control,
         cases=cases,
         default=default,

@@ -97,7 +97,8 @@ class StepEntry(Strict):
     """`auto`, `cpu`, `cuda`, or `cuda:1` and so on; `auto` puts heavy nodes on a GPU when there is one."""
 
     device_bytes: DeviceBytes | None = None
-    """What one instance takes of its device's memory, at most; left out, what was measured, if anything was."""
+    """What one instance takes of its device's memory, in bytes, at most, KV memory aside; left out, what was measured,
+    if anything was."""
 
     idle: AnyIdle | None = None
     """When the step gives its device's memory back: after so many seconds without work, or a mapping that says more;

@@ -40,6 +40,22 @@ def with_transfers(plan: Plan, ports: Mapping[str, frozenset[str]], arena_bytes:
     return dataclasses.replace(plan, steps=tuple(steps), workers=tuple(workers))
 
 
+def near_edges(steps: Sequence[PlannedStep], ports: Mapping[str, frozenset[str]]) -> frozenset[tuple[str, str]]:
+    """Return pairs of steps, giver and reader, whose tensors stay on a device that both are on.
+
+    steps: all of a plan; where they are is not looked at.
+    """
+    readers = Readers(steps, ())
+    return frozenset(
+        (step.name, reader[0].name)
+        for step in steps
+        for port in step.outputs
+        if port.name in _ports(step, ports) and can_lie_near(port.type)
+        for reader in readers.of(Wire(step.name, port.name))
+        if reader is not None and reader[1] in _ports(reader[0], ports)
+    )
+
+
 def can_lie_near(type: PortType) -> bool:
     """Whether values of a type are arrays, or lists of them."""
     return can_lie_near(type.item) if type.item is not None else type.kind in KINDS
@@ -82,18 +98,20 @@ class Readers:
 
 
 def _near_inputs(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
-    taken = ports.get(step.name, frozenset()) if _can_be_near(step) else frozenset()
+    on_gpus = bool(step.devices) and all(is_gpu(device) for device in step.devices)
+    taken = _ports(step, ports) if on_gpus else frozenset()
     return tuple(read.port for read in step.inputs if read.port in taken and can_lie_near(read.type))
 
 
-def _can_be_near(step: PlannedStep) -> bool:
-    on_gpus = bool(step.devices) and all(is_gpu(device) for device in step.devices)
-    return on_gpus and not (step.control or step.streams or step.batch.pad)
+def _ports(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Return the ports that a step takes and gives on a device, when it is on one."""
+    elsewhere = step.control or step.streams or step.batch.pad
+    return frozenset() if elsewhere else ports.get(step.name, frozenset())
 
 
 def _near_outputs(step: PlannedStep, ports: Mapping[str, frozenset[str]], readers: Readers) -> dict[str, str]:
     device = one_device(step)
-    given = ports.get(step.name, frozenset()) if device and _can_be_near(step) else frozenset()
+    given = _ports(step, ports) if device else frozenset()
     found: dict[str, str] = {}
     for port in step.outputs:
         if port.name in given and can_lie_near(port.type):

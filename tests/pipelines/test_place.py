@@ -85,7 +85,10 @@ def test_instances_are_spread_over_the_devices_they_name() -> None:
     steps = [Step("a", "x", instances={"cuda": 2, "cpu": 1}), Step("b", "x", instances=2)]
     placement = placed(steps, {"b"}, GPU)
     assert placement.devices == {"a": ("cuda:0", "cuda:0", "cpu"), "b": ("cuda:0", "cuda:0")}
-    assert placement.places == {"a": (0, 1, 2), "b": (3, 4)}
+    assert placement.places == {"a": (0, 1, 2), "b": (0, 1)}
+    assert [(one.name, one.steps) for one in placement.workers] == [
+        ("gpu0", ("a", "b")), ("gpu0-2", ("a", "b")), ("a-3", ("a",))
+    ]  # fmt: skip
     _, problems = place([Step("a", "x", instances={"cuda:7": 1, "cpu": 1})], {"a": True}, Limits(), GPU)
     assert [(one.path, one.found) for one in problems] == [
         ("steps.a.instances.cuda:7", "cuda:7, and this machine has cuda:0, cuda:1")

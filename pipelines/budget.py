@@ -1,0 +1,175 @@
+"""Who takes what of each GPU's memory, and what is left for KV memory.
+
+Claimed are a reserve that is never planned with; for each process its context and its arena; for each instance its
+weights and working memory; and KV memory, where the pipeline says how much. What is left goes to llm steps that name
+none, once everything else is known; until then it is divided when they are open.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from weftline.errors import Problem
+from weftline.pipelines.kv_memory import LEAST_BYTES, own_kv_bytes, shares
+from weftline.pipelines.machine import Machine
+from weftline.pipelines.needs import Need, Needs
+from weftline.pipelines.place import size_text
+from weftline.pipelines.plan import Claim, DeviceBudget, Plan, PlannedStep
+from weftline.pipelines.policy import GpuPolicy
+
+RESERVE, CONTEXT, ARENA, WORK, KV = "reserve", "context", "arena", "weights and work", "KV memory"
+"""What is claimed."""
+
+EVERYBODY = "llm steps"
+"""Who claims the KV memory that a device's llm steps share by `limits.kv_bytes`."""
+
+
+def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple[DeviceBudget, ...]:
+    """Return the budget of every GPU that a step of a placed plan is on."""
+    found = []
+    for device in machine.devices:
+        claims = [*_processes(plan, device.name, needs, gpu), *_instances(plan, device.name, needs.steps)]
+        if not claims:
+            continue
+        claims.append(Claim("", RESERVE, gpu.reserve_bytes, _source(gpu.reserve_bytes, GpuPolicy().reserve_bytes)))
+        claims += _kv(plan, device.name)
+        left = device.memory_bytes - sum(claim.bytes for claim in claims)
+        known = all(claim.source != "unknown" for claim in claims)
+        takers = _takers(plan, device.name)
+        kv_bytes = max(0, left) if known and takers and device.name not in _limits(plan) else 0
+        found.append(DeviceBudget(device.name, device.memory_bytes, tuple(claims), kv_bytes))
+    return tuple(found)
+
+
+def over_commits(plan: Plan) -> list[Problem]:
+    """Return a problem for each GPU of which more is claimed than it has, without file or line."""
+    problems = []
+    for budget in plan.budgets:
+        too_much = budget.claimed_bytes - budget.total_bytes
+        if too_much > 0:
+            found = over_commit_text(budget.device, budget.total_bytes, budget.claims)
+            problems.append(Problem("gpu", found, fix=_fix(budget, too_much)))
+            continue
+        takers = _takers(plan, budget.device)
+        known = all(claim.source != "unknown" for claim in budget.claims)
+        if takers and known and budget.device not in _limits(plan) and budget.kv_bytes < LEAST_BYTES * len(takers):
+            found = over_commit_text(budget.device, budget.total_bytes, budget.claims, takers)
+            problems.append(Problem("gpu", found, fix=_fix(budget, LEAST_BYTES * len(takers))))
+    return problems
+
+
+def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], starved: Sequence[str] = ()) -> str:
+    """Return a phrase and a table of who wants what of a device, largest first, indented as part of a problem.
+
+    starved: names of llm steps that nothing is left for, where that is what is wrong.
+    """
+    claims = [*claims]
+    wanted = sum(claim.bytes for claim in claims)
+    more = f"{size_text(wanted - total_bytes)} too much"
+    if starved:
+        more = f"nothing is left for the KV memory of {', '.join(dict.fromkeys(starved))}"
+    head = f"{device} has {size_text(total_bytes)}, and {size_text(wanted)} of it are claimed: {more}"
+    return "\n".join([head, *(f"      {line}" for line in claim_lines(claims, wanted, device, total_bytes))])
+
+
+def claim_lines(claims: Iterable[Claim], wanted: int, device: str, total_bytes: int) -> list[str]:
+    """Return a table of claims as aligned lines, largest first, with their sum and what the device has."""
+    rows = [(size_text(bytes) if source != "unknown" else "?", who, what, source)
+            for who, what, source, bytes in _added_up(claims)]  # fmt: skip
+    rows += [(size_text(wanted), "together", "", ""), (size_text(total_bytes), f"{device} has", "", "")]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        f"{size:>{widths[0]}}  {who:<{widths[1]}}  {what:<{widths[2]}}  {source}".rstrip()
+        for size, who, what, source in rows
+    ]
+
+
+def _added_up(claims: Iterable[Claim]) -> list[tuple[str, str, str, int]]:
+    """Return who, what, source and bytes, largest first; claims of one step's instances are one row."""
+    found: dict[tuple[str, str, str], int] = {}
+    count: Counter[tuple[str, str, str]] = Counter()
+    for claim in claims:
+        key = claim.who, claim.what, claim.source
+        found[key] = found.get(key, 0) + claim.bytes
+        count[key] += 1
+    rows = [
+        (f"{who} ({count[who, what, source]} instances)" if count[who, what, source] > 1 else who, what, source, bytes)
+        for (who, what, source), bytes in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row[3])
+
+
+def _processes(plan: Plan, device: str, needs: Needs, gpu: GpuPolicy) -> list[Claim]:
+    measured = needs.context_bytes.get(device)
+    source = "measured" if measured is not None else _source(gpu.context_bytes, GpuPolicy().context_bytes)
+    context = gpu.context_bytes if measured is None else measured
+    claims = []
+    for worker in plan.workers:
+        if worker.device == device:
+            claims.append(Claim(worker.name, CONTEXT, context, source))
+            if worker.device_arena_bytes:
+                arena = _source(worker.device_arena_bytes, GpuPolicy().arena_bytes)
+                claims.append(Claim(worker.name, ARENA, worker.device_arena_bytes, arena))
+    ranks = (step for step in plan.steps for own in step.devices if device in _ranks(step, own, needs.steps)[1:])
+    return claims + [Claim(f"{step.name} (rank)", CONTEXT, context, source) for step in ranks]
+
+
+def _instances(plan: Plan, device: str, needs: Mapping[str, Need]) -> list[Claim]:
+    claims = []
+    for step in plan.steps:
+        need = needs.get(step.name, Need())
+        source = "unknown" if device not in need.bytes else "stated" if need.stated else "measured"
+        for own in step.devices:
+            if device in _ranks(step, own, needs):
+                claims.append(Claim(step.name, WORK, need.bytes.get(device, 0), source))
+                if need.ranks > 1 and need.kv_bytes:
+                    claims.append(Claim(step.name, KV, need.kv_bytes, "stated"))
+    return claims
+
+
+def _kv(plan: Plan, device: str) -> list[Claim]:
+    """Return the KV memory that is stated: of a device as a whole, or step by step."""
+    steps = [step for step in plan.steps if shares(step) and device in step.devices]
+    if steps and device in _limits(plan):
+        return [Claim(EVERYBODY, KV, _limits(plan)[device], "stated")]
+    own = ((step, own_kv_bytes(step)) for step in steps for one in step.devices if one == device)
+    return [Claim(step.name, KV, bytes, "stated") for step, bytes in own if bytes]
+
+
+def _takers(plan: Plan, device: str) -> list[str]:
+    """Return the step of each instance on a device that takes what is left of it."""
+    return [
+        step.name
+        for step in plan.steps
+        for own in step.devices
+        if own == device and shares(step) and not own_kv_bytes(step)
+    ]
+
+
+def _limits(plan: Plan) -> Mapping[str, int]:
+    return {"cuda:0" if device == "cuda" else device: total for device, total in plan.limits.kv_bytes.items()}
+
+
+def _ranks(step: PlannedStep, device: str, needs: Mapping[str, Need]) -> list[str]:
+    """Return the GPUs that an instance uses, from its own on."""
+    kind, _, first = device.partition(":")
+    ranks = needs.get(step.name, Need()).ranks
+    return [f"{kind}:{int(first) + rank}" for rank in range(ranks)] if kind == "cuda" else [device]
+
+
+def _source(bytes: int, usual: int) -> str:
+    return "assumed" if bytes == usual else "stated"
+
+
+def _fix(budget: DeviceBudget, too_much: int) -> str:
+    """Return what to lower or move: the largest thing that somebody can."""
+    claims = [claim for claim in budget.claims if claim.what in (WORK, KV)]
+    largest = max(claims, key=lambda claim: claim.bytes, default=None)
+    if largest is None or not largest.bytes:
+        return "lower gpu.arena_bytes or gpu.reserve_bytes, or use another GPU (`device:`)"
+    by = size_text(too_much)
+    if largest.what == KV:
+        key = f"limits.kv_bytes.{budget.device}" if largest.who == EVERYBODY else f"steps.{largest.who}.kv_bytes"
+        return f"lower {key} by {by}, or put steps on another GPU (`device:`)"
+    return f"put {largest.who} or others on another GPU (`device:`), or have fewer items in their batches"

@@ -1,0 +1,279 @@
+"""Which GPU each instance gets that may be on any of them.
+
+What was pinned stays where it is. Then each instance, largest first, goes to a GPU that it fits on, if possible to one
+
+- that has no instance of its step yet, so that they spread;
+- that a step is on with which it exchanges tensors;
+- that no llm step is to fill with its KV memory;
+- and of those, to the one with most free.
+
+Llm steps that take what is left come before all others, and keep apart. Where that ends with too much on a GPU, tensors
+are let travel, and at last GPUs are filled one by one: the first of these ways in which everything fits is taken. If
+there is none, it is the first way, and the budgets say what is too much.
+
+What is not known to need anything goes on the first GPU, llm steps aside. A light step on `auto` follows the steps that
+it exchanges tensors with, if they are on one GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weftline.pipelines.graph import Step
+from weftline.pipelines.machine import Machine
+from weftline.pipelines.needs import Need
+from weftline.pipelines.policy import GpuPolicy
+from weftline.shm.device.names import is_gpu
+
+AUTO = "auto"
+
+_Way = Literal["together", "apart", "tight"]
+_Places = dict[str, list[str]]
+
+
+def fit(
+    steps: Sequence[Step],
+    written: Mapping[str, Sequence[str]],
+    heavy: Mapping[str, bool],
+    needs: Mapping[str, Need],
+    edges: Collection[tuple[str, str]],
+    machine: Machine,
+    gpu: GpuPolicy,
+    context_bytes: Mapping[str, int],
+) -> dict[str, tuple[str, ...]]:
+    """Return the device of each instance of each step.
+
+    written: the same, as the pipeline has it, with 'auto' for those that are to be placed.
+    edges:   pairs of steps, giver and reader, whose tensors can stay on a device.
+    """
+    if not machine.devices:
+        return {name: tuple("cpu" if one == AUTO else one for one in devices) for name, devices in written.items()}
+    loads = _loads(steps, written, heavy, needs, gpu)
+    neighbours = _neighbours(edges)
+    tries = [_try(way, loads, neighbours, machine, gpu, context_bytes) for way in ("together", "apart", "tight")]
+    rooms, chosen = next((one for one in tries if all(room.free >= 0 for room in one[0].values())), tries[0])
+    devices = {
+        name: [chosen.get((name, copy), "cpu") if one == AUTO else one for copy, one in enumerate(own)]
+        for name, own in written.items()
+    }
+    light = [step for step in steps if not heavy[step.name] and AUTO in written[step.name]]
+    _follow(light, steps, written, devices, needs, neighbours, rooms)
+    return {name: tuple(own) for name, own in devices.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Instances that are on one GPU whatever happens: one alone, or those that share a worker.
+
+    pinned: the GPU that one of them names; '' for none.
+    own:    they have a process to themselves, whoever else is on the GPU.
+    """
+
+    members: tuple[tuple[str, int], ...]
+    needs: tuple[Need, ...]
+    pinned: str
+    own: bool
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.members)
+
+    @property
+    def known(self) -> bool:
+        return any(need.bytes or need.kv_bytes for need in self.needs)
+
+    @property
+    def open_kv(self) -> bool:
+        """Whether it takes what is left of its device."""
+        return any(need.kv_bytes is None for need in self.needs)
+
+    @property
+    def ranks(self) -> int:
+        return max(need.ranks for need in self.needs)
+
+    @property
+    def largest(self) -> int:
+        return sum(max(need.bytes.values(), default=0) + (need.kv_bytes or 0) for need in self.needs)
+
+    def on(self, device: str) -> int:
+        return sum(need.bytes.get(device, 0) + (need.kv_bytes or 0) for need in self.needs)
+
+
+@dataclass(slots=True)
+class _Room:
+    """One GPU while it fills: what is free of it, and who is on it."""
+
+    device: str
+    free: int
+    context: int
+    copies: Counter[str] = field(default_factory=Counter)
+    shared: int = 0  # processes that steps share
+    fillers: int = 0  # llm steps that take what is left
+
+    def cost(self, load: _Load) -> int:
+        slot = 1 + max(self.copies[name] for name in load.names)
+        return load.on(self.device) + (self.context if load.own or slot > self.shared else 0)
+
+    def take(self, load: _Load) -> None:
+        self.free -= self.cost(load)
+        self.copies.update(load.names)
+        self.fillers += load.open_kv
+        if not load.own:
+            self.shared = max(self.shared, *(self.copies[name] for name in load.names))
+
+
+def _loads(
+    steps: Sequence[Step],
+    written: Mapping[str, Sequence[str]],
+    heavy: Mapping[str, bool],
+    needs: Mapping[str, Need],
+    gpu: GpuPolicy,
+) -> list[_Load]:
+    """Return what is to be on GPUs, by size and name: the order of steps in a file decides nothing."""
+    found: dict[tuple[bool, str, int], list[tuple[str, int, str]]] = {}
+    for step in steps:
+        for copy, device in enumerate(written[step.name]):
+            if is_gpu(device) and (device != AUTO or heavy[step.name]):
+                key = step.worker is not None, step.worker or step.name, copy
+                found.setdefault(key, []).append((step.name, copy, device))
+    loads = []
+    for (shares, _, _), members in found.items():
+        own = [needs.get(name, Need()) for name, _, _ in members]
+        alone = gpu.processes == "separate" or any(need.alone for need in own)
+        loads.append(
+            _Load(
+                tuple(sorted((name, copy) for name, copy, _ in members)),
+                tuple(own),
+                min((device for _, _, device in members if device != AUTO), default=""),
+                shares or alone,
+            )
+        )
+    return sorted(loads, key=lambda load: (-load.largest, load.members))
+
+
+def _try(
+    way: _Way,
+    loads: Sequence[_Load],
+    neighbours: Mapping[str, Collection[str]],
+    machine: Machine,
+    gpu: GpuPolicy,
+    context_bytes: Mapping[str, int],
+) -> tuple[dict[str, _Room], dict[tuple[str, int], str]]:
+    """Place everything in one way, and return what is left and where each instance went."""
+    arena = gpu.arena_bytes if any(need.gives for load in loads for need in load.needs) else 0
+    rooms = {
+        one.name: _Room(
+            one.name,
+            one.memory_bytes - gpu.reserve_bytes,
+            context_bytes.get(one.name, gpu.context_bytes) + arena,
+        )
+        for one in machine.devices
+    }
+    order, places = [*rooms], dict[tuple[str, int], str]()
+
+    def put(load: _Load, device: str) -> None:
+        for name in _span(load, device, order):
+            rooms[name].take(load)
+        places.update(dict.fromkeys(load.members, device))
+
+    for load in (one for one in loads if one.pinned):
+        put(load, load.pinned)
+    free = [load for load in loads if not load.pinned]
+    for load in (one for one in free if not one.known and not one.open_kv):
+        put(load, order[0])
+    rest = [load for load in free if load.known or load.open_kv]
+    if way != "tight":
+        rest.sort(key=lambda load: not load.open_kv)  # what fills a GPU first, so that others keep away from it
+    for load in rest:
+        put(load, _best(way, load, rooms, order, neighbours))
+    return rooms, places
+
+
+def _best(
+    way: _Way,
+    load: _Load,
+    rooms: Mapping[str, _Room],
+    order: Sequence[str],
+    neighbours: Mapping[str, Collection[str]],
+) -> str:
+    starts = order[: max(1, len(order) - load.ranks + 1)]
+    fits = [device for device in starts if _fits(load, device, rooms, order)]
+    near = {name for own in load.names for name in neighbours.get(own, ())}
+
+    def rank(device: str) -> tuple[int | bool, ...]:
+        room, index = rooms[device], order.index(device)
+        copies = max(room.copies[name] for name in load.names)
+        if not load.known:
+            return room.fillers, index
+        if way == "tight" and fits:
+            return room.free, index
+        if load.open_kv or way != "together":
+            return copies, room.fillers, -room.free, index
+        return copies, not any(room.copies[name] for name in near), room.fillers, -room.free, index
+
+    return min(fits or starts, key=rank)
+
+
+def _fits(load: _Load, device: str, rooms: Mapping[str, _Room], order: Sequence[str]) -> bool:
+    return all(rooms[name].cost(load) <= rooms[name].free for name in _span(load, device, order))
+
+
+def _span(load: _Load, device: str, order: Sequence[str]) -> Sequence[str]:
+    """Return the GPUs that a load uses from `device` on; none where the machine lacks it."""
+    start = order.index(device) if device in order else len(order)
+    return order[start : start + load.ranks]
+
+
+def _neighbours(edges: Collection[tuple[str, str]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for giver, reader in edges:
+        found.setdefault(giver, set()).add(reader)
+        found.setdefault(reader, set()).add(giver)
+    return found
+
+
+def _follow(
+    light: Sequence[Step],
+    steps: Sequence[Step],
+    written: Mapping[str, Sequence[str]],
+    devices: _Places,
+    needs: Mapping[str, Need],
+    neighbours: Mapping[str, Collection[str]],
+    rooms: Mapping[str, _Room],
+) -> None:
+    """Put light steps where the steps are that they exchange tensors with; round by round, so that no order decides."""
+    waiting = sorted(light, key=lambda step: step.name)
+    while True:
+        found = {step.name: _target(step, steps, devices, neighbours) for step in waiting}
+        moved = False
+        for step in waiting:
+            device = found[step.name]
+            load = _Load(((step.name, 0),), (needs.get(step.name, Need()),), device, False)
+            if not device or device not in rooms or _target(step, steps, devices, neighbours) != device:
+                continue
+            count = list(written[step.name]).count(AUTO)
+            if load.on(device) * count > max(0, rooms[device].free):
+                continue
+            for _ in range(count):
+                rooms[device].take(load)
+            devices[step.name] = [device if one == AUTO else one for one in written[step.name]]
+            moved = True
+        waiting = [step for step in waiting if "cpu" in devices[step.name] and AUTO in written[step.name]]
+        if not moved:
+            return
+
+
+def _target(step: Step, steps: Sequence[Step], devices: _Places, neighbours: Mapping[str, Collection[str]]) -> str:
+    """Return the one GPU that a step's neighbours are on, if its worker may be there too; '' otherwise."""
+    around = {device for name in neighbours.get(step.name, ()) for device in devices.get(name, ()) if is_gpu(device)}
+    sharing = {
+        device
+        for other in steps
+        if step.worker is not None and other.worker == step.worker and other.name != step.name
+        for device in devices[other.name]
+        if is_gpu(device)
+    }
+    return next(iter(around)) if len(around) == 1 and sharing <= around else ""

@@ -1,0 +1,54 @@
+"""What there is to place a pipeline on, and machines that somebody made up to see a plan for them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weftline.errors import InputError
+
+GPUS_MAX = 64
+"""Most GPUs of a machine that somebody makes up."""
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_GPUS = re.compile(r"^([0-9]{1,2})(?::([0-9]{1,6}(?:\.[0-9]{1,3})?)([KMGT]?)(iB|B)?)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """An accelerator: 'cuda:0' and so on, its memory, and what it is, such as 'NVIDIA H200', where that is known."""
+
+    name: str
+    memory_bytes: int
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to place a pipeline on."""
+
+    cores: int
+    memory_bytes: int
+    devices: tuple[Device, ...] = ()
+
+
+MADE_UP_BYTES = 80 << 30
+"""Memory of a made-up GPU when nobody says how much: that of an 80 GB card."""
+
+
+def made_up_gpus(text: str) -> tuple[Device, ...]:
+    """Return the GPUs of '2' or '2:141GiB'; sizes are counted in powers of 1024, 141GB too.
+
+    InputError says what is wrong.
+    """
+    match = _GPUS.match(text.strip())
+    count = int(match[1]) if match else 0
+    if match is None or count > GPUS_MAX:
+        raise InputError(
+            f"gpus: {text!r:.40} is no number of GPUs with their memory\n"
+            f"    expected: 0 to {GPUS_MAX}, and how much each has, such as 2:141GiB"
+        )
+    size = int(float(match[2]) * _UNITS[match[3]]) if match[2] else MADE_UP_BYTES
+    if count and size < 1 << 20:
+        raise InputError(f"gpus: {text!r:.40} gives each GPU {size} bytes\n    fix: write its unit, such as 2:141GiB")
+    return tuple(Device(f"cuda:{index}", size) for index in range(count))
