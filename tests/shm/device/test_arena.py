@@ -110,8 +110,11 @@ def test_a_mapping_is_given_back_once_and_only_when_nobody_looks() -> None:
     arena = DeviceArena.create(Counting("fake:0"), MIB)
     address, size = arena.address, arena.size_bytes
     tensor = arena.view(AT_256, FOUR)
+    descriptor = arena.fd
     arena.close()
     arena.close()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
     gc.collect()
     assert unmapped == []
     del tensor
@@ -156,10 +159,22 @@ def open_descriptors() -> int:
 def test_nothing_is_left_behind_when_the_driver_refuses() -> None:
     class Refusing(FakeGpu):
         refused = ""
+        given_back = 0
 
         def _ask(self, call: str) -> None:
             if call == self.refused:
                 raise DriverError(call, "NOT_SUPPORTED")
+
+        def unmap(self, address: int, size_bytes: int) -> None:
+            self.given_back += 1
+            super().unmap(address, size_bytes)
+
+        def share(self, address: int) -> bytes:
+            raise DriverError("share", "NOT_SUPPORTED")
+
+        def free(self, address: int) -> None:
+            self.given_back += 1
+            super().free(address)
 
         def export(self, memory: int) -> int:
             self._ask("export")
@@ -181,6 +196,12 @@ def test_nothing_is_left_behind_when_the_driver_refuses() -> None:
         with pytest.raises(DriverError, match=driver.refused):
             DeviceArena.create(driver, MIB)
         assert open_descriptors() == before
+    driver.refused, driver.given_back = "export", 0
+    with pytest.raises(DriverError) as export:
+        DeviceArena.create(driver, MIB)
+    with pytest.raises(DriverError) as share:
+        DeviceArena.create(driver, MIB, "handle")
+    assert (driver.given_back, export.value.call, share.value.call) == (2, "export", "share")  # while errors are held
     driver.refused = ""
     with DeviceArena.create(driver, MIB) as ours:
         before = open_descriptors()

@@ -103,6 +103,16 @@ def test_strides_that_are_not_row_major_are_seen() -> None:
     assert dlpack.dense_strides(()) == ()
 
 
+@pytest.mark.parametrize("versioned", [False, True])
+def test_the_device_and_the_offset_are_part_of_where_a_tensor_lies(versioned: bool) -> None:
+    array = np.arange(4.0)
+    capsule = dlpack.make(TensorSpec("float64", (4,)), 4096, (dlpack.CUDA, 3), array, True, versioned)
+    name, form = (b"dltensor_versioned", dlpack._ManagedVersioned) if versioned else (b"dltensor", dlpack._Managed)
+    form.from_address(dlpack._pointer(capsule, name)).tensor.byte_offset = 16  # some libraries slice so
+    taken = dlpack.Taken(capsule)
+    assert (taken.device, taken.address) == ((dlpack.CUDA, 3), 4112)
+
+
 def test_a_dtype_that_no_port_has_is_told() -> None:
     assert dlpack.Taken(np.zeros(2, np.complex128).__dlpack__()).spec is None
 

@@ -14,6 +14,10 @@ class Shaky(FakeGpu):
 
     fails: dict[str, DriverError]
 
+    @property
+    def total(self) -> int:
+        return self.memory()[1]
+
     def _ask(self, call: str) -> None:
         if call in self.fails:
             raise self.fails.pop(call)
@@ -57,10 +61,12 @@ def test_a_device_stands_on_the_best_rung_that_bears_it(device: str, rung: int) 
 
 @pytest.mark.parametrize("call", ["create", "export", "import_memory"])
 def test_a_refusal_anywhere_on_the_first_rung_leads_to_the_second_and_is_kept(call: str) -> None:
-    standing = probe(shaky(DriverError(call, "CUDA_ERROR_NOT_SUPPORTED", "in a container")), MIB)
+    driver = shaky(DriverError(call, "CUDA_ERROR_NOT_SUPPORTED", "in a container"))
+    standing = probe(driver, MIB)
     assert standing.rung == "handle"
     assert standing.why == f"descriptor: {call}: CUDA_ERROR_NOT_SUPPORTED (in a container)"
     assert standing.arena is not None
+    assert driver.total - driver.memory()[0] == standing.arena.size_bytes  # what was tried first is given back
     standing.arena.close()
 
 

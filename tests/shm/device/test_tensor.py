@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,8 +24,9 @@ def driver() -> FakeGpu:
 
 
 @pytest.fixture
-def arena(driver: FakeGpu) -> DeviceArena:
-    return DeviceArena.create(driver, MIB)
+def arena(driver: FakeGpu) -> Iterator[DeviceArena]:
+    with DeviceArena.create(driver, MIB) as arena:
+        yield arena
 
 
 def room(arena: DeviceArena, dtype: str, *shape: int) -> DeviceTensor:
