@@ -29,8 +29,8 @@ from weftline.shm.device.names import index_of, is_fake
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import TensorSpec
 
-OWN_DEVICE_ARENA = 0
-"""The key of the worker's own device arena until the runtime tells its id; no arena of a worker is numbered 0."""
+OWN_DEVICE_ARENA = -1
+"""The key of the worker's own device arena until the runtime tells its id; no arena's id is below 0."""
 
 _log = logging.getLogger(__name__)
 
