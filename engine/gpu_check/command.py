@@ -84,7 +84,7 @@ def why_not(device: str) -> Outcome | None:
         try:
             crew.start("a process").ask("open")
         except Refused as error:
-            why = str(error).removeprefix("a process failed to open: ")
+            why = " ".join(str(error).removeprefix("a process failed to open: ").split())
             return Outcome("", WRONG if is_fake(device) else SKIPPED, why)
         except Wrong as error:
             return Outcome("", WRONG, str(error))

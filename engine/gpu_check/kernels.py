@@ -2,8 +2,7 @@
 
 A delay holds a stream back, so that whoever does not wait for it reads too early and is found out. A poke writes to an
 address that nobody mapped: the way a wrong kernel loses its process the device. Both are PTX, which the driver
-compiles; on a fake device, which has no kernels, the first is many small copies and the second a copy to such an
-address.
+compiles; a fake device can be delayed, and takes a copy to such an address for the second.
 """
 
 from __future__ import annotations
@@ -66,12 +65,9 @@ def open_kernels(driver: GpuDriver) -> Kernels:
 class CudaKernels:
     """On a card, through the driver; the process's context is current, as the driver left it."""
 
-    def __init__(self) -> None:
-        try:
-            from cuda.bindings import driver as cuda  # type: ignore[import-untyped,unused-ignore]
-        except ImportError:
-            raise Skipped("package cuda-bindings is not installed") from None
-        self._cuda: Any = cuda
+    def __init__(self, bindings: Any = None) -> None:
+        """Load the kernels. bindings: for tests, what stands for `cuda.bindings.driver`."""
+        cuda = self._cuda = bindings or _bindings()
         module = self._done("cuModuleLoadData", cuda.cuModuleLoadData(PTX.encode() + b"\0"))
         self._functions = {
             name: self._done("cuModuleGetFunction", cuda.cuModuleGetFunction(module, name.encode()))
@@ -85,11 +81,9 @@ class CudaKernels:
         self._launch("poke", NOBODYS_ADDRESS, stream)
 
     def _launch(self, name: str, argument: int, stream: int) -> None:
-        given = ((argument,), (ctypes.c_uint64,))
-        one = (1, 1, 1)
-        self._done(
-            "cuLaunchKernel", self._cuda.cuLaunchKernel(self._functions[name], *one, *one, 0, stream, given, 0)
-        )  # fmt: skip
+        one, given = (1, 1, 1), ((argument,), (ctypes.c_uint64,))
+        on = self._cuda.CUstream(stream)
+        self._done("cuLaunchKernel", self._cuda.cuLaunchKernel(self._functions[name], *one, *one, 0, on, given, 0))
 
     def _done(self, call: str, answer: tuple[Any, ...]) -> Any:
         error, *found = answer
@@ -98,17 +92,24 @@ class CudaKernels:
         return found[0] if found else None
 
 
+def _bindings() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise Skipped("package cuda-bindings is not installed") from None
+    return driver
+
+
 class FakeKernels:
-    """On a fake: what its streams know is copies."""
+    """On a fake, whose streams know delays, and copies to where nothing is."""
 
     def __init__(self, driver: GpuDriver) -> None:
-        self._driver = driver
+        self._driver: Any = driver
         self._bytes = ctypes.create_string_buffer(64)
         self._address = ctypes.addressof(self._bytes)
 
     def delay(self, stream: int, microseconds: int) -> None:
-        for _ in range(max(microseconds // 10, 1)):
-            self._driver.copy(self._address, self._address, 64, stream)
+        self._driver.delay(microseconds / 1e6, stream)
 
     def poke(self, stream: int) -> None:
         self._driver.copy(NOBODYS_ADDRESS, self._address, 4, stream)

@@ -21,14 +21,14 @@ from weftline.engine.gpu_check.traffic import ORDERINGS, Arena, Spoilt, Traffic
 from weftline.engine.gpu_check.trial import MIB, Trial
 from weftline.shm.lease import Ledger
 
-KILLS, QUICK_KILLS = 200, 6
+KILLS, QUICK_KILLS = 200, 3
 HANG_S = 5.0
 """The issue's bar: nobody waits longer for anything because of a death."""
 
 SLACK_BYTES = 16 * MIB
 """How far free memory may be from where it was: other programs of the card, and what the driver keeps for itself."""
 
-SPARES = 3
+SPARES, QUICK_SPARES = 3, 0
 """Processes started ahead: a context takes longer to make than a kill."""
 
 MOMENT_MAX_S = 0.03
@@ -43,7 +43,7 @@ def check_kills(trial: Trial) -> Outcome:
         watcher.ask("open")
         free_before, fds_before = int(watcher.ask("memory")["free"]), _descriptors()
         with trial.crew() as fighters:
-            scene = _Scene(fighters, draw)
+            scene = _Scene(fighters, draw, QUICK_SPARES if trial.quick else SPARES)
             while scene.kills < wanted and trial.left_s > 10:
                 scene.kill_one()
                 if scene.kills % 20 == 0:
@@ -77,8 +77,8 @@ def check_kills(trial: Trial) -> Outcome:
 class _Scene:
     """A writer, a reader, and those that stand in for the next one that dies."""
 
-    def __init__(self, crew: Crew, draw: random.Random) -> None:
-        self._crew, self._draw = crew, draw
+    def __init__(self, crew: Crew, draw: random.Random, spares: int) -> None:
+        self._crew, self._draw, self._ahead = crew, draw, spares
         self._spares: list[Process] = []
         self._arenas = 0
         self.kills = self.writers = self.readers_along = self.done = 0
@@ -180,7 +180,7 @@ class _Scene:
 
     def _spare(self) -> Process:
         """Return a process whose driver is open, and see that others are on their way."""
-        while len(self._spares) < SPARES:
+        while len(self._spares) <= self._ahead:
             process = self._crew.start(f"process {self.kills}.{len(self._spares)}")
             process.tell("open")
             self._spares.append(process)

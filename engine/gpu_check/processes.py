@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -54,7 +55,7 @@ class Process:
             command = [sys.executable, "-P", "-m", "weftline.engine.gpu_check.peer", str(theirs.fileno()), device]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-                env={**os.environ, **(environment or {})}, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": _where_modules_are(), **(environment or {})}, start_new_session=True,
             )  # fmt: skip
         self.pid = self._process.pid
         self.wire = Wire(ours)
@@ -133,6 +134,11 @@ class Process:
         finally:
             self.wire.close()
             self._log.close()
+
+
+def _where_modules_are() -> str:
+    """Return this process's search path, so that another finds the same modules: a checkout need not be installed."""
+    return os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)
 
 
 class Crew:

@@ -24,8 +24,12 @@ ARENA_BYTES = 6 * MIB
 """Two dispatches of average size and a half."""
 
 EVENTS = 16
-DELAYS_US = (0, 0, 20, 100)
-"""How long the writer's stream is held back before it writes; one of these, at random."""
+DELAYS_US = (0, 0, 0, 50, 1500)
+"""How long the writer's stream is held back before it writes; one of these, at random. The last is longer than it takes
+to tell the reader, so that one that does not wait finds what the blocks held before."""
+
+FAKE_DELAYS_US = (0, 0, 0, 50, 30_000)
+"""The same where the machine may be busy with other things, and no figure is at stake."""
 
 
 class Spoilt(Wrong):
@@ -90,6 +94,7 @@ class Traffic:
     writing: Dispatch | None = None
     reading: Dispatch | None = None
     done: int = 0
+    delays_us: tuple[int, ...] = DELAYS_US
     answer_max_s: float = ANSWER_MAX_S
 
     def __post_init__(self) -> None:
@@ -100,7 +105,7 @@ class Traffic:
         """Have the next dispatch written while the one before is read; Spoilt when what is read is not as written."""
         self.writing = self._lease()
         leases, event = self.writing.leases, self.writing.number
-        delay_us = self.draw.choice(DELAYS_US)
+        delay_us = self.draw.choice(self.delays_us)
         writer.tell("write", arena=self.arena.name, leases=leases, delay_us=delay_us, event=event)
         self.read(reader)
         writer.answer("write", self.answer_max_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Work:
     does:   what happens when it ends.
     begun:  it runs; only kernels and copies on a made-up machine are ever seen to.
     posted: how many pieces a made-up machine had been given before; 0 on a real one.
+    not_before_s: on the monotonic clock; a delay ends then.
     leases: under which generation each of `reads` and `writes` was leased when it was put on the stream; a watch's.
     """
 
@@ -54,11 +56,12 @@ class Work:
     waits: Mark | None = None
     begun: bool = False
     posted: int = 0
+    not_before_s: float = 0.0
     leases: tuple[int, ...] = ()
 
     @property
     def can_go_on(self) -> bool:
-        return self.waits is None or self.waits.is_done
+        return (self.waits is None or self.waits.is_done) and time.monotonic() >= self.not_before_s
 
     @property
     def spans(self) -> tuple[Span, ...]:

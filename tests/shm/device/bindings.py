@@ -36,8 +36,10 @@ def kinds_of(name: str) -> dict[str, tuple[type, ...]]:
     kinds: dict[str, tuple[type, ...]] = {}
     for parameter in inspect.signature(function).parameters.values():
         text = parameter.annotation if isinstance(parameter.annotation, str) else told[parameter.name]
-        if _WHOLE.match(text):
+        if _WHOLE.match(text) or f"void_ptr {parameter.name}" in function.__doc__.partition("\n")[0]:
             kinds[parameter.name] = (int,)
+        elif text == "bytes":
+            kinds[parameter.name] = (bytes,)
         elif text == "Any":
             kinds[parameter.name] = ()
         else:

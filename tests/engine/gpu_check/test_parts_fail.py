@@ -1,0 +1,168 @@
+"""Each part is seen to fail: a mistake is planted in the processes that it starts, and it must be the one to say so."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.gpu_check.planting import planted
+from weftline.engine.gpu_check import copies, kills, leases, mps, programs
+from weftline.engine.gpu_check.parts import PARTS
+from weftline.engine.gpu_check.running import Outcome, outcome_of
+from weftline.engine.gpu_check.trial import Trial
+
+DRIVER = "from weftline.shm.device.driver import DriverError\nfrom weftline.shm.device.fake import FakeGpu\n"
+SHORT_COPIES = f"""{DRIVER}
+whole = FakeGpu.copy
+FakeGpu.copy = lambda gpu, to, source, size, stream: whole(gpu, to, source, max(size - 1, 1), stream)
+"""
+READS_EARLY = f"""{DRIVER}
+FakeGpu.wait = lambda gpu, stream, event: None
+"""
+SAYS_DONE_EARLY = f"""{DRIVER}
+FakeGpu.synchronize = lambda gpu, stream: None
+"""
+NO_WAITS = f"""{DRIVER}
+FakeGpu.wait_event = lambda gpu, event: (_ for _ in ()).throw(DriverError("wait_event", "NOT_READY"))
+"""
+WRITABLE = f"""{DRIVER}
+usual = FakeGpu.map
+FakeGpu.map = lambda gpu, memory, size, writable: usual(gpu, memory, size, True)
+"""
+NO_FAULTS = """
+from weftline.engine.gpu_check.kernels import FakeKernels
+FakeKernels.poke = lambda kernels, stream: None
+"""
+NO_MEMORY_FIGURES = f"""{DRIVER}
+FakeGpu.memory = lambda gpu: (_ for _ in ()).throw(DriverError("memory", "UNKNOWN"))
+"""
+LEAK = f"""{DRIVER}
+asked = iter(range(1, 1000))
+FakeGpu.memory = lambda gpu: ((8 << 30) - next(asked) * (64 << 20), 8 << 30)
+"""
+HANG = """
+import time
+from weftline.engine.gpu_check import writing
+writing.settle = writing.VERBS["settle"] = lambda hands: time.sleep(60)
+"""
+
+
+def run(name: str, environment: dict[str, str] | None = None, left_s: float = 60.0) -> Outcome:
+    part = next(part for part in PARTS if part.name == name)
+    trial = Trial(name, "fake:0", True, False, time.monotonic() + left_s, environment)
+    return outcome_of(name, lambda: part.run(trial))
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "said"),
+    [
+        ("share", SHORT_COPIES, "rung descriptor, 1 MiB at 0: checksum"),
+        ("costs", NO_WAITS, "the maker failed to time_events: wait_event: NOT_READY"),
+        ("exporter killed", SHORT_COPIES, "the first heir, 1 MiB at 0: checksum"),
+        ("read-only", WRITABLE, "after a guest's write: checksum"),
+        ("leases", SHORT_COPIES, "ordering host: 32 of 32 leases are not as written"),
+        ("leases", READS_EARLY, "ordering event: "),
+        ("leases", SAYS_DONE_EARLY, "ordering host: "),
+        ("copy-in", SHORT_COPIES.replace("whole(", "missing("), "the maker failed to time_copies: NameError"),
+        ("contexts", NO_MEMORY_FIGURES, "the watcher failed to open: memory: UNKNOWN"),
+        ("hops", SHORT_COPIES, "pass, ordering host, 1 KiB: 32 of 32 tensors were not as sent"),
+        ("fault", NO_FAULTS, "a kernel wrote where nothing is, and nobody noticed"),
+        ("kills", LEAK, "bytes of the device are free"),
+        ("kills", HANG, "did not settle within 0 s"),
+    ],
+)
+def test_a_planted_mistake_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, mistake: str, said: str
+) -> None:
+    monkeypatch.setattr(kills, "HANG_S", 0.4 if name == "kills" else kills.HANG_S)
+    monkeypatch.setattr(leases, "FAKE_DELAYS_US", (0, 150_000))  # longer than any message takes, on any machine
+    found = run(name, planted(tmp_path, mistake))
+    assert (found.state, said in found.why) == ("wrong", True), found.why
+
+
+def test_a_slow_copy_into_an_arena_misses_its_bar_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {"plain": [4e11, 4e11, 4e11], "arena": [1e11, 3e11, 3.2e11]}
+    monkeypatch.setattr(
+        "weftline.engine.gpu_check.processes.Process.ask", lambda process, verb, **about: {"fds": [], **slow}
+    )
+    trial = Trial("copy-in", "cuda:0", True, False, time.monotonic() + 60)
+    (bar,) = copies.check_copies(trial).bars
+    assert (bar.found, bar.met) == (0.75, False)
+    assert str(bar).endswith("missed by 12%")
+
+
+def tool(folder: Path, name: str, body: str) -> None:
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(0o755)
+
+
+def on_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("PATH", f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize(
+    ("body", "state", "said"),
+    [
+        ("echo '========= ERROR SUMMARY: 0 errors'", "right", ""),
+        ("echo '========= Invalid __global__ write of size 4 bytes'; exit 9", "wrong", "found: ========= Invalid"),
+        ("echo 'kills wrong' >&2; exit 1", "wrong", "ended with 1: kills wrong"),
+    ],
+)
+def test_what_compute_sanitizer_finds_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, state: str, said: str
+) -> None:
+    tool(tmp_path, programs.SANITIZER, body)
+    on_path(monkeypatch, tmp_path)
+    found = run("memcheck")
+    assert found.state == state
+    assert said in found.why
+    assert found.state == "wrong" or found.figures == {"memcheck": "ERROR SUMMARY: 0 errors"}
+
+
+def test_the_sanitizer_is_given_every_process_of_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool(tmp_path, programs.SANITIZER, f'echo "$@" > {tmp_path}/asked; echo "========= nothing"')
+    on_path(monkeypatch, tmp_path)
+    assert run("memcheck").state == "right"
+    asked = (tmp_path / "asked").read_text()
+    assert "--tool memcheck --target-processes all --error-exitcode 9" in asked
+    assert "-m weftline.engine.gpu_check --device fake:0 --quick --only share leases hops" in asked
+
+
+def test_the_service_is_started_used_and_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool(tmp_path, mps.DAEMON, f'echo "$1" "$CUDA_MPS_PIPE_DIRECTORY" "$(cat)" >> {tmp_path}/log')
+    on_path(monkeypatch, tmp_path)
+    seen: list[str] = []
+
+    def part(trial: Trial) -> Outcome:
+        seen.append(dict(trial.environment or {})["CUDA_MPS_PIPE_DIRECTORY"])
+        return Outcome("a part", "right")
+
+    monkeypatch.setattr(mps, "check_share", lambda trial: part(trial).figures)
+    monkeypatch.setattr(mps, "check_leases", part)
+    monkeypatch.setattr(mps, "check_hops", part)
+    found = run("mps")
+    assert (found.state, found.why) == ("right", "")
+    assert found.figures["other clients that serve on"] == "2 of 2"  # a fake's processes share no fate
+    started, ended = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert (started, ended) == (["-d", seen[0]], [seen[0], "quit"])
+
+
+def test_a_service_that_does_not_start_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool(tmp_path, mps.DAEMON, "echo 'no permission' >&2; exit 1")
+    on_path(monkeypatch, tmp_path)
+    found = run("mps")
+    assert (found.state, found.why) == ("skipped", f"{mps.DAEMON} ended with 1: no permission")
+
+
+def test_a_pipeline_that_cannot_be_read_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("steps: 3\n")
+    monkeypatch.setattr(programs, "FLAGSHIP", broken)
+    trial = Trial("pipeline", "fake:0", False, False, time.monotonic() + 60)
+    found = outcome_of("pipeline", lambda: programs.check_pipeline(trial))
+    assert found.state == "wrong"
+    assert "its process ended with 1" in found.why
