@@ -13,6 +13,7 @@ from weftline.engine import messages as msg
 from weftline.engine.book import Book
 from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
+from weftline.engine.device_memory import DeviceMemory
 from weftline.engine.device_news import DeviceNews
 from weftline.engine.feeds import Feeds
 from weftline.engine.figures import sound
@@ -57,7 +58,7 @@ class Answers:
         self._ledger = ledger
         self._emit = emit
         self._lanes_of = tasks.by_worker(len(plan.workers))
-        self._came_up: Callable[[int, msg.Ready], None] = lambda worker, message: None
+        self._came_up: tuple[Callable[[int, msg.Ready], None], ...] = ()
         self._handlers: dict[type, Callable[..., None]] = {
             msg.Hello: self._hello,
             msg.DeviceUp: self._of_device(devices.up),
@@ -75,10 +76,10 @@ class Answers:
             msg.KvResized: self._kv_resized,
         }
 
-    def attach(self, idleness: Idleness) -> None:
-        """Say who puts steps to sleep: what workers say of that is told there."""
+    def attach(self, idleness: Idleness, memory: DeviceMemory) -> None:
+        """Say who puts steps to sleep, and who adds up what devices have: what workers say of that is told there."""
         self._handlers |= {msg.Slept: idleness.slept, msg.Awake: idleness.awake}
-        self._came_up = idleness.ready
+        self._came_up = (memory.ready, idleness.ready)
 
     def hear(self, event: ev.FromWorker) -> None:
         member = self._crew.members[event.worker]
@@ -125,7 +126,8 @@ class Answers:
             self._kill(worker, "it said twice that it is ready")
             return
         self._crew.ready(worker, self._book.now_ms)
-        self._came_up(worker, message)
+        for came_up in self._came_up:
+            came_up(worker, message)
         for lane in self._lanes_of[worker]:
             if message.warm_ms.get(lane.name):
                 lane.latency.seed(1, message.warm_ms[lane.name])

@@ -104,7 +104,7 @@ class Idleness:
         for one in self._tasks.lanes[step].together:
             if one in self._policies:
                 self._last_ms[one] = self._book.now_ms
-                if self._begun and one not in self._set:
+                if one not in self._set:
                     self._look_again(one, self._book.now_ms)
 
     def expected(self, route: Route) -> None:
@@ -221,7 +221,8 @@ class Idleness:
                 member.rest.move(step, "sleep")
                 self._shares.falls_asleep(worker, step)
                 self.timers.add(now_ms + SLEEP_MAX_MS, ("answer", self._part(worker, step)))
-                self._emit(ev.Send(worker, msg.Sleep(step, self._policies[step].keep)))
+                keep = "host" if self._policies[step].keep == "host" else "nothing"
+                self._emit(ev.Send(worker, msg.Sleep(step, keep)))
                 told = True
             elif self._is_read(member):
                 whole = False
@@ -242,7 +243,7 @@ class Idleness:
 
     def _may_go(self, step: int) -> bool:
         policy = self._policies.get(step)
-        if policy is None or policy.keep != "nothing" or step in self._wanted:
+        if policy is None or policy.keep != "nothing":
             return False
         return self._last_ms[step] + policy.after_s * 1000 <= self._book.now_ms and not self._busy(step)
 

@@ -66,11 +66,11 @@ def _value(type: PortType, draw: np.random.Generator, pixels_max: int, seconds_m
         case "detections":
             return _detections(draw)
         case _:
-            return _tensor(type, draw)
+            return made_up_tensor(type, draw)
 
 
-def _tensor(type: PortType, draw: np.random.Generator) -> np.ndarray:
-    """Floats are 0 to 1, integers 0 to 9, so that they are indexes of most things."""
+def made_up_tensor(type: PortType, draw: np.random.Generator) -> np.ndarray:
+    """Return a tensor of a type: floats from 0 to 1, integers from 0 to 9, so that they are indexes of most things."""
     dtype, shape = type.dtype or "float32", _shape(type)
     if dtype in STAND_INS:  # all bits zero is zero in each of them
         return np.zeros(shape, STAND_INS[dtype])

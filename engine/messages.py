@@ -397,13 +397,15 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Every step is open and warm. `opened_ms` says how long each took, `warm_ms` its warm-up alone.
 
     device_use:   by step, what was measured.
-    device_bytes: what the whole worker takes of its device, its context included; 0 without one.
+    device_bytes: what the whole worker takes of its device, but for its context; 0 without one.
+    device_free:  what the device has left then, whoever takes the rest.
     """
 
     opened_ms: dict[str, float]
     warm_ms: dict[str, float] = {}
     device_use: dict[str, DeviceUse] = {}
     device_bytes: int = 0
+    device_free: int = 0
 
 
 class KvReport(msgspec.Struct, frozen=True, array_like=True):

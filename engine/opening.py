@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from weftline.engine.device_use import DeviceMeter
 from weftline.engine.messages import DeviceUp, FromWorker, Open, Progress, StepToOpen
 from weftline.engine.near import NearMemory
 from weftline.errors import LimitReached, MissingPackage
@@ -75,6 +76,7 @@ class Opener:
     """Opens the nodes of one worker, at its start and again when one has slept. `say` sends a message.
 
     warm_ms: how long each step's warm-up took, by name, of those that have one.
+    meter:   measures what they take of the worker's device.
     """
 
     def __init__(self, message: Open, near: NearMemory | None, say: Callable[[FromWorker], None]) -> None:
@@ -82,10 +84,19 @@ class Opener:
         self._message = message
         self._near = near
         self._say = say
+        self._streams: dict[int, int] = {}
+        arena = near.arena if near is not None else None
+        self.meter = DeviceMeter(
+            near.driver if near is not None else None, arena.size_bytes if arena is not None else 0
+        )
 
     def stream(self, step: StepToOpen) -> int:
-        """Return a stream for a step's work on the device, 0 for a step that has none."""
-        return self._near.stream() if self._near is not None and is_gpu(step.device) else 0
+        """Return the stream of a step's work on the device, 0 for a step that has none."""
+        if self._near is None or not is_gpu(step.device):
+            return 0
+        if step.index not in self._streams:
+            self._streams[step.index] = self._near.stream()
+        return self._streams[step.index]
 
     def node(self, step: StepToOpen, stream: int = 0) -> Node:
         """Return a step's node, open and warm; what it raises says why it cannot be."""
@@ -103,10 +114,12 @@ class Opener:
         context = OpenContext(base_dir, step.device, message.threads, step.items_max, cache_dir, progress, told)
         on_stream = self._near.on(stream) if self._near is not None and stream else contextlib.nullcontext()
         with on_stream:
-            node.open(context)
+            with self.meter.opening(step.name):
+                node.open(context)
             progress("warming up", 0.9)
             started = time.perf_counter()
-            node.warm_up()
+            with self.meter.warming(step.name):
+                node.warm_up()
         if type(node).warm_up is not Node.warm_up:
             self.warm_ms[step.name] = (time.perf_counter() - started) * 1000
         progress("ready", 1.0)

@@ -21,6 +21,7 @@ from weftline.engine.branches import Branches
 from weftline.engine.cohorts import Cohort
 from weftline.engine.crew import Crew
 from weftline.engine.deaths import Deaths
+from weftline.engine.device_memory import DeviceMemory
 from weftline.engine.device_news import DeviceNews
 from weftline.engine.dispatcher import Dispatcher
 from weftline.engine.events import Command, Event
@@ -67,7 +68,8 @@ class Scheduler:
         self._answers = Answers(plan, *known, self._rooms, self._feeds, self.kv, devices, self.ledger, self._emit)
         self._deaths = Deaths(plan, *known, self.kv, settling, self.ledger, self._emit)
         self.idleness = Idleness(plan, self._tasks, self._book, self.crew, self.kv, self.ledger, self._emit)
-        self._answers.attach(self.idleness)
+        self.memory = DeviceMemory(plan, self.kv.left)
+        self._answers.attach(self.idleness, self.memory)
         if self.idleness.any:
             self._tasks.tell_use(self.idleness.used)
         self._handlers: dict[type, Callable[..., None]] = {

@@ -47,3 +47,4 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
         "idle": scheduler.idleness.stats(),
         "figures": scheduler.crew.figures(),
     }  # fmt: skip
+        "device_memory": scheduler.memory.stats(),

@@ -20,6 +20,7 @@ from weftline.engine import figures
 from weftline.engine.chain import HostedChain
 from weftline.engine.channel import Channel, ChannelClosed
 from weftline.engine.completion import Completion
+from weftline.engine.device_use import run_largest
 from weftline.engine.faults import failure
 from weftline.engine.hardening import harden
 from weftline.engine.hosting import HostedStep
@@ -55,14 +56,18 @@ from weftline.engine.messages import (
     Run,
     Settle,
     Settled,
+    Sleep,
+    StepToOpen,
     Submit,
     Took,
     ToWorker,
+    Wake,
     encode,
 )
 from weftline.engine.opening import Opener, open_near
 from weftline.engine.pulse import Pulse
 from weftline.engine.screening import Screening
+from weftline.engine.sleepers import Bed, Sleepers
 from weftline.engine.streaming import HostedStream
 from weftline.errors import LimitReached, StepError
 from weftline.nodes.contract import BatchNode, Node, StreamNode
@@ -97,6 +102,7 @@ class Worker:
         self._screening = Screening(self._memory, self._say)
         self._completion: Completion | None = None  # of the device, if there is one
         self._opener: Opener | None = None  # once Open has come
+        self._sleepers: Sleepers | None = None  # once its steps are open
         self._counting: dict[int, str] = {}  # name of each step whose node offers figures
         self._memory_uses: tuple[KvReport, ...] = ()  # read by the pulse's thread, as are the figures
         self._figures: tuple[Figures, ...] = ()
@@ -166,6 +172,8 @@ class Worker:
                 self._memory.retire(message.arena)
             case Settle():
                 self._settle(message)
+            case Sleep() | Wake():
+                self._rest(message)
             case Open():
                 self._open_steps(message)
             case Close():
@@ -207,7 +215,11 @@ class Worker:
                 if isinstance(node, StreamNode) and (step.streams or not isinstance(node, BatchNode)):
                     self._streams[step.index] = HostedStream(step, node, self._memory)
                 else:
-                    self._batches[step.index] = HostedStep(step, node, self._memory, self._inbox.cancels, stream)
+                    hosted = HostedStep(step, node, self._memory, self._inbox.cancels, stream)
+                    self._batches[step.index] = hosted
+                    if opener.meter.measures:
+                        with opener.meter.warming(step.name):
+                            run_largest(step, hosted)
                 opened[step.name] = (time.perf_counter() - started) * 1000
         except DeviceLost:
             raise
@@ -218,8 +230,27 @@ class Worker:
             return
         gc.collect()
         gc.freeze()  # what the frameworks brought stays; looking through it again and again would cost milliseconds
-        self._say(Ready(opened, opener.warm_ms))
+        bed = Bed(self._memory.near, opener.meter, opener.stream)
+        self._sleepers = Sleepers(message.steps, self._nodes, self._hosted, self._reopen, bed, self._say)
+        meter = opener.meter
+        self._say(Ready(opened, opener.warm_ms, meter.uses, meter.taken_bytes, meter.free_bytes))
         self._pulse.start()
+
+    def _reopen(self, step: StepToOpen) -> Node:
+        if self._opener is None:
+            raise StepError("the worker has not opened its steps")
+        return self._opener.node(step, self._opener.stream(step))
+
+    def _hosted(self, step: int) -> HostedStep | HostedStream:
+        return self._streams[step] if step in self._streams else self._batches[step]
+
+    def _rest(self, message: Sleep | Wake) -> None:
+        """Put a step to sleep or wake it; until that is done, nothing else happens in this worker."""
+        if self._sleepers is None or message.step not in self._nodes:
+            return
+        done = self._sleepers.sleep(message) if isinstance(message, Sleep) else self._sleepers.wake(message)
+        self._note()  # said before the next beat: an older one would tell of memory that is gone
+        self._say(done)
 
     def _open_device(self, message: Open) -> None:
         """Open the worker's device, and tell of its arena there."""

@@ -43,7 +43,7 @@ PURE = [
     *(f"engine/ingress/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
     *(f"engine/observe/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
     *(f"engine/{name}.py" for name in ("figures", "cohorts", "job_line", "rest", "idleness", "kv_shares", "kv_budget")),
-    *(f"engine/{name}.py" for name in ("unfinished", "settling", "fault_domain", "device_news")),
+    *(f"engine/{name}.py" for name in ("unfinished", "settling", "fault_domain", "device_news", "device_memory")),
     *(f"engine/jobs/{name}.py" for name in ("rows", "tally", "spec", "progress", "blocks")),
     *(f"engine/jobs/results/{name}.py" for name in ("naming", "manifest", "records", "recovery", "formats")),
     *(f"engine/jobs/answering/{name}.py" for name in ("tries", "window", "repeatable", "each_row")),

@@ -86,10 +86,10 @@ def test_idle_time_counts_from_the_last_answer_of_the_opened_pipeline() -> None:
     desk.advance(IDLE_S * 1000 - 1)
     assert orders(desk, msg.Sleep, everything=True) == [], "b is still at work, and a had work until now"
     desk.advance(1)
-    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "process"))]
+    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "nothing"))]
     desk.answer("b")
     desk.advance(2 * IDLE_S * 1000)
-    assert orders(desk, msg.Sleep) == [(1, msg.Sleep(1, "process"))]
+    assert orders(desk, msg.Sleep) == [(1, msg.Sleep(1, "nothing"))]
 
 
 def test_a_step_that_an_open_request_is_sure_to_need_stays_awake() -> None:
@@ -99,17 +99,27 @@ def test_a_step_that_an_open_request_is_sure_to_need_stays_awake() -> None:
     assert orders(desk, msg.Sleep, everything=True) == []
 
 
+def test_a_step_that_works_for_nobody_is_at_work_all_the_same() -> None:
+    desk = Desk(one_step())
+    desk.withdraw(desk.submit(x=1))
+    desk.advance(3 * IDLE_S * 1000)
+    assert orders(desk, msg.Sleep, everything=True) == []
+    desk.answer("a")
+    desk.advance(IDLE_S * 1000)
+    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "nothing"))]
+
+
 def test_a_step_without_idle_never_sleeps() -> None:
     desk = Desk(two_steps(idle=None))
     desk.advance(3 * IDLE_S * 1000)
-    assert orders(desk, msg.Sleep, everything=True) == [(0, msg.Sleep(0, "process"))]
+    assert orders(desk, msg.Sleep, everything=True) == [(0, msg.Sleep(0, "nothing"))]
     assert "b" not in snapshot(desk.scheduler, 0, 0)["idle"]
 
 
 def test_every_instance_of_a_step_sleeps_and_wakes() -> None:
     desk = Desk(one_step(instances=2))
     desk.advance(IDLE_S * 1000)
-    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "process")), (1, msg.Sleep(0, "process"))]
+    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "nothing")), (1, msg.Sleep(0, "nothing"))]
     desk.hear(0, msg.Slept(0, 30))
     desk.hear(1, msg.Slept(0, 12))
     assert idle(desk)["freed_bytes"] == 42
@@ -127,7 +137,7 @@ def test_steps_that_hand_over_inside_a_worker_are_used_together() -> None:
     desk.advance(6000)
     assert orders(desk, msg.Sleep) == []
     desk.advance(4000)
-    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "process")), (0, msg.Sleep(1, "process"))]
+    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "nothing")), (0, msg.Sleep(1, "nothing"))]
     desk.hear(0, msg.Slept(0, 0))
     desk.hear(0, msg.Slept(1, 0))
     one = desk.submit(x=2)
@@ -154,7 +164,7 @@ def test_a_task_wakes_its_step_and_waits_for_it() -> None:
     assert desk.output(one) == "hello"
     assert (idle(desk)["state"], idle(desk)["woken"], idle(desk)["wake_ms"]) == ("awake", 1, 700.0)
     desk.advance(IDLE_S * 1000)
-    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "process"))]
+    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "nothing"))]
     assert idle(desk)["slept"] == 2
 
 
@@ -269,6 +279,21 @@ def test_a_step_sleeps_in_its_process_until_the_others_there_are_idle_too() -> N
     assert orders(desk, msg.Close) == [(0, msg.Close())]
 
 
+def test_a_worker_leaves_as_soon_as_the_last_of_its_steps_sleeps() -> None:
+    p = Builder("side-by-side")
+    for name, after_s in (("a", IDLE_S), ("b", IDLE_S + 1)):
+        idle = {"after_s": after_s, "keep": "nothing"}
+        step = p.step(name, "echo", type="json", value=p.input(f"x{name}", "json"), idle=idle, worker="both")
+        p.output(f"y{name}", step.value)
+    desk = Desk(p)
+    desk.advance(IDLE_S * 1000 + 1000)
+    assert len(orders(desk, msg.Sleep)) == 2, "b could not leave: a was still on its way"
+    desk.hear(0, msg.Slept(0, 0))
+    assert orders(desk, msg.Close) == []
+    desk.hear(0, msg.Slept(1, 0))
+    assert orders(desk, msg.Close) == [(0, msg.Close())]
+
+
 def test_a_process_stays_while_another_step_in_it_keeps_more() -> None:
     desk = Desk(two_steps("nothing", worker="both", idle={"after_s": IDLE_S, "keep": "host"}))
     desk.advance(IDLE_S * 1000)
@@ -339,7 +364,16 @@ def test_a_worker_that_dies_on_the_way_to_sleep_is_started_again_and_sleeps_late
     desk.die_and_return(0)
     assert idle(desk)["state"] == "awake"
     desk.advance(IDLE_S * 1000)
-    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "process"))]
+    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "nothing"))]
+
+
+def test_an_instance_that_comes_back_while_the_others_sleep_sleeps_too() -> None:
+    desk = Desk(one_step(instances=2))
+    desk.advance(IDLE_S * 1000)
+    desk.hear(0, msg.Slept(0, 0))
+    desk.die_and_return(1)
+    desk.advance(IDLE_S * 1000)
+    assert orders(desk, msg.Sleep) == [(1, msg.Sleep(0, "nothing"))]
 
 
 def test_a_start_on_demand_that_fails_is_a_crash_like_any_other() -> None:

@@ -1,0 +1,65 @@
+"""What steps take of a device is measured when they open, in real worker processes on a made-up GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weftline.engine.session import Session, load
+from weftline.errors import ModelError
+from weftline.pipelines.builder import Builder
+from weftline.pipelines.machine import Device, Machine
+
+MIB = 1 << 20
+ITEM_BYTES, ITEMS_MAX = 4 * MIB, 8
+
+NODES = '''
+from weftline.nodes.contract import BatchNode
+from weftline.nodes.ports import Ports, port
+
+
+class Takes(BatchNode):
+    """Takes its input on its device, and answers with how many items it was ever given at most."""
+    most = 0
+
+    @classmethod
+    def ports(cls, config, step):
+        return Ports((port("x", "float32[1048576]"),), (port("y", "json"),))
+
+    @classmethod
+    def device_ports(cls, config, ports):
+        return frozenset({"x"})
+
+    def run(self, batch):
+        batch.stacked("x")
+        self.most = max(self.most, len(batch))
+        return {"y": [self.most] * len(batch)}
+'''
+
+
+def session(folder: Path, device_bytes: int) -> Session:
+    """Return a session of one step on a GPU of this size, of which 16 MiB are a reserve; by the plan the rest is free."""
+    (folder / "nodes.py").write_text(NODES)
+    gpu = {"reserve_bytes": 16 * MIB, "context_bytes": 1 * MIB, "arena_bytes": 2 * MIB}
+    p = Builder("test", base_dir=folder, gpu=gpu)
+    batch = {"items_max": ITEMS_MAX}
+    p.output("y", p.step("s", "nodes.py:Takes", x=p.input("x", "float32[1048576]"), device="fake:0", batch=batch).y)
+    return load(p, machine=Machine(2, 8 << 30, (Device("fake:0", device_bytes),)))
+
+
+def test_a_step_is_measured_at_its_largest_batch(tmp_path: Path) -> None:
+    with session(tmp_path, 1 << 30).open() as opened:
+        memory = opened.stats()["device_memory"]["fake:0"]
+        assert memory["steps"]["s"]["peak_bytes"] >= ITEMS_MAX * ITEM_BYTES
+        assert memory["workers"]["s"] >= memory["steps"]["s"]["peak_bytes"]
+        assert memory["left_bytes"] == (1 << 30) - 16 * MIB - memory["workers"]["s"]
+
+
+def test_a_device_that_turns_out_too_small_is_not_opened_and_it_is_said_who_took_what(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as error:
+        session(tmp_path, 40 * MIB).open()
+    told = str(error.value)
+    assert told.startswith("fake:0 has 40 MiB, and ") and "too much" in told
+    rows = [line.split() for line in told.splitlines()[1:-1]]
+    assert [row[2:] for row in rows[:2]] == [["s", "weights", "and", "work", "measured"], ["reserve", "stated"]]
