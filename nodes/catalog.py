@@ -35,6 +35,9 @@ CATALOG: Mapping[str, str] = {
     "fail": "weftline.nodes.fakes:Fail",
     "remember": "weftline.nodes.fakes:Remember",
     "trickle": "weftline.nodes.fakes:Trickle",
+    "fill": "weftline.nodes.fake_tensors:Fill",
+    "add": "weftline.nodes.fake_tensors:Add",
+    "total": "weftline.nodes.fake_tensors:Total",
 }
 """Dotted path of each built-in node by the name used in pipelines."""
 

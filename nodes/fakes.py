@@ -1,5 +1,5 @@
 """Nodes for tests of pipelines: `Echo` passes its input on, `Fail` breaks in the ways a test asks for, `Remember` keeps
-what a sequence said, and `Trickle` answers piece by piece.
+what a sequence said, and `Trickle` answers piece by piece. Those that compute are in `fake_tensors`.
 
 All are public and ship with the package, so that a user's own tests can hold a pipeline without its models. Failures
 are injected by counting or by value, never by chance.
@@ -115,7 +115,7 @@ def _value_ports(written: str) -> Ports:
 
 
 class Echo(BatchNode):
-    """Passes `value` on: the very same object, so nothing is copied."""
+    """Passes `value` on: the very same object, so nothing is copied, and what lies on a GPU stays there."""
 
     Config: ClassVar[type[Any]] = EchoConfig
     batch_default: ClassVar[tuple[int, float]] = (8, 0.0)
@@ -123,6 +123,10 @@ class Echo(BatchNode):
     @classmethod
     def ports(cls, config: EchoConfig, step: StepContext) -> Ports:
         return _value_ports(config.type)
+
+    @classmethod
+    def device_ports(cls, config: EchoConfig, ports: Ports) -> frozenset[str]:
+        return frozenset({"value"})
 
     def run(self, batch: Batch) -> Outputs:
         config: EchoConfig = self.config
@@ -147,6 +151,10 @@ class Fail(BatchNode):
         if config.out_of_memory_above < 0:
             raise ConfigError("out_of_memory_above", f"{config.out_of_memory_above}", "a count from 1, or 0 for never")
         return _value_ports(config.type)
+
+    @classmethod
+    def device_ports(cls, config: FailConfig, ports: Ports) -> frozenset[str]:
+        return frozenset({"value"} if config.equals is None else ())  # only the host compares
 
     def open(self, context: OpenContext) -> None:
         if self.config.fail_open:

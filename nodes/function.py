@@ -10,6 +10,13 @@ A parameter with a default takes it when its input is not wired, and for an item
 that would have given it was skipped. Inside, `weftline.current()` says whether the item was cancelled, how urgent it is
 and which sequence it belongs to.
 
+With `tensors: torch` the tensors, pictures and recordings among its parameters are torch tensors: on the CPU on the
+same bytes as the arrays would be, and on a GPU where they lie, without a copy; what it returns may lie there too. It
+must not write into them.
+
+    def mirror(photo: Annotated[torch.Tensor, "image"]) -> "image":
+        return photo.flip(1)
+
 A class works too: it is made once, when the node opens, and its `__call__` is the function. It may remember between the
 requests of a sequence: say so with `sequence: {}` on the step, keep what you like by `weftline.current().sequence.id`,
 and forget it in a method `end_sequence(self, id)`, which is called when the sequence is over.
@@ -17,20 +24,22 @@ and forget it in a method `end_sequence(self, id)`, which is called when the seq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from weftline.errors import ModelError, StepError
+from weftline.errors import MissingPackage, ModelError, StepError
 from weftline.nodes.annotations import SINGLE, read_ports
-from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
+from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
 from weftline.nodes.current import SCOPE, Scope
 from weftline.nodes.detections import Detections
-from weftline.nodes.ports import Port, Ports
+from weftline.nodes.near import as_torch
+from weftline.nodes.ports import Port, Ports, PortType
 from weftline.nodes.user_code import definition, load, locate
 from weftline.nodes.values import describe, mismatch
+from weftline.shm.device.tensor import DeviceTensor
 
 _HELD_LATER: Mapping[str, tuple[type[Any], ...]] = {
     "text": (str,), "bytes": (bytes, bytearray, memoryview), "json": (object,), "any": (object,),
@@ -48,10 +57,13 @@ class FunctionConfig:
     batched:  the function takes a list for every parameter, one value per item (None where it is absent), and returns a
               list (or, with several outputs, a dict of lists). Otherwise it is called item by item, and one item's
               exception fails it alone.
+    tensors:  what tensors, pictures and recordings are for the function: 'numpy' arrays, or 'torch' tensors, which on a
+              GPU stay there.
     """
 
     function: str
     batched: bool = False
+    tensors: str = "numpy"
 
 
 class Function(BatchNode):
@@ -65,19 +77,33 @@ class Function(BatchNode):
     _names: list[str]  # of the outputs
     _defaults: frozenset[str]  # inputs that the function can do without
     _held_later: tuple[type[Any], ...]  # of the one output; none with several
+    _types: Mapping[str, PortType]  # of the inputs
+    _device: str  # as torch calls it; '' where tensors are arrays
 
     @classmethod
     def ports(cls, config: FunctionConfig, step: StepContext) -> Ports:
+        if config.tensors not in ("numpy", "torch"):
+            raise ConfigError("tensors", f"{config.tensors!r:.40}", "numpy or torch")
         source = locate(config.function, step.base_dir, "function")
         return read_ports(definition(source, "function"), source.path.name, "function")
+
+    @classmethod
+    def device_ports(cls, config: FunctionConfig, ports: Ports) -> frozenset[str]:
+        return frozenset(port.name for port in (*ports.inputs, *ports.outputs) if config.tensors == "torch")
 
     def open(self, context: OpenContext) -> None:
         ports = self.ports(self.config, StepContext(context.base_dir))
         self._outputs = ports.outputs
+        self._types = {port.name: port.type for port in ports.inputs}
+        self._device = context.framework_device if self.config.tensors == "torch" else ""
         self._defaults = frozenset(port.name for port in ports.inputs if port.optional)
         self._names = [port.name for port in ports.outputs]
         self._name_set = frozenset(self._names)
-        self._outputs_held_later = [(port, _HELD_LATER[port.type.kind]) for port in ports.outputs]
+        tensors = _tensor_classes() if self._device else ()
+        self._outputs_held_later = [
+            (port, (*held, *tensors) if np.ndarray in (held := _HELD_LATER[port.type.kind]) else held)
+            for port in ports.outputs
+        ]
         self._held_later = self._outputs_held_later[0][1] if self._names == [SINGLE] else ()
         found = load(self.config.function, context.base_dir, "function")
         try:
@@ -103,7 +129,7 @@ class Function(BatchNode):
 
     def _one_by_one(self, batch: Batch, scope: Scope) -> Outputs:
         names = batch.ports
-        columns = [(name, batch[name]) for name in names]
+        columns = [(name, self._column(batch, name)) for name in names]
         sparse = not self._defaults.isdisjoint(names)
         call, held_later = self._call, self._held_later
         answers: list[Any] = []
@@ -124,6 +150,13 @@ class Function(BatchNode):
             for place, port in enumerate(self._outputs)
         }
 
+    def _column(self, batch: Batch, name: str) -> Sequence[Any]:
+        """Return the values of an input as the function knows them."""
+        if not self._device:
+            return batch[name]
+        type = self._types[name]
+        return [_seen_by_torch(value, type, self._device) for value in batch[name]]
+
     def _apart(self, answer: Any) -> Any:
         """Return one item's checked value for each output port, in port order; of a single one, the value itself."""
         by_name = self._by_name(answer)
@@ -137,7 +170,7 @@ class Function(BatchNode):
         return value is None and name in self._defaults
 
     def _together(self, batch: Batch) -> Outputs:
-        columns = {name: list(batch[name]) for name in batch.ports}
+        columns = {name: list(self._column(batch, name)) for name in batch.ports}
         inputs = {
             name: column
             for name, column in columns.items()
@@ -163,6 +196,23 @@ class Function(BatchNode):
             found = f"a dict of {sorted(map(str, answer))}" if isinstance(answer, Mapping) else describe(answer)
             raise StepError(f"the function returned {found}; its annotation promises a dict of {self._names}")
         return answer
+
+
+def _seen_by_torch(value: Any, type: PortType, device: str) -> Any:
+    """Return a value with every array in it as a torch tensor on `device`."""
+    if isinstance(value, np.ndarray | DeviceTensor):
+        return as_torch(value, type.dtype, device)
+    if type.item is not None and value is not None:
+        return [_seen_by_torch(one, type.item, device) for one in value]
+    return value
+
+
+def _tensor_classes() -> tuple[type[Any], ...]:
+    try:
+        import torch
+    except ImportError:
+        raise MissingPackage("torch", "torch") from None
+    return (torch.Tensor, DeviceTensor)
 
 
 def _checked(port: Port, value: Any) -> Any:

@@ -1,9 +1,11 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import weftline
+from tests.nodes.near_values import DEVICE, Bench, bits, down
 from weftline.errors import ModelError, StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.function import Function, FunctionConfig
@@ -56,6 +58,14 @@ def greet_all(text: str, name: str = ("you",)) -> str:
 def parts(text: str) -> {{"first": "text", "all": "list[text]"}}:
     return {{"first": 1 if text == "bad" else text, "all": 2 if text == "worse" else [text]}}
 
+def mirror(photo: "image", more: "list[image]" = (), half: "bfloat16[N]" = None) -> "image":
+    assert half is None or (type(half).__name__, str(half.dtype)) == ("Tensor", "torch.bfloat16")
+    return photo.flip(1) if not len(more) else more[0].flip(1)
+
+def mirror_all(photo: "image") -> "image":
+    import torch
+    return torch.stack(photo).flip(2)
+
 def about(text: str) -> dict:
     import weftline
     now = weftline.current()
@@ -107,9 +117,9 @@ def ports(folder: Path, name: str) -> Ports:
     return Function.ports(FunctionConfig(f"mine.py:{name}"), StepContext(folder))
 
 
-def opened(folder: Path, name: str, **options: bool) -> Function:
+def opened(folder: Path, name: str, device: str = "cpu", **options: Any) -> Function:
     node = Function(FunctionConfig(f"mine.py:{name}", **options))
-    node.open(OpenContext(folder))
+    node.open(OpenContext(folder, device))
     return node
 
 
@@ -293,3 +303,32 @@ def test_a_class_is_made_once_and_called(folder: Path) -> None:
     node = opened(folder, "Counter")
     assert node.run(Batch({"text": ["a", "b"]}))["output"] == [1, 2]
     assert node.run(Batch({"text": ["c"]}))["output"] == [3]
+
+
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_tensors_may_be_torch_tensors_where_they_lie(folder: Path, device: str) -> None:
+    photos, half, bench = [bits("uint8", (4, 6, 3), seed) for seed in range(2)], bits("bfloat16", (5,)), Bench()
+    near = [bench.put(photo) for photo in photos] if device == DEVICE else photos
+    given = bench.put(half, "bfloat16") if device == DEVICE else half
+    wanted = [photo[:, ::-1].tolist() for photo in photos]
+    node = opened(folder, "mirror", device, tensors="torch")
+    plain = node.run(Batch({"photo": near, "half": [given, None]}))["output"]
+    assert [down(one).tolist() for one in plain] == wanted
+    (first, second) = node.run(Batch({"photo": near, "more": [[near[1], near[0]], []]}))["output"]
+    assert [down(first).tolist(), down(second).tolist()] == [wanted[1], wanted[1]]
+    whole = opened(folder, "mirror_all", device, batched=True, tensors="torch").run(Batch({"photo": near}))["output"]
+    assert [down(one).tolist() for one in whole] == wanted
+
+
+def test_what_is_no_tensor_is_held_to_its_type_as_ever(folder: Path) -> None:
+    (answer,) = opened(folder, "upper", tensors="torch").run(Batch({"text": ["seven"]}))["output"]
+    assert isinstance(answer, StepError)
+
+
+def test_its_ports_are_on_the_device_only_where_it_takes_torch_tensors(folder: Path) -> None:
+    for tensors, near in (("numpy", set()), ("torch", {"photo", "more", "half", "output"})):
+        config = FunctionConfig("mine.py:mirror", tensors=tensors)
+        assert Function.device_ports(config, Function.ports(config, StepContext(folder))) == near
+    with pytest.raises(ConfigError) as caught:
+        Function.ports(FunctionConfig("mine.py:mirror", tensors="jax"), StepContext(folder))
+    assert caught.value.option == "tensors"
