@@ -28,3 +28,14 @@ def test_items_of_different_sizes_have_no_common_room() -> None:
     known = sizes("float32[N]", "float32[N]", "float32[2]")
     assert known.item_bytes([item(3), item(4)]) == {1: 8}
     assert known.item_bytes([item(3), item(3)]) == {0: 12, 1: 8}
+
+
+def test_outputs_that_are_read_on_the_device_are_told_by_port() -> None:
+    given = (PlannedInput("x", Wire(None, "x"), PortType.parse("float32[N]")),)
+    ports = tuple(Port(name, PortType.parse("float32[N]")) for name in ("a", "b", "c"))
+    near = {"c": "both", "a": "device"}
+    policy = BatchPolicy()
+    step = PlannedStep(
+        "s", "n", {}, given, ports, {}, policy, False, False, False, "fake:0", (0,), 1000.0, near_outputs=near
+    )
+    assert OutputSizes(step).near == {0: "device", 2: "both"}
