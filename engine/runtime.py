@@ -460,9 +460,9 @@ class Runtime:
         elif isinstance(message, msg.Ready):
             self._tell_news()
             self._up = self._up or self.scheduler.crew.all_ready()
-
             if self._up and not self._ready.is_set() and self._failed is None and self.scheduler.memory.over_commit:
                 self._failed = ("", self.scheduler.memory.over_commit)
+
     def _died(self, worker: int, arena: int, name: str, how: str, last: str) -> None:
         """Tell the scheduler; before the session is open a death is also the reason why it cannot be."""
         if not self._ready.is_set() and self._failed is None:

@@ -45,6 +45,6 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
         },
         "kv": scheduler.kv.stats(),
         "idle": scheduler.idleness.stats(),
+        "device_memory": scheduler.memory.stats(),
         "figures": scheduler.crew.figures(),
     }  # fmt: skip
-        "device_memory": scheduler.memory.stats(),
