@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 from weftline.engine.llm.constraints import Constraints
@@ -77,13 +78,11 @@ class Compute:
             logits = self._runner.run(shares, copies)
             return self._pool(shares, logits) if self._runner.head is not None else self._sample(shares, logits)
         except Exception as error:  # whatever a model raises must not take the other requests along
-            if len(shares) > 1:
-                return [outcome for share in shares for outcome in self.run([share])]
-            if isinstance(error, WeftlineError):
-                return [Outcome(shares[0], error=error)]
-            failure = StepError(f"the model failed on this request: {type(error).__name__}")
-            failure.__cause__ = error
-            return [Outcome(shares[0], error=failure)]
+            if len(shares) == 1:
+                return [Outcome(shares[0], error=_failure(error))]
+        # Here, where nothing holds on to the exception and so to the tensors of the pass that failed: there may be
+        # memory for each alone.
+        return [outcome for share in shares for outcome in self.run([share])]
 
     def launch(self, round: Round) -> Flight | None:
         """Start a round and return at once, where the device draws all its tokens by itself; None where it does not."""
@@ -183,3 +182,13 @@ class Compute:
             pooled = head.finish(share.sequence) if share.samples else None
             outcomes.append(Outcome(share, pooled=pooled))
         return outcomes
+
+
+def _failure(error: Exception) -> Exception:
+    """Return what is told of an exception. Its frames give up their tensors: others are computed while it is kept."""
+    clear_frames(error.__traceback__)
+    if isinstance(error, WeftlineError):
+        return error
+    failure = StepError(f"the model failed on this request: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

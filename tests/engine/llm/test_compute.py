@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -72,3 +74,25 @@ def test_answers_of_one_request_that_fail_in_one_round_fail_it_once_and_nobody_e
         ended += [(update.id, update.finish) for update in engine.step() if update.last]
         engine.check()
     assert ended == [(1, None), (2, "length")]
+
+
+def test_a_pass_for_which_there_was_no_memory_holds_none_while_each_is_tried_alone():
+    """Nor does one that fails alone, while those behind it are tried."""
+    engine = _engine()
+    run, held, passes = engine.runner.run, [], []
+
+    def short(shares, copies=()):
+        passes.append([share.sequence.id for share in shares])
+        assert not any(one() is not None for one in held), "an earlier pass still holds its tensors"
+        work = torch.empty(1 << 10)
+        held.append(weakref.ref(work))
+        if len(shares) > 1 or shares[0].sequence.id == 1:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. {work.shape}")
+        return run(shares, copies)
+
+    engine.runner.run = short
+    for id in (1, 2, 3):
+        engine.add(id, [5, 6, 7], SamplingParams(tokens_max=1, ignore_eos=True))
+    ended = [(update.id, update.finish) for update in engine.step() if update.last]
+    assert passes == [[1, 2, 3], [1], [2], [3]]
+    assert ended == [(1, None), (2, "length"), (3, "length")]
