@@ -18,6 +18,7 @@ way is opened by asking the kernel for its maker's descriptor, which it refuses 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -158,6 +159,12 @@ class FakeGpu:
             written = [self._addresses.span("launch", *one, writes=True) for one in writes]
             self._streams.put(queue, Work(work, _those(*read), _those(*written)))
 
+    def delay(self, seconds: float, stream: int) -> None:
+        """Put a kernel on a stream that does nothing for so long. Not for a made-up machine, which has no clock."""
+        with self._lock:
+            queue = self._streams.queue("delay", stream)
+            self._streams.put(queue, Work(not_before_s=time.monotonic() + seconds))
+
     def synchronize(self, stream: int) -> None:
         with self._lock:
             queue = self._streams.queue("synchronize", stream)
@@ -192,7 +199,7 @@ class FakeGpu:
     def wait(self, stream: int, event: int) -> None:
         with self._lock:
             queue = self._streams.queue("wait", stream)
-            mark = self._events.held("wait", event).latest()
+            mark = self._events.latest("wait", event)
             if not mark.is_done:
                 self._streams.put(queue, Work(waits=mark))
 
@@ -204,7 +211,7 @@ class FakeGpu:
 
     def wait_event(self, event: int) -> None:
         with self._lock:
-            mark = self._events.held("wait_event", event).latest()
+            mark = self._events.latest("wait_event", event)
         self._streams.wait("wait_event", lambda: mark.is_done, lambda: self._streams.never_comes(mark))
 
     # host memory, and facts

@@ -65,6 +65,13 @@ class EventTable:
             self._context.machine.watch.recorded(self._context.process.number, event.page.identity, event.slot)
         return event.mark()
 
+    def latest(self, call: str, handle: int) -> Mark:
+        """Return what an event marks now, to be waited for."""
+        event = self.held(call, handle)
+        if self._context.machine is not None:
+            self._context.machine.watch.waited(self._context.process.number, event.page.identity, event.slot)
+        return event.latest()
+
     def held(self, call: str, handle: int) -> FakeEvent:
         """Return an event; DriverError when there is none, or its maker, wherever that is, has destroyed it."""
         event = self._events.get(handle)

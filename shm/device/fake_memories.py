@@ -56,10 +56,8 @@ class Memories:
         return self._map(held, size_bytes, writable, "map")
 
     def release(self, handle: int) -> None:
-        memory = self._by_handle.pop(handle, None)
-        if memory is None:
+        if self._by_handle.pop(handle, None) is None:
             raise self._context.refusal(rules.FREED_TWICE, "release", "INVALID_HANDLE", "there is no such memory")
-        self._close_unused(memory)
 
     def allocate(self, size_bytes: int) -> int:
         if size_bytes <= 0:
@@ -101,7 +99,6 @@ class Memories:
             raise self._context.refusal(rules.PENDING, call, "BUSY", "work on a stream still uses it")
         self._addresses.remove(mapping)
         mapping.buffer.close()
-        self._close_unused(mapping.memory)
 
     def close(self) -> None:
         """Give up all descriptors; mappings stay."""
@@ -139,10 +136,6 @@ class Memories:
         mapping = Mapping(memory, size_bytes, writable, kind)
         self._addresses.add(mapping)
         return mapping.address
-
-    def _close_unused(self, memory: FakeMemory) -> None:
-        if all(other is not memory for other in self.live()):
-            memory.close()
 
 
 def _check_granularity(call: str, size_bytes: int) -> None:

@@ -31,7 +31,7 @@ _MAGIC = int.from_bytes(b"weftfake", "little")
 class FakeMemory:
     """One physical memory, as one process knows it.
 
-    fd:       its descriptor, owned by this object.
+    fd:       its descriptor, owned by this object, and closed with it.
     identity: what it is known by in every process; a random number that no other memory has.
     maker:    the process that made it, and that records the events behind it.
     made:     by this process; others are imported.
@@ -93,7 +93,7 @@ class FakeMemory:
             self.fd = -1
 
     def __del__(self) -> None:
-        self.close()  # of a driver that was let go with its memory
+        self.close()
 
 
 class Mapping:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from weftline.shm.device.driver import DeviceLost, DriverError
 from weftline.shm.device.fake_context import Context
@@ -123,9 +124,10 @@ class Streams:
 
     def is_stuck(self, queue: Queue) -> bool:
         """Whether it waits for what a dead process would have had to record, or a living one behind that."""
-        return any(work.waits is not None and self.never_comes(work.waits) for work in queue.works)
+        return self._holds_up(queue.works)
 
     def never_comes(self, mark: Mark) -> bool:
+        """Whether a record is not done and never will be."""
         event = mark.event
         if mark.is_done:
             return False
@@ -133,8 +135,12 @@ class Streams:
             return not event.lives or not self._context.lives(event.page.maker)
         for queue in self._queues.values():
             if any(work.records == mark for work in queue.works):
-                return self.is_stuck(queue)
+                return self._holds_up(takewhile(lambda work: work.records != mark, queue.works))
         return True
+
+    def _holds_up(self, works: Iterable[Work]) -> bool:
+        """Whether one of these never ends. Each waits for what was put on a stream earlier, so this comes to an end."""
+        return any(work.waits is not None and self.never_comes(work.waits) for work in works)
 
     def _tend(self) -> None:
         """Bring on what lies behind other processes' events, until nothing does, or nothing ever will."""

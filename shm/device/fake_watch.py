@@ -73,6 +73,7 @@ class Watch:
         self.found: list[Violation] = []
         self._memories: dict[int, dict[int, _Lease]] = {}
         self._events: dict[tuple[int, int], bool] = {}  # leased events, and whether they have been recorded
+        self._leased_once: set[tuple[int, int]] = set()
         self._unfinished: list[tuple[int, Queue, Work]] = []
 
     # what the engine says
@@ -108,11 +109,12 @@ class Watch:
             del self._memories[memory][offset]
 
     def event_leased(self, memory: int, slot: int) -> None:
-        """An event may be recorded once, until it is freed."""
-        self._events[(memory, slot)] = False
+        """An event may be recorded once, and waited for, until it is freed."""
+        self._events.setdefault((memory, slot), False)
 
     def event_freed(self, memory: int, slot: int) -> None:
         self._events.pop((memory, slot), None)
+        self._leased_once.add((memory, slot))
 
     # what a fake device says
 
@@ -124,6 +126,12 @@ class Watch:
             self.find(RECORDED, process, f"event {slot}")
         elif (memory, slot) in self._events:
             self._events[(memory, slot)] = True
+        elif (memory, slot) in self._leased_once:
+            self.find(STALE, process, f"it records event {slot}, which is free")
+
+    def waited(self, process: int, memory: int, slot: int) -> None:
+        if (memory, slot) not in self._events and (memory, slot) in self._leased_once:
+            self.find(STALE, process, f"it waits for event {slot}, which is free")
 
     def posted(self, process: int, queue: Queue, work: Work) -> None:
         """Work was put on a stream."""

@@ -151,6 +151,7 @@ def test_an_event_is_gone_everywhere_when_its_maker_has_destroyed_it() -> None:
     pair.hold()
     stream = pair.consumer.stream()
     pair.consumer.wait(stream, pair.ready)
+    waited = pair.consumer.queues[-1].works[0].waits
     pair.producer.destroy_event(pair.event)
     for call in (
         lambda: pair.consumer.finished(pair.ready),
@@ -164,7 +165,10 @@ def test_an_event_is_gone_everywhere_when_its_maker_has_destroyed_it() -> None:
     again = pair.producer.event(shared=True)
     assert pair.producer.slot_of(again) != pair.mark.event.slot  # something pending may write there yet
     pair.pass_on()
-    assert pair.producer.slot_of(pair.producer.event(shared=True)) == pair.mark.event.slot
+    later = pair.producer.event(shared=True)
+    assert pair.producer.slot_of(later) == pair.mark.event.slot
+    pair.producer.record(later, 0)
+    assert waited is not None and not waited.is_done
 
 
 def test_a_shared_event_may_be_made_before_the_memory_it_lies_behind() -> None:
@@ -176,6 +180,10 @@ def test_a_shared_event_may_be_made_before_the_memory_it_lies_behind() -> None:
     brought_in(consumer, producer.export(made(producer)[0]))
     ready = consumer.import_event(producer.export_event(event))
     assert consumer.finished(ready) and producer.finished(event)
+    mark = producer._events.mark(event)
+    assert not consumer.finished(ready) and not producer.finished(event)
+    mark.event.finish(mark.number)
+    assert consumer.finished(ready)
 
 
 @pytest.mark.parametrize("wait", ["synchronize", "wait_event", "copy"])
@@ -223,3 +231,17 @@ def test_a_record_is_done_for_others_when_those_before_it_are() -> None:
     assert not pair.consumer.finished(pair.ready) and pair.producer.finished(pair.event)
     first.event.finish(first.number)
     assert pair.consumer.finished(pair.ready)
+
+
+def test_streams_that_wait_for_each_other_in_turn_are_no_riddle() -> None:
+    pair = Pair(producer=Process(2**22 + 1, 1))
+    pair.hold()
+    gpu, (one, other) = pair.consumer, (pair.consumer.stream(), pair.consumer.stream())
+    gpu.wait(one, pair.ready)
+    for _ in range(3):
+        for here, there in ((one, other), (other, one)):
+            event = gpu.event()
+            gpu.record(event, here)
+            gpu.wait(there, event)
+    with pytest.raises(DeviceLost, match="PRODUCER_DIED"):
+        gpu.synchronize(other)
