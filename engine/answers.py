@@ -177,6 +177,7 @@ class Answers:
         lane = self._tasks.lanes[unit.step]
         self._learn(lane, message)
         self._book.counters.copied_bytes += message.copied_bytes
+        self._book.counters.near_bytes += message.near_bytes
         for task, result in zip(dispatch.tasks, message.results):
             if task.id in self._tasks.live:
                 self._answered(worker, lane, task, result, message.ran)
@@ -206,7 +207,10 @@ class Answers:
     def _learn(self, lane: Lane, message: msg.Done) -> None:
         ran = message.ran
         if message.out_of_memory:
-            lane.out_of_memory(message.out_of_memory)
+            self._book.counters.out_of_memory += 1
+            if lane.out_of_memory(message.out_of_memory):
+                short = f"step {lane.name}: out of memory at {message.out_of_memory} items"
+                self._emit(ev.Note(f"{short}; batches are at most {lane.items_max} from now on"))
             return
         if not ran or not ran[0].items:
             return
@@ -214,7 +218,8 @@ class Answers:
         run_ms = (ran[0].run_ms if len(ran) == 1 else sum(one.run_ms for one in ran)) / batches
         items = -(-ran[0].items // batches)
         lane.learn(items, run_ms, self._book.now_ms)
-        lane.went_well(items)
+        if lane.went_well(items):
+            self._emit(ev.Note(f"step {lane.name}: no want of memory lately; batches are at most {lane.items_max} again"))
 
     def _pieces(self, worker: int, message: msg.Pieces) -> None:
         member = self._crew.members[worker]

@@ -44,7 +44,9 @@ class Counters:
     retried: int = 0
     quarantined: int = 0
     late: int = 0
+    out_of_memory: int = 0
     copied_bytes: int = 0
+    near_bytes: int = 0
     dispatches: int = 0
     items: int = 0
 

@@ -172,7 +172,25 @@ class ForgetArena(msgspec.Struct, frozen=True):
     arena: int
 
 
+class Note(msgspec.Struct, frozen=True):
+    """Something that whoever runs the pipeline should know, for the log: one sentence."""
+
+    message: str
+
+
 ForCaller = Finish | Fail | Refuse | OutputReady | PieceReady
 """What is handed to whoever brought the request."""
 
-Command = Send | Finish | Fail | Refuse | OutputReady | PieceReady | StartWorker | ShareArena | KillWorker | ForgetArena
+Command = (
+    Send
+    | Finish
+    | Fail
+    | Refuse
+    | OutputReady
+    | PieceReady
+    | StartWorker
+    | ShareArena
+    | KillWorker
+    | ForgetArena
+    | Note
+)

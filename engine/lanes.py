@@ -71,6 +71,7 @@ class Lane:
         )
         self.quick = False  # its batches are so short that a worker may be given a second message while it runs one
         self.least_ms = 0.0  # of a streaming step: what a short answer takes; 0 is unknown
+        self.short_of_memory = 0  # how often there was no memory for a batch
         self._batches = 1
         self._unlearned = 0
         self._new: list[Task] = []
@@ -234,19 +235,23 @@ class Lane:
         if full_ms and not self.streams:
             self._batches = max(1, min(BATCHES_MAX, int(QUICK_MESSAGE_MS / full_ms)))
 
-    def out_of_memory(self, items: int) -> None:
-        """So many items in a call were too many: halve them from now on."""
+    def out_of_memory(self, items: int) -> bool:
+        """So many items in a call were too many: halve them from now on. Whether that changes anything."""
         self._calm = 0
-        self._set_items_max(max(1, min(self.items_max, items) // 2))
+        self.short_of_memory += 1
+        return self._set_items_max(max(1, min(self.items_max, items) // 2))
 
-    def went_well(self, items: int) -> None:
-        """A batch was run; after enough full ones a lowered size is raised again."""
+    def went_well(self, items: int) -> bool:
+        """A batch was run; after enough full ones a lowered size is raised again. Whether it was."""
         if self.items_max < self._policy.items_max and items >= self.items_max:
             self._calm += 1
             if self._calm >= CALM_BATCHES:
                 self._calm = 0
-                self._set_items_max(min(self._policy.items_max, self.items_max * 2))
+                return self._set_items_max(min(self._policy.items_max, self.items_max * 2))
+        return False
 
-    def _set_items_max(self, items: int) -> None:
+    def _set_items_max(self, items: int) -> bool:
+        changed = items != self.items_max
         for queue in self._queues:
             queue.items_max = items
+        return changed

@@ -108,6 +108,7 @@ class Runtime:
             ev.ShareArena: lambda command: self.fleet.share(command.worker, command.arena),
             ev.KillWorker: lambda command: self.fleet.kill(command.worker),
             ev.ForgetArena: lambda command: self.fleet.forget(command.arena),
+            ev.Note: lambda command: _log.warning("%s", command.message),
         }
 
     # life

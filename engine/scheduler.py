@@ -151,6 +151,15 @@ class Scheduler:
         """How many items wait for each step."""
         return {lane.name: lane.waiting for lane in self._tasks.lanes}
 
+    @property
+    def batches(self) -> dict[str, dict[str, int]]:
+        """How many items a call of each step may have now, and how often there was no memory for one."""
+        return {
+            lane.name: {"items_max": lane.items_max, "out_of_memory": lane.short_of_memory}
+            for lane in self._tasks.lanes
+            if lane.workers and not lane.streams
+        }
+
     def health(self, now_ms: float) -> dict[str, bool]:
         """Return for each step whether an instance of it is ready and gave a sign of life lately."""
         return {lane.name: self.crew.heard_of(lane.index, now_ms) for lane in self._tasks.lanes}

@@ -11,7 +11,9 @@ from weftline.engine.scheduler import Scheduler
 def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) -> Mapping[str, Any]:
     """Return counters, queues, workers, memory, and the bytes copied in, between workers and out since the start.
 
-    `figures` are what nodes count of themselves: by step, then by worker. `idle` has the steps that may sleep.
+    `batches` says how large they may be now, `unfinished` how many dispatches devices work on after their answer.
+    `figures` are what nodes count of themselves: by step, then by worker. `idle` has the steps that may sleep,
+    `device_memory` what was measured of each GPU. `device_moved_bytes` went to GPUs and came from them.
     """
     counters, ledger = scheduler.counters, scheduler.ledger.stats()
     return {
@@ -37,11 +39,15 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
         "retried": counters.retried,
         "quarantined": counters.quarantined,
         "dropped_late": counters.late,
+        "out_of_memory": counters.out_of_memory,
+        "batches": scheduler.batches,
+        "unfinished": sum(len(member.unfinished) for member in scheduler.crew.members),
         "copied_bytes": {"in": copied_in_bytes, "between": counters.copied_bytes, "out": copied_out_bytes},
         "copied_bytes_total": copied_in_bytes + counters.copied_bytes + copied_out_bytes,
+        "device_moved_bytes": counters.near_bytes,
         "arena": {
             "size_bytes": ledger.size_bytes, "leased_bytes": ledger.leased_bytes, "blocks": ledger.blocks,
-            "stale_total": ledger.stale_total,
+            "stale_total": ledger.stale_total, "quarantined_bytes": ledger.quarantined_bytes,
         },
         "kv": scheduler.kv.stats(),
         "idle": scheduler.idleness.stats(),

@@ -89,6 +89,10 @@ STEP_BATCH = _histogram("weftline_step_batch_items", "model step", "items",
 STEP_CALLS = _counter("weftline_step_calls_total", "model step", "calls",
     "calls of a step, each item standing for its part of one; items / calls is the mean batch")  # fmt: skip
 STEP_WAITING = _gauge("weftline_step_queue_depth", "model step", "items", "items that wait for a step")
+STEP_ITEMS_MAX = _gauge("weftline_step_batch_items_max", "model step", "items",
+    "items that a call may have now; fewer than `batch.items_max` after a want of memory")  # fmt: skip
+STEP_OUT_OF_MEMORY = _counter("weftline_step_out_of_memory_total", "model step", "dispatches",
+    "dispatches with a batch for which there was no memory; since it was loaded")  # fmt: skip
 STEP_WORKERS = _gauge("weftline_step_workers", "model step", "workers", "instances of a step that there should be")
 STEP_WORKERS_READY = _gauge("weftline_step_workers_ready", "model step", "workers", "those of them that can answer")
 
@@ -101,6 +105,10 @@ QUARANTINED = _counter("weftline_inputs_quarantined_total", "model", "inputs",
     "inputs that killed workers and are refused now; since it was loaded")  # fmt: skip
 LATE = _counter("weftline_items_late_total", "model", "items",
     "items that were not begun because they could not make their deadline any more; since it was loaded")  # fmt: skip
+ARENA_QUARANTINED = _gauge("weftline_arena_quarantined_bytes", "model", "bytes",
+    "device memory that a worker read when it died, until the memory's owner has settled")  # fmt: skip
+UNFINISHED = _gauge("weftline_dispatches_unfinished", "model", "dispatches",
+    "batches that were answered and that devices still work on")  # fmt: skip
 COPIED = _counter("weftline_copied_bytes_total", "model where", "bytes",
     "bytes copied by us; `where` is `in`, `between` or `out` of shared memory; since it was loaded")  # fmt: skip
 ARENA_SIZE = _gauge("weftline_arena_size_bytes", "model", "bytes", "shared memory of the model, all arenas together")
@@ -161,11 +169,12 @@ LLM_REQUEST_GENERATED = _histogram("vllm:request_generation_tokens", "model_name
 REQUEST_SERIES = (REQUESTS, DURATION, FIRST_PIECE, PIECES, RECEIVED, CALLERS, IN_FLIGHT)
 STEP_SERIES = (
     STEP_ITEMS, STEP_QUEUE, STEP_RUN, STEP_NODE, STEP_BATCH, STEP_CALLS, STEP_WAITING, STEP_WORKERS, STEP_WORKERS_READY,
-    NODE_FIGURE,
+    STEP_ITEMS_MAX, STEP_OUT_OF_MEMORY, NODE_FIGURE,
 )  # fmt: skip
 ENGINE_SERIES = (
     BUILD, MODEL_READY, MODEL_VERSION, DISPATCHES, DISPATCHED, RETRIED, LATE, DEATHS, RESTARTS, QUARANTINED, COPIED,
-    ARENA_SIZE, ARENA_LEASED, ARENA_BLOCKS, ARENA_STALE, KV_TOTAL, KV_UNASSIGNED, KV_HELD, KV_USED,
+    UNFINISHED, ARENA_SIZE, ARENA_LEASED, ARENA_QUARANTINED, ARENA_BLOCKS, ARENA_STALE, KV_TOTAL, KV_UNASSIGNED,
+    KV_HELD, KV_USED,
 )  # fmt: skip
 PROCESS_SERIES = (WORKER_RESIDENT, WORKER_CPU, WORKER_FDS, INGRESS_RESIDENT, INGRESS_CPU, INGRESS_FDS)
 LLM_SERIES = (

@@ -23,6 +23,7 @@ _TOTALS: Mapping[str, Series] = {
 _ARENA: Mapping[str, Series] = {
     "size_bytes": series.ARENA_SIZE,
     "leased_bytes": series.ARENA_LEASED,
+    "quarantined_bytes": series.ARENA_QUARANTINED,
     "blocks": series.ARENA_BLOCKS,
     "stale_total": series.ARENA_STALE,
 }
@@ -72,6 +73,10 @@ def samples(model: str, session: Measured, usage_of: Callable[[int], Usage | Non
     for step, workers in stats["workers"].items():
         yield series.STEP_WORKERS, (model, step), workers["all"]
         yield series.STEP_WORKERS_READY, (model, step), workers["ready"]
+    yield series.UNFINISHED, (model,), stats["unfinished"]
+    for step, batches in stats["batches"].items():
+        yield series.STEP_ITEMS_MAX, (model, step), batches["items_max"]
+        yield series.STEP_OUT_OF_MEMORY, (model, step), batches["out_of_memory"]
     yield from _kv(model, stats["kv"])
     for step, told in stats["figures"].items():
         for worker, figures in told.items():

@@ -45,6 +45,11 @@ def test_what_an_earlier_incarnation_says_late_is_ignored() -> None:
     assert desk.output(one) == 1
 
 
+def notes(desk: Desk) -> list[str]:
+    """Return what the last event put down in the log."""
+    return [one.message for one in desk.said if isinstance(one, ev.Note)]
+
+
 STRAY = msg.Value("json", place=Place(1, 0, 4096, 0, 77))
 
 
@@ -94,12 +99,23 @@ def test_out_of_memory_halves_the_batch_and_calm_doubles_it_again() -> None:
     desk.submit_all(range(9))
     desk.answer("a")
     desk.answer("a", out_of_memory=8)
-    lane = desk.scheduler._tasks.lanes[0]
-    assert lane.items_max == 4
+    assert notes(desk) == ["step a: out of memory at 8 items; batches are at most 4 from now on"]
     for _ in range(CALM_BATCHES):
-        assert lane.items_max == 4
-        lane.went_well(4)
-    assert lane.items_max == 8
+        assert desk.scheduler.batches == {"a": {"items_max": 4, "out_of_memory": 1}}
+        desk.submit_all(range(5))
+        desk.answer("a")  # the first comes alone, and the others as the batch behind it
+        desk.answer("a")
+    assert notes(desk) == ["step a: no want of memory lately; batches are at most 8 again"]
+    assert desk.scheduler.batches == {"a": {"items_max": 8, "out_of_memory": 1}}
+    assert desk.scheduler.counters.out_of_memory == 1
+
+
+def test_what_is_short_of_memory_for_one_item_is_counted_and_says_nothing_new() -> None:
+    desk = Desk(one_step(items_max=1))
+    desk.submit(x=1)
+    desk.answer("a", lambda x: msg.Failure("LimitReached", "out of memory for one item alone"), out_of_memory=1)
+    assert notes(desk) == []
+    assert desk.scheduler.batches == {"a": {"items_max": 1, "out_of_memory": 1}}
 
 
 def test_room_is_asked_for_granted_and_given_back() -> None:

@@ -32,7 +32,10 @@ class Shown:
             "requests": {"open": 7}, "queued": {"see": 4}, "dispatches": 10, "items": 25, "retried": 1,
             "dropped_late": 2, "worker_deaths": 3, "worker_restarts": 2, "quarantined": 1,
             "copied_bytes": {"in": 100, "between": 0, "out": 50}, "workers": {"see": {"ready": 1, "all": 2}},
-            "arena": {"size_bytes": 1000, "leased_bytes": 300, "blocks": 5, "stale_total": 0},
+            "arena": {
+                "size_bytes": 1000, "leased_bytes": 300, "quarantined_bytes": 64, "blocks": 5, "stale_total": 0,
+            },
+            "unfinished": 2, "batches": {"see": {"items_max": 4, "out_of_memory": 3}},
             "kv": {"cuda:0": {"total_bytes": 90, "unassigned_bytes": 10, "held_bytes": {"answer": 80},
                               "used_bytes": {"answer": 33}}},
             "figures": figures or {}, "version": 4, "draining": False, **more,
@@ -61,6 +64,9 @@ def test_a_snapshot_is_shown_under_its_model_and_steps() -> None:
     assert (told["weftline_step_workers", "ocr", "see"], told["weftline_step_workers_ready", "ocr", "see"]) == (2, 1)
     assert told["weftline_copied_bytes_total", "ocr", "out"] == 50
     assert told["weftline_arena_leased_bytes", "ocr"] == 300
+    assert told["weftline_arena_quarantined_bytes", "ocr"] == 64 and told["weftline_dispatches_unfinished", "ocr"] == 2
+    assert told["weftline_step_batch_items_max", "ocr", "see"] == 4
+    assert told["weftline_step_out_of_memory_total", "ocr", "see"] == 3
     assert told["weftline_worker_deaths_total", "ocr"] == 3 and told["weftline_worker_restarts_total", "ocr"] == 2
     assert told["weftline_kv_unassigned_bytes", "ocr", "cuda:0"] == 10
     assert told["weftline_kv_used_bytes", "ocr", "cuda:0", "answer"] == 33
