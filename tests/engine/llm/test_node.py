@@ -253,3 +253,22 @@ def test_how_often_guesses_were_right_is_told(folder):
     assert usage["completion_tokens"] == 60
     assert usage["guessed_tokens"] >= usage["right_tokens"] > 30
     node.close()
+
+
+def test_on_a_made_up_gpu_it_says_what_it_says_on_the_cpu(folder, monkeypatch):
+    said = []
+    for device in ("cpu", "fake:0"):
+        made = Llm(LlmConfig(model=folder.name, sampling={"tokens_max": 6, "ignore_eos": True, "temperature": 0}))
+        made.open(OpenContext(folder.parent, device))
+        made.submit(1, {"prompt": "the user asks"})
+        said.append(_finish(made)[1][-1].outputs["text"])
+        assert not made.sleep("host")  # it is opened again: its weights and its memory go with it
+        made.close()
+    assert said[0] == said[1] != ""
+
+    def open_on(devices, *rest):
+        raise ModelError(f"ranks on {devices}")
+
+    monkeypatch.setattr("weftline.engine.llm.parallel.runner.ParallelRunner.open_on", open_on)
+    with pytest.raises(ModelError, match="ranks on \\['cpu', 'cpu'\\]"):
+        Llm(LlmConfig(model=folder.name, ranks=2)).open(OpenContext(folder.parent, "fake:0"))
