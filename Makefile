@@ -87,8 +87,9 @@ bench-peers: setup  ## build the environment of each peer under .peers, then run
 	$(RUN) -m benchmarks.peers.environments
 	$(RUN) -m benchmarks.ingress
 
-simulate: setup  ## run the scheduler through SEEDS made-up worlds
+simulate: setup  ## run the scheduler and device memory through SEEDS made-up worlds each
 	$(RUN) -m tests.engine.simulation --seeds $(SEEDS)
+	$(RUN) -m tests.shm.device.simulation --seeds $(SEEDS)
 
 docs: setup  ## write the generated parts of the documentation again
 	$(RUN) -m weftline.pipelines.reference

@@ -177,7 +177,7 @@ class FakeGpu:
             return self._events.make(shared)
 
     def export_event(self, event: int) -> bytes:
-        """Return its handle. A fake's shared events lie behind memory: DriverError when this process made none yet."""
+        """Return its handle. A fake's shared events lie behind memory: DriverError when this process shares none."""
         with self._lock:
             return self._events.export(event)
 

@@ -10,7 +10,7 @@ from weftline.shm.device.fake_memories import Memories
 
 
 class EventTable:
-    """Events by handle. Shared ones lie behind the first memory that this process made and still has."""
+    """Events by handle. Shared ones lie behind the first memory that this process shares."""
 
     def __init__(self, context: Context, memories: Memories) -> None:
         self._context = context
@@ -23,7 +23,7 @@ class EventTable:
         return self._keep(FakeEvent(page, slot, shared=shared))
 
     def export(self, handle: int) -> bytes:
-        """Return what another process opens an event by; DriverError before this process made any memory."""
+        """Return what another process opens an event by; DriverError before this process shares memory."""
         self._context.check_kind("export_event", "fake", "fake-legacy")
         event = self.held("export_event", handle)
         if not event.shared or not event.own:
@@ -31,7 +31,9 @@ class EventTable:
         if not event.page.identity:
             found = self._shared_slot()
             if found is None:
-                raise DriverError("export_event", "NOT_READY", "make the memory first that other processes will import")
+                raise DriverError(
+                    "export_event", "NOT_READY", "share the memory first that other processes will bring in"
+                )
             event.move(*found)
         return EventHandle(event.page.identity, event.slot, event.life).written()
 
@@ -89,7 +91,7 @@ class EventTable:
 
     def _shared_slot(self) -> tuple[EventPage, int] | None:
         for memory in self._memories.live():
-            slot = memory.page.try_take() if memory.made else None
+            slot = memory.page.try_take() if memory.lent else None
             if slot is not None:
                 return memory.page, slot
         return None

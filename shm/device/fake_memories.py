@@ -38,7 +38,9 @@ class Memories:
     def create(self, size_bytes: int) -> int:
         self._context.check_kind("create", "fake")
         _check_granularity("create", size_bytes)
-        return self._keep(self._made("create", size_bytes))
+        memory = self._made("create", size_bytes)
+        memory.lent = True
+        return self._keep(memory)
 
     def export(self, handle: int) -> int:
         self._context.check_kind("export", "fake")
@@ -70,6 +72,7 @@ class Memories:
         if mapping is None:
             raise DriverError("share", "INVALID_VALUE", "no allocation starts there")
         _check_granularity("share", mapping.size_bytes)
+        mapping.memory.lent = True
         return ShareHandle(mapping.memory.identity, os.getpid(), mapping.memory.fd).written()
 
     def open_shared(self, handle: bytes) -> int:

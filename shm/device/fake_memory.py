@@ -35,6 +35,7 @@ class FakeMemory:
     identity: what it is known by in every process; a random number that no other memory has.
     maker:    the process that made it, and that records the events behind it.
     made:     by this process; others are imported.
+    lent:     made here, in a way that other processes may come by it.
     """
 
     def __init__(self, fd: int, size_bytes: int, identity: int, maker: Process, made: bool) -> None:
@@ -43,6 +44,7 @@ class FakeMemory:
         self.identity = identity
         self.maker = maker
         self.made = made
+        self.lent = False
 
     @classmethod
     def create(cls, size_bytes: int, maker: Process) -> FakeMemory:

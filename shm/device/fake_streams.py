@@ -36,6 +36,7 @@ class Streams:
         self._context = context
         self._queues: dict[int, Queue] = {DEFAULT_STREAM: Queue()}
         self._tended = False
+        self._advancing = False
 
     @property
     def queues(self) -> list[Queue]:
@@ -73,15 +74,18 @@ class Streams:
 
     def advance(self) -> bool:
         """Do all that can be done; whether anything was. On a made-up machine that is the machine's."""
-        if self._context.machine is not None:
-            return False
+        if self._advancing or self._context.machine is not None:
+            return False  # a kernel asks the driver, or memory is let go in the middle of one
         did = False
+        self._advancing = True
         try:
             while any(queue.advance() for queue in self._queues.values() if queue.works):
                 did = True
         except Exception as error:
             self._context.lost = f"a kernel failed: {error}"
             self.drop()
+        finally:
+            self._advancing = False
         for stream in [stream for stream, queue in self._queues.items() if queue.closing and not queue.works]:
             del self._queues[stream]
         return did

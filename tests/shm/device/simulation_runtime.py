@@ -108,6 +108,7 @@ class Runtime:
         """End the request that has waited longest for room, for nothing else can happen; False when none waits."""
         if self.queued:
             self._fail(self.queued[0].request, "no room")
+            self.forget()
             return True
         return False
 

@@ -173,6 +173,7 @@ def test_an_event_is_gone_everywhere_when_its_maker_has_destroyed_it() -> None:
 
 def test_a_shared_event_may_be_made_before_the_memory_it_lies_behind() -> None:
     producer, consumer = FakeGpu(), FakeGpu()
+    producer.allocate(64)  # of its own: nobody else will have it
     event = producer.event(shared=True)
     producer.record(event, 0)
     with pytest.raises(DriverError, match="NOT_READY"):
@@ -245,3 +246,23 @@ def test_streams_that_wait_for_each_other_in_turn_are_no_riddle() -> None:
             gpu.wait(there, event)
     with pytest.raises(DeviceLost, match="PRODUCER_DIED"):
         gpu.synchronize(other)
+
+
+def test_events_lie_behind_an_allocation_once_it_is_shared() -> None:
+    producer, consumer = FakeGpu("fake-legacy:0"), FakeGpu("fake-legacy:0")
+    address = producer.allocate(GRANULARITY_BYTES)
+    event = producer.event(shared=True)
+    consumer.open_shared(producer.share(address))
+    assert consumer.finished(consumer.import_event(producer.export_event(event)))
+
+
+def test_a_kernel_may_ask_the_driver() -> None:
+    gpu, ran = FakeGpu(), []
+    event = gpu.event()
+
+    def kernel() -> None:
+        ran.append(gpu.finished(event))
+
+    gpu.launch(kernel, [], [], 0)
+    gpu.synchronize(0)
+    assert ran == [True]
