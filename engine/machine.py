@@ -11,6 +11,9 @@ from pathlib import Path
 
 from weftline.pipelines.place import Device, Machine
 
+NAME_BYTES = 96
+"""NVML_DEVICE_NAME_V2_BUFFER_SIZE: room for the longest name of a device."""
+
 
 class _Memory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
@@ -51,7 +54,10 @@ def _devices() -> tuple[Device, ...]:
         handle, memory = ctypes.c_void_p(), _Memory()
         if not nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
             nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-            devices.append(Device(f"cuda:{len(devices)}", int(memory.total)))
+            name = ctypes.create_string_buffer(NAME_BYTES)
+            unnamed = nvml.nvmlDeviceGetName(handle, name, NAME_BYTES)
+            model = "" if unnamed else name.value.decode("utf-8", "replace")
+            devices.append(Device(f"cuda:{len(devices)}", int(memory.total), model))
     nvml.nvmlShutdown()
     return tuple(devices)
 

@@ -49,6 +49,7 @@ from weftline.pipelines.load import load_file
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
+from weftline.pipelines.profile_file import profile_beside
 
 Source = str | Path | Pipeline | Builder
 """What a pipeline is loaded from: a YAML file, or one built in Python."""
@@ -125,12 +126,14 @@ def load(pipeline: Source, machine: Machine | None = None) -> OpenablePipeline:
     machine: what to place it on; this machine when left out.
     """
     graph = graph_of(pipeline)
-    return OpenablePipeline(make_plan(graph, machine or this_machine()), machine, graph)
+    plan = make_plan(graph, machine or this_machine(), profile=profile_beside(graph))
+    return OpenablePipeline(plan, machine, graph)
 
 
 def plan_of(pipeline: Source, machine: Machine | None = None) -> Plan:
     """Return the plan of a pipeline for a machine; PipelineError lists every problem."""
-    return make_plan(graph_of(pipeline), machine or this_machine())
+    graph = graph_of(pipeline)
+    return make_plan(graph, machine or this_machine(), profile=profile_beside(graph))
 
 
 def graph_of(pipeline: Source) -> Pipeline:

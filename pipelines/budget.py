@@ -73,6 +73,20 @@ def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], sta
     return "\n".join([head, *(f"      {line}" for line in claim_lines(claims, wanted, device, total_bytes))])
 
 
+def budget_lines(budget: DeviceBudget) -> list[str]:
+    """Return who takes what of a GPU as aligned lines, largest first, and what is left."""
+    lines = claim_lines(budget.claims, budget.claimed_bytes, budget.device, budget.total_bytes)
+    unknown = dict.fromkeys(claim.who for claim in budget.claims if claim.source == "unknown")
+    left = size_text(budget.total_bytes - budget.claimed_bytes)
+    if budget.kv_bytes:
+        lines.append(f"{left} are left, which is KV memory")
+    elif unknown:
+        lines.append(f"at most {left} are left: nobody has measured {', '.join(unknown)} (`weftline profile`)")
+    else:
+        lines.append(f"{left} are left")
+    return lines
+
+
 def claim_lines(claims: Iterable[Claim], wanted: int, device: str, total_bytes: int) -> list[str]:
     """Return a table of claims as aligned lines, largest first, with their sum and what the device has."""
     rows = [(size_text(bytes) if source != "unknown" else "?", who, what, source)

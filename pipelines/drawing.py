@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 
 from weftline.nodes.ports import PortType, list_of
 from weftline.pipelines.explain import notes, subtitle
+from weftline.pipelines.hops import near_wires
 from weftline.pipelines.layout import Box, Layout, Line, arrange
 from weftline.pipelines.plan import Plan, PlannedOutput, PlannedStep
 from weftline.pipelines.wire import Wire
@@ -25,6 +26,9 @@ CHAR_PX, PORT_PX, SMALL_PX, SPACE_PX = 9.2, 7.3, 6.8, 7.0
 """Average character of a name, a port and a type in the widest of the fonts, and a space; boxes are sized by them."""
 
 HEAD_PX, NOTE_PX, ROW_PX, PAD_PX, PILL_PX, MARGIN_PX, TITLE_PX = 50.0, 16.0, 22.0, 14.0, 34.0, 28.0, 44.0
+LINE_PX, NEAR_PX = 1.8, 4.5
+"""Width of a wire, and of one whose tensors stay on a GPU."""
+
 _FONT = "ui-sans-serif, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
 
@@ -38,12 +42,17 @@ class _End:
 
 @dataclass(frozen=True, slots=True)
 class _Wire:
-    """A wire and what travels on it; dotted where nothing does: what a condition looks at, the way to a fallback."""
+    """A wire and what travels on it.
+
+    dotted: nothing does: it is what a condition looks at, or the way to a fallback.
+    near:   what travels on it stays on a GPU.
+    """
 
     source: _End
     target: _End
     colour: str
     dotted: bool = False
+    near: bool = False
 
 
 def explain_svg(plan: Plan) -> str:
@@ -76,12 +85,13 @@ def _wires(plan: Plan) -> list[_Wire]:
     """Return every wire of the picture; constants have none."""
     steps, plain = {step.name: step for step in plan.steps}, COLOURS["any"]
     hidden = {Wire(None, one.name) for one in plan.inputs if one.hidden}
-    wires = []
+    wires, near = list[_Wire](), near_wires(plan)
     for step in plan.steps:
         key, top = f"step:{step.name}", _End(f"step:{step.name}", HEAD_PX / 2)
         for row, read in enumerate(step.inputs):
             if read.wire not in hidden:
-                wires.append(_Wire(_source(read.wire, steps), _End(key, _row_y(step, row)), _colour(read.type)))
+                ends = _source(read.wire, steps), _End(key, _row_y(step, row))
+                wires.append(_Wire(*ends, _colour(read.type), near=(step.name, read.port) in near))
         for wire in step.when.wires if step.when else ():
             if wire not in hidden:
                 wires.append(_Wire(_source(wire, steps), top, plain, dotted=True))
@@ -206,7 +216,11 @@ def _path(points: Sequence[tuple[float, float]], wire: _Wire) -> str:
             d.append(f"C{middle:.1f} {y:.1f} {middle:.1f} {next_y:.1f} {next_x:.1f} {next_y:.1f}")
         x, y = next_x, next_y
     dots = ' stroke-dasharray="2 4"' if wire.dotted else ""
-    return f'<path d="{"".join(d)}" fill="none" stroke="{wire.colour}" stroke-width="1.8" stroke-opacity="0.75"{dots}/>'
+    width = NEAR_PX if wire.near else LINE_PX
+    stroke = f'stroke="{wire.colour}" stroke-width="{width}" stroke-opacity="0.75"{dots}'
+    if wire.near:
+        return f'<path d="{"".join(d)}" fill="none" {stroke}><title>stays on a GPU</title></path>'
+    return f'<path d="{"".join(d)}" fill="none" {stroke}/>'
 
 
 def _page(plan: Plan, layout: Layout, body: Sequence[str]) -> str:

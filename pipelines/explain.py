@@ -6,17 +6,24 @@ from collections.abc import Mapping, Sequence
 
 from weftline.nodes.catalog import CATALOG
 from weftline.nodes.ports import Port, PortType
+from weftline.pipelines.budget import budget_lines
 from weftline.pipelines.graph import Input
+from weftline.pipelines.hops import hop_rows, near_wires
 from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Plan, PlannedInput, PlannedStep
 from weftline.pipelines.wire import Wire
 
 _ABSENT = " (may be absent)"
+_KEPT = {"host": "its weights in host memory", "process": "its process", "nothing": "nothing"}
+_ORDERINGS = {"host": "told of when they are whole", "event": "told of before they are whole"}
 _HEADS = ("step", "node", "batch", "worker", "threads", "device", "reads", "gives")
 
 
 def explain_text(plan: Plan) -> str:
-    """Return the plan as text: inputs, steps in running order with their wires and types, outputs, workers, memory."""
+    """Return the plan as text: inputs, steps in running order with their wires and types, outputs, workers, memory.
+
+    With GPUs, also where tensors travel, and who takes what of each GPU's memory.
+    """
     title = plan.name + (f"  ({plan.file})" if plan.file else "")
     parts = [title, *([plan.about] if plan.about else [])]
     asked = [one for one in plan.inputs if not one.hidden]
@@ -32,9 +39,15 @@ def explain_text(plan: Plan) -> str:
         for one in plan.outputs
     ]
     parts += ["", "Outputs", *_table(outputs)]
+    if plan.budgets:
+        parts += ["", f"Tensors on GPUs, {_ORDERINGS[plan.ordering]}", *_table(hop_rows(plan))]
     parts += ["", "Workers, one process each", *_workers(plan)]
     if plan.chains:
         parts += ["", "Handed over inside a worker", *_table([_chain(chain, plan) for chain in plan.chains])]
+    for budget in plan.budgets:
+        parts += ["", f"Memory of {budget.device}", *(f"  {line}" for line in budget_lines(budget))]
+    if plan.notes:
+        parts += ["", "Good to know", *(f"  {note}" for note in plan.notes)]
     parts += ["", _memory(plan)]
     if plan.slo.latency_p99_ms is not None:
         parts.append(f"Deadline of a request that brings none: {plan.slo.latency_p99_ms:g} ms")
@@ -44,8 +57,9 @@ def explain_text(plan: Plan) -> str:
 def explain_mermaid(plan: Plan) -> str:
     """Return the plan as a Mermaid flowchart: wires are labelled with what travels on them.
 
-    Dotted are what a condition looks at, and the way to a fallback.
+    Dotted are what a condition looks at, and the way to a fallback; thick what stays on a GPU.
     """
+    near = near_wires(plan)
     asked = [one for one in plan.inputs if not one.hidden]
     names = {f"in:{one.name}": f"in{place}" for place, one in enumerate(asked)}
     names |= {f"step:{step.name}": f"step{place}" for place, step in enumerate(plan.steps)}
@@ -61,7 +75,8 @@ def explain_mermaid(plan: Plan) -> str:
             label = _typed(read.wire.port, travels(read, step)) if read.wire.step else travels(read, step)
             label += ", streams" if read.pieces else ""
             if (source := _from(read.wire, names)) is not None:
-                lines.append(f'    {source} -->|"{_escaped(label)}"| {own}')
+                arrow, label = ("==>", f"{label}, stays on GPU") if (step.name, read.port) in near else ("-->", label)
+                lines.append(f'    {source} {arrow}|"{_escaped(label)}"| {own}')
         for wire in step.when.wires if step.when else ():
             if (source := _from(wire, names)) is not None:
                 lines.append(f'    {source} -.->|"when"| {own}')
@@ -114,6 +129,8 @@ def notes(step: PlannedStep) -> list[str]:
         found.append(f"tried again {step.retry.attempts} time{'s' if step.retry.attempts > 1 else ''}")
     found += [f"times out after {step.timeout_ms:g} ms"] if step.timeout_ms is not None else []
     found += [f"else {step.fallback}"] if step.fallback else []
+    if step.idle is not None:
+        found.append(f"rests after {step.idle.after_s:g} s without work, keeps {_KEPT[step.idle.keep]}")
     found += [f"{step.reserved} of {len(step.workers)} instances take no job rows"] if step.reserved else []
     return found
 
@@ -186,9 +203,10 @@ def _workers(plan: Plan) -> list[str]:
     rows = []
     for worker in plan.workers:
         threads = f"{worker.threads} thread{'s' if worker.threads != 1 else ''} of {plan.cores}"
-        rows.append(
-            [[worker.name], [f"holds {', '.join(worker.steps)}"], [threads], [f"arena {size_text(worker.arena_bytes)}"]]
-        )
+        arena = f"arena {size_text(worker.arena_bytes)}"
+        if worker.device_arena_bytes:
+            arena += f", on {worker.device} {size_text(worker.device_arena_bytes)}"
+        rows.append([[worker.name], [f"holds {', '.join(worker.steps)}"], [threads], [arena]])
     return _table(rows)
 
 

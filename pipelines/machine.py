@@ -11,7 +11,9 @@ GPUS_MAX = 64
 """Most GPUs of a machine that somebody makes up."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_GPUS = re.compile(r"^([0-9]{1,2})(?::([0-9]{1,6}(?:\.[0-9]{1,3})?)([KMGT]?)(iB|B)?)?$")
+_SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,3})?)([KMGT]?)(?:iB|B)?"
+_MODEL = r"([A-Za-z0-9][A-Za-z0-9 _-]{0,40})"
+_GPUS = re.compile(rf"^([0-9]{{1,2}})(?::{_SIZE}(?::{_MODEL})?)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,9 @@ MADE_UP_BYTES = 80 << 30
 
 
 def made_up_gpus(text: str) -> tuple[Device, ...]:
-    """Return the GPUs of '2' or '2:141GiB'; sizes are counted in powers of 1024, 141GB too.
+    """Return the GPUs of '2', '2:141GiB' or '2:141GiB:H200'; sizes are counted in powers of 1024, 141GB too.
 
-    InputError says what is wrong.
+    The last part is the model, by which what was measured on it is known. InputError says what is wrong.
     """
     match = _GPUS.match(text.strip())
     count = int(match[1]) if match else 0
@@ -51,4 +53,4 @@ def made_up_gpus(text: str) -> tuple[Device, ...]:
     size = int(float(match[2]) * _UNITS[match[3]]) if match[2] else MADE_UP_BYTES
     if count and size < 1 << 20:
         raise InputError(f"gpus: {text!r:.40} gives each GPU {size} bytes\n    fix: write its unit, such as 2:141GiB")
-    return tuple(Device(f"cuda:{index}", size) for index in range(count))
+    return tuple(Device(f"cuda:{index}", size, match[4] or "") for index in range(count))

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from weftline import batch_commands, errors, remote_commands, serve_commands
+from weftline import batch_commands, errors, profile_commands, remote_commands, serve_commands
 from weftline.cli_exit import ending, exit_codes, open_closed_streams
 
 
@@ -34,6 +34,14 @@ app = typer.Typer(
 )
 
 PipelineFile = Annotated[str, typer.Argument(metavar="FILE", help="The pipeline's YAML file.")]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus",
+        metavar="N[:MEMORY[:MODEL]]",
+        help="Plan for this machine with other GPUs, such as 2:141GiB or 2:141GiB:H200; 0 for none.",
+    ),
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Show the workers' logs, and tracebacks of unexpected errors.")
 ]
@@ -61,6 +69,7 @@ def _front(
 def check(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="One or more pipeline files.")],
     file_only: Annotated[bool, typer.Option("--file-only", help="Leave out whether it fits this machine.")] = False,
+    gpus: Gpus = None,
 ) -> None:
     """List every problem of pipeline files; nothing is started and no framework is imported.
 
@@ -68,13 +77,16 @@ def check(
     Examples:
       weftline check pipeline.yaml
       weftline check --file-only pipelines/*.yaml
+      weftline check --gpus 2:141GiB pipeline.yaml
     """
+    if file_only and gpus is not None:
+        raise typer.BadParameter("--file-only and --gpus exclude each other")
     from weftline.cli_pipeline import check_file
 
     wrong = 0
     for file in files:
         try:
-            typer.echo(check_file(file, file_only=file_only))
+            typer.echo(check_file(file, file_only=file_only, gpus=gpus))
         except errors.PipelineError as error:
             typer.echo(str(error), err=True)
             wrong += 1
@@ -89,6 +101,7 @@ def plan(
     svg: Annotated[bool, typer.Option("--svg", help="As a picture, in SVG.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="OUT", help="Write it to this file.")] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with so many cores.")] = None,
+    gpus: Gpus = None,
 ) -> None:
     """Show what would run: steps in order with their types, workers, threads and memory.
 
@@ -96,12 +109,13 @@ def plan(
     Examples:
       weftline plan pipeline.yaml
       weftline plan pipeline.yaml --svg --output pipeline.svg
+      weftline plan pipeline.yaml --gpus 2:141GiB
     """
     if mermaid and svg:
         raise typer.BadParameter("--mermaid and --svg exclude each other")
     from weftline.cli_pipeline import explained
 
-    _give(explained(file, "mermaid" if mermaid else "svg" if svg else "text", cores), output)
+    _give(explained(file, "mermaid" if mermaid else "svg" if svg else "text", cores, gpus), output)
 
 
 @app.command(short_help="Answer one request with a pipeline.")
@@ -303,6 +317,7 @@ def schema(
     _give(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n", output)
 
 
+profile_commands.add_to(app)
 batch_commands.add_to(app)
 serve_commands.add_to(app)
 remote_commands.add_to(app)

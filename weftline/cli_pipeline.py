@@ -8,14 +8,18 @@ from weftline.engine.machine import this_machine
 from weftline.errors import PipelineError
 from weftline.pipelines.check import examine
 from weftline.pipelines.load import load_file
+from weftline.pipelines.machine import Machine, made_up_gpus
+from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
+from weftline.pipelines.profile_file import profile_beside
 
 
-def check_file(file: str, *, file_only: bool) -> str:
+def check_file(file: str, *, file_only: bool, gpus: str | None = None) -> str:
     """Return one line about a sound pipeline; PipelineError lists every problem.
 
     file_only: whether it fits this machine (its devices, its memory) is left out.
+    gpus:      whether it fits this machine with other GPUs, such as '2:141GiB'.
     """
     pipeline = load_file(file)
     if file_only:
@@ -23,7 +27,7 @@ def check_file(file: str, *, file_only: bool) -> str:
         if problems:
             raise PipelineError(problems)
     else:
-        make_plan(pipeline, this_machine())
+        make_plan(pipeline, machine_of(None, gpus), profile=profile_beside(pipeline))
     counts = [
         counted(sum(not one.hidden for one in pipeline.inputs), "input"),
         counted(len(pipeline.steps), "step"),
@@ -32,26 +36,45 @@ def check_file(file: str, *, file_only: bool) -> str:
     return f"{file}: ok ({', '.join(counts)})"
 
 
-def explained(file: str, form: str, cores: int | None) -> str:
-    """Return the plan of a pipeline file as `text`, `mermaid` or `svg`."""
-    plan = plan_file(file, cores)
+def explained(file: str, form: str, cores: int | None, gpus: str | None = None) -> str:
+    """Return the plan of a pipeline file as `text`, `mermaid` or `svg`; with GPUs made up, it says so first."""
+    plan, made_up = plan_file(file, cores, gpus), ""
+    if gpus is not None:
+        made_up = f"Planned for a made-up machine: {_described(machine_of(cores, gpus))}"
     if form == "svg":
         from weftline.pipelines.drawing import explain_svg
 
-        text = explain_svg(plan)
+        text = explain_svg(dataclasses.replace(plan, name=f"{plan.name} ({made_up})") if made_up else plan)
     else:
         from weftline.pipelines.explain import explain_mermaid, explain_text
 
         text = explain_mermaid(plan) if form == "mermaid" else explain_text(plan)
+        if made_up:
+            text = f"%% {made_up}\n{text}" if form == "mermaid" else f"{made_up}\n\n{text}"
     return text if text.endswith("\n") else text + "\n"
 
 
-def plan_file(file: str, cores: int | None = None) -> Plan:
-    """Return the plan of a pipeline file on this machine, or on one that differs in its number of cores."""
+def plan_file(file: str, cores: int | None = None, gpus: str | None = None) -> Plan:
+    """Return the plan of a pipeline file on this machine, or on one that differs in its cores or its GPUs."""
+    pipeline = load_file(file)
+    return make_plan(pipeline, machine_of(cores, gpus), profile=profile_beside(pipeline))
+
+
+def machine_of(cores: int | None, gpus: str | None) -> Machine:
+    """Return this machine, with so many cores and such GPUs instead of its own; InputError when GPUs make no sense."""
     machine = this_machine()
     if cores is not None:
         machine = dataclasses.replace(machine, cores=cores)
-    return make_plan(load_file(file), machine)
+    return machine if gpus is None else dataclasses.replace(machine, devices=made_up_gpus(gpus))
+
+
+def _described(machine: Machine) -> str:
+    parts = [counted(machine.cores, "core"), f"{size_text(machine.memory_bytes)} of memory"]
+    if machine.devices:
+        model = machine.devices[0].model
+        each = f"{size_text(machine.devices[0].memory_bytes)}{' each' if len(machine.devices) > 1 else ''}"
+        parts.append(f"{counted(len(machine.devices), 'GPU')} of {each}{f' ({model})' if model else ''}")
+    return ", ".join(parts if machine.devices else [*parts, "no GPU"])
 
 
 def counted(count: int, word: str) -> str:

@@ -21,6 +21,7 @@ from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.problems import did_you_mean, listed
+from weftline.pipelines.profile_file import profile_beside
 
 COMMAND_LINE = "the command line"
 """Where a problem stands that no file has, in its message."""
@@ -186,7 +187,8 @@ def _named(
 
 
 def _plan(file: str, machine: Machine) -> Plan:
-    return make_plan(load_file(file), machine)
+    pipeline = load_file(file)
+    return make_plan(pipeline, machine, profile=profile_beside(pipeline))
 
 
 def _problems(
@@ -228,7 +230,8 @@ def _problems(
 def _why_not_alone(file: Path, step: str, machine: Machine) -> str:
     """Return why a step cannot be a pipeline of its own; '' when it can."""
     try:
-        make_plan(alone(load_file(file), step), machine)
+        pipeline = alone(load_file(file), step)
+        make_plan(pipeline, machine, profile=profile_beside(pipeline))
     except PipelineError as error:
         return error.problems[0].found
     except InputError as error:

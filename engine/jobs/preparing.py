@@ -29,6 +29,7 @@ from weftline.pipelines.load import load_file
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.problems import nearest
+from weftline.pipelines.profile_file import profile_beside
 from weftline.pipelines.written import to_yaml
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Prepared:
 def prepare(spec: JobSpec, opening: Opening) -> Prepared:
     """Check a job; PipelineError and InputError say everything that is wrong with it."""
     pipeline = load_file(spec.pipeline)
-    plan = make_plan(pipeline, this_machine())
+    plan = make_plan(pipeline, this_machine(), profile=profile_beside(pipeline))
     check_rows_stand_alone(plan, spec.out.outputs)
     format, single_file = format_of(spec.out.out, spec.out.format)
     types = {one.name: one.type for one in plan.outputs}

@@ -73,6 +73,33 @@ def test_plan_shows_steps_and_cores(weft, write) -> None:
     assert "of 7" in ended.out
 
 
+def test_plan_and_check_take_gpus_that_nobody_has(weft, write) -> None:
+    file = write(CHAIN.replace("a: {node: echo", "a: {node: echo, device: 'cuda:1', device_bytes: 2147483648"))
+    assert weft("check", file, "--gpus", "2:24GiB").code == 0
+    assert "this machine has cuda:0" in weft("check", file, "--gpus", "1:24GiB").err
+    assert "cuda:1 has 2 GiB, and 3.5 GiB of it are claimed" in weft("check", file, "--gpus", "2:2GiB").err
+    ended = weft("plan", file, "--gpus", "2:24GiB:L4", "--cores", "7")
+    assert ended.out.startswith("Planned for a made-up machine: 7 cores, ")
+    assert ended.out.splitlines()[0].endswith(", 2 GPUs of 24 GiB each (L4)") and "cuda:1" in ended.out
+    assert weft("plan", file, "--gpus", "2", "--mermaid").out.startswith("%% Planned for a made-up machine")
+    assert "Planned for a made-up machine" in weft("plan", file, "--gpus", "2", "--svg").out
+    assert "such as 2:141GiB" in weft("plan", file, "--gpus", "2xH200").err
+    assert weft("check", "--file-only", file, "--gpus", "1").code == 2
+
+
+def test_what_was_measured_is_found_beside_the_file(weft, write) -> None:
+    file = write(CHAIN)
+    beside = Path(file).with_suffix(".profile.json")
+    beside.write_text(json.dumps({"weftline_profile": 1, "steps": {"a": {"digest": "0" * 16, "on": {}}}}))
+    assert "a is not what was measured" in weft("plan", file).out
+    assert weft("check", file).code == 0
+    beside.write_text('{"weftline_profile": 2}')
+    refused = weft("check", file)
+    assert refused.code == 2 and str(beside) in refused.err and "weftline profile" in refused.err
+    with pytest.raises(errors.PipelineError):
+        weftline.load(file)
+
+
 def test_plan_as_mermaid_goes_to_a_file(weft, write, tmp_path: Path) -> None:
     ended = weft("plan", write(CHAIN), "--mermaid", "--output", str(tmp_path / "plan.mmd"))
     assert (ended.code, ended.out) == (0, "")
@@ -175,7 +202,7 @@ def test_help_documents_the_exit_code_of_every_error(weft) -> None:
 
 
 def test_an_unexpected_error_is_one_line_and_70(weft, write, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("two\nlines")
 
     monkeypatch.setattr("weftline.cli_pipeline.make_plan", broken)

@@ -21,6 +21,7 @@ from weftline.pipelines.load import load_file
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.policy import Slo
+from weftline.pipelines.profile_file import profile_beside
 
 BLOCKS, ROW_BY_ROW = "blocks", "rows"
 """The two ways: each block one request, or each row."""
@@ -68,7 +69,7 @@ def open_here(
     from weftline.errors import PipelineError, Problem
 
     pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
-    plan = make_plan(pipeline, this_machine())
+    plan = make_plan(pipeline, this_machine(), profile=profile_beside(pipeline))
     wanted = tuple(outputs) if outputs is not None else tuple(one.name for one in plan.outputs)
     check_outputs(plan, wanted)
     why = blockable(plan, wanted) if mode != ROW_BY_ROW else "row by row was asked for"

@@ -1,0 +1,134 @@
+"""Where tensors travel between steps when a GPU is involved: for each reader, from which memory to which.
+
+A tensor stays where it is when its giver's port and its reader's are near on one GPU. Otherwise it comes to host
+memory, and is brought to the reader's GPU from there. What a control hands on travels from who gave it to who reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from weftline.nodes.ports import PortType, list_of
+from weftline.pipelines.place import size_text
+from weftline.pipelines.plan import Plan, PlannedStep
+from weftline.pipelines.transfers import Readers, can_lie_near, one_device
+from weftline.pipelines.wire import Wire
+from weftline.shm.device.names import is_gpu
+from weftline.shm.spec import ITEM_BYTES
+
+HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A tensor on its way to one reader.
+
+    giver:  the output or pipeline input that it comes from.
+    reader: 'step.port', or 'outputs and conditions'.
+    path:   the memories that it passes through: one GPU where it stays, ('host', 'cuda:0') where it is brought there.
+            A reader whose instances are on several GPUs is written 'its GPU'.
+    type:   what travels: an array, or a list of them.
+    """
+
+    giver: Wire
+    reader: str
+    path: tuple[str, ...]
+    type: PortType
+
+    @property
+    def stays(self) -> bool:
+        """Whether it never touches host memory."""
+        return self.path != (HOST,) and len(self.path) == 1
+
+
+def hops(plan: Plan) -> tuple[Hop, ...]:
+    """Return how every array comes to its readers, where either end is on a GPU, in running order."""
+    readers = Readers(plan.steps, [one.wire for one in plan.outputs])
+    hidden = {one.name for one in plan.inputs if one.hidden}
+    found: dict[tuple[Wire, str], Hop] = {}
+    for giver, type, step in _given(plan):
+        if step is None and giver.port in hidden:
+            continue
+        for reader in readers.of(giver):
+            name = "outputs and conditions" if reader is None else f"{reader[0].name}.{reader[1]}"
+            path = _path(giver, step, reader)
+            if path is not None:
+                found.setdefault((giver, name), Hop(giver, name, path, type))
+    return tuple(found.values())
+
+
+def hop_rows(plan: Plan) -> list[list[list[str]]]:
+    """Return a row for each array on its way to a reader where a GPU is involved: who, where, and how much."""
+    rows = []
+    for hop in hops(plan):
+        where = f"stays on {hop.path[0]}" if hop.stays else " -> ".join(hop.path)
+        size = size_of(hop.type)
+        each = " each" if hop.type.item is not None else ""
+        rows.append(
+            [
+                [str(hop.giver)],
+                [f"-> {hop.reader}"],
+                [where],
+                [f"{size_text(size)}{each}" if size else "size by request"],
+            ]
+        )
+    return rows
+
+
+def near_wires(plan: Plan) -> Collection[tuple[str, str]]:
+    """Return the inputs, as step and port, whose wires carry tensors that stay on a GPU."""
+    near: dict[Wire, str] = {}
+    found: set[tuple[str, str]] = set()
+    for step in plan.steps:
+        carried = {read.port: near[read.wire] for read in step.inputs if read.wire in near}
+        here = carried if step.control else {
+            port: device for port, device in carried.items() if port in step.near_inputs and one_device(step) == device
+        }  # fmt: skip
+        found |= {(step.name, port) for port in here}
+        device = next(iter(here.values()), "") if step.control else one_device(step)
+        ports = [port.name for port in step.outputs] if step.control else [*step.near_outputs]
+        near |= {Wire(step.name, port): device for port in ports if device}
+    return found
+
+
+def size_of(type: PortType) -> int | None:
+    """Return the bytes of one array of a type; None when they depend on the request."""
+    if type.item is not None:
+        return size_of(type.item)
+    if type.kind != "tensor" or type.dtype is None or type.dims is None:
+        return None
+    sizes = [dim for dim in type.dims if isinstance(dim, int)]
+    return math.prod(sizes) * ITEM_BYTES[type.dtype] if len(sizes) == len(type.dims) else None
+
+
+def _given(plan: Plan) -> Iterator[tuple[Wire, PortType, PlannedStep | None]]:
+    """Yield every array that somebody gives: its wire, what travels there, and the step; None for an input."""
+    for name, type in plan.input_types.items():
+        if can_lie_near(type):
+            yield Wire(None, name), type, None
+    for step in plan.steps:
+        for port in step.outputs if not step.control else ():
+            if can_lie_near(port.type):
+                yield Wire(step.name, port.name), list_of(port.type) if step.map else port.type, step
+
+
+def _path(giver: Wire, step: PlannedStep | None, reader: tuple[PlannedStep, str] | None) -> tuple[str, ...] | None:
+    """Return the memories on the way; None where no GPU is involved."""
+    made = _place(step) if step is not None else HOST
+    to = _place(reader[0]) if reader is not None else HOST
+    if made == to == HOST:
+        return None
+    taken = reader is not None and reader[1] in reader[0].near_inputs
+    kept = step is not None and giver.port in step.near_outputs
+    if taken and kept and made == to:
+        return (made,)
+    start = (made,) if made != HOST else ()
+    return (*start, HOST, to) if taken else (*start, HOST)
+
+
+def _place(step: PlannedStep) -> str:
+    """Return where a step's instances are: a GPU, 'its GPU' of several, or the host."""
+    gpus = [device for device in dict.fromkeys(step.devices) if is_gpu(device)]
+    return (gpus[0] if len(gpus) == 1 else "its GPU") if gpus else HOST

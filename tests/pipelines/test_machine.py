@@ -1,0 +1,30 @@
+"""Machines that somebody makes up to see a plan for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from weftline.errors import InputError
+from weftline.pipelines.machine import MADE_UP_BYTES, Device, made_up_gpus
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "size", "model"),
+    [
+        ("0", 0, 0, ""), ("1", 1, MADE_UP_BYTES, ""), ("2:141GiB", 2, 141 * GIB, ""), ("8:80GB", 8, 80 * GIB, ""),
+        ("1:1.5T", 1, 1536 * GIB, ""), ("1:4096MiB", 1, 4 * GIB, ""), ("2:141GiB:H200", 2, 141 * GIB, "H200"),
+        ("1:24G:RTX PRO 4000", 1, 24 * GIB, "RTX PRO 4000"), ("1:25769803776", 1, 24 * GIB, ""),
+    ],
+)  # fmt: skip
+def test_gpus_are_written_as_their_number_and_memory(text: str, count: int, size: int, model: str) -> None:
+    assert made_up_gpus(text) == tuple(Device(f"cuda:{index}", size, model) for index in range(count))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "two", "2x141", "65", "-1", "2:", "2:141PiB", "1:80", "1:0", "2:80GiB:", "2:80GiB:a;b"]
+)
+def test_what_is_no_gpu_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InputError, match="2:141GiB"):
+        made_up_gpus(text)
