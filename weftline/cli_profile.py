@@ -1,0 +1,170 @@
+"""What `weftline profile` does: measure one step after the other, print what it took, and write the pipeline's profile.
+
+The file is written after every step, so that what was measured before an error or Ctrl-C is kept. Steps that are not
+measured now, and figures of other kinds of devices, stay as they are known, as long as the step is the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from weftline.cli_bench import machine_text
+from weftline.cli_pipeline import counted
+from weftline.cli_progress import loading_shown
+from weftline.engine.machine import this_machine
+from weftline.engine.step_alone import StepAlone, opened, sizes
+from weftline.errors import InputError, PipelineError, WeftlineError
+from weftline.pipelines.load import load_file
+from weftline.pipelines.machine import Machine
+from weftline.pipelines.place import size_text
+from weftline.pipelines.plan import Plan, PlannedStep
+from weftline.pipelines.planning import make_plan
+from weftline.pipelines.problems import did_you_mean
+from weftline.pipelines.profile_file import (
+    Measured,
+    Profile,
+    StepProfile,
+    device_kind,
+    profile_path,
+    read_profile,
+    step_digest,
+    to_json,
+)
+from weftline.shm.device.names import is_fake, is_gpu
+
+CALLS_MIN = 3
+"""A median of fewer calls would be one call's chance."""
+
+COLUMNS = "{:<20} {:<14} {:>6} {:>11} {:>20} {:>11} {:>11} {:>11}"
+
+
+@dataclass(frozen=True, slots=True)
+class Profiling:
+    """One use of `weftline profile`, as typed. steps: () for all; out: None for beside the pipeline."""
+
+    file: str
+    steps: tuple[str, ...] = ()
+    out: Path | None = None
+    seconds: float = 5.0
+    seed: int = 0
+
+
+def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
+    """Print a table on `out` while it grows; progress, and where the profile is written, go to `err`.
+
+    PipelineError and InputError before anything is opened; ModelError when a step does not open.
+    """
+    graph, machine = load_file(asked.file), this_machine()
+    plan = make_plan(graph, machine)
+    steps = _chosen(plan, asked.steps)
+    path = asked.out or profile_path(graph)
+    if not path.resolve().parent.is_dir():
+        raise WeftlineError(f"cannot write {path}: its folder does not exist")
+    profile = _kept(path, plan, err)
+    print(f"machine     {machine_text()}\npipeline    {plan.name}: {counted(len(steps), 'step')}, each by itself", file=out)
+    heads = ("step", "on", "items", "call p50", "p10 to p90", "items/s", "device", "host")
+    print("\n" + COLUMNS.format(*heads).rstrip(), file=out, flush=True)
+    for step in steps:
+        kind = device_kind(step.device, _model(machine, step.device))
+        try:
+            with loading_shown(err) as progress, opened(graph, step, machine, asked.seed, progress) as alone:
+                _measure(alone, asked.seconds, err)
+                found, times, failure = alone.measured(), alone.times_ms, alone.failure
+                context = alone.context_bytes() if is_gpu(step.device) and not is_fake(step.device) else 0
+        except PipelineError as error:
+            print(f"{step.name:<20} cannot be measured by itself: {error.problems[0].found}", file=out, flush=True)
+            continue
+        _print_rows(step.name, kind, found, times, failure, out)
+        profile = _with(profile, step, kind, found, context)
+        _write(path, profile)
+    print(f"wrote {path}", file=err)
+
+
+def _chosen(plan: Plan, names: Sequence[str]) -> list[PlannedStep]:
+    """Return the steps that run in a worker, all or those named; InputError for a name that is none."""
+    known = {step.name: step for step in plan.steps if step.workers}
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"steps here: {', '.join(known)}"
+            raise InputError(f"--steps {name:.80}: no step of {plan.name} that runs in a worker\n    fix: {hint}")
+    return [step for step in known.values() if not names or step.name in names]
+
+
+def _kept(path: Path, plan: Plan, err: TextIO) -> Profile:
+    """Return what is known already and still holds; a file that cannot be read is replaced, and that is said."""
+    if not path.is_file():
+        return Profile()
+    try:
+        known = read_profile(path)
+    except PipelineError:
+        print(f"{path} cannot be read, and is replaced", file=err)
+        return Profile()
+    digests = {step.name: step_digest(step) for step in plan.steps}
+    same = {name: one for name, one in known.steps.items() if digests.get(name) == one.digest}
+    return Profile(same, known.context_bytes)
+
+
+def _measure(alone: StepAlone, seconds: float, err: TextIO) -> None:
+    """Call the step with every number of items, each for its share of the time; a first call of each does not count."""
+    counts = sizes(alone.items_max)
+    print(f"measuring {alone.step.name}: {', '.join(map(str, counts))} items", file=err, flush=True)
+    for items in counts:
+        alone.call(items, keep=False)
+        until = time.monotonic() + seconds / len(counts)
+        calls = 0
+        while not alone.failure and (calls < CALLS_MIN or time.monotonic() < until):
+            alone.call(items)
+            calls += 1
+        if alone.failure:
+            return
+
+
+def _print_rows(
+    name: str, kind: str, found: Measured, times: Mapping[int, Sequence[float]], failure: str, out: TextIO
+) -> None:
+    device = size_text(max([found.open_bytes, *found.peak_bytes.values()])) if found.open_bytes else "-"
+    memory = (device, size_text(found.host_bytes))
+    for items, taken in sorted(times.items()):
+        median = statistics.median(taken)
+        spread = f"{_quantile(taken, 0.1):.2f} to {_quantile(taken, 0.9):.2f}"
+        row = (name, kind, items, f"{median:.2f} ms", spread, f"{items * 1000 / median:.1f}" if median else "-")
+        print(COLUMNS.format(*row, *memory).rstrip(), file=out, flush=True)
+        name = kind = ""
+        memory = ("", "")
+    if failure:
+        print(f"{name:<20} no time: it refuses made-up inputs ({failure:.200})", file=out, flush=True)
+
+
+def _with(profile: Profile, step: PlannedStep, kind: str, found: Measured, context_bytes: int) -> Profile:
+    """Return a profile that also knows this; of contexts the least, since whatever else uses the device adds to it."""
+    digest = step_digest(step)
+    before = profile.steps.get(step.name, StepProfile(digest))
+    steps = {**profile.steps, step.name: StepProfile(digest, {**before.on, kind: found})}
+    contexts = dict(profile.context_bytes)
+    if context_bytes:
+        contexts[kind] = min(context_bytes, contexts.get(kind, context_bytes))
+    return replace(profile, steps=steps, context_bytes=contexts)
+
+
+def _write(path: Path, profile: Profile) -> None:
+    """Replace the file as a whole: whoever plans meanwhile reads the old one or the new one."""
+    made = path.with_name(f".{path.name}.new")
+    try:
+        made.write_text(to_json(profile), encoding="utf-8")
+        made.replace(path)
+    except OSError as error:
+        raise WeftlineError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _model(machine: Machine, device: str) -> str:
+    return next((one.model for one in machine.devices if one.name == device), "")
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
