@@ -104,7 +104,7 @@ class Idleness:
         for one in self._tasks.lanes[step].together:
             if one in self._policies:
                 self._last_ms[one] = self._book.now_ms
-                if one not in self._set:
+                if self._begun and one not in self._set:
                     self._look_again(one, self._book.now_ms)
 
     def expected(self, route: Route) -> None:

@@ -100,11 +100,11 @@ class Scheduler:
         self._book.expire()
         for event in events:
             self._handlers[type(event)](event)
-        if self.idleness.resting:
-            self.idleness.wake_wanted()
         while self._tasks.due or self._tasks.cohorts.moved:
             self._tasks.cohorts.release()
             self._dispatcher.pump()
+        if self.idleness.resting:
+            self.idleness.wake_wanted()  # after all that may have put a task into a queue
         if self._rooms.asked:
             self._rooms.grant(self._stuck)
         for arena in self.ledger.forget_empty():
@@ -174,6 +174,8 @@ class Scheduler:
             if not self._tasks.cohorts.make_room():
                 return True
             self._dispatcher.pump()
+            if self.idleness.resting:
+                self.idleness.wake_wanted()
         return False
 
     def _emit(self, command: Command) -> None:

@@ -186,6 +186,27 @@ def test_steps_that_a_request_is_sure_to_need_wake_beside_each_other() -> None:
     assert orders(desk, msg.Wake) == [(0, msg.Wake(0)), (1, msg.Wake(1))]
 
 
+def test_rows_of_a_job_that_come_together_wake_a_step_too() -> None:
+    desk = asleep(one_step(batch={"items_max": 4}))
+    desk.submit_together([1, 2])
+    assert orders(desk, msg.Wake) == [(0, msg.Wake(0))]
+    desk.hear(0, msg.Awake(0, 1.0))
+    assert desk.answer("a") == [1, 2]
+
+
+def test_rows_that_wait_for_each_other_before_a_sleeping_step_wake_it_when_they_go_on() -> None:
+    p = Builder("maybe")
+    x = p.input("x", "json")
+    first = p.step("a", "echo", type="json", value=x, batch={"items_max": 1}, worker="a")
+    rare = p.step("b", "echo", type="json", value=first.value, when=f"{x} > 0", idle=IDLE_S, worker="b")
+    p.output("y", rare.value)
+    desk = asleep(p)
+    desk.submit_together([1, 2])
+    desk.answer("a")
+    desk.answer("a")
+    assert orders(desk, msg.Wake) == [(1, msg.Wake(1))]
+
+
 def test_a_step_behind_a_condition_sleeps_until_it_is_reached() -> None:
     p = Builder("maybe")
     x = p.input("x", "json")
