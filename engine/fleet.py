@@ -18,12 +18,14 @@ from pathlib import Path
 import msgspec
 
 from weftline.engine import messages as msg
+from weftline.engine import mps
 from weftline.engine.channel import ChannelClosed
 from weftline.engine.descriptors import NONE_LEFT, Reserve, shortage
 from weftline.engine.device_arenas import DeviceArenas
 from weftline.engine.processes import WorkerProcess
 from weftline.pipelines.plan import Plan, PlannedStep
 from weftline.shm.arena import HostArena
+from weftline.shm.device.names import kind_of
 
 CLOSE_GRACE_S = 2.0
 """How long workers get to close their nodes before they are killed."""
@@ -57,6 +59,7 @@ class Fleet:
         self._starting: set[int] = set()  # workers that did not say Hello yet
         self._watched: dict[int, Callable[[int], None]] = {}  # what to do when a descriptor is ready
         self._wake_fd = -1
+        self._on_gpus: dict[str, str] = {}  # what workers on a GPU find in their environment
         self._reserve: Reserve | None = None
 
     # for the owner
@@ -68,6 +71,8 @@ class Fleet:
         self._watch(self._wake_fd, lambda mask: self._take_wake())
         self._naps = select.poll()
         self._naps.register(self._wake_fd, select.POLLIN)
+        if any(kind_of(worker.device) == "cuda" for worker in self._plan.workers):
+            self._on_gpus = mps.prepare(self._plan.mps)
         self._reserve = Reserve()
         if not self._reserve.whole:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -79,7 +84,7 @@ class Fleet:
         self._untold.add(worker)
         self._lend()
         try:
-            process = WorkerProcess(planned.name, planned.threads)
+            process = WorkerProcess(planned.name, planned.threads, self._on_gpus if planned.device else None)
         except OSError as error:
             self._stands(worker)
             self._died(worker, arena, planned.name, f"it could not be started: {self.reason(error)}", "")

@@ -10,6 +10,8 @@ Protocol: NVIDIA, "Multi-Process Service", sections on CUDA_MPS_PIPE_DIRECTORY a
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +30,17 @@ MISSING = (
     "gpu.mps: asked for, and NVIDIA's multi-process service does not run here; processes that share a GPU take turns. "
     "Start it with `nvidia-cuda-mps-control -d` before the pipeline opens"
 )
+
+_log = logging.getLogger("weftline.runtime")
+
+
+def prepare(wanted: bool) -> dict[str, str]:
+    """Return what workers on this machine's GPUs find in their environment, and say aloud what it means for them."""
+    pipes = directory(os.environ)
+    running = runs(pipes)
+    if words := told(wanted, running):
+        _log.warning(words)
+    return for_workers(wanted, pipes, running)
 
 
 def directory(environment: Mapping[str, str]) -> Path:

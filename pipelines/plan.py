@@ -164,7 +164,7 @@ class Plan:
     inputs: hidden ones are constants.
     cores:  how many cores the machine it was placed on has.
     chains: indexes of steps that hand over inside one worker, each chain in running order; a step is in at most one.
-    ordering: 'host' or 'event'; see GpuPolicy.
+    ordering, mps: as in GpuPolicy.
     budgets: of each GPU that a step is on, who takes what of its memory.
     notes:   lines for people: why processes are as they are, and measurements that do not hold any more.
     """
@@ -184,6 +184,7 @@ class Plan:
     about: str = ""
     chains: tuple[tuple[int, ...], ...] = ()
     ordering: str = "host"
+    mps: bool = False
     budgets: tuple[DeviceBudget, ...] = ()
     notes: tuple[str, ...] = ()
 

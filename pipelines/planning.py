@@ -105,6 +105,7 @@ def _plan(checked: Checked, machine: Machine) -> Plan:
         base_dir=pipeline.base_dir,
         file=pipeline.file,
         ordering=pipeline.gpu.ordering,
+        mps=pipeline.gpu.mps,
     )
 
 

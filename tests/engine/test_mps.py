@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from weftline.engine import mps
 
 
@@ -41,3 +43,11 @@ def test_its_fault_domain_is_said_aloud_and_so_is_its_absence() -> None:
 def test_its_directory_is_the_environments_or_the_usual_one() -> None:
     assert mps.directory({mps.PIPE_DIRECTORY: "/run/mps"}) == Path("/run/mps")
     assert mps.directory({}) == Path(mps.DEFAULT_DIRECTORY)
+
+
+def test_workers_on_a_gpu_are_kept_away_from_a_service_nobody_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(mps.PIPE_DIRECTORY, str(daemon(tmp_path, os.getpid())))
+    assert mps.prepare(False) == {mps.PIPE_DIRECTORY: mps.NOWHERE} and not caplog.messages
+    assert mps.prepare(True) == {mps.PIPE_DIRECTORY: str(tmp_path)} and caplog.messages == [mps.USED]
