@@ -16,6 +16,8 @@ What travels for each kind, as a node sees it:
     detections   nodes.detections.Detections
     list[T]      list of values of type T, such as list[image]; what a `map:` step takes and gives
     any          whatever the wired output gives; an input that takes every type, as a template's do
+
+Tensors, pictures and recordings of ports that a node takes on its GPU (`Node.device_ports`) are DeviceTensors there.
 """
 
 from __future__ import annotations

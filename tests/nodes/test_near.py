@@ -1,12 +1,17 @@
 """Values of a batch as torch tensors: in place on the device, and the same from arrays."""
 
+import textwrap
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from tests.nodes.near_values import Bench, bits, down
-from weftline.nodes.contract import Batch
+from weftline.nodes import contract
+from weftline.nodes.contract import Batch, OpenContext, StepContext
 from weftline.nodes.near import as_array, as_torch, placed, stacked_group, stacked_torch
+from weftline.nodes.ports import Ports, port
 from weftline.shm.spec import ITEM_BYTES
 
 
@@ -53,3 +58,16 @@ def test_results_go_into_the_room_there_is_of_either_kind(bench: Bench) -> None:
     assert room.tolist() == as_array(made).tolist()
     assert placed(Batch({"x": [0]}), "y", made, there=True) is made
     assert placed(Batch({"x": [0]}), "y", made, there=False).tolist() == room.tolist()
+
+
+def test_the_contracts_example_of_a_node_on_its_device_runs_on_every_device(bench: Bench) -> None:
+    told = contract.__doc__ or ""
+    lines = told[told.index("    from weftline.nodes.near") : told.index("\nWhat it puts on torch's")]
+    names = {"BatchNode": contract.BatchNode, "Ports": Ports, "port": port}
+    exec(textwrap.dedent(lines), names)  # noqa: S102
+    node = names["Mirror"](contract.NoConfig())
+    assert node.device_ports(node.config, node.ports(node.config, StepContext(Path()))) == {"image"}
+    photo = bits("uint8", (2, 3, 3))
+    for device, image in (("cpu", photo), ("fake:0", bench.put(photo))):
+        node.open(OpenContext(Path(), device))
+        assert down(node.run(Batch({"image": [image]}))["image"][0]).tolist() == photo[:, ::-1].tolist()
