@@ -193,3 +193,46 @@ def test_jobs_bring_blocks_of_rows_through_host_memory(planned) -> None:
     rows = blocked(plan).plan
     assert all((step.near_inputs, step.near_outputs) == ((), {}) for step in rows.steps)
     assert all(worker.device_arena_bytes == 0 for worker in rows.workers)
+
+
+CROPS = """
+inputs: {photo: image}
+steps:
+  see: {node: yolo, model: shapes-detector, inputs: {image: photo}}
+  cut: {node: crop, size: [32, 32], inputs: {image: photo, detections: see.detections}}
+  small: {node: function, function: "small.py:small", tensors: torch, inputs: {crop: cut.crops}, map: crop%s}
+  shape: {node: onnx, model: tiny/shape-classifier.onnx, inputs: {image: small.output}, map: image%s}
+  named: {node: function, function: "small.py:named", inputs: {scores: shape.scores}, map: scores}
+outputs: {labels: named.output, boxes: see.detections}
+"""
+SMALL = """\
+from typing import Annotated
+import numpy as np
+
+def small(crop: Annotated[object, "uint8[32, 32, 3]"]) -> Annotated[object, "float32[3, 32, 32]"]:
+    return crop.permute(2, 0, 1).float() / 255
+
+def named(scores: Annotated[np.ndarray, "float32[4]"]) -> str:
+    return str(scores.argmax())
+"""
+
+
+@pytest.mark.parametrize(("more", "machine", "crossed"), [("", ONE, ()), (", device: fake:1", TWO, ("small.output",))])
+def test_objects_found_cut_and_named_by_the_nodes_of_the_catalog(
+    tmp_path: Path, more: str, machine: Machine, crossed: tuple[str, ...]
+) -> None:
+    from weftline.pipelines.hops import hops
+
+    models = Path(__file__).parents[2] / "examples/models"
+    for name in ("tiny", "shapes-detector"):
+        (tmp_path / name).symlink_to(models / name)
+    (tmp_path / "small.py").write_text(SMALL)
+    text = "weftline: 1\nname: crops\n" + CROPS % (", device: fake:0" if more else "", more)
+    plan = make_plan(load_yaml(text, "crops.yaml", tmp_path), machine)
+    stay = {str(hop.giver): hop.stays for hop in hops(plan)}
+    assert stay == {
+        "photo": False, "cut.crops": True, "small.output": "small.output" not in crossed, "shape.scores": False
+    }, "the way in, the way out, and what goes from one GPU to another"  # fmt: skip
+    assert {step.name: step.device for step in plan.steps if step.device != "fake:0"} == (
+        {"named": "cpu"} | ({"shape": "fake:1"} if crossed else {})
+    )
