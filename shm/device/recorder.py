@@ -21,11 +21,8 @@ from weftline.shm.device.driver import DriverError, GpuDriver
 PLAIN = ("number", "flag")
 """Roles that are told as they are; all others are told by when they first appeared."""
 
-ENDS = {
-    *("unmap", "release", "free", "close_shared", "destroy_stream", "destroy_event", "unlock_pages"),
-    "import_memory",  # who brings memory in closes the descriptor
-}
-"""Calls after which what they were given has no name any more: its number may come again for something else."""
+NAMELESS = ("descriptor", "host address", "figures")
+"""Roles that are told without a number: these come from the system, which gives them anew as it likes."""
 
 ROLES: dict[str, tuple[tuple[str, ...], str]] = {
     "granularity": ((), "number"),
@@ -105,31 +102,28 @@ class Recorder:
         except DriverError as refused:
             self.calls.append(Call(name, told, f"refused: {type(refused).__name__}"))
             raise
-        if name in ENDS:
-            self._names.pop((roles[0], given[0]), None)
+        if name in ("unmap", "free", "close_shared"):
             self._ranges.pop(given[0], None)
-        if gives not in ("", *PLAIN, "figures"):
-            self._names.pop((gives, gave), None)  # a number that comes again is something new
+        self._names.pop((gives, gave), None)  # a number that comes again is something new
         if gives == "address":
             sizes = [value for role, value in zip(roles, given) if role == "number"]
             self._ranges[gave] = sizes[0] if sizes else 1
-        # Free memory is as it is: what was said of it cannot be compared.
-        self.calls.append(Call(name, told, gives if gives == "figures" else self._told(gives, gave) if gives else ""))
+        self.calls.append(Call(name, told, self._told(gives, gave) if gives else ""))
         return gave
 
     def _told(self, role: str, value: Any) -> str:
         if role in PLAIN:
             return str(value)
-        if role == "address":
-            return self._told_address(value)
-        return self._named(role, value)
+        if role in NAMELESS:
+            return role
+        return self._told_address(value) if role == "address" else self._named(role, value)
 
     def _told_address(self, address: int) -> str:
         for start, size in self._ranges.items():
             if start <= address < start + size:
                 inside = address - start
                 return self._named("address", start) + (f" + {inside}" if inside else "")
-        return self._named("host address", address)
+        return "host address"
 
     def _named(self, role: str, value: Any) -> str:
         if (role, value) not in self._names:

@@ -137,10 +137,12 @@ def test_memory_is_made_to_be_exported_and_mapped_for_what_it_is_needed_for() ->
     assert kind.requestedHandleTypes == driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     assert kind.allocFlags.gpuDirectRDMACapable == 1
     ((number,),) = stand_in.of("cuDeviceGet")
-    assert number == 1
+    ((device,),) = stand_in.of("cuDevicePrimaryCtxRetain")
+    assert (number, kind.location.id) == (1, int(device))
     ((at, size, (access,), count),) = stand_in.of("cuMemSetAccess")
     assert (int(at), size, count) == (address, 4 * MIB, 1)
     assert access.flags == driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+    assert (access.location.type, access.location.id) == (kind.location.type, int(device))
     gpu.map(gpu.create(4 * MIB), 4 * MIB, writable=True)
     written = stand_in.of("cuMemSetAccess")[1][2][0]
     assert written.flags == driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE

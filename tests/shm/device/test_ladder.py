@@ -1,12 +1,20 @@
 """The ladder: the first rung that bears, and every refusal kept in words."""
 
+import gc
+from pathlib import Path
+
 import pytest
 
+from weftline.shm.device.arena import DeviceArena
 from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError
 from weftline.shm.device.fake import FakeGpu
 from weftline.shm.device.ladder import RUNGS, probe
 
 MIB = 1 << 20
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 class Shaky(FakeGpu):
@@ -62,12 +70,17 @@ def test_a_device_stands_on_the_best_rung_that_bears_it(device: str, rung: int) 
 @pytest.mark.parametrize("call", ["create", "export", "import_memory"])
 def test_a_refusal_anywhere_on_the_first_rung_leads_to_the_second_and_is_kept(call: str) -> None:
     driver = shaky(DriverError(call, "CUDA_ERROR_NOT_SUPPORTED", "in a container"))
+    DeviceArena.create(FakeGpu("fake:0"), MIB).close()  # a fake opens what it keeps for itself at its first memory
+    gc.collect()
+    before = open_descriptors()
     standing = probe(driver, MIB)
     assert standing.rung == "handle"
     assert standing.why == f"descriptor: {call}: CUDA_ERROR_NOT_SUPPORTED (in a container)"
     assert standing.arena is not None
     assert driver.total - driver.memory()[0] == standing.arena.size_bytes  # what was tried first is given back
     standing.arena.close()
+    gc.collect()
+    assert open_descriptors() == before
 
 
 def test_both_refusals_are_told_on_the_last_rung() -> None:

@@ -75,10 +75,10 @@ def test_a_call_is_told_by_the_roles_of_what_it_is_about() -> None:
         "granularity() = 2097152",
         "create(2097152) = memory 1",
         "map(memory 1, 2097152, True) = address 1",
-        "export(memory 1) = descriptor 1",
+        "export(memory 1) = descriptor",
         "release(memory 1)",
         "stream() = stream 1",
-        "copy(address 1 + 256, host address 1, 4, stream 1)",
+        "copy(address 1 + 256, host address, 4, stream 1)",
         "synchronize(stream 1)",
         "unmap(address 1, 2097152)",
     ]

@@ -11,6 +11,7 @@ from weftline.shm.block import Block
 from weftline.shm.device import dlpack
 from weftline.shm.device.arena import DeviceArena
 from weftline.shm.device.fake import FakeGpu
+from weftline.shm.device.recorder import Recorder
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import ITEM_BYTES, STAND_INS, TensorSpec
 from weftline.shm.view import numpy_dtype
@@ -167,6 +168,13 @@ def test_a_copy_to_the_host_can_go_to_room_that_fits(driver: FakeGpu, arena: Dev
     into.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         tensor.host(driver, stream, into)
+
+
+def test_a_copy_to_the_host_is_waited_for() -> None:
+    recorder = Recorder(FakeGpu("fake:0"))
+    with DeviceArena.create(recorder.driver, MIB) as arena:
+        room(arena, "int8", 4).host(recorder.driver, recorder.driver.stream())
+        assert [call.name for call in recorder.calls][-2:] == ["copy", "synchronize"]
 
 
 def test_a_real_device_says_where_it_is_and_numpy_is_refused() -> None:
