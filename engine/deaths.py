@@ -132,8 +132,7 @@ class Deaths:
         step = what.step(gone)
         if step < 0:
             return f"a tensor on the device ended with the worker that held it ({why})", ""
-        name = self._steps[step].name
-        return f"the worker of step {name} died ({why}) before its work on the device was finished", name
+        return f"its worker died ({why}) before its work on the device was finished", self._steps[step].name
 
     def _again_after_death(self, in_hand: Sequence[Task], why: str, spared: bool) -> None:
         live = []

@@ -35,7 +35,7 @@ def test_a_reader_of_what_was_not_finished_is_killed_and_the_request_fails_by_na
     assert desk.kills() == [WAITS]
     told = desk.failure(one)
     assert (told.error, told.step) == ("WorkerDied", "a")
-    assert told.message == "the worker of step a died (signal 9) before its work on the device was finished"
+    assert told.message == "its worker died (signal 9) before its work on the device was finished"
     desk.die(RIGHT)
     assert desk.is_clean()
 
