@@ -10,22 +10,30 @@ from dataclasses import dataclass
 class Health:
     """Whether requests can be answered now, and if not, why.
 
-    ready: the session is open, and every step has an instance that is ready and gave a sign of life within 3 s.
+    ready: the session is open, and every step has an instance that is ready and gave a sign of life within 3 s, or one
+           that sleeps: the next request wakes it.
     steps: the same for each step by name.
     why:   what is wrong, as a sentence; '' when nothing is.
+    asleep: steps that sleep, or are on their way from it or to it.
     """
 
     ready: bool
     steps: Mapping[str, bool]
     why: str = ""
+    asleep: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """What to tell of it in a word or a sentence: what is wrong, else who sleeps; '' when there is nothing."""
+        return self.why or (f"asleep: {', '.join(self.asleep)}" if self.asleep else "")
 
 
-def judge(steps: Mapping[str, bool], closed: str = "") -> Health:
+def judge(steps: Mapping[str, bool], closed: str = "", asleep: tuple[str, ...] = ()) -> Health:
     """Return the health of a pipeline with these steps; `closed` says why nothing can be answered at all."""
     if closed:
         return Health(False, dict.fromkeys(steps, False), closed)
     silent = [name for name, ready in steps.items() if not ready]
     if not silent:
-        return Health(True, steps)
+        return Health(True, steps, "", asleep)
     whose = f"step {silent[0]} has" if len(silent) == 1 else f"steps {', '.join(silent)} have"
-    return Health(False, steps, f"{whose} no worker that is ready and was heard of within 3 s")
+    return Health(False, steps, f"{whose} no worker that is ready and was heard of within 3 s", asleep)

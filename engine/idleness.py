@@ -309,6 +309,10 @@ class Idleness:
         states = {member.rest.state(step) if member.state == READY else _whole(member) for member in members}
         return next(state for state in (AWAKE, WAKING, FALLING, ASLEEP) if state in states)
 
+    def asleep(self) -> tuple[str, ...]:
+        """Return the names of the steps of which no instance is awake."""
+        return tuple(self._tasks.lanes[step].name for step in sorted(self._resting) if self.state(step) != AWAKE)
+
     def stats(self) -> Mapping[str, Any]:
         """Return for each step that may sleep: its state, how often it slept and woke, and the last time's figures."""
         return {

@@ -251,7 +251,7 @@ def _entry(name: str, state: str, session: Session | None, why: str) -> Entry:
     if session is None or state not in (READY, RELOADING):
         return Entry(name, state, False, why or f"it is {state}", 0)
     health = session.health()
-    return Entry(name, state, health.ready, health.why or why, session.version)
+    return Entry(name, state, health.ready, health.told or why, session.version)
 
 
 def _at_once(calls: list[Callable[[], None]]) -> None:

@@ -184,7 +184,9 @@ class Runtime:
             self._check_open()
         except SessionClosed as error:
             return judge(dict.fromkeys((step.name for step in self.plan.steps), False), str(error))
-        return judge(self._steps_ready())
+        with self._lock:
+            asleep = self.scheduler.idleness.asleep()
+        return judge(self._steps_ready(), "", asleep)
 
     def _steps_ready(self) -> dict[str, bool]:
         with self._lock:

@@ -95,6 +95,17 @@ STEP_OUT_OF_MEMORY = _counter("weftline_step_out_of_memory_total", "model step",
     "dispatches with a batch for which there was no memory; since it was loaded")  # fmt: skip
 STEP_WORKERS = _gauge("weftline_step_workers", "model step", "workers", "instances of a step that there should be")
 STEP_WORKERS_READY = _gauge("weftline_step_workers_ready", "model step", "workers", "those of them that can answer")
+STEP_WORKERS_ASLEEP = _gauge("weftline_step_workers_asleep", "model step", "workers", "those that sleep until needed")
+STEP_SLEPT = _counter("weftline_step_sleeps_total", "model step", "times", "sleeps it fell into; since it was loaded")
+STEP_WOKEN = _counter("weftline_step_wakes_total", "model step", "times", "how often it was woken; since it was loaded")
+STEP_WAKE = _gauge("weftline_step_wake_seconds", "model step", "seconds",
+    "what the last waking took, from the request for it until an instance could answer")  # fmt: skip
+DEVICE_LEFT = _gauge("weftline_device_left_bytes", "model device", "bytes",
+    "what was left of a GPU, but for the reserve, when everything on it was open")  # fmt: skip
+DEVICE_WORKER = _gauge("weftline_device_worker_bytes", "model device worker", "bytes",
+    "what a worker took of its GPU when it was open, but for its context")  # fmt: skip
+DEVICE_STEP = _gauge("weftline_device_step_bytes", "model device step moment", "bytes",
+    "what an instance of a step takes of its GPU; `moment` is `open` or `peak`")  # fmt: skip
 
 DISPATCHES = _counter("weftline_dispatches_total", "model", "dispatches", "batches sent; since it was loaded")
 DISPATCHED = _counter("weftline_dispatched_items_total", "model", "items", "items in them; since it was loaded")
@@ -169,12 +180,12 @@ LLM_REQUEST_GENERATED = _histogram("vllm:request_generation_tokens", "model_name
 REQUEST_SERIES = (REQUESTS, DURATION, FIRST_PIECE, PIECES, RECEIVED, CALLERS, IN_FLIGHT)
 STEP_SERIES = (
     STEP_ITEMS, STEP_QUEUE, STEP_RUN, STEP_NODE, STEP_BATCH, STEP_CALLS, STEP_WAITING, STEP_WORKERS, STEP_WORKERS_READY,
-    STEP_ITEMS_MAX, STEP_OUT_OF_MEMORY, NODE_FIGURE,
+    STEP_WORKERS_ASLEEP, STEP_SLEPT, STEP_WOKEN, STEP_WAKE, STEP_ITEMS_MAX, STEP_OUT_OF_MEMORY, NODE_FIGURE,
 )  # fmt: skip
 ENGINE_SERIES = (
     BUILD, MODEL_READY, MODEL_VERSION, DISPATCHES, DISPATCHED, RETRIED, LATE, DEATHS, RESTARTS, QUARANTINED, COPIED,
     UNFINISHED, ARENA_SIZE, ARENA_LEASED, ARENA_QUARANTINED, ARENA_BLOCKS, ARENA_STALE, KV_TOTAL, KV_UNASSIGNED,
-    KV_HELD, KV_USED,
+    KV_HELD, KV_USED, DEVICE_LEFT, DEVICE_WORKER, DEVICE_STEP,
 )  # fmt: skip
 PROCESS_SERIES = (WORKER_RESIDENT, WORKER_CPU, WORKER_FDS, INGRESS_RESIDENT, INGRESS_CPU, INGRESS_FDS)
 LLM_SERIES = (

@@ -73,6 +73,12 @@ def samples(model: str, session: Measured, usage_of: Callable[[int], Usage | Non
     for step, workers in stats["workers"].items():
         yield series.STEP_WORKERS, (model, step), workers["all"]
         yield series.STEP_WORKERS_READY, (model, step), workers["ready"]
+        yield series.STEP_WORKERS_ASLEEP, (model, step), workers["asleep"]
+    for step, idle in stats["idle"].items():
+        yield series.STEP_SLEPT, (model, step), idle["slept"]
+        yield series.STEP_WOKEN, (model, step), idle["woken"]
+        yield series.STEP_WAKE, (model, step), idle["wake_ms"] / 1000
+    yield from _devices(model, stats["device_memory"])
     yield series.UNFINISHED, (model,), stats["unfinished"]
     for step, batches in stats["batches"].items():
         yield series.STEP_ITEMS_MAX, (model, step), batches["items_max"]
@@ -99,6 +105,16 @@ def _kv(model: str, devices: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample
             yield series.KV_HELD, (model, device, instance), held
         for instance, used in kv["used_bytes"].items():
             yield series.KV_USED, (model, device, instance), used
+
+
+def _devices(model: str, devices: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
+    for device, memory in devices.items():
+        yield series.DEVICE_LEFT, (model, device), memory["left_bytes"]
+        for worker, bytes in memory["workers"].items():
+            yield series.DEVICE_WORKER, (model, device, worker), bytes
+        for step, use in memory["steps"].items():
+            yield series.DEVICE_STEP, (model, device, step, "open"), use["open_bytes"]
+            yield series.DEVICE_STEP, (model, device, step, "peak"), use["peak_bytes"]
 
 
 def _figures(model: str, step: str, worker: str, figures: Mapping[str, float]) -> Iterator[Sample]:

@@ -13,6 +13,13 @@ def test_steps_that_are_not_ready_are_named() -> None:
     assert judge({"a": False, "b": False}).why.startswith("steps a, b have no worker")
 
 
+def test_a_step_that_sleeps_is_ready_and_it_is_told_that_it_sleeps() -> None:
+    health = judge({"a": True, "b": True}, asleep=("b",))
+    assert (health.ready, health.why, health.told) == (True, "", "asleep: b")
+    worse = judge({"a": False, "b": True}, asleep=("b",))
+    assert worse.told == worse.why != ""
+
+
 def test_a_closed_pipeline_has_no_step_that_is_ready() -> None:
     assert judge({"a": True}, closed="the session is not open") == Health(
         False, {"a": False}, "the session is not open"

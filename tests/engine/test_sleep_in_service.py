@@ -134,7 +134,7 @@ def test_an_idle_step_is_closed_and_the_next_request_has_it_opened_again(start: 
     session = start(pipeline(tmp_path, "process"))
     first = said(session)
     fall_asleep(session)
-    assert session.ready
+    assert (session.ready, session.health().told) == (True, "asleep: s")
     second = said(session)
     assert (first[1], first[2], second[2]) == (second[1], "1", "2")
     idle = session.stats()["idle"]["s"]

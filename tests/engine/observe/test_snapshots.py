@@ -31,13 +31,19 @@ class Shown:
         self.told = {
             "requests": {"open": 7}, "queued": {"see": 4}, "dispatches": 10, "items": 25, "retried": 1,
             "dropped_late": 2, "worker_deaths": 3, "worker_restarts": 2, "quarantined": 1,
-            "copied_bytes": {"in": 100, "between": 0, "out": 50}, "workers": {"see": {"ready": 1, "all": 2}},
+            "copied_bytes": {"in": 100, "between": 0, "out": 50},
+            "workers": {"see": {"ready": 1, "asleep": 1, "all": 2}},
             "arena": {
                 "size_bytes": 1000, "leased_bytes": 300, "quarantined_bytes": 64, "blocks": 5, "stale_total": 0,
             },
             "unfinished": 2, "batches": {"see": {"items_max": 4, "out_of_memory": 3}},
             "kv": {"cuda:0": {"total_bytes": 90, "unassigned_bytes": 10, "held_bytes": {"answer": 80},
                               "used_bytes": {"answer": 33}}},
+            "idle": {"see": {"state": "asleep", "slept": 3, "woken": 2, "freed_bytes": 5, "wake_ms": 250.0}},
+            "device_memory": {
+                "cuda:0": {"left_bytes": 40, "workers": {"see": 50},
+                           "steps": {"see": {"open_bytes": 20, "peak_bytes": 30}}},
+            },
             "figures": figures or {}, "version": 4, "draining": False, **more,
         }  # fmt: skip
 
@@ -62,6 +68,12 @@ def test_a_snapshot_is_shown_under_its_model_and_steps() -> None:
     assert told["weftline_requests_in_flight", "ocr"] == 7
     assert told["weftline_step_queue_depth", "ocr", "see"] == 4
     assert (told["weftline_step_workers", "ocr", "see"], told["weftline_step_workers_ready", "ocr", "see"]) == (2, 1)
+    assert told["weftline_step_workers_asleep", "ocr", "see"] == 1
+    assert (told["weftline_step_sleeps_total", "ocr", "see"], told["weftline_step_wakes_total", "ocr", "see"]) == (3, 2)
+    assert told["weftline_step_wake_seconds", "ocr", "see"] == 0.25
+    assert told["weftline_device_left_bytes", "ocr", "cuda:0"] == 40
+    assert told["weftline_device_worker_bytes", "ocr", "cuda:0", "see"] == 50
+    assert told["weftline_device_step_bytes", "ocr", "cuda:0", "see", "peak"] == 30
     assert told["weftline_copied_bytes_total", "ocr", "out"] == 50
     assert told["weftline_arena_leased_bytes", "ocr"] == 300
     assert told["weftline_arena_quarantined_bytes", "ocr"] == 64 and told["weftline_dispatches_unfinished", "ocr"] == 2
