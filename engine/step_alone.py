@@ -28,6 +28,7 @@ from weftline.errors import WeftlineError
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.alone import alone
 from weftline.pipelines.graph import Pipeline
+from weftline.pipelines.kv_memory import own_kv_bytes, shares
 from weftline.pipelines.machine import Machine
 from weftline.pipelines.plan import Plan, PlannedStep
 from weftline.pipelines.planning import make_plan
@@ -108,6 +109,7 @@ class StepAlone:
             open_bytes=use.get("open_bytes", 0),
             peak_bytes={self.step.batch.items_max: peak} if peak else {},
             run_ms={items: round(statistics.median(times), 3) for items, times in sorted(self._times.items())},
+            kv_bytes=own_kv_bytes(self.step) if shares(self.step) and use else 0,
             host_bytes=max((_resident(pid) for pid in self._session.pids().values()), default=0),
         )
 

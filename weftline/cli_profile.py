@@ -65,8 +65,11 @@ def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
     path = asked.out or profile_path(graph)
     if not path.resolve().parent.is_dir():
         raise WeftlineError(f"cannot write {path}: its folder does not exist")
-    profile = _kept(path, plan, err)
-    print(f"machine     {machine_text()}\npipeline    {plan.name}: {counted(len(steps), 'step')}, each by itself", file=out)
+    profile = kept(path, plan, err)
+    print(
+        f"machine     {machine_text()}\npipeline    {plan.name}: {counted(len(steps), 'step')}, each by itself",
+        file=out,
+    )
     heads = ("step", "on", "items", "call p50", "p10 to p90", "items/s", "device", "host")
     print("\n" + COLUMNS.format(*heads).rstrip(), file=out, flush=True)
     for step in steps:
@@ -80,7 +83,7 @@ def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
             print(f"{step.name:<20} cannot be measured by itself: {error.problems[0].found}", file=out, flush=True)
             continue
         _print_rows(step.name, kind, found, times, failure, out)
-        profile = _with(profile, step, kind, found, context)
+        profile = with_measured(profile, step, kind, found, context)
         _write(path, profile)
     print(f"wrote {path}", file=err)
 
@@ -95,7 +98,7 @@ def _chosen(plan: Plan, names: Sequence[str]) -> list[PlannedStep]:
     return [step for step in known.values() if not names or step.name in names]
 
 
-def _kept(path: Path, plan: Plan, err: TextIO) -> Profile:
+def kept(path: Path, plan: Plan, err: TextIO) -> Profile:
     """Return what is known already and still holds; a file that cannot be read is replaced, and that is said."""
     if not path.is_file():
         return Profile()
@@ -140,7 +143,7 @@ def _print_rows(
         print(f"{name:<20} no time: it refuses made-up inputs ({failure:.200})", file=out, flush=True)
 
 
-def _with(profile: Profile, step: PlannedStep, kind: str, found: Measured, context_bytes: int) -> Profile:
+def with_measured(profile: Profile, step: PlannedStep, kind: str, found: Measured, context_bytes: int) -> Profile:
     """Return a profile that also knows this; of contexts the least, since whatever else uses the device adds to it."""
     digest = step_digest(step)
     before = profile.steps.get(step.name, StepProfile(digest))
