@@ -16,6 +16,8 @@ ITEM_BYTES, ITEMS_MAX = 1 * MIB, 6
 FAKE = Machine(2, 8 << 30, (Device("fake:0", 1 << 30),))
 
 NODES = '''
+import time
+
 from weftline.nodes.contract import BatchNode
 from weftline.nodes.ports import Ports, port
 
@@ -33,6 +35,7 @@ class Counts(BatchNode):
 
     def run(self, batch):
         batch.stacked("x")
+        time.sleep(0.06)  # longer than rows of a job may usually share a call
         return {"y": [len(batch)] * len(batch)}
 
 
