@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from weftline.errors import Problem
-from weftline.pipelines.kv_memory import LEAST_BYTES, own_kv_bytes, shares
+from weftline.pipelines.kv_memory import LEAST_BYTES, kv_limits, own_kv_bytes, shares
 from weftline.pipelines.machine import Machine
 from weftline.pipelines.needs import Need, Needs
 from weftline.pipelines.place import size_text
@@ -37,7 +37,7 @@ def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple
         left = device.memory_bytes - sum(claim.bytes for claim in claims)
         known = all(claim.source != "unknown" for claim in claims)
         takers = _takers(plan, device.name)
-        kv_bytes = max(0, left) if known and takers and device.name not in _limits(plan) else 0
+        kv_bytes = max(0, left) if known and takers and device.name not in kv_limits(plan) else 0
         found.append(DeviceBudget(device.name, device.memory_bytes, tuple(claims), kv_bytes))
     return tuple(found)
 
@@ -53,7 +53,7 @@ def over_commits(plan: Plan) -> list[Problem]:
             continue
         takers = _takers(plan, budget.device)
         known = all(claim.source != "unknown" for claim in budget.claims)
-        if takers and known and budget.device not in _limits(plan) and budget.kv_bytes < LEAST_BYTES * len(takers):
+        if takers and known and budget.device not in kv_limits(plan) and budget.kv_bytes < LEAST_BYTES * len(takers):
             found = over_commit_text(budget.device, budget.total_bytes, budget.claims, takers)
             problems.append(Problem("gpu", found, fix=_fix(budget, LEAST_BYTES * len(takers))))
     return problems
@@ -145,8 +145,8 @@ def _instances(plan: Plan, device: str, needs: Mapping[str, Need]) -> list[Claim
 def _kv(plan: Plan, device: str) -> list[Claim]:
     """Return the KV memory that is stated: of a device as a whole, or step by step."""
     steps = [step for step in plan.steps if shares(step) and device in step.devices]
-    if steps and device in _limits(plan):
-        return [Claim(EVERYBODY, KV, _limits(plan)[device], "stated")]
+    if steps and device in kv_limits(plan):
+        return [Claim(EVERYBODY, KV, kv_limits(plan)[device], "stated")]
     own = ((step, own_kv_bytes(step)) for step in steps for one in step.devices if one == device)
     return [Claim(step.name, KV, bytes, "stated") for step, bytes in own if bytes]
 
@@ -159,10 +159,6 @@ def _takers(plan: Plan, device: str) -> list[str]:
         for own in step.devices
         if own == device and shares(step) and not own_kv_bytes(step)
     ]
-
-
-def _limits(plan: Plan) -> Mapping[str, int]:
-    return {"cuda:0" if device == "cuda" else device: total for device, total in plan.limits.kv_bytes.items()}
 
 
 def _ranks(step: PlannedStep, device: str, needs: Mapping[str, Need]) -> list[str]:

@@ -17,18 +17,15 @@ it exchanges tensors with, if they are on one GPU.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 from weftline.pipelines.graph import Step
+from weftline.pipelines.loads import AUTO, Load, Room, loads_of
 from weftline.pipelines.machine import Machine
 from weftline.pipelines.needs import Need
 from weftline.pipelines.policy import GpuPolicy
 from weftline.shm.device.names import is_gpu
-
-AUTO = "auto"
 
 _Way = Literal["together", "apart", "tight"]
 _Places = dict[str, list[str]]
@@ -51,7 +48,7 @@ def fit(
     """
     if not machine.devices:
         return {name: tuple("cpu" if one == AUTO else one for one in devices) for name, devices in written.items()}
-    loads = _loads(steps, written, heavy, needs, gpu)
+    loads = loads_of(steps, written, heavy, needs, gpu)
     neighbours = _neighbours(edges)
     tries = [_try(way, loads, neighbours, machine, gpu, context_bytes) for way in ("together", "apart", "tight")]
     rooms, chosen = next((one for one in tries if all(room.free >= 0 for room in one[0].values())), tries[0])
@@ -64,108 +61,18 @@ def fit(
     return {name: tuple(own) for name, own in devices.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Instances that are on one GPU whatever happens: one alone, or those that share a worker.
-
-    pinned: the GPU that one of them names; '' for none.
-    own:    they have a process to themselves, whoever else is on the GPU.
-    """
-
-    members: tuple[tuple[str, int], ...]
-    needs: tuple[Need, ...]
-    pinned: str
-    own: bool
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self.members)
-
-    @property
-    def known(self) -> bool:
-        return any(need.bytes or need.kv_bytes for need in self.needs)
-
-    @property
-    def open_kv(self) -> bool:
-        """Whether it takes what is left of its device."""
-        return any(need.kv_bytes is None for need in self.needs)
-
-    @property
-    def ranks(self) -> int:
-        return max(need.ranks for need in self.needs)
-
-    @property
-    def largest(self) -> int:
-        return sum(max(need.bytes.values(), default=0) + (need.kv_bytes or 0) for need in self.needs)
-
-    def on(self, device: str) -> int:
-        return sum(need.bytes.get(device, 0) + (need.kv_bytes or 0) for need in self.needs)
-
-
-@dataclass(slots=True)
-class _Room:
-    """One GPU while it fills: what is free of it, and who is on it."""
-
-    device: str
-    free: int
-    context: int
-    copies: Counter[str] = field(default_factory=Counter)
-    shared: int = 0  # processes that steps share
-    fillers: int = 0  # llm steps that take what is left
-
-    def cost(self, load: _Load) -> int:
-        slot = 1 + max(self.copies[name] for name in load.names)
-        return load.on(self.device) + (self.context if load.own or slot > self.shared else 0)
-
-    def take(self, load: _Load) -> None:
-        self.free -= self.cost(load)
-        self.copies.update(load.names)
-        self.fillers += load.open_kv
-        if not load.own:
-            self.shared = max(self.shared, *(self.copies[name] for name in load.names))
-
-
-def _loads(
-    steps: Sequence[Step],
-    written: Mapping[str, Sequence[str]],
-    heavy: Mapping[str, bool],
-    needs: Mapping[str, Need],
-    gpu: GpuPolicy,
-) -> list[_Load]:
-    """Return what is to be on GPUs, by size and name: the order of steps in a file decides nothing."""
-    found: dict[tuple[bool, str, int], list[tuple[str, int, str]]] = {}
-    for step in steps:
-        for copy, device in enumerate(written[step.name]):
-            if is_gpu(device) and (device != AUTO or heavy[step.name]):
-                key = step.worker is not None, step.worker or step.name, copy
-                found.setdefault(key, []).append((step.name, copy, device))
-    loads = []
-    for (shares, _, _), members in found.items():
-        own = [needs.get(name, Need()) for name, _, _ in members]
-        alone = gpu.processes == "separate" or any(need.alone for need in own)
-        loads.append(
-            _Load(
-                tuple(sorted((name, copy) for name, copy, _ in members)),
-                tuple(own),
-                min((device for _, _, device in members if device != AUTO), default=""),
-                shares or alone,
-            )
-        )
-    return sorted(loads, key=lambda load: (-load.largest, load.members))
-
-
 def _try(
     way: _Way,
-    loads: Sequence[_Load],
+    loads: Sequence[Load],
     neighbours: Mapping[str, Collection[str]],
     machine: Machine,
     gpu: GpuPolicy,
     context_bytes: Mapping[str, int],
-) -> tuple[dict[str, _Room], dict[tuple[str, int], str]]:
+) -> tuple[dict[str, Room], dict[tuple[str, int], str]]:
     """Place everything in one way, and return what is left and where each instance went."""
     arena = gpu.arena_bytes if any(need.gives for load in loads for need in load.needs) else 0
     rooms = {
-        one.name: _Room(
+        one.name: Room(
             one.name,
             one.memory_bytes - gpu.reserve_bytes,
             context_bytes.get(one.name, gpu.context_bytes) + arena,
@@ -174,7 +81,7 @@ def _try(
     }
     order, places = [*rooms], dict[tuple[str, int], str]()
 
-    def put(load: _Load, device: str) -> None:
+    def put(load: Load, device: str) -> None:
         for name in _span(load, device, order):
             rooms[name].take(load)
         places.update(dict.fromkeys(load.members, device))
@@ -194,8 +101,8 @@ def _try(
 
 def _best(
     way: _Way,
-    load: _Load,
-    rooms: Mapping[str, _Room],
+    load: Load,
+    rooms: Mapping[str, Room],
     order: Sequence[str],
     neighbours: Mapping[str, Collection[str]],
 ) -> str:
@@ -217,11 +124,11 @@ def _best(
     return min(fits or starts, key=rank)
 
 
-def _fits(load: _Load, device: str, rooms: Mapping[str, _Room], order: Sequence[str]) -> bool:
+def _fits(load: Load, device: str, rooms: Mapping[str, Room], order: Sequence[str]) -> bool:
     return all(rooms[name].cost(load) <= rooms[name].free for name in _span(load, device, order))
 
 
-def _span(load: _Load, device: str, order: Sequence[str]) -> Sequence[str]:
+def _span(load: Load, device: str, order: Sequence[str]) -> Sequence[str]:
     """Return the GPUs that a load uses from `device` on; none where the machine lacks it."""
     start = order.index(device) if device in order else len(order)
     return order[start : start + load.ranks]
@@ -242,7 +149,7 @@ def _follow(
     devices: _Places,
     needs: Mapping[str, Need],
     neighbours: Mapping[str, Collection[str]],
-    rooms: Mapping[str, _Room],
+    rooms: Mapping[str, Room],
 ) -> None:
     """Put light steps where the steps are that they exchange tensors with; round by round, so that no order decides."""
     waiting = sorted(light, key=lambda step: step.name)
@@ -251,7 +158,7 @@ def _follow(
         moved = False
         for step in waiting:
             device = found[step.name]
-            load = _Load(((step.name, 0),), (needs.get(step.name, Need()),), device, False)
+            load = Load(((step.name, 0),), (needs.get(step.name, Need()),), device, False)
             if not device or device not in rooms or _target(step, steps, devices, neighbours) != device:
                 continue
             count = list(written[step.name]).count(AUTO)

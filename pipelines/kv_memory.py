@@ -33,7 +33,7 @@ def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
 
     Where the budgets know what is left of a GPU, its llm steps share that as if the pipeline had said so.
     """
-    limits = {"cuda:0" if device == "cuda" else device: total for device, total in plan.limits.kv_bytes.items()}
+    limits = kv_limits(plan)
     left = {
         budget.device: budget.kv_bytes + _given(plan.steps, budget.device)
         for budget in plan.budgets
@@ -59,6 +59,11 @@ def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
     )
     limited = dataclasses.replace(plan.limits, kv_bytes=shared)
     return dataclasses.replace(plan, steps=tuple(changed), limits=limited), problems
+
+
+def kv_limits(plan: Plan) -> dict[str, int]:
+    """Return what `limits.kv_bytes` gives each device, by its full name."""
+    return {"cuda:0" if device == "cuda" else device: total for device, total in plan.limits.kv_bytes.items()}
 
 
 def own_kv_bytes(step: PlannedStep) -> int:

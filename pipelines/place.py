@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from weftline.errors import Problem
-from weftline.pipelines.fitting import AUTO, fit
+from weftline.pipelines.fitting import fit
 from weftline.pipelines.graph import Step
 from weftline.pipelines.grouping import Process, grouped, reasons
+from weftline.pipelines.loads import AUTO
 from weftline.pipelines.machine import Device, Machine
 from weftline.pipelines.needs import Needs
 from weftline.pipelines.plan import PlannedWorker

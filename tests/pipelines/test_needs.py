@@ -1,0 +1,82 @@
+"""What steps need of a GPU is what the pipeline states, or else what was measured there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weftline.pipelines.check import examine
+from weftline.pipelines.load import load_yaml
+from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.needs import Need, Needs, needs_of
+from weftline.pipelines.options import to_options
+from weftline.pipelines.profile_file import Measured, Profile, StepProfile, digest_of
+
+MIB = 1 << 20
+MIXED = Machine(4, 1 << 34, (Device("cuda:0", 1 << 34, "NVIDIA H200"), Device("cuda:1", 1 << 34, "NVIDIA L4")))
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def found(near_catalog: dict[str, str]):
+    def find(step: str, profile=lambda digest: None, outputs: str = "a.image", inputs: str = "photo: image") -> Needs:
+        catalog = near_catalog | {"llm": "weftline.engine.llm.node:Llm"}
+        text = f"weftline: 1\nname: n\ninputs: {{{inputs}}}\nsteps: {{a: {step}}}\noutputs: {{o: {outputs}}}\n"
+        checked = examine(load_yaml(text, "n.yaml", ROOT, catalog), catalog)
+        assert checked.problems == ()
+        one = checked.steps["a"]
+        return needs_of(checked, MIXED, profile(digest_of(one.reference, to_options(one.config))))
+
+    return find
+
+
+def measured(on: dict[str, Measured]):
+    return lambda digest: Profile({"a": StepProfile(digest, on)}, {"cuda L4": 7})
+
+
+def test_what_is_stated_holds_on_every_gpu(found) -> None:
+    assert found("{node: blur, inputs: {image: photo}, device_bytes: 5}") == Needs(
+        {"a": Need({"cuda:0": 5, "cuda:1": 5}, gives=True)}
+    )
+
+
+def test_what_is_measured_holds_on_its_kind_for_batches_of_the_step(found) -> None:
+    known = measured({"cuda L4": Measured(MIB, {1: 2 * MIB, 8: 9 * MIB}), "cpu": Measured(3)})
+    needs = found("{node: blur, inputs: {image: photo}, batch: {items_max: 8}}", known)
+    assert needs.steps["a"] == Need({"cuda:1": 9 * MIB}, stated=False, gives=True)
+    assert needs.context_bytes == {"cuda:1": 7} and needs.notes == ()
+    assert found("{node: blur, inputs: {image: photo}, batch: {items_max: 1}}", known).steps["a"].bytes == {
+        "cuda:1": 2 * MIB
+    }
+
+
+def test_nothing_is_known_without_either(found) -> None:
+    assert found("{node: blur, inputs: {image: photo}}") == Needs({"a": Need({}, stated=False, gives=True)})
+
+
+def test_a_step_that_gives_no_arrays_needs_no_arena(found) -> None:
+    assert not found("{node: count, inputs: {image: photo}}", outputs="a.count").steps["a"].gives
+
+
+LLM = "node: llm, model: examples/models/shapes-chat, inputs: {prompt: q}"
+
+
+@pytest.mark.parametrize(
+    ("more", "kv_bytes", "ranks"),
+    [
+        ("", None, 1),
+        (", kv_bytes: 1048576", 1048576, 1),
+        (", ranks: 2", 0, 2),
+        (", ranks: 2, kv_bytes: 9999999", 9999999, 2),
+    ],
+)
+def test_llm_steps_are_alone_and_have_kv_memory(found, more: str, kv_bytes: int | None, ranks: int) -> None:
+    need = found(f"{{{LLM}{more}}}", outputs="a.text", inputs="q: text").steps["a"]
+    assert (need.kv_bytes, need.ranks, need.alone, need.gives) == (kv_bytes, ranks, True, False)
+
+
+def test_rounds_need_what_they_were_seen_to_need_at_most(found) -> None:
+    known = measured({"cuda H200": Measured(10 * MIB, {1: 12 * MIB, 64: 20 * MIB}, kv_bytes=4 * MIB)})
+    needs = found(f"{{{LLM}}}", known, outputs="a.text", inputs="q: text")
+    assert needs.steps["a"].bytes == {"cuda:0": 16 * MIB}, "without the KV memory of that time"
