@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.engine.fire import wait_until
 from weftline.engine.session import Session, load
 from weftline.errors import ModelError
 from weftline.pipelines.builder import Builder
@@ -38,13 +41,14 @@ class Takes(BatchNode):
 '''
 
 
-def session(folder: Path, device_bytes: int) -> Session:
+def session(folder: Path, device_bytes: int, **more: Any) -> Session:
     """Return a session of one step on a GPU of this size, of which 16 MiB are a reserve; by the plan the rest is free."""
     (folder / "nodes.py").write_text(NODES)
     gpu = {"reserve_bytes": 16 * MIB, "context_bytes": 1 * MIB, "arena_bytes": 2 * MIB}
     p = Builder("test", base_dir=folder, gpu=gpu)
-    batch = {"items_max": ITEMS_MAX}
-    p.output("y", p.step("s", "nodes.py:Takes", x=p.input("x", "float32[1048576]"), device="fake:0", batch=batch).y)
+    given = p.input("x", "float32[1048576]")
+    step = p.step("s", "nodes.py:Takes", x=given, device="fake:0", batch={"items_max": ITEMS_MAX}, **more)
+    p.output("y", step.y)
     return load(p, machine=Machine(2, 8 << 30, (Device("fake:0", device_bytes),)))
 
 
@@ -63,3 +67,10 @@ def test_a_device_that_turns_out_too_small_is_not_opened_and_it_is_said_who_took
     assert told.startswith("fake:0 has 40 MiB, and ") and "too much" in told
     rows = [line.split() for line in told.splitlines()[1:-1]]
     assert [row[2:] for row in rows[:2]] == [["s", "weights", "and", "work", "measured"], ["reserve", "stated"]]
+
+
+def test_a_step_that_sleeps_gives_its_device_memory_back_and_answers_the_next_request(tmp_path: Path) -> None:
+    with session(tmp_path, 1 << 30, idle={"after_s": 0.2, "keep": "host"}).open() as opened:
+        wait_until(lambda: opened.stats()["idle"]["s"]["state"] == "asleep", 10)
+        assert opened.stats()["idle"]["s"]["freed_bytes"] >= ITEMS_MAX * ITEM_BYTES
+        assert opened.run(x=np.zeros(1 << 20, np.float32))["y"] == 1, "it was opened anew"

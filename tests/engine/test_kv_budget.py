@@ -287,3 +287,13 @@ def test_memory_follows_a_load_that_moves_from_one_part_to_another(seed: int) ->
         found.run(range(start, start + 800))
         most = total - sum(least for part, least in found.least.items() if part != hungry)
         assert found.has[hungry] >= most - total // 16 - total // 64
+
+
+def test_a_part_that_is_about_to_sleep_neither_wants_memory_nor_gives_any() -> None:
+    budget = KvBudget(1000, {(0, 0): 100, (1, 0): 100})
+    for now_ms in (0.0, 1000.0):
+        budget.reported((0, 0), KvUse(100, 0, 0, waiting=3), now_ms)
+    budget.rests((0, 0))
+    assert budget.decide(2000.0) == []
+    budget.died((0, 0))
+    assert budget.held == {(0, 0): 100, (1, 0): 100}
