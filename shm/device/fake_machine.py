@@ -57,7 +57,6 @@ class FakeMachine:
                     self._orphans.append((gpu.process, queue, work))
                 else:
                     self.watch.dropped(work)
-            queue.works.clear()
         gpu.abandon()
 
     def posts(self, work: Work) -> None:

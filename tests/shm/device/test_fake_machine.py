@@ -114,8 +114,9 @@ def test_what_had_begun_runs_on_at_most_until_later_work_has_passed() -> None:
         while not dying.queues[0].works[0].begun:
             machine.step()
         machine.dead(dying)
-        living.wait_event(earlier)
-        passed.append(bool(ran))
+        if not living.finished(earlier):
+            living.wait_event(earlier)
+            passed.append(bool(ran))
         living.record(later, 0)
         living.wait_event(later)
         assert ran == ["begun"]

@@ -118,6 +118,14 @@ def read_after_it_was_freed(scene: Scene) -> None:
     scene.run()
 
 
+def freed_while_it_is_read(scene: Scene) -> None:
+    scene.publish(ready=False)
+    scene.read()
+    scene.machine.step()  # it begins: there is nothing else
+    scene.free()
+    scene.run()
+
+
 def read_under_a_later_lease(scene: Scene) -> None:
     scene.publish(ready=False)
     scene.read()
@@ -157,8 +165,15 @@ def unmapped_with_pending_work(scene: Scene) -> None:
     scene.reader.unmap(scene.seen, GRANULARITY_BYTES)
 
 
-def read_before_anything_was_written(scene: Scene) -> None:
-    scene.writer.poison(scene.address, BLOCK)
+def read_before_its_beginning_was_written(scene: Scene) -> None:
+    scene.writer.poison(scene.address, BLOCK // 2)
+    scene.publish(ready=False)
+    scene.read()
+    scene.run()
+
+
+def read_before_its_end_was_written(scene: Scene) -> None:
+    scene.writer.poison(scene.address + BLOCK // 2, BLOCK // 2)
     scene.publish(ready=False)
     scene.read()
     scene.run()
@@ -202,6 +217,7 @@ BROKEN: list[tuple[Callable[[Scene], None], str]] = [
     (written_on_two_streams_at_once, rules.WRITERS),
     (read_by_somebody_who_was_not_asked, rules.STALE),
     (read_after_it_was_freed, rules.STALE),
+    (freed_while_it_is_read, rules.STALE),
     (read_under_a_later_lease, rules.STALE),
     (written_after_it_was_freed, rules.STALE),
     (recorded_when_it_is_free, rules.STALE),
@@ -211,7 +227,8 @@ BROKEN: list[tuple[Callable[[Scene], None], str]] = [
     (written_through_a_reader_s_map, rules.READ_ONLY),
     (waited_for_a_dead_writer, rules.DEAD),
     (unmapped_with_pending_work, rules.PENDING),
-    (read_before_anything_was_written, rules.POISONED),
+    (read_before_its_beginning_was_written, rules.POISONED),
+    (read_before_its_end_was_written, rules.POISONED),
     (read_beyond_the_end, rules.OUTSIDE),
     (recorded_again, rules.RECORDED),
 ]
