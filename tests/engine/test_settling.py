@@ -49,6 +49,8 @@ def test_nothing_new_is_leased_where_the_dead_may_still_read() -> None:
 def test_who_needs_room_waits_for_what_settles() -> None:
     desk, _, _ = read_by_the_dead(arena_bytes=SIZE_BYTES)
     (settle,) = desk.sent(msg.Settle)
+    desk.advance((desk.scheduler.crew.members[RIGHT].start_ms or 0.0) - desk.now_ms + 0.001)
+    desk.up(RIGHT)  # nothing else is on its way
     desk.submit(x=given(desk))
     assert not desk.inbox[LEFT][0].near_room
     desk.hear(LEFT, msg.Need((), (SIZE_BYTES,)))

@@ -163,3 +163,27 @@ def test_only_what_was_leased_for_it_must_be_marked() -> None:
 def test_lists_are_read_by_their_elements() -> None:
     one, two = msg.Value("json", data=b"1"), msg.Value("json", data=b"2")
     assert list(leaves([one, msg.Value("list", items=(two, msg.Value("list", items=(one,))))])) == [one, two, one]
+
+
+def test_who_needs_room_in_a_fragmented_arena_waits_for_what_the_device_is_at() -> None:
+    """Three tensors fill it; the first and the last are free again, and the one between them is being written."""
+    desk = Desk(hop("event", arena_bytes=3 * SIZE_BYTES))
+    runs = []
+    for _ in range(3):
+        runs.append(begun(desk)[1])
+        answer_small(desk, "b")
+    desk.hear(0, msg.Released((runs[0].dispatch, runs[2].dispatch)))
+    desk.submit(x=given(desk))
+    desk.hear(0, msg.Need((), (2 * SIZE_BYTES - 256,)))
+    assert desk.sent(msg.Room) == []
+    desk.hear(0, msg.Released((runs[1].dispatch,)))
+    assert [block.size_bytes for block in desk.sent(msg.Room)[0].near] == [2 * SIZE_BYTES - 256]
+
+
+def test_when_only_a_caller_s_tensor_is_in_the_way_room_is_refused_by_name_of_its_key() -> None:
+    """What a waits for is held by its own request, and nothing else goes on."""
+    desk = Desk(hop("event", arena_bytes=2 * SIZE_BYTES))
+    desk.submit(x=given(desk))
+    desk.hear(0, msg.Need((), (2 * SIZE_BYTES,)))  # beside the room that it was given beforehand
+    (room,) = desk.sent(msg.Room)
+    assert room.refused == "outputs of 131072 bytes do not fit; the limit is gpu.arena_bytes for each process on a GPU"
