@@ -1,6 +1,5 @@
 """Device arenas: one memory seen by several, checked places, and mappings that outlive the arena while looked at."""
 
-import gc
 import os
 import socket
 import subprocess
@@ -74,10 +73,8 @@ def test_what_is_still_looked_at_outlives_the_arena_and_goes_with_the_last_look(
     one = tensor[1]
     arena.close()
     del tensor
-    gc.collect()
     assert one.host(driver, driver.stream()).tolist() == [3, 4]
     del one
-    gc.collect()
     assert mapping() is None
     with pytest.raises(ValueError, match="closed"):
         arena.view(AT_256, FOUR)
@@ -93,10 +90,8 @@ def test_a_torch_view_keeps_the_memory_of_a_closed_arena() -> None:
     seen = tensor.torch()[1]
     arena.close()
     del tensor, arena
-    gc.collect()
     assert seen.tolist() == [3, 4]  # in a process whose memory was unmapped under it this line would be its last
     del seen
-    gc.collect()
     assert mapping() is None
 
 
@@ -116,10 +111,8 @@ def test_a_mapping_is_given_back_once_and_only_when_nobody_looks() -> None:
     arena.close()
     with pytest.raises(OSError):
         os.fstat(descriptor)
-    gc.collect()
     assert unmapped == []
     del tensor
-    gc.collect()
     assert unmapped == [(address, size)]
 
 
@@ -153,8 +146,8 @@ def test_where_the_driver_refuses_to_map_read_only_the_arena_says_so() -> None:
         theirs.close()
 
 
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def open_descriptors() -> set[str]:
+    return {link.name for link in Path("/proc/self/fd").iterdir() if link.exists() or link.is_symlink()}
 
 
 def test_nothing_is_left_behind_when_the_driver_refuses() -> None:
@@ -191,12 +184,11 @@ def test_nothing_is_left_behind_when_the_driver_refuses() -> None:
 
     driver = Refusing("fake:0")
     DeviceArena.create(driver, MIB).close()  # a fake opens what it keeps for itself at its first memory
-    gc.collect()
     before = open_descriptors()
     for driver.refused in ("map", "export"):
         with pytest.raises(DriverError, match=driver.refused):
             DeviceArena.create(driver, MIB)
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
     driver.refused, driver.given_back = "export", 0
     with pytest.raises(DriverError) as export:
         DeviceArena.create(driver, MIB)
@@ -209,19 +201,19 @@ def test_nothing_is_left_behind_when_the_driver_refuses() -> None:
         for driver.refused in ("import_memory", "map"):
             with pytest.raises(DriverError, match=driver.refused):
                 DeviceArena.attach(driver, ours.size_bytes, "descriptor", os.dup(ours.fd))
-            assert open_descriptors() == before
+            assert open_descriptors() <= before
         with pytest.raises(ValueError, match="cannot be attached"):
             DeviceArena.attach(driver, 0, "descriptor", os.dup(ours.fd))
         with pytest.raises(ValueError, match="cannot be attached"):
             DeviceArena.attach(driver, MIB, "host", os.dup(ours.fd))
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
     with pytest.raises(ValueError, match="no arena stands on"):
         DeviceArena.create(driver, MIB, "host")
 
 
 def test_another_process_sees_it_by_the_descriptor_and_after_its_maker_closed_it() -> None:
     child = (
-        "import socket,sys,gc;from weftline.shm.block import Block;from weftline.shm.spec import TensorSpec;"
+        "import socket,sys;from weftline.shm.block import Block;from weftline.shm.spec import TensorSpec;"
         "from weftline.shm.device.fake import FakeGpu;from weftline.shm.device.arena import DeviceArena;"
         "s=socket.socket(fileno=int(sys.argv[1]));_,fds,_,_=socket.recv_fds(s,1,1);d=FakeGpu('fake:0');"
         f"a=DeviceArena.attach(d,{2 * MIB},'descriptor',fds[0]);s.send(b'attached');s.recv(1);"
@@ -238,7 +230,6 @@ def test_another_process_sees_it_by_the_descriptor_and_after_its_maker_closed_it
         assert ours.recv(8) == b"attached"
         upload(driver, arena.view(AT_256, FOUR, writable=True), [1, 2, 3, 4])
         arena.close()
-        gc.collect()
         ours.send(b"x")
         out, _ = process.communicate(timeout=20)
     assert out.strip() == b"[1.0, 2.0, 3.0, 4.0]"

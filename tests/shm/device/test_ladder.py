@@ -1,6 +1,5 @@
 """The ladder: the first rung that bears, and every refusal kept in words."""
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from weftline.shm.device.ladder import RUNGS, probe
 MIB = 1 << 20
 
 
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def open_descriptors() -> set[str]:
+    return {link.name for link in Path("/proc/self/fd").iterdir() if link.exists() or link.is_symlink()}
 
 
 class Shaky(FakeGpu):
@@ -71,7 +70,6 @@ def test_a_device_stands_on_the_best_rung_that_bears_it(device: str, rung: int) 
 def test_a_refusal_anywhere_on_the_first_rung_leads_to_the_second_and_is_kept(call: str) -> None:
     driver = shaky(DriverError(call, "CUDA_ERROR_NOT_SUPPORTED", "in a container"))
     DeviceArena.create(FakeGpu("fake:0"), MIB).close()  # a fake opens what it keeps for itself at its first memory
-    gc.collect()
     before = open_descriptors()
     standing = probe(driver, MIB)
     assert standing.rung == "handle"
@@ -79,8 +77,7 @@ def test_a_refusal_anywhere_on_the_first_rung_leads_to_the_second_and_is_kept(ca
     assert standing.arena is not None
     assert driver.total - driver.memory()[0] == standing.arena.size_bytes  # what was tried first is given back
     standing.arena.close()
-    gc.collect()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_both_refusals_are_told_on_the_last_rung() -> None:

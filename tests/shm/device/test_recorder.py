@@ -1,6 +1,5 @@
 """What arenas, ladders and events ask of a driver: told by roles, and the same of a real driver as of a fake."""
 
-import gc
 import os
 from typing import cast
 
@@ -43,7 +42,6 @@ def life_of_an_arena(owner: GpuDriver, guest: GpuDriver) -> None:
     opened.close()
     theirs.close()
     arena.close()
-    gc.collect()
 
 
 def test_a_real_driver_is_asked_the_same_as_a_fake() -> None:
@@ -70,7 +68,6 @@ def test_a_call_is_told_by_the_roles_of_what_it_is_about() -> None:
     gpu.copy(arena.address + 256, array.ctypes.data, 4, stream)
     gpu.synchronize(stream)
     arena.close()
-    gc.collect()
     assert [str(call) for call in recorder.calls] == [
         "granularity() = 2097152",
         "create(2097152) = memory 1",

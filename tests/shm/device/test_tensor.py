@@ -1,6 +1,5 @@
 """Tensors where they lie: seen by numpy, torch and CUDA's friends in place, copied up and down when told."""
 
-import gc
 import weakref
 from collections.abc import Iterator
 
@@ -119,10 +118,8 @@ def test_an_upload_without_room_has_memory_of_its_own_that_goes_with_the_last_lo
     address, seen = tensor.address, tensor[2:].torch()
     assert tensor.writable
     del tensor
-    gc.collect()
     assert (seen.tolist(), freed) == ([2, 3, 4, 5], [])
     del seen
-    gc.collect()
     assert freed == [address]
 
 
@@ -131,10 +128,8 @@ def test_an_upload_keeps_its_array_until_the_tensor_is_forgotten(driver: FakeGpu
     source = weakref.ref(array)
     tensor = DeviceTensor.from_array(driver, array, driver.stream(), into=room(arena, "float64", 6))
     del array
-    gc.collect()
     assert source() is not None
     del tensor
-    gc.collect()
     assert source() is None
 
 
