@@ -79,7 +79,7 @@ def budget_lines(budget: DeviceBudget) -> list[str]:
     unknown = dict.fromkeys(claim.who for claim in budget.claims if claim.source == "unknown")
     left = size_text(budget.total_bytes - budget.claimed_bytes)
     if budget.kv_bytes:
-        lines.append(f"{left} are left, which is KV memory")
+        lines.append(f"{left} are left, all of it KV memory (limits.kv_bytes bounds it where pipelines share a GPU)")
     elif unknown:
         lines.append(f"at most {left} are left: nobody has measured {', '.join(unknown)} (`weftline profile`)")
     else:

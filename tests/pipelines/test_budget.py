@@ -9,6 +9,7 @@ import pytest
 
 from weftline.errors import PipelineError
 from weftline.pipelines.budget import over_commit_text
+from weftline.pipelines.explain import explain_text
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.machine import Device, Machine
 from weftline.pipelines.plan import Claim, DeviceBudget, Plan
@@ -77,6 +78,14 @@ def test_with_something_unknown_kv_memory_is_decided_when_it_opens(planned) -> N
     plan = planned(**(STATED | {"name": ""}))
     assert ("name", "weights and work", 0, "unknown") in claims(plan.budgets[0])
     assert plan.budgets[0].kv_bytes == 0 and plan.step("grow").options["kv_bytes"] is None and not plan.limits.kv_bytes
+
+
+def test_the_plan_says_what_is_left(planned) -> None:
+    assert "14 GiB are left, all of it KV memory" in explain_text(planned(TWO, **STATED))
+    assert "19 GiB are left\n" in explain_text(planned(TWO, **STATED))
+    own = STATED | {"grow": f", kv_bytes: {3 * GIB}, device_bytes: {8 * GIB}"}
+    assert "7.8 GiB are left\n" in explain_text(planned(**own))
+    assert "at most 12 GiB are left: nobody has measured name" in explain_text(planned(**(STATED | {"name": ""})))
 
 
 def test_each_gpu_that_is_used_has_a_budget(planned) -> None:
