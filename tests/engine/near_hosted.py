@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tests.engine.hosted import ARENA_BYTES, OTHER, OWN, Bench, Calls
@@ -19,7 +20,7 @@ from weftline.shm.block import Block, align_up
 from weftline.shm.device.arena import DeviceArena
 from weftline.shm.device.events import EVENT_BYTES, SharedEvents
 from weftline.shm.device.fake import FakeGpu
-from weftline.shm.spec import TensorSpec
+from weftline.shm.device.fake_machine import FakeMachine
 from weftline.shm.view import dtype_name
 
 OWN_NEAR, OTHER_NEAR = 3, 4
@@ -44,13 +45,15 @@ class Counting(FakeGpu):
 class NearBench(Bench):
     """The memory of a worker with a device.
 
-    shares: it has an arena there, and sees another worker's; else its device shares nothing.
+    shares:  it has an arena there, and sees another worker's; else its device shares nothing.
+    machine: a made-up one that both are processes of; without it streams do at once what is put on them.
     """
 
-    def __init__(self, shares: bool = True, marks: bool = False) -> None:
+    def __init__(self, shares: bool = True, marks: bool = False, machine: FakeMachine | None = None) -> None:
         super().__init__()
-        self.driver = Counting()
-        self.theirs = FakeGpu("fake:0")
+        self.counting = Counting()
+        self.driver: FakeGpu = self.counting if machine is None else machine.process()
+        self.theirs = FakeGpu("fake:0") if machine is None else machine.process()
         self.asked_near: list[list[int]] = []
         self._near_next = {OWN_NEAR: 0, OTHER_NEAR: 0}
         self.other: DeviceArena | None = None
@@ -73,6 +76,22 @@ class NearBench(Bench):
             raise LimitReached("no room")
         self._near_next[arena] = align_up(offset + size_bytes, 4096)
         return Block(arena, offset, size_bytes, offset + 1)
+
+    @property
+    def copies(self) -> list[int]:
+        """How many bytes each copy of the worker's driver moved."""
+        return self.counting.copies
+
+    def late_value(self, array: np.ndarray, event: int) -> msg.Value:
+        """Return a value that another worker's stream is still writing; it has put that there, and marked it."""
+        (value,) = self.near_values([np.zeros_like(array)])
+        ready = Block(-OTHER_NEAR, event * EVENT_BYTES, EVENT_BYTES, 50 + event).place(0, EVENT_BYTES)
+        if self.other is None or value.near is None:
+            raise RuntimeError("this device shares nothing")
+        stream = self.theirs.stream()
+        self.theirs.copy(self.other.address + value.near.offset, array.ctypes.data, array.nbytes, stream)
+        self.theirs.record(self.their_events.at(ready), stream)
+        return msgspec.structs.replace(value, ready=ready)
 
     def near_values(self, arrays: Sequence[np.ndarray], kind: str = "tensor", dtype: str = "") -> list[msg.Value]:
         """Return values that lie on the device alone, side by side in the other worker's arena."""
@@ -119,6 +138,14 @@ class NearBench(Bench):
         """Return what lies on the device at a value's place."""
         return np.array(np.asarray(self.near.view(value)))
 
+    def made(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return zeros in device memory of the worker's own, as a framework would have them."""
+        size = int(np.prod(shape)) * 4
+        held = (ctypes.c_uint8 * size).from_address(self.driver.allocate(size))
+        array = np.frombuffer(held, np.float32).reshape(shape)
+        array[:] = 0
+        return array
+
     def event(self, index: int) -> Block:
         """Return one of the worker's own events, as it is leased."""
         return Block(-OWN_NEAR, index * EVENT_BYTES, EVENT_BYTES, 100 + index)
@@ -134,10 +161,6 @@ class NearBench(Bench):
         blocks, _ = super()._need(sizes, near)
         self.asked_near.append(list(near))
         return blocks, [self.near_block(size) for size in near]
-
-
-def spec_of(array: np.ndarray) -> TensorSpec:
-    return TensorSpec(dtype_name(array.dtype), array.shape)
 
 
 def kinds(values: Sequence[Any]) -> list[str]:

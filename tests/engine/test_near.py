@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -13,11 +13,14 @@ from tests.engine.near_steps import Foreign
 from weftline.engine import messages as msg
 from weftline.engine.chain import HostedChain
 from weftline.engine.digest import digest
+from weftline.engine.hosting import HostedStep
+from weftline.engine.values import unpack
 from weftline.errors import StepError
 from weftline.nodes.contract import Batch, Outputs
 from weftline.shm.block import INLINE_BYTES_MAX
 from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory
 from weftline.shm.device.events import EVENT_BYTES
+from weftline.shm.device.fake_machine import FakeMachine
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import ITEM_BYTES, STAND_INS
 
@@ -44,6 +47,10 @@ def doubled(batch: Batch) -> Outputs:
     return {"y": [Foreign(np.asarray(x) * 2) for x in batch["x"]]}
 
 
+def given(done: msg.Done) -> list[msg.Given]:
+    return [result for result in done.results if isinstance(result, msg.Given)]
+
+
 def only(done: msg.Done) -> msg.Value:
     (result,) = done.results
     assert isinstance(result, msg.Given), result
@@ -64,7 +71,7 @@ def test_what_lies_on_the_device_is_given_in_place_and_read_only(bench: NearBenc
     done = bench.on_gpu(look, X, {"told": "json"}).run(run_of([[value]]))
     assert bench.answers(done) == [1.0]
     assert told[0].address == bench.near.view(value).address and not told[0].writable
-    assert bench.driver.copies == [] and done.near_bytes == 0
+    assert bench.copies == [] and done.near_bytes == 0
 
 
 def test_host_inputs_of_one_size_are_uploaded_into_one_block_and_stacked_there(bench: NearBench) -> None:
@@ -89,15 +96,15 @@ def test_neighbours_in_host_memory_are_one_copy_and_so_are_small_values(bench: N
         np.ndarray(BIG, np.float32, bench.arenas[OWN].buffer, place.offset)[:] = numbers(at)
         values.append(msg.Value("tensor", "float32", (BIG,), place=place))
     bench.on_gpu(lambda batch: {"told": [0] * len(batch)}, X, {"told": "json"}).run(run_of([[one] for one in values]))
-    assert bench.driver.copies == [2 * BIG * 4]
-    bench.driver.copies.clear()
+    assert bench.copies == [2 * BIG * 4]
+    bench.copies.clear()
     small = [[bench.value(numbers(at, 8), "float32[?]")] for at in range(5)]
 
     def first(batch: Batch) -> Outputs:
         return {"told": [float(np.asarray(x)[0]) for x in batch["x"]]}
 
     done = bench.on_gpu(first, X, {"told": "json"}).run(run_of(small))
-    assert bench.answers(done) == [0, 1, 2, 3, 4] and bench.driver.copies == [5 * 32]
+    assert bench.answers(done) == [0, 1, 2, 3, 4] and bench.copies == [5 * 32]
 
 
 def test_tensors_that_lie_apart_are_stacked_by_copies_within_the_device(bench: NearBench) -> None:
@@ -107,7 +114,7 @@ def test_tensors_that_lie_apart_are_stacked_by_copies_within_the_device(bench: N
         return {"told": [float(x) for x in np.asarray(batch.stacked("x"))[:, 1]]}
 
     done = bench.on_gpu(total, X, {"told": "json"}).run(run_of(rows))
-    assert bench.answers(done) == [6.0, 8.0] and bench.driver.copies == [BIG * 4] * 2 and done.near_bytes == 0
+    assert bench.answers(done) == [6.0, 8.0] and bench.copies == [BIG * 4] * 2 and done.near_bytes == 0
 
 
 def test_shapes_that_differ_cannot_be_stacked_and_fail_the_items_as_on_the_host(bench: NearBench) -> None:
@@ -172,7 +179,7 @@ def test_what_is_passed_on_or_a_part_of_it_stays_where_it_is(bench: NearBench) -
     assert value.near is not None and part.near == value.near._replace(
         offset=value.near.offset + BIG * 2, size_bytes=BIG * 2
     )
-    assert bench.driver.copies == [] and bench.asked_near == []
+    assert bench.copies == [] and bench.asked_near == []
 
 
 def test_a_new_tensor_is_copied_once_within_the_device_and_a_batch_of_them_at_a_time(bench: NearBench) -> None:
@@ -185,7 +192,7 @@ def test_a_new_tensor_is_copied_once_within_the_device_and_a_batch_of_them_at_a_
     values = [result.outputs[0] for result in done.results if isinstance(result, msg.Given)]
     assert [bench.seen(value)[0] for value in values] == [2, 4]
     assert all(value.near is not None and value.near.arena == OWN_NEAR and value.place is None for value in values)
-    assert bench.driver.copies == [2 * BIG * 4] and done.near_bytes == 0 and done.copied_bytes == 2 * BIG * 4
+    assert bench.copies == [2 * BIG * 4] and done.near_bytes == 0 and done.copied_bytes == 2 * BIG * 4
     assert bench.asked_near == [[2 * BIG * 4]]
 
 
@@ -203,7 +210,7 @@ def test_what_is_written_into_the_room_set_aside_is_not_copied(bench: NearBench)
     places = [result.outputs[0].near for result in done.results if isinstance(result, msg.Given)]
     assert places == [block.place(0, BIG * 4), block.place(BIG * 4, BIG * 4)]
     assert [bench.seen(result.outputs[0])[0] for result in done.results] == [2, 3]  # type: ignore[union-attr]
-    assert bench.driver.copies == [] and bench.asked_near == [] and done.copied_bytes == 0
+    assert bench.copies == [] and bench.asked_near == [] and done.copied_bytes == 0
 
 
 def test_what_is_read_on_both_sides_lies_in_both_places(bench: NearBench) -> None:
@@ -222,9 +229,20 @@ def test_what_others_read_on_the_host_is_brought_down_even_when_it_is_passed_on(
     (value,) = bench.near_values([numbers(1)])
     both = only(bench.on_gpu(same, X, Y, {"y": "both"}).run(run_of([[value]])))
     assert both.near == value.near and both.place is not None
+    assert bench.copies == [BIG * 4] and bench.asked_near == [[]]
     done = bench.on_gpu(same, X, Y).run(run_of([[value]]))
     assert (bench.answers(done)[0] == numbers(1)).all()
     assert only(done).place is not None
+
+
+def test_a_part_of_what_lies_on_both_sides_lies_there_in_the_same_part(bench: NearBench) -> None:
+    (value,) = bench.near_values([numbers(1)])
+    both = only(bench.on_gpu(same, X, Y, {"y": "both"}).run(run_of([[value]])))
+    bench.copies.clear()
+    half = bench.on_gpu(lambda batch: {"y": [x[BIG // 2 :] for x in batch["x"]]}, X, Y, {"y": "both"})
+    done = half.run(run_of([[both]]))
+    assert (bench.answers(done)[0] == bench.seen(only(done))).all() and bench.answers(done)[0][0] == BIG // 2 + 1
+    assert bench.copies == []
 
 
 def test_arrays_given_for_the_device_are_uploaded(bench: NearBench) -> None:
@@ -245,7 +263,7 @@ def test_small_tensors_travel_inline_wherever_they_are_read(bench: NearBench) ->
     done = bench.on_gpu(head, X, Y, {"y": "device"}).run(run_of(rows))
     assert [answer[0] for answer in bench.answers(done)] == [1, 2, 3]
     assert all(isinstance(one, msg.Given) and one.outputs[0].data is not None for one in done.results)
-    assert bench.driver.copies == [3 * size * 4] and bench.asked_near == []
+    assert bench.copies == [3 * size * 4] and bench.asked_near == []
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
@@ -254,7 +272,11 @@ def test_every_dtype_comes_back_as_it_was(bench: NearBench, dtype: str) -> None:
     array = bits.view(STAND_INS.get(dtype, dtype))
     (value,) = bench.near_values([array], dtype=dtype)
     type = f"{dtype}[?]"
-    step = bench.on_gpu(lambda batch: {"y": [Foreign(np.asarray(x).copy()) for x in batch["x"]]}, {"x": type}, {"y": type}, {"y": "both"})  # fmt: skip
+
+    def again(batch: Batch) -> Outputs:
+        return {"y": [Foreign(np.asarray(x).copy()) for x in batch["x"]]}
+
+    step = bench.on_gpu(again, {"x": type}, {"y": type}, {"y": "both"})
     given = only(step.run(run_of([[value]])))
     assert given.dtype == dtype and given.shape == array.shape
     assert bench.seen(given).tobytes() == array.tobytes() == bench.answers(step.run(run_of([[value]])))[0].tobytes()
@@ -331,14 +353,25 @@ def test_stages_of_a_chain_hand_tensors_over_where_they_are(bench: NearBench) ->
     (result,) = done.results
     assert isinstance(result, msg.Given)
     assert [(bench.seen(value) == numbers(1) * 4).all() for value in result.outputs] == [True, True]
-    assert bench.driver.copies == [BIG * 4] * 2 and done.near_bytes == 0  # only what it answers with
+    assert bench.copies == [BIG * 4] * 2 and done.near_bytes == 0  # only what it answers with
+
+
+def test_a_stage_cannot_write_into_what_an_earlier_one_gave(bench: NearBench) -> None:
+    def writes(batch: Batch) -> Outputs:
+        np.asarray(batch["x"][0])[:] = 0
+        return same(batch)
+
+    steps = [bench.on_gpu(doubled, X, Y, index=0), bench.on_gpu(writes, X, Y, index=1)]
+    both = HostedChain(msg.Chain(1, (msg.Stage(0, ((-1, 0),)), msg.Stage(1, ((0, 0),))), ((1, 0),)), steps)
+    (told,) = both.run(run_of([bench.near_values([numbers(1)])])).results
+    assert isinstance(told, msg.Failure) and "read-only" in told.message
 
 
 def test_what_stages_read_on_the_host_is_brought_down_once_and_uploads_are_shared(bench: NearBench) -> None:
     rows = [[value] for value in bench.near_values([numbers(1)])]
     down = chain(bench, (2, 0), middle="host").run(run_of(rows))
-    assert bench.driver.copies[0] == BIG * 4 and down.near_bytes == BIG * 4
-    bench.driver.copies.clear()
+    assert bench.copies[0] == BIG * 4 and down.near_bytes == BIG * 4
+    bench.copies.clear()
     steps = [bench.on_gpu(same, X, Y, {"y": "device"}, index=at) for at in range(2)]
     twice = HostedChain(msg.Chain(1, (msg.Stage(0, ((-1, 0),)), msg.Stage(1, ((-1, 0),))), ((1, 0),)), steps)
     assert twice.run(run_of([[bench.value(numbers(1), "float32[?]")]])).near_bytes == BIG * 4
@@ -387,18 +420,19 @@ def test_a_lost_device_is_nobodys_fault_and_goes_through(bench: NearBench) -> No
         bench.on_gpu(broken, X, Y).run(run_of(rows))
 
 
-def test_a_device_that_is_found_lost_after_an_error_is_not_blamed_on_the_item(
+def test_a_device_that_is_found_lost_after_an_error_is_not_blamed_on_the_items(
     bench: NearBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(stream: int) -> None:
-        raise DeviceLost("synchronize", "ILLEGAL_ADDRESS")
-
     def broken(batch: Batch) -> Outputs:
-        monkeypatch.setattr(bench.driver, "synchronize", lost)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    def lost() -> None:
+        raise DeviceLost("synchronize", "ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(bench.near, "check", lost)
+    rows = [[value] for value in bench.near_values([numbers(0), numbers(1)])]
     with pytest.raises(DeviceLost):
-        bench.on_gpu(broken, X, Y).run(run_of([bench.near_values([numbers(0)])]))
+        bench.on_gpu(broken, X, Y).run(run_of(rows))
 
 
 # time
@@ -459,6 +493,71 @@ def test_an_input_that_is_not_whole_yet_is_waited_for_on_the_device(
     unknown = msg.Value("tensor", "float32", (BIG,), near=value.near, ready=ready._replace(arena=-77))
     (told,) = marking.on_gpu(doubled, X, Y).run(run_of([[unknown]])).results
     assert isinstance(told, msg.Failure) and "not known here" in told.message
+
+
+def kernel(bench: NearBench, work: Callable[[], object], stream: int) -> None:
+    """Put a node's computing on its stream, to be done later, as a GPU would."""
+    bench.driver.launch(lambda: (work(), None)[1], [], [], stream)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("seed", range(15))
+def test_whatever_streams_are_quick_answers_are_the_same(seed: int, marks: bool) -> None:
+    """Uploads, the steps' own streams, downloads and another worker's writing run in any order that is allowed."""
+    bench = NearBench(marks=True, machine=FakeMachine(seed))
+    steps: list[HostedStep] = []
+
+    def added(batch: Batch) -> Outputs:
+        whole, lates = np.asarray(batch.stacked("x")), [np.asarray(late) for late in batch["late"]]
+        made = bench.made(whole.shape)
+        kernel(bench, lambda: np.add(whole, np.stack(lates), out=made), steps[0].stream)
+        return {"z": Foreign(made)}
+
+    def twice(at: int) -> Callable[[Batch], Outputs]:
+        def run(batch: Batch) -> Outputs:
+            xs = [np.asarray(x) for x in batch["x"]]
+            made = [bench.made(x.shape) for x in xs]
+            kernel(bench, lambda: [np.multiply(x, 2, out=y) for x, y in zip(xs, made)], steps[at].stream)
+            return {"y": [Foreign(y) for y in made]}
+
+        return run
+
+    def fetched(batch: Batch) -> Outputs:
+        return {"y": [np.asarray(x) + 1 for x in batch["x"]]}
+
+    steps.append(bench.on_gpu(added, {"x": "float32[?]", "late": "float32[?]"}, {"z": "float32[?]"}, index=0))
+    steps.append(bench.on_gpu(twice(1), X, Y, {"y": "both"}, index=1))
+    steps.append(bench.on_gpu(twice(2), X, Y, {"y": "device"}, index=2))
+    steps.append(bench.on_gpu(fetched, X, Y, index=3, near_inputs=()))
+    stages = (
+        msg.Stage(0, ((-1, 0), (-1, 1))), msg.Stage(1, ((0, 0),)), msg.Stage(2, ((1, 0),)), msg.Stage(3, ((2, 0),)),
+    )  # fmt: skip
+    whole = HostedChain(msg.Chain(1, stages, ((1, 0), (2, 0), (3, 0))), steps)
+    rows = [[bench.value(numbers(at), "float32[?]"), bench.late_value(numbers(10 * at), at)] for at in range(2)]
+    event = bench.event(1)
+    done = whole.run(run_of(rows, ready=event) if marks else run_of(rows))
+    assert done.unfinished == marks and bench.memory.work is not None
+    mark = bench.near.mark_of(event)
+    assert mark is not None
+    told = [(unpack(one.outputs[0], bench.arenas), unpack(one.outputs[2], bench.arenas)) for one in given(done)]
+    if marks:
+        bench.driver.wait_event(mark)
+        bench.memory.work.release()
+    for at, result in enumerate(given(done)):
+        twofold = 2 * (numbers(at) + numbers(10 * at))
+        assert (told[at][0] == twofold).all() and (told[at][1] == 2 * twofold + 1).all()
+        assert (bench.seen(result.outputs[0]) == twofold).all()
+        assert (bench.seen(result.outputs[1]) == 2 * twofold).all()
+    bench.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tensors_that_are_stacked_by_copies_are_there_when_the_node_looks(seed: int) -> None:
+    bench = NearBench(machine=FakeMachine(seed))
+    rows = [bench.near_values([numbers(at)]) for at in (5, 7)]
+    step = bench.on_gpu(lambda batch: {"told": np.asarray(batch.stacked("x"))[:, 1].tolist()}, X, {"told": "json"})
+    assert bench.answers(step.run(run_of(rows))) == [6.0, 8.0]
+    bench.close()
 
 
 # what it is made of
