@@ -266,6 +266,10 @@ class FakeGpu:
         if self._addresses.span("poison", address, size_bytes, writes=True) is not None:
             ctypes.memset(address, POISON, size_bytes)
 
+    def fail(self, error: Exception) -> None:
+        """Lose the device, as after a kernel that raised."""
+        self._streams.fail(error)
+
     def abandon(self) -> None:
         """Let everything go, as the system does for a process that died."""
         self.close()

@@ -99,4 +99,10 @@ class FakeMachine:
         else:
             self._orphans = [one for one in self._orphans if one[2] is not work]
         self.watch.ends(process.number, work)
-        work.end()
+        try:
+            work.end()
+        except Exception as error:
+            for later in self._gpus[process].queues:
+                for dropped in later.works:
+                    self.watch.dropped(dropped)
+            self._gpus[process].fail(error)

@@ -82,8 +82,7 @@ class Streams:
             while any(queue.advance() for queue in self._queues.values() if queue.works):
                 did = True
         except Exception as error:
-            self._context.lost = f"a kernel failed: {error}"
-            self.drop()
+            self.fail(error)
         finally:
             self._advancing = False
         for stream in [stream for stream, queue in self._queues.items() if queue.closing and not queue.works]:
@@ -94,6 +93,11 @@ class Streams:
         """Whether work put on a stream now would be done later."""
         self.advance()
         return bool(queue.works) or self._context.machine is not None
+
+    def fail(self, error: Exception) -> None:
+        """Lose the device for this process, with all that it has put there: a kernel of it has failed."""
+        self._context.lost = f"a kernel failed: {error}"
+        self.drop()
 
     def drop(self) -> None:
         """Forget all that has not been done."""

@@ -131,3 +131,16 @@ def test_a_wait_for_what_nobody_will_do_is_device_lost() -> None:
     reader.wait(0, ready)
     with pytest.raises(DeviceLost, match="STUCK"):
         reader.synchronize(0)
+
+
+def test_a_kernel_that_raises_loses_the_device_for_its_process_alone() -> None:
+    machine = FakeMachine()
+    writer, reader, address, seen = pair(machine)
+    event, _ = shared_event(writer, reader)
+    writer.launch(lambda: 1 // 0, [], [(address, 4)], 0)  # type: ignore[arg-type, return-value]
+    writer.record(event, 0)
+    machine.settle()
+    with pytest.raises(DeviceLost, match="a kernel failed"):
+        writer.finished(event)
+    reader.copy(reader.allocate(5), seen, 5, 0)
+    reader.synchronize(0)
