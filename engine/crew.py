@@ -205,7 +205,11 @@ class Crew:
         member.heard_ms = now_ms
 
     def call(self, worker: int, now_ms: float) -> None:
-        """Somebody asks for a step of a worker that is asleep: it is due now."""
+        """Somebody asks for a step of a worker that is asleep: it is due now.
+
+        It is started by the Tick that follows, never at once: processes die with the thread that started them, and
+        whoever asks may be a thread that ends.
+        """
         member = self.members[worker]
         if member.state == ASLEEP and member.start_ms is None:
             member.start_ms, member.called = now_ms, True

@@ -188,13 +188,11 @@ class Idleness:
         for worker in lane.workers:
             member = self._crew.members[worker]
             if member.state == GONE:
-                self._crew.call(worker, now_ms)
+                self._crew.call(worker, now_ms)  # and it is started when time next passes: see Crew.call
             elif member.state == READY and not member.why and member.rest.state(step) == ASLEEP:
                 member.rest.move(step, "wake", now_ms)
                 self.timers.add(now_ms + OPEN_MAX_MS, ("answer", self._part(worker, step)))
                 self._emit(ev.Send(worker, msg.Wake(step)))
-        for worker, arena in self._crew.due(now_ms):
-            self._emit(ev.StartWorker(worker, arena))
 
     def _look(self, step: int, now_ms: float) -> None:
         """Put a step to sleep if it has been idle for long enough, else look again when it may have been."""

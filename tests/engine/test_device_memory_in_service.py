@@ -42,7 +42,7 @@ class Takes(BatchNode):
 
 
 def session(folder: Path, device_bytes: int, **more: Any) -> Session:
-    """Return a session of one step on a GPU of this size, of which 16 MiB are a reserve; by the plan the rest is free."""
+    """Return a session of one step on a GPU of this size, 16 MiB of it a reserve; by the plan the rest is free."""
     (folder / "nodes.py").write_text(NODES)
     gpu = {"reserve_bytes": 16 * MIB, "context_bytes": 1 * MIB, "arena_bytes": 2 * MIB}
     p = Builder("test", base_dir=folder, gpu=gpu)

@@ -47,6 +47,8 @@ def orders(desk: Desk, kind: type[Any], everything: bool = False) -> list[tuple[
 
 
 def started(desk: Desk) -> list[int]:
+    """Return the workers that are started when time next passes."""
+    desk.advance(0)
     return [one.worker for one in desk.said if isinstance(one, ev.StartWorker)]
 
 
@@ -402,6 +404,7 @@ def test_a_start_on_demand_that_fails_is_a_crash_like_any_other() -> None:
     desk.advance(IDLE_S * 1000)
     desk.die(0, "exit code 0")
     one = desk.submit(x=1)
+    assert started(desk) == [0]
     desk.die(0, "exit code 1")
     assert health(desk) == {"a": False}
     desk.crash(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,14 @@ def test_requests_that_come_and_go_around_the_moment_of_sleep_are_all_answered(s
         answers.append(ask(session, x=f"{turn}"))
         wait_until(lambda turn=turn: state(session) != "awake" or turn % 2, 5)  # type: ignore[misc]
     assert [str(answer["y"]).split()[0] for answer in answers if isinstance(answer, Result)] == list("012345")
+
+
+def test_a_worker_that_was_started_for_a_thread_outlives_it(start: Start, tmp_path: Path) -> None:
+    session = start(pipeline(tmp_path, "nothing", after_s=1.0))
+    wait_until(lambda: session.pids() == {}, 10)
+    answers: list[list[str]] = []
+    thread = threading.Thread(target=lambda: answers.append(said(session)))
+    thread.start()
+    thread.join(20)
+    assert said(session)[1] == answers[0][1]
+    assert session.stats()["worker_deaths"] == 0
