@@ -20,7 +20,7 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ IDLE_S = 0.25
 ASLEEP_MAX_S = 30.0
 KEEPS = ("host", "process", "nothing")
 MIB = 1 << 20
+WIDTHS = (9, 7, 24, 21, 24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,12 @@ def turn(session: Session, given: Any, seen: Seen) -> None:
     seen.first_ms.append(ask_ms(session, given))
 
 
-def measure(name: str, model: Model, device: str, turns: int) -> list[list[str]]:
-    """Return the rows of one model: awake, and each way to sleep."""
+def show(cells: list[str]) -> None:
+    print("  ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip(), flush=True)
+
+
+def measure(name: str, model: Model, device: str, turns: int) -> Iterator[list[str]]:
+    """Yield the rows of one model: awake, and each way to sleep."""
     with opened(model, device, None) as session:
         plan = session.plan
         given = made_up(plan, plan.inputs[0], 1)
@@ -119,7 +124,7 @@ def measure(name: str, model: Model, device: str, turns: int) -> list[list[str]]
             ask_ms(session, given)
         awake = [ask_ms(session, given) for _ in range(max(turns, 20))]
         resident = memory_bytes(session.pids().values()) / MIB
-    rows = [[name, "awake", spread(awake, 1), f"{resident:.0f} resident", ""]]
+    yield [name, "awake", spread(awake, 1), f"{resident:.0f} resident", ""]
     for keep in KEEPS:
         seen = Seen()
         with opened(model, device, keep) as session:
@@ -128,8 +133,7 @@ def measure(name: str, model: Model, device: str, turns: int) -> list[list[str]]
             for _ in range(turns):
                 turn(session, given, seen)
         on_device = spread(seen.device_mib) if is_gpu(device) and not is_fake(device) and keep != "nothing" else ""
-        rows.append(["", keep, spread(seen.first_ms, 1), spread(seen.freed_mib), on_device])
-    return rows
+        yield ["", keep, spread(seen.first_ms, 1), spread(seen.freed_mib), on_device]
 
 
 def main() -> int:
@@ -142,16 +146,14 @@ def main() -> int:
     turns, names = (2, ["onnx"]) if options.quick else (options.turns, options.only)
     print(conditions())
     print(f"device {options.device}, a step sleeps after {IDLE_S:g} s, {turns} turns each: median [least-most]")
-    rows = [["model", "keeps", "first answer, ms", "given back, MiB (RSS)", "given back, MiB (device)"]]
+    show(["model", "keeps", "first answer, ms", "given back, MiB (RSS)", "given back, MiB (device)"])
     for name in names:
         model = MODELS[name]
         if model.needs and importlib.util.find_spec(model.needs) is None:
-            rows.append([name, "skipped", f"{model.needs} is not installed", "", ""])
+            show([name, "skipped", f"{model.needs} is not installed", "", ""])
             continue
-        rows += measure(name, model, options.device, turns)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        for row in measure(name, model, options.device, turns):
+            show(row)
     return 0
 
 
