@@ -102,7 +102,10 @@ class NearMemory:
         place = value.near
         if place is None or place.arena not in self._arenas:
             why = self._refused.get(place.arena if place else -1, "it belongs to another device")
-            raise StepError(f"an input lies in device memory that cannot be read here ({why})")
+            raise StepError(
+                f"an input lies in device memory that cannot be read here ({why})\n"
+                "    fix: keep its steps in one process (the same `worker`), or give the process the right to share memory"
+            )
         return self._arenas[place.arena].view(place, TensorSpec(value.dtype, value.shape))
 
     def offset_of(self, tensor: DeviceTensor, arena: int) -> int | None:
