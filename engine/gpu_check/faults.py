@@ -6,7 +6,7 @@ import random
 import time
 from typing import Any
 
-from weftline.engine.gpu_check.processes import Ended, Process
+from weftline.engine.gpu_check.processes import LOST_CODE, Ended, Process
 from weftline.engine.gpu_check.running import Wrong
 from weftline.engine.gpu_check.traffic import ORDERINGS, Arena, Traffic
 from weftline.engine.gpu_check.trial import MIB, Trial, same, share
@@ -57,6 +57,8 @@ def lose(process: Process) -> str:
     if not lost:
         raise Wrong("a kernel wrote where nothing is, and nobody noticed")
     code = process.wait_end(END_MAX_S)
+    if code != LOST_CODE:
+        raise Wrong(f"{process.name} lost the device and ended with {code}; a worker ends with {LOST_CODE}")
     return f"lost the device ({lost}) and ended with {code}"
 
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.gpu_check.running import RIGHT, Outcome, as_json, spread
+from weftline.engine.gpu_check.running import RIGHT, Outcome, Wrong, as_json, outcome_of, spread
 from weftline.engine.machine import this_machine
 from weftline.engine.session import Session, load
 from weftline.pipelines.place import Device, Machine
@@ -31,25 +31,32 @@ def check(file: Path, device: str, requests: int) -> Outcome:
     """Return what the pipeline answers on the device, beside the CPU, and how long it took."""
     here = this_machine()
     plain = Machine(here.cores, here.memory_bytes, ())
-    devices = (Device(device, FAKE_BYTES),) if is_fake(device) else here.devices
+    found_here = tuple(one for one in here.devices if one.name == device)
+    devices = (Device(device, FAKE_BYTES),) if is_fake(device) else found_here
     data = file.parent / "data"
     inputs: dict[str, Any] = {"question": data / "question.wav", "photo": data / "photo.png"}
     with load(file, plain).open() as session:
         wanted, cpu_ms = _asked(session, inputs, 3)
     pipeline = load(file, Machine(here.cores, here.memory_bytes, devices))
-    placed = {step.name: str(step.device) for step in pipeline.plan.steps if str(step.device) != "cpu"}
+    placed = [step.name for step in pipeline.plan.steps if device in step.devices]
+    if not placed:
+        raise Wrong(f"the plan has no step on {device}")
     started = time.monotonic()
     with pipeline.open() as session:
         opened_s = time.monotonic() - started
         found, device_ms = _asked(session, inputs, requests)
+        memory = session.stats()["device_memory"]
     differ = [name for name in wanted if wanted[name] != found[name]]
     figures: dict[str, Any] = {
-        "steps on the device": ", ".join(f"{name} on {where}" for name, where in placed.items()) or "none",
+        "steps on the device": ", ".join(placed),
         "opened_s": round(opened_s, 1),
         "a request on the device": spread(device_ms, "ms"),
         "a request on the CPU": spread(cpu_ms, "ms"),
         "answers": "the same as the CPU's" if not differ else f"other than the CPU's: {', '.join(differ)}",
     }
+    for where, one in memory.items():
+        figures |= {f"{where}, worker {name}: device_mib": taken >> 20 for name, taken in one["workers"].items()}
+        figures[f"{where}: left_mib"] = one["left_bytes"] >> 20
     figures |= {f"{name}: CPU, device": f"{wanted[name]!s:.200} | {found[name]!s:.200}" for name in differ}
     return Outcome("pipeline", RIGHT, figures=figures)
 
@@ -65,14 +72,15 @@ def _asked(session: Session, inputs: dict[str, Any], requests: int) -> tuple[dic
 
 
 def main(arguments: list[str]) -> int:
-    """Run the part; errors end the process, and whoever started it tells them."""
+    """Run the part and write its outcome; returns what the process ends with."""
     parser = argparse.ArgumentParser(prog="python -m weftline.engine.gpu_check.flagship")
     parser.add_argument("file", type=Path)
     parser.add_argument("--device", required=True)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args(arguments)
-    outcome = check(given.file, given.device, QUICK_REQUESTS if given.quick else REQUESTS)
+    requests = QUICK_REQUESTS if given.quick else REQUESTS
+    outcome = outcome_of("pipeline", lambda: check(given.file, given.device, requests))
     given.json.write_text(json.dumps(as_json(outcome)), encoding="utf-8")
     return 0
 

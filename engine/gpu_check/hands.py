@@ -17,6 +17,7 @@ import numpy as np
 
 from weftline.engine.gpu_check.kernels import Kernels, open_kernels
 from weftline.engine.gpu_check.pattern import bank, checksum, filled
+from weftline.engine.gpu_check.processes import LOST_CODE
 from weftline.engine.gpu_check.wire import Wire
 from weftline.shm.arena import HostArena
 from weftline.shm.device.arena import DeviceArena
@@ -228,13 +229,13 @@ class Hands:
     # ends
 
     def do_poke(self) -> Answer:
-        """Write where nothing is, and end as a worker that loses its device does: at once, with 70."""
+        """Write where nothing is, and end as a worker that loses its device does: at once."""
         self.kernels.poke(self.stream)
         try:
             self.driver.synchronize(self.stream)
         except DriverError as error:
             self.wire.send({"lost": error.code})
-            os._exit(70)
+            os._exit(LOST_CODE)
         return {"lost": ""}, []
 
     def _own(self, name: str, size_bytes: int) -> int:

@@ -14,12 +14,12 @@ from typing import Any
 
 from weftline.engine.gpu_check import hopping, writing
 from weftline.engine.gpu_check.hands import Hands
+from weftline.engine.gpu_check.processes import LOST_CODE
 from weftline.engine.gpu_check.running import Skipped
 from weftline.engine.gpu_check.wire import PeerGone, Wire
 from weftline.errors import MissingPackage
 from weftline.shm.device.driver import DeviceLost, DriverError
 
-LOST_CODE = 70
 VERBS: dict[str, Any] = {
     **{name.removeprefix("do_"): verb for name, verb in vars(Hands).items() if name.startswith("do_")},
     **writing.VERBS,

@@ -24,6 +24,9 @@ from weftline.engine.gpu_check.wire import PeerGone, Wire, pair
 ANSWER_MAX_S = 60.0
 """Longest wait for an answer that says nothing else: a first CUDA context on a busy machine takes seconds."""
 
+LOST_CODE = 70
+"""What a process ends with that has lost its device, as a worker does."""
+
 END_MAX_S = 5.0
 """Longest a process may take to be gone after it was told to end, or killed: what the issue calls a hang."""
 

@@ -165,4 +165,16 @@ def test_a_pipeline_that_cannot_be_read_is_wrong(monkeypatch: pytest.MonkeyPatch
     trial = Trial("pipeline", "fake:0", False, False, time.monotonic() + 60)
     found = outcome_of("pipeline", lambda: programs.check_pipeline(trial))
     assert found.state == "wrong"
-    assert "its process ended with 1" in found.why
+    assert found.why.startswith("PipelineError: ")
+
+
+def test_a_process_that_ends_otherwise_than_a_worker_would_is_wrong(tmp_path: Path) -> None:
+    ends = """
+from weftline.engine.gpu_check.hands import Hands
+def poke(one):
+    one.wire.send({"lost": "ILLEGAL_ADDRESS"})
+    raise SystemExit(3)
+Hands.do_poke = poke
+"""
+    found = run("fault", planted(tmp_path, ends))
+    assert (found.state, found.why) == ("wrong", "the doomed lost the device and ended with 3; a worker ends with 70")

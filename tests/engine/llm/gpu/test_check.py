@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from weftline.engine.gpu_check.programs import LLM_PARTS
+from weftline.engine.gpu_check.running import Outcome, outcome_from
 from weftline.engine.llm import quantised
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import rows as fuse_rows
@@ -81,6 +83,16 @@ def test_one_wrong_part_hides_none_of_the_others_and_decides_the_end(
     assert [line.split()[:2] for line in out.splitlines() if not line.startswith((" ", "{"))] == [
         ["kernels", "right"], ["fused", "wrong"], ["graphs", "right"],
     ]  # fmt: skip
+
+
+def test_the_check_of_the_whole_gpu_knows_these_parts_and_takes_their_outcomes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert tuple(gpu_check.parts()) == LLM_PARTS
+    monkeypatch.setattr(gpu_check, "why_not", lambda: "torch finds no CUDA device")
+    file = tmp_path / "outcome.json"
+    assert gpu_check.main(["--part", "graphs", "--json", str(file)]) == 0
+    assert outcome_from(json.loads(file.read_text())) == Outcome("graphs", "skipped", "torch finds no CUDA device")
 
 
 @pytest.mark.usefixtures("tiny")
