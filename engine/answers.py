@@ -15,6 +15,7 @@ from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew
 from weftline.engine.device_memory import DeviceMemory
 from weftline.engine.device_news import DeviceNews
+from weftline.engine.fault_domain import Past
 from weftline.engine.feeds import Feeds
 from weftline.engine.figures import sound
 from weftline.engine.idleness import Idleness
@@ -43,6 +44,7 @@ class Answers:
         feeds: Feeds,
         shares: KvShares,
         devices: DeviceNews,
+        past: Past,
         ledger: Ledger,
         emit: Callable[[ev.Command], None],
     ) -> None:
@@ -55,6 +57,7 @@ class Answers:
         self._feeds = feeds
         self._shares = shares
         self._devices = devices
+        self._past = past
         self._ledger = ledger
         self._emit = emit
         self._lanes_of = tasks.by_worker(len(plan.workers))
@@ -219,7 +222,7 @@ class Answers:
         items = -(-ran[0].items // batches)
         lane.learn(items, run_ms, self._book.now_ms)
         if lane.went_well(items):
-            self._emit(ev.Note(f"step {lane.name}: no want of memory lately; batches are at most {lane.items_max} again"))
+            self._emit(ev.Note(f"step {lane.name}: no want of memory lately; batches are at most {lane.items_max} now"))
 
     def _pieces(self, worker: int, message: msg.Pieces) -> None:
         member = self._crew.members[worker]
@@ -295,9 +298,15 @@ class Answers:
             self._kill(worker, "it named memory it does not hold")
             self._tasks.fail(task, "WorkerDied", "its worker named memory it does not hold", lane.name)
             return
+        outputs = result.outputs
+        if self._past:  # it may pass on what it was given before somebody died
+            if any(map(self._past.has, outputs)):
+                self._tasks.fail(task, "WorkerDied", "it passed on what ended with a worker that died", lane.name)
+                return
+            outputs = tuple(map(self._past.left_of, outputs))
         note(self._steps, self._crew, task, self._book.now_ms, "ok", ran)
         self._tasks.forget(task)
-        self._branches.finished(task.request, task.place, result.outputs, task.element)
+        self._branches.finished(task.request, task.place, outputs, task.element)
         self._tasks.end(task)
 
     def _kill(self, worker: int, why: str) -> None:

@@ -13,7 +13,7 @@ from weftline.engine import messages as msg
 from weftline.engine.book import Book
 from weftline.engine.branches import Branches
 from weftline.engine.crew import Crew, Dispatch
-from weftline.engine.fault_domain import Fallen, fallen, victims
+from weftline.engine.fault_domain import Fallen, Past, fallen, victims
 from weftline.engine.kv_shares import KvShares
 from weftline.engine.lanes import Lane
 from weftline.engine.messages import Value
@@ -40,6 +40,7 @@ class Deaths:
         crew: Crew,
         shares: KvShares,
         settling: Settling,
+        past: Past,
         ledger: Ledger,
         emit: Callable[[ev.Command], None],
     ) -> None:
@@ -50,6 +51,7 @@ class Deaths:
         self._crew = crew
         self._shares = shares
         self._settling = settling
+        self._past = past
         self._ledger = ledger
         self._emit = emit
         self._lanes_of = tasks.by_worker(len(plan.workers))
@@ -108,6 +110,7 @@ class Deaths:
         """End what cannot go on without what fell: workers that wait for it, requests and tasks that need it."""
         if not what:
             return
+        self._past.add(what)
         for worker in victims(what, self._crew.members):
             member = self._crew.members[worker]
             member.why, member.spared = "it waits on the device for work of a worker that died", True

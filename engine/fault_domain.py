@@ -18,6 +18,7 @@ from weftline.engine.crew import WorkerState
 from weftline.engine.messages import Value
 from weftline.engine.unfinished import Unfinished
 from weftline.shm.block import Key
+from weftline.shm.lease import Ledger
 
 HANDLE = "handle"
 """The rung whose memory ends with the process that made it."""
@@ -81,6 +82,32 @@ class Fallen:
             return True
         unfinished = (key for one in member.unfinished.values() for key in one.reads)
         return any(key in self.step_of or (self.gone and key[0] == self.arena) for key in unfinished)
+
+
+class Past:
+    """What ended with workers that died, as long as somebody who was told of it before may still pass it on."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._fallen: list[Fallen] = []
+
+    def add(self, what: Fallen) -> None:
+        held = self._ledger.taken_bytes
+        self._fallen = [one for one in self._fallen if held(one.arena) or held(-one.arena)]
+        self._fallen.append(what)
+
+    def __bool__(self) -> bool:
+        return bool(self._fallen)
+
+    def has(self, value: Value) -> bool:
+        """Whether a value, or a part of it, cannot be had any more."""
+        return any(what.has(value) for what in self._fallen)
+
+    def left_of(self, value: Value) -> Value:
+        """Return what is left of a value that can be had; itself when nothing of it fell."""
+        for what in self._fallen:
+            value = what.left_of(value)
+        return value
 
 
 def fallen(unfinished: Iterable[Unfinished], near_arena: int, rung: str) -> Fallen:

@@ -25,6 +25,7 @@ from weftline.engine.device_memory import DeviceMemory
 from weftline.engine.device_news import DeviceNews
 from weftline.engine.dispatcher import Dispatcher
 from weftline.engine.events import Command, Event
+from weftline.engine.fault_domain import Past
 from weftline.engine.feeds import Feeds
 from weftline.engine.idleness import Idleness
 from weftline.engine.kv_shares import KvShares
@@ -63,10 +64,10 @@ class Scheduler:
         self.kv = KvShares(plan, self._emit)
         self._dispatcher = Dispatcher(self._tasks, self._book, self.crew, self._rooms, self._feeds, self._emit)
         known = self._tasks, self._book, self._branches, self.crew
-        settling = Settling(self.crew, self.ledger, self._emit)
+        settling, past = Settling(self.crew, self.ledger, self._emit), Past(self.ledger)
         devices = DeviceNews(plan, self._book, self.crew, self.ledger, settling, self._emit)
-        self._answers = Answers(plan, *known, self._rooms, self._feeds, self.kv, devices, self.ledger, self._emit)
-        self._deaths = Deaths(plan, *known, self.kv, settling, self.ledger, self._emit)
+        self._answers = Answers(plan, *known, self._rooms, self._feeds, self.kv, devices, past, self.ledger, self._emit)
+        self._deaths = Deaths(plan, *known, self.kv, settling, past, self.ledger, self._emit)
         self.idleness = Idleness(plan, self._tasks, self._book, self.crew, self.kv, self.ledger, self._emit)
         self.memory = DeviceMemory(plan, self.kv.left)
         self._answers.attach(self.idleness, self.memory)

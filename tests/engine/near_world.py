@@ -118,7 +118,8 @@ class NearWorld:
         return msg.DeviceUp(DEVICE, planned.device_arena_bytes, self.rung, b"", events)
 
     def share(self, worker: int, arena: int) -> None:
-        self._sides[worker].arena = arena
+        if worker in self._sides:  # else it has died, and its arena was told of with that
+            self._sides[worker].arena = arena
 
     def condemn(self, worker: int) -> None:
         """A worker is to be killed: it may wait for whatever it likes."""

@@ -459,6 +459,9 @@ class World:
         held = self.streams.get(worker)
         if self.arena_of.get(worker) != arena or not held:
             return
+        if worker in self.waiting_device:  # it does one thing at a time
+            self.later(("round", worker, arena))
+            return
         step = held[0][0]
         if self.dies_of(worker, arena, step, [item.id for s, item in held if s == step]):
             return

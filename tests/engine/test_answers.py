@@ -105,7 +105,7 @@ def test_out_of_memory_halves_the_batch_and_calm_doubles_it_again() -> None:
         desk.submit_all(range(5))
         desk.answer("a")  # the first comes alone, and the others as the batch behind it
         desk.answer("a")
-    assert notes(desk) == ["step a: no want of memory lately; batches are at most 8 again"]
+    assert notes(desk) == ["step a: no want of memory lately; batches are at most 8 now"]
     assert desk.scheduler.batches == {"a": {"items_max": 8, "out_of_memory": 1}}
     assert desk.scheduler.counters.out_of_memory == 1
 

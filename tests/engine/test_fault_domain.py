@@ -8,10 +8,11 @@ from tests.engine.desk import Desk, plan_of
 from tests.engine.on_device import TENSOR, answer_near, answer_small, given, hop, on_device, row
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
-from weftline.engine.fault_domain import Fallen, fallen
+from weftline.engine.fault_domain import Fallen, Past, fallen
 from weftline.engine.recovery import SPARED_MAX, Recovery
 from weftline.pipelines.builder import Builder
 from weftline.shm.block import Block
+from weftline.shm.lease import Ledger
 
 LEFT, RIGHT = 0, 1
 WAITS = "it waits on the device for work of a worker that died"
@@ -65,6 +66,35 @@ def test_what_was_finished_is_read_later_without_the_event_that_died() -> None:
     answer_small(desk, "b")
     assert isinstance(desk.ended[busy], ev.Finish) and isinstance(desk.ended[waits], ev.Finish)
     assert desk.is_clean()
+
+
+def test_what_was_finished_is_passed_on_without_the_event_that_died() -> None:
+    desk = Desk(row("event"))
+    one = desk.submit(x=given(desk))
+    run = answer_near(desk, "a")
+    desk.hear(0, msg.Released((run.dispatch,)))
+    given_before = desk.inbox[1][0].items[0].inputs[0]
+    assert given_before.ready is not None
+    desk.die(0)
+    desk.answer("b", lambda x: given_before)
+    value = desk.inbox[2][0].items[0].inputs[0]
+    assert value.near == given_before.near and value.ready is None
+    answer_small(desk, "c")
+    assert isinstance(desk.ended[one], ev.Finish) and desk.is_clean()
+
+
+def test_what_ended_with_a_worker_is_forgotten_with_its_arenas() -> None:
+    ledger = Ledger()
+    past = Past(ledger)
+    ledger.add_arena(3, 1024, 256)
+    block = ledger.try_lease(3, 256)
+    assert block is not None
+    past.add(Fallen({}, 3))
+    past.add(Fallen({}, 4))
+    assert [what.arena for what in past._fallen] == [3, 4]
+    ledger.release((3, block.offset, block.generation))
+    past.add(Fallen({}, 5))
+    assert [what.arena for what in past._fallen] == [5]
 
 
 def test_a_request_that_still_waits_for_the_reader_fails_and_the_reader_of_others_lives() -> None:
