@@ -104,7 +104,7 @@ class NearMemory:
             why = self._refused.get(place.arena if place else -1, "it belongs to another device")
             raise StepError(
                 f"an input lies in device memory that cannot be read here ({why})\n"
-                "    fix: keep the steps in one process (the same `worker`), or let processes share this device's memory"
+                "    fix: keep the steps in one process (the same `worker`), or let processes share the device's memory"
             )
         return self._arenas[place.arena].view(place, TensorSpec(value.dtype, value.shape))
 

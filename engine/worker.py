@@ -138,6 +138,8 @@ class Worker:
             node.close()
 
     def _take(self, message: ToWorker) -> None:
+        if self._completion is not None:
+            self._completion.reap()
         match message:
             case Run():
                 self._run(message)
@@ -248,6 +250,9 @@ class Worker:
         """Put a step to sleep or wake it; until that is done, nothing else happens in this worker."""
         if self._sleepers is None or message.step not in self._nodes:
             return
+        if isinstance(message, Sleep) and self._memory.near is not None:
+            self._memory.near.check()  # nothing of the node is left on the device when it goes
+            self._memory.near.scratch.trim()
         done = self._sleepers.sleep(message) if isinstance(message, Sleep) else self._sleepers.wake(message)
         self._note()  # said before the next beat: an older one would tell of memory that is gone
         self._say(done)
@@ -270,8 +275,6 @@ class Worker:
 
     def _run(self, message: Run) -> None:
         self._inbox.begin(message)
-        if self._completion is not None:
-            self._completion.reap()
         refused = self._screening.refused(message)
         runner = self._chains[message.chain] if message.chain else self._batches[message.step]
         done = runner.run(message, refused)
@@ -293,7 +296,6 @@ class Worker:
         if near is None or self._completion is None:
             self._say(Settled(message.token))
             return
-        self._completion.reap()
         events = near.marks_now()
         self._completion.settle(message.token, events, lambda: near.destroy(events))
 
