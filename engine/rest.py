@@ -28,7 +28,7 @@ class Rest:
     def __init__(self) -> None:
         self._states: dict[int, str] = {}
         self.moving = False  # one of them is falling asleep or waking
-        self.wakes_since_ms: float | None = None  # when one of them was last told to wake; None: none is waking
+        self.wakes_since_ms: float | None = None  # since when one or another of them is waking; None: none is
 
     def __bool__(self) -> bool:
         return bool(self._states)
@@ -47,10 +47,10 @@ class Rest:
         else:
             self._states[step] = to
         self.moving = any(one in (FALLING, WAKING) for one in self._states.values())
-        if to == WAKING:
-            self.wakes_since_ms = now_ms
-        elif WAKING not in self._states.values():
+        if WAKING not in self._states.values():
             self.wakes_since_ms = None
+        elif self.wakes_since_ms is None:
+            self.wakes_since_ms = now_ms
 
     def asleep(self, steps: Collection[int]) -> bool:
         """Whether all of these sleep; False of none."""

@@ -450,6 +450,22 @@ def test_a_step_that_loads_silently_is_left_in_peace() -> None:
     assert desk.kills() == ["it gave no sign of life for 3 s"]
 
 
+def test_a_step_that_loads_silently_is_left_in_peace_when_its_neighbour_is_to_wake_too() -> None:
+    p = Builder("side-by-side")
+    for name in "ab":
+        step = p.step(name, "echo", type="json", value=p.input(f"x{name}", "json"), idle=IDLE_S, worker="both")
+        p.output(f"y{name}", step.value)
+    desk = asleep(p)
+    desk.submit(("ya",), xa=1, xb=None)
+    desk.advance(1)
+    desk.hear(0, msg.Progress("a", "waking", 0.0))
+    desk.advance(1000, silent=[0])
+    desk.submit(("yb",), xa=None, xb=1)
+    assert orders(desk, msg.Wake) == [(0, msg.Wake(1))]
+    desk.advance(60_000, silent=[0])
+    assert desk.kills() == []
+
+
 def test_a_worker_that_was_lost_before_it_heard_that_a_step_is_to_wake_is_not_waited_for() -> None:
     desk = asleep(one_step())
     desk.submit(x=1)

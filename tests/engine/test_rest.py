@@ -39,8 +39,8 @@ def test_since_when_a_worker_wakes_steps_is_on_record_until_the_last_is_awake() 
         rest.move(step, "sleep")
         rest.move(step, "slept")
         rest.move(step, "wake", told_ms)
-    assert rest.wakes_since_ms == 7.0
+    assert rest.wakes_since_ms == 5.0
     rest.move(0, "awake")
-    assert rest.wakes_since_ms == 7.0
+    assert rest.wakes_since_ms == 5.0
     rest.move(1, "awake")
     assert rest.wakes_since_ms is None
