@@ -117,6 +117,7 @@ class Sleepers:
         self._reopen = reopen
         self._bed = bed
         self._say = say
+        self._least = {step.index: _least(step, nodes[step.index]) for step in steps}
 
     def sleep(self, message: Sleep) -> Slept:
         """Have a step's node give back what it holds, and return how much came free on the device."""
@@ -171,7 +172,7 @@ class Sleepers:
             return self._reopen(step)
         with self._bed.on(step):
             node.wake()
-        least = step.options.get("kv_bytes")
+        least = self._least[step.index]
         if least and isinstance(node, StreamNode) and node.memory() is not None:
             node.resize_memory(least)  # what it had beyond that may be somebody else's by now
         return node
@@ -179,6 +180,22 @@ class Sleepers:
     def _put(self, step: int, node: Node) -> None:
         self._nodes[step] = node
         self._hosted(step).node = node
+
+
+def _least(step: StepToOpen, node: Node) -> int:
+    """Return the KV memory that a step starts with, in bytes: what it names, else what it was opened with.
+
+    0 where it shares none.
+    """
+    named = step.options.get("kv_bytes", 0)
+    if named is not None or not isinstance(node, StreamNode):
+        return int(named or 0)
+    try:
+        use = node.memory()
+    except Exception:
+        _log.exception("step %s: the node could not say how its memory is used", step.name)
+        return 0
+    return 0 if use is None else use.used_bytes + use.idle_bytes + use.free_bytes
 
 
 def _since(started: float) -> float:

@@ -118,12 +118,13 @@ class Room:
     node: Node
     device: Watched = field(default_factory=Watched)
     reopens: bool | Exception = True
+    kv_bytes: int | None = 100
     opened: list[Node] = field(default_factory=list)
     said: list[msg.FromWorker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.nodes, self.holder = {3: self.node}, Holder(self.node)
-        step = msg.StepToOpen(3, "see", "node", {"kv_bytes": 100}, (), (), "cpu", 8, False)
+        step = msg.StepToOpen(3, "see", "node", {"kv_bytes": self.kv_bytes}, (), (), "cpu", 8, False)
         lookup = {3: self.holder}
         self.sleepers = Sleepers([step], self.nodes, lookup.__getitem__, self._reopen, self.device, self.said.append)
         del self.node
@@ -188,6 +189,15 @@ def test_a_node_that_kept_memory_has_its_least_when_it_wakes() -> None:
     room.sleepers.sleep(msg.Sleep(3, "host"))
     room.sleepers.wake(msg.Wake(3))
     assert node.held == 100
+
+
+def test_a_node_whose_memory_nobody_named_has_what_it_was_opened_with_when_it_wakes() -> None:
+    node = Talks()
+    room = Room(node, kv_bytes=None)
+    node.resize_memory(5000)
+    room.sleepers.sleep(msg.Sleep(3, "host"))
+    room.sleepers.wake(msg.Wake(3))
+    assert node.held == 900
 
 
 def test_a_worker_that_ends_closes_the_nodes_that_sleep() -> None:
