@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weftline.nodes.ports import PortType, list_of
 from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Plan, PlannedStep
-from weftline.pipelines.transfers import Readers, can_lie_near, one_device
+from weftline.pipelines.transfers import Readers, can_lie_near, handed_on, one_device
 from weftline.pipelines.wire import Wire
 from weftline.shm.device.names import is_gpu
 from weftline.shm.spec import ITEM_BYTES
@@ -79,17 +79,19 @@ def hop_rows(plan: Plan) -> list[list[list[str]]]:
 
 def near_wires(plan: Plan) -> Collection[tuple[str, str]]:
     """Return the inputs, as step and port, whose wires carry tensors that stay on a GPU."""
-    near: dict[Wire, str] = {}
+    readers = Readers(plan.steps, ())
+    given: dict[Wire, set[str]] = {}  # the GPUs on which a wire's tensors may lie
     found: set[tuple[str, str]] = set()
     for step in plan.steps:
-        carried = {read.port: near[read.wire] for read in step.inputs if read.wire in near}
-        here = carried if step.control else {
-            port: device for port, device in carried.items() if port in step.near_inputs and one_device(step) == device
-        }  # fmt: skip
-        found |= {(step.name, port) for port in here}
-        device = next(iter(here.values()), "") if step.control else one_device(step)
-        ports = [port.name for port in step.outputs] if step.control else [*step.near_outputs]
-        near |= {Wire(step.name, port): device for port in ports if device}
+        given |= {Wire(step.name, port): {one_device(step)} for port in step.near_outputs}
+        for read in step.inputs:
+            onward = handed_on(step, read.port) if step.control else None
+            ends = [*readers.of(onward)] if onward else [(step, read.port)]
+            taken = {one_device(end[0]) for end in ends if end is not None and end[1] in end[0].near_inputs}
+            if stays := given.get(read.wire, set()) & taken:
+                found.add((step.name, read.port))
+                if onward:
+                    given[onward] = given.get(onward, set()) | stays
     return found
 
 

@@ -67,6 +67,13 @@ def one_device(step: PlannedStep) -> str:
     return device if is_gpu(device) and {*step.devices} == {device} else ""
 
 
+def handed_on(control: PlannedStep, port: str) -> Wire | None:
+    """Return the output on which a control hands on what comes in at `port`; None for what a switch decides by."""
+    if control.control == "switch" and port == BY:
+        return None
+    return Wire(control.name, port if control.control == "passes" else VALUE)
+
+
 class Readers:
     """Who reads an output in the end: controls and fallbacks hand on what they are given.
 
@@ -84,17 +91,23 @@ class Readers:
 
     def of(self, wire: Wire) -> Iterator[tuple[PlannedStep, str] | None]:
         """Yield step and port of every reader of an output or an input; None for one outside of the steps."""
+        yield from self._of(wire, set())
+
+    def _of(self, wire: Wire, seen: set[Wire]) -> Iterator[tuple[PlannedStep, str] | None]:
+        if wire in seen:  # two ways through controls lead to the same readers
+            return
+        seen.add(wire)
         if wire in self._host:
             yield None
         for step, port in self._inputs.get(wire, ()):
             if not step.control:
                 yield step, port
-            elif step.control == "switch" and port == BY:
-                yield None
+            elif onward := handed_on(step, port):
+                yield from self._of(onward, seen)
             else:
-                yield from self.of(Wire(step.name, port if step.control == "passes" else VALUE))
+                yield None
         if wire.step in self._answers_for:
-            yield from self.of(Wire(self._answers_for[wire.step], wire.port))
+            yield from self._of(Wire(self._answers_for[wire.step], wire.port), seen)
 
 
 def _near_inputs(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> tuple[str, ...]:

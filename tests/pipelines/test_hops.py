@@ -9,7 +9,7 @@ import pytest
 from weftline.nodes.ports import PortType
 from weftline.pipelines.drawing import NEAR_PX, explain_svg
 from weftline.pipelines.explain import explain_mermaid, explain_text
-from weftline.pipelines.hops import hop_rows, hops, size_of
+from weftline.pipelines.hops import hop_rows, hops, near_wires, size_of
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.machine import Device, Machine
 from weftline.pipelines.plan import Plan
@@ -96,6 +96,27 @@ outputs: {label: name.label}
     }
     chart = explain_mermaid(plan)
     assert chart.count("==>") == 2, "into the switch and out of it"
+
+
+def test_a_wire_into_a_control_is_near_where_somebody_behind_it_reads_on_the_gpu(planned) -> None:
+    text = """
+inputs: {photo: image}
+steps:
+  find: {node: find, inputs: {image: photo}}
+  blur: {node: blur, inputs: {image: photo}, device: 'cuda:1'}
+  out: {node: first, inputs: {a: find.image, b: photo}}
+  one: {node: first, inputs: {a: find.image, b: blur.image}}
+  two: {node: first, inputs: {a: one.value}}
+  name: {node: name, inputs: {image: two.value}}
+  far: {node: name, inputs: {image: two.value}, device: 'cuda:1'}
+outputs: {label: name.label, far: far.label, image: out.value}
+"""
+    assert near_wires(planned(text.replace("find, inputs: {image: photo}", "find, inputs: {image: photo}, device: cuda")
+                              .replace("two.value}}\n  far", "two.value}, device: cuda}\n  far"), TWO)) == {
+        ("one", "a"), ("one", "b"), ("two", "a"), ("name", "image"), ("far", "image"),
+    }  # fmt: skip
+    assert near_wires(planned(text.replace(", device: 'cuda:1'", ""))) >= {("one", "b")}
+    assert ("out", "a") not in near_wires(planned(text, TWO)), "that way leads to the caller alone"
 
 
 def test_the_table_says_where_and_how_much(planned) -> None:

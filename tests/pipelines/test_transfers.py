@@ -12,6 +12,8 @@ from weftline.pipelines.load import load_yaml
 from weftline.pipelines.place import Device, Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
+from weftline.pipelines.transfers import Readers
+from weftline.pipelines.wire import Wire
 
 GIB = 1 << 30
 ONE = Machine(8, 64 * GIB, (Device("fake:0", 8 * GIB),))
@@ -236,3 +238,16 @@ def test_objects_found_cut_and_named_by_the_nodes_of_the_catalog(
     assert {step.name: step.device for step in plan.steps if step.device != "fake:0"} == (
         {"named": "cpu"} | ({"shape": "fake:1"} if crossed else {})
     )
+
+
+def test_a_reader_behind_many_ways_through_controls_is_found_once(planned) -> None:
+    chain = [f"  c{at}: {{node: first, inputs: {{a: {wire}, b: {wire}}}}}"
+             for at, wire in enumerate(["find.image", *(f"c{at}.value" for at in range(19))])]  # fmt: skip
+    steps = "\n".join(["  find: {node: find, inputs: {image: photo}}", *chain])
+    plan = planned(
+        f"inputs: {{photo: image}}\nsteps:\n{steps}\n  name: {{node: name, inputs: {{image: c19.value}}}}\n"
+        "outputs: {label: name.label}\n"
+    )
+    found = [*Readers(plan.steps, ()).of(Wire("find", "image"))]
+    assert [(step.name, port) for step, port in found] == [("name", "image")]
+    assert plan.step("find").near_outputs == {"image": "device"}
