@@ -50,7 +50,7 @@ def make_plan(
     bare = None if checked.problems else _plan(checked, machine)
     edges = near_edges(bare.steps, near) if bare is not None else ()
     placement, problems = place(run, heavy, pipeline.limits, machine, pipeline.gpu, needs, edges)
-    report = Report(pipeline, problems=list(checked.problems))
+    report = Report(pipeline, checked.origins, list(checked.problems))
     report.take(problems)
     if report.problems or bare is None:
         raise PipelineError(report.problems)

@@ -213,3 +213,13 @@ def test_a_name_that_leads_nowhere_is_a_problem_wherever_it_stands(write: Write,
     above.write_text(path.read_text().replace(f"{name}.yaml", "outer.yaml"))
     assert found_in(path)["outer.yaml", "steps.read.pipeline"].found == f"there is no file {name}.yaml"
     assert found_in(above)["outer.yaml", "steps.read.pipeline"].found == f"there is no file {name}.yaml"
+
+
+def test_what_does_not_fit_the_machine_is_told_where_it_was_written(write: Write) -> None:
+    inner = INNER.replace("worker: w", "device: 'cuda:3'")
+    path = write(outer=OUTER.replace(", k: json", "") + "  read: {pipeline: sub/inner.yaml, inputs: {words: q}}\n"
+                 "outputs: {y: read.said}\n", inner=inner)  # fmt: skip
+    with pytest.raises(PipelineError) as refused:
+        make_plan(load_file(path), Machine(4, 16 << 30))
+    (problem,) = refused.value.problems
+    assert (Path(problem.file).name, problem.path, problem.line) == ("inner.yaml", "steps.say.device", 5)
