@@ -7,13 +7,14 @@ none, once everything else is known; until then it is divided when they are open
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from weftline.errors import Problem
-from weftline.pipelines.kv_memory import LEAST_BYTES, kv_limits, own_kv_bytes, shares
+from weftline.pipelines.kv_memory import kv_limits, least_left, own_kv_bytes, shares
 from weftline.pipelines.machine import Machine
-from weftline.pipelines.needs import Need, Needs
+from weftline.pipelines.needs import Need, Needs, gpus_of
 from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Claim, DeviceBudget, Plan, PlannedStep
 from weftline.pipelines.policy import GpuPolicy
@@ -27,35 +28,32 @@ EVERYBODY = "llm steps"
 
 def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple[DeviceBudget, ...]:
     """Return the budget of every GPU that a step of a placed plan is on."""
-    found = []
+    found = list[DeviceBudget]()
     for device in machine.devices:
         claims = [*_processes(plan, device.name, needs, gpu), *_instances(plan, device.name, needs.steps)]
         if not claims:
             continue
         claims.append(Claim("", RESERVE, gpu.reserve_bytes, _source(gpu.reserve_bytes, GpuPolicy().reserve_bytes)))
         claims += _kv(plan, device.name)
-        left = device.memory_bytes - sum(claim.bytes for claim in claims)
-        known = all(claim.source != "unknown" for claim in claims)
-        takers = _takers(plan, device.name)
-        kv_bytes = max(0, left) if known and takers and device.name not in kv_limits(plan) else 0
-        found.append(DeviceBudget(device.name, device.memory_bytes, tuple(claims), kv_bytes))
-    return tuple(found)
+        found.append(DeviceBudget(device.name, device.memory_bytes, tuple(claims)))
+    divided = _divided(plan, found)
+    return tuple(
+        dataclasses.replace(one, kv_bytes=max(0, one.total_bytes - one.claimed_bytes)) if one.device in divided else one
+        for one in found
+    )
 
 
 def over_commits(plan: Plan) -> list[Problem]:
     """Return a problem for each GPU of which more is claimed than it has, without file or line."""
     problems = []
     for budget in plan.budgets:
-        too_much = budget.claimed_bytes - budget.total_bytes
-        if too_much > 0:
-            found = over_commit_text(budget.device, budget.total_bytes, budget.claims)
-            problems.append(Problem("gpu", found, fix=_fix(budget, too_much)))
-            continue
-        takers = _takers(plan, budget.device)
-        known = all(claim.source != "unknown" for claim in budget.claims)
-        if takers and known and budget.device not in kv_limits(plan) and budget.kv_bytes < LEAST_BYTES * len(takers):
-            found = over_commit_text(budget.device, budget.total_bytes, budget.claims, takers)
-            problems.append(Problem("gpu", found, fix=_fix(budget, LEAST_BYTES * len(takers))))
+        left = budget.total_bytes - budget.claimed_bytes
+        takers = [] if budget.device in kv_limits(plan) or not _known(budget) else _takers(plan, budget.device)
+        least = least_left(len(takers)) if takers else 0
+        if left < least:
+            found = over_commit_text(budget.device, budget.total_bytes, budget.claims, takers if left >= 0 else ())
+            path, fix = _way_out(budget, least - left)
+            problems.append(Problem(path, found, fix=fix))
     return problems
 
 
@@ -125,7 +123,7 @@ def _processes(plan: Plan, device: str, needs: Needs, gpu: GpuPolicy) -> list[Cl
             if worker.device_arena_bytes:
                 arena = _source(worker.device_arena_bytes, GpuPolicy().arena_bytes)
                 claims.append(Claim(worker.name, ARENA, worker.device_arena_bytes, arena))
-    ranks = (step for step in plan.steps for own in step.devices if device in _ranks(step, own, needs.steps)[1:])
+    ranks = (step for step in plan.steps for own in step.devices if device in _gpus(step, own, needs.steps)[1:])
     return claims + [Claim(f"{step.name} (rank)", CONTEXT, context, source) for step in ranks]
 
 
@@ -135,7 +133,7 @@ def _instances(plan: Plan, device: str, needs: Mapping[str, Need]) -> list[Claim
         need = needs.get(step.name, Need())
         source = "unknown" if device not in need.bytes else "stated" if need.stated else "measured"
         for own in step.devices:
-            if device in _ranks(step, own, needs):
+            if device in _gpus(step, own, needs):
                 claims.append(Claim(step.name, WORK, need.bytes.get(device, 0), source))
                 if need.ranks > 1 and need.kv_bytes:
                     claims.append(Claim(step.name, KV, need.kv_bytes, "stated"))
@@ -161,25 +159,49 @@ def _takers(plan: Plan, device: str) -> list[str]:
     ]
 
 
-def _ranks(step: PlannedStep, device: str, needs: Mapping[str, Need]) -> list[str]:
+def _gpus(step: PlannedStep, device: str, needs: Mapping[str, Need]) -> tuple[str, ...]:
     """Return the GPUs that an instance uses, from its own on."""
-    kind, _, first = device.partition(":")
-    ranks = needs.get(step.name, Need()).ranks
-    return [f"{kind}:{int(first) + rank}" for rank in range(ranks)] if kind == "cuda" else [device]
+    return gpus_of(device, needs.get(step.name, Need()).ranks)
+
+
+def _known(budget: DeviceBudget) -> bool:
+    return all(claim.source != "unknown" for claim in budget.claims)
+
+
+def _divided(plan: Plan, found: Sequence[DeviceBudget]) -> set[str]:
+    """Return the GPUs whose rest the plan gives to llm steps: all is known there, and no limit says how much.
+
+    A step has one figure for all of its instances, so that it is none while what is left of any of their devices is not
+    known; and then the others there wait for it too.
+    """
+    limits = kv_limits(plan)
+    divided = {one.device for one in found if _known(one) and one.device not in limits and _takers(plan, one.device)}
+    takers = [{*step.devices} for step in plan.steps if shares(step) and not own_kv_bytes(step)]
+    while waiting := {device for on in takers if not on <= divided | {*limits} for device in on & divided}:
+        divided -= waiting
+    return divided
 
 
 def _source(bytes: int, usual: int) -> str:
     return "assumed" if bytes == usual else "stated"
 
 
-def _fix(budget: DeviceBudget, too_much: int) -> str:
-    """Return what to lower or move: the largest thing that somebody can."""
-    claims = [claim for claim in budget.claims if claim.what in (WORK, KV)]
-    largest = max(claims, key=lambda claim: claim.bytes, default=None)
-    if largest is None or not largest.bytes:
-        return "lower gpu.arena_bytes or gpu.reserve_bytes, or use another GPU (`device:`)"
-    by = size_text(too_much)
-    if largest.what == KV:
-        key = f"limits.kv_bytes.{budget.device}" if largest.who == EVERYBODY else f"steps.{largest.who}.kv_bytes"
-        return f"lower {key} by {by}, or put steps on another GPU (`device:`)"
-    return f"put {largest.who} or others on another GPU (`device:`), or have fewer items in their batches"
+def _way_out(budget: DeviceBudget, too_much: int) -> tuple[str, str]:
+    """Return where the largest thing stands that somebody can lower or move, and what to do about it."""
+    sums: Counter[tuple[str, str, str]] = Counter()
+    for claim in budget.claims:
+        sums[claim.who, claim.what, claim.source] += claim.bytes if claim.what != CONTEXT else 0
+    (who, what, source), largest = sums.most_common(1)[0]
+    less = f" by {size_text(too_much)}" if too_much <= largest else ""
+    if not largest:
+        return "gpu", "let steps share a process, or use another GPU (`device:`)"
+    if what in (RESERVE, ARENA):
+        path = "gpu.reserve_bytes" if what == RESERVE else "gpu.arena_bytes"
+        return path, f"lower {path}{less if what == RESERVE else ''}, or use another GPU (`device:`)"
+    if what == KV:
+        path = f"limits.kv_bytes.{budget.device}" if who == EVERYBODY else f"steps.{who}.kv_bytes"
+        return path, f"lower {path}{less}, or put steps on another GPU (`device:`)"
+    if source == "stated":
+        path = f"steps.{who}.device_bytes"
+        return path, f"put {who} or others on another GPU (`device:`), or lower {path} if that is more than it takes"
+    return f"steps.{who}", f"put {who} or others on another GPU (`device:`), or have fewer items in their batches"

@@ -11,8 +11,8 @@ Llm steps that take what is left come before all others, and keep apart. Where t
 are let travel, and at last GPUs are filled one by one: the first of these ways in which everything fits is taken. If
 there is none, it is the first way, and the budgets say what is too much.
 
-What is not known to need anything goes on the first GPU, llm steps aside. A light step on `auto` follows the steps that
-it exchanges tensors with, if they are on one GPU.
+What is not known to need anything goes on the first GPU with room for its process, llm steps aside. A light step on
+`auto` follows the steps that it exchanges tensors with, if they are on one GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal
 from weftline.pipelines.graph import Step
 from weftline.pipelines.loads import AUTO, Load, Room, loads_of
 from weftline.pipelines.machine import Machine
-from weftline.pipelines.needs import Need
+from weftline.pipelines.needs import Need, gpus_of
 from weftline.pipelines.policy import GpuPolicy
 from weftline.shm.device.names import is_gpu
 
@@ -82,15 +82,16 @@ def _try(
     order, places = [*rooms], dict[tuple[str, int], str]()
 
     def put(load: Load, device: str) -> None:
-        for name in _span(load, device, order):
-            rooms[name].take(load)
+        for name in gpus_of(device, load.ranks):
+            if name in rooms:
+                rooms[name].take(load)
         places.update(dict.fromkeys(load.members, device))
 
     for load in (one for one in loads if one.pinned):
         put(load, load.pinned)
     free = [load for load in loads if not load.pinned]
     for load in (one for one in free if not one.known and not one.open_kv):
-        put(load, order[0])
+        put(load, next((device for device in order if _fits(load, device, rooms)), order[0]))
     rest = [load for load in free if load.known or load.open_kv]
     if way != "tight":
         rest.sort(key=lambda load: not load.open_kv)  # what fills a GPU first, so that others keep away from it
@@ -106,8 +107,8 @@ def _best(
     order: Sequence[str],
     neighbours: Mapping[str, Collection[str]],
 ) -> str:
-    starts = order[: max(1, len(order) - load.ranks + 1)]
-    fits = [device for device in starts if _fits(load, device, rooms, order)]
+    starts = [device for device in order if rooms.keys() >= {*gpus_of(device, load.ranks)}] or order[:1]
+    fits = [device for device in starts if _fits(load, device, rooms)]
     near = {name for own in load.names for name in neighbours.get(own, ())}
 
     def rank(device: str) -> tuple[int | bool, ...]:
@@ -124,14 +125,8 @@ def _best(
     return min(fits or starts, key=rank)
 
 
-def _fits(load: Load, device: str, rooms: Mapping[str, Room], order: Sequence[str]) -> bool:
-    return all(rooms[name].cost(load) <= rooms[name].free for name in _span(load, device, order))
-
-
-def _span(load: Load, device: str, order: Sequence[str]) -> Sequence[str]:
-    """Return the GPUs that a load uses from `device` on; none where the machine lacks it."""
-    start = order.index(device) if device in order else len(order)
-    return order[start : start + load.ranks]
+def _fits(load: Load, device: str, rooms: Mapping[str, Room]) -> bool:
+    return all(name in rooms and rooms[name].cost(load) <= rooms[name].free for name in gpus_of(device, load.ranks))
 
 
 def _neighbours(edges: Collection[tuple[str, str]]) -> dict[str, set[str]]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weftline.errors import Problem
+from weftline.pipelines.needs import has_kv_memory
 from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Plan, PlannedStep
 
@@ -25,13 +26,19 @@ START_SHARE = 0.5
 
 def shares(step: PlannedStep) -> bool:
     """Whether a step's node has KV memory that others can have a part of: all of it on one device."""
-    return step.streams and "kv_bytes" in step.options and step.options.get("ranks") in (None, 1)
+    return has_kv_memory(step.streams, step.options) and step.options.get("ranks") in (None, 1)
+
+
+def least_left(takers: int) -> int:
+    """Return the least that is to be left of a GPU for so many instances that name no KV memory of their own."""
+    return LEAST_BYTES if takers == 1 else int(takers * LEAST_BYTES / START_SHARE)
 
 
 def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
-    """Return the plan with what each step starts with, and each device whose bytes are too few, without lines.
+    """Return the plan with what each step starts with, and each device whose stated bytes are too few, without lines.
 
-    Where the budgets know what is left of a GPU, its llm steps share that as if the pipeline had said so.
+    Where the budgets know what is left of a GPU, its llm steps share that as if the pipeline had said so; whether it
+    is enough, the budgets say (`least_left`).
     """
     limits = kv_limits(plan)
     left = {
@@ -50,7 +57,7 @@ def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
         }
         part = 1.0 if device in left and sum(free.values()) == 1 else START_SHARE
         share = int((total - given) * part / max(1, sum(free.values())))
-        if given > total or (free and share < LEAST_BYTES):
+        if device in limits and (given > total or (free and share < LEAST_BYTES)):
             problems.append(_too_few(device, total, given, sum(free.values())))
         starts |= {name: min(share, starts.get(name, share)) for name in free}
     changed = (

@@ -16,6 +16,7 @@ from weftline.pipelines.machine import Machine
 from weftline.pipelines.options import to_options
 from weftline.pipelines.policy import BatchPolicy
 from weftline.pipelines.profile_file import Measured, Profile, device_kind, digest_of
+from weftline.shm.device.names import index_of, is_fake, is_gpu, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,24 @@ class Needs:
     notes: tuple[str, ...] = ()
 
 
+def has_kv_memory(streams: bool, options: Mapping[str, Any]) -> bool:
+    """Whether a node's KV memory can be planned: it streams, and has the option `kv_bytes`, a number or None.
+
+    Of such a node alone does an option `ranks` say how many GPUs it uses.
+    """
+    return streams and "kv_bytes" in options and isinstance(options["kv_bytes"], int | None)
+
+
+def gpus_of(device: str, ranks: int) -> tuple[str, ...]:
+    """Return what an instance on `device` computes on: a GPU for each rank, from its own on.
+
+    Ranks on a made-up GPU all compute on the CPU, and take its memory alone.
+    """
+    if ranks == 1 or not is_gpu(device) or is_fake(device):
+        return (device,)
+    return tuple(f"{kind_of(device)}:{index_of(device) + rank}" for rank in range(ranks))
+
+
 def needs_of(checked: Checked, machine: Machine, profile: Profile | None) -> Needs:
     """Return what is known of the steps of a pipeline; with problems, of those that are sound."""
     kinds = {device.name: device_kind(device.name, device.model) for device in machine.devices}
@@ -71,14 +90,15 @@ def needs_of(checked: Checked, machine: Machine, profile: Profile | None) -> Nee
 def _need(
     one: CheckedStep, options: Mapping[str, Any], devices: Sequence[str], measured: Mapping[str, Measured]
 ) -> Need:
-    stated, ranks = one.step.device_bytes, options.get("ranks") or 1
-    streams = issubclass(one.node, StreamNode)
+    stated, streams = one.step.device_bytes, issubclass(one.node, StreamNode)
+    has_kv = has_kv_memory(streams, options)
+    ranks = int(options.get("ranks") or 1) if has_kv else 1
     items = (one.step.batch or BatchPolicy(*one.node.batch_default)).items_max
     bytes = {at: what.device_bytes(_largest(what) if streams else items) for at, what in measured.items()}
     return Need(
         bytes=bytes if stated is None else dict.fromkeys(devices, stated),
         stated=stated is not None,
-        kv_bytes=_kv_bytes(options, ranks) if streams else 0,
+        kv_bytes=(options["kv_bytes"] or (None if ranks == 1 else 0)) if has_kv else 0,
         alone=streams and one.node.heavy,
         ranks=ranks,
         gives=not streams and any(port.name in one.device_ports for port in one.ports.outputs),
@@ -88,10 +108,3 @@ def _need(
 def _largest(measured: Measured) -> int:
     """Return the most items that were measured: rounds of a streaming step have no other bound."""
     return max(measured.peak_bytes, default=1)
-
-
-def _kv_bytes(options: Mapping[str, Any], ranks: int) -> int | None:
-    if "kv_bytes" not in options:
-        return 0
-    own = options["kv_bytes"]
-    return int(own) if own else None if ranks == 1 else 0

@@ -7,7 +7,7 @@ each. `auto` puts a heavy node on a GPU (`fitting` says which) and everything el
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weftline.errors import Problem
@@ -16,7 +16,7 @@ from weftline.pipelines.graph import Step
 from weftline.pipelines.grouping import Process, grouped, reasons
 from weftline.pipelines.loads import AUTO
 from weftline.pipelines.machine import Device, Machine
-from weftline.pipelines.needs import Needs
+from weftline.pipelines.needs import Need, Needs, gpus_of
 from weftline.pipelines.plan import PlannedWorker
 from weftline.pipelines.policy import GpuPolicy, Limits
 
@@ -58,6 +58,7 @@ def place(
     gpu, needs = gpu or GpuPolicy(), needs or Needs({})
     written = {step.name: _written(step, machine, problems) for step in steps}
     devices = fit(steps, written, heavy, needs.steps, edges, machine, gpu, needs.context_bytes)
+    problems += [one for step in steps for one in _lacking(step.name, devices[step.name], needs.steps, machine)]
     alone = {name for name, need in needs.steps.items() if need.alone}
     processes, places = grouped(steps, heavy, alone, devices, gpu, problems)
     _check_memory(processes, limits, machine, problems)
@@ -92,6 +93,15 @@ def _device(path: str, written: str, machine: Machine, problems: list[Problem]) 
         found = f"{written}, and this machine has {', '.join(names) or 'no GPU'}"
         problems.append(Problem(path, found, fix="write auto, which uses a GPU where there is one"))
     return wanted
+
+
+def _lacking(step: str, devices: Sequence[str], needs: Mapping[str, Need], machine: Machine) -> Iterator[Problem]:
+    """Yield a problem for each GPU that a step of several ranks starts on, and after which too few follow."""
+    ranks, names = needs[step].ranks if step in needs else 1, [device.name for device in machine.devices]
+    for device in dict.fromkeys(devices):
+        if device in names and not {*gpus_of(device, ranks)} <= {*names}:
+            found = f"{ranks} GPUs from {device} on, and this machine has {', '.join(names)}"
+            yield Problem(f"steps.{step}.ranks", found, fix="lower it, or start on an earlier GPU (`device:`)")
 
 
 def _threads(processes: Sequence[Process], cores: int) -> list[int]:

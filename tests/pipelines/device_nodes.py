@@ -54,6 +54,21 @@ class Name(Silent):
         return Ports((port("image", "image"),), (port("label", "text"),))
 
 
+@dataclass(frozen=True, slots=True)
+class BestConfig:
+    ranks: Any = 5
+    """How many of the best names it looks at."""
+
+    kv_bytes: str = ""
+    """Nothing that has to do with KV memory."""
+
+
+class Best(Name):
+    """Names what a picture shows, and has options that are called like an llm step's."""
+
+    Config: ClassVar[type[Any]] = BestConfig
+
+
 class Blur(Silent):
     """A picture to a picture."""
 

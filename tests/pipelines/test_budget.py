@@ -10,6 +10,7 @@ import pytest
 from weftline.errors import PipelineError
 from weftline.pipelines.budget import over_commit_text
 from weftline.pipelines.explain import explain_text
+from weftline.pipelines.kv_memory import LEAST_BYTES
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.machine import Device, Machine
 from weftline.pipelines.plan import Claim, DeviceBudget, Plan
@@ -139,7 +140,7 @@ def test_too_much_is_refused_with_a_table_largest_first_and_a_way_out(planned) -
     with pytest.raises(PipelineError) as refused:
         planned(**(STATED | {"find": f", instances: 2, device_bytes: {8 * GIB}"}))
     (problem,) = refused.value.problems
-    assert (problem.path, problem.file) == ("gpu", "near.yaml")
+    assert (problem.path, problem.file, problem.line) == ("steps.find.device_bytes", "near.yaml", 6)
     assert problem.found.splitlines() == [
         "cuda:0 has 24 GiB, and 28 GiB of it are claimed: 4 GiB too much",
         "       16 GiB  find (2 instances)  weights and work  stated",
@@ -163,21 +164,53 @@ def test_each_gpu_that_is_over_committed_is_a_problem(planned) -> None:
     with pytest.raises(PipelineError) as refused:
         planned(TWO, more="gpu: {mps: true}", **steps)
     assert [one.found.split(",")[0] for one in refused.value.problems] == ["cuda:0 has 24 GiB", "cuda:1 has 24 GiB"]
-    assert all(one.line == 10 for one in refused.value.problems), "where the pipeline speaks of GPUs"
+    assert [one.line for one in refused.value.problems] == [6, 8], "where the largest of its claims stands"
 
 
 @pytest.mark.parametrize(
-    ("more", "grow", "fix"),
+    ("more", "grow", "line", "fix"),
     [
-        ("", f", kv_bytes: {20 * GIB}, device_bytes: {8 * GIB}", "lower steps.grow.kv_bytes by 9.2 GiB"),
-        (f"limits: {{kv_bytes: {{cuda: {20 * GIB}}}}}", STATED["grow"], "lower limits.kv_bytes.cuda:0 by 9.2 GiB"),
-        (f"gpu: {{reserve_bytes: {24 * GIB}}}", STATED["grow"], "put grow or others on another GPU"),
+        ("", f", kv_bytes: {20 * GIB}, device_bytes: {8 * GIB}", 8, "lower steps.grow.kv_bytes by 9.2 GiB"),
+        (f"limits: {{kv_bytes: {{cuda: {20 * GIB}}}}}", STATED["grow"], 10, "lower limits.kv_bytes.cuda:0 by 9.2 GiB"),
+        (f"gpu: {{reserve_bytes: {24 * GIB}}}", STATED["grow"], 10, "lower gpu.reserve_bytes by 12 GiB"),
+        (f"gpu: {{reserve_bytes: {24 * GIB}, context_bytes: {30 * GIB}}}", STATED["grow"], 10, "lower gpu.reserve_b"),
+        (f"gpu: {{arena_bytes: {30 * GIB}}}", STATED["grow"], 10, "lower gpu.arena_bytes, or"),
+        ("", f", device_bytes: {22 * GIB}", 8, "put grow or others on another GPU (`device:`), or lower steps.grow.de"),
     ],
 )
-def test_the_way_out_is_the_largest_thing_that_can_be_lowered(planned, more: str, grow: str, fix: str) -> None:
+def test_the_way_out_is_the_largest_thing_that_can_be_lowered(
+    planned, more: str, grow: str, line: int, fix: str
+) -> None:
     with pytest.raises(PipelineError) as refused:
         planned(more=more, **(STATED | {"grow": grow}))
-    assert refused.value.problems[0].fix.startswith(fix)
+    (problem,) = refused.value.problems
+    assert problem.fix.startswith(fix) and problem.line == line
+
+
+def test_a_gpu_that_holds_not_even_processes_has_a_way_out(planned) -> None:
+    with pytest.raises(PipelineError) as refused:
+        planned(more=f"gpu: {{reserve_bytes: 0, context_bytes: {13 * GIB}}}", find=", worker: f")
+    (problem,) = refused.value.problems
+    assert problem.found.startswith("cuda:0 has 24 GiB, and 39 GiB of it are claimed")
+    assert (problem.path, problem.line) == ("gpu.arena_bytes", 10)
+    with pytest.raises(PipelineError) as refused:
+        planned(
+            more=f"gpu: {{reserve_bytes: 0, context_bytes: {25 * GIB}}}", find=", device: cpu", name=", device: cpu"
+        )
+    assert refused.value.problems[0].fix == "let steps share a process, or use another GPU (`device:`)"
+
+
+def test_a_step_of_which_one_device_is_not_known_starts_with_nothing_that_was_planned(planned) -> None:
+    known = STATED | {"grow": f", instances: {{'cuda:0': 1, 'cuda:1': 1}}, device_bytes: {GIB}"}
+    both = planned(TWO, **known)
+    assert [one.kv_bytes > 0 for one in both.budgets] == [True, True] and both.step("grow").options["kv_bytes"]
+    for more in (
+        {"name": ", device: 'cuda:1'"},
+        {"grow": f", instances: {{'cuda:0': 1, cpu: 1}}, device_bytes: {GIB}"},
+    ):
+        plan = planned(TWO, **(known | more))
+        assert plan.step("grow").options["kv_bytes"] is None, "what is left of one GPU is no figure for another device"
+        assert [one.kv_bytes for one in plan.budgets] == [0] * len(plan.budgets) and plan.limits.kv_bytes == {}
 
 
 def test_an_llm_step_that_nothing_is_left_for_is_a_problem(planned) -> None:
@@ -189,6 +222,11 @@ def test_an_llm_step_that_nothing_is_left_for_is_a_problem(planned) -> None:
         "cuda:0 has 24 GiB, and 24 GiB of it are claimed: nothing is left for the KV memory"
     )
     planned(**(STATED | {"grow": f", device_bytes: {exact - MIB}"}))
+    two = 24 * GIB - GIB - 3 * 512 * MIB - 256 * MIB - 3 * GIB
+    with pytest.raises(PipelineError) as refused:
+        planned(**(STATED | {"grow": f", instances: 2, device_bytes: {two // 2 - LEAST_BYTES}"}))
+    assert [one.path for one in refused.value.problems] == ["steps.grow.device_bytes"], "each starts with its half"
+    planned(**(STATED | {"grow": f", instances: 2, device_bytes: {two // 2 - 2 * LEAST_BYTES}"}))
 
 
 def test_a_claim_that_nobody_knows_is_shown_as_such() -> None:

@@ -103,6 +103,9 @@ def test_what_is_not_known_goes_on_the_first_gpu() -> None:
     needs = {"a": need(None, two), "c": need(70, two)}
     found = placed({"a": {}, "b": {}, "c": {}}, needs, two).devices
     assert found["a"] == found["b"] == ("cuda:0",)
+    small = machine(1, 80)
+    own = GpuPolicy(reserve_bytes=GIB, context_bytes=GIB)
+    assert placed({"a": {}, "b": {}}, needs, small, gpu=own).devices["a"] == ("cuda:1",), "nor does its process fit"
 
 
 def test_instances_of_a_step_spread() -> None:
@@ -143,6 +146,18 @@ def test_ranks_use_the_gpus_after_the_first() -> None:
     found = placed({"say": {}, "a": {}, "b": {}}, needs, four).devices
     used = {found["say"][0], f"cuda:{int(found['say'][0][-1]) + 1}"}
     assert found["say"] != ("cuda:3",) and not used & {found["a"][0], found["b"][0]}
+
+
+def test_ranks_that_the_machine_has_no_gpus_for_are_a_problem() -> None:
+    two = machine(80, 80)
+    needs = Needs({"say": need(8, two, ranks=2, kv=1), "many": need(8, two, ranks=3, kv=1)})
+    steps = [Step("say", "x", device="cuda:1"), Step("many", "x")]
+    _, problems = place(steps, {"say": True, "many": True}, Limits(), two, BARE, needs)
+    assert [(one.path, one.found) for one in problems] == [
+        ("steps.say.ranks", "2 GPUs from cuda:1 on, and this machine has cuda:0, cuda:1"),
+        ("steps.many.ranks", "3 GPUs from cuda:0 on, and this machine has cuda:0, cuda:1"),
+    ]
+    assert place(steps[1:], {"many": True}, Limits(), machine(), BARE, needs)[1] == [], "on the CPU they take none"
 
 
 _SIZES = st.none() | st.sampled_from([1, 3, 6, 6, 10, 20, 37])

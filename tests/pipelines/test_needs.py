@@ -9,7 +9,7 @@ import pytest
 from weftline.pipelines.check import examine
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.machine import Device, Machine
-from weftline.pipelines.needs import Need, Needs, needs_of
+from weftline.pipelines.needs import Need, Needs, gpus_of, needs_of
 from weftline.pipelines.options import to_options
 from weftline.pipelines.profile_file import Measured, Profile, StepProfile, digest_of
 
@@ -74,6 +74,21 @@ LLM = "node: llm, model: examples/models/shapes-chat, inputs: {prompt: q}"
 def test_llm_steps_are_alone_and_have_kv_memory(found, more: str, kv_bytes: int | None, ranks: int) -> None:
     need = found(f"{{{LLM}{more}}}", outputs="a.text", inputs="q: text").steps["a"]
     assert (need.kv_bytes, need.ranks, need.alone, need.gives) == (kv_bytes, ranks, True, False)
+
+
+@pytest.mark.parametrize("ranks", ["5", "many"])
+def test_an_option_of_another_node_that_is_called_ranks_means_what_that_node_says(found, ranks: str) -> None:
+    step = f"{{node: weftline_device_nodes:Best, inputs: {{image: photo}}, ranks: {ranks}, kv_bytes: none}}"
+    need = found(step, outputs="a.label").steps["a"]
+    assert (need.ranks, need.kv_bytes) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus"),
+    [("cuda:1", ("cuda:1", "cuda:2")), ("fake:1", ("fake:1",)), ("cpu", ("cpu",))],
+)
+def test_ranks_take_a_gpu_each_from_their_own_on(device: str, gpus: tuple[str, ...]) -> None:
+    assert gpus_of(device, 2) == gpus and gpus_of(device, 1) == (device,)
 
 
 def test_rounds_need_what_they_were_seen_to_need_at_most(found) -> None:
