@@ -189,6 +189,8 @@ class DeviceWork:
         if known is not None:
             return known[1]
         if isinstance(leaf, Packed):
+            # Made on another step's stream: whoever made it would use its memory anew as soon as nobody held it.
+            self._held.append(leaf.near)
             return _to_read(leaf.near)
         if leaf.kind not in ARRAYS:
             return None  # absent

@@ -1,13 +1,15 @@
-"""A CUDA device, through the driver's own interface (`cuda.bindings.driver`, versions 12.9 and 13).
+"""A CUDA device, through the driver's own interface (`cuda.bindings.driver`, 12.9.1 and later).
 
 Shareable memory is made with the virtual memory calls (cuMemCreate, cuMemMap, ...) and leaves as a POSIX descriptor;
 the older way is cuMemAlloc with an IPC handle. torch and its friends use the device's primary context, and so does
 this, so that an address means the same to all of them. The calls are those of the CUDA Driver API reference, chapters
 Virtual Memory Management, Memory Management, Stream Management and Event Management.
 
-Two things the bindings leave to their users: a context is current to a thread, not to a process, so every thread that
-calls is given it first; and handles of memory and events are opaque bytes, read and written at the struct's address,
-since 13.4.2 took away their only field.
+Three things the bindings leave to their users. A context is current to a thread, not to a process, so every thread that
+calls is given it first. A thread that asks about an event while another one captures a CUDA graph spoils the capture,
+so every thread but the one that opened the driver says that others' captures are none of its business. And handles of
+memory and events are opaque bytes, read and written at the struct's address, since 13.4.2 took away their only field.
+Versions before 12.9.1 keep Python's lock while they wait, so that a thread that waits here stops all the others.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class CudaDriver:
         self._cuda: Any = bindings or _bindings()
         self._closed = False
         self._thread = threading.local()
+        self._opened_by = threading.get_ident()
         cuda = self._cuda
         self._ask("cuInit", 0)
         self._number = self._ask("cuDeviceGet", index_of(device))
@@ -174,6 +177,9 @@ class CudaDriver:
         """Call the driver with this device's context current to the calling thread."""
         if not hasattr(self._thread, "ready"):
             self._ask("cuCtxSetCurrent", self._context)
+            if threading.get_ident() != self._opened_by:
+                mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+                self._ask("cuThreadExchangeStreamCaptureMode", mode)
             self._thread.ready = True
         return self._ask(call, *arguments)
 

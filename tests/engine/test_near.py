@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -455,6 +456,22 @@ def test_what_stays_on_the_device_is_answered_unfinished_and_marked(marking: Nea
     marking.driver.wait_event(own)
     marking.memory.work.release()
     assert (marking.seen(only(done)) == numbers(2) * 1 + numbers(0)).all()
+
+
+def test_what_a_stage_gave_is_kept_until_the_device_has_read_it(marking: NearBench) -> None:
+    made: list[weakref.ref[np.ndarray]] = []
+
+    def makes(batch: Batch) -> Outputs:
+        made.append(weakref.ref(array := numbers(1)))
+        return {"y": [Foreign(array)]}
+
+    steps = [marking.on_gpu(makes, X, Y, index=0), marking.on_gpu(doubled, X, Y, {"y": "device"}, index=1)]
+    both = HostedChain(msg.Chain(1, (msg.Stage(0, ((-1, 0),)), msg.Stage(1, ((0, 0),))), ((1, 0),)), steps)
+    rows = [[value] for value in marking.near_values([numbers(1)])]
+    assert both.run(run_of(rows, ready=marking.event(0))).unfinished and marking.memory.work is not None
+    assert made[0]() is not None
+    marking.memory.work.release()
+    assert made[0]() is None
 
 
 def test_what_was_passed_on_keeps_its_own_mark(marking: NearBench) -> None:

@@ -101,6 +101,8 @@ class StandIn:
         if kind == "Any":  # the handle that memory is exported as
             return os.memfd_create("stand-in", os.MFD_CLOEXEC)
         made = getattr(driver, re.findall(r"\bCU\w+", kind)[0])
+        if hasattr(made, "__members__"):  # what a setting was before
+            return next(iter(made))
         if made in (driver.CUipcMemHandle, driver.CUipcEventHandle):
             handle = made()
             ctypes.memmove(handle.getPtr(), self._made.to_bytes(64, "little"), 64)

@@ -233,6 +233,22 @@ def test_the_context_is_made_current_once_on_every_thread_that_calls() -> None:
     assert (len(stand_in.of("cuCtxSetCurrent")), len(contexts)) == (3, 1)
 
 
+def test_a_thread_that_only_waits_does_not_spoil_what_another_one_captures() -> None:
+    stand_in = StandIn()
+    gpu = opened(stand_in)
+    event = gpu.event()
+    gpu.wait_event(event)
+    assert stand_in.of("cuThreadExchangeStreamCaptureMode") == []  # the frameworks' own thread stays as it was
+    thread = threading.Thread(target=lambda: (gpu.wait_event(event), gpu.finished(event)))
+    thread.start()
+    thread.join()
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    assert stand_in.of("cuThreadExchangeStreamCaptureMode") == [(mode,)]
+    assert [name for name, _ in stand_in.calls[-4:]] == [
+        "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode", "cuEventSynchronize", "cuEventQuery",
+    ]  # fmt: skip
+
+
 def test_memory_is_not_unmapped_under_work() -> None:
     stand_in = StandIn()
     gpu = opened(stand_in)
