@@ -185,7 +185,7 @@ class Runtime:
         except SessionClosed as error:
             return judge(dict.fromkeys((step.name for step in self.plan.steps), False), str(error))
         with self._lock:
-            asleep = self.scheduler.idleness.asleep()
+            asleep = self.scheduler.idleness.naps.asleep()
         return judge(self._steps_ready(), "", asleep)
 
     def _steps_ready(self) -> dict[str, bool]:

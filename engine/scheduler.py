@@ -104,7 +104,7 @@ class Scheduler:
         while self._tasks.due or self._tasks.cohorts.moved:
             self._tasks.cohorts.release()
             self._dispatcher.pump()
-        if self.idleness.resting:
+        if self.idleness.naps.resting:
             self.idleness.wake_wanted()  # after all that may have put a task into a queue
         if self._rooms.asked:
             self._rooms.grant(self._stuck)
@@ -175,7 +175,7 @@ class Scheduler:
             if not self._tasks.cohorts.make_room():
                 return True
             self._dispatcher.pump()
-            if self.idleness.resting:
+            if self.idleness.naps.resting:
                 self.idleness.wake_wanted()
         return False
 

@@ -50,7 +50,7 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
             "stale_total": ledger.stale_total, "quarantined_bytes": ledger.quarantined_bytes,
         },
         "kv": scheduler.kv.stats(),
-        "idle": scheduler.idleness.stats(),
+        "idle": scheduler.idleness.naps.stats(),
         "device_memory": scheduler.memory.stats(),
         "figures": scheduler.crew.figures(),
     }  # fmt: skip

@@ -33,6 +33,10 @@ class Timers:
             self._heap = [(at, name) for name, at in self._at.items()]
             heapify(self._heap)
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a moment of this name is still to come."""
+        return name in self._at
+
     def discard(self, name: Name) -> None:
         """Take a moment back; an unknown name is ignored."""
         self._at.pop(name, None)

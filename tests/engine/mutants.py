@@ -317,7 +317,7 @@ def a_task_that_came_while_its_step_fell_asleep_and_is_forgotten(
     def forgetful(self: Idleness, worker: int, message: Any) -> None:
         slept(self, worker, message)
         if any(self._waits(step) for step in self._tasks.lanes[message.step].together):
-            self._resting.discard(message.step)
+            self.naps.resting.discard(message.step)
 
     patch.setattr(Idleness, "slept", forgetful)
 

@@ -399,6 +399,38 @@ def test_an_instance_that_comes_back_while_the_others_sleep_sleeps_too() -> None
     assert orders(desk, msg.Sleep) == [(1, msg.Sleep(0, "nothing"))]
 
 
+def test_a_step_that_was_woken_for_nobody_any_more_stays_awake_for_as_long_as_any() -> None:
+    desk = asleep(one_step())
+    desk.withdraw(desk.submit(x=1))
+    desk.advance(1.5 * IDLE_S * 1000)
+    desk.hear(0, msg.Awake(0, 15_000.0))
+    desk.advance(IDLE_S * 1000 - 1)
+    assert orders(desk, msg.Sleep) == []
+    desk.advance(1)
+    assert orders(desk, msg.Sleep) == [(0, msg.Sleep(0, "nothing"))]
+
+
+def test_a_worker_that_was_started_for_nobody_any_more_leaves_again() -> None:
+    desk = Desk(one_step("nothing"))
+    desk.advance(IDLE_S * 1000)
+    desk.die(0, "exit code 0")
+    one = desk.submit(x=1)
+    assert started(desk) == [0]
+    desk.withdraw(one)
+    desk.advance(2 * IDLE_S * 1000)
+    desk.up(0)
+    desk.advance(IDLE_S * 1000)
+    assert orders(desk, msg.Close) == [(0, msg.Close())]
+
+
+def test_nothing_is_looked_at_for_ever_once_every_process_of_a_step_has_ended() -> None:
+    desk = Desk(one_step("nothing"))
+    desk.advance(IDLE_S * 1000)
+    desk.die(0, "exit code 0")
+    desk.advance(2 * IDLE_S * 1000)
+    assert desk.scheduler.wake_at_ms() is None
+
+
 def test_a_start_on_demand_that_fails_is_a_crash_like_any_other() -> None:
     desk = Desk(one_step("nothing"))
     desk.advance(IDLE_S * 1000)

@@ -21,7 +21,9 @@ def test_a_moment_of_the_same_name_is_replaced() -> None:
     timers.add(10.0, ("a", 1))
     timers.add(20.0, ("a", 1))
     assert timers.due(15.0) == []
+    assert ("a", 1) in timers
     assert timers.due(20.0) == [("a", 1)]
+    assert ("a", 1) not in timers
 
 
 def test_a_moment_that_was_taken_back_is_neither_due_nor_waited_for() -> None:
