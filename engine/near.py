@@ -171,9 +171,9 @@ class NearMemory:
         """See to it that a node's call finds on its device what is on `stream` so far.
 
         A GPU takes the call's work in its turn. On a fake device the CPU computes at once, so that what it reads must
-        be there by then.
+        be there by then; and a call that is the first to load torch works on torch's own stream, which waits for none.
         """
-        if is_fake(self.device):
+        if is_fake(self.device) or _torch() is None:
             self.driver.synchronize(stream)
 
     @contextlib.contextmanager
@@ -182,10 +182,10 @@ class NearMemory:
         if is_fake(self.device):
             yield
             return
-        torch = sys.modules.get("torch")
+        torch = _torch()
         if torch is None:
             yield
-            if (torch := sys.modules.get("torch")) is not None:
+            if (torch := _torch()) is not None:
                 torch.cuda.synchronize(index_of(self.device))  # it was loaded by this call, and used its own stream
             return
         if stream not in self._contexts:
@@ -210,6 +210,12 @@ class NearMemory:
         if value.ready is not None:
             self.wait_ready(self.out, value.ready)
         return tensor.host(self.driver, self.out)
+
+
+def _torch() -> Any:
+    """Return torch, if it is loaded and made for CUDA; beside ONNX Runtime it may be there for the CPU alone."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.backends.cuda.is_built() else None
 
 
 def _address(arena: HostArena) -> int:

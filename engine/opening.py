@@ -122,5 +122,7 @@ class Opener:
                 node.warm_up()
         if type(node).warm_up is not Node.warm_up:
             self.warm_ms[step.name] = (time.perf_counter() - started) * 1000
+        if self._near is not None and stream:
+            self._near.driver.synchronize(stream)  # a node that streams works on its framework's own stream from now on
         progress("ready", 1.0)
         return node

@@ -172,6 +172,7 @@ class Sleepers:
             return self._reopen(step)
         with self._bed.on(step):
             node.wake()
+        self._bed.settle()  # as after opening
         least = self._least[step.index]
         if least and isinstance(node, StreamNode) and node.memory() is not None:
             node.resize_memory(least)  # what it had beyond that may be somebody else's by now

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +17,14 @@ from weftline.engine import messages as msg
 from weftline.engine.chain import HostedChain
 from weftline.engine.digest import digest
 from weftline.engine.hosting import HostedStep
+from weftline.engine.near import NearMemory
 from weftline.engine.values import unpack
 from weftline.errors import StepError
 from weftline.nodes.contract import Batch, Outputs
 from weftline.shm.block import INLINE_BYTES_MAX
 from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory
 from weftline.shm.device.events import EVENT_BYTES
+from weftline.shm.device.fake import FakeGpu
 from weftline.shm.device.fake_machine import FakeMachine
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import ITEM_BYTES, STAND_INS
@@ -578,6 +582,27 @@ def test_tensors_that_are_stacked_by_copies_are_there_when_the_node_looks(seed: 
 
 
 # what it is made of
+
+
+@pytest.mark.parametrize(("built", "waits"), [(None, True), (False, True), (True, False)])
+def test_a_call_that_torch_may_not_put_on_the_step_s_stream_finds_its_inputs_there(
+    monkeypatch: pytest.MonkeyPatch, built: bool | None, waits: bool
+) -> None:
+    driver = FakeGpu("fake:0")
+    waited: list[int] = []
+    monkeypatch.setattr(driver, "device", "cuda:0")
+    monkeypatch.setattr(driver, "synchronize", waited.append)
+    if built is None:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    else:
+        cuda = SimpleNamespace(is_built=lambda: built)
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(backends=SimpleNamespace(cuda=cuda)))
+    near = NearMemory(driver)
+    if not built:
+        with near.on(7):
+            pass  # torch for the CPU has no streams, and a torch that is not there has none either
+    near.meet(7)
+    assert waited == ([7] if waits else [])
 
 
 def test_a_digest_is_of_bytes_wherever_they_lie(bench: NearBench) -> None:

@@ -7,7 +7,7 @@ import pytest
 from weftline.engine import messages as msg
 from weftline.engine import opening
 from weftline.engine.near import NearMemory
-from weftline.engine.opening import open_near
+from weftline.engine.opening import Opener, open_near
 from weftline.errors import LimitReached, MissingPackage
 from weftline.shm.device.driver import DriverError, GpuDriver
 from weftline.shm.device.events import EVENTS_MAX
@@ -66,6 +66,18 @@ def test_events_that_cannot_be_shared_leave_the_worker_with_ordering_host(monkey
     assert near is not None and near.events is None and near.arena is not None
     assert up is not None and up.events == () and up.rung == "descriptor" and "events: export_event" in up.why
     near.arena.close()
+
+
+def test_a_node_is_open_once_its_work_on_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = NearMemory(FakeGpu("fake:0"))
+    said: list[msg.FromWorker] = []
+    waited: list[tuple[int, int]] = []
+    monkeypatch.setattr(near.driver, "synchronize", lambda stream: waited.append((stream, len(said))))
+    step = msg.StepToOpen(0, "a", "echo", {"type": "uint8[4]"}, (), (), "fake:0", 1, False)
+    opener = Opener(told(), near, said.append)
+    stream = opener.stream(step)
+    opener.node(step, stream)
+    assert waited == [(stream, 2)] and said[2] == msg.Progress("a", "ready", 1.0)
 
 
 def test_a_device_that_has_no_room_for_the_arena_is_an_error_that_says_what_to_lower() -> None:

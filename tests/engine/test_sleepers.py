@@ -155,6 +155,7 @@ def test_a_node_that_can_rests_and_is_woken() -> None:
     assert isinstance(room.holder.node, Sleeper)
     assert room.sleepers.wake(msg.Wake(3)).failure is None
     assert (node.told, room.holder.node, room.nodes[3], room.opened) == (["sleep nothing", "wake"], node, node, [])
+    assert room.device.did[-2:] == ["on see", "settle"]  # what it put there while it woke is done
 
 
 def test_nothing_of_a_closed_node_is_kept_not_even_what_was_frozen_in_a_circle() -> None:
