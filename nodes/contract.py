@@ -245,8 +245,8 @@ class Node(ABC):
     def device_ports(cls, config: Any, ports: Ports) -> frozenset[str]:
         """Return the names of the ports, inputs and outputs, whose tensors the node takes and gives on its device.
 
-        Only for a step on a GPU: there the values of these inputs (tensors and pictures, and lists of them) are
-        `weftline.shm.device.tensor.DeviceTensor`s, wherever they come from. Of these outputs it may give
+        Only for a step on a GPU: there the values of these inputs (tensors, pictures, recordings, and lists of them)
+        are `weftline.shm.device.tensor.DeviceTensor`s, wherever they come from. Of these outputs it may give
         DeviceTensors, torch tensors on its device, or arrays; they are brought to where their readers are.
         """
         return frozenset()
