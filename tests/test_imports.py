@@ -177,6 +177,18 @@ def test_importing_everything_but_the_llm_the_doors_and_jobs_loads_no_framework(
     assert ended.stdout.split() == []
 
 
+def test_a_worker_loads_nothing_of_ours_before_it_is_hardened() -> None:
+    """Until then nobody tells it that its parent has ended, and loading takes long on a busy machine."""
+    watched = ("weftline", "numpy", "msgspec", "logging")
+    script = (
+        "import sys, weftline.engine.worker\n"
+        f"print(*[name for name in sys.modules if name.partition('.')[0] in {watched!r}])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    allowed = {"weftline", "weftline.errors", "weftline.engine", "weftline.engine.hardening", "weftline.engine.worker"}
+    assert set(ended.stdout.split()) == allowed
+
+
 def test_nobody_imports_what_could_run_code_from_bytes() -> None:
     wrong = [
         f"{file}:{line} imports {name}"
