@@ -262,7 +262,7 @@ class Book:
             self._ledger.release(key, readers)
 
     def release_blocks(self, blocks: Iterable[Block]) -> None:
-        self.release((block.arena, block.offset, block.generation) for block in blocks)
+        self.release(block.key for block in blocks)
 
     def holds_all(self, values: Sequence[Value]) -> bool:
         """Whether every place named is leased, and inside its lease."""

@@ -12,7 +12,7 @@ from weftline.engine import messages as msg
 from weftline.engine.book import Book
 from weftline.engine.crew import Crew, Dispatch
 from weftline.engine.settling import Settling
-from weftline.engine.unfinished import Unfinished, key_of, unmarked
+from weftline.engine.unfinished import Unfinished, unmarked
 from weftline.pipelines.plan import Plan
 from weftline.shm.device.driver import EVENT_HANDLE_BYTES
 from weftline.shm.lease import DEVICE_ALIGN_BYTES, EVENT_BYTES, Ledger
@@ -82,7 +82,7 @@ class DeviceNews:
             reads = tuple(key for task in dispatch.tasks for key in task.keys)
             self._book.hold(reads)
             member.unfinished[dispatch.id] = Unfinished(
-                dispatch.id, dispatch.unit, reads, (*dispatch.blocks, *member.granted), key_of(dispatch.ready),
+                dispatch.id, dispatch.unit, reads, (*dispatch.blocks, *member.granted), dispatch.ready.key,
                 self._book.now_ms, dispatch.limit_ms,
             )  # fmt: skip
 

@@ -23,10 +23,11 @@ from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, Place
 from weftline.shm.device.arena import DeviceArena
 from weftline.shm.device.driver import DeviceLost, DriverError, GpuDriver
-from weftline.shm.device.events import EVENT_BYTES, SharedEvents
+from weftline.shm.device.events import SharedEvents
 from weftline.shm.device.foreign import as_device
 from weftline.shm.device.names import index_of, is_fake
 from weftline.shm.device.tensor import DeviceTensor
+from weftline.shm.lease import EVENT_BYTES
 from weftline.shm.spec import TensorSpec
 
 OWN_DEVICE_ARENA = -1

@@ -24,7 +24,7 @@ def lease_all(ledger: Ledger, arena: int, sizes: Sequence[int]) -> list[Block] |
         block = ledger.try_lease(arena, size)
         if block is None:
             for leased in blocks:
-                ledger.release((leased.arena, leased.offset, leased.generation))
+                ledger.release(leased.key)
             return None
         blocks.append(block)
     return blocks
@@ -77,7 +77,7 @@ class Rooms:
                 self._answer(worker, msg.Room(tuple(blocks), near=tuple(near)))
                 continue
             for block in (blocks or []) + (near or []):
-                self._ledger.release((block.arena, block.offset, block.generation))
+                self._ledger.release(block.key)
             lacks_host = sum(member.needs) > self._ledger.arena_bytes(member.arena)
             lacks_near = sum(member.near_needs) > self._ledger.arena_bytes(member.near_arena)
             if lacks_host or lacks_near or stuck():

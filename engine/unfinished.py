@@ -49,17 +49,12 @@ class Unfinished:
     limit_ms: float
 
 
-def key_of(block: Block) -> Key:
-    """Return what the ledger knows a block by."""
-    return block.arena, block.offset, block.generation
-
-
 def unmarked(message: Done, blocks: Iterable[Block], ready: Block) -> bool:
     """Whether an unfinished dispatch gives a tensor that it is still writing without the event that marks it.
 
     blocks: those that were leased to it. What it was given and passes on keeps the mark that it had.
     """
-    own, mark = {key_of(block) for block in blocks}, key_of(ready)
+    own, mark = {block.key for block in blocks}, ready.key
     given = (value for result in message.results if isinstance(result, Given) for value in result.outputs)
     return any(
         value.near.key in own and (value.ready is None or value.ready.key != mark)

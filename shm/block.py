@@ -39,6 +39,11 @@ class Block(NamedTuple):
     size_bytes: int
     generation: int
 
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What the ledger knows the block by: (arena, start of the block, generation)."""
+        return (self.arena, self.offset, self.generation)
+
     def place(self, start_bytes: int, size_bytes: int) -> Place:
         """Return the place `start_bytes` into this block; ValueError when it does not fit."""
         if start_bytes < 0 or size_bytes < 0 or start_bytes + size_bytes > self.size_bytes:

@@ -25,10 +25,10 @@ from weftline.shm.allocator import Allocator
 from weftline.shm.block import ALIGN_BYTES, Block, Key, Place
 
 DEVICE_ALIGN_BYTES = 256
-"""Blocks of device memory start at multiples of this: what cudaMalloc promises, and kernels with it."""
+"""Blocks of device memory start at multiples of this: what cudaMalloc promises, and what vector loads want."""
 
-EVENT_BYTES = 64
-"""What one event takes in an arena of events: offset // EVENT_BYTES is its index."""
+EVENT_BYTES = ALIGN_BYTES
+"""What one event takes in an arena of events, the smallest lease there is: offset // EVENT_BYTES is its index."""
 
 
 @dataclass(frozen=True, slots=True)

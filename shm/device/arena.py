@@ -22,10 +22,8 @@ from typing import Any
 from weftline.shm.block import Place, align_up
 from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError, GpuDriver
 from weftline.shm.device.tensor import DeviceTensor
+from weftline.shm.lease import DEVICE_ALIGN_BYTES
 from weftline.shm.spec import ITEM_BYTES, TensorSpec
-
-DEVICE_ALIGN_BYTES = 256
-"""Every block in a device arena starts at a multiple of this: what cudaMalloc promises, and what vector loads want."""
 
 HANDLE_MULTIPLE_BYTES = 2 << 20
 """Allocations shared by handle are multiples of this: a smaller one shares its 2 MiB parent, and with it its neighbours

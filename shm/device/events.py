@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-from weftline.shm.block import ALIGN_BYTES, Place
+from weftline.shm.block import Place
 from weftline.shm.device.driver import GpuDriver
-
-EVENT_BYTES = ALIGN_BYTES
-"""What an event takes in its arena: the smallest lease there is."""
+from weftline.shm.lease import EVENT_BYTES
 
 EVENTS_MAX = 128
 """Events of one worker, one for each dispatch that is unfinished or still read. A worker of eight steps with four

@@ -18,9 +18,10 @@ from weftline.errors import LimitReached
 from weftline.nodes.contract import Batch, Outputs
 from weftline.shm.block import Block, align_up
 from weftline.shm.device.arena import DeviceArena
-from weftline.shm.device.events import EVENT_BYTES, SharedEvents
+from weftline.shm.device.events import SharedEvents
 from weftline.shm.device.fake import FakeGpu
 from weftline.shm.device.fake_machine import FakeMachine
+from weftline.shm.lease import EVENT_BYTES
 from weftline.shm.view import dtype_name
 
 OWN_NEAR, OTHER_NEAR = 3, 4

@@ -23,10 +23,10 @@ from weftline.errors import StepError
 from weftline.nodes.contract import Batch, Outputs
 from weftline.shm.block import INLINE_BYTES_MAX
 from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory
-from weftline.shm.device.events import EVENT_BYTES
 from weftline.shm.device.fake import FakeGpu
 from weftline.shm.device.fake_machine import FakeMachine
 from weftline.shm.device.tensor import DeviceTensor
+from weftline.shm.lease import EVENT_BYTES
 from weftline.shm.spec import ITEM_BYTES, STAND_INS
 
 BIG = 10_000

@@ -8,7 +8,7 @@ from tests.engine.desk import Desk, plan_of
 from tests.engine.on_device import SIZE_BYTES, TENSOR, answer_near, answer_small, given, hop, is_leased, on_device
 from weftline.engine import events as ev
 from weftline.engine import messages as msg
-from weftline.engine.unfinished import UNFINISHED_MAX, key_of, leaves, unmarked
+from weftline.engine.unfinished import UNFINISHED_MAX, leaves, unmarked
 from weftline.pipelines.builder import Builder
 from weftline.shm.block import Block
 from weftline.shm.lease import EVENT_BYTES
@@ -35,7 +35,7 @@ def test_what_is_being_written_is_leased_to_nobody_else_though_nobody_wants_it_a
     desk = Desk(hop("event"))
     one, run = begun(desk)
     answer_small(desk, "b")
-    block, event = key_of(run.near_room[0]), key_of(run.ready)  # type: ignore[arg-type]
+    block, event = run.near_room[0].key, run.ready.key  # type: ignore[union-attr]
     assert one in desk.ended and is_leased(desk, block) and is_leased(desk, event)
     assert not desk.scheduler.idle()
     desk.hear(0, msg.Released((run.dispatch,)))

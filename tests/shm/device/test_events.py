@@ -4,10 +4,10 @@ import pytest
 
 from weftline.shm.block import Block, Place
 from weftline.shm.device.driver import DriverError
-from weftline.shm.device.events import EVENT_BYTES, EVENTS_MAX, SharedEvents, index_of
+from weftline.shm.device.events import EVENTS_MAX, SharedEvents, index_of
 from weftline.shm.device.fake import FakeGpu
 from weftline.shm.device.fake_machine import FakeMachine
-from weftline.shm.lease import Ledger
+from weftline.shm.lease import EVENT_BYTES, Ledger
 
 
 def place(index: int) -> Place:
