@@ -65,7 +65,7 @@ class HostedChain:
             Failure(one.error, one.message, last) if isinstance(one, Failure) and at not in ended else one
             for at, one in enumerate(results)
         ]
-        told, unfinished, moved = finish(self._memory, message, results, set())
+        told, unfinished, moved = finish(self._memory, message, results)
         copied = self._memory.copied_bytes
         return Done(message.dispatch, told, tuple(ran), copied, out_of_memory, unfinished, moved)
 

@@ -136,19 +136,18 @@ class Giving:
         host: dict[int, Layout] = {}
         near: dict[int, Layout] = {}
         for index in range(len(rows[0])):
-            values = [value for row in rows if isinstance(value := row[index], Packed)]
-            leaves = [leaf for value in values for leaf in value.leaves()]
-            if leaves and self._where_of(index) != DEVICE:
+            leaves = [leaf for row in rows if isinstance(value := row[index], Packed) for leaf in value.leaves()]
+            if not leaves:
+                continue
+            where = self._where_of(index)
+            if where != DEVICE:
                 host[index] = Layout(leaves)
-            to_go = [leaf for leaf in leaves if leaf.lies is None]
-            if to_go and self._where_of(index) != HOST:
-                near[index] = Layout(to_go, DEVICE_ALIGN_BYTES)
-        places = self._places(host, near, rooms, near_rooms)
-        lie = [
-            {id(leaf): at for index, place in found.items() for leaf, at in layouts[index].parts(place)}
-            for layouts, found in zip((host, near), places)
-        ]
-        self._copy(host, near, *places)
+            if where != HOST:
+                to_go = [leaf for leaf in leaves if leaf.lies is None]
+                if to_go:
+                    near[index] = Layout(to_go, DEVICE_ALIGN_BYTES)
+        here, there = self._places(host, near, rooms, near_rooms)
+        lie = self._copy_here(host, here), self._copy_there(near, there)
         for row in rows:
             row[:] = [_placed(value, *lie) for value in row]
 
@@ -169,18 +168,15 @@ class Giving:
             there |= _of_blocks(missing_near, near_blocks, sizes[1])
         return here, there
 
-    def _copy(
-        self,
-        host: Mapping[int, Layout],
-        near: Mapping[int, Layout],
-        here: Mapping[int, Place],
-        there: Mapping[int, Place],
-    ) -> None:
-        memory, work = self._memory, self._memory.work
+    def _copy_here(self, host: Mapping[int, Layout], here: Mapping[int, Place]) -> dict[int, Place]:
+        """Copy to host memory, and put what comes from the device on its way; return where each part will lie."""
+        memory = self._memory
+        lie: dict[int, Place] = {}
         down: list[tuple[DeviceTensor, int]] = []
         came: list[Value] = []
         for index, place in here.items():
             for leaf, at in host[index].parts(place):
+                lie[id(leaf)] = at
                 room = bytes_view(memory.own_arena, at)
                 if leaf.near is None:
                     leaf.write(room)
@@ -189,22 +185,30 @@ class Giving:
                 if leaf.lies is not None:
                     came.append(leaf.lies)
             memory.copied_bytes += place.size_bytes
+        if down and memory.work is not None:
+            memory.work.copy_down(down, came)
+        return lie
+
+    def _copy_there(self, near: Mapping[int, Layout], there: Mapping[int, Place]) -> dict[int, Place]:
+        """Put copies to the device arena on their way, and wait for what comes from it; return where each part lies."""
+        memory, work = self._memory, self._memory.work
         if work is None:
-            return
+            return {}
+        lie: dict[int, Place] = {}
         across: list[tuple[DeviceTensor, int]] = []
         base = memory.near.arena.address if memory.near is not None and memory.near.arena is not None else 0
-        if down:  # first, so that nobody waits for copies that stay on the device
-            work.copy_down(down, came)
         for index, place in there.items():
             work.blocks.add(place.key)
             for leaf, at in near[index].parts(place):
+                lie[id(leaf)] = at
                 if leaf.near is not None:
                     across.append((leaf.near, base + at.offset))
                 else:
                     work.copy_up(np.ascontiguousarray(leaf.array), base + at.offset)
             memory.copied_bytes += place.size_bytes
         work.copy_near(across)
-        work.wait_down()
+        work.wait_down()  # last, so that nobody waits for copies that stay on the device
+        return lie
 
 
 def marked(results: Sequence[Given | Failure], own: set[Key], ready: Place) -> tuple[Given | Failure, ...]:
@@ -222,6 +226,8 @@ def marked(results: Sequence[Given | Failure], own: set[Key], ready: Place) -> t
 
 def _fitting(layouts: Mapping[int, Layout], rooms: Mapping[int, Place]) -> tuple[dict[int, Place], list[int]]:
     """Return the rooms that are of the right size, and the outputs that have none."""
+    if not rooms:
+        return {}, list(layouts)
     found = {index: rooms[index] for index in layouts if index in rooms}
     found = {index: place for index, place in found.items() if place.size_bytes == layouts[index].size_bytes}
     return found, [index for index in layouts if index not in found]

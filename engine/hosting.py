@@ -24,13 +24,13 @@ from weftline.engine.messages import Done, Failure, Given, Item, Ran, Run, StepT
 from weftline.engine.outputs import NOTHING_ASIDE, Aside, OutputPorts
 from weftline.engine.packed import Row, Source
 from weftline.engine.padding import Padding
+from weftline.engine.values import live
 from weftline.errors import StepError
 from weftline.nodes.contract import BatchNode, Node
 from weftline.nodes.ports import PortType
-from weftline.shm.block import Key
 from weftline.shm.device.driver import DeviceLost
-from weftline.shm.device.events import EVENT_BYTES
 from weftline.shm.device.names import is_gpu
+from weftline.shm.lease import EVENT_BYTES
 
 CANCELLED = Failure("RequestCancelled", "nobody waits for it any more")
 _NOBODY: Mapping[int, Failure] = {}
@@ -96,8 +96,7 @@ class HostedStep:
                 self._reached += len(batch)
                 rows = self.call(batch, [item.inputs for item in batch], aside)
                 results += self._giving.give(rows, aside.host, aside.near)
-        own = {(block.arena, block.offset, block.generation) for block in message.near_room.values()}
-        ended, unfinished, moved = finish(self.memory, message, results, own)
+        ended, unfinished, moved = finish(self.memory, message, results)
         ran = Ran((time.perf_counter() - started) * 1000, self.batches, self._reached)
         copied = self.memory.copied_bytes
         return Done(message.dispatch, ended, (ran,), copied, self.out_of_memory, unfinished, moved)
@@ -165,7 +164,7 @@ class HostedStep:
         given = self.node.run(HostedBatch(self, items, rows, values, aside.host, padded, aside.near))
         outputs = self._ports.check(given, len(items))
         if padded is not None:
-            outputs = {name: [padded.cut(name, v, at) for at, v in enumerate(outputs[name])] for name in outputs}
+            outputs = {n: [padded.cut(n, v, at) for at, v in enumerate(outputs[n])] for n, _ in self.outputs}
         made = [self._ports.row(outputs, position, row, came, aside) for position, row in enumerate(rows)]
         if self._ports.lacked_memory:
             self.out_of_memory = max(self.out_of_memory, 1)
@@ -175,24 +174,25 @@ class HostedStep:
         """Return a port's values as the node sees them, one for each item."""
         if name in self.near and self.memory.work is not None:
             return self.memory.work.column(sources, self.copies_inputs)
-        column = [self.memory.live(source) for source in sources]
+        memory = self.memory
+        if memory.near is None:
+            column = [live(source, memory.arenas) for source in sources]
+        else:
+            column = [memory.live(source) for source in sources]
         return [_private(value) for value in column] if self.copies_inputs else column
 
 
 def finish(
-    memory: Memory, message: Run, results: Sequence[Given | Failure], own: set[Key]
+    memory: Memory, message: Run, results: Sequence[Given | Failure]
 ) -> tuple[tuple[Given | Failure, ...], bool, int]:
-    """Be done with a dispatch: return its results, whether it goes on on the device, and the bytes moved there.
-
-    own: blocks of the worker's device arena that were set aside for it.
-    """
+    """Be done with a dispatch: return its results, whether it goes on on the device, and the bytes moved there."""
     if memory.work is None:
         return tuple(results), False, 0
     moved = memory.work.moved_bytes
     if not memory.end(message.ready) or message.ready is None:
         return tuple(results), False, moved
-    ready = message.ready.place(0, EVENT_BYTES)
-    return marked(results, own | memory.work.blocks, ready), True, moved
+    written = memory.work.blocks.union(block.key for block in message.near_room.values())
+    return marked(results, written, message.ready.place(0, EVENT_BYTES)), True, moved
 
 
 def _private(value: Any) -> Any:

@@ -20,6 +20,7 @@ from weftline.errors import InputError, StepError
 from weftline.nodes.contract import Outputs
 from weftline.nodes.ports import PortType
 from weftline.shm.block import INLINE_BYTES_MAX, Block, Place
+from weftline.shm.device.tensor import DeviceTensor
 
 _PASSED_ON = (*ARRAYS, "text", "bytes")
 """Kinds whose values a node cannot have changed: when it gives one back, it goes on as it came."""
@@ -56,17 +57,19 @@ class OutputPorts:
         self.ports = ports
         self.lacked_memory = False
         self._memory = memory
-        self._near = near
+        self._on_device: OnDevice | None = self._seen if near else None
         self._copies_inputs = copies_inputs
 
-    def check(self, outputs: Outputs, count: int) -> dict[str, Any]:
+    def check(self, outputs: Outputs, count: int) -> Mapping[str, Sequence[Any]]:
         """Return what the node gave, by port; StepError unless it is one value for each of `count` items."""
         for name, _ in self.ports:
             if name not in outputs:
                 raise StepError(f"the node gave no {name}; it gave {', '.join(outputs) or 'nothing'}")
             if len(outputs[name]) != count:
                 raise StepError(f"{name}: the node gave {len(outputs[name])} values for {count} items")
-        return {name: self._seen_whole(outputs[name]) for name, _ in self.ports}
+        if self._on_device is None:
+            return outputs
+        return {name: self._seen_whole(outputs[name], self._on_device) for name, _ in self.ports}
 
     def row(
         self,
@@ -97,22 +100,19 @@ class OutputPorts:
             made.append(ready)
         return made
 
-    def _seen_whole(self, given: Any) -> Any:
+    def _seen_whole(self, given: Any, on_device: OnDevice) -> Any:
         """Return an output of all items as one tensor on the device, if it is one: its items then are neighbours."""
-        on_device = self._on_device
-        if on_device is None or isinstance(given, list | tuple | np.ndarray):
+        if isinstance(given, list | tuple | np.ndarray):
             return given
         try:
-            return on_device(given) or given
+            whole = on_device(given)
         except ValueError:
             return given  # its items are looked at one by one
+        return given if whole is None else whole
 
-    @property
-    def _on_device(self) -> OnDevice | None:
+    def _seen(self, value: Any) -> DeviceTensor | None:
         near, work = self._memory.near, self._memory.work
-        if not self._near or near is None or work is None:
-            return None
-        return lambda value: near.on_device(value, work.stream)
+        return None if near is None or work is None else near.on_device(value, work.stream)
 
     def _passed_on(
         self,

@@ -275,7 +275,8 @@ def _pack_near(tensor: DeviceTensor, type: PortType, what: str) -> Packed:
 def _pack_list(value: Any, type: PortType, what: str, known: Known | None, on_device: OnDevice | None = None) -> Packed:
     of_arrays = type.item is None or type.item.kind in ARRAYS
     if of_arrays and on_device is not None and not isinstance(value, list | tuple | np.ndarray):
-        value = _seen(value, on_device, what) or value  # its elements then know that they are neighbours
+        whole = _seen(value, on_device, what)
+        value = value if whole is None else whole  # its elements then know that they are neighbours
     if isinstance(value, DeviceTensor):
         value = [value[at] for at in range(len(value))] if of_arrays else value.torch().tolist()
     elif hasattr(value, "detach") or (isinstance(value, np.ndarray) and value.ndim):
