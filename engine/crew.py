@@ -268,6 +268,8 @@ class Crew:
         oldest = next(iter(member.unfinished.values()), None)
         if oldest is not None and now_ms - oldest.since_ms > oldest.limit_ms:
             return "its device was busy for longer than run_max_ms"
+        if member.rest.moving:
+            return ""  # all else stands still until one of its steps sleeps or is awake
         if member.settles and now_ms - min(member.settles.values()) > self._settle_max_ms(worker):
             return "its device did not settle within run_max_ms"
         at_work = [

@@ -235,8 +235,10 @@ class Idleness:
         return bool(lane.waiting or lane.job)
 
     def _free(self, worker: int) -> None:
-        """A worker may be given work again; what it streams of other steps stood still meanwhile."""
-        self._crew.members[worker].spoke_ms = self._book.now_ms
+        """A worker may be given work again; what it streams of other steps, and settles, stood still meanwhile."""
+        member = self._crew.members[worker]
+        member.spoke_ms = self._book.now_ms
+        member.settles = dict.fromkeys(member.settles, self._book.now_ms)
         self._tasks.due.update(self._crew.steps_of(worker))
 
     def _part(self, worker: int, step: int) -> int:

@@ -498,6 +498,24 @@ def test_a_step_that_loads_silently_is_left_in_peace_when_its_neighbour_is_to_wa
     assert desk.kills() == []
 
 
+@pytest.mark.parametrize("until", ["falling asleep", "waking"])
+def test_what_a_worker_has_in_hand_beside_a_step_on_its_way_has_its_time_afterwards(until: str) -> None:
+    desk = Desk(one_step(run_max_ms=1000))
+    member = desk.scheduler.crew.members[0]
+    desk.advance(IDLE_S * 1000)
+    member.settles[7] = desk.now_ms
+    if until == "waking":
+        desk.hear(0, msg.Slept(0, 0))
+        desk.submit(x=1)
+    desk.advance(5000)
+    assert desk.kills() == []
+    desk.hear(0, msg.Awake(0, 1.0) if until == "waking" else msg.Slept(0, 0))
+    desk.advance(900)
+    assert desk.kills() == []
+    desk.advance(400)
+    assert "run_max_ms" in desk.kills()[0]
+
+
 def test_a_worker_that_was_lost_before_it_heard_that_a_step_is_to_wake_is_not_waited_for() -> None:
     desk = asleep(one_step())
     desk.submit(x=1)
