@@ -68,7 +68,10 @@ class CudaKernels:
     def __init__(self, bindings: Any = None) -> None:
         """Load the kernels. bindings: for tests, what stands for `cuda.bindings.driver`."""
         cuda = self._cuda = bindings or _bindings()
-        module = self._done("cuModuleLoadData", cuda.cuModuleLoadData(PTX.encode() + b"\0"))
+        loaded = cuda.cuModuleLoadData(PTX.encode() + b"\0")
+        if loaded[0] == cuda.CUresult.CUDA_ERROR_JIT_COMPILER_NOT_FOUND:
+            raise Skipped("the driver's PTX compiler (libnvidia-ptxjitcompiler) is not here")
+        module = self._done("cuModuleLoadData", loaded)
         self._functions = {
             name: self._done("cuModuleGetFunction", cuda.cuModuleGetFunction(module, name.encode()))
             for name in ("delay", "poke")

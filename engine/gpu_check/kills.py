@@ -2,8 +2,10 @@
 
 Who dies leaves what Weftline's rules are about. A reader's blocks go to quarantine in the ledger until the writer has
 settled; then a new reader takes its place. A writer's arena is retired and closed, what the reader still has of it is
-waited for and not believed in, and a new writer makes a new arena. Nobody may have to wait for longer than HANG_S, and
-in the end the device's free memory, and this process's descriptors, are what they were.
+waited for and not believed in, and a new writer makes a new arena. In ordering 'event' a reader that waits on its
+device for the dead writer may wait for ever: it is one fault domain with the writer, and is ended with it as Weftline
+ends it. Nobody else may have to wait for longer than HANG_S, and in the end the device's free memory, and this
+process's descriptors, are what they were.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from weftline.engine.gpu_check.processes import Crew, Ended, Process
+from weftline.engine.gpu_check.processes import Crew, Ended, Late, Process
 from weftline.engine.gpu_check.running import RIGHT, Outcome, Wrong, judged, spread
 from weftline.engine.gpu_check.traffic import ORDERINGS, Arena, Spoilt, Traffic
 from weftline.engine.gpu_check.trial import MIB, Trial
@@ -24,6 +26,9 @@ from weftline.shm.lease import Ledger
 KILLS, QUICK_KILLS = 200, 3
 HANG_S = 5.0
 """The issue's bar: nobody waits longer for anything because of a death."""
+
+PATIENCE_S = 1.0
+"""How long a reader in the fault domain of a writer that was killed is waited for before it is ended too."""
 
 SLACK_BYTES = 16 * MIB
 """How far free memory may be from where it was: other programs of the card, and what the driver keeps for itself."""
@@ -62,6 +67,7 @@ def check_kills(trial: Trial) -> Outcome:
         "kills": scene.kills,
         "of writers": scene.writers,
         "readers that went with a writer": scene.readers_along,
+        "of them, waited on their device until they were ended": scene.readers_hung,
         "leases written and read between them": scene.done,
         "longest wait of a survivor_s": max(scene.waits),
         "from kill to reaped": spread(scene.reaped_ms, "ms"),
@@ -81,7 +87,7 @@ class _Scene:
         self._crew, self._draw, self._ahead = crew, draw, spares
         self._spares: list[Process] = []
         self._arenas = 0
-        self.kills = self.writers = self.readers_along = self.done = 0
+        self.kills = self.writers = self.readers_along = self.readers_hung = self.done = 0
         self.waits: list[float] = []
         self.reaped_ms: list[float] = []
         self._token = 0
@@ -94,13 +100,14 @@ class _Scene:
         """Let traffic flow, kill one side at a random moment, and set the scene up again without it."""
         kills_writer = self._draw.random() < 0.5
         victim = self.writer if kills_writer else self.reader
+        self.traffic.answer_max_s = min(PATIENCE_S, HANG_S) if self._goes_along(kills_writer) else HANG_S
         killed = threading.Event()
         timer = threading.Timer(self._draw.uniform(0, MOMENT_MAX_S), _kill, (victim, killed))
         timer.start()
         try:
             while True:
                 self.traffic.step(self.writer, self.reader)
-        except (Ended, Spoilt) as error:
+        except (Ended, Late, Spoilt) as error:
             of_victim = isinstance(error, Ended) and error.names(victim)
             if not of_victim and not (killed.is_set() and self._goes_along(kills_writer)):
                 raise
@@ -118,7 +125,8 @@ class _Scene:
 
     def _goes_along(self, kills_writer: bool) -> bool:
         """Whether the other side may go with the victim: in ordering 'event' a reader waits for the writer's device
-        work, which ends unfinished, and they are one fault domain."""
+        work, which ends unfinished, and they are one fault domain.
+        """
         return kills_writer and self.traffic.ordering == "event"
 
     def end(self) -> None:
@@ -149,14 +157,15 @@ class _Scene:
         traffic, ledger = self.traffic, self._ledger
         try:
             if traffic.reading is not None:
-                self.reader.drain("check", HANG_S)
+                self.reader.drain("check", traffic.answer_max_s)
             self.reader.ask("forget", timeout_s=HANG_S, arena=traffic.arena.name)
-        except Ended:
+        except (Ended, Late) as error:
             if not self._goes_along(True):
                 raise
             self._crew.dismiss(self.reader)
             self.reader = self._spare()
             self.readers_along += 1
+            self.readers_hung += isinstance(error, Late)
         for dispatch in (traffic.reading, traffic.writing):
             if dispatch is not None:
                 traffic.free(dispatch)

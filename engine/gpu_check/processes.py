@@ -7,6 +7,7 @@ only ever waits for a message, and never for longer than it says.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weftline.engine.gpu_check.running import Wrong
+from weftline.engine.gpu_check.running import Skipped, Wrong
 from weftline.engine.gpu_check.wire import PeerGone, Wire, pair
 
 ANSWER_MAX_S = 60.0
@@ -46,11 +47,18 @@ class Refused(Wrong):
     """The driver refused what a process was asked to do."""
 
 
+class Late(Wrong):
+    """A process has not answered in time; it may be waiting on its device for ever."""
+
+
 class Process:
     """A process of a check. `name` is what messages about it say."""
 
-    def __init__(self, name: str, device: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, device: str, environment: Mapping[str, str] | None = None, until_s: float = math.inf
+    ) -> None:
         ours, theirs = pair()
+        self._until_s = until_s
         self.name = name
         self.device = device
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
@@ -66,7 +74,7 @@ class Process:
     def ask(self, verb: str, fds: Sequence[int] = (), timeout_s: float = ANSWER_MAX_S, **about: Any) -> dict[str, Any]:
         """Ask, wait for the answer, and return it; descriptors of the answer stand under 'fds', the caller's own.
 
-        Wrong when it fails, ends, or does not answer in time.
+        Wrong when it fails, Ended when it ends, Late when it does not answer in time; Skipped when it cannot be done.
         """
         self.tell(verb, fds, **about)
         return self.answer(verb, timeout_s)
@@ -79,24 +87,30 @@ class Process:
             raise Ended(self, f"{self.ending()} before it was asked to {verb}") from None
 
     def answer(self, verb: str, timeout_s: float = ANSWER_MAX_S) -> dict[str, Any]:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise Skipped(f"took too long: its time was over before {self.name} had answered to {verb}")
+        timeout_s = min(timeout_s, left_s)
         try:
             message, fds = self.wire.receive(timeout_s)
         except TimeoutError:
-            raise Wrong(f"{self.name} did not {verb} within {timeout_s:.0f} s") from None
+            raise Late(f"{self.name} did not {verb} within {timeout_s:.0f} s") from None
         except PeerGone:
             raise Ended(self, f"{self.ending()} when it was asked to {verb}") from None
         if "failed" in message and "lost" in message:
             raise Ended(self, f"lost the device when it was asked to {verb}: {message['lost']}")
+        if "skipped" in message:
+            raise Skipped(message["failed"])
         if "failed" in message:
             raise (Refused if "refused" in message else Wrong)(f"{self.name} failed to {verb}: {message['failed']}")
         return {**message, "fds": fds}
 
     def drain(self, verb: str, timeout_s: float) -> None:
-        """Take an answer that nobody believes in any more; Wrong when it is late, Ended when it cannot come."""
+        """Take an answer that nobody believes in any more; Late when it is late, Ended when it cannot come."""
         try:
             message, _ = self.wire.receive(timeout_s)
         except TimeoutError:
-            raise Wrong(f"{self.name} hangs: it did not {verb} within {timeout_s:.0f} s of another's death") from None
+            raise Late(f"{self.name} hangs: it did not {verb} within {timeout_s:.0f} s of another's death") from None
         except PeerGone:
             raise Ended(self, f"{self.ending()} after another died") from None
         if "lost" in message:
@@ -145,16 +159,20 @@ def _where_modules_are() -> str:
 
 
 class Crew:
-    """The processes of one part, all of them gone when it is over, however it ends."""
+    """The processes of one part, all of them gone when it is over, however it ends.
 
-    def __init__(self, device: str, environment: Mapping[str, str] | None = None) -> None:
+    until_s: on the monotonic clock, when the part has to be over: nobody waits for an answer for longer.
+    """
+
+    def __init__(self, device: str, environment: Mapping[str, str] | None = None, until_s: float = math.inf) -> None:
         self.device = device
         self._environment = environment
+        self._until_s = until_s
         self._processes: list[Process] = []
 
     def start(self, name: str, **options: Any) -> Process:
         """Start a process; it opens its driver when it is first asked for something (see `peer`)."""
-        process = Process(name, self.device, self._environment)
+        process = Process(name, self.device, self._environment, self._until_s)
         self._processes.append(process)
         return process
 
@@ -167,5 +185,6 @@ class Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for process in self._processes:
-            process.close()
+        with contextlib.ExitStack() as ends:  # all of them, also when one is there for good
+            for process in self._processes:
+                ends.callback(process.close)

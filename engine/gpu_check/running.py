@@ -23,6 +23,9 @@ from typing import Any
 
 RIGHT, WRONG, SKIPPED = "right", "wrong", "skipped"
 STATES = (RIGHT, WRONG, SKIPPED)
+KILLED_MAX_S = 5.0
+"""Longest that is waited for a process that was killed."""
+
 WHY_MAX = 800
 """Longest reason that is kept, in characters."""
 
@@ -135,7 +138,8 @@ def run_limited(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.poll() is None:
-            process.communicate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it is in the driver, and cannot be killed there
+                process.communicate(timeout=KILLED_MAX_S)
 
 
 def spread(values: Sequence[float], unit: str) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from weftline.shm.device.names import is_fake
 
 MIB = 1 << 20
 
+OVERTIME_S = 10.0
+"""What a part that has used up its time still gets to come to an end in order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -39,7 +42,7 @@ class Trial:
         return self.until_s - time.monotonic()
 
     def crew(self) -> Crew:
-        return Crew(self.device, self.environment)
+        return Crew(self.device, self.environment, self.until_s + OVERTIME_S)
 
     def say(self, text: str) -> None:
         """Tell whoever waits how far the part is; a line on standard error."""

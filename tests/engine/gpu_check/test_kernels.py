@@ -11,6 +11,7 @@ import pytest
 
 from weftline.engine.gpu_check import pattern
 from weftline.engine.gpu_check.kernels import NOBODYS_ADDRESS, PTX, CudaKernels
+from weftline.engine.gpu_check.running import Skipped
 from weftline.shm.device.driver import DriverError
 
 
@@ -67,6 +68,16 @@ def test_a_launch_that_the_driver_refuses_is_told_by_name() -> None:
     stand_in.refuses["cuLaunchKernel"] = "CUDA_ERROR_INVALID_HANDLE"
     with pytest.raises(DriverError, match="cuLaunchKernel: CUDA_ERROR_INVALID_HANDLE"):
         CudaKernels(stand_in).poke(7)
+
+
+def test_kernels_that_nobody_can_compile_are_a_reason_to_skip() -> None:
+    pytest.importorskip("cuda.bindings.driver")
+    from tests.shm.device.bindings import StandIn
+
+    stand_in = StandIn()
+    stand_in.refuses["cuModuleLoadData"] = "CUDA_ERROR_JIT_COMPILER_NOT_FOUND"
+    with pytest.raises(Skipped, match="libnvidia-ptxjitcompiler"):
+        CudaKernels(stand_in)
 
 
 def test_leases_of_different_numbers_have_different_bytes() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.engine.gpu_check.planting import planted
 from weftline.engine.gpu_check import copies, kills, leases, mps, programs
 from weftline.engine.gpu_check.parts import PARTS
-from weftline.engine.gpu_check.running import Outcome, outcome_of
-from weftline.engine.gpu_check.trial import Trial
+from weftline.engine.gpu_check.processes import Crew, Process
+from weftline.engine.gpu_check.running import Outcome, Wrong, outcome_of
+from weftline.engine.gpu_check.trial import OVERTIME_S, Trial
 
 DRIVER = "from weftline.shm.device.driver import DriverError\nfrom weftline.shm.device.fake import FakeGpu\n"
 SHORT_COPIES = f"""{DRIVER}
@@ -48,6 +53,23 @@ import time
 from weftline.engine.gpu_check import writing
 writing.settle = writing.VERBS["settle"] = lambda hands: time.sleep(60)
 """
+WAITS_FOR_EVER = """
+import time
+from weftline.engine.gpu_check import writing
+from weftline.shm.device.driver import DeviceLost
+whole = writing.check
+def check(hands, **about):
+    try:
+        return whole(hands, **about)
+    except DeviceLost:
+        time.sleep(60)
+writing.VERBS["check"] = check
+"""
+
+
+class WritersDie(random.Random):
+    def random(self) -> float:
+        return 0.3
 
 
 def run(name: str, environment: dict[str, str] | None = None, left_s: float = 60.0) -> Outcome:
@@ -81,6 +103,46 @@ def test_a_planted_mistake_is_found(
     monkeypatch.setattr(leases, "FAKE_DELAYS_US", (0, 150_000))  # longer than any message takes, on any machine
     found = run(name, planted(tmp_path, mistake))
     assert (found.state, said in found.why) == ("wrong", True), found.why
+
+
+def test_a_part_that_hangs_is_wrong_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("weftline.engine.gpu_check.trial.OVERTIME_S", 0.0)
+    hangs = HANG.replace("import writing", "import hands").replace(
+        'writing.settle = writing.VERBS["settle"] = lambda hands', "hands.Hands.do_make = lambda *given, **about"
+    )
+    found = run("read-only", planted(tmp_path, hangs), left_s=2.0)
+    assert (found.state, found.why[:-4]) == ("wrong", "the maker did not make within"), found.why  # 1 or 2 seconds
+
+
+def test_a_part_that_is_not_done_when_its_time_is_over_is_skipped_with_the_reason() -> None:
+    found = run("share", left_s=-OVERTIME_S)
+    assert found.state == "skipped" and found.why.startswith("took too long: its time was over before the guest")
+
+
+def test_processes_are_all_ended_even_when_one_is_there_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stays(one: Process) -> float:
+        raise Wrong("it was killed and is still there")
+
+    with pytest.raises(Wrong, match="still there"), Crew("fake:0") as crew:
+        first, second = crew.start("the first"), crew.start("the second")
+        monkeypatch.setattr(first, "kill", partial(stays, first))
+    with pytest.raises(ProcessLookupError):
+        os.kill(second.pid, 0)
+    monkeypatch.undo()
+    first.kill()
+
+
+def test_a_reader_that_waits_for_a_dead_writer_for_ever_is_ended_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kills, "QUICK_KILLS", 1)
+    monkeypatch.setattr(kills, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(kills, "MOMENT_MAX_S", 0.5)
+    monkeypatch.setattr(kills, "Traffic", partial(kills.Traffic, delays_us=(400_000,)))  # the writer dies meanwhile
+    monkeypatch.setattr(kills, "random", SimpleNamespace(Random=WritersDie))
+    found = run("kills", planted(tmp_path, WAITS_FOR_EVER))
+    assert (found.state, found.why) == ("right", "")
+    assert found.figures["of them, waited on their device until they were ended"] == 1
 
 
 def test_a_slow_copy_into_an_arena_misses_its_bar_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +190,7 @@ def test_the_sanitizer_is_given_every_process_of_the_check(monkeypatch: pytest.M
     on_path(monkeypatch, tmp_path)
     assert run("memcheck").state == "right"
     asked = (tmp_path / "asked").read_text()
-    assert "--tool memcheck --target-processes all --error-exitcode 9" in asked
+    assert "--tool memcheck --target-processes all --error-exitcode 9 --report-api-errors no" in asked
     assert "-m weftline.engine.gpu_check --device fake:0 --quick --only share leases hops" in asked
 
 

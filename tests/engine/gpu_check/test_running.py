@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -78,6 +79,16 @@ def test_a_process_that_takes_too_long_is_killed_with_what_it_started(tmp_path: 
     while Path(f"/proc/{pid}").exists() and _state(pid) != "Z" and time.monotonic() < until:
         os.sched_yield()
     assert not Path(f"/proc/{pid}").exists() or _state(pid) == "Z"
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "KILLED_MAX_S", 0.1)
+        patch.setattr(os, "killpg", lambda pid, signal: killed.append(pid))
+        with pytest.raises(TimeoutError):
+            run_limited([sys.executable, "-c", "import time; time.sleep(30)"], 0.1)
+    os.killpg(killed[0], signal.SIGKILL)
 
 
 def test_what_a_part_raises_belongs_to_it_alone() -> None:
