@@ -74,6 +74,8 @@ class HostedBatch(Batch):
         near = self._near_rooms.get(index)
         if near is not None:
             return self._step.memory.tensor_in(near, TensorSpec(dtype, (len(self), *shape)))
+        if index >= 0 and self._step.gives_near(index):
+            return None  # there may be room in host memory, but not where it is read on the device
         place = self._rooms.get(index)
         if place is None:
             return None

@@ -46,10 +46,13 @@ class DeviceArenas:
         return told.up.device
 
     def introduction(self, arena: int) -> tuple[AttachDevice, int | None]:
-        """Return how another worker is told of an arena, and the descriptor that goes with it."""
+        """Return how another worker is told of an arena, and the descriptor that goes with it.
+
+        Events end with the process that made them: of a dead one nobody is told of any, and none are waited for.
+        """
         told = self._known[arena]
         up = told.up
-        message = AttachDevice(arena, up.size_bytes, up.rung, up.handle, up.events)
+        message = AttachDevice(arena, up.size_bytes, up.rung, up.handle, up.events if told.alive else ())
         return message, told.fd if told.fd >= 0 else None
 
     def on(self, device: str) -> Iterator[int]:

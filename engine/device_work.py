@@ -54,13 +54,15 @@ class DeviceWork:
         self._put = 0  # how much was put on streams, but for downloads
         self._covered = 0  # how much of that comes before the downloads
         self._done = 0  # how much of that was waited for
+        self._before: list[int] = []  # streams of the steps before the last one
 
     # inputs
 
     def begin(self, stream: int) -> None:
         """A step's call is next, whose work goes on `stream`: it comes after the calls before it."""
-        if self.stream:
+        if self.stream and self.stream != stream:
             self.near.order(self.stream, stream)
+            self._before.append(self.stream)
         self.stream = stream
         self._put += 1
 
@@ -152,6 +154,8 @@ class DeviceWork:
         """
         if ready is not None and self.stream and self._done < self._put and not self._coming:
             self.near.driver.record(ready, self.stream)
+            for stream in self._before:
+                self.near.order(self.stream, stream)  # the next call there may write what is still read here
             return True
         self.wait()
         self.release()
@@ -167,6 +171,21 @@ class DeviceWork:
                 self.near.driver.synchronize(self.stream)
             self._done = self._put
         self.wait_down()
+
+    @property
+    def taken(self) -> int:
+        """How many pieces of memory it has taken so far; see `give_up`."""
+        return len(self._pieces)
+
+    def give_up(self, taken: int) -> None:
+        """Give back the memory taken since there were `taken` pieces, but for uploads, which whoever tries again reads.
+
+        For a call that has failed, once nothing of it is left on the device.
+        """
+        uploads = {id(tensor.owner) for _, tensor in self._uploaded.values()}
+        late = self._pieces[taken:]
+        self._pieces[taken:] = [piece for piece in late if id(piece) in uploads]
+        self.near.scratch.give_back(piece for piece in late if id(piece) not in uploads)
 
     def release(self) -> None:
         """Let go of what the device was using; nothing of the dispatch is left there."""

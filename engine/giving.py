@@ -95,7 +95,8 @@ class Giving:
             return Failure("LimitReached", str(error))
         return _given(row)
 
-    def _where_of(self, index: int) -> str:
+    def where_of(self, index: int) -> str:
+        """Return where the readers of an output are."""
         return self._where[index] if index < len(self._where) else HOST
 
     # what is small, or lies on the device alone
@@ -106,7 +107,7 @@ class Giving:
         for row in rows:
             if isinstance(row, list):
                 for index, value in enumerate(row):
-                    row[index] = self._to_come(value, self._where_of(index))
+                    row[index] = self._to_come(value, self.where_of(index))
                     _note_small(row[index], small)
         if not small:
             return
@@ -139,7 +140,7 @@ class Giving:
             leaves = [leaf for row in rows if isinstance(value := row[index], Packed) for leaf in value.leaves()]
             if not leaves:
                 continue
-            where = self._where_of(index)
+            where = self.where_of(index)
             if where != DEVICE:
                 host[index] = Layout(leaves)
             if where != HOST:

@@ -118,6 +118,8 @@ class HostedStep:
         aside: where outputs may be written. When the node raises, the halves of the batch are run apart, so that only
         the item at fault fails.
         """
+        work = self.memory.work
+        taken = 0 if work is None else work.taken
         try:
             return self._call(items, rows, aside)
         except DeviceLost:
@@ -127,6 +129,8 @@ class HostedStep:
             told = out_of_memory(error) if no_memory else failure(error)
         if self._on_gpu and self.memory.near is not None:
             self.memory.near.check()  # whose fault it was is known only while the device can be used
+            if work is not None:
+                work.give_up(taken)
         if no_memory:
             self.out_of_memory = max(self.out_of_memory, len(items))
             self.free_memory()
@@ -136,6 +140,10 @@ class HostedStep:
         half = count // 2
         left = self.call(items[:half], rows[:half], aside.part(0, half, count))
         return left + self.call(items[half:], rows[half:], aside.part(half, count - half, count))
+
+    def gives_near(self, port: int) -> bool:
+        """Whether an output is placed in the device arena, for readers there."""
+        return self._giving.where_of(port) != HOST
 
     def free_memory(self) -> None:
         """Give back what is kept of the device for later."""

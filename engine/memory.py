@@ -31,7 +31,7 @@ class Memory:
     """Every attached arena by id, the id of the worker's own, and how to ask for room in it.
 
     near: the worker's device; None without one.
-    work: what the dispatch in hand does there; None between dispatches, and without a device.
+    work: what the dispatch in hand does there, or the last one if it goes on there; else None.
     copied_bytes: bytes copied into shared memory since somebody last set it to 0.
     """
 
@@ -92,11 +92,14 @@ class Memory:
     def end(self, ready: Block | None = None) -> bool:
         """A dispatch is over: wait for its work on the device, or leave it there; whether it goes on.
 
-        ready: the event to mark it with, if it may go on; `work` is then to be released when that has come.
+        ready: the event to mark it with, if it may go on; `work` stays then, to be released once that has come.
         """
         if self.work is None or self.near is None:
             return False
-        return self.work.end(None if ready is None else self.near.mark_of(ready))
+        goes_on = self.work.end(None if ready is None else self.near.mark_of(ready))
+        if not goes_on:
+            self.work = None
+        return goes_on
 
     # values
 

@@ -54,3 +54,13 @@ def test_only_a_descriptor_outlives_the_worker() -> None:
     arenas.close()
     arenas.close()
     assert not is_open(fd)
+
+
+def test_of_a_dead_worker_s_events_nobody_is_told_who_comes_later() -> None:
+    arenas = DeviceArenas()
+    arenas.offer(0, msg.DeviceUp("fake:0", 4096, "descriptor", events=(b"e" * 64,)), descriptor())
+    arenas.accept(0, 7)
+    assert arenas.introduction(7)[0].events == (b"e" * 64,)
+    arenas.died(0)
+    assert arenas.introduction(7)[0] == msg.AttachDevice(7, 4096, "descriptor")
+    arenas.close()

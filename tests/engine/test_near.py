@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +18,7 @@ from weftline.engine.chain import HostedChain
 from weftline.engine.digest import digest
 from weftline.engine.hosting import HostedStep
 from weftline.engine.near import NearMemory
+from weftline.engine.scratch import ScratchPiece
 from weftline.engine.values import unpack
 from weftline.errors import StepError
 from weftline.nodes.contract import Batch, Outputs
@@ -218,6 +219,20 @@ def test_what_is_written_into_the_room_set_aside_is_not_copied(bench: NearBench)
     assert bench.copies == [] and bench.asked_near == [] and done.copied_bytes == 0
 
 
+def test_what_is_read_on_the_device_too_is_given_no_room_on_the_host_alone(bench: NearBench) -> None:
+    rows = [[value] for value in bench.near_values([numbers(1)])]
+    rooms: list[object] = []
+
+    def fill(batch: Batch) -> Outputs:
+        rooms.append(batch.room("y", "float32", (BIG,)))
+        return doubled(batch)
+
+    block = bench.block(BIG * 4, OWN)
+    done = bench.on_gpu(fill, X, Y, {"y": "both"}).run(run_of(rows, room={0: block}))
+    assert rooms == [None]
+    assert only(done).place == block.place(0, BIG * 4) and (bench.seen(only(done)) == numbers(1) * 2).all()
+
+
 def test_what_is_read_on_both_sides_lies_in_both_places(bench: NearBench) -> None:
     rows = [[value] for value in bench.near_values([numbers(1), numbers(2)])]
     done = bench.on_gpu(doubled, X, Y, {"y": "both"}).run(run_of(rows))
@@ -416,6 +431,40 @@ def test_a_batch_for_which_the_device_has_no_memory_is_halved_and_caches_are_giv
     assert bench.answers(done) == [0, 0] and done.out_of_memory == 2
 
 
+def test_what_a_failed_call_had_stacked_is_given_back_before_its_halves_are_tried(bench: NearBench) -> None:
+    scratch = bench.near.scratch
+    taken, gave_back = scratch.take, scratch.give_back
+    out: dict[int, int] = {}  # what is taken, by address
+
+    def take(size_bytes: int) -> ScratchPiece:
+        piece = taken(size_bytes)
+        out[piece.address] = piece.size_bytes
+        return piece
+
+    def give_back(pieces: Iterable[ScratchPiece]) -> None:
+        for piece in (held := list(pieces)):
+            del out[piece.address]
+        gave_back(held)
+
+    scratch.take, scratch.give_back = take, give_back  # type: ignore[method-assign]
+    told: list[int] = []
+
+    def short(batch: Batch) -> Outputs:
+        told.append(sum(out.values()))
+        batch.stacked("x")
+        batch.stacked("z")
+        if len(batch) > 2:
+            raise DeviceOutOfMemory("allocate", "OUT_OF_MEMORY")
+        return {"told": [float(np.asarray(z)[0]) for z in batch["z"]]}
+
+    rows = [[*bench.near_values([numbers(at)]), bench.value(numbers(at), "float32[?]")] for at in range(4)]
+    done = bench.on_gpu(short, {**X, "z": "float32[?]"}, {"told": "json"}).run(run_of(rows))
+    assert bench.answers(done) == [0, 1, 2, 3] and done.out_of_memory == 4
+    uploads = told[0]
+    assert told[1] == uploads > 0  # the same uploads are read again, and nothing else is held
+    assert not out
+
+
 def test_a_lost_device_is_nobodys_fault_and_goes_through(bench: NearBench) -> None:
     def broken(batch: Batch) -> Outputs:
         raise DeviceLost("launch", "ILLEGAL_ADDRESS")
@@ -557,11 +606,11 @@ def test_whatever_streams_are_quick_answers_are_the_same(seed: int, marks: bool)
     rows = [[bench.value(numbers(at), "float32[?]"), bench.late_value(numbers(10 * at), at)] for at in range(2)]
     event = bench.event(1)
     done = whole.run(run_of(rows, ready=event) if marks else run_of(rows))
-    assert done.unfinished == marks and bench.memory.work is not None
+    assert done.unfinished == marks == (bench.memory.work is not None)
     mark = bench.near.mark_of(event)
     assert mark is not None
     told = [(unpack(one.outputs[0], bench.arenas), unpack(one.outputs[2], bench.arenas)) for one in given(done)]
-    if marks:
+    if bench.memory.work is not None:
         bench.driver.wait_event(mark)
         bench.memory.work.release()
     for at, result in enumerate(given(done)):
@@ -569,6 +618,34 @@ def test_whatever_streams_are_quick_answers_are_the_same(seed: int, marks: bool)
         assert (told[at][0] == twofold).all() and (told[at][1] == 2 * twofold + 1).all()
         assert (bench.seen(result.outputs[0]) == twofold).all()
         assert (bench.seen(result.outputs[1]) == 2 * twofold).all()
+    bench.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_may_use_its_buffer_again_while_the_device_reads_it_for_the_last_dispatch(seed: int) -> None:
+    bench = NearBench(marks=True, machine=FakeMachine(seed))
+    buffer, steps = bench.made((BIG,)), []
+
+    def fills(batch: Batch) -> Outputs:
+        (x,) = map(np.asarray, batch["x"])
+        kernel(bench, lambda: np.copyto(buffer, x), steps[0].stream)
+        return {"y": [Foreign(buffer)]}
+
+    def doubles(batch: Batch) -> Outputs:
+        (x,), made = map(np.asarray, batch["x"]), bench.made((BIG,))
+        kernel(bench, lambda: np.multiply(x, 2, out=made), steps[1].stream)
+        return {"y": [Foreign(made)]}
+
+    steps += [bench.on_gpu(run, X, Y, {"y": "device"}, index=at) for at, run in enumerate((fills, doubles))]
+    both = HostedChain(msg.Chain(1, (msg.Stage(0, ((-1, 0),)), msg.Stage(1, ((0, 0),))), ((1, 0),)), steps)
+    dones = []
+    for at, value in enumerate(bench.near_values([numbers(1), numbers(2)])):
+        dones.append(both.run(run_of([[value]], ready=bench.event(at))))
+    for at, done in enumerate(dones):
+        mark = bench.near.mark_of(bench.event(at))
+        assert done.unfinished and mark is not None
+        bench.driver.wait_event(mark)
+    assert [bench.seen(only(done))[0] for done in dones] == [2, 4]
     bench.close()
 
 
