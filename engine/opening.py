@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from weftline.pipelines.options import to_config
 from weftline.shm.device.driver import DeviceOutOfMemory, DriverError
 from weftline.shm.device.events import SharedEvents
 from weftline.shm.device.ladder import probe
-from weftline.shm.device.names import is_fake, is_gpu
+from weftline.shm.device.names import index_of, is_fake, is_gpu
 from weftline.shm.device.opening import open_driver
 
 _log = logging.getLogger(__name__)
@@ -113,9 +114,11 @@ class Opener:
         cache_dir = Path(message.cache_dir)
         context = OpenContext(base_dir, step.device, message.threads, step.items_max, cache_dir, progress, told)
         on_stream = self._near.on(stream) if self._near is not None and stream else contextlib.nullcontext()
+        _make_current(step.device)
         with on_stream:
             with self.meter.opening(step.name):
                 node.open(context)
+            _make_current(step.device)  # it may have brought torch along
             progress("warming up", 0.9)
             started = time.perf_counter()
             with self.meter.warming(step.name):
@@ -126,3 +129,10 @@ class Opener:
             self._near.driver.synchronize(stream)  # a node that streams works on its framework's own stream from now on
         progress("ready", 1.0)
         return node
+
+
+def _make_current(device: str) -> None:
+    """Make a GPU that is not the first one torch's own choice, where torch is loaded: Triton launches kernels there."""
+    torch = sys.modules.get("torch")
+    if device.startswith("cuda") and index_of(device) and torch is not None and torch.backends.cuda.is_built():
+        torch.cuda.set_device(index_of(device))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from weftline.engine import messages as msg
@@ -78,6 +81,19 @@ def test_a_node_is_open_once_its_work_on_the_device_is_done(monkeypatch: pytest.
     stream = opener.stream(step)
     opener.node(step, stream)
     assert waited == [(stream, 2)] and said[2] == msg.Progress("a", "ready", 1.0)
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda:1", [1, 1]), ("cuda:0", []), ("fake:1", []), ("cpu", [])])
+def test_torch_works_on_the_step_s_gpu_unless_it_is_the_first_anyway(
+    monkeypatch: pytest.MonkeyPatch, device: str, chosen: list[int]
+) -> None:
+    told_torch: list[int] = []
+    cuda = SimpleNamespace(set_device=told_torch.append, is_initialized=lambda: False)
+    backends = SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: True))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, backends=backends))
+    step = msg.StepToOpen(0, "a", "echo", {"type": "uint8[4]"}, (), (), device, 1, False)
+    Opener(told(device), None, lambda message: None).node(step)
+    assert told_torch == chosen
 
 
 def test_a_device_that_has_no_room_for_the_arena_is_an_error_that_says_what_to_lower() -> None:
