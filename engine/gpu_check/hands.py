@@ -1,7 +1,7 @@
 """What a process of the check does with its device: one method for each verb it can be asked.
 
 Arguments come from a message and answers go back as one; descriptors beside them. Arenas and allocations are known by
-names that whoever asks has given them. The verbs of leases and hops, which are asked most, are in `reading` and
+names that whoever asks has given them. The verbs of leases and hops, which are asked most, are in `writing` and
 `hopping`.
 """
 

@@ -119,10 +119,10 @@ class CudaDriver:
     # events
 
     def event(self, shared: bool = False) -> int:
-        """A shared one is made for streams to wait for; one of this process sleeps on the host instead of spinning."""
+        """Whoever waits for one on the host sleeps instead of spinning; nobody asks when it came."""
         flags = self._cuda.CUevent_flags
-        kind = flags.CU_EVENT_INTERPROCESS if shared else flags.CU_EVENT_BLOCKING_SYNC
-        return int(self._here("cuEventCreate", int(flags.CU_EVENT_DISABLE_TIMING) | int(kind)))
+        kind = int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC)
+        return int(self._here("cuEventCreate", kind | int(flags.CU_EVENT_INTERPROCESS) if shared else kind))
 
     def export_event(self, event: int) -> bytes:
         return _bytes_of(self._here("cuIpcGetEventHandle", self._event(event)), EVENT_HANDLE_BYTES)
