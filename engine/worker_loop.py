@@ -248,9 +248,6 @@ class Worker:
         """Put a step to sleep or wake it; until that is done, nothing else happens in this worker."""
         if self._sleepers is None or message.step not in self._nodes:
             return
-        if isinstance(message, Sleep) and self._memory.near is not None:
-            self._memory.near.check()  # nothing of the node is left on the device when it goes
-            self._memory.near.scratch.trim()
         done = self._sleepers.sleep(message) if isinstance(message, Sleep) else self._sleepers.wake(message)
         self._note()  # said before the next beat: an older one would tell of memory that is gone
         self._say(done)
