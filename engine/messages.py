@@ -450,6 +450,7 @@ class Need(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Suspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the items of a suspect dispatch are made of: a SHA-256 of each one's inputs, sent before they are run.
 
+    digests: b'' of an item that cannot be read by this worker.
     streams: of a suspect Submit, its items; `dispatch` is then 0.
     """
 

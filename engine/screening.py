@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from weftline.engine.digest import digest
 from weftline.engine.memory import Memory
-from weftline.engine.messages import Failure, FromWorker, Quarantine, Run, Submit, Suspected
+from weftline.engine.messages import Failure, FromWorker, Item, Quarantine, Run, Submit, Suspected
+from weftline.errors import StepError
 
 QUARANTINED = Failure("InputError", "this input killed its worker before; it is refused")
 
@@ -34,9 +35,16 @@ class Screening:
         listed = self._listed.get(message.step, frozenset())
         if not listed and not message.suspect:
             return {}
-        bring = None if self._memory.near is None else self._memory.near.bring
-        digests = tuple(digest(item.inputs, self._memory.arenas, bring) for item in message.items)
+        digests = tuple(map(self._digest, message.items))
         if message.suspect:
             dispatch, streams = (message.dispatch, ()) if isinstance(message, Run) else (0, message.items)
             self._say(Suspected(dispatch, digests, tuple(item.id for item in streams)))
         return {position: QUARANTINED for position, one in enumerate(digests) if one in listed}
+
+    def _digest(self, item: Item) -> bytes:
+        """Return what an item is made of; b'' where it cannot be read here, which is for its call to say."""
+        bring = None if self._memory.near is None else self._memory.near.bring
+        try:
+            return digest(item.inputs, self._memory.arenas, bring)
+        except StepError:
+            return b""

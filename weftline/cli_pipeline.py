@@ -10,7 +10,6 @@ from weftline.pipelines.check import examine
 from weftline.pipelines.load import load_file
 from weftline.pipelines.machine import Machine, made_up_gpus
 from weftline.pipelines.place import size_text
-from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.profile_file import profile_beside
 
@@ -38,9 +37,9 @@ def check_file(file: str, *, file_only: bool, gpus: str | None = None) -> str:
 
 def explained(file: str, form: str, cores: int | None, gpus: str | None = None) -> str:
     """Return the plan of a pipeline file as `text`, `mermaid` or `svg`; with GPUs made up, it says so first."""
-    plan, made_up = plan_file(file, cores, gpus), ""
-    if gpus is not None:
-        made_up = f"Planned for a made-up machine: {_described(machine_of(cores, gpus))}"
+    machine, pipeline = machine_of(cores, gpus), load_file(file)
+    plan = make_plan(pipeline, machine, profile=profile_beside(pipeline))
+    made_up = f"Planned for a made-up machine: {_described(machine)}" if gpus is not None else ""
     if form == "svg":
         from weftline.pipelines.drawing import explain_svg
 
@@ -52,12 +51,6 @@ def explained(file: str, form: str, cores: int | None, gpus: str | None = None) 
         if made_up:
             text = f"%% {made_up}\n{text}" if form == "mermaid" else f"{made_up}\n\n{text}"
     return text if text.endswith("\n") else text + "\n"
-
-
-def plan_file(file: str, cores: int | None = None, gpus: str | None = None) -> Plan:
-    """Return the plan of a pipeline file on this machine, or on one that differs in its cores or its GPUs."""
-    pipeline = load_file(file)
-    return make_plan(pipeline, machine_of(cores, gpus), profile=profile_beside(pipeline))
 
 
 def machine_of(cores: int | None, gpus: str | None) -> Machine:

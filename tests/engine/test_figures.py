@@ -84,9 +84,7 @@ def test_the_last_figures_of_each_worker_are_shown_and_go_with_it() -> None:
     desk.hear(1, msg.Beat((), (msg.Figures(1, {"seen": 5.0}),)))
     desk.hear(0, msg.Beat((), (msg.Figures(0, {"seen": 2.0}),)))
     assert snapshot(desk.scheduler, 0, 0)["figures"] == {"a": {"a": {"seen": 2.0}}, "b": {"b": {"seen": 5.0}}}
-    assert snapshot(desk.scheduler, 0, 0)["workers"] == {
-        name: {"ready": 1, "asleep": 0, "all": 1} for name in "ab"
-    }
+    assert snapshot(desk.scheduler, 0, 0)["workers"] == {name: {"ready": 1, "asleep": 0, "all": 1} for name in "ab"}
     desk.die(0)
     told = snapshot(desk.scheduler, 0, 0)
     assert told["figures"] == {"b": {"b": {"seen": 5.0}}}
