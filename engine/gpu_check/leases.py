@@ -1,4 +1,8 @@
-"""V4: leases to and fro, written under delay and compared byte by byte, in both orderings."""
+"""V4: leases to and fro, written under delay and compared byte by byte, in both orderings.
+
+At the end a reader that does not wait for events has to be found out: else the delays hold nothing back on this card,
+and that all was right before would prove nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ import time
 from typing import Any
 
 from weftline.engine.gpu_check.processes import Process
-from weftline.engine.gpu_check.running import RIGHT, Outcome, judged
-from weftline.engine.gpu_check.traffic import DELAYS_US, FAKE_DELAYS_US, ORDERINGS, Arena, Traffic
+from weftline.engine.gpu_check.running import RIGHT, Outcome, Wrong, judged
+from weftline.engine.gpu_check.traffic import DELAYS_US, FAKE_DELAYS_US, ORDERINGS, Arena, Spoilt, Traffic
 from weftline.engine.gpu_check.trial import Trial
 from weftline.shm.lease import Ledger
 
@@ -18,6 +22,9 @@ LEASES = 1_000_000
 QUICK_LEASES = 300
 SECONDS = 45.0
 """How long each ordering goes on when neither is asked for."""
+
+CARELESS = 20
+"""Dispatches in which a reader that does not wait has to be found out."""
 
 TELL_S = 5.0
 """How often it says how far it is."""
@@ -37,6 +44,8 @@ def check_leases(trial: Trial) -> Outcome:
                 delays_us = FAKE_DELAYS_US if trial.fake else DELAYS_US
                 traffic = Traffic(Ledger(), arena, ordering, random.Random(11), delays_us=delays_us)
                 seconds = _flow(trial, traffic, writer, reader, wanted)
+                if ordering == "event":
+                    figures["a reader that does not wait"] = _found_out(arena, max(delays_us), writer, reader)
             finally:
                 arena.close()
             traffic.ledger.check()
@@ -58,3 +67,15 @@ def _flow(trial: Trial, traffic: Traffic, writer: Process, reader: Process, want
             trial.say(f"ordering {traffic.ordering}: {traffic.done} leases")
     traffic.read(reader)
     return time.monotonic() - started
+
+
+def _found_out(arena: Arena, delay_us: int, writer: Process, reader: Process) -> str:
+    """Say after how many dispatches a reader that does not wait is found out; Wrong when it never is."""
+    careless = Traffic(Ledger(), arena, "event", random.Random(12), delays_us=(delay_us,), reader_waits=False)
+    for count in range(1, CARELESS + 1):
+        try:
+            careless.step(writer, reader)
+        except Spoilt:
+            writer.answer("write")  # of the next dispatch, which nobody reads
+            return f"found out after {count - 1} dispatches"
+    raise Wrong(f"a reader that does not wait was right {CARELESS} times: delays hold nothing back here")

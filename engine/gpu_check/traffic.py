@@ -85,7 +85,10 @@ class Arena:
 
 @dataclass
 class Traffic:
-    """Dispatches one after the other; `done` counts leases that were written, read and found right."""
+    """Dispatches one after the other; `done` counts leases that were written, read and found right.
+
+    reader_waits: for the event of a dispatch; False to see that it is found out.
+    """
 
     ledger: Ledger
     arena: Arena
@@ -96,6 +99,7 @@ class Traffic:
     done: int = 0
     delays_us: tuple[int, ...] = DELAYS_US
     answer_max_s: float = ANSWER_MAX_S
+    reader_waits: bool = True
 
     def __post_init__(self) -> None:
         self.ledger.add_arena(self.arena.number, ARENA_BYTES, DEVICE_ALIGN_BYTES)
@@ -110,7 +114,8 @@ class Traffic:
         self.read(reader)
         writer.answer("write", self.answer_max_s)
         self.writing, self.reading = None, self.writing
-        reader.tell("check", arena=self.arena.name, leases=leases, event=event)
+        waited_for = event if self.reader_waits else None
+        reader.tell("check", arena=self.arena.name, leases=leases, event=waited_for)
 
     def read(self, reader: Process) -> None:
         """Take what the reader says of the dispatch that it has, and give its blocks back."""

@@ -30,6 +30,10 @@ FakeGpu.wait = lambda gpu, stream, event: None
 SAYS_DONE_EARLY = f"""{DRIVER}
 FakeGpu.synchronize = lambda gpu, stream: None
 """
+NO_DELAYS = """
+from weftline.engine.gpu_check.kernels import FakeKernels
+FakeKernels.delay = lambda kernels, stream, microseconds: None
+"""
 NO_WAITS = f"""{DRIVER}
 FakeGpu.wait_event = lambda gpu, event: (_ for _ in ()).throw(DriverError("wait_event", "NOT_READY"))
 """
@@ -88,6 +92,7 @@ def run(name: str, environment: dict[str, str] | None = None, left_s: float = 60
         ("leases", SHORT_COPIES, "ordering host: 32 of 32 leases are not as written"),
         ("leases", READS_EARLY, "ordering event: "),
         ("leases", SAYS_DONE_EARLY, "ordering host: "),
+        ("leases", NO_DELAYS, "a reader that does not wait was right 20 times"),
         ("copy-in", SHORT_COPIES.replace("whole(", "missing("), "the maker failed to time_copies: NameError"),
         ("contexts", NO_MEMORY_FIGURES, "the watcher failed to open: memory: UNKNOWN"),
         ("hops", SHORT_COPIES, "pass, ordering host, 1 KiB: 32 of 32 tensors were not as sent"),
