@@ -40,14 +40,14 @@ class Fallen:
         return bool(self.arena)
 
     def has(self, value: Value) -> bool:
-        """Whether a value, or a part of it, cannot be had any more."""
-        if value.data is not None:
+        """Whether a value, or a part of it, cannot be had any more; what lies in host memory is whole there."""
+        if value.data is not None or value.place is not None:
             return False
         if value.items is not None:
             return any(map(self.has, value.items))
         if value.ready is not None and value.ready.key in self.step_of:
             return True
-        return self.gone and value.near is not None and value.near.arena == self.arena and value.place is None
+        return self.gone and value.near is not None and value.near.arena == self.arena
 
     def step(self, value: Value) -> int:
         """Return the step that gave the part of a value that cannot be had; -1 when nobody knows."""
@@ -60,7 +60,7 @@ class Fallen:
         """Return what is left of a value that can be had; itself when nothing of it fell.
 
         Work that was finished needs no event any more, and events end with the process that made them. A value that
-        lies in host memory too is read there when its place on the device is gone.
+        lies in host memory too is read there when its place on the device is gone, or was not finished.
         """
         if value.items is not None:
             left = tuple(map(self.left_of, value.items))
@@ -68,9 +68,10 @@ class Fallen:
             return value if same else msgspec.structs.replace(value, items=left)
         if value.near is None:
             return value
-        if self.gone and value.near.arena == self.arena:
+        begun = value.ready is not None and value.ready.key in self.step_of
+        if (begun and value.place is not None) or (self.gone and value.near.arena == self.arena):
             return msgspec.structs.replace(value, near=None, ready=None)
-        if value.ready is not None and value.ready.arena == -self.arena and value.ready.key not in self.step_of:
+        if value.ready is not None and value.ready.arena == -self.arena and not begun:
             return msgspec.structs.replace(value, ready=None)
         return value
 

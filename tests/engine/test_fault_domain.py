@@ -68,6 +68,23 @@ def test_what_was_finished_is_read_later_without_the_event_that_died() -> None:
     assert desk.is_clean()
 
 
+def test_what_was_not_finished_on_the_device_is_read_in_host_memory_where_it_lies_too() -> None:
+    desk = Desk(hop("event", "both"))
+    one = desk.submit(x=given(desk))
+    answer_near(desk, "a", host=True)
+    told = desk.inbox[RIGHT][0].items[0].inputs[0]
+    assert told.place is not None and told.near is not None and told.ready is not None
+    desk.die(LEFT)
+    assert desk.kills() == [WAITS] and one not in desk.ended
+    desk.die_and_return(RIGHT)
+    value = desk.inbox[RIGHT][0].items[0].inputs[0]
+    assert value.place == told.place and value.near is None and value.ready is None
+    answer_small(desk, "b")
+    assert isinstance(desk.ended[one], ev.Finish)
+    desk.die_and_return(LEFT)
+    assert desk.is_clean()
+
+
 def test_what_was_finished_is_passed_on_without_the_event_that_died() -> None:
     desk = Desk(row("event"))
     one = desk.submit(x=given(desk))
