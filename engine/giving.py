@@ -161,12 +161,13 @@ class Giving:
     ) -> tuple[dict[int, Place], dict[int, Place]]:
         """Return the room of each output in host memory and on the device, asking at once for what is missing."""
         here, missing = _fitting(host, rooms)
-        there, missing_near = _fitting(near, near_rooms)
+        there, missing_near = _fitting(near, near_rooms) if near else ({}, [])
         if missing or missing_near:
             sizes = [host[index].size_bytes for index in missing], [near[index].size_bytes for index in missing_near]
             blocks, near_blocks = self._memory.need(*sizes)
             here |= _of_blocks(missing, blocks, sizes[0])
-            there |= _of_blocks(missing_near, near_blocks, sizes[1])
+            if missing_near:
+                there |= _of_blocks(missing_near, near_blocks, sizes[1])
         return here, there
 
     def _copy_here(self, host: Mapping[int, Layout], here: Mapping[int, Place]) -> dict[int, Place]:

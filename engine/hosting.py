@@ -121,7 +121,7 @@ class HostedStep:
         work = self.memory.work
         taken = 0 if work is None else work.taken
         try:
-            return self._call(items, rows, aside)
+            return self._call(items, rows, aside) if self._on_gpu else self._compute(items, rows, aside)
         except DeviceLost:
             raise
         except Exception as error:
@@ -152,15 +152,15 @@ class HostedStep:
             self.memory.near.scratch.trim()
 
     def _call(self, items: Sequence[Item], rows: Sequence[Sequence[Source]], aside: Aside) -> list[Row | Failure]:
-        self.batches += 1
         near, work = self.memory.near, self.memory.work
-        if not self._on_gpu or near is None or work is None:
+        if near is None or work is None:
             return self._compute(items, rows, aside)
         work.begin(self.stream)
         with near.on(self.stream):  # what is looked at afterwards is still torch's work, and in its turn
             return self._compute(items, rows, aside)
 
     def _compute(self, items: Sequence[Item], rows: Sequence[Sequence[Source]], aside: Aside) -> list[Row | Failure]:
+        self.batches += 1
         columns = [self._column(name, column) for name, column in zip(self.inputs, zip(*rows))]
         came = [tuple(column) for column in columns]  # as they were given out: a node may change the lists
         for port in self._lists:

@@ -91,13 +91,10 @@ class OutputPorts:
                     return failure(value)
                 self.lacked_memory = True
                 return out_of_memory(value)
-            ready = self._passed_on(value, type, position, row, came)
             try:
-                if ready is None:
-                    ready = self._packed(value, type, name, port, position, row, came, aside)
+                made.append(self._ready(value, type, name, port, position, row, came, aside))
             except (StepError, InputError) as error:
                 return failure(error)
-            made.append(ready)
         return made
 
     def _seen_whole(self, given: Any, on_device: OnDevice) -> Any:
@@ -114,21 +111,7 @@ class OutputPorts:
         near, work = self._memory.near, self._memory.work
         return None if near is None or work is None else near.on_device(value, work.stream)
 
-    def _passed_on(
-        self,
-        value: Any,
-        type: PortType,
-        position: int,
-        row: Sequence[Source],
-        came: Sequence[tuple[Any, ...]],
-    ) -> Source | None:
-        if not self._copies_inputs:
-            for column, source in zip(came, row):
-                if value is column[position] and source.kind in _PASSED_ON and is_of(source, type):
-                    return source
-        return None
-
-    def _packed(
+    def _ready(
         self,
         value: Any,
         type: PortType,
@@ -140,6 +123,10 @@ class OutputPorts:
         aside: Aside,
     ) -> Source:
         """Return an output ready to be placed, or where it lies; StepError when it is not of its port's type."""
+        if not self._copies_inputs:
+            for column, source in zip(came, row):
+                if value is column[position] and source.kind in _PASSED_ON and is_of(source, type):
+                    return source
         on_device = self._on_device
         if type.kind == "list":
             return pack(value, type, name, self._known(position, row, came, on_device), on_device)

@@ -129,7 +129,7 @@ class Layout:
     def parts(self, place: Place) -> Iterator[tuple[Packed, Place]]:
         """Yield every part that has bytes, and where it lies when the first byte is that of `place`."""
         for leaf, start, size in zip(self._leaves, self._starts, self._sizes, strict=True):
-            yield leaf, place._replace(offset=place.offset + start, size_bytes=size)
+            yield leaf, Place(place.arena, place.offset + start, size, place.block, place.generation)
 
     def at(self, place: Place) -> list[Value]:
         """Return every value as it lies when the first byte is that of `place`."""
@@ -144,4 +144,4 @@ def _placed(value: Packed, place: Place, offsets: Iterator[tuple[int, int]]) -> 
     if not value.size_bytes:
         return value.inline()
     start, size = next(offsets)
-    return value.at(place._replace(offset=place.offset + start, size_bytes=size))
+    return value.at(Place(place.arena, place.offset + start, size, place.block, place.generation))
