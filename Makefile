@@ -5,9 +5,10 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 TEST_PROCESSES ?= 2
+DEVICE ?= fake:0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format evaluate batch-example gpu-check bench bench-quick bench-llm bench-ingress bench-batch bench-peers simulate docs clean
+.PHONY: help setup demo test lint format evaluate batch-example gpu-check bench bench-quick bench-llm bench-ingress bench-batch bench-device bench-peers simulate docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -78,6 +79,10 @@ bench-llm: setup  ## the LLM engine beside its peers, about 15 minutes
 bench-batch: setup  ## jobs over data sets beside loops written by hand, and beside live requests
 	$(RUN) -m benchmarks.batch --plot docs/images/batch-memory.svg
 	$(RUN) -m benchmarks.live_job
+
+bench-device: setup  ## hops of tensors on a device (a fake one unless DEVICE says), and steps that sleep
+	$(RUN) benchmarks/device_hop.py --device $(DEVICE)
+	$(RUN) -m benchmarks.sleep_wake
 
 bench-ingress: setup  ## the gRPC ingress beside an empty echo, and Triton if it is built
 	$(RUN) -m benchmarks.ingress
