@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from weftline.errors import PipelineError
 from weftline.nodes.catalog import CATALOG
+from weftline.nodes.contract import Node
 from weftline.nodes.ports import PortType
 from weftline.pipelines.budget import budgets, over_commits
 from weftline.pipelines.chains import chains
@@ -59,7 +60,7 @@ def make_plan(
         plan,
         steps=tuple(dataclasses.replace(step, device_bytes=_device_bytes(step, needs)) for step in plan.steps),
         budgets=budgets(plan, needs, pipeline.gpu, machine),
-        notes=(*placement.reasons, *needs.notes),
+        notes=(*placement.reasons, *needs.notes, *_cannot_rest(checked, plan)),
     )
     report.take(over_commits(plan))
     plan, problems = with_kv_memory(plan)
@@ -71,6 +72,16 @@ def make_plan(
 
 def _heavy(checked: Checked, name: str) -> bool:
     return name in checked.steps and checked.steps[name].node.heavy
+
+
+def _cannot_rest(checked: Checked, plan: Plan) -> list[str]:
+    """Return a line for each step that is to keep its weights while it sleeps, and whose node cannot."""
+    keeping = [step.name for step in plan.steps if step.idle is not None and step.idle.keep == "host"]
+    return [
+        f"{name} keeps nothing but its process while it sleeps: node {checked.steps[name].step.node} is opened again"
+        for name in keeping
+        if checked.steps[name].node.sleep is Node.sleep
+    ]
 
 
 def _device_bytes(step: PlannedStep, needs: Needs) -> int:

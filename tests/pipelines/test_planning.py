@@ -94,3 +94,17 @@ def test_a_plan_does_not_depend_on_where_it_was_written(samples, catalog) -> Non
     other = make_plan(load_yaml("# moved\n\n" + samples.ASSISTANT, "other.yaml", HERE), MACHINE, catalog)
     assert one == other
     assert one != make_plan(load_yaml(samples.ASSISTANT.replace("base.en", "tiny"), "one.yaml", HERE), MACHINE, catalog)
+
+
+def test_a_step_whose_node_cannot_keep_its_weights_while_it_sleeps_says_so() -> None:
+    text = """
+weftline: 1
+name: rests
+inputs: {x: text}
+steps:
+  pass: {node: echo, inputs: {value: x}, idle: {after_s: 5, keep: host}}
+  rest: {node: echo, inputs: {value: pass.value}, idle: 5}
+outputs: {y: rest.value}
+"""
+    notes = make_plan(load_yaml(text, "a.yaml", HERE), MACHINE).notes
+    assert notes == ("pass keeps nothing but its process while it sleeps: node echo is opened again",)
