@@ -54,7 +54,7 @@ def test_a_prompt_is_told_of_once_though_its_request_gave_way(at_step):
     assert told == [LONG[1:]]
 
 
-def test_answers_of_one_request_that_fail_in_one_round_fail_it_once_and_nobody_else():
+def test_answers_of_one_request_that_fail_in_one_round_fail_it_once_and_nobody_else(monkeypatch):
     engine = _engine()
     run = engine.runner.run
 
@@ -66,7 +66,7 @@ def test_answers_of_one_request_that_fail_in_one_round_fail_it_once_and_nobody_e
             row += share.rows
         return logits
 
-    engine.runner.run = breaks
+    monkeypatch.setattr(engine.runner, "run", breaks)
     engine.add(1, [5, 6, 7], SamplingParams(tokens_max=9, n=3, temperature=1.0, seed=1, ignore_eos=True))
     engine.add(2, [8, 9], SamplingParams(tokens_max=9, ignore_eos=True))
     ended = []
@@ -76,7 +76,7 @@ def test_answers_of_one_request_that_fail_in_one_round_fail_it_once_and_nobody_e
     assert ended == [(1, None), (2, "length")]
 
 
-def test_a_pass_for_which_there_was_no_memory_holds_none_while_each_is_tried_alone():
+def test_a_pass_for_which_there_was_no_memory_holds_none_while_each_is_tried_alone(monkeypatch):
     """Nor does one that fails alone, while those behind it are tried."""
     engine = _engine()
     run, held, passes = engine.runner.run, [], []
@@ -90,7 +90,7 @@ def test_a_pass_for_which_there_was_no_memory_holds_none_while_each_is_tried_alo
             raise torch.OutOfMemoryError(f"CUDA out of memory. {work.shape}")
         return run(shares, copies)
 
-    engine.runner.run = short
+    monkeypatch.setattr(engine.runner, "run", short)
     for id in (1, 2, 3):
         engine.add(id, [5, 6, 7], SamplingParams(tokens_max=1, ignore_eos=True))
     ended = [(update.id, update.finish) for update in engine.step() if update.last]
