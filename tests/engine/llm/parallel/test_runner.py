@@ -117,7 +117,7 @@ class _Told:
 
 
 def test_a_round_that_fails_on_the_first_rank_ends_the_others_which_wait_for_it(monkeypatch):
-    alone, followers = tiny.runner("llama"), _Told()
+    alone, followers = tiny.fresh_runner("llama"), _Told()  # its model is bound anew
     runner = ParallelRunner(alone.model, RunnerOptions(page_tokens=8))
     monkeypatch.setattr(runner, "_followers", followers, raising=False)
     monkeypatch.setattr(runner, "_peers", _Alone(0, 2, torch.device("cpu")), raising=False)
