@@ -84,7 +84,7 @@ class GpuPolicy:
     """How a pipeline uses GPUs.
 
     ordering:  `host`: a tensor is told of when it is whole, so that nobody ever waits for a process that has died.
-               `event`: as soon as its work is on the device; readers wait there. Quicker; a producer that dies takes
+               `event`: as soon as its work is on the device; readers wait there. A producer that dies takes
                those that wait for it along.
     processes: `grouped`: of the steps of one GPU, each llm step has a process of its own and the others share one.
                `separate`: each instance of every step has one. A step's own `worker` goes before both.
