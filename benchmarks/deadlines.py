@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions, peak_memory, quantile, spread
-from weftline.engine.load import Open, run_open
+from weftline.engine.measuring.load import Open, run_open
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
 

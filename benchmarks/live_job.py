@@ -40,10 +40,10 @@ import pyarrow as pa
 
 from benchmarks.busy_step import Busy, BusyConfig, multiplications, values
 from benchmarks.conditions import conditions, peak_memory, quantile, spread
-from weftline.engine.arrivals import Open
 from weftline.engine.clock import MonotonicClock
 from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
 from weftline.engine.jobs.rows import Answered, Block
+from weftline.engine.measuring.arrivals import Open
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
 

@@ -28,8 +28,8 @@ from typing import Any
 
 from benchmarks.conditions import conditions, memory_bytes, peak_memory, quantile
 from benchmarks.deadlines import ITEMS_MAX, STAGES
-from weftline.engine.arrivals import Open
 from weftline.engine.clock import MonotonicClock
+from weftline.engine.measuring.arrivals import Open
 from weftline.engine.session import Session, load
 from weftline.errors import LimitReached, WeftlineError
 from weftline.pipelines.builder import Builder

@@ -27,9 +27,9 @@ from typing import Any
 
 from benchmarks.conditions import conditions, peak_memory, spread
 from benchmarks.curves import Curve, Panel, draw
-from weftline.engine import events as ev
 from weftline.engine import messages as msg
-from weftline.engine.scheduler import Scheduler
+from weftline.engine.scheduling import events as ev
+from weftline.engine.scheduling.scheduler import Scheduler
 from weftline.engine.session import plan_of
 from weftline.pipelines.builder import Builder
 

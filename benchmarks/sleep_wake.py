@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions, memory_bytes, spread
-from weftline.engine.made_up import made_up
+from weftline.engine.measuring.made_up import made_up
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
 from weftline.shm.device.names import is_fake, is_gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from weftline.engine import events as ev
+from weftline.engine.scheduling import events as ev
 from weftline.errors import InputError, SessionClosed
 from weftline.nodes.urgency import PRIORITY_MAX, SEEDS, SequencePart
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine import events as ev
 from weftline.engine.result import Result, error_of, owned, placed_bytes
+from weftline.engine.scheduling import events as ev
 from weftline.engine.values import unpack
 from weftline.engine.version import Version
 from weftline.errors import SessionClosed

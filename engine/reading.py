@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-from weftline.engine import events as ev
+from weftline.engine.scheduling import events as ev
 
 PIECE_BYTES = 256
 """What a piece costs beside its value: the objects around it. A stream of single letters must not hide it."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine import events as ev
 from weftline.engine.messages import Value
 from weftline.engine.reading import Heard, StreamedOutput
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling import events as ev
+from weftline.engine.scheduling.request import StepTiming
 from weftline.errors import BY_NAME, SessionClosed, StepError, WeftlineError
 
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weftline.engine import events as ev
 from weftline.engine import messages as msg
 from weftline.engine.clock import Clock, MonotonicClock
 from weftline.engine.descriptors import shortage
 from weftline.engine.fleet import Fleet
 from weftline.engine.health import Health, judge
 from weftline.engine.loop_pump import LOOK_S, LoopPump
-from weftline.engine.scheduler import INGRESS_ARENA, Scheduler
+from weftline.engine.scheduling import events as ev
+from weftline.engine.scheduling.scheduler import INGRESS_ARENA, Scheduler
 from weftline.engine.snapshot import snapshot
 from weftline.errors import LimitReached, ModelError, SessionClosed
 from weftline.pipelines.plan import Plan

@@ -27,7 +27,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from weftline.engine import events as ev
 from weftline.engine.asking import ENDS, Asked, Waiting
 from weftline.engine.health import Health
 from weftline.engine.lent import Lent, lent
@@ -35,9 +34,10 @@ from weftline.engine.machine import this_machine
 from weftline.engine.messages import Value
 from weftline.engine.pending import PendingTensor
 from weftline.engine.reading import AsyncReader, Heard, Mailbox, Reader, StreamedOutput, Unread
-from weftline.engine.request import StepTiming
 from weftline.engine.result import OutputStream, Result, error_of, owned
 from weftline.engine.runtime import Progress
+from weftline.engine.scheduling import events as ev
+from weftline.engine.scheduling.request import StepTiming
 from weftline.engine.together import Room, run_together
 from weftline.engine.values import unpack
 from weftline.engine.version import Version

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weftline.engine.scheduler import Scheduler
+from weftline.engine.scheduling.scheduler import Scheduler
 
 
 def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) -> Mapping[str, Any]:

@@ -2,8 +2,9 @@
 
     ends = session.run_together(rows, outputs=("text",), seeds=seeds)
 
-The rows of one call form their batches by their order and the sizes of their inputs alone (engine/cohorts.py). Answers
-are copied out as they come, so that a long call holds no more shared memory than the rows that are still open.
+The rows of one call form their batches by their order and the sizes of their inputs alone
+(engine/scheduling/cohorts.py). Answers are copied out as they come, so that a long call holds no more shared memory
+than the rows that are still open.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from weftline.engine import events as ev
 from weftline.engine.asking import ENDS, Asked
-from weftline.engine.flow import job_bytes_max
 from weftline.engine.lent import lent
 from weftline.engine.messages import Value
 from weftline.engine.packed import Packed
 from weftline.engine.result import Result
+from weftline.engine.scheduling import events as ev
+from weftline.engine.scheduling.flow import job_bytes_max
 from weftline.engine.version import Version
 from weftline.errors import LimitReached, WeftlineError
 

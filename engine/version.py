@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from weftline.engine import events as ev
 from weftline.engine.intake import Intake
 from weftline.engine.runtime import Progress, Runtime
+from weftline.engine.scheduling import events as ev
 from weftline.pipelines.plan import Plan
 
 DRAIN_NAP_S = 0.005

@@ -2,8 +2,8 @@
 
 `limits.kv_bytes` gives a device so many bytes for all its llm steps together. A step's own `kv_bytes` is then its
 least: what it starts with, and always keeps. Steps that name none divide half of what the others leave; the other half
-goes where it is needed while the pipeline runs (`weftline.engine.kv_budget`). Without such a limit, a GPU whose other
-claims are all known gives its llm steps what is left of it.
+goes where it is needed while the pipeline runs (`weftline.engine.crew.kv_budget`). Without such a limit, a GPU whose
+other claims are all known gives its llm steps what is left of it.
 """
 
 from __future__ import annotations

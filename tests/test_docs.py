@@ -21,8 +21,10 @@ import weftline.nodes.current
 from weftline import errors
 from weftline.cli import app
 from weftline.cli_exit import exit_codes
-from weftline.engine import messages, repository, request, supervisor
+from weftline.engine import messages, repository
+from weftline.engine.crew import supervisor
 from weftline.engine.llm import sequence
+from weftline.engine.scheduling import request
 from weftline.nodes.catalog import CATALOG
 from weftline.pipelines.graph import Step
 from weftline.pipelines.load import load_yaml

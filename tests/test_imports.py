@@ -18,33 +18,17 @@ PURE = [
     *(f"shm/device/{name}.py" for name in ("names", "driver", "ladder", "events", "cuda_errors", "recorder")),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "pipelines").glob("*.py"))),
     *(
-        f"engine/{name}.py"
-        for name in (
-            *("request", "messages", "events", "flow", "batcher", "crew", "routes", "supervisor", "scheduler"),
-            *("book", "rooms", "sizing", "branches", "tasks", "dispatcher", "answers", "deaths", "lanes", "timers"),
-            *(
-                "estimates",
-                "latency",
-                "line",
-                "shapes",
-                "sequences",
-                "budget",
-                "quarantine",
-                "recovery",
-                "peek",
-                "timing",
-            ),
-            *("outcome", "arrivals", "where", "report", "hints", "trace"),
-        )
+        path.relative_to(ROOT).as_posix()
+        for room in ("scheduling", "batching", "crew")
+        for path in sorted((ROOT / "engine" / room).glob("*.py"))
     ),
+    *(f"engine/measuring/{name}.py" for name in ("outcome", "arrivals", "where", "report", "hints", "trace")),
+    *(f"engine/{name}.py" for name in ("messages", "figures")),
     *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),
     *(f"engine/ingress/{name}.py" for name in ("access/methods", "access/rate", "access/token_entries", "statistics")),
     *(f"engine/ingress/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),
     *(f"engine/ingress/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
     *(f"engine/observe/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
-    *(f"engine/{name}.py" for name in ("figures", "cohorts", "job_line", "kv_shares", "kv_budget")),
-    *(f"engine/{name}.py" for name in ("rest", "naps", "idleness")),
-    *(f"engine/{name}.py" for name in ("unfinished", "settling", "fault_domain", "device_news", "device_memory")),
     *(f"engine/jobs/{name}.py" for name in ("rows", "tally", "spec", "progress", "blocks")),
     *(f"engine/jobs/results/{name}.py" for name in ("naming", "manifest", "records", "recovery", "formats")),
     *(f"engine/jobs/answering/{name}.py" for name in ("tries", "window", "repeatable", "each_row")),
@@ -181,11 +165,18 @@ def test_a_worker_loads_nothing_of_ours_before_it_is_hardened() -> None:
     """Until then nobody tells it that its parent has ended, and loading takes long on a busy machine."""
     watched = ("weftline", "numpy", "msgspec", "logging")
     script = (
-        "import sys, weftline.engine.worker\n"
+        "import sys, weftline.engine.worker.__main__\n"
         f"print(*[name for name in sys.modules if name.partition('.')[0] in {watched!r}])"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    allowed = {"weftline", "weftline.errors", "weftline.engine", "weftline.engine.hardening", "weftline.engine.worker"}
+    allowed = {
+        "weftline",
+        "weftline.errors",
+        "weftline.engine",
+        "weftline.engine.worker.hardening",
+        "weftline.engine.worker",
+        "weftline.engine.worker.__main__",
+    }
     assert set(ended.stdout.split()) == allowed
 
 

@@ -258,7 +258,7 @@ def bench(
     if bursty and rate is None:
         raise typer.BadParameter("--bursty needs --rate, the mean rate of arrivals")
     from weftline.cli_bench import Bench, run_bench
-    from weftline.engine.arrivals import Closed, Open
+    from weftline.engine.measuring.arrivals import Closed, Open
 
     asked = Bench(
         file,

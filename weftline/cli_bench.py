@@ -20,16 +20,16 @@ from weftline.cli_pipeline import counted
 from weftline.cli_progress import loading_shown, measuring_shown
 from weftline.cli_report import print_report
 from weftline.cli_run import check_outputs
-from weftline.engine.arrivals import Closed, Open
-from weftline.engine.driver import REQUESTS_MAX
-from weftline.engine.hints import hints
-from weftline.engine.load import bench
 from weftline.engine.machine import this_machine
-from weftline.engine.made_up import about, made_up
-from weftline.engine.report import Report
+from weftline.engine.measuring.arrivals import Closed, Open
+from weftline.engine.measuring.driver import REQUESTS_MAX
+from weftline.engine.measuring.hints import hints
+from weftline.engine.measuring.load import bench
+from weftline.engine.measuring.made_up import about, made_up
+from weftline.engine.measuring.report import Report
+from weftline.engine.measuring.trace import REQUESTS_MAX as TRACED_MAX
+from weftline.engine.measuring.trace import trace
 from weftline.engine.session import load
-from weftline.engine.trace import REQUESTS_MAX as TRACED_MAX
-from weftline.engine.trace import trace
 from weftline.errors import InputError, WeftlineError
 from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Plan

@@ -17,7 +17,7 @@ from weftline.cli_bench import machine_text
 from weftline.cli_pipeline import counted
 from weftline.cli_progress import loading_shown
 from weftline.engine.machine import this_machine
-from weftline.engine.step_alone import StepAlone, opened, sizes
+from weftline.engine.measuring.step_alone import StepAlone, opened, sizes
 from weftline.errors import InputError, PipelineError, WeftlineError
 from weftline.pipelines.load import load_file
 from weftline.pipelines.machine import Machine

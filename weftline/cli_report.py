@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
-from weftline.engine.report import Report, Spread, StepFigures
-from weftline.engine.where import OUTSIDE_PARTS, Where
+from weftline.engine.measuring.report import Report, Spread, StepFigures
+from weftline.engine.measuring.where import OUTSIDE_PARTS, Where
 from weftline.show import printable
 
 BAR = 20

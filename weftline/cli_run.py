@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 from weftline.cli_inputs import read_inputs
 from weftline.cli_progress import loading_shown
-from weftline.engine.request import StepTiming
 from weftline.engine.result import Result
+from weftline.engine.scheduling.request import StepTiming
 from weftline.engine.session import Session, load
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType

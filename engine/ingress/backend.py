@@ -20,7 +20,7 @@ import msgspec
 
 from weftline.engine.ingress.face import ModelFace, ModelState
 from weftline.engine.reading import StreamedOutput
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 from weftline.nodes.urgency import SequencePart
 
 

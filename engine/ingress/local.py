@@ -24,8 +24,8 @@ from weftline.engine.ingress.face import LOADING, NOT_LOADED, READY, UNAVAILABLE
 from weftline.engine.lent import Lent
 from weftline.engine.reading import StreamedOutput
 from weftline.engine.repository import Repository
-from weftline.engine.request import StepTiming
 from weftline.engine.runtime import Progress
+from weftline.engine.scheduling.request import StepTiming
 from weftline.engine.session import Session, Source
 from weftline.errors import InputError, ModelError, PipelineError, SessionClosed, UnknownModel, WeftlineError
 from weftline.nodes.urgency import SequencePart

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weftline.engine.ingress.backend import Record
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 
 _NS = 1_000_000  # in a millisecond
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 
 BUCKETS_PER_DECADE = 20
 """Times are kept to about 12 %."""

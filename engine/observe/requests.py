@@ -13,7 +13,7 @@ from weftline.engine.ingress.backend import Record
 from weftline.engine.observe import series
 from weftline.engine.observe.histogram import Histogram
 from weftline.engine.observe.series import Series
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 
 Sample = tuple[Series, tuple[str, ...], float | Histogram]
 """A series, the values of its labels in the series' order, and its value."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weftline.engine.ingress.backend import Record
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 
 SPANS_MAX = 128
 """Most steps shown of one request: a `map:` step runs once for each element of a list."""

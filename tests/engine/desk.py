@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from weftline.engine import events as ev
 from weftline.engine import messages as msg
-from weftline.engine.peek import peek
-from weftline.engine.scheduler import Scheduler
-from weftline.engine.supervisor import GIVEN_UP, READY
+from weftline.engine.crew.supervisor import GIVEN_UP, READY
+from weftline.engine.scheduling import events as ev
+from weftline.engine.scheduling.peek import peek
+from weftline.engine.scheduling.scheduler import Scheduler
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.place import Machine

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weftline.engine.near import NearMemory
+from weftline.engine.worker.near import NearMemory
 from weftline.nodes.contract import Batch, BatchNode, Outputs, StepContext
 from weftline.nodes.ports import Ports, port
 

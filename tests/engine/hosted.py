@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weftline.engine import messages as msg
-from weftline.engine.hosting import HostedStep
-from weftline.engine.inbox import Cancels
-from weftline.engine.memory import Memory
 from weftline.engine.values import pack, unpack
+from weftline.engine.worker.hosting import HostedStep
+from weftline.engine.worker.inbox import Cancels
+from weftline.engine.worker.memory import Memory
 from weftline.errors import LimitReached
 from weftline.nodes.contract import Batch, BatchNode, Outputs, StepContext
 from weftline.nodes.ports import Ports, PortType

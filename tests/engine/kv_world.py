@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from weftline.engine import messages as msg
-from weftline.engine.kv_budget import Part
+from weftline.engine.crew.kv_budget import Part
 from weftline.pipelines.plan import Plan
 
 LEAST_BYTES, DEVICE_BYTES = 20_000, 100_000

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.outcome import Outcome
-from weftline.engine.request import StepTiming
+from weftline.engine.measuring.outcome import Outcome
+from weftline.engine.scheduling.request import StepTiming
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan

@@ -12,26 +12,26 @@ from typing import Any
 
 import pytest
 
-from weftline.engine.answers import Answers
-from weftline.engine.book import Book
-from weftline.engine.branches import Branches
-from weftline.engine.crew import Crew, WorkerState
-from weftline.engine.device_news import DeviceNews
-from weftline.engine.dispatcher import Dispatcher
-from weftline.engine.events import FromWorker, WorkerDied
-from weftline.engine.fault_domain import Fallen
-from weftline.engine.feeds import Feeds
-from weftline.engine.flow import Admission
-from weftline.engine.idleness import Idleness
-from weftline.engine.lanes import Lane
+from weftline.engine.batching.lanes import Lane
+from weftline.engine.batching.sequences import Sequences
+from weftline.engine.crew.crew import Crew, WorkerState
+from weftline.engine.crew.device_news import DeviceNews
+from weftline.engine.crew.fault_domain import Fallen
+from weftline.engine.crew.idleness import Idleness
+from weftline.engine.crew.recovery import LONE_DEATHS_MAX, Recovery, Verdict
+from weftline.engine.crew.settling import Settling
 from weftline.engine.messages import Done
-from weftline.engine.recovery import LONE_DEATHS_MAX, Recovery, Verdict
-from weftline.engine.request import Request
-from weftline.engine.scheduler import Scheduler
-from weftline.engine.sequences import Sequences
-from weftline.engine.settling import Settling
-from weftline.engine.tasks import Tasks
-from weftline.engine.timers import Timers
+from weftline.engine.scheduling.answers import Answers
+from weftline.engine.scheduling.book import Book
+from weftline.engine.scheduling.branches import Branches
+from weftline.engine.scheduling.dispatcher import Dispatcher
+from weftline.engine.scheduling.events import FromWorker, WorkerDied
+from weftline.engine.scheduling.feeds import Feeds
+from weftline.engine.scheduling.flow import Admission
+from weftline.engine.scheduling.request import Request
+from weftline.engine.scheduling.scheduler import Scheduler
+from weftline.engine.scheduling.tasks import Tasks
+from weftline.engine.scheduling.timers import Timers
 from weftline.shm.lease import Ledger
 
 Plant = Callable[[pytest.MonkeyPatch, random.Random], None]
@@ -169,8 +169,8 @@ def suspects_that_stay_together(patch: pytest.MonkeyPatch, draws: random.Random)
 
 @mutant
 def a_killer_that_is_never_given_up(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    patch.setattr("weftline.engine.recovery.LONE_DEATHS_MAX", LONE_DEATHS_MAX + 100)
-    patch.setattr("weftline.engine.budget.RetryBudget.try_take", lambda s: True)
+    patch.setattr("weftline.engine.crew.recovery.LONE_DEATHS_MAX", LONE_DEATHS_MAX + 100)
+    patch.setattr("weftline.engine.crew.budget.RetryBudget.try_take", lambda s: True)
 
 
 @mutant
@@ -383,7 +383,7 @@ def outputs_that_are_free_although_the_device_still_writes_them(
 
 @mutant
 def a_reader_that_waits_for_a_dead_worker(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    patch.setattr("weftline.engine.deaths.victims", lambda what, members: ())
+    patch.setattr("weftline.engine.scheduling.deaths.victims", lambda what, members: ())
 
 
 @mutant
@@ -393,7 +393,7 @@ def a_value_that_will_never_be_whole_and_is_sent_all_the_same(patch: pytest.Monk
 
 @mutant
 def memory_that_ended_with_its_worker_and_is_read_all_the_same(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    patch.setattr("weftline.engine.fault_domain.HANDLE", "no rung")
+    patch.setattr("weftline.engine.crew.fault_domain.HANDLE", "no rung")
 
 
 @mutant

@@ -12,8 +12,8 @@ import numpy as np
 
 from tests.engine.hosted import ARENA_BYTES, OTHER, OWN, Bench, Calls
 from weftline.engine import messages as msg
-from weftline.engine.hosting import HostedStep
-from weftline.engine.near import NearMemory
+from weftline.engine.worker.hosting import HostedStep
+from weftline.engine.worker.near import NearMemory
 from weftline.errors import LimitReached
 from weftline.nodes.contract import Batch, Outputs
 from weftline.shm.block import Block, align_up

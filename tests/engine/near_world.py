@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from weftline.engine import messages as msg
-from weftline.engine.unfinished import UNFINISHED_MAX, leaves
+from weftline.engine.crew.unfinished import UNFINISHED_MAX, leaves
 from weftline.pipelines.plan import Plan, PlannedStep
 from weftline.shm.block import Block, Key
 from weftline.shm.device.driver import EVENT_HANDLE_BYTES

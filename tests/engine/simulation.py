@@ -25,14 +25,14 @@ from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
 from tests.engine.near_world import NearWorld, with_devices
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
-from weftline.engine import events as ev
 from weftline.engine import messages as msg
-from weftline.engine import request as requests_module
-from weftline.engine import rest, supervisor
 from weftline.engine.clock import ManualClock
-from weftline.engine.crew import WorkerState
-from weftline.engine.request import Request
-from weftline.engine.scheduler import Scheduler
+from weftline.engine.crew import rest, supervisor
+from weftline.engine.crew.crew import WorkerState
+from weftline.engine.scheduling import events as ev
+from weftline.engine.scheduling import request as requests_module
+from weftline.engine.scheduling.request import Request
+from weftline.engine.scheduling.scheduler import Scheduler
 from weftline.errors import LimitReached
 from weftline.nodes.urgency import SequencePart
 from weftline.shm.block import INLINE_BYTES_MAX, Block, Place

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from weftline.engine import events as ev
+from weftline.engine.scheduling import events as ev
 from weftline.engine.session import Session, load
 from weftline.errors import SessionClosed
 from weftline.pipelines.builder import Builder

@@ -8,8 +8,8 @@ from weakref import ref
 
 import pytest
 
-from weftline.engine import events as ev
 from weftline.engine.reading import PIECE_BYTES, AsyncReader, Heard, Mailbox, Reader, StreamedOutput, Unread
+from weftline.engine.scheduling import events as ev
 
 END = ev.Finish(7, {}, ())
 

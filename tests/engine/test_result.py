@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from weftline.engine import events as ev
 from weftline.engine.messages import ABSENT, Value
-from weftline.engine.request import StepTiming
 from weftline.engine.result import OutputStream, error_of, owned, placed_bytes
+from weftline.engine.scheduling import events as ev
+from weftline.engine.scheduling.request import StepTiming
 from weftline.errors import DeadlineExceeded, InputError, LimitReached, RequestCancelled, SessionClosed, StepError
 from weftline.shm.block import Place
 

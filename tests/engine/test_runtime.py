@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from weftline.engine import events as ev
 from weftline.engine import messages as msg
 from weftline.engine.clock import ManualClock
 from weftline.engine.runtime import GRACE_MS, PAUSE_MS, Runtime
+from weftline.engine.scheduling import events as ev
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
 

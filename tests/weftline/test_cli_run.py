@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from weftline.cli_run import timing_rows
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 
 CHAIN = """
 inputs: {x: text, n: json}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weftline.engine.ingress.backend import Ask
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 from weftline.errors import InputError
 
 _trace_log = logging.getLogger("weftline.ingress.trace")

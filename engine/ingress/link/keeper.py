@@ -12,12 +12,12 @@ import logging
 import os
 from collections.abc import Callable
 
+from weftline.engine.crew.supervisor import RestartPolicy, Restarts
 from weftline.engine.ingress.backend import Backend
 from weftline.engine.ingress.link import messages as msg
 from weftline.engine.ingress.link.child import END_S, ENTRY, Child
 from weftline.engine.ingress.link.clerk import Clerk, Orders
 from weftline.engine.ingress.link.spec import IngressSpec, encode_spec, frame_bytes_max
-from weftline.engine.supervisor import RestartPolicy, Restarts
 from weftline.errors import SessionClosed
 
 EXTENT_BYTES = 64 << 20

@@ -18,7 +18,7 @@ import msgspec
 
 from weftline.engine.ingress.face import ModelFace, ModelState
 from weftline.engine.messages import Value
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 from weftline.nodes.urgency import SequencePart
 
 ARENA = 0

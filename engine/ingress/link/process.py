@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from weftline.engine.hardening import harden
 from weftline.engine.ingress.link import messages as msg
 from weftline.engine.ingress.link.doors import served_doors
 from weftline.engine.ingress.link.extent import Shelf, take
@@ -27,6 +26,7 @@ from weftline.engine.ingress.link.remote import RemoteBackend
 from weftline.engine.ingress.link.spec import IngressSpec, decode_spec, frame_bytes_max
 from weftline.engine.ingress.link.trouble import trouble_of
 from weftline.engine.ingress.link.wire import Wire
+from weftline.engine.worker.hardening import harden
 from weftline.errors import WeftlineError
 from weftline.shm.arena import HostArena
 

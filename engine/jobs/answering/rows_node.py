@@ -2,7 +2,7 @@
 
 Every port carries a column (columns.py). Rows that an earlier step failed on, or that lack what the node needs, are
 left out; the others form batches by their order, so that the same block always forms the same batches. What becomes of
-a batch is the doing of engine/hosting.py: values are checked, and when the node raises, halves are run apart
+a batch is the doing of engine/worker/hosting.py: values are checked, and when the node raises, halves are run apart
 until only the row at fault fails. Beside its columns a block's answer has `Told`: which rows failed, and how long the
 batches took.
 """
@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from weftline.engine.hosting import HostedStep
 from weftline.engine.jobs.answering.columns import ABSENT, COLUMN, FAILED, Column, PackedColumn, read
-from weftline.engine.memory import Memory
 from weftline.engine.messages import ABSENT as NOTHING
 from weftline.engine.messages import Brought, Failure, Item, StepToOpen
 from weftline.engine.packed import Row, Source
 from weftline.engine.values import pack
+from weftline.engine.worker.hosting import HostedStep
+from weftline.engine.worker.memory import Memory
 from weftline.errors import LimitReached, RequestCancelled, StepError
 from weftline.nodes.catalog import resolve
 from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
@@ -259,7 +259,7 @@ def _column(made: Sequence[Row | None], port: int, marks: bytes) -> np.ndarray:
 
 
 def _shape_of(value: Any) -> Hashable:
-    """Return what values must have in common to share a call under `shapes: same` (as in engine/shapes.py)."""
+    """Return what values must have in common to share a call under `shapes: same` (as in engine/batching/shapes.py)."""
     if value is None:
         return "absent"
     if value.items is not None:

@@ -1,7 +1,7 @@
 """Rows answered by a session, each as a request of its own.
 
-The rows of a block come in together and form their batches by their order (engine/cohorts.py). On a session of its own
-a job has all there is; on one that answers usual requests too it stays behind them.
+The rows of a block come in together and form their batches by their order (engine/scheduling/cohorts.py). On a session
+of its own a job has all there is; on one that answers usual requests too it stays behind them.
 """
 
 from __future__ import annotations

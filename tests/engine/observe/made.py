@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weftline.engine.ingress.backend import Ask, Record
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 
 STARTED_NS = 1_700_000_000_000_000_000
 STARTED_MS = 5000.0

@@ -20,7 +20,7 @@ from weftline.shm.device.fake_process import Process, lives, this_process
 
 CHILD = """
 import socket, sys
-from weftline.engine.hardening import harden
+from weftline.engine.worker.hardening import harden
 from weftline.shm.device.fake import GRANULARITY_BYTES as SIZE, FakeGpu
 import ctypes, os
 line = socket.socket(fileno=int(sys.argv[1]))

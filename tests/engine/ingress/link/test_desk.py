@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from tests.engine.fire import Gate, descriptors, memory_maps, settled, wait_until
 from tests.engine.fire import builder as base
 from tests.engine.ingress.link.linked import linked
+from weftline.engine.crew.supervisor import RestartPolicy
 from weftline.engine.ingress.backend import Ask
 from weftline.engine.ingress.config import GrpcDoor, ServeConfig, ServedPipeline
 from weftline.engine.ingress.link import keeper
@@ -33,7 +34,6 @@ from weftline.engine.ingress.link.spec import IngressSpec
 from weftline.engine.ingress.local import LocalBackend
 from weftline.engine.messages import Value
 from weftline.engine.repository import Repository
-from weftline.engine.supervisor import RestartPolicy
 from weftline.errors import LimitReached, SessionClosed, WeftlineError
 from weftline.nodes.urgency import SequencePart
 from weftline.shm.block import Place

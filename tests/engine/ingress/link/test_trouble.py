@@ -5,7 +5,7 @@ import pytest
 from weftline import errors
 from weftline.engine.ingress.link import messages as msg
 from weftline.engine.ingress.link.trouble import error_of, trouble_of
-from weftline.engine.request import StepTiming
+from weftline.engine.scheduling.request import StepTiming
 
 WITH_TIMINGS = errors.StepError("it broke", "see")
 WITH_TIMINGS.timings = (StepTiming("see", 1.0, 2.0, 3),)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.engine.fire import Gate, descriptors, memory_maps, wait_until
-from weftline.engine import crew
+from weftline.engine.crew import crew
+from weftline.engine.crew.supervisor import RestartPolicy
 from weftline.engine.jobs.answering import blocked as blocked_module
 from weftline.engine.jobs.answering import packing
 from weftline.engine.jobs.answering.block_answerer import (
@@ -33,7 +34,6 @@ from weftline.engine.jobs.answering.rows_node import Told
 from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
 from weftline.engine.jobs.tally import Tally
 from weftline.engine.session import load
-from weftline.engine.supervisor import RestartPolicy
 from weftline.errors import InputError, PipelineError, SessionClosed, WeftlineError
 from weftline.nodes.detections import Detections
 from weftline.nodes.urgency import seed_of

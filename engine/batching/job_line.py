@@ -1,0 +1,103 @@
+"""Work of jobs that waits for one step: batches that are formed already, and single rows that form them as they leave.
+
+It leaves when no usual request waits for the step. A batch is no larger than the step's, and of a step that usual
+requests share no longer than `limits.job_batch_ms` by what its batches lately took: so long a usual request that comes
+now may have to wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Hashable, Iterator
+
+from weftline.engine.batching.latency import Latency
+from weftline.engine.batching.shapes import Shapes
+from weftline.engine.scheduling.request import Task
+from weftline.pipelines.plan import PlannedStep
+
+
+class JobLine:
+    """Pure; a part of its step's Lane."""
+
+    def __init__(self, step: PlannedStep, shapes: Shapes) -> None:
+        self._inputs = len(step.inputs)
+        self._shapes = shapes
+        self._sizes = step.batch.sizes
+        self._formed: deque[list[Task]] = deque()
+        self._single: dict[int, Task] = {}
+
+    def __len__(self) -> int:
+        return len(self._single) + sum(map(len, self._formed))
+
+    def __bool__(self) -> bool:
+        return bool(self._single or self._formed)
+
+    def add(self, task: Task) -> None:
+        """Let a single row wait, or one that is tried again."""
+        self._single[task.id] = task
+
+    def form(self, tasks: list[Task], items_max: int) -> None:
+        """Form batches of rows in their order.
+
+        Rows of one shape share a batch, the short ones apart from the long ones: what is padded then is padded little.
+        """
+        for group in self._grouped(tasks):
+            group.sort(key=_size)
+            size = max((one for one in self._sizes if one <= items_max), default=items_max)
+            self._formed += [group[at : at + size] for at in range(0, len(group), size)]
+
+    def discard(self, task: Task) -> bool:
+        """Take a waiting task out; False when it does not wait here."""
+        if self._single.pop(task.id, None) is not None:
+            return True
+        for batch in self._formed:
+            if task in batch:
+                batch.remove(task)
+                return True
+        return False
+
+    def take(self, items_max: int) -> list[Task]:
+        """Return the batch that leaves next, of at most so many rows; empty when none waits."""
+        while self._formed:
+            batch = self._formed.popleft()
+            if len(batch) > items_max:  # there is less memory than when it was formed
+                self._formed.appendleft(batch[items_max:])
+                batch = batch[:items_max]
+            if batch:  # else they were all dropped meanwhile
+                return batch
+        taken: list[Task] = []
+        first: Hashable = None
+        for task in self._single.values():
+            group = self._group(task)
+            if not taken:
+                first = group
+            if group == first:
+                taken.append(task)
+            if len(taken) == items_max:
+                break
+        for task in taken:
+            del self._single[task.id]
+        return taken
+
+    def _grouped(self, tasks: list[Task]) -> Iterator[list[Task]]:
+        groups: dict[Hashable, list[Task]] = {}
+        for task in tasks:
+            groups.setdefault(self._group(task), []).append(task)
+        yield from groups.values()
+
+    def _group(self, task: Task) -> Hashable:
+        shape = None if self._shapes.any else self._shapes.group(task.inputs[: self._inputs])
+        return task.unit.chain, shape
+
+
+def items_within(latency: Latency, items_max: int, most_ms: float) -> int:
+    """Return the largest batch that by what was measured takes no longer than `most_ms`; at least 1."""
+    if most_ms == math.inf or latency.run_ms(items_max) <= most_ms:
+        return items_max
+    return max(1, bisect_right(range(1, items_max + 1), most_ms, key=latency.run_ms))
+
+
+def _size(task: Task) -> int:
+    return sum(value.size_bytes for value in task.inputs)

@@ -1,0 +1,1 @@
+"""Workers as the scheduler knows them: their states, deaths, sleep, and memory they share; pure."""

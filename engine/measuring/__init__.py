@@ -1,0 +1,1 @@
+"""Loads, and what became of their requests."""

@@ -1,0 +1,39 @@
+"""What became of one request that a load sent: when, how it ended, and how long each step took.
+
+Outcomes are what a load gives and all that figures, critical paths and traces are made from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weftline.engine.scheduling.request import StepTiming
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request of a load; times are on the clock that the timings are on, in milliseconds.
+
+    sent_ms:  when it was meant to be sent. Latency counts from here, so that a late load does not flatter anybody.
+    ended_ms: when its answer, or its error, was there.
+    error:    class name of its error; '' when it was answered.
+    message:  what the error said.
+    timings:  of its steps, as far as it came.
+    late_ms:  how much later than meant it was sent.
+    """
+
+    sent_ms: float
+    ended_ms: float
+    ok: bool = True
+    error: str = ""
+    timings: tuple[StepTiming, ...] = ()
+    late_ms: float = 0.0
+    message: str = ""
+
+    @property
+    def latency_ms(self) -> float:
+        return self.ended_ms - self.sent_ms
+
+    def good(self, deadline_ms: float | None) -> bool:
+        """Whether it was answered within the deadline; None: whenever it was answered."""
+        return self.ok and (deadline_ms is None or self.latency_ms <= deadline_ms)

@@ -1,0 +1,1 @@
+"""Who gets what, and when: requests, their steps, and what follows from each answer; pure."""

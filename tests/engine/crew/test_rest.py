@@ -1,0 +1,46 @@
+"""A step rests by the table, and its worker knows when one of its steps is on its way."""
+
+import pytest
+
+from weftline.engine.crew.rest import ASLEEP, AWAKE, FALLING, TRANSITIONS, WAKING, Rest
+
+
+def test_a_step_falls_asleep_sleeps_wakes_and_leaves_nothing() -> None:
+    rest, seen = Rest(), []
+    for event in ("sleep", "slept", "wake", "awake"):
+        rest.move(3, event)
+        seen.append((rest.state(3), rest.moving, bool(rest)))
+    assert seen == [(FALLING, True, True), (ASLEEP, False, True), (WAKING, True, True), (AWAKE, False, False)]
+
+
+def test_a_move_that_the_table_does_not_have_is_refused() -> None:
+    rest = Rest()
+    for event in ("slept", "wake", "awake"):
+        with pytest.raises(ValueError, match=f"a step that is awake cannot be told, or say, {event}"):
+            rest.move(0, event)
+    assert {state for state, _ in TRANSITIONS} == {AWAKE, FALLING, ASLEEP, WAKING}
+
+
+def test_all_of_several_steps_sleep_or_not() -> None:
+    rest = Rest()
+    assert not rest.asleep(())
+    for step in (0, 1):
+        rest.move(step, "sleep")
+        assert not rest.asleep((0, 1))
+        rest.move(step, "slept")
+    assert rest.asleep((0, 1)) and not rest.asleep((0, 1, 2))
+    rest.clear()
+    assert (rest.state(0), rest.moving, bool(rest)) == (AWAKE, False, False)
+
+
+def test_since_when_a_worker_wakes_steps_is_on_record_until_the_last_is_awake() -> None:
+    rest = Rest()
+    for step, told_ms in ((0, 5.0), (1, 7.0)):
+        rest.move(step, "sleep")
+        rest.move(step, "slept")
+        rest.move(step, "wake", told_ms)
+    assert rest.wakes_since_ms == 5.0
+    rest.move(0, "awake")
+    assert rest.wakes_since_ms == 5.0
+    rest.move(1, "awake")
+    assert rest.wakes_since_ms is None
