@@ -39,6 +39,7 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
         "retried": counters.retried,
         "quarantined": counters.quarantined,
         "dropped_late": counters.late,
+        "stale_messages": counters.stale,
         "out_of_memory": counters.out_of_memory,
         "batches": scheduler.batches,
         "unfinished": sum(len(member.unfinished) for member in scheduler.crew.members),

@@ -116,6 +116,8 @@ QUARANTINED = _counter("weftline_inputs_quarantined_total", "model", "inputs",
     "inputs that killed workers and are refused now; since it was loaded")  # fmt: skip
 LATE = _counter("weftline_items_late_total", "model", "items",
     "items that were not begun because they could not make their deadline any more; since it was loaded")  # fmt: skip
+STALE = _counter("weftline_stale_messages_total", "model", "messages",
+    "messages of workers about what had ended when they came, dropped; since it was loaded")  # fmt: skip
 ARENA_QUARANTINED = _gauge("weftline_arena_quarantined_bytes", "model", "bytes",
     "device memory that a worker read when it died, until the memory's owner has settled")  # fmt: skip
 UNFINISHED = _gauge("weftline_dispatches_unfinished", "model", "dispatches",
@@ -183,7 +185,7 @@ STEP_SERIES = (
     STEP_WORKERS_ASLEEP, STEP_SLEPT, STEP_WOKEN, STEP_WAKE, STEP_ITEMS_MAX, STEP_OUT_OF_MEMORY, NODE_FIGURE,
 )  # fmt: skip
 ENGINE_SERIES = (
-    BUILD, MODEL_READY, MODEL_VERSION, DISPATCHES, DISPATCHED, RETRIED, LATE, DEATHS, RESTARTS, QUARANTINED, COPIED,
+    BUILD, MODEL_READY, MODEL_VERSION, DISPATCHES, DISPATCHED, RETRIED, LATE, STALE, DEATHS, RESTARTS, QUARANTINED, COPIED,
     UNFINISHED, ARENA_SIZE, ARENA_LEASED, ARENA_QUARANTINED, ARENA_BLOCKS, ARENA_STALE, KV_TOTAL, KV_UNASSIGNED,
     KV_HELD, KV_USED, DEVICE_LEFT, DEVICE_WORKER, DEVICE_STEP,
 )  # fmt: skip

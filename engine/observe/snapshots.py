@@ -16,6 +16,7 @@ _TOTALS: Mapping[str, Series] = {
     "items": series.DISPATCHED,
     "retried": series.RETRIED,
     "dropped_late": series.LATE,
+    "stale_messages": series.STALE,
     "worker_deaths": series.DEATHS,
     "worker_restarts": series.RESTARTS,
     "quarantined": series.QUARANTINED,

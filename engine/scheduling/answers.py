@@ -1,7 +1,7 @@
 """What workers say, and what follows: results go on through the graph, failures are tried again or end a unit.
 
-Whatever comes from an incarnation that is gone is ignored; whatever does not fit to what a worker was given costs it
-its life.
+Whatever comes from an incarnation that is gone is counted and dropped, and so is what is said of items that are over;
+whatever does not fit to what a worker was given costs it its life.
 """
 
 from __future__ import annotations
@@ -86,9 +86,11 @@ class Answers:
 
     def hear(self, event: ev.FromWorker) -> None:
         member = self._crew.members[event.worker]
-        if event.arena == member.arena and member.alive:  # else it comes late from one that is gone, and is ignored
-            member.heard_ms = self._book.now_ms
-            self._handlers[type(event.message)](event.worker, event.message)
+        if event.arena != member.arena or not member.alive:  # it comes late, from one that is gone
+            self._book.counters.stale += 1
+            return
+        member.heard_ms = self._book.now_ms
+        self._handlers[type(event.message)](event.worker, event.message)
 
     def _of_device(self, hear: Callable[..., str]) -> Callable[[int, msg.FromWorker], None]:
         """Return what hears a message about a device, and kills whoever cannot have said that."""
@@ -157,10 +159,14 @@ class Answers:
         for id, digest in zip(message.streams, message.digests):
             if id in member.streams:
                 member.streams[id].digest = digest
+            else:
+                self._book.counters.stale += 1
         running = member.running
         if running and running[0].id == message.dispatch:
             for task, digest in zip(running[0].tasks, message.digests):
                 task.digest = digest
+        elif not message.streams:
+            self._book.counters.stale += 1
 
     def _done(self, worker: int, message: msg.Done) -> None:
         member = self._crew.members[worker]
@@ -235,6 +241,7 @@ class Answers:
         for piece in message.pieces:
             task = member.streams.get(piece.item)
             if task is None or task.unit.step != message.step:
+                self._book.counters.stale += 1
                 continue
             if not piece.last:
                 if task.id in self._tasks.live:
@@ -283,6 +290,8 @@ class Answers:
             task = member.streams.get(item)
             if task is not None and task.unit.step == message.step:
                 self._feeds.took(task)
+            else:
+                self._book.counters.stale += 1
 
     def _answered(
         self, worker: int, lane: Lane, task: Task, result: msg.Given | msg.Failure, ran: Sequence[msg.Ran]

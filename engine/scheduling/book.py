@@ -32,7 +32,12 @@ STALE_DEADLINES_MAX = 1024
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start. admitted == ok + failed + cancelled + expired + open, always."""
+    """Totals since the start. admitted == ok + failed + cancelled + expired + open, always.
+
+    late:  items that were not begun because they could not make their deadline.
+    stale: messages that came when what they are about had ended, and were dropped: of an incarnation that is gone, or of
+           items that a worker holds no longer, each item counting once.
+    """
 
     admitted: int = 0
     ok: int = 0
@@ -44,6 +49,7 @@ class Counters:
     retried: int = 0
     quarantined: int = 0
     late: int = 0
+    stale: int = 0
     out_of_memory: int = 0
     copied_bytes: int = 0
     near_bytes: int = 0

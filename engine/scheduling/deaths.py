@@ -59,6 +59,7 @@ class Deaths:
     def died(self, event: ev.WorkerDied) -> None:
         member = self._crew.members[event.worker]
         if event.arena != member.arena or not member.alive:
+            self._book.counters.stale += 1
             return
         self._book.counters.deaths += member.state != LEAVING  # such a one has only gone to sleep
         self._shares.died(event.worker)

@@ -98,6 +98,16 @@ def a_lost_withdrawal(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
 
 
 @mutant
+def an_answer_that_came_too_late_and_is_taken(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    hear = Answers.hear
+
+    def credulous(self: Answers, event: FromWorker) -> None:
+        hear(self, FromWorker(event.worker, self._crew.members[event.worker].arena, event.message))
+
+    patch.setattr(Answers, "hear", credulous)
+
+
+@mutant
 def room_that_is_kept(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     hear = Answers.hear
 

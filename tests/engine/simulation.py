@@ -79,6 +79,9 @@ class World:
         self.taken_back: set[int] = set()
         self.given: dict[int, int] = {}  # pieces that a streaming item has given
         self.fed: dict[int, int] = {}  # pieces that an item was fed; -1 when it has the whole
+        self.late = random.Random(seed)
+        self.stale = 0  # told of incarnations that were gone
+        self.last_said: dict[int, msg.FromWorker] = {}
         self.hears_together = self.rng.random() < 0.3
         self.unsaid: list[ev.Event] = []  # what workers said, to be told together with what comes next
         self.sequence_of: dict[tuple[int, str], int] = {}  # (step, sequence) -> worker
@@ -312,6 +315,14 @@ class World:
         if self.rng.random() < 0.3:  # and once more, and something it said, late
             self.tell(ev.WorkerDied(worker, arena, "signal 9"))
             self.tell(ev.FromWorker(worker, arena, msg.Done(1, (), ())))
+            self.stale += 2
+            said = self.last_said.get(worker)
+            if said is not None:  # and what it had said last, when another one may stand in its place
+                self.at(self.now + self.late.uniform(0.01, 1000), ("late", worker, arena, said))
+
+    def on_late(self, worker: int, arena: int, said: msg.FromWorker) -> None:
+        self.stale += 1
+        self.tell(ev.FromWorker(worker, arena, said))
 
     def on_work(self, worker: int, arena: int) -> None:
         """A worker runs the first dispatch it has: it answers, asks for room first, wedges, or dies of it."""
@@ -493,6 +504,7 @@ class World:
     def say(self, worker: int, arena: int, message: msg.FromWorker) -> None:
         if self.arena_of.get(worker) == arena:
             self.seen.add(type(message).__name__)
+            self.last_said[worker] = message
             event = ev.FromWorker(worker, arena, message)
             if self.hears_together and self.rng.random() < 0.4:
                 self.unsaid.append(event)
@@ -674,6 +686,8 @@ class World:
             raise AssertionError(f"{c.admitted} admitted, {total} accounted for")
         if scheduler._book.admission.requests != scheduler.open_requests:
             raise AssertionError("admission has lost count")
+        if c.stale < self.stale:
+            raise AssertionError(f"{self.stale} messages came too late, {c.stale} are counted")
         self.check_sources()
         self.near.check()
         for request, kills in self.kills.items():

@@ -30,7 +30,7 @@ class Shown:
     def __init__(self, figures: Mapping[str, Any] | None = None, **more: Any) -> None:
         self.told = {
             "requests": {"open": 7}, "queued": {"see": 4}, "dispatches": 10, "items": 25, "retried": 1,
-            "dropped_late": 2, "worker_deaths": 3, "worker_restarts": 2, "quarantined": 1,
+            "dropped_late": 2, "stale_messages": 6, "worker_deaths": 3, "worker_restarts": 2, "quarantined": 1,
             "copied_bytes": {"in": 100, "between": 0, "out": 50},
             "workers": {"see": {"ready": 1, "asleep": 1, "all": 2}},
             "arena": {
@@ -80,6 +80,7 @@ def test_a_snapshot_is_shown_under_its_model_and_steps() -> None:
     assert told["weftline_step_batch_items_max", "ocr", "see"] == 4
     assert told["weftline_step_out_of_memory_total", "ocr", "see"] == 3
     assert told["weftline_worker_deaths_total", "ocr"] == 3 and told["weftline_worker_restarts_total", "ocr"] == 2
+    assert told["weftline_stale_messages_total", "ocr"] == 6
     assert told["weftline_kv_unassigned_bytes", "ocr", "cuda:0"] == 10
     assert told["weftline_kv_used_bytes", "ocr", "cuda:0", "answer"] == 33
 

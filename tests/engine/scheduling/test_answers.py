@@ -34,15 +34,53 @@ def test_one_item_that_fails_leaves_its_mates_alone() -> None:
     assert (desk.failure(rest[1]).step, desk.failure(rest[1]).message) == ("a", "not two")
 
 
-def test_what_an_earlier_incarnation_says_late_is_ignored() -> None:
+def test_what_an_earlier_incarnation_says_late_is_counted_and_dropped() -> None:
     desk = Desk(one_step())
     one = desk.submit(x=1)
     dispatch, arena = desk.inbox[0][0].dispatch, desk.arena[0]
     desk.die_and_return(0)
     desk.tell(ev.FromWorker(0, arena, msg.Done(dispatch, (msg.Given((text("old"),)),), ())))
-    assert desk.said == [] and one not in desk.ended
+    assert desk.said == [] and one not in desk.ended and desk.scheduler.counters.stale == 1
     desk.answer("a")
     assert desk.output(one) == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        msg.Hello(1, ARENA_BYTES),
+        msg.Ready({}),
+        msg.Beat(),
+        msg.Need((64,)),
+        msg.Done(1, (msg.Given((json("old"),)),), ()),
+        msg.Pieces(0, (), 1.0),
+        msg.Suspected(1, (b"",)),
+    ],
+)
+def test_nothing_that_comes_from_one_that_is_gone_changes_anything(message: msg.FromWorker) -> None:
+    desk = Desk(one_step())
+    desk.submit(x=1)
+    gone = desk.arena[0]
+    desk.die(0)
+    before = desk.scheduler.ledger.stats(), desk.scheduler.crew.members[0].state
+    for _ in range(2):
+        desk.tell(ev.FromWorker(0, gone, message))
+        assert desk.said == []
+    assert (desk.scheduler.ledger.stats(), desk.scheduler.crew.members[0].state) == before
+    assert desk.scheduler.counters.stale == 2
+
+
+def test_an_answer_that_comes_twice_frees_nothing_twice() -> None:
+    desk = Desk(one_step())
+    desk.submit_all(range(2))
+    run = desk.inbox[0][0]
+    desk.answer("a")
+    desk.hear(0, msg.Done(run.dispatch, (msg.Given((json("again"),)),), ()))
+    assert desk.kills() == ["it answered a dispatch that is not running"]
+    desk.die_and_return(0)
+    desk.answer("a")
+    assert [desk.output(one) for one in (1, 2)] == [0, 1]
+    assert desk.is_clean() and desk.scheduler.ledger.stats().stale_total == 0
 
 
 def notes(desk: Desk) -> list[str]:
@@ -159,11 +197,15 @@ def test_a_last_piece_that_lacks_a_port_costs_the_worker_its_life() -> None:
     assert desk.failure(one).error == "WorkerDied"
 
 
-def test_pieces_of_nobody_are_ignored() -> None:
+def test_what_is_said_of_items_that_are_over_is_counted_and_dropped() -> None:
     desk = Desk(one_step("trickle"))
     one = desk.submit(x=text("a"))
     desk.hear(0, msg.Pieces(0, (msg.PieceOf(777, {0: text("x")}, True), msg.PieceOf(777, {9: text("x")})), 1.0))
-    assert desk.said == []
+    assert desk.said == [] and desk.scheduler.counters.stale == 2
+    desk.hear(0, msg.Took(0, (777,)))
+    desk.hear(0, msg.Suspected(0, (b"d",), (777,)))
+    desk.hear(0, msg.Suspected(777, (b"d",)))
+    assert desk.said == [] and desk.scheduler.counters.stale == 5
     desk.piece(0, "end", last=True)
     assert desk.output(one) == "end"
 
