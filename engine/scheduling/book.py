@@ -35,8 +35,8 @@ class Counters:
     """Totals since the start. admitted == ok + failed + cancelled + expired + open, always.
 
     late:  items that were not begun because they could not make their deadline.
-    stale: messages that came when what they are about had ended, and were dropped: of an incarnation that is gone, or of
-           items that a worker holds no longer, each item counting once.
+    stale: messages that came when what they are about had ended, and were dropped: of an incarnation that is gone, or
+           of items that a worker holds no longer, each item counting once.
     """
 
     admitted: int = 0
