@@ -22,7 +22,7 @@ from weftline.engine import mps
 from weftline.engine.channel import ChannelClosed
 from weftline.engine.descriptors import NONE_LEFT, Reserve, shortage
 from weftline.engine.device_arenas import DeviceArenas
-from weftline.engine.processes import WorkerProcess
+from weftline.engine.processes import WorkerProcess, no_process
 from weftline.pipelines.plan import Plan, PlannedStep
 from weftline.shm.arena import HostArena
 from weftline.shm.device.names import kind_of
@@ -39,7 +39,7 @@ EVENTS_MAX = 256
 _log = logging.getLogger("weftline.runtime")
 
 Heard = Callable[[int, int, msg.FromWorker], None]
-Died = Callable[[int, int, str, str, str], None]
+Died = Callable[[int, int, str, str, str, bool], None]
 
 
 class Fleet:
@@ -87,7 +87,7 @@ class Fleet:
             process = WorkerProcess(planned.name, planned.threads, self._on_gpus if planned.device else None)
         except OSError as error:
             self._stands(worker)
-            self._died(worker, arena, planned.name, f"it could not be started: {self.reason(error)}", "")
+            self._died(worker, arena, planned.name, f"it could not be started: {self.reason(error)}", "", True)
             return
         self._workers[worker] = (arena, process)
         self._watch(process.channel.fileno(), lambda mask: self._hear(worker, process, mask))
@@ -186,6 +186,8 @@ class Fleet:
 
     def reason(self, error: OSError) -> str:
         """Put into words why the system refused something."""
+        if error.errno == errno.EAGAIN:
+            return no_process()
         return shortage() if error.errno in NONE_LEFT else f"{error.strerror}"
 
     def dismiss(self) -> None:
@@ -286,7 +288,7 @@ class Fleet:
         self._untold.discard(worker)
         self._device_arenas.died(worker)
         self._stands(worker)
-        self._died(worker, self._workers.pop(worker)[0], process.name, how, last)
+        self._died(worker, self._workers.pop(worker)[0], process.name, how, last, False)
 
     # descriptors
 

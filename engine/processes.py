@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -124,6 +125,13 @@ class WorkerProcess:
             self.pidfd = -1
             if self._process.stdout is not None:
                 self._process.stdout.close()
+
+
+def no_process() -> str:
+    """Say that the system starts no more processes for this user, how many there may be, and what to do."""
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    may = "" if most == resource.RLIM_INFINITY else f"; {most} may run at a time, threads counted"
+    return f"the system starts no more processes for this user{may}: end some, or raise the limit (ulimit -u)"
 
 
 def _environment(parent: Mapping[str, str], threads: int) -> dict[str, str]:

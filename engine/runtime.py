@@ -8,6 +8,7 @@ deaths and the next moment at which something is due. The processes themselves a
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import threading
@@ -124,7 +125,10 @@ class Runtime:
                     raise SessionClosed("a session is opened once; open a new one")
                 self.fleet.open()
                 self.fleet.arenas[INGRESS_ARENA] = HostArena.create(self.plan.limits.arena_bytes)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # all that Python says when the system gives it no thread
+                    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
             in_time = self._ready.wait(timeout_s)
         except SessionClosed:
             raise
@@ -466,14 +470,14 @@ class Runtime:
             if self._up and not self._ready.is_set() and self._failed is None and self.scheduler.memory.over_commit:
                 self._failed = ("", self.scheduler.memory.over_commit)
 
-    def _died(self, worker: int, arena: int, name: str, how: str, last: str) -> None:
+    def _died(self, worker: int, arena: int, name: str, how: str, last: str, refused: bool) -> None:
         """Tell the scheduler; before the session is open a death is also the reason why it cannot be."""
         if not self._ready.is_set() and self._failed is None:
             _log.error("worker %s ended while opening: %s; its last line: %s", name, how, last)
             self._failed = ("", f"worker {name} ended while opening: {how}; the weftline.runtime log has its last line")
         if self._failed is not None:
             self._ready.set()
-        self._news.append(ev.WorkerDied(worker, arena, how))
+        self._news.append(ev.WorkerDied(worker, arena, how, refused))
 
     def _report(self) -> None:
         """Tell of progress; not under the lock, because whoever is told may ask the session something."""

@@ -215,14 +215,17 @@ class Crew:
             member.start_ms, member.called = now_ms, True
             self._calls += 1
 
-    def died(self, worker: int, now_ms: float) -> tuple[list[Dispatch], list[Task]]:
-        """Bury a worker, decide when it comes back, and return what it had to do: dispatches, and streaming tasks."""
+    def died(self, worker: int, now_ms: float, refused: bool = False) -> tuple[list[Dispatch], list[Task]]:
+        """Bury a worker, decide when it comes back, and return what it had to do: dispatches, and streaming tasks.
+
+        refused: the system did not let it start. It is tried again for as long as that lasts, and never given up.
+        """
         member = self.members[worker]
         was_ready, was_leaving = member.state == READY, member.state == LEAVING
         slept = member.rest.asleep(self._steps_of[worker])
         member.move("died")
         if not was_leaving:
-            delay = member.restarts.died(now_ms, was_ready=was_ready)
+            delay = member.restarts.died(now_ms, was_ready=was_ready or refused)
             if delay is None:
                 member.move("give_up")
             elif slept:  # nobody needs it now; it would only take back the memory that its steps gave up

@@ -65,7 +65,7 @@ class Deaths:
         self._shares.died(event.worker)
         why = member.why or event.how
         unfinished = list(member.unfinished.values())
-        dispatches, streams = self._crew.died(event.worker, self._book.now_ms)
+        dispatches, streams = self._crew.died(event.worker, self._book.now_ms, event.refused)
         in_hand = [*(dispatches[0].tasks if dispatches else ()), *streams]
         self._retire(event.arena, member.near_arena)
         self._end_reads(dispatches, streams, unfinished)

@@ -163,9 +163,9 @@ class Desk:
     def hear(self, worker: int, message: msg.FromWorker) -> None:
         self.tell(ev.FromWorker(worker, self.arena[worker], message))
 
-    def die(self, worker: int = 0, how: str = "signal 9") -> None:
+    def die(self, worker: int = 0, how: str = "signal 9", refused: bool = False) -> None:
         self.inbox[worker], self.held[worker] = [], []
-        self.tell(ev.WorkerDied(worker, self.arena[worker], how))
+        self.tell(ev.WorkerDied(worker, self.arena[worker], how, refused))
 
     def die_and_return(self, worker: int = 0) -> None:
         """A worker dies, and is back as soon as it is started again."""

@@ -188,6 +188,20 @@ def test_only_deaths_before_ready_are_a_crash_loop(ready: bool) -> None:
     assert desk.scheduler.crew.members[0].state == ("dead" if ready else "given_up")
 
 
+def test_a_worker_that_the_system_does_not_let_start_is_never_given_up() -> None:
+    desk = Desk(one_step())
+    one = desk.submit(x=1)
+    desk.die(0)
+    for _ in range(20):
+        desk.advance((desk.scheduler.crew.members[0].start_ms or 0.0) - desk.now_ms + 0.001)
+        desk.die(0, "it could not be started: no process", refused=True)
+        assert desk.scheduler.crew.members[0].state == "dead"
+    desk.advance((desk.scheduler.crew.members[0].start_ms or 0.0) - desk.now_ms + 0.001)
+    desk.up(0)
+    desk.answer("a")
+    assert desk.output(one) == 1
+
+
 def test_a_death_in_service_is_not_counted_with_those_before_ready() -> None:
     desk = Desk(one_step())
     desk.die(0)
