@@ -5,9 +5,9 @@ up to INLINE_BYTES_MAX bytes. Messages travel on one Unix stream socket for each
 length in front. Four of them bring a file descriptor along (Hello and Attach, DeviceUp and AttachDevice).
 
     runtime -> worker    Open, Attach, AttachDevice, Retire, Chain, Run, Room, Submit, Feed, Cancel, Pause, Resume,
-                         EndSequences, Quarantine, KvResize, Settle, Sleep, Wake, Close
-    worker -> runtime    Hello, DeviceUp, Progress, OpenFailed, Ready, Beat, Need, Suspected, Done, Released, Settled,
-                         Pieces, Took, KvResized, Slept, Awake
+                         EndSequences, Quarantine, KvResize, Settle, GiveOnHost, Fetch, Sleep, Wake, Close
+    worker -> runtime    Hello, DeviceUp, AttachFailed, Progress, OpenFailed, Ready, Beat, Need, Suspected, Done,
+                         Released, Settled, Fetched, Pieces, Took, KvResized, Slept, Awake
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class StepToOpen(msgspec.Struct, frozen=True):
     fed: tuple[str, ...] = ()
     near_inputs: tuple[str, ...] = ()
     near_outputs: dict[str, str] = {}
+    finite: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -322,6 +323,17 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token: int
 
 
+class GiveOnHost(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give everything in host memory from now on: somebody cannot attach this worker's device arena."""
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Copy these tensors, which lie in this worker's device arena alone, to host memory; answered by Fetched."""
+
+    token: int
+    values: tuple[Value, ...]
+
+
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Give back what a step's node holds of its device; answered by Slept.
 
@@ -369,6 +381,13 @@ class DeviceUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
     handle: bytes = b""
     events: tuple[bytes, ...] = ()
     why: str = ""
+
+
+class AttachFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """This worker cannot map a device arena that it was told of, and says why: what lies there alone it cannot read."""
+
+    arena: int
+    why: str
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -503,6 +522,14 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token: int
 
 
+class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The tensors of a Fetch as they lie in host memory, in the same order; or none at all, and why."""
+
+    token: int
+    values: tuple[Value, ...]
+    refused: str = ""
+
+
 class Slept(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A step's node sleeps; `freed_bytes` of its device came free."""
 
@@ -567,6 +594,8 @@ ToWorker = (
     | Quarantine
     | KvResize
     | Settle
+    | GiveOnHost
+    | Fetch
     | Sleep
     | Wake
     | Close
@@ -574,6 +603,7 @@ ToWorker = (
 FromWorker = (
     Hello
     | DeviceUp
+    | AttachFailed
     | Progress
     | OpenFailed
     | Ready
@@ -583,6 +613,7 @@ FromWorker = (
     | Done
     | Released
     | Settled
+    | Fetched
     | Pieces
     | Took
     | KvResized

@@ -190,7 +190,9 @@ class Runtime:
             return judge(dict.fromkeys((step.name for step in self.plan.steps), False), str(error))
         with self._lock:
             asleep = self.scheduler.idleness.naps.asleep()
-        return judge(self._steps_ready(), "", asleep)
+            sharing = self.scheduler.crew.sharing().items()
+        on_host = tuple(worker for worker, how in sharing if how["rung"] == "host")
+        return judge(self._steps_ready(), "", asleep, on_host)
 
     def _steps_ready(self) -> dict[str, bool]:
         with self._lock:

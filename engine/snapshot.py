@@ -13,7 +13,8 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
 
     `batches` says how large they may be now, `unfinished` how many dispatches devices work on after their answer.
     `figures` are what nodes count of themselves: by step, then by worker. `idle` has the steps that may sleep,
-    `device_memory` what was measured of each GPU. `device_moved_bytes` went to GPUs and came from them.
+    `device_memory` what was measured of each GPU, `device_sharing` how each worker's memory there reaches others.
+    `device_moved_bytes` went to GPUs and came from them.
     """
     counters, ledger = scheduler.counters, scheduler.ledger.stats()
     return {
@@ -53,5 +54,6 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
         "kv": scheduler.kv.stats(),
         "idle": scheduler.idleness.naps.stats(),
         "device_memory": scheduler.memory.stats(),
+        "device_sharing": scheduler.crew.sharing(),
         "figures": scheduler.crew.figures(),
     }  # fmt: skip

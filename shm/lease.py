@@ -79,6 +79,10 @@ class Ledger:
         """Return the arena's size; 0 when it is unknown, forgotten or retired."""
         return 0 if arena in self._retired or arena not in self._allocators else self._allocators[arena].size_bytes
 
+    def knows(self, arena: int) -> bool:
+        """Whether something is, or may be, leased in an arena: it was added, and not forgotten."""
+        return arena in self._allocators
+
     def taken_bytes(self, arena: int) -> int:
         """Return how much of an arena is leased; 0 when it is unknown."""
         return self._allocators[arena].taken_bytes if arena in self._allocators else 0

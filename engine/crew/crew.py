@@ -69,9 +69,12 @@ class WorkerState:
     near_arena: id of its arena on its device, 0 for none; its events are leased as those of arena `-near_arena`.
     near_events: how many events it has.
     rung:     how that arena can be shared; '' until it has said so. See DeviceUp.
+    on_host:  why nothing (more) is given there: the device shares nothing, or somebody cannot attach it; else ''.
+    blind:    arenas of others on its device that it cannot attach.
     running:  what it has to do; the first is being run, a second waits so that it need not.
     unfinished: what it has answered and its device still works on, oldest first, by dispatch.
     settles:  what it was asked to settle, by token, and when.
+    fetches:  what it was asked to copy to host memory, by token, and when.
     streams:  tasks of streaming steps that it holds, by id.
     needs:    sizes it waits to be given room for; `near_needs` on its device.
     granted:  blocks given for the work in hand.
@@ -93,9 +96,12 @@ class WorkerState:
     near_arena: int = 0
     near_events: int = 0
     rung: str = ""
+    on_host: str = ""
+    blind: set[int] = field(default_factory=set)
     running: list[Dispatch] = field(default_factory=list)
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
     settles: dict[int, float] = field(default_factory=dict)
+    fetches: dict[int, float] = field(default_factory=dict)
     streams: dict[int, Task] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
     near_needs: tuple[int, ...] = ()
@@ -113,7 +119,12 @@ class WorkerState:
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self.streams or self.unfinished)
+        return bool(self.running or self.streams or self.unfinished or self.fetches)
+
+    @property
+    def gives_near(self) -> bool:
+        """Whether others read what it gives on its device."""
+        return bool(self.near_arena) and not self.on_host
 
     @property
     def full(self) -> bool:
@@ -188,6 +199,7 @@ class Crew:
                 self._starts += 1
                 member.arena, member.start_ms, member.why, member.heard_ms = self.next_arena(), None, "", now_ms
                 member.near_arena, member.near_events, member.rung, member.spared = 0, 0, "", False
+                member.on_host = ""
                 started.append((worker, member.arena))
         return started
 
@@ -236,7 +248,8 @@ class Crew:
         member.called = False
         lost = member.running, list(member.streams.values())
         member.running, member.streams, member.needs, member.near_needs = [], {}, (), ()
-        member.unfinished, member.settles = {}, {}
+        member.unfinished, member.settles, member.fetches = {}, {}, {}
+        member.blind.clear()
         member.chains.clear()
         member.figures.clear()
         return lost
@@ -251,7 +264,7 @@ class Crew:
         ]
 
     def _settle_max_ms(self, worker: int) -> float:
-        """How long what is on a worker's streams at one moment may take."""
+        """How long what is on a worker's streams at one moment may take, and copies of some of it."""
         return max((self._plan.steps[step].run_max_ms for step in self._steps_of[worker]), default=math.inf)
 
     def _complaint(self, worker: int, member: WorkerState, now_ms: float) -> str:
@@ -275,6 +288,10 @@ class Crew:
             return ""  # all else stands still until one of its steps sleeps or is awake
         if member.settles and now_ms - min(member.settles.values()) > self._settle_max_ms(worker):
             return "its device did not settle within run_max_ms"
+        if member.fetches and not member.running:  # it comes to them once it has answered those
+            since_ms = max(member.free_ms, min(member.fetches.values()))
+            if now_ms - since_ms > self._settle_max_ms(worker):
+                return "it did not copy to host memory what was asked for within run_max_ms"
         at_work = [
             task
             for task in member.streams.values()
@@ -345,6 +362,18 @@ class Crew:
             if member.near_arena and member.near_arena == abs(arena) and member.alive:
                 return worker
         return None
+
+    def sharing(self) -> dict[str, dict[str, str]]:
+        """Return how what living workers give on their devices reaches others: device, rung, and why that is 'host'."""
+        return {
+            planned.name: {
+                "device": planned.device,
+                "rung": "host" if member.on_host else member.rung,
+                "why": member.on_host,
+            }
+            for planned, member in zip(self._plan.workers, self.members)
+            if member.rung and member.alive
+        }
 
     def asleep_count(self, step: int) -> int:
         """How many instances of a step are asleep, with or without their process."""

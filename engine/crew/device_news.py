@@ -1,4 +1,8 @@
-"""What workers say of their devices: an arena that stands, work that is done there, and what has settled.
+"""What workers say of their devices: an arena that stands or cannot be attached, work that is done, what has settled.
+
+What a process can share is found out by itself when it starts (shm/device/ladder.py); whether another one can attach it
+is known only when that one tries: containers refuse, and so do parts of a GPU that are kept from each other. An arena
+that somebody cannot attach stands on the lowest rung from then on, for everybody: its worker gives in host memory.
 
 Each answer is '' or why the worker cannot have said that, which costs it its life.
 """
@@ -36,6 +40,7 @@ class DeviceNews:
         self._ledger = ledger
         self._settling = settling
         self._emit = emit
+        self._told: set[str] = set()  # devices of which it was noted that some arena cannot be attached
 
     def up(self, worker: int, message: msg.DeviceUp) -> str:
         """A worker's arena on its device stands: lease in it, and have it introduced to its readers."""
@@ -44,12 +49,34 @@ class DeviceNews:
         if wrong:
             return wrong
         member.rung = message.rung
+        if message.rung == HOST:
+            member.on_host = message.why or "it shares no memory"
         if message.size_bytes:
             member.near_arena, member.near_events = self._crew.next_arena(), len(message.events)
             self._ledger.add_arena(member.near_arena, message.size_bytes, DEVICE_ALIGN_BYTES)
             if message.events:
                 self._ledger.add_arena(-member.near_arena, len(message.events) * EVENT_BYTES)
             self._emit(ev.ShareArena(worker, member.near_arena))
+        return ""
+
+    def attach_failed(self, worker: int, message: msg.AttachFailed) -> str:
+        """A worker cannot attach another's arena: what lies there alone it cannot read, and there will be no more."""
+        member, device = self._crew.members[worker], self._plan.workers[worker].device
+        owner = self._crew.owner_on_device(message.arena)
+        if owner == worker:
+            return "it cannot attach the arena that it made"
+        member.blind = {arena for arena in member.blind if self._ledger.knows(arena)} | {message.arena}
+        if owner is None or self._crew.members[owner].on_host:
+            return ""
+        if self._plan.workers[owner].device != device:
+            return "it told of an arena on another device"
+        self._crew.members[owner].on_host = message.why
+        self._emit(ev.Send(owner, msg.GiveOnHost()))
+        if device not in self._told:
+            self._told.add(device)
+            names = self._plan.workers[worker].name, self._plan.workers[owner].name
+            told = f"device {device}: worker {names[0]} cannot attach the memory that worker {names[1]} shares"
+            self._emit(ev.Note(f"{told} ({message.why:.200}); such tensors travel through host memory"))
         return ""
 
     def _misfit(self, worker: int, message: msg.DeviceUp) -> str:

@@ -14,6 +14,7 @@ from weftline.engine.crew.crew import Crew
 from weftline.engine.crew.device_memory import DeviceMemory
 from weftline.engine.crew.device_news import DeviceNews
 from weftline.engine.crew.fault_domain import Past
+from weftline.engine.crew.fetching import Fetching
 from weftline.engine.crew.idleness import Idleness
 from weftline.engine.crew.kv_shares import KvShares
 from weftline.engine.crew.supervisor import READY
@@ -44,6 +45,7 @@ class Answers:
         feeds: Feeds,
         shares: KvShares,
         devices: DeviceNews,
+        fetching: Fetching,
         past: Past,
         ledger: Ledger,
         emit: Callable[[ev.Command], None],
@@ -57,6 +59,7 @@ class Answers:
         self._feeds = feeds
         self._shares = shares
         self._devices = devices
+        self._fetching = fetching
         self._past = past
         self._ledger = ledger
         self._emit = emit
@@ -65,6 +68,7 @@ class Answers:
         self._handlers: dict[type, Callable[..., None]] = {
             msg.Hello: self._hello,
             msg.DeviceUp: self._of_device(devices.up),
+            msg.AttachFailed: self._of_device(devices.attach_failed),
             msg.Ready: self._ready,
             msg.OpenFailed: self._open_failed,
             msg.Progress: self._heard,
@@ -74,6 +78,7 @@ class Answers:
             msg.Done: self._done,
             msg.Released: self._released,
             msg.Settled: self._of_device(devices.settled),
+            msg.Fetched: self._of_device(fetching.fetched),
             msg.Pieces: self._pieces,
             msg.Took: self._took,
             msg.KvResized: self._kv_resized,
@@ -298,6 +303,8 @@ class Answers:
     ) -> None:
         """A live task has its result: outputs go on, failures are tried again or end the unit."""
         if isinstance(result, msg.Failure):
+            if self._fetching.was_unseen(worker, task):
+                return
             stage = min(max(result.stage, 0), len(task.unit.steps) - 1)
             name = self._steps[task.unit.steps[stage]].name
             note(self._steps, self._crew, task, self._book.now_ms, "failed", ran[: stage + 1])

@@ -12,6 +12,7 @@ from weftline.engine import messages as msg
 from weftline.engine.batching.lanes import Lane
 from weftline.engine.crew.crew import Crew, Dispatch
 from weftline.engine.crew.fault_domain import Fallen, Past, fallen, victims
+from weftline.engine.crew.fetching import Fetching
 from weftline.engine.crew.kv_shares import KvShares
 from weftline.engine.crew.recovery import Verdict
 from weftline.engine.crew.settling import Settling
@@ -40,6 +41,7 @@ class Deaths:
         crew: Crew,
         shares: KvShares,
         settling: Settling,
+        fetching: Fetching,
         past: Past,
         ledger: Ledger,
         emit: Callable[[ev.Command], None],
@@ -51,6 +53,7 @@ class Deaths:
         self._crew = crew
         self._shares = shares
         self._settling = settling
+        self._fetching = fetching
         self._past = past
         self._ledger = ledger
         self._emit = emit
@@ -64,7 +67,7 @@ class Deaths:
         self._book.counters.deaths += member.state != LEAVING  # such a one has only gone to sleep
         self._shares.died(event.worker)
         why = member.why or event.how
-        unfinished = list(member.unfinished.values())
+        unfinished, fetches = list(member.unfinished.values()), list(member.fetches)
         dispatches, streams = self._crew.died(event.worker, self._book.now_ms, event.refused)
         in_hand = [*(dispatches[0].tasks if dispatches else ()), *streams]
         self._retire(event.arena, member.near_arena)
@@ -76,6 +79,7 @@ class Deaths:
         self._book.release_blocks(member.granted)
         member.granted.clear()
         self._take_along(fallen(unfinished, member.near_arena, member.rung), why)
+        self._fetching.died(fetches, why)
         for task in [task for dispatch in dispatches[1:] for task in dispatch.tasks]:
             task.worker = -1  # it was waiting: nothing is held against it
             if task.id in self._tasks.live:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from weftline.engine import messages as msg
 from weftline.engine.batching.lanes import Lane
 from weftline.engine.crew.crew import Crew, Dispatch, WorkerState
+from weftline.engine.crew.fetching import Fetching
 from weftline.engine.crew.rest import AWAKE
 from weftline.engine.crew.supervisor import LEAVING, READY, STARTING
 from weftline.engine.scheduling import events as ev
@@ -45,7 +46,14 @@ class Dispatcher:
     """
 
     def __init__(
-        self, tasks: Tasks, book: Book, crew: Crew, rooms: Rooms, feeds: Feeds, emit: Callable[[ev.Command], None]
+        self,
+        tasks: Tasks,
+        book: Book,
+        crew: Crew,
+        rooms: Rooms,
+        feeds: Feeds,
+        fetching: Fetching,
+        emit: Callable[[ev.Command], None],
     ) -> None:
         self.waits: dict[int, float] = {}
         self._tasks = tasks
@@ -53,6 +61,7 @@ class Dispatcher:
         self._crew = crew
         self._rooms = rooms
         self._feeds = feeds
+        self._fetching = fetching
         self._emit = emit
 
     def pump(self) -> None:
@@ -210,6 +219,10 @@ class Dispatcher:
 
     def _dispatch(self, worker: int, lane: Lane, tasks: list[Task], suspect: bool = False) -> None:
         member, now_ms = self._crew.members[worker], self._book.now_ms
+        if member.blind:
+            tasks = self._fetching.readable(worker, tasks)
+            if not tasks:
+                return
         self._book.counters.dispatches += 1
         self._book.counters.items += len(tasks)
         items = []
@@ -239,7 +252,7 @@ class Dispatcher:
         if not unit.chain and lane.sizes.any:
             room, near_room = self._rooms.beforehand(member, lane.sizes, items)
             lane.in_place = lane.in_place or bool(room) or bool(near_room)
-        marked = member.near_events and not suspect and self._gives_near(unit)
+        marked = member.near_events and not (suspect or member.on_host) and self._gives_near(unit)
         ready = self._rooms.event(member) if marked else None
         if unit.message is not None and unit.chain not in member.chains:
             member.chains.add(unit.chain)

@@ -84,6 +84,7 @@ class Task:
     said:       pieces of its answer have reached somebody, or it was given pieces: it can no longer be tried again.
     feed:       where one of its inputs comes from piece by piece; None when all of them were there at once.
     held:       it is paused because a step that takes its pieces has fallen behind.
+    kept:       it is in no queue until some of its inputs were fetched; see crew/fetching.
     """
 
     id: int
@@ -103,6 +104,7 @@ class Task:
     said: bool = False
     feed: Feed | None = None
     held: bool = False
+    kept: bool = False
     spared: int = 0
 
 

@@ -52,7 +52,7 @@ class Rooms:
         for port, size in sizes.item_bytes(items).items():
             if size <= INLINE_BYTES_MAX:
                 continue
-            where = sizes.near.get(port, "host") if member.near_arena else "host"
+            where = sizes.near.get(port, "host") if member.gives_near else "host"
             block = self._ledger.try_lease(member.arena, size * len(items)) if where != "device" else None
             if block is not None:
                 room[port] = block

@@ -19,6 +19,7 @@ from weftline.engine.crew.crew import Crew
 from weftline.engine.crew.device_memory import DeviceMemory
 from weftline.engine.crew.device_news import DeviceNews
 from weftline.engine.crew.fault_domain import Past
+from weftline.engine.crew.fetching import Fetching
 from weftline.engine.crew.idleness import Idleness
 from weftline.engine.crew.kv_shares import KvShares
 from weftline.engine.crew.settling import Settling
@@ -62,12 +63,17 @@ class Scheduler:
         self._branches.attach(self._book, self._feeds.over)
         self._rooms = Rooms(self.ledger, self.crew, self._emit)
         self.kv = KvShares(plan, self._emit)
-        self._dispatcher = Dispatcher(self._tasks, self._book, self.crew, self._rooms, self._feeds, self._emit)
+        fetching = Fetching(self._tasks, self._book, self.crew, self._emit)
+        self._dispatcher = Dispatcher(
+            self._tasks, self._book, self.crew, self._rooms, self._feeds, fetching, self._emit
+        )  # fmt: skip
         known = self._tasks, self._book, self._branches, self.crew
         settling, past = Settling(self.crew, self.ledger, self._emit), Past(self.ledger)
         devices = DeviceNews(plan, self._book, self.crew, self.ledger, settling, self._emit)
-        self._answers = Answers(plan, *known, self._rooms, self._feeds, self.kv, devices, past, self.ledger, self._emit)
-        self._deaths = Deaths(plan, *known, self.kv, settling, past, self.ledger, self._emit)
+        self._answers = Answers(
+            plan, *known, self._rooms, self._feeds, self.kv, devices, fetching, past, self.ledger, self._emit
+        )
+        self._deaths = Deaths(plan, *known, self.kv, settling, fetching, past, self.ledger, self._emit)
         self.idleness = Idleness(plan, self._tasks, self._book, self.crew, self.kv, self.ledger, self._emit)
         self.memory = DeviceMemory(plan, self.kv.left)
         self._answers.attach(self.idleness, self.memory)

@@ -123,6 +123,7 @@ class Tasks:
     def enqueue(self, task: Task) -> None:
         """Let a task wait for its step; one that a worker died of stays alone, whatever it is tried again for."""
         lane = self.lanes[task.unit.step]
+        task.kept = False
         if task.deaths:
             lane.suspects.append([task])
         elif task.request.job and lane.sequences is None:
@@ -197,7 +198,7 @@ class Tasks:
                 self._branches.failed(task.request, task.place, error, message, step)
             return
         self._book.counters.retried += 1
-        task.worker = -1
+        task.worker, task.kept = -1, False
         timeout_ms = self._steps[task.unit.step].timeout_ms
         if timeout_ms is not None:
             self.timers.add(self._book.now_ms + wait_ms + timeout_ms, ("timeout", task.id))

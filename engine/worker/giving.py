@@ -39,9 +39,7 @@ class Giving:
 
     def __init__(self, memory: Memory, where: Sequence[str]) -> None:
         self._memory = memory
-        self._where = (
-            tuple(where) if memory.near is not None and memory.near.arena is not None else (HOST,) * len(where)
-        )
+        self._where = tuple(where)
 
     def give(
         self,
@@ -96,8 +94,9 @@ class Giving:
         return _given(row)
 
     def where_of(self, index: int) -> str:
-        """Return where the readers of an output are."""
-        return self._where[index] if index < len(self._where) else HOST
+        """Return where an output is placed: where its readers are, if they can see what is given on the device."""
+        near = self._memory.near
+        return self._where[index] if near is not None and near.gives and index < len(self._where) else HOST
 
     # what is small, or lies on the device alone
 

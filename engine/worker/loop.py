@@ -20,6 +20,7 @@ from weftline.engine.channel import Channel, ChannelClosed
 from weftline.engine.messages import (
     Attach,
     AttachDevice,
+    AttachFailed,
     Beat,
     Cancel,
     Chain,
@@ -27,8 +28,10 @@ from weftline.engine.messages import (
     EndSequences,
     Failure,
     Feed,
+    Fetch,
     Figures,
     FromWorker,
+    GiveOnHost,
     Hello,
     KvReport,
     KvResize,
@@ -59,6 +62,7 @@ from weftline.engine.worker.chain import HostedChain
 from weftline.engine.worker.completion import Completion
 from weftline.engine.worker.device_use import run_largest
 from weftline.engine.worker.faults import failure
+from weftline.engine.worker.fetching import fetch
 from weftline.engine.worker.hosting import HostedStep
 from weftline.engine.worker.inbox import Inbox
 from weftline.engine.worker.memory import Memory
@@ -172,6 +176,11 @@ class Worker:
                 self._memory.retire(message.arena)
             case Settle():
                 self._settle(message)
+            case GiveOnHost():
+                if self._memory.near is not None:
+                    self._memory.near.gives = False
+            case Fetch():
+                self._say(fetch(self._memory, message))
             case Sleep() | Wake():
                 self._rest(message)
             case Open():
@@ -193,9 +202,13 @@ class Worker:
     def _attach_device(self, message: AttachDevice) -> None:
         fd = self._channel.take_descriptor() if message.rung == "descriptor" else -1
         if self._memory.near is not None:
-            self._memory.near.attach(message, fd)
-        elif fd >= 0:
-            os.close(fd)
+            why = self._memory.near.attach(message, fd)
+        else:
+            why = "this process has no way to the device"
+            if fd >= 0:
+                os.close(fd)
+        if why:
+            self._say(AttachFailed(message.arena, why))
 
     def _open_steps(self, message: Open) -> None:
         arena = HostArena.create(message.arena_bytes)

@@ -40,6 +40,7 @@ class NearMemory:
     """What a worker sees of its device's memory. For the worker's own thread alone.
 
     arena:   its own, None where it gives nothing there or the device shares nothing.
+    gives:   tensors are placed there for readers in other processes.
     events:  those of its own that mark what it gives; None with ordering 'host'.
     into, out: the streams of copies to the device and from it.
     """
@@ -48,6 +49,7 @@ class NearMemory:
         self.driver = driver
         self.device = driver.device
         self.arena = arena
+        self.gives = arena is not None
         self.own = OWN_DEVICE_ARENA
         self.events = events
         self.scratch = Scratch(driver)
@@ -62,16 +64,16 @@ class NearMemory:
 
     # arenas
 
-    def attach(self, message: AttachDevice, descriptor: int = -1) -> None:
+    def attach(self, message: AttachDevice, descriptor: int = -1) -> str:
         """Map another worker's arena, or learn the id of the own one; takes over the descriptor.
 
-        An arena that the driver refuses is noted: a tensor in it cannot be read here, and whoever needs it is told why.
+        Returns '' or why it cannot be mapped: what lies there alone cannot be read here, and who needs it is told.
         """
         if not message.size_bytes:
             if self.arena is not None:
                 self._arenas[message.arena] = self._arenas.pop(self.own)
                 self.own = message.arena
-            return
+            return ""
         try:
             arena = DeviceArena.attach(self.driver, message.size_bytes, message.rung, descriptor, message.handle)
             self._arenas[message.arena] = arena
@@ -80,9 +82,10 @@ class NearMemory:
         except DeviceLost:
             raise
         except DriverError as error:
-            _log.warning("device arena %d cannot be read here: %s", message.arena, error)
             self.retire(message.arena)
             self._refused[message.arena] = str(error)
+            return str(error)
+        return ""
 
     def retire(self, arena: int) -> None:
         """Let an arena go whose owner is gone; its mapping ends with the last look at it."""

@@ -10,9 +10,9 @@ destroyed, one memory imported twice, an allocation or an event opened by the on
 memory, or writing through a read-only map, loses the device for this process, as it does on a GPU. Addresses that are
 in no memory of the device are taken for the host's.
 
-'fake-legacy' makes no memory that is shared by descriptor, and 'fake-alone' shares none at all. A handle of the older
-way is opened by asking the kernel for its maker's descriptor, which it refuses between hardened processes
-(`fake_sharing`).
+'fake-legacy' makes no memory that is shared by descriptor, 'fake-alone' shares none at all, and 'fake-closed' lets
+nobody bring in what others share. A handle of the older way is opened by asking the kernel for its maker's descriptor,
+which it refuses between hardened processes (`fake_sharing`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class EventTable:
 
     def export(self, handle: int) -> bytes:
         """Return what another process opens an event by; DriverError before this process shares memory."""
-        self._context.check_kind("export_event", "fake", "fake-legacy")
+        self._context.check_kind("export_event", "fake", "fake-legacy", "fake-closed")
         event = self.held("export_event", handle)
         if not event.shared or not event.own:
             raise DriverError("export_event", "INVALID_VALUE", "the event was not made to be shared")
@@ -38,7 +38,7 @@ class EventTable:
         return EventHandle(event.page.identity, event.slot, event.life).written()
 
     def bring_in(self, handle: bytes) -> int:
-        self._context.check_kind("import_event", "fake", "fake-legacy")
+        self._context.check_kind("import_event", "fake", "fake-legacy", "fake-closed")
         told = EventHandle.read(handle)
         for memory in self._memories.live():
             if memory.identity == told.identity and not memory.made:

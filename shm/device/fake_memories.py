@@ -36,19 +36,23 @@ class Memories:
         return list(dict.fromkeys([*self._by_handle.values(), *mapped]))
 
     def create(self, size_bytes: int) -> int:
-        self._context.check_kind("create", "fake")
+        self._context.check_kind("create", "fake", "fake-closed")
         _check_granularity("create", size_bytes)
         memory = self._made("create", size_bytes)
         memory.lent = True
         return self._keep(memory)
 
     def export(self, handle: int) -> int:
-        self._context.check_kind("export", "fake")
+        self._context.check_kind("export", "fake", "fake-closed")
         return os.dup(self._held("export", handle).fd)
 
     def bring_in(self, descriptor: int) -> int:
-        self._context.check_kind("import_memory", "fake")
-        return self._keep(self._new("import_memory", FakeMemory.brought_in(descriptor, "import_memory")))
+        self._context.check_kind("import_memory", "fake", "fake-closed")
+        memory = FakeMemory.brought_in(descriptor, "import_memory")
+        if self._context.kind == "fake-closed" and not any(one.identity == memory.identity for one in self.live()):
+            memory.close()
+            raise DriverError("import_memory", "NOT_PERMITTED", "another process's memory is not let in on this device")
+        return self._keep(self._new("import_memory", memory))
 
     def map(self, handle: int, size_bytes: int, writable: bool) -> int:
         held = self._held("map", handle)

@@ -1,13 +1,14 @@
 """What devices are called: 'cpu', 'cuda:0', and the made-up GPUs of tests and trials, 'fake:0'.
 
 A fake GPU has memory, streams and events of its own that are shared between processes as a real one's are, and lies in
-host memory: frameworks compute on the CPU there. Two more kinds refuse part of what a real driver may refuse, so that
-every rung of the ladder can be stood on: 'fake-legacy:0' shares no memory by descriptor, 'fake-alone:0' shares none.
+host memory: frameworks compute on the CPU there. More kinds refuse part of what a real driver may refuse, so that every
+rung of the ladder can be stood on: 'fake-legacy:0' shares no memory by descriptor, 'fake-alone:0' shares none, and
+'fake-closed:0' shares it as far as its maker can tell, and lets no other process attach it.
 """
 
 from __future__ import annotations
 
-FAKES = ("fake", "fake-legacy", "fake-alone")
+FAKES = ("fake", "fake-legacy", "fake-alone", "fake-closed")
 """Kinds of made-up GPUs."""
 
 

@@ -17,6 +17,7 @@ from weftline.engine.batching.sequences import Sequences
 from weftline.engine.crew.crew import Crew, WorkerState
 from weftline.engine.crew.device_news import DeviceNews
 from weftline.engine.crew.fault_domain import Fallen
+from weftline.engine.crew.fetching import Fetching
 from weftline.engine.crew.idleness import Idleness
 from weftline.engine.crew.recovery import LONE_DEATHS_MAX, Recovery, Verdict
 from weftline.engine.crew.settling import Settling
@@ -409,3 +410,26 @@ def memory_that_ended_with_its_worker_and_is_read_all_the_same(patch: pytest.Mon
 @mutant
 def a_device_that_is_given_ever_more_to_do(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(WorkerState, "full", False)
+
+
+@mutant
+def a_request_that_fails_because_one_worker_cannot_see(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Fetching, "was_unseen", lambda s, worker, task: False)
+
+
+@mutant
+def an_arena_that_is_given_in_although_somebody_cannot_see_it(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(WorkerState, "gives_near", property(lambda s: bool(s.near_arena)))
+
+
+@mutant
+def what_was_fetched_and_is_not_held(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    replace = Fetching._replace
+
+    def careless(self: Fetching, task: Any, by_place: Any) -> None:
+        held = task.keys
+        replace(self, task, by_place)
+        self._book.release(task.keys[len(held) :])
+        task.keys = held
+
+    patch.setattr(Fetching, "_replace", careless)

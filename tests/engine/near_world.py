@@ -4,6 +4,9 @@ A GPU goes on for its processes: what a dispatch reads it may read until its wor
 was unfinished; what a dead one read it may read until the owner of the memory has settled. A stream that waits for an
 event of work that died waits for ever. The world knows all this from what it was sent, and holds it against the
 scheduler; draws are its own, so that worlds without devices are what they were.
+
+In some worlds processes cannot attach each other's memory, now and then or never. Such a one says so when it comes to
+it, and fails what it cannot see; what it has said it is never sent again, and nobody hears of it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ ARENA_BYTES = 6 * 20_480
 
 EVENTS = (4, 16)
 """How many events workers have: fewer than they may leave unfinished, so that some dispatches have none, or enough."""
+
+REFUSED = (0.0, 0.0, 0.15, 0.5, 1.0)
+"""How often an arena cannot be attached, by world."""
+
+UNSEEN, UNSEEN_AND_BEGUN = "it cannot be seen", "it cannot be seen by who has begun"
+"""What a worker says of an item that it cannot see: nobody else is told of the first."""
 
 SHARE = 0.4
 """How many worlds have devices."""
@@ -75,10 +84,21 @@ class _Ghost:
 
 @dataclass(slots=True)
 class _Side:
-    """One worker that lives: the id of its arena on the device, and its work by dispatch, or by item of a stream."""
+    """One worker that lives: the id of its arena on the device, and its work by dispatch, or by item of a stream.
+
+    up:      it knows what there is on its device, and hears of what comes.
+    blind:   arenas that it cannot attach; `untold` those it has not told of, `known` those the scheduler was told of.
+    on_host: it was told to give in host memory; `from_then` are the dispatches that it was sent since.
+    """
 
     arena: int = 0
     work: dict[tuple[str, int], _Work] = field(default_factory=dict)
+    up: bool = False
+    blind: set[int] = field(default_factory=set)
+    untold: list[int] = field(default_factory=list)
+    known: set[int] = field(default_factory=set)
+    on_host: bool = False
+    from_then: set[int] = field(default_factory=set)
 
 
 class NearWorld:
@@ -93,6 +113,9 @@ class NearWorld:
         self._plan = plan
         self._events = self.rng.choice(EVENTS)
         self._mortal = self.rng.random() < 0.5
+        self._shut = random.Random(seed + 2_000_000)
+        self._refused = self._shut.choice(REFUSED)
+        self._attachable: set[int] = set()  # arenas that are introduced to those who come up
         self._sides: dict[int, _Side] = {}
         self._ghosts: list[_Ghost] = []
         self._unfired: dict[Key, int] = {}  # events that are to fire, with the worker whose work they mark
@@ -112,6 +135,9 @@ class NearWorld:
         planned = self._plan.workers[worker]
         if not planned.device:
             return None
+        self._sides[worker].up = True
+        for arena in sorted(self._attachable - self._gone):
+            self._introduce(worker, arena)
         if self.rng.random() < 0.1:
             return msg.DeviceUp(DEVICE, 0, "host", why="drawn")
         events = (b"e" * EVENT_HANDLE_BYTES,) * self._events if self._plan.ordering == "event" else ()
@@ -120,6 +146,44 @@ class NearWorld:
     def share(self, worker: int, arena: int) -> None:
         if worker in self._sides:  # else it has died, and its arena was told of with that
             self._sides[worker].arena = arena
+            self._attachable.add(arena)
+            for other, side in self._sides.items():
+                if other != worker and side.up:
+                    self._introduce(other, arena)
+
+    def _introduce(self, worker: int, arena: int) -> None:
+        if self._shut.random() < self._refused:
+            self._sides[worker].blind.add(arena)
+            self._sides[worker].untold.append(arena)
+
+    def tell(self, worker: int) -> list[msg.AttachFailed]:
+        """Return what a worker has to say of arenas, now that it comes to it."""
+        if worker not in self._sides:
+            return []
+        told, self._sides[worker].untold = self._sides[worker].untold, []
+        return [msg.AttachFailed(arena, "drawn") for arena in told]
+
+    def heard(self, worker: int, message: msg.AttachFailed) -> None:
+        """The scheduler hears that a worker cannot see what lies in an arena."""
+        if worker in self._sides:
+            self._sides[worker].known.add(message.arena)
+
+    def sees(self, worker: int, item: msg.Item) -> bool:
+        """Whether a worker can read an item's inputs."""
+        blind = self._sides[worker].blind if worker in self._sides else ()
+        return not any(value.near.arena in blind for value in leaves(item.inputs) if value.near and not value.place)
+
+    def give_on_host(self, worker: int) -> None:
+        if worker in self._sides:
+            self._sides[worker].on_host = True
+
+    def fetches(self, worker: int, message: msg.Fetch) -> None:
+        """A worker is asked to copy what lies in its arena alone: until it has, it reads there."""
+        if worker not in self._sides:
+            return
+        if any(value.near is None or value.near.arena != self._sides[worker].arena for value in message.values):
+            raise AssertionError(f"worker {worker} is to fetch what does not lie in its arena")
+        self._begin(worker, ("fetch", message.token), (msg.Item(0, message.values),), ())
 
     def condemn(self, worker: int) -> None:
         """A worker is to be killed: it may wait for whatever it likes."""
@@ -156,6 +220,10 @@ class NearWorld:
             raise AssertionError(f"worker {worker} is given work with {held} dispatches unfinished")
         if message.suspect and message.ready is not None:
             raise AssertionError("a suspect may leave its work unfinished")
+        if worker in self._sides and self._sides[worker].on_host:
+            self._sides[worker].from_then.add(message.dispatch)
+            if message.near_room or message.ready is not None:
+                raise AssertionError(f"worker {worker} has room on a device where others see nothing of it")
         blocks = (*message.near_room.values(), *(() if message.ready is None else (message.ready,)))
         self._lease(blocks)
         self._begin(worker, ("run", message.dispatch), message.items, blocks)
@@ -226,7 +294,7 @@ class NearWorld:
     def need(self, worker: int) -> tuple[int, ...]:
         """Return the sizes that a worker asks for on its device."""
         side = self._sides.get(worker)
-        if side is None or not side.arena or self.rng.random() < 0.3:
+        if side is None or not side.arena or self.rng.random() < 0.3 or (side.on_host and side.from_then):
             return ()
         return ((1 << 20) if self.rng.random() < 0.04 else 20_000,)
 
@@ -234,6 +302,8 @@ class NearWorld:
         self, step: int, port: int, message: msg.Run, position: int, room: msg.Room | None, unfinished: bool
     ) -> msg.Value | None:
         """Return a value that lies on the device; None when there is no room for it there."""
+        if any(message.dispatch in side.from_then for side in self._sides.values()):
+            return None
         where = self._plan.steps[step].near_outputs.get(self._plan.steps[step].outputs[port].name)
         if where is None or self.rng.random() < 0.1:
             return None
@@ -252,9 +322,12 @@ class NearWorld:
 
     # what must hold
 
-    def check_sent(self, values: Iterable[msg.Value]) -> None:
-        """Nobody is sent to memory that is gone, or to wait for an event of a dead worker."""
+    def check_sent(self, worker: int, values: Iterable[msg.Value]) -> None:
+        """Nobody is sent to memory that is gone or that it cannot see, or to wait for an event of a dead worker."""
+        known = self._sides[worker].known if worker in self._sides else ()
         for value in leaves(values):
+            if value.near is not None and value.place is None and value.near.arena in known:
+                raise AssertionError(f"worker {worker} is sent what it cannot see, in arena {value.near.arena}")
             for lies in (value.near, value.ready):
                 if lies is not None and lies.arena in self._gone:
                     raise AssertionError(f"a value lies in arena {lies.arena}, which ended with its worker")
@@ -274,7 +347,8 @@ class NearWorld:
     def _begin(self, worker: int, name: tuple[str, int], items: Iterable[msg.Item], blocks: Iterable[Block]) -> None:
         if worker not in self._sides:
             return
-        values = [value for value in leaves(value for item in items for value in item.inputs) if value.near is not None]
+        read = leaves(value for item in items for value in item.inputs)
+        values = [one for one in read if one.near is not None and one.near.arena not in self._sides[worker].blind]
         uses = [(lies.arena, lies.block, lies.offset + lies.size_bytes) for lies in _places(values)]
         waits = {value.ready.key for value in values if value.ready is not None}
         self._sides[worker].work[name] = _Work(worker, [*uses, *map(_range, blocks)], waits)

@@ -23,7 +23,7 @@ import msgspec
 
 from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
-from tests.engine.near_world import NearWorld, with_devices
+from tests.engine.near_world import UNSEEN, UNSEEN_AND_BEGUN, NearWorld, with_devices
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
 from weftline.engine import messages as msg
 from weftline.engine.clock import ManualClock
@@ -72,6 +72,7 @@ class World:
         self.inbox: dict[int, list[msg.Run]] = {}
         self.waiting_room: dict[int, msg.Run] = {}
         self.waiting_device: set[int] = set()
+        self.fetching: dict[int, msg.Fetch] = {}  # which waits for room
         self.cancelled: dict[int, set[int]] = {}
         self.paused: dict[int, set[int]] = {}
         self.streams: dict[int, list[tuple[int, msg.Item]]] = {}
@@ -173,6 +174,9 @@ class World:
     def tell(self, event: ev.Event) -> None:
         self.seen.add(type(event).__name__)
         events, self.unsaid = [*self.unsaid, event], []
+        for one in events:
+            if isinstance(one, ev.FromWorker) and isinstance(one.message, msg.AttachFailed):
+                self.near.heard(one.worker, one.message)
         self.obey(self.scheduler.on_all(events, self.now))
         self.check()
 
@@ -265,8 +269,15 @@ class World:
         self.ready.add(worker)
         self.say(worker, arena, msg.Ready({}, {step.name: 2.0 for step in self.plan.steps if self.rng.random() < 0.3}))
         self.at(self.now + 1000 * msg.BEAT_S, ("beat", worker, arena))
+        self.later(("attach", worker, arena), 300)
         if self.deadly and self.rng.random() < 0.3:
             self.later(("die", worker, arena), 300)
+
+    def on_attach(self, worker: int, arena: int) -> None:
+        """A worker comes to the arenas that it was told of."""
+        if self.arena_of.get(worker) == arena and worker in self.ready:
+            for message in self.near.tell(worker):
+                self.say(worker, arena, message)
 
     def on_beat(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) == arena and worker not in self.wedged:
@@ -299,6 +310,7 @@ class World:
             self.arena_of,
             self.inbox,
             self.waiting_room,
+            self.fetching,
             self.streams,
             self.chains,
             self.cancelled,
@@ -329,6 +341,12 @@ class World:
         if self.arena_of.get(worker) != arena or not self.inbox.get(worker):
             return
         if worker in self.waiting_room or worker in self.waiting_device:
+            return
+        if worker in self.fetching:
+            self.later(("work", worker, arena))
+            return
+        self.on_attach(worker, arena)
+        if self.arena_of.get(worker) != arena:
             return
         message = self.inbox[worker][0]
         if message.suspect:
@@ -382,6 +400,9 @@ class World:
         stages = chain.stages if chain else (msg.Stage(message.step, ()),)
         results: list[msg.Given | msg.Failure] = []
         for position, item in enumerate(message.items):
+            if not self.near.sees(worker, item):
+                results.append(self.unseen(message.step, item, [stage.step for stage in stages] if chain else []))
+                continue
             if self.rng.random() < 0.1 or (room is not None and room.refused):
                 results.append(msg.Failure("StepError", "drawn", self.rng.randrange(len(stages))))
                 continue
@@ -421,6 +442,35 @@ class World:
         if self.arena_of.get(worker) == arena and worker not in self.wedged:
             self.near.settle(token)
             self.say(worker, arena, msg.Settled(token))
+
+    def unseen(self, step: int, item: msg.Item, chain: list[int]) -> msg.Failure:
+        """Return what a worker says of an item that it cannot see: it is run elsewhere, if nothing of it was done."""
+        task = self.scheduler._tasks.live.get(item.id)
+        begun = (task is not None and task.said) or not all(self.plan.steps[one].idempotent for one in chain)
+        return msg.Failure("StepError", UNSEEN_AND_BEGUN if begun else UNSEEN)
+
+    def on_fetch(self, worker: int, arena: int, message: msg.Fetch) -> None:
+        """A worker copies what others cannot see: it asks for room, and answers when the device is done with it."""
+        if self.arena_of.get(worker) != arena or worker in self.wedged:
+            return
+        busy = worker in self.waiting_room or worker in self.waiting_device or worker in self.fetching
+        if busy or self.near.waits(worker, "fetch", message.token):
+            self.later(("fetch", worker, arena, message))
+            return
+        self.fetching[worker] = message
+        self.say(worker, arena, msg.Need(tuple(value.size_bytes for value in message.values)))
+
+    def on_fetched(self, worker: int, arena: int, room: msg.Room) -> None:
+        if self.arena_of.get(worker) != arena or worker not in self.fetching:
+            return
+        message = self.fetching.pop(worker)
+        self.near.ended(worker, "fetch", message.token)
+        wrong = 1000 if self.near.rng.random() < 0.01 else 0
+        values = tuple(
+            msg.Value(value.kind, value.dtype, value.shape, place=block.place(0, value.size_bytes))
+            for value, block in zip(message.values, room.blocks)
+        )
+        self.say(worker, arena, msg.Fetched(message.token + wrong, values, room.refused))
 
     def json(self) -> msg.Value:
         return msg.Value("json", data=msgspec.msgpack.encode(self.rng.random() < 0.5))
@@ -470,8 +520,11 @@ class World:
         held = self.streams.get(worker)
         if self.arena_of.get(worker) != arena or not held:
             return
-        if worker in self.waiting_device:  # it does one thing at a time
+        if worker in self.waiting_device or worker in self.fetching:  # it does one thing at a time
             self.later(("round", worker, arena))
+            return
+        self.on_attach(worker, arena)
+        if self.arena_of.get(worker) != arena:
             return
         step = held[0][0]
         if self.dies_of(worker, arena, step, [item.id for s, item in held if s == step]):
@@ -482,6 +535,9 @@ class World:
             if item.id in self.cancelled[worker]:
                 held.remove(entry)
                 pieces.append(msg.PieceOf(item.id, {}, True, msg.Failure("RequestCancelled", "dropped")))
+            elif not self.near.sees(worker, item):
+                held.remove(entry)
+                pieces.append(msg.PieceOf(item.id, {}, True, self.unseen(step, item, [])))
             elif item.id in self.paused[worker] or self.near.waits(worker, "item", item.id):
                 continue
             elif self.rng.random() < (0.4 if self.fed.get(item.id, -1) < 0 else 0.1):  # a few end before their input
@@ -536,6 +592,8 @@ class World:
                     self.later(("hello", worker, command.arena))
                 case ev.ShareArena():
                     self.near.share(command.worker, command.arena)
+                    for other, incarnation in self.arena_of.items():
+                        self.later(("attach", other, incarnation), 300)
                 case ev.KillWorker():
                     self.near.condemn(command.worker)
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))
@@ -544,6 +602,8 @@ class World:
                     self.later(("deliver", command.request), 10)
                 case ev.Fail():
                     self.end(command.request, command.error)
+                    if command.message == UNSEEN:
+                        raise AssertionError(f"request {command.request} failed of memory that its worker cannot see")
                 case ev.Refuse():
                     self.refused.add(command.request)
                 case ev.Send():
@@ -578,6 +638,11 @@ class World:
                 self.near.asked(worker, message.token)
                 if self.near.rng.random() < 0.95:
                     self.later(("settle", worker, arena, message.token), 200)
+            case msg.GiveOnHost():
+                self.near.give_on_host(worker)
+            case msg.Fetch():
+                self.near.fetches(worker, message)
+                self.later(("fetch", worker, arena, message))
             case msg.KvResize():
                 self.later(("resize", worker, arena, message), 3000)
             case msg.Sleep() | msg.Wake() | msg.Close():
@@ -591,6 +656,9 @@ class World:
             case msg.Resume():
                 self.paused[worker].difference_update(message.items)
             case msg.Room():
+                if worker in self.fetching:
+                    self.at(self.now, ("fetched", worker, arena, message))
+                    return
                 running = self.waiting_room.get(worker)
                 self.near.granted(worker, message, running.dispatch if running is not None else None)
                 if running is not None:  # later, as an answer always is: never inside the scheduler's own turn
@@ -623,7 +691,7 @@ class World:
         if isinstance(message, msg.Run) and message.chain and message.chain not in self.chains[worker]:
             raise AssertionError("a worker was not told of the chain it is to run")
         for item in message.items:
-            self.near.check_sent(item.inputs)
+            self.near.check_sent(worker, item.inputs)
             task = self.scheduler._tasks.live.get(item.id)
             if task is None or task.request.state != "open":
                 if item.id in self.taken_back:  # its request ended in the same turn

@@ -20,6 +20,11 @@ def test_a_step_that_sleeps_is_ready_and_it_is_told_that_it_sleeps() -> None:
     assert worse.told == worse.why != ""
 
 
+def test_a_worker_that_shares_no_gpu_memory_is_ready_and_it_is_told() -> None:
+    health = judge({"a": True, "b": True}, asleep=("b",), on_host=("w1", "w2"))
+    assert (health.ready, health.why, health.told) == (True, "", "asleep: b; through host memory: w1, w2")
+
+
 def test_a_closed_pipeline_has_no_step_that_is_ready() -> None:
     assert judge({"a": True}, closed="the session is not open") == Health(
         False, {"a": False}, "the session is not open"

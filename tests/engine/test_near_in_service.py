@@ -57,7 +57,10 @@ def everything(ordering: str) -> Builder:
     return p
 
 
-@pytest.mark.parametrize(("device", "ordering"), [("fake:0", "host"), ("fake:0", "event"), ("fake-alone:0", "host")])
+@pytest.mark.parametrize(
+    ("device", "ordering"),
+    [("fake:0", "host"), ("fake:0", "event"), ("fake-alone:0", "host"), ("fake-closed:0", "event")],
+)
 def test_every_way_a_tensor_can_go_gives_the_same_answers(device: str, ordering: str) -> None:
     with opened(everything(ordering), device) as session:
         requests = [{"x": [value, SIZE], "rows": 3 + value} for value in range(6)]

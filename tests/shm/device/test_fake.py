@@ -88,6 +88,20 @@ def test_older_devices_share_nothing_by_descriptor(device: str) -> None:
         gpu.import_memory(0)
 
 
+def test_a_closed_device_lets_nobody_in_but_the_maker() -> None:
+    writer, reader = FakeGpu("fake-closed:0"), FakeGpu("fake-closed:0")
+    before = descriptors()
+    memory = writer.create(SIZE)
+    fd = writer.export(memory)
+    brought = writer.import_memory(fd)
+    with pytest.raises(DriverError, match="NOT_PERMITTED"):
+        reader.import_memory(fd)
+    os.close(fd)
+    for held in (memory, brought):
+        writer.release(held)
+    assert descriptors() == before
+
+
 def test_a_device_alone_shares_nothing_by_handle_either() -> None:
     gpu = FakeGpu("fake-alone:0")
     address = gpu.allocate(SIZE)

@@ -1,0 +1,67 @@
+"""Memory that a process shares and another cannot attach, in real processes: requests are answered all the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.fire import ask, settled, wait_until
+from weftline.engine.session import load
+from weftline.pipelines.builder import Builder
+from weftline.pipelines.machine import Device, Machine
+
+HERE = Path(__file__).parent
+SIZE = 50_000
+
+
+def test_what_lay_there_before_anybody_knew_is_fetched_and_the_next_goes_by_the_host(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = {"processes": "separate", "arena_bytes": 2 << 20, "reserve_bytes": 0, "ordering": "event"}
+    p = Builder("closed", base_dir=HERE, limits={"arena_bytes": 4 << 20}, gpu=gpu)
+    folders = {name: tmp_path / name for name in ("make", "look")}
+    for folder in folders.values():
+        folder.mkdir()
+    y = p.step("make", "device_fault_steps.py:Make", x=p.input("x", "json"), folder=str(folders["make"])).y
+    p.output("told", p.step("look", "device_fault_steps.py:Look", x=y, folder=str(folders["look"])).told)
+    with (
+        caplog.at_level(logging.WARNING, "weftline.runtime"),
+        load(p, machine=Machine(4, 16 << 30, (Device("fake-closed:0", 8 << 30),))).open() as session,
+    ):
+        runtime = session._current.runtime
+        assert ask(session, x=[2, SIZE])["told"] == 2.0 * SIZE  # type: ignore[index]
+        assert session.stats()["device_sharing"]["make"]["rung"] == "host"
+        assert session.health().ready and session.health().told == "through host memory: make"
+        # A new `make` shares its memory while `look` is busy: nobody knows yet that `look` will not see it.
+        (folders["look"] / "hold").touch()
+        answers: dict[int, Any] = {}
+
+        def asks(value: int) -> threading.Thread:
+            thread = threading.Thread(target=lambda: answers.update({value: ask(session, x=[value, SIZE])}))
+            thread.start()
+            return thread
+
+        first = asks(3)
+        wait_until((folders["look"] / "holds").exists)
+        os.kill(runtime.pids()["make"], signal.SIGKILL)
+        wait_until(lambda: session.stats()["worker_deaths"] == 1 and session.health().ready)
+        assert session.stats()["device_sharing"]["make"]["rung"] == "descriptor"
+        before = session.stats()["dispatches"]
+        second = asks(4)
+        wait_until(lambda: session.stats()["dispatches"] - before + session.stats()["queued"]["look"] == 2)
+        (folders["look"] / "hold").unlink()
+        for thread in (first, second):
+            thread.join(20)
+        assert {value: one["told"] for value, one in answers.items()} == {3: 3.0 * SIZE, 4: 4.0 * SIZE}
+        assert session.stats()["device_sharing"]["make"]["rung"] == "host"
+        assert session.stats()["worker_deaths"] == 1 and session.stats()["retried"] == 0
+        wait_until(lambda: settled(session), 10)
+        assert session.stats()["arena"]["stale_total"] == 0
+    told = [one.message for one in caplog.records if "cannot attach" in one.message]
+    assert len(told) == 1 and told[0].startswith("device fake-closed:0: worker look cannot attach the memory that")
