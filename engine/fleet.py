@@ -348,4 +348,5 @@ class Fleet:
             step.fed,
             step.near_inputs,
             dict(step.near_outputs),
+            step.finite,
         )

@@ -43,6 +43,7 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
         reserved=one.step.reserved,
         run_max_ms=one.step.run_max_ms,
         idempotent=one.step.idempotent,
+        finite=one.step.finite,
         sequence=one.step.sequence,
         base_dir=one.step.base_dir,
     )

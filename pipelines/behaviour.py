@@ -24,7 +24,7 @@ from weftline.pipelines.wiring import fallbacks_of, graph_of, readers
 
 _NOT_FOR_CONTROL = (
     *("batch", "worker", "instances", "reserved", "device", "run_max_ms", "fallback", "retry", "idempotent"),
-    *("timeout_ms", "map", "sequence", "device_bytes", "idle"),
+    *("timeout_ms", "map", "sequence", "device_bytes", "idle", "finite"),
 )
 """Keys that say something about running a node, which a control does not do."""
 
@@ -38,6 +38,7 @@ def check_behaviour(checked: Checked, report: Report) -> None:
         _check_map(one, checked, report)
         _check_sequence(one, report)
         _check_idle(one, report)
+        _check_finite(one, report)
         _check_instances(one.step, report)
         if one.step.batch is not None:
             _check_batch(one, one.step.batch, checked, report)
@@ -71,6 +72,12 @@ def _check_sequence(one: CheckedStep, report: Report) -> None:
     if one.step.sequence is not None and issubclass(one.node, StreamNode):
         found = f"{one.step.node} streams, and takes items of all sequences as they come"
         report.add(f"steps.{one.step.name}.sequence", found, fix="remove it")
+
+
+def _check_finite(one: CheckedStep, report: Report) -> None:
+    if one.step.finite and issubclass(one.node, StreamNode):
+        found = f"{one.step.node} streams: its pieces are with their readers before all of them could be looked at"
+        report.add(f"steps.{one.step.name}.finite", found, fix="remove it")
 
 
 def _check_idle(one: CheckedStep, report: Report) -> None:

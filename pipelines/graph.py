@@ -63,6 +63,7 @@ class Step:
     fallback:   a step that answers in this one's place when it fails or takes too long, or constants by output port.
     retry:      what is tried again; None: nothing but the one attempt after a worker's death.
     idempotent: the step may run twice for one item; None takes the node's word.
+    finite:     an item fails whose outputs hold NaN or an infinite number.
     timeout_ms: longest the step may take for one item, waiting included; then it has failed.
     map:        input ports that are given a list and run item by item; the outputs become lists.
     sequence:   the step remembers between the requests of a sequence; None takes the node's word.
@@ -94,6 +95,7 @@ class Step:
     reserved: int = 0
     device_bytes: int | None = None
     idle: IdlePolicy | None = None
+    finite: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def _without(document: Document, problems: list[Problem]) -> PipelineFile | None
 _APART = re.compile(
     r"^(about|limits|slo|gpu|inputs\.[^.]+\.(about|seconds_max|pixels_max|bytes_max)"
     r"|steps\.[^.]+\.(batch|worker|instances|reserved|device|device_bytes|idle|run_max_ms|retry|timeout_ms|idempotent"
-    r"|sequence))(\.|$)"
+    r"|finite|sequence))(\.|$)"
 )
 """Paths that no wire and no type depends on."""
 
@@ -147,6 +147,7 @@ def _step(name: str, entry: StepEntry) -> Step:
         timeout_ms=entry.timeout_ms,
         fallback=entry.fallback,
         idempotent=entry.idempotent,
+        finite=entry.finite,
         sequence=SequencePolicy(**dict(entry.sequence)) if entry.sequence is not None else None,
         worker=entry.worker,
         instances=entry.instances,

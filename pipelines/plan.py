@@ -57,6 +57,7 @@ class PlannedStep:
     fallback:   the step that answers in its place; that step runs for nobody else.
     retry, timeout_ms, map, sequence: as in graph.Step; `sequence` is set for every stateful node.
     idempotent: may run twice for one item.
+    finite:     an item fails whose outputs hold NaN or an infinite number.
     conditional: its outputs may be absent.
     base_dir:   what relative paths in options are relative to; None: the plan's own.
     reserved:   how many of its instances take no job rows, less than all.
@@ -98,6 +99,7 @@ class PlannedStep:
     near_outputs: Mapping[str, str] = field(default_factory=dict)
     device_bytes: int = 0
     idle: IdlePolicy | None = None
+    finite: bool = False
 
 
 @dataclass(frozen=True, slots=True)

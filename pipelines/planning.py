@@ -167,6 +167,7 @@ def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams
         fallback=step.fallback if isinstance(step.fallback, str) else None,
         retry=step.retry,
         idempotent=node.idempotent if step.idempotent is None else step.idempotent,
+        finite=step.finite,
         timeout_ms=step.timeout_ms,
         map=step.map,
         sequence=step.sequence or (SequencePolicy() if node.stateful and not streams else None),

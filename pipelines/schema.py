@@ -81,6 +81,10 @@ class StepEntry(Strict):
     idempotent: bool | None = None
     """The step may run twice for one item; left out, what its node says."""
 
+    finite: bool = False
+    """An item fails whose outputs hold NaN or an infinite number, before any other step or caller sees them; left out,
+    nobody looks."""
+
     sequence: SequenceEntry | None = None  # type: ignore[valid-type]
     """The step remembers between the requests of a sequence; left out, what its node says."""
 

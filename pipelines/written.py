@@ -78,7 +78,7 @@ def _step(step: Step, constants: Mapping[Wire, Any]) -> dict[str, Any]:
 
 
 _PLAIN_KEYS = (
-    *("timeout_ms", "fallback", "idempotent", "worker", "instances", "reserved", "device", "device_bytes"),
+    *("timeout_ms", "fallback", "idempotent", "finite", "worker", "instances", "reserved", "device", "device_bytes"),
     "run_max_ms",
 )
 

@@ -67,7 +67,7 @@ class HostedStep:
             stream = stream or memory.near.stream()
         self.stream = stream
         self.where = tuple(step.near_outputs.get(name, HOST) if self._on_gpu else HOST for name, _ in self.outputs)
-        self._ports = OutputPorts(self.outputs, memory, self._on_gpu, self.copies_inputs)
+        self._ports = OutputPorts(self.outputs, memory, self._on_gpu, self.copies_inputs, step.finite)
         self._giving = Giving(memory, self.where)
 
     def begin(self) -> None:

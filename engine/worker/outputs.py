@@ -15,6 +15,7 @@ from weftline.engine.messages import Failure, Value
 from weftline.engine.packed import Row, Source
 from weftline.engine.values import ARRAYS, OnDevice, is_of, pack
 from weftline.engine.worker.faults import failure, is_out_of_memory, out_of_memory
+from weftline.engine.worker.finite import is_finite
 from weftline.engine.worker.memory import Memory
 from weftline.errors import InputError, StepError
 from weftline.nodes.contract import Outputs
@@ -50,11 +51,20 @@ NOTHING_ASIDE = Aside({}, {})
 class OutputPorts:
     """The output ports of one hosted step.
 
+    finite:        an item fails whose outputs hold NaN or an infinite number.
     lacked_memory: the node gave, for some item since somebody last set it to False, that there was no memory.
     """
 
-    def __init__(self, ports: Sequence[tuple[str, PortType]], memory: Memory, near: bool, copies_inputs: bool) -> None:
+    def __init__(
+        self,
+        ports: Sequence[tuple[str, PortType]],
+        memory: Memory,
+        near: bool,
+        copies_inputs: bool,
+        finite: bool = False,
+    ) -> None:
         self.ports = ports
+        self._finite = finite
         self.lacked_memory = False
         self._memory = memory
         self._on_device: OnDevice | None = self._seen if near else None
@@ -93,9 +103,16 @@ class OutputPorts:
                 return out_of_memory(value)
             try:
                 made.append(self._ready(value, type, name, port, position, row, came, aside))
+                if self._finite:
+                    self._check_finite(value, type, name)
             except (StepError, InputError) as error:
                 return failure(error)
         return made
+
+    def _check_finite(self, value: Any, type: PortType, name: str) -> None:
+        seen = self._on_device(value) if self._on_device is not None and type.kind in ARRAYS else None
+        if not is_finite(value if seen is None else seen, type):
+            raise StepError(f"{name}: found NaN or an infinite number, expected none: the step says `finite: true`")
 
     def _seen_whole(self, given: Any, on_device: OnDevice) -> Any:
         """Return an output of all items as one tensor on the device, if it is one: its items then are neighbours."""

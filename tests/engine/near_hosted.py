@@ -118,6 +118,7 @@ class NearBench(Bench):
         items_max: int = 8,
         mutates_inputs: bool = False,
         near_inputs: Sequence[str] | None = None,
+        finite: bool = False,
     ) -> HostedStep:
         """Return a step on the device; it takes all of its inputs there unless told otherwise."""
         step = msg.StepToOpen(
@@ -132,6 +133,7 @@ class NearBench(Bench):
             mutates_inputs,
             near_inputs=tuple(inputs) if near_inputs is None else tuple(near_inputs),
             near_outputs=near_outputs or {},
+            finite=finite,
         )
         return HostedStep(step, Calls(run), self.memory, self.cancels)
 

@@ -184,6 +184,25 @@ def test_seven_mates_of_a_bad_item_are_answered_as_if_alone(start: Start, whole:
     assert session.stats()["worker_deaths"] == 0
 
 
+def test_mates_of_an_item_that_comes_to_nan_are_answered_where_the_step_is_finite(start: Start) -> None:
+    p = builder()
+    x, batch = p.input("x", "float32[N]"), {"items_max": 8, "wait_max_ms": 500}
+    p.output("y", p.step("s", "echo", value=x, type="float32[N]", batch=batch, finite=True).value)
+    p.output("unseen", p.step("t", "echo", value=x, type="float32[N]").value)
+    session = start(p)
+    good = [np.full(6000, place, np.float32) for place in range(7)]
+    bad = np.append(np.zeros(5999, np.float32), np.float32("nan"))
+    answers = together(session, [{"x": one, "outputs": ["y"]} for one in [*good[:5], bad, *good[5:]]])
+    error = answers.pop(5)
+    assert isinstance(error, StepError) and error.step == "s"
+    assert "value: found NaN or an infinite number" in str(error)
+    for one, answer in zip(good, answers, strict=True):
+        assert isinstance(answer, Result)
+        assert np.array_equal(answer["y"], one)
+    assert set(batches(answers)) == {8}
+    assert np.isnan(session.run(x=bad, outputs=["unseen"])["unseen"][-1]), "nobody looks unless a step says so"
+
+
 def test_memory_that_runs_out_halves_the_batch_and_later_ones_are_smaller(start: Start) -> None:
     p = builder()
     batch = {"items_max": 8, "wait_max_ms": 1000}

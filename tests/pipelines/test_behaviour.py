@@ -132,6 +132,13 @@ def test_what_remembers_does_not_sleep(problems: Problems, catalog: dict[str, st
     assert planned(catalog, "{node: echo, inputs: {value: q}, device_bytes: 7}").device_bytes == 7
 
 
+def test_what_streams_is_not_looked_at_for_numbers_that_are_none(problems: Problems, catalog: dict[str, str]) -> None:
+    step = "{node: llm, model: m, inputs: {prompt: q}, finite: true}"
+    assert "streams" in found(problems, step, "text")["steps.a.finite"]
+    assert planned(catalog, "{node: echo, inputs: {value: q}, finite: true}").finite
+    assert not planned(catalog, "{node: echo, inputs: {value: q}}").finite
+
+
 def test_what_may_run_twice_is_the_steps_word_or_else_the_nodes(catalog: dict[str, str]) -> None:
     assert planned(catalog, "{node: echo, inputs: {value: q}}").idempotent
     assert not planned(catalog, "{node: echo, idempotent: false, inputs: {value: q}}").idempotent
@@ -142,7 +149,8 @@ def test_what_may_run_twice_is_the_steps_word_or_else_the_nodes(catalog: dict[st
 
 def test_controls_have_no_keys_of_running(problems: Problems) -> None:
     for key in ("batch: {items_max: 2}", "worker: w", "instances: 2", "reserved: 1", "device: cpu", "retry: 1",
-                "timeout_ms: 5", "map: x", "run_max_ms: 5", "idempotent: true", "fallback: {value: x}"):  # fmt: skip
+                "timeout_ms: 5", "map: x", "run_max_ms: 5", "idempotent: true", "finite: true",
+                "fallback: {value: x}"):  # fmt: skip
         name = key.partition(":")[0]
         got = found(problems, f"{{node: first, {key}, inputs: {{x: many}}}}")
         assert got == {f"steps.a.{name}": "has no meaning here: first is decided without running anything"}

@@ -260,6 +260,7 @@ STEP = st.tuples(
             "timeout_ms": st.floats(1, 1000),
             "fallback": NAMES | st.dictionaries(NAMES, FINITE, min_size=1, max_size=2),
             "idempotent": st.booleans(),
+            "finite": st.booleans(),
             "sequence": st.builds(SequencePolicy, st.integers(1, 100)),
             "reserved": st.integers(0, 9),
             "device_bytes": st.integers(1, 1 << 44),

@@ -92,6 +92,7 @@ def _hindrances(step: PlannedStep) -> Mapping[str, bool]:
         "has a timeout_ms": step.timeout_ms is not None,
         "pads its inputs": bool(step.batch.pad),
         "must not run twice for a row": not step.idempotent,
+        "is finite": step.finite,
     }
 
 

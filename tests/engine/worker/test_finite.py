@@ -1,0 +1,93 @@
+"""What counts as finite, of every kind of value and every dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.hosted import run_of
+from tests.engine.near_hosted import NearBench
+from tests.engine.near_steps import Foreign
+from weftline.engine import messages as msg
+from weftline.engine.worker.finite import is_finite
+from weftline.nodes.contract import Batch, Outputs
+from weftline.nodes.detections import Detections
+from weftline.nodes.ports import PortType
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+def tensor(*values: float, dtype: str = "float32") -> np.ndarray:
+    return np.array(values, dtype)
+
+
+def stand_in(values: list[float], dtype: torch.dtype) -> np.ndarray:
+    """Return how numpy sees a dtype that it does not have."""
+    held = torch.tensor(values).to(dtype)
+    return held.view(torch.uint16 if held.element_size() == 2 else torch.uint8).numpy()
+
+
+@pytest.mark.parametrize("bad", [NAN, INFINITE, -INFINITE])
+@pytest.mark.parametrize(
+    ("type", "made"),
+    [
+        ("float32[N]", lambda x: tensor(1, x)),
+        ("float16[N]", lambda x: tensor(1, x, dtype="float16")),
+        ("float64[N]", lambda x: tensor(1, x, dtype="float64")),
+        ("bfloat16[N]", lambda x: stand_in([1, x], torch.bfloat16)),
+        ("bfloat16[N]", lambda x: torch.tensor([1, x], dtype=torch.bfloat16)),
+        ("float8_e5m2[N]", lambda x: stand_in([1, x], torch.float8_e5m2)),
+        ("float8_e5m2[N]", lambda x: torch.tensor([1, x]).to(torch.float8_e5m2)),
+        ("float32[N]", lambda x: torch.tensor([1, x])),
+        ("audio", lambda x: tensor(0, x)),
+        ("list[float32[N]]", lambda x: [tensor(1), tensor(x)]),
+        ("json", lambda x: {"a": [1, {"b": x}]}),
+        ("json", lambda x: x),
+        ("detections", lambda x: Detections(tensor(0, 0, 1, x)[None], tensor(1), np.zeros(1, np.int32), ("a",))),
+        ("detections", lambda x: Detections(np.zeros((1, 4), "float32"), tensor(x), np.zeros(1, np.int32), ("a",))),
+    ],
+)
+def test_one_number_that_is_not_finite_is_found(type: str, made: Any, bad: float) -> None:
+    assert not is_finite(made(bad), PortType.parse(type))
+    assert is_finite(made(0.5), PortType.parse(type))
+
+
+def test_the_only_such_number_of_float8_e4m3fn_is_nan() -> None:
+    type = PortType.parse("float8_e4m3fn[N]")
+    assert not is_finite(stand_in([1, NAN], torch.float8_e4m3fn), type)
+    assert is_finite(stand_in([1, 448, -448], torch.float8_e4m3fn), type)
+
+
+@pytest.mark.parametrize(
+    ("type", "value"),
+    [
+        ("uint16[N]", tensor(0x7F80, dtype="uint16")),
+        ("bool[N]", tensor(1, dtype="bool")),
+        ("int64[N]", torch.ones(2, dtype=torch.int64)),
+        ("float32[N]", tensor()),
+        ("list[text]", ["nan"]),
+        ("text", "nan"),
+        ("bytes", b"\x7f\x80"),
+        ("json", {"nan": [None, True, "inf", 1 << 60]}),
+    ],
+)
+def test_what_holds_no_such_numbers_is_finite(type: str, value: Any) -> None:
+    assert is_finite(value, PortType.parse(type))
+
+
+@pytest.mark.parametrize("passed_on", [True, False])
+def test_what_lies_on_a_device_is_looked_at_there_and_not_brought_down(passed_on: bool) -> None:
+    bench = NearBench()
+
+    def same(batch: Batch) -> Outputs:
+        return {"y": [x if passed_on else Foreign(np.asarray(x) * 1) for x in batch["x"]]}
+
+    step = bench.on_gpu(same, {"x": "float32[?]"}, {"y": "float32[?]"}, {"y": "device"}, finite=True)
+    rows = [[value] for value in bench.near_values([np.full(10_000, x, np.float32) for x in (1, NAN, 3)])]
+    good, bad, other = step.run(run_of(rows)).results
+    assert isinstance(good, msg.Given) and isinstance(other, msg.Given) and good.outputs[0].place is None
+    assert isinstance(bad, msg.Failure) and bad.message.startswith("y: found NaN or an infinite number")
+    bench.close()
