@@ -14,7 +14,7 @@ from collections.abc import Callable
 from weftline.engine import messages as msg
 from weftline.engine.crew.crew import Crew, Dispatch
 from weftline.engine.crew.settling import Settling
-from weftline.engine.crew.unfinished import Unfinished, unmarked
+from weftline.engine.crew.unfinished import Unfinished, near_positions, read_there, unmarked
 from weftline.engine.scheduling import events as ev
 from weftline.engine.scheduling.book import Book
 from weftline.pipelines.plan import Plan
@@ -40,6 +40,7 @@ class DeviceNews:
         self._ledger = ledger
         self._settling = settling
         self._emit = emit
+        self._near = near_positions(plan)
         self._told: set[str] = set()  # devices of which it was noted that some arena cannot be attached
 
     def up(self, worker: int, message: msg.DeviceUp) -> str:
@@ -108,8 +109,10 @@ class DeviceNews:
         if dispatch.ready is not None:
             reads = tuple(key for task in dispatch.tasks for key in task.keys)
             self._book.hold(reads)
+            there = [value for task in dispatch.tasks for value in read_there(task.unit, task.inputs, self._near)]
+            device = frozenset(lies.key for value in there for lies in (value.near, value.ready) if lies is not None)
             member.unfinished[dispatch.id] = Unfinished(
-                dispatch.id, dispatch.unit, reads, (*dispatch.blocks, *member.granted), dispatch.ready.key,
+                dispatch.id, dispatch.unit, reads, device, (*dispatch.blocks, *member.granted), dispatch.ready.key,
                 self._book.now_ms, dispatch.limit_ms,
             )  # fmt: skip
 

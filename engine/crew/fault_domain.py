@@ -3,8 +3,9 @@
 With ordering 'host' nobody is told of a tensor before it is whole, so that nobody ever waits for a dead process. With
 ordering 'event' readers wait on the device for events of the writer. The device never fires those of work that died
 unfinished, and whoever waits for one waits for ever: producer and consumer are one fault domain, and the consumer is
-killed too. What the producer had finished stays readable, as long as its arena does: memory that was shared by
-descriptor outlives its maker, memory shared by handle ends with it. Pure.
+killed too. One that reads in host memory what lies there as well waits for nothing, and goes on. What the producer had
+finished stays readable, as long as its arena does: memory that was shared by descriptor outlives its maker, memory
+shared by handle ends with it. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from weftline.engine.crew.crew import WorkerState
-from weftline.engine.crew.unfinished import Unfinished
+from weftline.engine.crew.unfinished import Unfinished, read_there
 from weftline.engine.messages import Value
 from weftline.shm.block import Key
 from weftline.shm.lease import Ledger
@@ -75,13 +76,16 @@ class Fallen:
             return msgspec.structs.replace(value, ready=None)
         return value
 
-    def reaches(self, member: WorkerState) -> bool:
-        """Whether a worker waits for what fell, or its device may still read what is gone."""
-        running = (key for dispatch in member.running for task in dispatch.tasks for key in task.keys)
-        streams = (key for task in member.streams.values() for key in task.keys)
-        if any(key in self.step_of for keys in (running, streams) for key in keys):
+    def reaches(self, member: WorkerState, near: Sequence[frozenset[int]]) -> bool:
+        """Whether a worker waits for what fell, or its device may still read what is gone.
+
+        near: of each step, the positions of the inputs that it takes on its device.
+        """
+        tasks = [*(task for dispatch in member.running for task in dispatch.tasks), *member.streams.values()]
+        read = (value for task in tasks for value in read_there(task.unit, task.inputs, near))
+        if any(value.ready is not None and value.ready.key in self.step_of for value in read):
             return True
-        unfinished = (key for one in member.unfinished.values() for key in one.reads)
+        unfinished = (key for one in member.unfinished.values() for key in one.device)
         return any(key in self.step_of or (self.gone and key[0] == self.arena) for key in unfinished)
 
 
@@ -116,8 +120,8 @@ def fallen(unfinished: Iterable[Unfinished], near_arena: int, rung: str) -> Fall
     return Fallen({one.ready: one.unit.steps[-1] for one in unfinished}, near_arena, rung == HANDLE)
 
 
-def victims(what: Fallen, members: Sequence[WorkerState]) -> Iterator[int]:
-    """Yield the workers that must be ended with it; those that are about to be are left out."""
+def victims(what: Fallen, members: Sequence[WorkerState], near: Sequence[frozenset[int]]) -> Iterator[int]:
+    """Yield the workers that must be ended with it; those that are about to be are left out. `near` as in `reaches`."""
     for worker, member in enumerate(members):
-        if member.alive and not member.why and what.reaches(member):
+        if member.alive and not member.why and what.reaches(member, near):
             yield worker

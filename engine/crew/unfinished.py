@@ -14,11 +14,12 @@ needs to guess of what.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weftline.engine.messages import Done, Given, Value
 from weftline.engine.scheduling.routes import Unit
+from weftline.pipelines.plan import Plan
 from weftline.shm.block import Block, Key
 
 UNFINISHED_MAX = 8
@@ -34,6 +35,7 @@ class Unfinished:
     """A dispatch that was answered and goes on on the device.
 
     reads:    the leases of its inputs; it has a ticket of each, of one several times where several items read it.
+    device:   those of them that its device reads there, or waits for.
     blocks:   those of its outputs, the event among them; it has the writer's ticket of each.
     ready:    the event that marks its outputs.
     since_ms: when it was answered, or when the last one before it was released.
@@ -43,6 +45,7 @@ class Unfinished:
     id: int
     unit: Unit
     reads: tuple[Key, ...]
+    device: frozenset[Key]
     blocks: tuple[Block, ...]
     ready: Key
     since_ms: float
@@ -61,6 +64,25 @@ def unmarked(message: Done, blocks: Iterable[Block], ready: Block) -> bool:
         for value in leaves(given)
         if value.near is not None
     )
+
+
+def near_positions(plan: Plan) -> list[frozenset[int]]:
+    """Return for each step the positions of the inputs that it takes on its device."""
+    return [
+        frozenset(at for at, given in enumerate(step.inputs) if given.port in step.near_inputs) for step in plan.steps
+    ]
+
+
+def read_there(unit: Unit, inputs: Sequence[Value], near: Sequence[frozenset[int]]) -> Iterator[Value]:
+    """Yield the tensors among a task's inputs that are read on the device, and waited for there.
+
+    What lies in host memory too is read there, where it is whole, by a step that takes arrays. Of a chain it is not
+    known here which of its steps reads what: all of it may be read on the device.
+    """
+    for position, value in enumerate(inputs):
+        for leaf in leaves((value,)):
+            if leaf.near is not None and (leaf.place is None or unit.chain or position in near[unit.step]):
+                yield leaf
 
 
 def leaves(values: Iterable[Value]) -> Iterator[Value]:

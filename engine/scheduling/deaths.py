@@ -17,7 +17,7 @@ from weftline.engine.crew.kv_shares import KvShares
 from weftline.engine.crew.recovery import Verdict
 from weftline.engine.crew.settling import Settling
 from weftline.engine.crew.supervisor import GIVEN_UP, LEAVING, READY
-from weftline.engine.crew.unfinished import Unfinished
+from weftline.engine.crew.unfinished import Unfinished, near_positions
 from weftline.engine.messages import Value
 from weftline.engine.scheduling import events as ev
 from weftline.engine.scheduling.book import Book
@@ -47,6 +47,7 @@ class Deaths:
         emit: Callable[[ev.Command], None],
     ) -> None:
         self._steps = plan.steps
+        self._near = near_positions(plan)
         self._tasks = tasks
         self._book = book
         self._branches = branches
@@ -116,7 +117,7 @@ class Deaths:
         if not what:
             return
         self._past.add(what)
-        for worker in victims(what, self._crew.members):
+        for worker in victims(what, self._crew.members, self._near):
             member = self._crew.members[worker]
             member.why, member.spared = "it waits on the device for work of a worker that died", True
             self._emit(ev.KillWorker(worker, member.why))

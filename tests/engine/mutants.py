@@ -394,7 +394,7 @@ def outputs_that_are_free_although_the_device_still_writes_them(
 
 @mutant
 def a_reader_that_waits_for_a_dead_worker(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    patch.setattr("weftline.engine.scheduling.deaths.victims", lambda what, members: ())
+    patch.setattr("weftline.engine.scheduling.deaths.victims", lambda what, members, near: ())
 
 
 @mutant

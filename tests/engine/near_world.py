@@ -43,8 +43,8 @@ Range = tuple[int, int, int]
 
 
 def with_devices(plan: Plan, seed: int) -> Plan:
-    """Return the plan with some workers on one GPU, and outputs that are given there."""
-    rng = random.Random(-seed - 1)
+    """Return the plan with some workers on one GPU, outputs that are given there, and inputs that are taken there."""
+    rng, takes = random.Random(-seed - 1), random.Random(seed + 3_000_000)
     if rng.random() >= SHARE:
         return plan
     workers = tuple(
@@ -56,7 +56,9 @@ def with_devices(plan: Plan, seed: int) -> Plan:
         if step.streams or not step.workers or not all(workers[one].device for one in step.workers):
             return step
         ports = [port.name for port in step.outputs if port.type.kind != "json" and rng.random() < 0.8]
-        return replace(step, near_outputs={port: "device" if rng.random() < 0.7 else "both" for port in ports})
+        read = tuple(one.port for one in step.inputs if takes.random() < 0.6)
+        given = {port: "device" if rng.random() < 0.7 else "both" for port in ports}
+        return replace(step, near_inputs=read, near_outputs=given)
 
     ordering = "event" if rng.random() < 0.7 else "host"
     return replace(plan, workers=workers, steps=tuple(map(near, plan.steps)), ordering=ordering)
@@ -156,6 +158,10 @@ class NearWorld:
             self._sides[worker].blind.add(arena)
             self._sides[worker].untold.append(arena)
 
+    def attach_ms(self) -> float:
+        """Return in how many milliseconds a worker comes to an arena that it was told of."""
+        return self._shut.uniform(0.01, 300)
+
     def tell(self, worker: int) -> list[msg.AttachFailed]:
         """Return what a worker has to say of arenas, now that it comes to it."""
         if worker not in self._sides:
@@ -183,7 +189,7 @@ class NearWorld:
             return
         if any(value.near is None or value.near.arena != self._sides[worker].arena for value in message.values):
             raise AssertionError(f"worker {worker} is to fetch what does not lie in its arena")
-        self._begin(worker, ("fetch", message.token), (msg.Item(0, message.values),), ())
+        self._begin(worker, ("fetch", message.token), (msg.Item(0, message.values),), (), None)
 
     def condemn(self, worker: int) -> None:
         """A worker is to be killed: it may wait for whatever it likes."""
@@ -226,10 +232,16 @@ class NearWorld:
                 raise AssertionError(f"worker {worker} has room on a device where others see nothing of it")
         blocks = (*message.near_room.values(), *(() if message.ready is None else (message.ready,)))
         self._lease(blocks)
-        self._begin(worker, ("run", message.dispatch), message.items, blocks)
+        takes = None if message.chain else self._takes(message.step)
+        self._begin(worker, ("run", message.dispatch), message.items, blocks, takes)
 
     def submitted(self, worker: int, item: msg.Item) -> None:
-        self._begin(worker, ("item", item.id), (item,), ())
+        self._begin(worker, ("item", item.id), (item,), (), set())
+
+    def _takes(self, step: int) -> set[int]:
+        """Return the positions of the inputs that a step takes on its device."""
+        planned = self._plan.steps[step]
+        return {at for at, one in enumerate(planned.inputs) if one.port in planned.near_inputs}
 
     def granted(self, worker: int, room: msg.Room, dispatch: int | None) -> None:
         """A worker is given room on its device, for a dispatch that runs."""
@@ -344,11 +356,28 @@ class NearWorld:
         """Whether nobody is still to settle."""
         return not self._asked and not self._ghosts
 
-    def _begin(self, worker: int, name: tuple[str, int], items: Iterable[msg.Item], blocks: Iterable[Block]) -> None:
+    def _begin(
+        self,
+        worker: int,
+        name: tuple[str, int],
+        items: Iterable[msg.Item],
+        blocks: Iterable[Block],
+        takes: set[int] | None,
+    ) -> None:
+        """Work begins; it takes the inputs at these positions on the device, None for all, and the others where it can.
+
+        What lies in host memory too is read, and waited for, on the device by those alone who take it there.
+        """
         if worker not in self._sides:
             return
-        read = leaves(value for item in items for value in item.inputs)
-        values = [one for one in read if one.near is not None and one.near.arena not in self._sides[worker].blind]
+        read = [
+            (value, takes is None or position in takes)
+            for item in items
+            for position, one in enumerate(item.inputs)
+            for value in leaves((one,))
+        ]
+        blind = self._sides[worker].blind
+        values = [one for one, there in read if one.near and one.near.arena not in blind and (there or not one.place)]
         uses = [(lies.arena, lies.block, lies.offset + lies.size_bytes) for lies in _places(values)]
         waits = {value.ready.key for value in values if value.ready is not None}
         self._sides[worker].work[name] = _Work(worker, [*uses, *map(_range, blocks)], waits)

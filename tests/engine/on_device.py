@@ -23,26 +23,43 @@ TENSOR = f"uint8[{SIZE_BYTES}]"
 ARENA_BYTES = 1 << 20
 
 
-def on_device(plan: Plan, near: dict[str, str], ordering: str, arena_bytes: int = ARENA_BYTES) -> Plan:
-    """Return the plan with all workers on one GPU, and the one output of these steps near as said."""
+def on_device(
+    plan: Plan, near: dict[str, str], ordering: str, arena_bytes: int = ARENA_BYTES, takes: bool = True
+) -> Plan:
+    """Return the plan with all workers on one GPU, and the one output of these steps near as said.
+
+    takes: whoever reads such an output takes it on the device.
+    """
+    steps = tuple(
+        replace(step, near_inputs=tuple(one.port for one in step.inputs if takes and one.wire.step in near))
+        for step in plan.steps
+    )
     steps = tuple(
         replace(step, near_outputs={step.outputs[0].name: near[step.name]}) if step.name in near else step
-        for step in plan.steps
+        for step in steps
     )
     workers = tuple(replace(one, device=DEVICE, device_arena_bytes=arena_bytes) for one in plan.workers)
     return replace(plan, steps=steps, workers=workers, ordering=ordering)
 
 
 def hop(
-    ordering: str, where: str = "device", items_max: int = 1, arena_bytes: int = ARENA_BYTES, **more: object
+    ordering: str,
+    where: str = "device",
+    items_max: int = 1,
+    arena_bytes: int = ARENA_BYTES,
+    takes: bool = True,
+    **more: object,
 ) -> Plan:
-    """Return the plan of a -> b, each in a worker of its own: 0 and 1; `more` is said of b."""
+    """Return the plan of a -> b, each in a worker of its own: 0 and 1; `more` is said of b.
+
+    takes: b takes what a gives on the device, else as an array.
+    """
     p = Builder("hop")
     batch = {"items_max": items_max}
     x = p.input("x", TENSOR)
     a = p.step("a", "echo", type=TENSOR, value=x, worker="left", batch=batch)
     p.output("y", p.step("b", "echo", type=TENSOR, value=a.value, worker="right", batch=batch, **more).value)  # type: ignore[arg-type]
-    return on_device(plan_of(p), {"a": where}, ordering, arena_bytes)
+    return on_device(plan_of(p), {"a": where}, ordering, arena_bytes, takes)
 
 
 def row(ordering: str) -> Plan:

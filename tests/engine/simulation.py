@@ -269,7 +269,7 @@ class World:
         self.ready.add(worker)
         self.say(worker, arena, msg.Ready({}, {step.name: 2.0 for step in self.plan.steps if self.rng.random() < 0.3}))
         self.at(self.now + 1000 * msg.BEAT_S, ("beat", worker, arena))
-        self.later(("attach", worker, arena), 300)
+        self.at(self.now + self.near.attach_ms(), ("attach", worker, arena))
         if self.deadly and self.rng.random() < 0.3:
             self.later(("die", worker, arena), 300)
 
@@ -526,7 +526,7 @@ class World:
         self.on_attach(worker, arena)
         if self.arena_of.get(worker) != arena:
             return
-        step = held[0][0]
+        step = next((step for step, item in held if item.id not in self.paused[worker]), held[0][0])
         if self.dies_of(worker, arena, step, [item.id for s, item in held if s == step]):
             return
         pieces = []
@@ -593,7 +593,7 @@ class World:
                 case ev.ShareArena():
                     self.near.share(command.worker, command.arena)
                     for other, incarnation in self.arena_of.items():
-                        self.later(("attach", other, incarnation), 300)
+                        self.at(self.now + self.near.attach_ms(), ("attach", other, incarnation))
                 case ev.KillWorker():
                     self.near.condemn(command.worker)
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))

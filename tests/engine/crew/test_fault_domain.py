@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.engine.desk import Desk, plan_of
@@ -83,6 +85,37 @@ def test_what_was_not_finished_on_the_device_is_read_in_host_memory_where_it_lie
     assert isinstance(desk.ended[one], ev.Finish)
     desk.die_and_return(LEFT)
     assert desk.is_clean()
+
+
+def test_a_reader_in_host_memory_of_what_the_device_had_not_finished_goes_on() -> None:
+    desk = Desk(hop("event", "both", takes=False))
+    one = desk.submit(x=given(desk))
+    answer_near(desk, "a", host=True)
+    passed = desk.inbox[RIGHT][0].items[0].inputs[0]
+    desk.die(LEFT)
+    assert desk.kills() == [] and desk.running() == ["b"]
+    desk.answer("b", lambda x: passed)  # what it passes on is what is left of it
+    end = desk.ended[one]
+    assert isinstance(end, ev.Finish) and end.outputs["y"] == msg.Value(
+        "tensor", "uint8", passed.shape, place=passed.place
+    )
+    assert desk.is_clean()
+
+
+def test_a_reader_on_the_host_whose_own_work_is_unfinished_goes_on_too() -> None:
+    """Its device works on what it made of the copy in host memory, and reads nothing of who died."""
+    made = row("event")
+    first, second, third = made.steps
+    plan = replace(made, steps=(replace(first, near_outputs={"value": "both"}), replace(second, near_inputs=()), third))
+    desk = Desk(plan)
+    one = desk.submit(x=given(desk))
+    answer_near(desk, "a", host=True)
+    run = answer_near(desk, "b")
+    desk.die(0)
+    assert desk.kills() == []
+    desk.hear(1, msg.Released((run.dispatch,)))
+    answer_small(desk, "c")
+    assert isinstance(desk.ended[one], ev.Finish) and desk.is_clean()
 
 
 def test_what_was_finished_is_passed_on_without_the_event_that_died() -> None:
