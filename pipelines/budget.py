@@ -2,7 +2,8 @@
 
 Claimed are a reserve that is never planned with; for each process its context and its arena; for each instance its
 weights and working memory; and KV memory, where the pipeline says how much. What is left goes to llm steps that name
-none, once everything else is known; until then it is divided when they are open.
+none, once everything else is known; until then it is divided when they are open. What other pipelines of this process
+hold is claimed as well, a row for each (`Device.taken`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from weftline.errors import Problem
 from weftline.pipelines.kv_memory import kv_limits, least_left, own_kv_bytes, shares
-from weftline.pipelines.machine import Machine
+from weftline.pipelines.machine import Machine, Taken
 from weftline.pipelines.needs import Need, Needs, gpus_of
 from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Claim, DeviceBudget, Plan, PlannedStep
 from weftline.pipelines.policy import GpuPolicy
+from weftline.pipelines.problems import listed
 
 RESERVE, CONTEXT, ARENA, WORK, KV = "reserve", "context", "arena", "weights and work", "KV memory"
 """What is claimed."""
+
+OTHER, FILLER = "another pipeline", "another pipeline, with all that was left"
+SERVING, WANTED_FREE = "the version that serves", "reserve of other pipelines"
+OF_OTHERS = frozenset({OTHER, FILLER, SERVING, WANTED_FREE})
+"""What is claimed by others than the pipeline that is planned."""
 
 EVERYBODY = "llm steps"
 """Who claims the KV memory that a device's llm steps share by `limits.kv_bytes`."""
@@ -35,6 +42,7 @@ def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple
             continue
         claims.append(Claim("", RESERVE, gpu.reserve_bytes, _source(gpu.reserve_bytes, GpuPolicy().reserve_bytes)))
         claims += _kv(plan, device.name)
+        claims += claims_of_others(device.taken, device.reserve_bytes - gpu.reserve_bytes)
         found.append(DeviceBudget(device.name, device.memory_bytes, tuple(claims)))
     divided = _divided(plan, found)
     return tuple(
@@ -48,13 +56,49 @@ def over_commits(plan: Plan) -> list[Problem]:
     problems = []
     for budget in plan.budgets:
         left = budget.total_bytes - budget.claimed_bytes
-        takers = [] if budget.device in kv_limits(plan) or not _known(budget) else _takers(plan, budget.device)
+        takers = [] if budget.device in kv_limits(plan) or not _known(budget) else open_kv(plan, budget.device)
         least = least_left(len(takers)) if takers else 0
         if left < least:
             found = over_commit_text(budget.device, budget.total_bytes, budget.claims, takers if left >= 0 else ())
             path, fix = _way_out(budget, least - left)
-            problems.append(Problem(path, found, fix=fix))
+            problems.append(Problem(path, found, fix="; ".join([fix, *ways_of_others(budget.claims)])))
     return problems
+
+
+def claims_of_others(taken: Iterable[Taken], more_reserve_bytes: int = 0) -> list[Claim]:
+    """Return what other pipelines have of a GPU, a row for each, and what they want left free beyond one's own reserve.
+
+    One that is being opened and that nobody has measured has a second row, of which nobody knows how much it will be.
+    """
+    claims = []
+    for one in taken:
+        what = SERVING if one.serves else FILLER if one.fills else OTHER
+        claims += [Claim(one.who, what, one.bytes, "claimed")] if one.bytes else []
+        claims += [] if one.known else [Claim(one.who, what, 0, "unknown")]
+    return claims + ([Claim("", WANTED_FREE, more_reserve_bytes, "claimed")] if more_reserve_bytes > 0 else [])
+
+
+def ways_of_others(claims: Iterable[Claim]) -> list[str]:
+    """Return what can be done about the memory that others have, as phrases; none where nobody has any."""
+    by_what: dict[str, dict[str, None]] = {}
+    for claim in claims:
+        by_what.setdefault(claim.what, {})[claim.who] = None
+    fillers, others = [*by_what.get(FILLER, ())], [*(by_what.get(FILLER, {}) | by_what.get(OTHER, {}))]
+    ways = [f"or bound the KV memory of {listed(fillers)} (limits.kv_bytes there)"] if fillers else []
+    ways += [f"or unload {listed(others)}"] if others else []
+    if SERVING in by_what:
+        ways.append("or unload the version that serves and load the new one (until then the old one goes on serving)")
+    return ways
+
+
+def open_kv(plan: Plan, device: str) -> list[str]:
+    """Return the step of each instance on a device that takes what is left of it."""
+    return [
+        step.name
+        for step in plan.steps
+        for own in step.devices
+        if own == device and shares(step) and not own_kv_bytes(step)
+    ]
 
 
 def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], starved: Sequence[str] = ()) -> str:
@@ -149,16 +193,6 @@ def _kv(plan: Plan, device: str) -> list[Claim]:
     return [Claim(step.name, KV, bytes, "stated") for step, bytes in own if bytes]
 
 
-def _takers(plan: Plan, device: str) -> list[str]:
-    """Return the step of each instance on a device that takes what is left of it."""
-    return [
-        step.name
-        for step in plan.steps
-        for own in step.devices
-        if own == device and shares(step) and not own_kv_bytes(step)
-    ]
-
-
 def _gpus(step: PlannedStep, device: str, needs: Mapping[str, Need]) -> tuple[str, ...]:
     """Return the GPUs that an instance uses, from its own on."""
     return gpus_of(device, needs.get(step.name, Need()).ranks)
@@ -175,7 +209,7 @@ def _divided(plan: Plan, found: Sequence[DeviceBudget]) -> set[str]:
     known; and then the others there wait for it too.
     """
     limits = kv_limits(plan)
-    divided = {one.device for one in found if _known(one) and one.device not in limits and _takers(plan, one.device)}
+    divided = {one.device for one in found if _known(one) and one.device not in limits and open_kv(plan, one.device)}
     takers = [{*step.devices} for step in plan.steps if shares(step) and not own_kv_bytes(step)]
     while waiting := {device for on in takers if not on <= divided | {*limits} for device in on & divided}:
         divided -= waiting
@@ -190,7 +224,7 @@ def _way_out(budget: DeviceBudget, too_much: int) -> tuple[str, str]:
     """Return where the largest thing stands that somebody can lower or move, and what to do about it."""
     sums: Counter[tuple[str, str, str]] = Counter()
     for claim in budget.claims:
-        sums[claim.who, claim.what, claim.source] += claim.bytes if claim.what != CONTEXT else 0
+        sums[claim.who, claim.what, claim.source] += 0 if claim.what in OF_OTHERS | {CONTEXT} else claim.bytes
     (who, what, source), largest = sums.most_common(1)[0]
     less = f" by {size_text(too_much)}" if too_much <= largest else ""
     if not largest:

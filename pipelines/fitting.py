@@ -12,7 +12,8 @@ are let travel, and at last GPUs are filled one by one: the first of these ways 
 there is none, it is the first way, and the budgets say what is too much.
 
 What is not known to need anything goes on the first GPU with room for its process, llm steps aside. A light step on
-`auto` follows the steps that it exchanges tensors with, if they are on one GPU.
+`auto` follows the steps that it exchanges tensors with, if they are on one GPU. What other pipelines have of a GPU
+(`Device.taken`) is not free, and one that they fill with KV memory is filled.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def fit(
     loads = loads_of(steps, written, heavy, needs, gpu)
     neighbours = _neighbours(edges)
     tries = [_try(way, loads, neighbours, machine, gpu, context_bytes) for way in ("together", "apart", "tight")]
-    rooms, chosen = next((one for one in tries if all(room.free >= 0 for room in one[0].values())), tries[0])
+    rooms, chosen = next((one for one in tries if all(_holds(room) for room in one[0].values())), tries[0])
     devices = {
         name: [chosen.get((name, copy), "cpu") if one == AUTO else one for copy, one in enumerate(own)]
         for name, own in written.items()
@@ -74,8 +75,10 @@ def _try(
     rooms = {
         one.name: Room(
             one.name,
-            one.memory_bytes - gpu.reserve_bytes,
+            one.memory_bytes - max(gpu.reserve_bytes, one.reserve_bytes) - one.taken_bytes,
             context_bytes.get(one.name, gpu.context_bytes) + arena,
+            one.taken_bytes,
+            fillers=sum(other.fills for other in one.taken),
         )
         for one in machine.devices
     }
@@ -115,7 +118,7 @@ def _best(
         room, index = rooms[device], order.index(device)
         copies = max(room.copies[name] for name in load.names)
         if not load.known:
-            return room.fillers, index
+            return room.fillers, room.others, index
         if way == "tight" and fits:
             return room.free, index
         if load.open_kv or way != "together":
@@ -123,6 +126,11 @@ def _best(
         return copies, not any(room.copies[name] for name in near), room.fillers, -room.free, index
 
     return min(fits or starts, key=rank)
+
+
+def _holds(room: Room) -> bool:
+    """Whether a GPU has room for what was put on it; what others did to it is not asked where nothing was."""
+    return room.free >= 0 or not room.copies
 
 
 def _fits(load: Load, device: str, rooms: Mapping[str, Room]) -> bool:

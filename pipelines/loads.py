@@ -59,11 +59,12 @@ class Load:
 
 @dataclass(slots=True)
 class Room:
-    """One GPU while it fills: what is free of it, and who is on it."""
+    """One GPU while it fills: what is free of it, and who is on it. `others`: bytes that other pipelines have."""
 
     device: str
     free: int
     context: int
+    others: int = 0
     copies: Counter[str] = field(default_factory=Counter)
     shared: int = 0  # processes that steps share
     fillers: int = 0  # llm steps that take what is left

@@ -17,12 +17,40 @@ _GPUS = re.compile(rf"^([0-9]{{1,2}})(?::{_SIZE}(?::{_MODEL})?)?$")
 
 
 @dataclass(frozen=True, slots=True)
+class Taken:
+    """What an open pipeline has of a GPU, the reserve aside.
+
+    who:    its name.
+    fills:  its llm steps have what was left of the GPU.
+    known:  all of it was stated or measured; else it is being opened, and more may come to it.
+    serves: it is the version that a new one is to replace.
+    """
+
+    who: str
+    bytes: int
+    fills: bool = False
+    known: bool = True
+    serves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
-    """An accelerator: 'cuda:0' and so on, its memory, and what it is, such as 'NVIDIA H200', where that is known."""
+    """An accelerator: 'cuda:0' and so on, its memory, and what it is, such as 'NVIDIA H200', where that is known.
+
+    memory_bytes:  all of it, whoever has some.
+    taken:         what other open pipelines have of it; said by Weftline when a pipeline is opened beside others.
+    reserve_bytes: what those want left free.
+    """
 
     name: str
     memory_bytes: int
     model: str = ""
+    taken: tuple[Taken, ...] = ()
+    reserve_bytes: int = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        return sum(one.bytes for one in self.taken)
 
 
 @dataclass(frozen=True, slots=True)

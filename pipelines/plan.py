@@ -123,9 +123,10 @@ class Claim:
     """What somebody takes of a device's memory.
 
     who:    a step's name, or a worker's.
-    what:   'weights and work', 'context', 'arena', 'KV memory', 'reserve'.
-    source: 'stated' in the pipeline, 'measured' by a profile, 'assumed' by Weftline; 'unknown': nobody has said, and
-            `bytes` is 0.
+    what:   'weights and work', 'context', 'arena', 'KV memory', 'reserve'; or that it is another open pipeline, which
+            `who` then names (`pipelines.budget.OF_OTHERS`).
+    source: 'stated' in the pipeline, 'measured' by a profile, 'assumed' by Weftline, 'claimed' by another pipeline;
+            'unknown': nobody has said, and `bytes` is 0.
     """
 
     who: str
@@ -136,7 +137,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """The memory of one GPU and what is claimed of it; `kv_bytes` is what is left for its llm steps' KV memory."""
+    """The memory of one GPU and what is claimed of it, by other open pipelines too.
+
+    kv_bytes: what is left for its llm steps' KV memory.
+    """
 
     device: str
     total_bytes: int

@@ -1,0 +1,198 @@
+"""What open pipelines hold of each GPU, so that all of them together keep to one budget for it.
+
+A version of a pipeline takes what its plan claims before it opens, corrects that once it has measured what everything
+on a GPU really takes, and gives it back when its workers are gone. What it holds is not free for anybody else: the next
+plan is made for a machine that says so (`beside`). A version that sleeps keeps all of it, because it must be able to
+wake, and so does one whose worker is being started again.
+
+A GPU is known by its name: plans for different machines that name the same GPU share it. Everything here is a value or
+arithmetic on values; who keeps the time at which it happens, and one owner for a process, is
+`weftline.engine.shared_gpus`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from weftline.pipelines.budget import CONTEXT, EVERYBODY, KV, OF_OTHERS, RESERVE, claims_of_others, open_kv
+from weftline.pipelines.kv_memory import own_kv_bytes, shares
+from weftline.pipelines.machine import Machine, Taken
+from weftline.pipelines.plan import Claim, DeviceBudget, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A version of a pipeline that holds something, or is about to.
+
+    name:    what people call the pipeline.
+    session: a number of the session it is a version of; the next version of a session replaces the one before it.
+    """
+
+    name: str
+    session: int
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a version holds of one GPU.
+
+    total_bytes:   what the GPU has, by the machine it was planned for.
+    bytes:         what is claimed, its reserve and others' memory aside.
+    reserve_bytes: what it wants left free, shared with what others want left free.
+    context_bytes: of `bytes`, what processes take before they hold anything; no worker counts it as its own.
+    growth_bytes:  of `bytes`, KV memory that steps share and do not start with.
+    fills:         its llm steps have what is left, or will have it.
+    open:          how much that is will be known when everything is open.
+    known:         everything was stated or measured.
+    """
+
+    total_bytes: int
+    bytes: int
+    reserve_bytes: int
+    context_bytes: int = 0
+    growth_bytes: int = 0
+    fills: bool = False
+    open: bool = False
+    known: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a GPU has left when everything that a version has on it is open: `bytes`, less than 0 when it is too much.
+
+    others:        what other versions hold of it.
+    reserve_bytes: what is left free besides, for all of them.
+    """
+
+    bytes: int
+    others: tuple[Taken, ...]
+    reserve_bytes: int
+
+
+Settle = Callable[[str, int, int], Left]
+"""Called with a device, what a version's workers take of it, and what it has free by its driver, in bytes."""
+
+
+class Holdings:
+    """Who holds what of which GPU. Not thread-safe.
+
+    changes: goes up whenever something is taken, corrected or given back.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._held: dict[Holder, dict[str, Holding]] = {}
+
+    @property
+    def held_bytes(self) -> Mapping[str, int]:
+        """What is held of each GPU of which anything is, reserves aside."""
+        found: dict[str, int] = {}
+        for own in self._held.values():
+            for device, one in own.items():
+                found[device] = found.get(device, 0) + one.bytes
+        return found
+
+    def alone(self, holder: Holder) -> bool:
+        """Whether nobody else holds anything."""
+        return not any(own for other, own in self._held.items() if other != holder)
+
+    def try_take(self, holder: Holder, plan: Plan) -> bool:
+        """Hold what a plan claims of its GPUs; False, and nothing is changed, when others have left too little."""
+        wanted = {one.device: holding_of(plan, one) for one in plan.budgets}
+        for device, one in wanted.items():
+            others = self.taken(device, holder)
+            reserve = max(one.reserve_bytes, self._reserve(device, holder))
+            if others and one.bytes + sum(other.bytes for other in others) + reserve > one.total_bytes:
+                return False
+        self._held[holder] = wanted
+        self.changes += 1
+        return True
+
+    def settle(self, holder: Holder, device: str, taken_bytes: int, free_bytes: int) -> Left:
+        """Take in what a version measured when everything it has on a GPU was open, and return what is left there.
+
+        What is left is held too, where its llm steps may have it. What was claimed and is not taken yet stays held.
+        KeyError when it holds nothing there.
+        """
+        own, others = self._held[holder][device], self.taken(device, holder)
+        reserve = max(own.reserve_bytes, self._reserve(device, holder))
+        most = own.total_bytes - sum(one.bytes for one in others) - reserve
+        left = min(most - taken_bytes, free_bytes - reserve)
+        needs = own.context_bytes + taken_bytes + own.growth_bytes
+        if own.open:
+            needs = max(needs, min(needs + left, most))
+        settled = dataclasses.replace(own, bytes=max(own.bytes, needs), open=False, known=True)
+        self._held[holder] = {**self._held[holder], device: settled}
+        self.changes += 1
+        return Left(left, others, reserve)
+
+    def give_back(self, holder: Holder) -> None:
+        """Forget what a version held; nothing happens when that is nothing."""
+        if self._held.pop(holder, None) is not None:
+            self.changes += 1
+
+    def taken(self, device: str, holder: Holder) -> tuple[Taken, ...]:
+        """Return what others than this version hold of a GPU, in the order in which they came."""
+        return tuple(
+            Taken(other.name, one.bytes, one.fills, one.known, serves=other.session == holder.session)
+            for other, own in self._held.items()
+            if other != holder and (one := own.get(device)) is not None
+        )
+
+    def beside(self, machine: Machine, holder: Holder) -> Machine:
+        """Return the machine as it is for this version: with what others hold of its GPUs now."""
+        devices = (
+            dataclasses.replace(one, taken=taken, reserve_bytes=self._reserve(one.name, holder))
+            if (taken := self.taken(one.name, holder))
+            else one
+            for one in machine.devices
+        )
+        return dataclasses.replace(machine, devices=tuple(devices))
+
+    def beside_others(self, plan: Plan, holder: Holder) -> Plan:
+        """Return a plan whose budgets say what others hold, for a version that cannot be planned again.
+
+        What was left for its llm steps when it was planned is claimed like everything else.
+        """
+        budgets = []
+        for one in plan.budgets:
+            more = self._reserve(one.device, holder) - holding_of(plan, one).reserve_bytes
+            claims = [claim for claim in one.claims if claim.what not in OF_OTHERS]
+            claims += [Claim(EVERYBODY, KV, one.kv_bytes, "planned")] if one.kv_bytes else []
+            claims += claims_of_others(self.taken(one.device, holder), more)
+            budgets.append(dataclasses.replace(one, claims=tuple(claims), kv_bytes=0))
+        return dataclasses.replace(plan, budgets=tuple(budgets))
+
+    def _reserve(self, device: str, holder: Holder) -> int:
+        """Return what others want left free of a GPU."""
+        wanted = (own[device].reserve_bytes for other, own in self._held.items() if other != holder and device in own)
+        return max(wanted, default=0)
+
+
+def holding_of(plan: Plan, budget: DeviceBudget) -> Holding:
+    """Return what a plan claims of one of its GPUs; what it was told of others is no part of that."""
+    own = [claim for claim in budget.claims if claim.what not in OF_OTHERS]
+    shared = plan.limits.kv_bytes.get(budget.device, 0)
+    starts = sum(own_kv_bytes(step) * step.devices.count(budget.device) for step in plan.steps if shares(step))
+    takers = bool(open_kv(plan, budget.device))
+    return Holding(
+        total_bytes=budget.total_bytes,
+        bytes=sum(claim.bytes for claim in own if claim.what != RESERVE) + budget.kv_bytes,
+        reserve_bytes=sum(claim.bytes for claim in own if claim.what == RESERVE),
+        context_bytes=sum(claim.bytes for claim in own if claim.what == CONTEXT),
+        growth_bytes=max(0, shared - starts) if shared else 0,
+        fills=takers or budget.kv_bytes > 0,
+        open=takers,
+        known=all(claim.source != "unknown" for claim in own),
+    )
+
+
+def alone(plan: Plan) -> Settle:
+    """Return what tells a plan what is left of its GPUs when nobody else has anything of them."""
+    holdings, holder = Holdings(), Holder(plan.name, 0)
+    holdings.try_take(holder, plan)
+    return partial(holdings.settle, holder)
