@@ -11,14 +11,6 @@ from weftline.nodes.contract import ConfigError
 
 MESSAGE_CHARS_MAX = 600
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-_NO_MEMORY = re.compile(
-    r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|Failed to allocate memory|Available memory of \d+ is smaller|"
-    r"bad_alloc|DefaultCPUAllocator|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
-)
-"""How frameworks say that an allocation failed when their exception's class does not."""
-
-_OF_MEMORY = ("OutOfMemoryError", "DeviceOutOfMemory")
-"""Classes of torch and of our drivers that say it, known by name."""
 
 
 def failure(error: BaseException) -> Failure:
@@ -35,14 +27,6 @@ def failure(error: BaseException) -> Failure:
             text += " (inputs are shared memory: copy them first; a node class may set mutates_inputs instead)"
     text = text.encode("utf-8", "backslashreplace").decode()
     return Failure(name, _ADDRESS.sub("(address)", text)[:MESSAGE_CHARS_MAX])
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the host or a device had no memory; torch and ONNX Runtime are known by their words, not imported."""
-    if isinstance(error, MemoryError) or any(cls.__name__ in _OF_MEMORY for cls in type(error).__mro__):
-        return True
-    speaks = isinstance(error, RuntimeError | OSError) or type(error).__module__.startswith("onnxruntime")
-    return speaks and _NO_MEMORY.search(str(error)) is not None
 
 
 def out_of_memory(error: BaseException) -> Failure:

@@ -19,7 +19,7 @@ from weftline.engine.messages import Done, Failure, Given, Item, Ran, Run, StepT
 from weftline.engine.packed import Row, Source
 from weftline.engine.values import live
 from weftline.engine.worker.batch import HostedBatch
-from weftline.engine.worker.faults import failure, free_caches, is_out_of_memory, out_of_memory
+from weftline.engine.worker.faults import failure, free_caches, out_of_memory
 from weftline.engine.worker.giving import HOST, Giving, marked
 from weftline.engine.worker.inbox import Cancels
 from weftline.engine.worker.memory import Memory
@@ -28,6 +28,7 @@ from weftline.engine.worker.padding import Padding
 from weftline.errors import StepError
 from weftline.nodes.contract import BatchNode, Node
 from weftline.nodes.ports import PortType
+from weftline.nodes.want_of_memory import is_out_of_memory
 from weftline.shm.device.driver import DeviceLost
 from weftline.shm.device.names import is_gpu
 from weftline.shm.lease import EVENT_BYTES

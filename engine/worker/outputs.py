@@ -14,12 +14,13 @@ import numpy as np
 from weftline.engine.messages import Failure, Value
 from weftline.engine.packed import Row, Source
 from weftline.engine.values import ARRAYS, OnDevice, is_of, pack
-from weftline.engine.worker.faults import failure, is_out_of_memory, out_of_memory
+from weftline.engine.worker.faults import failure, out_of_memory
 from weftline.engine.worker.finite import is_finite
 from weftline.engine.worker.memory import Memory
 from weftline.errors import InputError, StepError
 from weftline.nodes.contract import Outputs
 from weftline.nodes.ports import PortType
+from weftline.nodes.want_of_memory import is_out_of_memory
 from weftline.shm.block import INLINE_BYTES_MAX, Block, Place
 from weftline.shm.device.tensor import DeviceTensor
 
