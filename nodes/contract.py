@@ -260,6 +260,11 @@ class Node(ABC):
     def close(self) -> None:
         """Give back what `open` took."""
 
+    @classmethod
+    def can_rest(cls, config: Any) -> bool:
+        """Whether a node with this config sleeps by itself where its weights are to be kept; the plan says if not."""
+        return cls.sleep is not Node.sleep
+
     def sleep(self, keep: str) -> bool:
         """Give back the device's memory until `wake`, keeping weights in host memory where `keep` is 'host'.
 

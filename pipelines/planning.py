@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 
 from weftline.errors import PipelineError
 from weftline.nodes.catalog import CATALOG
-from weftline.nodes.contract import Node
 from weftline.nodes.ports import PortType
 from weftline.pipelines.budget import budgets, over_commits
 from weftline.pipelines.chains import chains
@@ -30,6 +29,7 @@ from weftline.pipelines.streams import Streams, streams_of
 from weftline.pipelines.transfers import near_edges, with_transfers
 from weftline.pipelines.wire import Wire
 from weftline.pipelines.wiring import readers, run_order
+from weftline.shm.device.names import is_gpu
 
 RUN_MAX_MS = 600_000.0
 """Longest one call of a node may take when its step does not say: 10 minutes."""
@@ -60,7 +60,7 @@ def make_plan(
         plan,
         steps=tuple(dataclasses.replace(step, device_bytes=_device_bytes(step, needs)) for step in plan.steps),
         budgets=budgets(plan, needs, pipeline.gpu, machine),
-        notes=(*placement.reasons, *needs.notes, *_cannot_rest(checked, plan)),
+        notes=(*placement.reasons, *needs.notes, *_resting(checked, plan)),
     )
     report.take(over_commits(plan))
     plan, problems = with_kv_memory(plan)
@@ -74,14 +74,20 @@ def _heavy(checked: Checked, name: str) -> bool:
     return name in checked.steps and checked.steps[name].node.heavy
 
 
-def _cannot_rest(checked: Checked, plan: Plan) -> list[str]:
-    """Return a line for each step that is to keep its weights while it sleeps, and whose node cannot."""
-    keeping = [step.name for step in plan.steps if step.idle is not None and step.idle.keep == "host"]
-    return [
-        f"{name} keeps nothing but its process while it sleeps: node {checked.steps[name].step.node} is opened again"
-        for name in keeping
-        if checked.steps[name].node.sleep is Node.sleep
-    ]
+def _resting(checked: Checked, plan: Plan) -> list[str]:
+    """Return a line for each step that is to keep its weights in host memory while it sleeps, and does not do that."""
+    found = []
+    for step in plan.steps:
+        if step.idle is None or step.idle.keep != "host":
+            continue
+        one = checked.steps[step.name]
+        if not one.node.can_rest(one.config):
+            what = f"node {one.step.node} is opened again"
+            found.append(f"{step.name} keeps nothing but its process while it sleeps: {what}")
+        elif not any(map(is_gpu, step.devices or (step.device,))):
+            why = "the CPU's memory is the host's"
+            found.append(f"{step.name} keeps its weights where they are while it sleeps: {why}")
+    return found
 
 
 def _device_bytes(step: PlannedStep, needs: Needs) -> int:

@@ -82,6 +82,10 @@ class LayerPages:
         """Allocate room for `slots` tokens, of the dtype and on the device of `like`."""
         self.keys, self.values = (like.new_zeros(self.kv_heads, slots, width) for width in self.widths)
 
+    def release(self) -> None:
+        """Give the room back until it is bound anew; nothing may attend meanwhile."""
+        self.keys = self.values = None
+
     def resize(self, slots: int) -> None:
         """Make room for `slots` tokens instead; what lies below both ends stays. Only this layer is there twice."""
         self.keys = _resized(self.keys, slots)

@@ -1,32 +1,40 @@
 """A round carried out: the model's pass, and a token for every row that asks for one.
 
 When a round raises, its shares are computed again one by one (they write the same keys and values to the same pages),
-and only those that raise again fail.
+and only those that raise again fail. A chunk of a prompt for which there is no memory even alone is halved until there
+is, down to a page: its outcome is then about the part that was computed, and the rest is left for later rounds. Guesses
+for which there is none are given up.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
+from weftline.engine.llm.chunks import ChunkLimit
 from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.reply import TokenInfo
 from weftline.engine.llm.rounds import Round, Share
 from weftline.engine.llm.sampling.sampler import Row, Sampler
-from weftline.errors import StepError, WeftlineError
+from weftline.errors import LimitReached, StepError, WeftlineError
+from weftline.nodes.want_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from weftline.engine.llm.runner import Runner
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Outcome:
     """What a share came to: the tokens after its known ones (right guesses, then one more), or why it failed.
 
+    share:    what was computed; less than what was asked for where memory was short.
     token:    the only token of a plain share that asks for nothing else; `tokens` is then empty.
     forked:   the first token of each further answer to the same prompt.
     complete: a constraint on the answer allows nothing after these tokens.
@@ -64,11 +72,12 @@ class Flight:
 
 
 class Compute:
-    """Runs rounds of `runner` and draws tokens."""
+    """Runs rounds of `runner` and draws tokens. `chunks` is told for how many tokens there was no memory."""
 
-    def __init__(self, runner: Runner, constraints: Constraints) -> None:
+    def __init__(self, runner: Runner, constraints: Constraints, chunks: ChunkLimit) -> None:
         self._runner = runner
         self._constraints = constraints
+        self._chunks = chunks
         self._sampler = Sampler(runner.ends, runner.vocabulary)
 
     def run(self, shares: SequenceOf[Share], copies: SequenceOf[tuple[int, int]] = ()) -> list[Outcome]:
@@ -78,11 +87,30 @@ class Compute:
             logits = self._runner.run(shares, copies)
             return self._pool(shares, logits) if self._runner.head is not None else self._sample(shares, logits)
         except Exception as error:  # whatever a model raises must not take the other requests along
-            if len(shares) == 1:
-                return [Outcome(shares[0], error=_failure(error))]
+            short = is_out_of_memory(error)
+            again = list(shares) if len(shares) > 1 else self._less(shares[0]) if short else []
+            if not again:
+                self._note_shortage(shares, short)
+                return [Outcome(shares[0], error=_failure(error, shares[0].count if short else 0))]
         # Here, where nothing holds on to the exception and so to the tensors of the pass that failed: there may be
         # memory for each alone.
-        return [outcome for share in shares for outcome in self.run([share])]
+        self._note_shortage(shares, short)
+        return [outcome for share in again for outcome in self.run([share])]
+
+    def _less(self, share: Share) -> list[Share]:
+        """Return what may be computed of a share for which there is no memory; nothing where it cannot be less."""
+        if share.draft:
+            return [Share(share.sequence, share.start, share.count - len(share.draft), (), share.samples)]
+        half = self._chunks.half(share.count)
+        return [Share(share.sequence, share.start, half, (), False)] if half else []
+
+    def _note_shortage(self, shares: SequenceOf[Share], short: bool) -> None:
+        if not short:
+            return
+        tokens = prompt_tokens(shares)
+        if self._chunks.fell_short(tokens):
+            most = self._chunks.tokens
+            _log.warning("out of memory at %d tokens of prompts; rounds have at most %d from now on", tokens, most)
 
     def launch(self, round: Round) -> Flight | None:
         """Start a round and return at once, where the device draws all its tokens by itself; None where it does not."""
@@ -184,11 +212,23 @@ class Compute:
         return outcomes
 
 
-def _failure(error: Exception) -> Exception:
-    """Return what is told of an exception. Its frames give up their tensors: others are computed while it is kept."""
+def prompt_tokens(shares: SequenceOf[Share]) -> int:
+    """Return how many tokens of shares are of sequences that do not decode."""
+    counts = (share.count - len(share.draft) for share in shares)
+    return sum(count for count in counts if count > 1)
+
+
+def _failure(error: Exception, short_at: int = 0) -> Exception:
+    """Return what is told of an exception. Its frames give up their tensors: others are computed while it is kept.
+
+    short_at: for so many tokens alone there was no memory; 0: that is not what it was.
+    """
     clear_frames(error.__traceback__)
     if isinstance(error, WeftlineError):
         return error
-    failure = StepError(f"the model failed on this request: {type(error).__name__}")
+    failure: WeftlineError = StepError(f"the model failed on this request: {type(error).__name__}")
+    if short_at:
+        tokens = f"{short_at} token{'s' if short_at > 1 else ''}"
+        failure = LimitReached(f"out of memory: there is none for {tokens} of this request, alone in a round")
     failure.__cause__ = error
     return failure

@@ -44,6 +44,12 @@ class Guesser(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """Let go of what is kept for a sequence."""
 
+    def sleep(self) -> None:
+        """Give back the device's memory until `wake`; no sequence is there."""
+
+    def wake(self) -> None:
+        """Be ready again after `sleep`."""
+
 
 class NgramGuesser:
     """Guesses from each sequence's own tokens."""
@@ -59,6 +65,12 @@ class NgramGuesser:
 
     def forget(self, sequence: Sequence) -> None:
         self._lookups.pop(sequence.order, None)
+
+    def sleep(self) -> None:
+        """Nothing of it is on a device."""
+
+    def wake(self) -> None:
+        """It has what it needs."""
 
 
 class DraftGuesser:
@@ -87,6 +99,12 @@ class DraftGuesser:
         shadow = self._shadows.pop(sequence.order, None)
         if shadow is not None:
             self._pool.drop(shadow.table)
+
+    def sleep(self) -> None:
+        self._runner.sleep(self._runner.pages)
+
+    def wake(self) -> None:
+        self._runner.wake()
 
     def _shadow(self, sequence: Sequence) -> Sequence:
         """Return the draft model's own view of a sequence: the same tokens, other pages."""
@@ -169,3 +187,10 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         self._lengths.pop(sequence.order, None)
         self._guesser.forget(sequence)
+
+    def sleep(self) -> None:
+        """Have the guesser give back the device's memory until `wake`."""
+        self._guesser.sleep()
+
+    def wake(self) -> None:
+        self._guesser.wake()

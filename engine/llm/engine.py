@@ -19,11 +19,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from weftline.engine.llm.compute import Compute, Flight, Outcome
+from weftline.engine.llm.chunks import ChunkLimit
+from weftline.engine.llm.compute import Compute, Flight, Outcome, prompt_tokens
 from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.drafting import Speculation
 from weftline.engine.llm.events import KvEvents
 from weftline.engine.llm.pace import Pace
+from weftline.engine.llm.pages import PageCounts
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.prefix import PrefixCache
 from weftline.engine.llm.reply import Reply, Taken, TokenInfo
@@ -47,6 +49,8 @@ class EngineStats:
     paused:  how many of those that run or wait are given nothing for now.
     guessed: tokens guessed by speculation; right: how many of them were.
     page_bytes: what one page takes.
+    prompts_max: most prompt tokens of a round for now; fewer than the options say after a want of memory.
+    short:   passes for which there was no memory.
     """
 
     pages_free: int
@@ -62,6 +66,8 @@ class EngineStats:
     guessed: int = 0
     right: int = 0
     page_bytes: int = 0
+    prompts_max: int = 0
+    short: int = 0
 
 
 class Engine:
@@ -82,7 +88,9 @@ class Engine:
         self._schedule = Schedule(limits or RoundLimits(), self._cache)
         self._speculation = speculation
         self._constraints = constraints or Constraints(None)
-        self._compute = Compute(runner, self._constraints)
+        self._chunks = ChunkLimit(self._schedule.limits.tokens_max, runner.page_tokens)
+        self._compute = Compute(runner, self._constraints, self._chunks)
+        self._pages_first = runner.pages
         self._pace = Pace()
         self._before: tuple[int, int, float] | None = None  # the last round: decoding, other tokens, when it began
         self._live: dict[int, Request] = {}
@@ -108,6 +116,8 @@ class Engine:
         self, id: int, prompt: SequenceOf[int], params: SamplingParams, wish: Wish = USUAL, *, now_ms: float = 0.0
     ) -> None:
         """Take a request; InputError or LimitReached says why it is refused, and nobody else is affected."""
+        if self.runner.asleep:
+            raise RuntimeError("the engine sleeps; it takes requests when it is awake")
         if id in self._live:
             raise InputError(f"request {id} is already running")
         if len(self._live) >= WAITING_MAX:
@@ -172,7 +182,8 @@ class Engine:
             self._pace.note(decoding, other, now_ms - began_ms)
         if self._speculation is not None:
             self._guess(self._speculation)
-        round = self._schedule.plan(self._pace.chunk)
+        short = self._chunks.short
+        round = self._schedule.plan(self._pace.chunk, self._chunks.tokens)
         self._preemptions += len(round.preempted)
         self._rounds += bool(round.shares)
         before, self._flight = self._flight, self._compute.launch(round) if self._speculation is None else None
@@ -183,7 +194,8 @@ class Engine:
             updates += self._land(before)
         if self._flight is None:
             updates += self._run(round)
-        follows = self.busy and round.shares  # else there is nothing to learn about how long a round takes
+        # Else there is nothing to learn about how long a round takes, or it was tried more than once.
+        follows = self.busy and round.shares and self._chunks.short == short
         self._before = (round.decoding, round.tokens - round.decoding, now_ms) if follows else None
         return updates
 
@@ -218,18 +230,45 @@ class Engine:
             self.runner.resize(have)
         return have
 
+    def sleep(self) -> None:
+        """Give back the device's memory until `wake`; RuntimeError while requests are inside.
+
+        Weights wait in the host's memory. Pages go, with every prefix that they held; there are as many again as there
+        were at first.
+        """
+        if self._live:
+            raise RuntimeError(f"{len(self._live)} requests are inside; an engine sleeps when there are none")
+        if self._flight is not None:  # of requests that have left; the device must be done with it
+            self._land(self._flight)
+            self._flight = None
+        self._landed.clear()
+        self._before = None
+        self._cache.clear()
+        have, _ = self._schedule.resize(self._pages_first)
+        self.runner.sleep(have)
+        if self._speculation is not None:
+            self._speculation.sleep()
+
+    def wake(self) -> None:
+        """Be as before `sleep`, with empty pages; ModelError when the device has no memory for it."""
+        self.runner.wake()
+        if self._speculation is not None:
+            self._speculation.wake()
+
     def kv_events(self, after: int = 0, most: int = 1000) -> KvEvents:
         """Return what happened to cached pages since event number `after`."""
         return self._cache.log.pull(after, most)
 
     def stats(self) -> EngineStats:
-        pages, prefix = self._schedule.pool.counts(), self._cache.counts()
+        pages = PageCounts(0, 0, 0) if self.runner.asleep else self._schedule.pool.counts()
+        prefix = self._cache.counts()
         counts = self._speculation.counts if self._speculation is not None else None
         return EngineStats(
             pages.free, pages.idle, pages.used, len(self._schedule.running),
             len(self._schedule.waiting) + len(self._held), self._rounds, self._preemptions,
             prefix.asked_tokens, prefix.hit_tokens, len(self._paused),
             counts.guessed if counts else 0, counts.right if counts else 0, self.runner.page_bytes,
+            self._chunks.tokens, self._chunks.short,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -284,6 +323,7 @@ class Engine:
         updates: list[Update] = []
         # What ended when the round before landed is no longer there, though it was planned.
         shares = [share for share in round.shares if share.sequence.state == "running"]
+        short = self._chunks.short
         for outcome in self._compute.run(shares, round.copies):
             if outcome.share.sequence.state != "running":
                 continue  # another answer to the same request failed in this round
@@ -292,6 +332,8 @@ class Engine:
                 updates.append(self._note_token(outcome.share, outcome.token))
             else:
                 updates += self._note(outcome)
+        if self._chunks.short == short and self._chunks.went_well(prompt_tokens(shares)):
+            _log.info("no want of memory lately; rounds have at most %d tokens of prompts now", self._chunks.tokens)
         return updates
 
     def _land(self, flight: Flight) -> list[Update]:

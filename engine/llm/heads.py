@@ -54,6 +54,9 @@ class Head(Protocol):
     def finish(self, sequence: Sequence) -> np.ndarray:
         """Return what became of the prompt, float32 [width]; once, after its last chunk."""
 
+    def forget(self) -> None:
+        """Let go of prompts that are partly read: they were cancelled."""
+
 
 @dataclass(slots=True)
 class _Part:
@@ -86,6 +89,9 @@ class _Parts:
 
     def pop(self, sequence: Sequence) -> Tensor:
         return self._parts.pop(sequence.order).state
+
+    def clear(self) -> None:
+        self._parts.clear()
 
 
 class Embedding:
@@ -120,6 +126,9 @@ class Embedding:
         found: np.ndarray = state.cpu().numpy()
         return found
 
+    def forget(self) -> None:
+        self._parts.clear()
+
 
 class Scores:
     """Scores a text by what the model's score layer says of its last token; see `Head`.
@@ -143,6 +152,9 @@ class Scores:
             scores = scores.softmax(0) if self.scale == "softmax" else scores.sigmoid()
         found: np.ndarray = scores.cpu().numpy()
         return found
+
+    def forget(self) -> None:
+        self._parts.clear()
 
 
 class _HeadModel(nn.Module):

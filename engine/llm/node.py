@@ -91,6 +91,21 @@ class Llm(StreamNode):
         engine.generate([[0] * max(1, min(4, engine.context_max - 2))], SamplingParams(tokens_max=2, ignore_eos=True))
         engine.clear_prefixes()
 
+    @classmethod
+    def can_rest(cls, config: LlmConfig) -> bool:
+        return config.ranks == 1  # the other ranks are processes of their own, which would stay where they are
+
+    def sleep(self, keep: str) -> bool:
+        if keep != "host" or not self.can_rest(self.config):
+            return False
+        engine, _ = self._opened()
+        engine.sleep()
+        return True
+
+    def wake(self) -> None:
+        engine, _ = self._opened()
+        engine.wake()
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()

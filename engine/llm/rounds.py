@@ -4,7 +4,8 @@ A sequence has known and computed tokens. A round hands out the difference under
 
     1. running sequences that need one token (they are decoding), with the guesses that somebody made for them;
     2. what is left of the budget goes to all others, best rank first: the running ones get a chunk each, and waiting
-       ones join, each less what the prefix cache holds.
+       ones join, each less what the prefix cache holds. After a want of memory it is no more than `plan` is told
+       (`weftline.engine.llm.chunks`).
 
 A prompt that is longer than a round's budget is read in chunks. While others decode, such chunks get no more than the
 `paced` tokens that `plan` is told, so that the others' rounds stay short (`weftline.engine.llm.pace`).
@@ -175,10 +176,11 @@ class Schedule:
             self._preempt(sequence, draft)
         return self.pool.resize(pages), draft.preempted
 
-    def plan(self, pace: Callable[[int], int | None] = lambda decoding: None) -> Round:
+    def plan(self, pace: Callable[[int], int | None] = lambda decoding: None, prompts_max: int | None = None) -> Round:
         """Return what to compute next; empty when there is nothing.
 
         pace: from how many sequences decode to the most tokens for prompts longer than a round; None: no such limit.
+        prompts_max: most tokens for sequences that do not decode, for want of memory; None: as the limits say.
         """
         draft = _Draft(self.limits.tokens_max, self.limits.tokens_max)
         # A sequence that is resumed while others have its place in the round stays where it is until one of them ends.
@@ -194,6 +196,8 @@ class Schedule:
             draft.reserved -= 1
             if not self._try_usual(sequence, draft):
                 self._hand_out(sequence, draft)
+        if prompts_max is not None:
+            draft.budget = min(draft.budget, max(1, prompts_max))
         paced = pace(len(decoding))
         draft.paced = draft.budget if paced is None else max(1, paced)
         if self._waiting:

@@ -25,6 +25,7 @@ from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, model_forward
 from weftline.engine.llm.loading import RunnerOptions, load_model
 from weftline.engine.llm.lora.adapters import Adapters
 from weftline.engine.llm.quantised import quantise
+from weftline.engine.llm.resting import Rest, is_elsewhere
 from weftline.engine.llm.rounds import Share
 from weftline.engine.llm.sequence import UNKNOWN
 from weftline.engine.llm.sequence import Sequence as SequenceState
@@ -68,15 +69,12 @@ class Runner:
         self.token_bytes = sum(layer.kv_heads * sum(layer.widths) for layer in layers) * like.element_size()
         self.pages = self._size(options.kv_bytes)
         self._layers = layers
+        self._like = like
+        self._rest: Rest | None = None
         self.adapters: Adapters | None = None
         self._adapters_version = 0
         self.head: Any = None
-        try:
-            for layer in layers:
-                layer.bind(self.pages * self.page_tokens, like)
-        except RuntimeError as error:  # memory ran out; torch's words name neither the option nor a way out
-            found = self.pages * self.page_bytes
-            raise ModelError(f"kv_bytes: {found} bytes cannot be reserved on {self.device}; give fewer") from error
+        self._bind()
         if isinstance(self._form, GpuAttention):
             capture = CudaCapture(self.device) if self.device.type == "cuda" else None
             self.graphs = DecodeGraphs(self._form, model_forward(self.model, self._choose_adapters), capture=capture)
@@ -160,6 +158,46 @@ class Runner:
         if self.graphs is not None:
             self.graphs.drop()
 
+    def sleep(self, pages: int) -> None:
+        """Give the device's memory back until `wake`; there are `pages` pages then. Nothing is computed meanwhile.
+
+        Weights wait in the host's memory; on a CPU they stay where they are. Pages, graphs and buffers go. RuntimeError
+        when the host has no memory for the weights.
+        """
+        if is_elsewhere(self.device):
+            adapters = self.adapters.tensors if self.adapters is not None else ()
+            buffers = self._form.buffers.on_device if isinstance(self._form, GpuAttention) else ()
+            kept = (*self.model.parameters(), *self.model.buffers(), *adapters)
+            self._rest = Rest.of(self.device, kept, buffers)
+        else:
+            self._rest = Rest()
+        if self.graphs is not None:
+            self.graphs.drop()
+        if self.adapters is not None:
+            self.adapters.choose([])
+        if self.head is not None:
+            self.head.forget()
+        for layer in self._layers:
+            layer.release()
+        self._flying.clear()
+        self.pages = pages
+
+    def wake(self) -> None:
+        """Be ready again after `sleep`; the pages are empty. ModelError when the device has no memory for it."""
+        if self._rest is None:
+            raise RuntimeError("the runner does not sleep")
+        rest, self._rest = self._rest, None
+        try:
+            rest.rise()
+        except RuntimeError as error:
+            raise ModelError(f"its weights do not fit on {self.device} any more, where others hold memory") from error
+        self._bind()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it has no memory to compute with."""
+        return self._rest is not None
+
     def adapter(self, name: str) -> tuple[int, bytes]:
         """Return the slot of the LoRA adapter `name`, and what tells its keys and values from others'."""
         if not name:
@@ -190,6 +228,15 @@ class Runner:
 
     def close(self) -> None:
         """End what belongs to the runner and is not memory: nothing here."""
+
+    def _bind(self) -> None:
+        """Make the pages; ModelError when there is no memory for them."""
+        try:
+            for layer in self._layers:
+                layer.bind(self.pages * self.page_tokens, self._like)
+        except RuntimeError as error:  # memory ran out; torch's words name neither the option nor a way out
+            found = self.pages * self.page_bytes
+            raise ModelError(f"kv_bytes: {found} bytes cannot be reserved on {self.device}; give fewer") from error
 
     def _choose_form(self) -> AttentionForm:
         size = self.options.page_tokens

@@ -51,6 +51,8 @@ def figures(totals: Totals, stats: EngineStats) -> dict[str, float]:
         "pages_free": stats.pages_free,
         "page_bytes": stats.page_bytes,
         "rounds_total": stats.rounds,
+        "round_prompt_tokens_max": stats.prompts_max,
+        "out_of_memory_total": stats.short,
         "preemptions_total": stats.preemptions,
         "prefix_asked_tokens_total": stats.prefix_asked_tokens,
         "prefix_hit_tokens_total": stats.prefix_hit_tokens,

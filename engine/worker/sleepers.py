@@ -12,7 +12,7 @@ import ctypes
 import gc
 import logging
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
@@ -42,6 +42,10 @@ class Sleeper(BatchNode, StreamNode):
     def close(self) -> None:
         if self.node is not None:
             self.node.close()
+
+    def figures(self) -> Mapping[str, float]:
+        """What the node has counted, if it kept anything."""
+        return {} if self.node is None else self.node.figures()
 
     def run(self, batch: Batch) -> Outputs:
         raise StepError("the step sleeps")

@@ -1,6 +1,7 @@
 """A sound pipeline becomes a plan with nothing left to look up; an unsound one becomes none."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ import pytest
 from weftline.errors import PipelineError
 from weftline.nodes.ports import PortType
 from weftline.pipelines.load import load_yaml
-from weftline.pipelines.place import Machine
+from weftline.pipelines.machine import Device, Machine
 from weftline.pipelines.planning import RUN_MAX_MS, make_plan
 from weftline.pipelines.policy import BatchPolicy, Slo
 from weftline.pipelines.wire import Wire
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
 MACHINE = Machine(cores=4, memory_bytes=8 << 30)
 
 
@@ -108,3 +110,23 @@ outputs: {y: rest.value}
 """
     notes = make_plan(load_yaml(text, "a.yaml", HERE), MACHINE).notes
     assert notes == ("pass keeps nothing but its process while it sleeps: node echo is opened again",)
+
+
+def test_a_language_model_rests_by_itself_where_it_is_one_process_and_on_the_cpu_in_its_place() -> None:
+    text = """
+weftline: 1
+name: rests
+inputs: {x: text}
+steps:
+  near: {node: llm, model: models/shapes-chat, device: "fake:0", inputs: {prompt: x}, idle: {after_s: 5, keep: host}}
+  wide: {node: llm, model: models/shapes-chat, ranks: 2, device: cpu, inputs: {prompt: x},
+         idle: {after_s: 5, keep: host}}
+  here: {node: llm, model: models/shapes-chat, device: cpu, inputs: {prompt: x}, idle: {after_s: 5, keep: host}}
+outputs: {a: near.text, b: wide.text, c: here.text}
+"""
+    machine = replace(MACHINE, devices=(Device("fake:0", 8 << 30),))
+    notes = make_plan(load_yaml(text, "a.yaml", EXAMPLES), machine).notes
+    assert [note for note in notes if "sleeps" in note] == [
+        "wide keeps nothing but its process while it sleeps: node llm is opened again",
+        "here keeps its weights where they are while it sleeps: the CPU's memory is the host's",
+    ]

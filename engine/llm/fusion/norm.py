@@ -54,6 +54,8 @@ def recognise(module: Any, call: Call) -> NormForm | str:
 
 def install(module: Any, form: NormForm) -> None:
     """Let `module` compute `form`."""
+    if form.one_plus:  # a weight beside the module's own: whoever looks for the model's tensors finds it too
+        module.register_buffer("weight_and_one", form.weight, persistent=False)
 
     def forward(values: Tensor) -> Tensor:
         return rms_norm(values, form)

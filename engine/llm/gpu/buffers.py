@@ -115,6 +115,11 @@ class RoundBuffers:
         self._tables = torch.zeros(sequences, limits.pages_max, dtype=torch.int32, device=device)
         self.drawn = torch.zeros(sequences, dtype=torch.int64, device=device)
 
+    @property
+    def on_device(self) -> tuple[Tensor, ...]:
+        """What the buffers have of the device. Between rounds its content matters to nobody, as long as it is zeros."""
+        return self._device_bytes, self._tables, self.drawn
+
     def fill(
         self,
         spans: Sequence[Span],

@@ -75,6 +75,11 @@ class Adapters:
         """What the adapters' memory takes: all slots of every layer that has had an adapter."""
         return sum(layer.size_bytes for layer in self._layers.values())
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The adapters' memory, tensor by tensor."""
+        return [tensor for layer in self._layers.values() for tensor in (layer.down, *layer.up)]
+
     def load(self, name: str, folder: Path, shown: str = "") -> int:
         """Read the adapter in `folder` (`shown` in errors), put it in a free slot and return the slot's number.
 

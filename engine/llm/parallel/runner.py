@@ -119,6 +119,10 @@ class ParallelRunner(Runner):
         except Exception as error:
             raise self._lose(error) from error
 
+    def sleep(self, pages: int) -> None:
+        """Raise: the other ranks would keep what they have. A step of several ranks is closed, and opened again."""
+        raise RuntimeError("a model on several devices does not sleep")
+
     def close(self) -> None:
         """End the other ranks; nothing of them is left when this returns."""
         self.lost = self.lost or "it is closed"

@@ -262,7 +262,6 @@ def test_on_a_made_up_gpu_it_says_what_it_says_on_the_cpu(folder, monkeypatch):
         made.open(OpenContext(folder.parent, device))
         made.submit(1, {"prompt": "the user asks"})
         said.append(_finish(made)[1][-1].outputs["text"])
-        assert not made.sleep("host")  # it is opened again: its weights and its memory go with it
         made.close()
     assert said[0] == said[1] != ""
 
@@ -272,3 +271,35 @@ def test_on_a_made_up_gpu_it_says_what_it_says_on_the_cpu(folder, monkeypatch):
     monkeypatch.setattr("weftline.engine.llm.parallel.runner.ParallelRunner.open_on", open_on)
     with pytest.raises(ModelError, match="ranks on \\['cpu', 'cpu'\\]"):
         Llm(LlmConfig(model=folder.name, ranks=2)).open(OpenContext(folder.parent, "fake:0"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake:0"])
+def test_asleep_it_holds_no_pages_and_awake_it_answers_and_counts_on(folder, device):
+    made = Llm(LlmConfig(model=folder.name, sampling={"tokens_max": 6, "ignore_eos": True, "temperature": 0}))
+    made.open(OpenContext(folder.parent, device))
+
+    def said() -> str:
+        made.submit(1, {"prompt": "the user asks"})
+        return _finish(made)[1][-1].outputs["text"]
+
+    first, held = said(), made.memory()
+    made.resize_memory(2 * (held.used_bytes + held.idle_bytes + held.free_bytes))
+    assert made.sleep("host")
+    layers = made._opened()[0].runner._layers
+    assert all(layer.keys is layer.values is None for layer in layers)
+    asleep = made.figures()
+    assert [asleep[f"pages_{state}"] for state in ("used", "idle", "free")] == [0, 0, 0]
+    assert asleep["completion_tokens_total"] == 6
+    made.wake()
+    assert made.memory().free_bytes == held.used_bytes + held.idle_bytes + held.free_bytes
+    assert said() == first
+    figures = made.figures()
+    assert figures["completion_tokens_total"] == 12 and figures["prefix_hit_tokens_total"] == 0
+    assert not made.sleep("nothing"), "it is closed, and opened again"
+    assert made.sleep("host")
+    made.close()
+
+
+def test_of_several_ranks_it_cannot_rest(folder):
+    assert Llm.can_rest(LlmConfig(model=folder.name)) and not Llm.can_rest(LlmConfig(model=folder.name, ranks=2))
+    assert not Llm(LlmConfig(model=folder.name, ranks=2)).sleep("host")

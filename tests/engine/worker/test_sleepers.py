@@ -66,6 +66,9 @@ class Talks(StreamNode, Rests):
     def memory(self) -> NodeMemory:
         return NodeMemory(0, 0, self.held)
 
+    def figures(self) -> dict[str, float]:
+        return {"told_total": len(self.told)}
+
     def resize_memory(self, bytes: int) -> int:
         self.held = bytes
         return bytes
@@ -176,12 +179,19 @@ def test_what_stands_for_a_sleeping_node_has_nothing_to_do_and_refuses_work() ->
     room = Room(Talks())
     room.sleepers.sleep(msg.Sleep(3, "nothing"))
     sleeper = room.holder.node
-    assert (sleeper.busy, sleeper.memory(), sleeper.figures(), sleeper.round()) == (False, None, {}, ())
+    assert (sleeper.busy, sleeper.memory(), sleeper.round()) == (False, None, ())
     with pytest.raises(StepError, match="sleeps"):
         sleeper.run(None)
     with pytest.raises(StepError, match="sleeps"):
         sleeper.submit(1, {})
     sleeper.cancel(1)
+
+
+def test_what_a_node_has_counted_is_known_while_it_sleeps_unless_it_was_closed() -> None:
+    for node, counted in ((Talks(), {"told_total": 1}), (Model(), {})):
+        room = Room(node)
+        room.sleepers.sleep(msg.Sleep(3, "host"))
+        assert room.holder.node.figures() == counted
 
 
 def test_a_node_that_kept_memory_has_its_least_when_it_wakes() -> None:
