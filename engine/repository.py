@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from weftline.engine.machine import this_machine
 from weftline.engine.runtime import Progress
-from weftline.engine.session import DRAIN_S, Session, Source, plan_of
+from weftline.engine.session import DRAIN_S, Session, Source, load
+from weftline.engine.shared_gpus import GPUS, SharedGpus
 from weftline.errors import InputError, LimitReached, SessionClosed
 from weftline.pipelines.place import Machine
 
@@ -90,13 +90,20 @@ class _Held:
 class Repository:
     """Open pipelines by name. Close it, or use it in a with statement; then nothing of them is left.
 
+    They share the GPUs of this process with each other and with everything else that is open in it: each is placed on
+    what the others have left, and one for which too little is left is refused. Cores are planned as if each were alone.
+
     pipelines_max: most names at a time.
-    machine:       what to place them on, each as if it were alone; this machine when left out.
+    machine:       what to place them on; this machine when left out.
+    gpus:          whose GPUs they share; for tests.
     """
 
-    def __init__(self, *, pipelines_max: int = PIPELINES_MAX, machine: Machine | None = None) -> None:
+    def __init__(
+        self, *, pipelines_max: int = PIPELINES_MAX, machine: Machine | None = None, gpus: SharedGpus = GPUS
+    ) -> None:
         self._pipelines_max = pipelines_max
         self._machine = machine
+        self._gpus = gpus
         self._lock = threading.Lock()
         self._names: dict[str, _Held] = {}
         self._closed = False
@@ -118,7 +125,7 @@ class Repository:
         progress: called with (step, phrase, fraction) while models load, from another thread.
         """
         with self._turn(name) as held:
-            return self._load(held, source, timeout_s, drain_s, progress)
+            return self._load(name, held, source, timeout_s, drain_s, progress)
 
     def reload(
         self, name: str, source: Source | None = None, *, timeout_s: float | None = None, drain_s: float = DRAIN_S
@@ -130,7 +137,7 @@ class Repository:
         with self._turn(name) as held:
             if held.source is None:
                 raise self._unknown(name)
-            return self._load(held, source if source is not None else held.source, timeout_s, drain_s)
+            return self._load(name, held, source if source is not None else held.source, timeout_s, drain_s)
 
     def unload(self, name: str, drain_s: float = DRAIN_S) -> None:
         """Take no more requests for a pipeline, let the open ones finish for at most `drain_s`, and end it."""
@@ -207,7 +214,13 @@ class Repository:
                     del self._names[name]
 
     def _load(
-        self, held: _Held, source: Source, timeout_s: float | None, drain_s: float, progress: Progress | None = None
+        self,
+        name: str,
+        held: _Held,
+        source: Source,
+        timeout_s: float | None,
+        drain_s: float,
+        progress: Progress | None = None,
     ) -> int:
         with self._lock:
             held.move("load")
@@ -216,7 +229,7 @@ class Repository:
             if serving is not None:
                 serving.reload(source, timeout_s=timeout_s, drain_s=drain_s, progress=progress)
             else:
-                self._open(held, source, timeout_s, progress)
+                self._open(name, held, source, timeout_s, progress)
         except BaseException as error:
             with self._lock:
                 held.move("failed")
@@ -230,9 +243,8 @@ class Repository:
             held.source, held.why = source, ""
             return held.session.version if held.session is not None else 0
 
-    def _open(self, held: _Held, source: Source, timeout_s: float | None, progress: Progress | None) -> None:
-        plan = plan_of(source, self._machine or this_machine())
-        session = Session(plan, progress, self._machine)
+    def _open(self, name: str, held: _Held, source: Source, timeout_s: float | None, progress: Progress | None) -> None:
+        session = load(source, self._machine).session(progress, name=name, gpus=self._gpus)
         with self._lock:
             self._check_open()
             held.session = session  # from here on `close` ends it, and with it the opening

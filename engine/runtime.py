@@ -25,6 +25,7 @@ from weftline.engine.health import Health, judge
 from weftline.engine.loop_pump import LOOK_S, LoopPump
 from weftline.engine.scheduling import events as ev
 from weftline.engine.scheduling.scheduler import INGRESS_ARENA, Scheduler
+from weftline.engine.shared_gpus import Hold
 from weftline.engine.snapshot import snapshot
 from weftline.errors import LimitReached, ModelError, SessionClosed
 from weftline.pipelines.plan import Plan
@@ -69,13 +70,22 @@ It may answer with an event, which the scheduler is told next."""
 
 
 class Runtime:
-    """Runs one plan in worker processes. Thread-safe."""
+    """Runs one plan in worker processes. Thread-safe.
+
+    hold: what the plan holds of GPUs, given back when nothing of it is left; None: nobody else has anything of them.
+    """
 
     def __init__(
-        self, plan: Plan, cache_dir: Path, clock: Clock | None = None, progress: Progress | None = None
+        self,
+        plan: Plan,
+        cache_dir: Path,
+        clock: Clock | None = None,
+        progress: Progress | None = None,
+        hold: Hold | None = None,
     ) -> None:
         self.plan = plan
-        self.scheduler = Scheduler(plan, seed=os.getpid())
+        self.scheduler = Scheduler(plan, os.getpid(), hold.settle if hold is not None else None)
+        self._hold = hold
         self.clock = clock or MonotonicClock()
         self.fleet = Fleet(plan, cache_dir, self._heard, self._died)
         self._lock = threading.Lock()
@@ -163,7 +173,9 @@ class Runtime:
             self.fleet.wake()
             if self._thread.ident is not None:
                 self._thread.join()
-            self.fleet.close()
+            self.fleet.close()  # descriptors of device arenas keep their memory until here
+            if self._hold is not None:
+                self._hold.give_back()
 
     @property
     def closed(self) -> bool:

@@ -38,6 +38,7 @@ from weftline.engine.result import OutputStream, Result, error_of, owned
 from weftline.engine.runtime import Progress
 from weftline.engine.scheduling import events as ev
 from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.shared_gpus import GPUS, Again, Hold, SharedGpus
 from weftline.engine.together import Room, run_together
 from weftline.engine.values import unpack
 from weftline.engine.version import Version
@@ -72,18 +73,35 @@ class OpenablePipeline:
 
     def __init__(self, plan: Plan, machine: Machine | None = None, graph: Pipeline | None = None) -> None:
         self.plan = plan
-        self._machine = machine
+        self.machine = machine
         self._graph = graph
 
     def open(self, progress: Progress | None = None, timeout_s: float | None = None) -> Session:
         """Start the workers, load every model, and return a session; ModelError when one cannot be opened.
 
+        What other sessions of this process have of the GPUs is not free: the session's plan then is another one than
+        this, or there is none (PipelineError, with a table of who has what).
+
         progress:  called with (step, phrase, fraction) while models load, from another thread.
         timeout_s: longest wait; None: as long as it takes.
         """
-        session = Session(self.plan, progress, self._machine)
+        session = self.session(progress)
         session.open(timeout_s)
         return session
+
+    def session(self, progress: Progress | None = None, *, name: str = "", gpus: SharedGpus = GPUS) -> Session:
+        """Return a session that is yet to be opened.
+
+        name: what the pipeline is called where others are told what it has of a GPU; its own when left out.
+        gpus: whose GPUs it shares; for tests.
+        """
+        return Session(self.plan, progress, self.machine, again=self.again, name=name, gpus=gpus)
+
+    @property
+    def again(self) -> Again | None:
+        """Makes the plan for another machine; None when the pipeline is not known, only its plan."""
+        graph = self._graph
+        return None if graph is None else lambda machine: make_plan(graph, machine, profile=profile_beside(graph))
 
     def map(
         self,
@@ -123,7 +141,10 @@ class OpenablePipeline:
 def load(pipeline: Source, machine: Machine | None = None) -> OpenablePipeline:
     """Check and plan a YAML file, or a pipeline built in Python; PipelineError lists every problem.
 
-    machine: what to place it on; this machine when left out.
+    The plan is made as if nothing else were open; what others have of the GPUs counts when it is opened.
+
+    machine: what to place it on; this machine when left out. A GPU is known by its name, and whatever is open in this
+             process on one of that name shares it.
     """
     graph = graph_of(pipeline)
     plan = make_plan(graph, machine or this_machine(), profile=profile_beside(graph))
@@ -147,10 +168,28 @@ class Session:
     """An open pipeline. Close it, or use it in a with statement; then no process and no memory of it is left.
 
     Inputs and outputs of a request are those of the version it meets.
+
+    again: makes the plan for a machine of whose GPUs others have something; None: it is opened as it is, or not at all.
+    name:  what the pipeline is called where others are told what it has of a GPU; its own when left out.
+    gpus:  whose GPUs it shares: those of this process.
     """
 
-    def __init__(self, plan: Plan, progress: Progress | None = None, machine: Machine | None = None) -> None:
-        self._current = Version(1, plan, progress)
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Progress | None = None,
+        machine: Machine | None = None,
+        *,
+        again: Again | None = None,
+        name: str = "",
+        gpus: SharedGpus = GPUS,
+    ) -> None:
+        self._gpus = gpus
+        self._name = name or plan.name
+        self._number = gpus.new_session()
+        self._again = again
+        self._progress = progress
+        self._current = Version(1, plan, self._hold(1), progress)
         self._machine = machine
         self._ids = itertools.count(1)
         self._mail: MutableMapping[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
@@ -163,8 +202,22 @@ class Session:
     # life
 
     def open(self, timeout_s: float | None = None) -> None:
-        """Start the workers and wait until every model is loaded; a session opens once."""
-        self._current.runtime.open(timeout_s)
+        """Start the workers and wait until every model is loaded; a session opens once.
+
+        PipelineError: others have left too little of a GPU. ModelError: a model cannot be loaded.
+        """
+        version = self._current
+        plan = version.hold.take(version.plan, self._again, self._machine)
+        if plan is not version.plan:
+            try:
+                version = Version(1, plan, version.hold, self._progress)
+                with self._changing:
+                    self._check_not_closed()
+                    self._current = version
+            except BaseException:
+                version.hold.give_back()
+                raise
+        version.runtime.open(timeout_s)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Take no more requests, end every worker and give all memory back. Safe to call twice, and from any thread.
@@ -192,22 +245,23 @@ class Session:
     ) -> int:
         """Open a new version, let it take over, end the old one, and return the new one's number.
 
-        The new version opens beside the old, which serves meanwhile: both need memory for that while. A pipeline with
-        problems (PipelineError), or one that cannot be opened (ModelError), leaves everything as it was. New requests
-        meet the new version from one moment to the next; open ones finish in the old, and none is lost between.
-        One reload at a time: others wait for it.
+        The new version opens beside the old, which serves meanwhile: both need memory for that while, and on a GPU the
+        new one is planned for what the old one and others leave. A pipeline with problems, or too large for that
+        (PipelineError), or one that cannot be opened (ModelError), leaves everything as it was. New requests meet the
+        new version from one moment to the next; open ones finish in the old, and none is lost between. One reload at a
+        time: others wait for it.
 
         timeout_s: longest wait for the new version to open; None: as long as it takes.
         drain_s:   how long requests get to finish in the old version; then they are cancelled.
         progress:  as for `open`.
         """
         with self._reloading:
-            plan = pipeline.plan if isinstance(pipeline, OpenablePipeline) else plan_of(pipeline, self._machine)
-            version = Version(self._current.number + 1, plan, progress)
-            with self._changing:
-                self._check_not_closed()
-                self._opening = version
+            new = pipeline if isinstance(pipeline, OpenablePipeline) else load(pipeline, self._machine)
+            version = self._beside(new, progress)
             try:
+                with self._changing:
+                    self._check_not_closed()
+                    self._opening = version
                 version.runtime.open(timeout_s)
                 with self._changing:
                     self._check_not_closed()
@@ -473,6 +527,20 @@ class Session:
         return self._current.runtime.pids()
 
     # inside
+
+    def _hold(self, version: int) -> Hold:
+        return self._gpus.hold(self._name, self._number, version)
+
+    def _beside(self, pipeline: OpenablePipeline, progress: Progress | None) -> Version:
+        """Return the next version, planned for what the present one and others leave of GPUs, and holding that."""
+        number = self._current.number + 1
+        hold = self._hold(number)
+        try:
+            plan = hold.take(pipeline.plan, pipeline.again, pipeline.machine or self._machine)
+            return Version(number, plan, hold, progress)
+        except BaseException:
+            hold.give_back()
+            raise
 
     def _enter(self) -> tuple[Version, int]:
         """Return the current version and a new request's id; the version stays until the request leaves it."""

@@ -1,4 +1,4 @@
-"""One version of an open pipeline: its plan, its workers, and who is using it.
+"""One version of an open pipeline: its plan, its workers, what it holds of GPUs, and who is using it.
 
 A session has one current version. A reload opens the next beside it, lets new requests in there, and drains the old:
 whoever is in it stays until the answer has been copied out, for so long as the drain allows.
@@ -14,6 +14,7 @@ from pathlib import Path
 from weftline.engine.intake import Intake
 from weftline.engine.runtime import Progress, Runtime
 from weftline.engine.scheduling import events as ev
+from weftline.engine.shared_gpus import Hold
 from weftline.pipelines.plan import Plan
 
 DRAIN_NAP_S = 0.005
@@ -27,10 +28,11 @@ class Version:
     runs; single operations of a set are all that callers and the drain share.
     """
 
-    def __init__(self, number: int, plan: Plan, progress: Progress | None = None) -> None:
+    def __init__(self, number: int, plan: Plan, hold: Hold, progress: Progress | None = None) -> None:
         self.number = number
         self.plan = plan
-        self.runtime = Runtime(plan, cache_dir(), progress=progress)
+        self.hold = hold
+        self.runtime = Runtime(plan, cache_dir(), progress=progress, hold=hold)
         self.intake = Intake(plan)
         self._inside: set[int] = set()
         self._retired = False

@@ -6,8 +6,9 @@ have what is then left, but for the reserve; when nothing is left, not even the 
 says who took what.
 
 A worker knows what it takes itself, and what its device has left, whoever takes the rest: contexts, and processes that
-are none of ours. On a made-up GPU every process sees its own part only. So what counts is whichever leaves less. Pure;
-owned by the scheduler.
+are none of ours. On a made-up GPU every process sees its own part only. Other pipelines of this process hold what they
+claimed, whether they have taken it yet or not. What counts is whichever leaves less (`Holdings.settle`). Pure; owned by
+the scheduler.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from weftline.engine import messages as msg
-from weftline.pipelines.budget import ARENA, CONTEXT, RESERVE, WORK, over_commit_text
+from weftline.pipelines.budget import (
+    ARENA,
+    CONTEXT,
+    RESERVE,
+    WORK,
+    claims_of_others,
+    over_commit_text,
+    ways_of_others,
+)
+from weftline.pipelines.holdings import Left, Settle, alone
 from weftline.pipelines.plan import Claim, DeviceBudget, Plan
 
 OTHERS = "contexts and other processes"
@@ -38,12 +48,14 @@ class Measured:
 class DeviceMemory:
     """The measured memory of a plan's GPUs.
 
-    left: is told, once for each device, how many bytes it has left when everything on it is open.
+    left:   is told, once for each device, how many bytes it has left when everything on it is open.
+    settle: says how many these are, beside what other pipelines hold; None: there are none.
     """
 
-    def __init__(self, plan: Plan, left: Callable[[str, int], None]) -> None:
+    def __init__(self, plan: Plan, left: Callable[[str, int], None], settle: Settle | None = None) -> None:
         self._plan = plan
         self._left = left
+        self._settle = settle or alone(plan)
         self._measured: dict[int, Measured] = {}
         self._open: dict[str, set[int]] = {}  # by device, the workers that have not been ready yet
         self._left_bytes: dict[str, int] = {}
@@ -99,16 +111,21 @@ class DeviceMemory:
             return  # nothing was measured: no driver answered
         taken = sum(one.device_bytes for _, one in self._of(device))
         free = min(one.device_free for _, one in self._of(device) if one.device_free)
-        left = min(budget.total_bytes - taken, free) - _reserve(budget)
-        self._left_bytes[device] = max(0, left)
-        if left < 0:
-            others = max(0, budget.total_bytes - free - taken)
-            self._over.append(over_commit_text(device, budget.total_bytes, self._claims(budget, others)) + FIX)
+        left = self._settle(device, taken, free)
+        self._left_bytes[device] = max(0, left.bytes)
+        if left.bytes < 0:
+            claims = self._claims(budget, left, budget.total_bytes - free - taken)
+            fix = "; ".join([FIX, *ways_of_others(claims)])
+            self._over.append(over_commit_text(device, budget.total_bytes, claims) + fix)
             return
-        self._left(device, left)
+        self._left(device, left.bytes)
 
-    def _claims(self, budget: DeviceBudget, others: int) -> list[Claim]:
-        claims = [Claim("", RESERVE, _reserve(budget), "stated"), Claim(OTHERS, CONTEXT, others, "measured")]
+    def _claims(self, budget: DeviceBudget, left: Left, elsewhere: int) -> list[Claim]:
+        """Return who took what. elsewhere: bytes of the device that this plan's workers have not counted as theirs."""
+        held = sum(other.bytes for other in left.others)
+        claims = claims_of_others(left.others, left.reserve_bytes - _reserve(budget))
+        claims.append(Claim("", RESERVE, _reserve(budget), "stated"))
+        claims.append(Claim(OTHERS, CONTEXT, max(0, elsewhere - held), "measured"))
         for worker, one in self._of(budget.device):
             planned = self._plan.workers[worker]
             claims.append(Claim(planned.name, ARENA, planned.device_arena_bytes, "stated"))

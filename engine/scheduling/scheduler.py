@@ -37,6 +37,7 @@ from weftline.engine.scheduling.rooms import Rooms, lease_all
 from weftline.engine.scheduling.tasks import Tasks
 from weftline.engine.scheduling.timing import note
 from weftline.errors import InputError, LimitReached
+from weftline.pipelines.holdings import Settle
 from weftline.pipelines.plan import Plan
 from weftline.shm.block import PAGE_BYTES, Block, align_up
 from weftline.shm.lease import Ledger
@@ -46,9 +47,12 @@ INGRESS_ARENA = 0
 
 
 class Scheduler:
-    """Runs one plan. Not thread-safe: the shell calls it under one lock."""
+    """Runs one plan. Not thread-safe: the shell calls it under one lock.
 
-    def __init__(self, plan: Plan, seed: int = 0) -> None:
+    settle: what says how much of a GPU is left beside other pipelines; None: there are none.
+    """
+
+    def __init__(self, plan: Plan, seed: int = 0, settle: Settle | None = None) -> None:
         self.plan = plan
         self.ledger = Ledger()
         self.ledger.add_arena(INGRESS_ARENA, align_up(plan.limits.arena_bytes, PAGE_BYTES))
@@ -75,7 +79,7 @@ class Scheduler:
         )
         self._deaths = Deaths(plan, *known, self.kv, settling, fetching, past, self.ledger, self._emit)
         self.idleness = Idleness(plan, self._tasks, self._book, self.crew, self.kv, self.ledger, self._emit)
-        self.memory = DeviceMemory(plan, self.kv.left)
+        self.memory = DeviceMemory(plan, self.kv.left, settle)
         self._answers.attach(self.idleness, self.memory)
         if self.idleness.any:
             self._tasks.tell_use(self.idleness.used)

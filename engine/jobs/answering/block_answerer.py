@@ -109,7 +109,12 @@ class BlockAnswerer:
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="weftline-decode")
         self._askers = ThreadPoolExecutor(self.ahead, thread_name_prefix="weftline-blocks")
         self._packer = Packer(plan, self._decoders)
-        self._session = Session(self._blocked.plan, progress, machine)
+        self._session = Session(
+            self._blocked.plan,
+            progress,
+            machine,
+            again=lambda there: blocked(plan_of(pipeline, there), outputs, self.block_rows).plan,
+        )
         self._session.open()
 
     @property

@@ -84,14 +84,23 @@ def open_here(
     rows = block_rows or min(ROWS, block_rows_of(plan, wanted))
     return Opening(
         ROW_BY_ROW, why, rows, PART_ROWS_SLOW, repeatable(plan, wanted, False),
-        lambda progress: _row_by_row(plan, outputs, seed, rows, progress),
+        lambda progress: _row_by_row(pipeline, plan, outputs, seed, rows, progress),
     )  # fmt: skip
 
 
 def _row_by_row(
-    plan: Plan, outputs: Sequence[str] | None, seed: int, block_rows: int, progress: Progress | None
+    pipeline: Pipeline,
+    plan: Plan,
+    outputs: Sequence[str] | None,
+    seed: int,
+    block_rows: int,
+    progress: Progress | None,
 ) -> Answerer:
-    session = Session(for_jobs(plan, block_rows), progress)
+    session = Session(
+        for_jobs(plan, block_rows),
+        progress,
+        again=lambda there: for_jobs(make_plan(pipeline, there, profile=profile_beside(pipeline)), block_rows),
+    )
     session.open()
     return SessionAnswerer(session, outputs=outputs, shared=False, seed=seed, block_rows=block_rows, own=True)
 
