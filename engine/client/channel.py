@@ -17,6 +17,10 @@ from weftline.errors import InputError
 FIRST_RECONNECT_MS, LONGEST_RECONNECT_MS = 100, 2_000
 """How long a lost connection rests before the next try: gRPC's own 1 s to 120 s outlast any deadline."""
 
+KEEPALIVE_MS, KEEPALIVE_WAIT_MS = 20_000, 10_000
+"""While calls are open: how long the server may say nothing before it is asked whether it lives, and how long it then
+has to answer; the calls fail with UNAVAILABLE otherwise. Weftline's servers take it from every 10 s on."""
+
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 Metadata = tuple[tuple[str, str], ...]
@@ -58,6 +62,9 @@ def _arguments(options: ClientOptions) -> list[tuple[str, Any]]:
         ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_MS),
         ("grpc.min_reconnect_backoff_ms", FIRST_RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", LONGEST_RECONNECT_MS),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_WAIT_MS),
+        ("grpc.http2.max_pings_without_data", 0),  # a call may be silent for long
     ]
     if options.tls is not None and options.tls.server_name:
         arguments.append(("grpc.ssl_target_name_override", options.tls.server_name))

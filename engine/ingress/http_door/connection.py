@@ -3,6 +3,8 @@
 uvicorn's protocol over httptools (llhttp) reads the bytes; it limits neither. Here:
 
 - more than `metadata_bytes_max` bytes without a finished header, body piece or request end: 431, and the end;
+- a client that acknowledges nothing for `keepalive_s` + `keepalive_wait_s`, as one does whose network swallows what is
+  sent to it, is taken for gone, whether it waits for an answer or is being sent one (the kernel's doing);
 - a request must be there `header_s` after it began (or after the connection did), and one second later for each
   BODY_BYTES_S of its body: then the connection ends. A refused request's body is thrown away for `header_s` only.
 """
@@ -10,6 +12,8 @@ uvicorn's protocol over httptools (llhttp) reads the bytes; it limits neither. H
 from __future__ import annotations
 
 import asyncio
+import math
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,6 +24,9 @@ BODY_BYTES_S = 256 << 10
 """Slowest a large body may come, in bytes a second, once `header_s` is over."""
 
 
+KEEPALIVE_S_MAX = 32_767
+"""Longest that Linux takes for either time of a TCP keep-alive."""
+
 STALL_S = 60.0
 """How long a client may take nothing of an answer, as at the gRPC door."""
 
@@ -27,6 +34,29 @@ STALL_S = 60.0
 def overdue_s(now_s: float, began_s: float, received_bytes: int, header_s: float) -> float:
     """Return for how long a request that is still being sent is overdue; negative: it has so long left."""
     return now_s - (began_s + header_s + received_bytes / BODY_BYTES_S)
+
+
+def watch(listening: socket.socket, limits: ServeLimits) -> None:
+    """Have the kernel end connections of this socket whose client is gone without a word.
+
+    A connection on which nothing is under way is asked after `keepalive_s` whether it lives (TCP keep-alive), and what
+    is under way has as long as both together to be acknowledged (TCP_USER_TIMEOUT); Linux alone would take a quarter
+    of an hour. Connections have these options from the socket that they come in by.
+    """
+    asked_s, answered_s = math.ceil(limits.keepalive_s), math.ceil(limits.keepalive_wait_s)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(asked_s, KEEPALIVE_S_MAX))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(answered_s, KEEPALIVE_S_MAX))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
+    _set_unacknowledged_max(listening, _gone_s(limits))
+
+
+def _gone_s(limits: ServeLimits) -> float:
+    return limits.keepalive_s + limits.keepalive_wait_s
+
+
+def _set_unacknowledged_max(sock: Any, seconds: float) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
@@ -55,11 +85,17 @@ def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
+            self._set_patience(max(STALL_S, _gone_s(limits)))  # to the kernel, who does not read is as good as gone
             self._check_stall(None)
 
         def resume_writing(self) -> None:
             self._end_stall()
+            self._set_patience(_gone_s(limits))
             super().resume_writing()
+
+        def _set_patience(self, seconds: float) -> None:
+            if not self.transport.is_closing():
+                _set_unacknowledged_max(self.transport.get_extra_info("socket"), seconds)
 
         def _check_stall(self, unsent: int | None) -> None:
             """Cut a client that has taken nothing of its answer for STALL_S."""

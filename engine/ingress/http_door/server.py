@@ -24,7 +24,7 @@ from weftline.engine.ingress.access.tls import ssl_context
 from weftline.engine.ingress.backend import Backend
 from weftline.engine.ingress.config import HttpDoor, ServeConfig
 from weftline.engine.ingress.grpc_door.control import LogSettings, TraceSettings
-from weftline.engine.ingress.http_door.connection import limited
+from weftline.engine.ingress.http_door.connection import limited, watch
 from weftline.engine.ingress.http_door.door import Door, Figures
 from weftline.engine.ingress.http_door.routes import application
 from weftline.engine.ingress.statistics import Statistics
@@ -79,6 +79,7 @@ class HttpServer:
     async def start(self) -> int:
         """Listen, and return the port, which `port` has from then on; OSError when the address cannot be had."""
         sock = self._sock or _bound(self._at.host, self._at.port)
+        watch(sock, self._limits)
         config = uvicorn.Config(
             self.app,
             http=limited(self._limits),
