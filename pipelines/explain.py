@@ -12,6 +12,7 @@ from weftline.pipelines.hops import hop_rows, near_wires
 from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Plan, PlannedInput, PlannedStep
 from weftline.pipelines.wire import Wire
+from weftline.pipelines.work import work_rows
 
 _ABSENT = " (may be absent)"
 _KEPT = {"host": "its weights in host memory", "process": "its process", "nothing": "nothing"}
@@ -22,7 +23,7 @@ _HEADS = ("step", "node", "batch", "worker", "threads", "device", "reads", "give
 def explain_text(plan: Plan) -> str:
     """Return the plan as text: inputs, steps in running order with their wires and types, outputs, workers, memory.
 
-    With GPUs, also where tensors travel, and who takes what of each GPU's memory.
+    With GPUs, also where tensors travel, who takes what of each GPU's memory, and how busy it is if that was measured.
     """
     title = plan.name + (f"  ({plan.file})" if plan.file else "")
     parts = [title, *([plan.about] if plan.about else [])]
@@ -46,6 +47,8 @@ def explain_text(plan: Plan) -> str:
         parts += ["", "Handed over inside a worker", *_table([_chain(chain, plan) for chain in plan.chains])]
     for budget in plan.budgets:
         parts += ["", f"Memory of {budget.device}", *(f"  {line}" for line in budget_lines(budget))]
+    if plan.work:
+        parts += ["", "Work of GPUs for one request, as measured", *_table(work_rows(plan.work))]
     if plan.notes:
         parts += ["", "Good to know", *(f"  {note}" for note in plan.notes)]
     parts += ["", _memory(plan)]

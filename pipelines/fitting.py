@@ -14,6 +14,11 @@ there is none, it is the first way, and the budgets say what is too much.
 What is not known to need anything goes on the first GPU with room for its process, llm steps aside. A light step on
 `auto` follows the steps that it exchanges tensors with, if they are on one GPU. What other pipelines have of a GPU
 (`Device.taken`) is not free, and one that they fill with KV memory is filled.
+
+Where times were measured (`weftline profile`) that is one start. Another is that what was measured is spread first, by
+its times, and the rest, whose times nobody knows, placed around it as said above. This one is changed for the better
+(`spreading`), and where it is not even then the first is too. The better one is taken, so that what fits without times
+fits with them, and no GPU is busier than the busiest was. What other pipelines do on a GPU is not known.
 """
 
 from __future__ import annotations
@@ -21,14 +26,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
+from weftline.pipelines.balance import Balance
 from weftline.pipelines.graph import Step
-from weftline.pipelines.loads import AUTO, Load, Room, loads_of
+from weftline.pipelines.links import links_of
+from weftline.pipelines.loads import AUTO, Chosen, Load, Room, Rooms, hold, loads_of
 from weftline.pipelines.machine import Machine
 from weftline.pipelines.needs import Need, gpus_of
 from weftline.pipelines.policy import GpuPolicy
+from weftline.pipelines.spreading import balanced
 from weftline.shm.device.names import is_gpu
 
 _Way = Literal["together", "apart", "tight"]
+_WAYS: tuple[_Way, ...] = ("together", "apart", "tight")
 _Places = dict[str, list[str]]
 
 
@@ -41,38 +50,46 @@ def fit(
     machine: Machine,
     gpu: GpuPolicy,
     context_bytes: Mapping[str, int],
-) -> dict[str, tuple[str, ...]]:
-    """Return the device of each instance of each step.
+) -> tuple[dict[str, tuple[str, ...]], Balance | None]:
+    """Return the device of each instance of each step, and how busy GPUs are with them; None: no time was measured.
 
     written: the same, as the pipeline has it, with 'auto' for those that are to be placed.
     edges:   pairs of steps, giver and reader, whose tensors can stay on a device.
     """
     if not machine.devices:
-        return {name: tuple("cpu" if one == AUTO else one for one in devices) for name, devices in written.items()}
+        bare = {name: tuple("cpu" if one == AUTO else one for one in devices) for name, devices in written.items()}
+        return bare, None
     loads = loads_of(steps, written, heavy, needs, gpu)
     neighbours = _neighbours(edges)
-    tries = [_try(way, loads, neighbours, machine, gpu, context_bytes) for way in ("together", "apart", "tight")]
-    rooms, chosen = next((one for one in tries if all(_holds(room) for room in one[0].values())), tries[0])
+
+    def empty() -> Rooms:
+        return _rooms(loads, machine, gpu, context_bytes)
+
+    def tried(first: Chosen) -> tuple[Rooms, Chosen]:
+        tries = []
+        for way in _WAYS:
+            tries.append(_try(way, loads, neighbours, empty(), first))
+            if hold(tries[-1][0]):
+                return tries[-1]
+        return tries[0]
+
+    (rooms, chosen), balance = tried({}), None
+    if any(load.work for load in loads) and all(load.pinned in {"", *rooms} for load in loads):
+        balance = balanced(loads, links_of(loads, written, edges), chosen, empty, tried)
+        rooms, chosen = balance.rooms, balance.chosen
     devices = {
         name: [chosen.get((name, copy), "cpu") if one == AUTO else one for copy, one in enumerate(own)]
         for name, own in written.items()
     }
     light = [step for step in steps if not heavy[step.name] and AUTO in written[step.name]]
     _follow(light, steps, written, devices, needs, neighbours, rooms)
-    return {name: tuple(own) for name, own in devices.items()}
+    return {name: tuple(own) for name, own in devices.items()}, balance
 
 
-def _try(
-    way: _Way,
-    loads: Sequence[Load],
-    neighbours: Mapping[str, Collection[str]],
-    machine: Machine,
-    gpu: GpuPolicy,
-    context_bytes: Mapping[str, int],
-) -> tuple[dict[str, Room], dict[tuple[str, int], str]]:
-    """Place everything in one way, and return what is left and where each instance went."""
+def _rooms(loads: Sequence[Load], machine: Machine, gpu: GpuPolicy, context_bytes: Mapping[str, int]) -> Rooms:
+    """Return the GPUs as they are before anything is placed."""
     arena = gpu.arena_bytes if any(need.gives for load in loads for need in load.needs) else 0
-    rooms = {
+    return {
         one.name: Room(
             one.name,
             one.memory_bytes - max(gpu.reserve_bytes, one.reserve_bytes) - one.taken_bytes,
@@ -82,6 +99,16 @@ def _try(
         )
         for one in machine.devices
     }
+
+
+def _try(
+    way: _Way,
+    loads: Sequence[Load],
+    neighbours: Mapping[str, Collection[str]],
+    rooms: Rooms,
+    first: Chosen,
+) -> tuple[Rooms, Chosen]:
+    """Place everything in one way, `first` and what is pinned before all else; return what is left and who is where."""
     order, places = [*rooms], dict[tuple[str, int], str]()
 
     def put(load: Load, device: str) -> None:
@@ -90,9 +117,10 @@ def _try(
                 rooms[name].take(load)
         places.update(dict.fromkeys(load.members, device))
 
-    for load in (one for one in loads if one.pinned):
-        put(load, load.pinned)
-    free = [load for load in loads if not load.pinned]
+    for load in loads:
+        if device := load.pinned or first.get(load.members[0], ""):
+            put(load, device)
+    free = [load for load in loads if load.members[0] not in places]
     for load in (one for one in free if not one.known and not one.open_kv):
         put(load, next((device for device in order if _fits(load, device, rooms)), order[0]))
     rest = [load for load in free if load.known or load.open_kv]
@@ -126,11 +154,6 @@ def _best(
         return copies, not any(room.copies[name] for name in near), room.fillers, -room.free, index
 
     return min(fits or starts, key=rank)
-
-
-def _holds(room: Room) -> bool:
-    """Whether a GPU has room for what was put on it; what others did to it is not asked where nothing was."""
-    return room.free >= 0 or not room.copies
 
 
 def _fits(load: Load, device: str, rooms: Mapping[str, Room]) -> bool:

@@ -1,7 +1,10 @@
-"""What steps need of a GPU: memory there, as stated or as measured, and whether they want a process to themselves.
+"""What steps need of a GPU: memory, as stated or as measured, its time, and perhaps a process to themselves.
 
 Stated goes before measured. What was measured holds for a kind of device, so that a step can be known on one GPU of a
 machine and unknown on another.
+
+A request is taken to run every step once: how long the lists of `map:` are and how often conditions hold is not known
+when a plan is made. A step that answers only where another fails is taken to have no work.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ class Need:
     alone:    it computes for long and streams, so that whatever shared its process would wait for its rounds.
     ranks:    how many GPUs it uses, from its own device on.
     gives:    it may give tensors on its device, for which its process then has an arena.
+    ms:       time of the device for one request, by device, of all instances together; devices on which it was not
+              measured are missing.
     """
 
     bytes: Mapping[str, int] = field(default_factory=dict)
@@ -37,6 +42,7 @@ class Need:
     alone: bool = False
     ranks: int = 1
     gives: bool = False
+    ms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ def needs_of(checked: Checked, machine: Machine, profile: Profile | None) -> Nee
     """Return what is known of the steps of a pipeline; with problems, of those that are sound."""
     kinds = {device.name: device_kind(device.name, device.model) for device in machine.devices}
     known, notes, steps = profile or Profile(), [], {}
+    stand_ins = {one.step.fallback for one in checked.steps.values() if isinstance(one.step.fallback, str)}
     for name, one in checked.steps.items():
         if one.control:
             continue
@@ -82,19 +89,25 @@ def needs_of(checked: Checked, machine: Machine, profile: Profile | None) -> Nee
         if name in known.steps and known.steps[name].digest != digest:
             notes.append(f"{name} is not what was measured: its node or its options are others. Run `weftline profile`")
         measured = {device: known.measured(name, digest, kind) for device, kind in kinds.items()}
-        steps[name] = _need(one, options, [*kinds], {at: what for at, what in measured.items() if what is not None})
+        there = {at: what for at, what in measured.items() if what is not None}
+        steps[name] = _need(one, options, [*kinds], there, name in stand_ins)
     contexts = {device: known.context_bytes[kind] for device, kind in kinds.items() if kind in known.context_bytes}
     return Needs(steps, contexts, tuple(notes))
 
 
 def _need(
-    one: CheckedStep, options: Mapping[str, Any], devices: Sequence[str], measured: Mapping[str, Measured]
+    one: CheckedStep,
+    options: Mapping[str, Any],
+    devices: Sequence[str],
+    measured: Mapping[str, Measured],
+    stands_in: bool,
 ) -> Need:
     stated, streams = one.step.device_bytes, issubclass(one.node, StreamNode)
     has_kv = has_kv_memory(streams, options)
     ranks = int(options.get("ranks") or 1) if has_kv else 1
     items = (one.step.batch or BatchPolicy(*one.node.batch_default)).items_max
     bytes = {at: what.device_bytes(_largest(what) if streams else items) for at, what in measured.items()}
+    ms = {at: what.item_ms(max(what.run_ms, default=1) if streams else items) for at, what in measured.items()}
     return Need(
         bytes=bytes if stated is None else dict.fromkeys(devices, stated),
         stated=stated is not None,
@@ -102,6 +115,7 @@ def _need(
         alone=streams and one.node.heavy,
         ranks=ranks,
         gives=not streams and any(port.name in one.device_ports for port in one.ports.outputs),
+        ms={at: 0.0 if stands_in else each for at, each in ms.items() if each is not None},
     )
 
 

@@ -17,8 +17,9 @@ from weftline.pipelines.grouping import Process, grouped, reasons
 from weftline.pipelines.loads import AUTO
 from weftline.pipelines.machine import Device, Machine
 from weftline.pipelines.needs import Need, Needs, gpus_of
-from weftline.pipelines.plan import PlannedWorker
+from weftline.pipelines.plan import DeviceWork, PlannedWorker
 from weftline.pipelines.policy import GpuPolicy, Limits
+from weftline.pipelines.work import work_of
 
 __all__ = ["ARENA_SHARE", "Device", "Machine", "Placement", "instance_count", "place", "size_text"]
 
@@ -31,12 +32,14 @@ class Placement:
     """The processes, and for every step its devices and the indexes of its processes, one for each instance.
 
     reasons: a line for each choice that somebody may want explained.
+    work:    of each GPU, how busy it is by measured times, and why; empty when nothing on GPUs was measured.
     """
 
     workers: tuple[PlannedWorker, ...]
     devices: Mapping[str, tuple[str, ...]]
     places: Mapping[str, tuple[int, ...]]
     reasons: tuple[str, ...] = ()
+    work: tuple[DeviceWork, ...] = ()
 
 
 def place(
@@ -57,7 +60,7 @@ def place(
     problems: list[Problem] = []
     gpu, needs = gpu or GpuPolicy(), needs or Needs({})
     written = {step.name: _written(step, machine, problems) for step in steps}
-    devices = fit(steps, written, heavy, needs.steps, edges, machine, gpu, needs.context_bytes)
+    devices, balance = fit(steps, written, heavy, needs.steps, edges, machine, gpu, needs.context_bytes)
     problems += [one for step in steps for one in _lacking(step.name, devices[step.name], needs.steps, machine)]
     alone = {name for name, need in needs.steps.items() if need.alone}
     processes, places = grouped(steps, heavy, alone, devices, gpu, problems)
@@ -67,7 +70,8 @@ def place(
         PlannedWorker(process.name, tuple(process.steps), share, limits.arena_bytes, process.device)
         for process, share in zip(processes, threads, strict=True)
     )
-    return Placement(workers, devices, places, reasons(processes, alone, gpu)), problems
+    work = work_of(steps, written, devices, needs.steps, balance) if balance is not None else ()
+    return Placement(workers, devices, places, reasons(processes, alone, gpu), work), problems
 
 
 def instance_count(step: Step) -> int:

@@ -153,6 +153,36 @@ class DeviceBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class StepWork:
+    """How long an instance of a step has a GPU for one request, as measured, and why it is there.
+
+    ms: its share, when instances share requests evenly; None: nobody has measured it.
+    """
+
+    step: str
+    ms: float | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """How busy a GPU is for one request: longest first what is on it, and tensors between it and other GPUs.
+
+    travel:    over how many edges between it and other GPUs tensors travel that could stay on one.
+    travel_ms: what that is assumed to take of the GPU.
+    """
+
+    device: str
+    steps: tuple[StepWork, ...]
+    travel: int = 0
+    travel_ms: float = 0.0
+
+    @property
+    def busy_ms(self) -> float:
+        return sum(one.ms or 0.0 for one in self.steps) + self.travel_ms
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedOutput:
     """A pipeline output, where it comes from and its type. `pieces`: it can be streamed; `optional`: may be absent."""
 
@@ -172,6 +202,7 @@ class Plan:
     chains: indexes of steps that hand over inside one worker, each chain in running order; a step is in at most one.
     ordering, mps: as in GpuPolicy.
     budgets: of each GPU that a step is on, who takes what of its memory.
+    work:    of each GPU, how busy it is by measured times; empty when nothing on GPUs was measured.
     notes:   lines for people: why processes are as they are, and measurements that do not hold any more.
     """
 
@@ -193,6 +224,7 @@ class Plan:
     mps: bool = False
     budgets: tuple[DeviceBudget, ...] = ()
     notes: tuple[str, ...] = ()
+    work: tuple[DeviceWork, ...] = ()
 
     def step(self, name: str) -> PlannedStep:
         return next(step for step in self.steps if step.name == name)

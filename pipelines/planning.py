@@ -61,6 +61,7 @@ def make_plan(
         steps=tuple(dataclasses.replace(step, device_bytes=_device_bytes(step, needs)) for step in plan.steps),
         budgets=budgets(plan, needs, pipeline.gpu, machine),
         notes=(*placement.reasons, *needs.notes, *_resting(checked, plan)),
+        work=placement.work,
     )
     report.take(over_commits(plan))
     plan, problems = with_kv_memory(plan)

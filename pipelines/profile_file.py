@@ -71,6 +71,16 @@ class Measured:
             peak += max(0, peak - self.open_bytes) * (items - most) // most
         return max(self.open_bytes, peak) - min(self.kv_bytes, self.open_bytes)
 
+    def item_ms(self, items: int) -> float | None:
+        """Return the time for each item in calls of so many; None when no call was timed.
+
+        It is that of the largest number timed up to `items`, or of the least where all are larger.
+        """
+        if not self.run_ms:
+            return None
+        near = max((count for count in self.run_ms if count <= items), default=min(self.run_ms))
+        return self.run_ms[near] / near
+
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:

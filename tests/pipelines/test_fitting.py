@@ -161,12 +161,13 @@ def test_ranks_that_the_machine_has_no_gpus_for_are_a_problem() -> None:
 
 
 _SIZES = st.none() | st.sampled_from([1, 3, 6, 6, 10, 20, 37])
+_MS = st.sampled_from([0.1, 2, 2, 5, 30])
 _GPUS = st.lists(st.sampled_from([8, 16, 24, 40, 80]), min_size=1, max_size=8)
 
 
 @st.composite
 def worlds(draw: st.DrawFn):
-    on = machine(*draw(_GPUS))
+    on, timed = machine(*draw(_GPUS)), draw(st.booleans())
     names = [device.name for device in on.devices]
     steps, needs = {}, {}
     for index in range(draw(st.integers(1, 7))):
@@ -183,7 +184,8 @@ def worlds(draw: st.DrawFn):
         name = f"s{index}"
         steps[name] = step
         kv = draw(st.sampled_from([0, 0, None, 3]))
-        needs[name] = need(draw(_SIZES), on, kv, alone=kv != 0)
+        times = dict.fromkeys(names, draw(_MS)) if timed and draw(st.booleans()) else {}
+        needs[name] = need(draw(_SIZES), on, kv, alone=kv != 0, ms=times)
     pair = st.tuples(st.sampled_from([*steps]), st.sampled_from([*steps]))
     return on, steps, needs, draw(st.frozensets(pair, max_size=6))
 

@@ -51,6 +51,29 @@ def test_what_is_measured_holds_on_its_kind_for_batches_of_the_step(found) -> No
     }
 
 
+def test_times_are_of_the_batches_that_a_step_makes(found) -> None:
+    known = measured({"cuda L4": Measured(MIB, run_ms={1: 5, 8: 16, 32: 32}), "cuda H200": Measured(MIB)})
+    blur = "{node: blur, inputs: {image: photo}, batch: {items_max: %s}}"
+    assert [found(blur % most, known).steps["a"].ms for most in (1, 8, 32)] == [{"cuda:1": ms} for ms in (5, 2, 1)]
+    stated = found("{node: blur, inputs: {image: photo}, device_bytes: 5}", known).steps["a"]
+    assert stated.ms == {"cuda:1": 5}, "memory that is stated says nothing of times"
+
+
+def test_rounds_take_as_long_as_with_the_most_that_were_measured(found) -> None:
+    known = measured({"cuda H200": Measured(MIB, run_ms={1: 100, 64: 640})})
+    assert found(f"{{{LLM}}}", known, outputs="a.text", inputs="q: text").steps["a"].ms == {"cuda:0": 10}
+
+
+def test_who_answers_where_another_fails_has_no_work(near_catalog: dict[str, str]) -> None:
+    text = "weftline: 1\nname: n\ninputs: {photo: image}\noutputs: {o: a.image}\nsteps:\n"
+    text += "  a: {node: blur, inputs: {image: photo}, fallback: b}\n  b: {node: blur, inputs: {image: photo}}\n"
+    checked = examine(load_yaml(text, "n.yaml", ROOT, near_catalog), near_catalog)
+    digest = digest_of(checked.steps["a"].reference, to_options(checked.steps["a"].config))
+    both = StepProfile(digest, {"cuda L4": Measured(MIB, run_ms={1: 5})})
+    needs = needs_of(checked, MIXED, Profile({"a": both, "b": both})).steps
+    assert (needs["a"].ms, needs["b"].ms) == ({"cuda:1": 5}, {"cuda:1": 0})
+
+
 def test_nothing_is_known_without_either(found) -> None:
     assert found("{node: blur, inputs: {image: photo}}") == Needs({"a": Need({}, stated=False, gives=True)})
 

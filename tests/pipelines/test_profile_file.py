@@ -124,6 +124,13 @@ def test_memory_for_a_number_of_items_nobody_measured() -> None:
     assert Measured(20, {1: 30}, kv_bytes=60).device_bytes(1) == 10
 
 
+def test_time_for_each_item_of_calls_that_a_step_makes() -> None:
+    many = Measured(run_ms={1: 4, 8: 16, 32: 48})
+    assert [many.item_ms(items) for items in (1, 7, 8, 31, 32, 99)] == [4, 4, 2, 2, 1.5, 1.5]
+    assert Measured(run_ms={16: 32}).item_ms(4) == 2, "the least that was timed"
+    assert Measured(7, {1: 9}).item_ms(1) is None
+
+
 def test_measurements_hold_for_a_kind_of_device() -> None:
     assert device_kind("cuda:1", "NVIDIA H200") == "cuda H200"
     assert [device_kind(name) for name in ("cpu", "fake:0", "cuda:0")] == ["cpu", "fake", "cuda"]
