@@ -29,7 +29,10 @@ GAPS_WAITED = 2.0
 
 
 class Batcher:
-    """Items waiting for one step. What is asked costs the same however many wait; it grows with the waiting groups."""
+    """Items waiting for one step. What is asked costs the same however many wait; it grows with the waiting groups.
+
+    waiting: the items themselves, to be looked at only.
+    """
 
     def __init__(self, policy: BatchPolicy, latency: Latency | None = None) -> None:
         self.policy = policy
@@ -37,7 +40,7 @@ class Batcher:
         self._by_deadline = policy.order == "deadline"
         self._auto = policy.wait == "auto"
         self._wait_ms = policy.wait_ms
-        self._alive: dict[int, Waiting] = {}
+        self.waiting: dict[int, Waiting] = {}
         self._lines: dict[Hashable, Line] = {}
         self._serial = 0
         self._now_ms = -math.inf
@@ -60,7 +63,7 @@ class Batcher:
         self._forget_times()
 
     def __len__(self) -> int:
-        return len(self._alive)
+        return len(self.waiting)
 
     def add(
         self,
@@ -78,7 +81,7 @@ class Batcher:
         due_ms:     when the step must be done with it for the request to make its deadline.
         arrived_ms: when it came first, for one that comes back.
         """
-        if item in self._alive:
+        if item in self.waiting:
             raise ValueError(f"item {item} waits already; discard it before it is added again")
         if arrived_ms is None:
             arrived_ms = now_ms
@@ -95,18 +98,18 @@ class Batcher:
             self._learn_gap(now_ms)
         line = self._lines.get(group)
         if line is None:
-            if not self._alive:
+            if not self.waiting:
                 self._lines.clear()
-            line = self._lines[group] = Line(group, self._alive)
+            line = self._lines[group] = Line(group, self.waiting)
         self._serial += 1
         line.leave_ms = None
         # tuple.__new__ makes a Waiting at half the cost of calling it; this runs for every item of every step
-        self._alive[item] = entry = tuple.__new__(Waiting, (key, self._serial, item, arrived_ms, due_ms, line))
+        self.waiting[item] = entry = tuple.__new__(Waiting, (key, self._serial, item, arrived_ms, due_ms, line))
         line.add(entry)
 
     def discard(self, item: int) -> bool:
         """Take an item out, wherever it stands; False when it was not waiting."""
-        entry = self._alive.pop(item, None)
+        entry = self.waiting.pop(item, None)
         if entry is None:
             return False
         line = entry.line
@@ -141,7 +144,7 @@ class Batcher:
         """
         self._now_ms = now_ms
         gone: list[int] = []
-        if not self._by_deadline or not self._alive or not self._latency.fresh(now_ms):
+        if not self._by_deadline or not self.waiting or not self._latency.fresh(now_ms):
             return gone
         for line in list(self._lines.values()):
             while (entry := line.due_first()) is not None and now_ms > entry.due_ms - self._least_ms():
@@ -151,7 +154,7 @@ class Batcher:
 
     def wake_at_ms(self) -> float | None:
         """When `take` or `late` would next return something if nothing arrives; None when empty."""
-        if not self._alive:
+        if not self.waiting:
             return None
         soonest = min(self._leaves_ms(line) for line in self._lines.values())
         if self._by_deadline and self._latency.fresh(self._now_ms):
@@ -161,7 +164,7 @@ class Batcher:
 
     def oldest_ms(self) -> float | None:
         """When the oldest item arrived; None when empty."""
-        return min(line.oldest_ms() for line in self._lines.values()) if self._alive else None
+        return min(line.oldest_ms() for line in self._lines.values()) if self.waiting else None
 
     def urgency(self) -> float | None:
         """The key of the most urgent item, in milliseconds; the smaller is the more urgent, between steps too."""
@@ -230,7 +233,7 @@ class Batcher:
         self._last_ms = now_ms
 
     def _least_ms(self) -> float:
-        waiting = len(self._alive)
+        waiting = len(self.waiting)
         return self._latency.run_ms(self._items_max if waiting > self._items_max else (waiting + 1) // 2)
 
     def _changed(self, line: Line) -> None:

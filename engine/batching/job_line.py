@@ -19,7 +19,7 @@ from weftline.pipelines.plan import PlannedStep
 
 
 class JobLine:
-    """Pure; a part of its step's Lane."""
+    """Pure; a part of its step's Lane. `any`: whether something waits here."""
 
     def __init__(self, step: PlannedStep, shapes: Shapes) -> None:
         self._inputs = len(step.inputs)
@@ -27,16 +27,15 @@ class JobLine:
         self._sizes = step.batch.sizes
         self._formed: deque[list[Task]] = deque()
         self._single: dict[int, Task] = {}
+        self.any = False
 
     def __len__(self) -> int:
         return len(self._single) + sum(map(len, self._formed))
 
-    def __bool__(self) -> bool:
-        return bool(self._single or self._formed)
-
     def add(self, task: Task) -> None:
         """Let a single row wait, or one that is tried again."""
         self._single[task.id] = task
+        self.any = True
 
     def form(self, tasks: list[Task], items_max: int) -> None:
         """Form batches of rows in their order.
@@ -47,10 +46,12 @@ class JobLine:
             group.sort(key=_size)
             size = max((one for one in self._sizes if one <= items_max), default=items_max)
             self._formed += [group[at : at + size] for at in range(0, len(group), size)]
+        self._changed()
 
     def discard(self, task: Task) -> bool:
         """Take a waiting task out; False when it does not wait here."""
         if self._single.pop(task.id, None) is not None:
+            self._changed()
             return True
         for batch in self._formed:
             if task in batch:
@@ -60,6 +61,11 @@ class JobLine:
 
     def take(self, items_max: int) -> list[Task]:
         """Return the batch that leaves next, of at most so many rows; empty when none waits."""
+        taken = self._taken(items_max)
+        self._changed()
+        return taken
+
+    def _taken(self, items_max: int) -> list[Task]:
         while self._formed:
             batch = self._formed.popleft()
             if len(batch) > items_max:  # there is less memory than when it was formed
@@ -80,6 +86,9 @@ class JobLine:
         for task in taken:
             del self._single[task.id]
         return taken
+
+    def _changed(self) -> None:
+        self.any = bool(self._single or self._formed)
 
     def _grouped(self, tasks: list[Task]) -> Iterator[list[Task]]:
         groups: dict[Hashable, list[Task]] = {}

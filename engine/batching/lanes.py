@@ -87,6 +87,7 @@ class Lane:
         shared = Batcher(policy, self.latency)
         self._queues = [shared] if self.sequences is None else [Batcher(policy, self.latency) for _ in step.workers]
         self._queue = shared if self.sequences is None else None
+        self.items_max = shared.items_max  # how many items a call may have now
 
     # tasks
 
@@ -100,7 +101,7 @@ class Lane:
         The quick way, past the queue; None when they must be queued.
         """
         new = self._new
-        if not self._direct or len(new) > self.items_max or self.suspects or len(self._queues[0]):
+        if not self._direct or len(new) > self.items_max or self.suspects or self._queues[0].waiting:
             return None
         chain = new[0].unit.chain
         for task in new:
@@ -168,7 +169,7 @@ class Lane:
             return
         if self.sequences is not None:
             self.sequences.discard(task.id)
-        if self.job and self.job.discard(task):
+        if self.job.discard(task):
             return
         for group in self.suspects:
             if task in group:
@@ -186,9 +187,9 @@ class Lane:
 
     def any_waiting(self) -> bool:
         """Whether something may be given to a worker that has come free."""
-        if self.job:
+        if self.job.any:
             return True
-        return bool(len(self._queue) or self.suspects) if self._queue is not None else self.waiting > 0
+        return bool(self._queue.waiting or self.suspects) if self._queue is not None else self.waiting > 0
 
     @property
     def calm(self) -> bool:
@@ -206,10 +207,6 @@ class Lane:
         queue.add(task.id, now_ms, group=group, priority=task.request.priority, due_ms=task.due_ms)
 
     # batches
-
-    @property
-    def items_max(self) -> int:
-        return self._queues[0].items_max
 
     def job_items(self) -> int:
         """Return how many rows of a job may share a call now."""
@@ -254,4 +251,5 @@ class Lane:
         changed = items != self.items_max
         for queue in self._queues:
             queue.items_max = items
+        self.items_max = items
         return changed

@@ -24,6 +24,12 @@ class _Rule:
     fixed_bytes: int
     bound: tuple[tuple[int, int], ...]
 
+    def item_bytes(self, item: Item) -> int:
+        size = self.fixed_bytes
+        for at, axis in self.bound:
+            size *= item.inputs[at].shape[axis]
+        return size
+
 
 class OutputSizes:
     """The size rules of one step.
@@ -48,9 +54,9 @@ class OutputSizes:
         """Return the bytes of one item for every output port whose size is known and the same for all `items`."""
         sizes: dict[int, int] = {}
         for rule in self._rules:
-            of_each = {rule.fixed_bytes * math.prod(i.inputs[n].shape[axis] for n, axis in rule.bound) for i in items}
-            if len(of_each) == 1:
-                sizes[rule.port] = of_each.pop()
+            size = rule.item_bytes(items[0])
+            if len(items) == 1 or all(rule.item_bytes(item) == size for item in items):
+                sizes[rule.port] = size
         return sizes
 
 

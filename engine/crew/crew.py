@@ -38,7 +38,7 @@ LOOK_MS = 250.0
 class Dispatch:
     """Work that is with a worker: one message to it, answered by one Done.
 
-    room:       blocks leased beforehand for the outputs, by output port; `near_room` on the worker's device.
+    blocks:     every block leased beforehand: for outputs in host memory and on the worker's device, and `ready`.
     ready:      the event leased for what is given on the device.
     started_ms: when the worker could begin with it: when it was sent, or when the one before it was done.
     limit_ms:   how long it may take.
@@ -48,24 +48,18 @@ class Dispatch:
     id: int
     unit: Unit
     tasks: list[Task]
-    room: dict[int, Block]
+    blocks: Sequence[Block]
     started_ms: float
     limit_ms: float
     suspect: bool = False
-    near_room: dict[int, Block] = field(default_factory=dict)
     ready: Block | None = None
-
-    @property
-    def blocks(self) -> list[Block]:
-        """Every block leased beforehand."""
-        event = [] if self.ready is None else [self.ready]
-        return [*self.room.values(), *self.near_room.values(), *event]
 
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
     """One worker. `arena` is the id of this incarnation's arena; a message that names another one is late.
 
+    alive:    whether it has a process, by `state`, which only `move` changes.
     near_arena: id of its arena on its device, 0 for none; its events are leased as those of arena `-near_arena`.
     near_events: how many events it has.
     rung:     how that arena can be shared; '' until it has said so. See DeviceUp.
@@ -92,6 +86,7 @@ class WorkerState:
     restarts: Restarts
     name: str = ""
     state: str = DEAD
+    alive: bool = False
     arena: int = -1
     near_arena: int = 0
     near_events: int = 0
@@ -136,10 +131,6 @@ class WorkerState:
         return bool(self.needs or self.near_needs)
 
     @property
-    def alive(self) -> bool:
-        return self.state in (STARTING, READY, LEAVING)
-
-    @property
     def suspect(self) -> bool:
         """It is running what may kill it: nothing else is put at risk beside it."""
         if self.running and self.running[0].suspect:
@@ -152,7 +143,7 @@ class WorkerState:
         if to is None:
             allowed = [name for state, name in TRANSITIONS if state == self.state]
             raise RuntimeError(f"a worker that is {self.state} cannot {event}; allowed: {allowed or 'nothing'}")
-        self.state = to
+        self.state, self.alive = to, to in (STARTING, READY, LEAVING)
 
 
 class Crew:

@@ -90,9 +90,13 @@ class Fallen:
 
 
 class Past:
-    """What ended with workers that died, as long as somebody who was told of it before may still pass it on."""
+    """What ended with workers that died, as long as somebody who was told of it before may still pass it on.
+
+    any: whether there is such a thing.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
+        self.any = False
         self._ledger = ledger
         self._fallen: list[Fallen] = []
 
@@ -100,9 +104,7 @@ class Past:
         held = self._ledger.taken_bytes
         self._fallen = [one for one in self._fallen if held(one.arena) or held(-one.arena)]
         self._fallen.append(what)
-
-    def __bool__(self) -> bool:
-        return bool(self._fallen)
+        self.any = True
 
     def has(self, value: Value) -> bool:
         """Whether a value, or a part of it, cannot be had any more."""

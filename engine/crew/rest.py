@@ -23,15 +23,13 @@ TRANSITIONS: Mapping[tuple[str, str], str] = {
 class Rest:
     """The steps of one worker that are not awake."""
 
-    __slots__ = ("_states", "moving", "wakes_since_ms")
+    __slots__ = ("_states", "any", "moving", "wakes_since_ms")
 
     def __init__(self) -> None:
         self._states: dict[int, str] = {}
+        self.any = False  # one or another of them is not awake
         self.moving = False  # one of them is falling asleep or waking
         self.wakes_since_ms: float | None = None  # since when one or another of them is waking; None: none is
-
-    def __bool__(self) -> bool:
-        return bool(self._states)
 
     def state(self, step: int) -> str:
         return self._states.get(step, AWAKE)
@@ -46,6 +44,7 @@ class Rest:
             del self._states[step]
         else:
             self._states[step] = to
+        self.any = bool(self._states)
         self.moving = any(one in (FALLING, WAKING) for one in self._states.values())
         if WAKING not in self._states.values():
             self.wakes_since_ms = None
@@ -59,5 +58,5 @@ class Rest:
     def clear(self) -> None:
         """The worker is gone: the next one opens its steps awake."""
         self._states.clear()
-        self.moving = False
+        self.any = self.moving = False
         self.wakes_since_ms = None

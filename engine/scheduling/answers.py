@@ -198,7 +198,8 @@ class Answers:
             else:
                 self._tasks.end(task)
         if not message.unfinished:
-            self._book.release_blocks((*dispatch.blocks, *member.granted))
+            self._book.release_blocks(dispatch.blocks)
+            self._book.release_blocks(member.granted)
         member.granted.clear()
         member.free_ms = now_ms
         if member.running:  # it begins with what was waiting there
@@ -315,7 +316,7 @@ class Answers:
             self._tasks.fail(task, "WorkerDied", "its worker named memory it does not hold", lane.name)
             return
         outputs = result.outputs
-        if self._past:  # it may pass on what it was given before somebody died
+        if self._past.any:  # it may pass on what it was given before somebody died
             if any(map(self._past.has, outputs)):
                 self._tasks.fail(task, "WorkerDied", "it passed on what ended with a worker that died", lane.name)
                 return

@@ -268,7 +268,8 @@ class Book:
             self._ledger.release(key, readers)
 
     def release_blocks(self, blocks: Iterable[Block]) -> None:
-        self.release(block.key for block in blocks)
+        for block in blocks:
+            self._ledger.release(block.key)
 
     def holds_all(self, values: Sequence[Value]) -> bool:
         """Whether every place named is leased, and inside its lease."""
@@ -319,7 +320,10 @@ class Book:
     def _complete(self, request: Request) -> None:
         request.move("complete")
         self.counters.ok += 1
-        owed = [key for value in request.outputs.values() if value.data is None for key in value.keys]
+        owed: list[Key] = []
+        for value in request.outputs.values():
+            if value.data is None:
+                owed += value.keys
         if owed:
             self.owed[request.id] = owed
         if request.tasks or request.gathers or request.stalled or request.sequence is not None:

@@ -265,15 +265,17 @@ class Branches:
 
     def _give(self, request: Request, place: int, outputs: Sequence[Value]) -> None:
         """Settle what a unit gives; a stand-in's outputs are those of the unit it stands in for, too."""
+        route = request.route
         while True:
-            self._dismiss(request, place)
-            for slot, value in zip(request.route.units[place].returns, outputs):
+            if route.stand_ins:
+                self._dismiss(request, place)
+            for slot, value in zip(route.units[place].returns, outputs):
                 self._book.produce(request, slot, value)
             called = request.called.get(place)
             if called is None or request.state != OPEN:
                 return
             place = called.place
-            stand_in = request.route.stand_ins[place]
+            stand_in = route.stand_ins[place]
             outputs = tuple(outputs[at] if at >= 0 else ABSENT for at in stand_in.ports)
 
     def _dismiss(self, request: Request, place: int) -> None:

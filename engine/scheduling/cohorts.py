@@ -38,27 +38,20 @@ class Cohort:
 class Cohorts:
     """Holds tasks back and lets them go. Pure; owned by the scheduler.
 
-    form: called with a step and its tasks, in row order, when they are all there.
+    form:  called with a step and its tasks, in row order, when they are all there.
+    moved: cohorts in which something has changed since `release`.
     """
 
     def __init__(self, plan: Plan, form: Callable[[int, list[Task]], None]) -> None:
         self._before = ancestors(plan)
         self._holds = [not step.streams and step.sequence is None and not step.control for step in plan.steps]
         self._form = form
-        self._touched: dict[Cohort, None] = {}
+        self.moved: dict[Cohort, None] = {}
         self._holding: dict[Cohort, None] = {}  # those that hold something, the oldest first
 
-    @property
-    def moved(self) -> bool:
-        """Whether something has changed since `release`."""
-        return bool(self._touched)
-
-    def begin(self, task: Task) -> bool:
-        """Take in a task that has begun; True when it is held back, and not to be queued."""
-        cohort = task.request.cohort
-        if cohort is None:
-            return False
-        self._touched[cohort] = None
+    def begin(self, cohort: Cohort, task: Task) -> bool:
+        """Take in a task of a cohort that has begun; True when it is held back, and not to be queued."""
+        self.moved[cohort] = None
         if not self._holds[task.unit.step]:
             cohort.running += 1
             return False
@@ -66,17 +59,13 @@ class Cohorts:
         self._holding[cohort] = None
         return True
 
-    def copied(self, task: Task) -> None:
+    def copied(self, cohort: Cohort) -> None:
         """A task that runs already has come to life a second time."""
-        if task.request.cohort is not None:
-            task.request.cohort.running += 1
+        cohort.running += 1
 
-    def over(self, task: Task) -> None:
-        """A task is alive no more."""
-        cohort = task.request.cohort
-        if cohort is None:
-            return
-        self._touched[cohort] = None
+    def over(self, cohort: Cohort, task: Task) -> None:
+        """A task of a cohort is alive no more."""
+        self.moved[cohort] = None
         held = cohort.held.get(task.unit.step)
         if held is None or held.pop(task.id, None) is None:
             cohort.running -= 1
@@ -87,8 +76,8 @@ class Cohorts:
 
     def release(self) -> None:
         """Let go of everything whose cohort is all there."""
-        touched, self._touched = self._touched, {}
-        for cohort in touched:
+        moved, self.moved = self.moved, {}
+        for cohort in moved:
             if cohort.running or not cohort.held:
                 continue
             step = next(step for step in sorted(cohort.held) if not self._before[step].intersection(cohort.held))

@@ -67,7 +67,7 @@ class Dispatcher:
     def pump(self) -> None:
         """Give free workers the due batches of the lanes where something has changed, the most urgent first."""
         while self._tasks.due:
-            lanes = [self._tasks.lanes[index] for index in self._tasks.due]
+            lanes = list(map(self._tasks.lanes.__getitem__, self._tasks.due))
             self._tasks.due.clear()
             if len(lanes) > 1:
                 lanes.sort(key=_urgency)
@@ -84,7 +84,7 @@ class Dispatcher:
                     if new is None:
                         break
                     self._hand_out(worker, lane, new)
-                    if lane.job:
+                    if lane.job.any:
                         self._serve_jobs(lane)
                     return
             lane.settle(self._book.now_ms)
@@ -95,13 +95,13 @@ class Dispatcher:
         for worker in lane.workers:
             member = self._crew.members[worker]
             while lane.suspects and member.state == READY and not member.busy and not member.why:
-                if member.rest and self._rests(member, lane):
+                if member.rest.any and self._rests(member, lane):
                     break
                 group = lane.suspects.popleft()
                 if group:  # else they were all dropped meanwhile
                     self._dispatch(worker, lane, group, suspect=True)
             queue = lane.queue(worker)
-            while len(queue) and self.has_room(member, lane):
+            while queue.waiting and self.has_room(member, lane):
                 for late in queue.late(self._book.now_ms):
                     if late in self._tasks.live:
                         self._too_late(self._tasks.live[late], lane)
@@ -113,13 +113,13 @@ class Dispatcher:
                         self.waits[lane.index] = min(self.waits.get(lane.index, wake), wake)
                     break
                 self._hand_out(worker, lane, [self._tasks.live[id] for id in taken])
-        if lane.job:
+        if lane.job.any:
             self._serve_jobs(lane)
 
     def _serve_jobs(self, lane: Lane) -> None:
         """Give rows of jobs to workers that usual requests leave free."""
         for worker in lane.job_workers:
-            while lane.job and lane.calm and self._has_room_for_job(self._crew.members[worker], lane):
+            while lane.job.any and lane.calm and self._has_room_for_job(self._crew.members[worker], lane):
                 room = lane.job_items()
                 if lane.streams and lane.shared:
                     room = min(room, self._job_streams_left(self._crew.members[worker], lane))
@@ -148,9 +148,7 @@ class Dispatcher:
     def _has_room_for_job(self, member: WorkerState, lane: Lane) -> bool:
         """Whether a worker may be given (more) of a step's work for jobs: one batch, and a second ahead of it only
         where no usual request can come to wait for both."""
-        if member.state != READY or member.why or member.suspect or member.full:
-            return False
-        if member.rest and self._rests(member, lane):
+        if not self._is_open(member, lane):
             return False
         if lane.streams or not member.running:
             return True
@@ -165,21 +163,25 @@ class Dispatcher:
 
     def has_room(self, member: WorkerState, lane: Lane) -> bool:
         """Whether a worker may be given (more) of a step's work now."""
-        if member.state != READY or member.why or member.suspect or member.full:
-            return False
-        if member.rest and self._rests(member, lane):
+        if not self._is_open(member, lane):
             return False
         if lane.streams or not member.running:
             return not lane.suspects or not lane.streams
         return (
             len(member.running) < DISPATCHES_MAX
-            and len(lane.queue(lane.workers[0])) >= lane.items_max
+            and len(lane.queue(lane.workers[0]).waiting) >= lane.items_max
             and lane.sequences is None
             and lane.quick
             and not lane.suspects  # they wait for a worker that has nothing else to do
             and not member.waits_for_room
             and not any(self._is_free(worker) for worker in lane.workers)
         )
+
+    def _is_open(self, member: WorkerState, lane: Lane) -> bool:
+        """Whether a worker is there for a step's work at all, whatever it has in hand."""
+        if member.state != READY or member.why or (member.busy and (member.suspect or member.full)):
+            return False
+        return not (member.rest.any and self._rests(member, lane))
 
     def _rests(self, member: WorkerState, lane: Lane) -> bool:
         """Whether a worker cannot run a step, or what it hands over to, because it sleeps or is on its way."""
@@ -249,20 +251,21 @@ class Dispatcher:
         unit = tasks[0].unit
         room: dict[int, Block] = {}
         near_room: dict[int, Block] = {}
-        if not unit.chain and lane.sizes.any:
+        blocks: tuple[Block, ...] = ()
+        if lane.sizes.any and not unit.chain:
             room, near_room = self._rooms.beforehand(member, lane.sizes, items)
-            lane.in_place = lane.in_place or bool(room) or bool(near_room)
-        marked = member.near_events and not (suspect or member.on_host) and self._gives_near(unit)
-        ready = self._rooms.event(member) if marked else None
+            if room or near_room:
+                lane.in_place, blocks = True, (*room.values(), *near_room.values())
+        ready = None
+        if member.near_events and not (suspect or member.on_host) and self._gives_near(unit):
+            ready = self._rooms.event(member)
+            blocks = blocks if ready is None else (*blocks, ready)
         if unit.message is not None and unit.chain not in member.chains:
             member.chains.add(unit.chain)
             self._emit(ev.Send(worker, unit.message))
-        run_max_ms = lane.step.run_max_ms
-        dispatch = Dispatch(
-            self._crew.next_dispatch(), unit, tasks, room, now_ms, run_max_ms, suspect, near_room, ready
-        )  # fmt: skip
-        member.running.append(dispatch)
-        run = msg.Run(dispatch.id, lane.index, tuple(items), room, unit.chain, suspect, near_room, ready)
+        id = self._crew.next_dispatch()
+        member.running.append(Dispatch(id, unit, tasks, blocks, now_ms, lane.step.run_max_ms, suspect, ready))
+        run = msg.Run(id, lane.index, tuple(items), room, unit.chain, suspect, near_room, ready)
         self._emit(ev.Send(worker, run))
 
     def _gives_near(self, unit: Unit) -> bool:
@@ -291,13 +294,13 @@ class Dispatcher:
         waiting = [lane for lane in self._tasks.lanes if lane.waiting]
         if any(self.has_room(members[worker], lane) for lane in waiting for worker in lane.workers):
             return False
-        rows = [lane for lane in self._tasks.lanes if lane.job and lane.calm]
+        rows = [lane for lane in self._tasks.lanes if lane.job.any and lane.calm]
         return not any(self._has_room_for_job(members[one], lane) for lane in rows for one in lane.job_workers)
 
 
 def _urgency(lane: Lane) -> float:
     if lane.suspects:
         return -math.inf
-    if lane.job and lane.calm:
+    if lane.job.any and lane.calm:
         return math.inf
     return min((key for queue in lane.queues() if (key := queue.urgency()) is not None), default=math.inf)

@@ -34,6 +34,7 @@ from weftline.engine.scheduling.events import Command, Event
 from weftline.engine.scheduling.feeds import Feeds
 from weftline.engine.scheduling.request import Request
 from weftline.engine.scheduling.rooms import Rooms, lease_all
+from weftline.engine.scheduling.routes import Route
 from weftline.engine.scheduling.tasks import Tasks
 from weftline.engine.scheduling.timing import note
 from weftline.errors import InputError, LimitReached
@@ -58,6 +59,7 @@ class Scheduler:
         self.ledger.add_arena(INGRESS_ARENA, align_up(plan.limits.arena_bytes, PAGE_BYTES))
         self.crew = Crew(plan, seed)
         self._out: list[Command] = []
+        self._emit = self._out.append
         self._tasks = Tasks(plan, self.crew, self._emit)
         self._branches = Branches(plan, self._tasks.begin, self._tasks.drop)
         self._book = Book(plan, self.ledger, self._emit, self._branches.ready, self._tasks.drop_all)
@@ -112,7 +114,8 @@ class Scheduler:
         for event in events:
             self._handlers[type(event)](event)
         while self._tasks.due or self._tasks.cohorts.moved:
-            self._tasks.cohorts.release()
+            if self._tasks.cohorts.moved:
+                self._tasks.cohorts.release()
             self._dispatcher.pump()
         if self.idleness.naps.resting:
             self.idleness.wake_wanted()  # after all that may have put a task into a queue
@@ -120,15 +123,22 @@ class Scheduler:
             self._rooms.grant(self._stuck)
         for arena in self.ledger.forget_empty():
             self._emit(ev.ForgetArena(arena))
-        out, self._out = self._out, []
+        out = self._out.copy()
+        self._out.clear()
         return out
 
     def wake_at_ms(self) -> float | None:
         """When to send a Tick if nothing else happens; None: never."""
-        soonest = _sooner(self.crew.wake_at_ms(), self._book.wake_at_ms())
-        soonest = _sooner(soonest, self._tasks.timers.wake_at_ms())
-        soonest = _sooner(soonest, self.idleness.timers.wake_at_ms())
-        return _sooner(soonest, min(self._dispatcher.waits.values())) if self._dispatcher.waits else soonest
+        soonest = self.crew.wake_at_ms()
+        for at in (
+            self._book.wake_at_ms(),
+            self._tasks.timers.wake_at_ms(),
+            self.idleness.timers.wake_at_ms(),
+            *self._dispatcher.waits.values(),
+        ):
+            if at is not None and (soonest is None or at < soonest):
+                soonest = at
+        return soonest
 
     def try_reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:
         """Lease blocks in the ingress arena for a request's inputs, before it is submitted; LimitReached when full.
@@ -189,9 +199,6 @@ class Scheduler:
                 self.idleness.wake_wanted()
         return False
 
-    def _emit(self, command: Command) -> None:
-        self._out.append(command)
-
     def _together(self, event: ev.Together) -> None:
         cohort = Cohort()
         for row, one in enumerate(event.rows):
@@ -206,7 +213,7 @@ class Scheduler:
                 raise LimitReached(f"step {name} is unavailable: its worker keeps failing to start")
             size = size_of(event)
             self._book.admission.check(size, event.job)
-            refused = self._in_time(event) or self._in_sequence(event)
+            refused = self._in_time(event, route) or self._in_sequence(event, route)
             if refused is not None:
                 self.counters.refused += 1
                 self._emit(refused)
@@ -222,28 +229,27 @@ class Scheduler:
             self._emit(ev.Refuse(event.request, str(refusal), 0.0, "InputError"))
         self._book.release_inputs(event.inputs)
 
-    def _in_time(self, event: ev.Submitted) -> ev.Refuse | None:
+    def _in_time(self, event: ev.Submitted, route: Route) -> ev.Refuse | None:
         """Return a refusal when measured times say that the request cannot make its deadline."""
         if event.deadline_ms is None or not self.plan.slo.refuse_early:
             return None
         left = event.deadline_ms - self._book.now_ms
-        needs = self._tasks.whole_ms(self._book.routes.route(event.wanted))
+        needs = self._tasks.whole_ms(route)
         if needs <= left:
             return None
         told = f"by recent times it needs about {needs:.0f} ms and has {max(left, 0):.0f} ms; it was not begun"
         return ev.Refuse(event.request, told, self._book.admission.retry_after_s(), "DeadlineExceeded")
 
-    def _in_sequence(self, event: ev.Submitted) -> ev.Refuse | None:
+    def _in_sequence(self, event: ev.Submitted, route: Route) -> ev.Refuse | None:
         """Tell every step with memory of a request's sequence; return a refusal when one cannot take it."""
-        part = event.sequence
-        for lane in self._tasks.remembering(self._book.routes.route(event.wanted)):
-            if part is None:
-                told = f"step {lane.name} remembers between the requests of a sequence; say which one this belongs to"
-                return ev.Refuse(event.request, told, 0.0, "InputError")
+        part, lanes = event.sequence, self._tasks.remembering(route)
         if part is None:
-            return None
+            if not lanes:
+                return None
+            told = f"step {lanes[0].name} remembers between the requests of a sequence; say which one this belongs to"
+            return ev.Refuse(event.request, told, 0.0, "InputError")
         admitted: list[Lane] = []
-        for lane in self._tasks.remembering(self._book.routes.route(event.wanted)):
+        for lane in lanes:
             refused = lane.admit(part, self._book.now_ms)
             if refused is not None:
                 for earlier in admitted:
@@ -326,7 +332,3 @@ class Scheduler:
     def _kill(self, worker: int, why: str) -> None:
         self.crew.members[worker].why = why
         self._emit(ev.KillWorker(worker, why))
-
-
-def _sooner(one: float | None, other: float | None) -> float | None:
-    return one if other is None or (one is not None and one <= other) else other

@@ -89,7 +89,7 @@ class Tasks:
                 task.feed, feed.task = feed, task
             else:
                 feed.end()
-        held = self.cohorts.begin(task)
+        held = request.cohort is not None and self.cohorts.begin(request.cohort, task)
         if unit.step in self.hopeless:
             self.fail_hopeless(task, "it is given up")
             return
@@ -139,7 +139,8 @@ class Tasks:
         del task.request.tasks[task.id]
         if self._used is not None:
             self._used(task.unit.step)
-        self.cohorts.over(task)
+        if task.request.cohort is not None:
+            self.cohorts.over(task.request.cohort, task)
         if task.feed is not None:
             task.feed.end()
         if self.timers.any:
@@ -217,7 +218,8 @@ class Tasks:
             task.element, -1, task.started_ms, task.attempts, task.deaths, task.digest, task.said, spared=task.spared,
         )  # fmt: skip
         self.live[again.id] = again.request.tasks[again.id] = again
-        self.cohorts.copied(again)
+        if task.request.cohort is not None:
+            self.cohorts.copied(task.request.cohort)
         return again
 
     def fail_hopeless(self, task: Task, why: str) -> None:

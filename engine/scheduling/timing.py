@@ -29,20 +29,22 @@ def note(
             )
         )  # fmt: skip
         return
-    member, one, started = crew.members[task.worker], ran[0], task.started_ms
+    member, one, later, started = crew.members[task.worker], ran[0], ran[1:], task.started_ms
     free = member.free_ms if member.free_ms > task.arrived_ms else task.arrived_ms
-    later_ms = 0.0 if len(ran) == 1 else sum(stage.run_ms for stage in ran[1:])
-    run_ms = max(now_ms - started - later_ms, 0.0)
+    run_ms = now_ms - started
+    for stage_ran in later:
+        run_ms -= stage_ran.run_ms
+    run_ms = max(run_ms, 0.0)
     timings.append(
         tuple.__new__(  # which is what StepTiming(...) comes to, at half the cost; it is on the way of every item
             StepTiming,
             (
                 first, started - task.arrived_ms, run_ms, _batch(one), max(started - free, 0.0), one.run_ms,
-                member.name, started, task.attempts, task.element, outcome if len(ran) == 1 else "ok",
+                member.name, started, task.attempts, task.element, "ok" if later else outcome,
             ),
         )
     )  # fmt: skip
-    for stage, one in enumerate(ran[1:], 1):
+    for stage, one in enumerate(later, 1):
         started += run_ms
         run_ms = one.run_ms
         timings.append(

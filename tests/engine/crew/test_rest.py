@@ -9,7 +9,7 @@ def test_a_step_falls_asleep_sleeps_wakes_and_leaves_nothing() -> None:
     rest, seen = Rest(), []
     for event in ("sleep", "slept", "wake", "awake"):
         rest.move(3, event)
-        seen.append((rest.state(3), rest.moving, bool(rest)))
+        seen.append((rest.state(3), rest.moving, rest.any))
     assert seen == [(FALLING, True, True), (ASLEEP, False, True), (WAKING, True, True), (AWAKE, False, False)]
 
 
@@ -30,7 +30,7 @@ def test_all_of_several_steps_sleep_or_not() -> None:
         rest.move(step, "slept")
     assert rest.asleep((0, 1)) and not rest.asleep((0, 1, 2))
     rest.clear()
-    assert (rest.state(0), rest.moving, bool(rest)) == (AWAKE, False, False)
+    assert (rest.state(0), rest.moving, rest.any) == (AWAKE, False, False)
 
 
 def test_since_when_a_worker_wakes_steps_is_on_record_until_the_last_is_awake() -> None:
