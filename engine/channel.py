@@ -62,18 +62,21 @@ class Channel:
     def unsent_bytes(self) -> int:
         return sum(len(view) for view, _ in self._unsent) if self._unsent else 0
 
-    def send(self, body: bytes, descriptor: int | None = None) -> None:
+    def send(self, body: bytes, descriptor: int | None = None) -> bool:
         """Send one message, with a duplicate of `descriptor` if given; ChannelClosed when nobody is there.
 
-        A blocking channel waits until everything has left; the other kind keeps what does not fit for `flush`.
+        Returns whether everything has left. A blocking channel waits for that; the other kind keeps what does not fit
+        for `flush`.
         """
         frame = len(body).to_bytes(4, "little") + body
         if self._blocking:
             with self._sending:
                 self._send_all(frame, descriptor)
-        elif self._unsent or descriptor is not None or not self._send_now(frame):
-            self._unsent.append((memoryview(frame), [] if descriptor is None else [os.dup(descriptor)]))
-            self.flush()
+            return True
+        if not self._unsent and descriptor is None and self._send_now(frame):
+            return not self._unsent
+        self._unsent.append((memoryview(frame), [] if descriptor is None else [os.dup(descriptor)]))
+        return self.flush()
 
     def try_send(self, body: bytes) -> bool:
         """Send one short message on a blocking channel if nobody else is sending and the socket takes it at once."""

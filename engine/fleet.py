@@ -13,6 +13,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -43,11 +44,16 @@ Died = Callable[[int, int, str, str, str, bool], None]
 
 
 class Fleet:
-    """The processes of one plan. `arenas`: every arena this process has mapped, by id; those of devices are not."""
+    """The processes of one plan.
+
+    arenas:   every arena this process has mapped, by id; those of devices are not.
+    epoll_fd: the descriptor that is readable when `wait_ready` would find something; -1 before `open`.
+    """
 
     def __init__(self, plan: Plan, cache_dir: Path, heard: Heard, died: Died) -> None:
         self.arenas: dict[int, HostArena] = {}
         self.short = False
+        self.epoll_fd = -1
         self._plan = plan
         self._cache_dir = cache_dir
         self._heard = heard
@@ -67,6 +73,7 @@ class Fleet:
     def open(self) -> None:
         """Take what it needs of the system; OSError when there is none, `close` then gives back what it got."""
         self._epoll = select.epoll()
+        self.epoll_fd = self._epoll.fileno()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watch(self._wake_fd, lambda mask: self._take_wake())
         self._naps = select.poll()
@@ -90,7 +97,7 @@ class Fleet:
             self._died(worker, arena, planned.name, f"it could not be started: {self.reason(error)}", "", True)
             return
         self._workers[worker] = (arena, process)
-        self._watch(process.channel.fileno(), lambda mask: self._hear(worker, process, mask))
+        self._watch(process.channel.fileno(), partial(self._hear, worker, process))
         self._watch(process.pidfd, lambda mask: self._bury(worker, process))
         self._watch(process.log_fd, lambda mask: self._read_log(process))
         self.send(worker, self._open_message(worker))
@@ -105,8 +112,7 @@ class Fleet:
         process = self._workers[worker][1]
         channel = process.channel
         try:
-            channel.send(msg.encode(message), descriptor)
-            if channel.has_unsent:
+            if not channel.send(msg.encode(message), descriptor):
                 self._epoll.modify(channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
         except ChannelClosed:
             pass  # its death is on its way as an event of its own
@@ -146,11 +152,6 @@ class Fleet:
     def wait_ready(self, nap_s: float) -> list[tuple[int, int]]:
         """Wait until a descriptor has something to say, `wake` is called, or `nap_s` has passed (-1: for ever)."""
         return self._epoll.poll(nap_s, EVENTS_MAX)
-
-    @property
-    def epoll_fd(self) -> int:
-        """The descriptor that is readable when `wait_ready` would find something."""
-        return self._epoll.fileno()
 
     def wait_wake(self, nap_s: float) -> None:
         """Wait until `wake` is called, or `nap_s` has passed; whatever else there is to hear is left alone."""
@@ -212,7 +213,7 @@ class Fleet:
         self._device_arenas.close()
         if self._reserve is not None:
             self._reserve.close()
-        wake_fd, self._wake_fd = self._wake_fd, -1
+        wake_fd, self._wake_fd, self.epoll_fd = self._wake_fd, -1, -1
         if wake_fd >= 0:
             self._epoll.close()
             os.close(wake_fd)

@@ -20,7 +20,7 @@ from weftline.engine.packed import Packed
 from weftline.engine.pending import PendingTensor
 from weftline.errors import StepError
 from weftline.nodes.detections import Detections
-from weftline.nodes.ports import PortType
+from weftline.nodes.ports import Dim, PortType
 from weftline.nodes.values import fits, is_json
 from weftline.shm.arena import HostArena
 from weftline.shm.device.tensor import DeviceTensor
@@ -114,7 +114,7 @@ def pack_pending(pending: PendingTensor, type: PortType, what: str) -> Packed:
     """Return a tensor that is still to be read, ready to travel on a tensor port; StepError when it does not fit."""
     spec = pending.spec
     dtype_fits = type.dtype is None or type.dtype == spec.dtype
-    if not dtype_fits or (type.dims is not None and not fits(type.dims, spec.shape)):
+    if not dtype_fits or not _has_dims(spec.shape, type.dims):
         raise StepError(f"{what}: found {spec.dtype}{list(spec.shape)}, expected {type}")
     return Packed(type.kind, spec.dtype, spec.shape, pending=pending)
 
@@ -199,7 +199,13 @@ def is_of(value: Value | Packed, type: PortType) -> bool:
     if kind == "list":
         return type.item is None or all(is_of(item, type.item) for item in value.items or ())
     dtype_fits = type.dtype is None or type.dtype == value.dtype
-    return dtype_fits and (type.dims is None or fits(type.dims, value.shape))
+    return dtype_fits and _has_dims(value.shape, type.dims)
+
+
+def _has_dims(shape: tuple[int, ...], dims: tuple[Dim, ...] | None) -> bool:
+    if dims is None or (len(dims) == 1 == len(shape) and dims[0].__class__ is str):  # at once, what most ports say
+        return True
+    return fits(dims, shape)
 
 
 def _address(array: np.ndarray) -> int:
@@ -240,14 +246,11 @@ def _pack_array(value: Any, type: PortType, what: str) -> Packed:
         held = dtype
     else:
         held = _NAMES.get(array.dtype.char) or dtype_name(array.dtype)
-    shape, dims = array.shape, type.dims
+    shape = array.shape
     if held not in ITEM_BYTES or (dtype is not None and held != dtype):
         raise StepError(f"{what}: found {held}{list(shape)}, expected {type}")
-    if dims is None or (len(dims) == 1 == len(shape) and dims[0].__class__ is str):  # at once, what most ports say
-        right = True
-    else:
-        right = fits(dims, shape)
-    if not right or (rank is not None and array.ndim != rank) or (type.kind == "image" and shape[-1] != 3):
+    right = _has_dims(shape, type.dims) and (rank is None or array.ndim == rank)
+    if not right or (type.kind == "image" and shape[-1] != 3):
         raise StepError(f"{what}: found {held}{list(shape)}, expected {type}")
     return Packed(type.kind, held, shape, array)
 
@@ -266,7 +269,7 @@ def _pack_near(tensor: DeviceTensor, type: PortType, what: str) -> Packed:
         spec = TensorSpec(dtype, tensor.shape)
         tensor = DeviceTensor(spec, tensor.device, tensor.address, tensor.owner, tensor.writable)
     shape = tensor.shape
-    right = (dtype is None or tensor.dtype == dtype) and (type.dims is None or fits(type.dims, shape))
+    right = (dtype is None or tensor.dtype == dtype) and _has_dims(shape, type.dims)
     if not right or (rank is not None and len(shape) != rank) or (type.kind == "image" and shape[-1] != 3):
         raise StepError(f"{what}: found {tensor.dtype}{list(shape)}, expected {type}")
     return Packed(type.kind, tensor.dtype, shape, near=tensor)

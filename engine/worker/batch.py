@@ -10,10 +10,10 @@ import numpy as np
 from weftline.engine.messages import Brought, Item, Value
 from weftline.engine.packed import Source
 from weftline.engine.values import side_by_side, stacked
+from weftline.engine.worker.outputs import Aside
 from weftline.engine.worker.padding import Padded
 from weftline.nodes.contract import Batch
 from weftline.nodes.urgency import USUAL, SequencePart, Urgency, seed_of
-from weftline.shm.block import Place
 from weftline.shm.spec import TensorSpec
 from weftline.shm.view import numpy_dtype
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class HostedBatch(Batch):
     """A batch of items that came in a message, or from an earlier step of a chain."""
 
-    __slots__ = ("_items", "_near_rooms", "_padded", "_rooms", "_rows", "_step")
+    __slots__ = ("_aside", "_items", "_padded", "_rows", "_step")
 
     def __init__(
         self,
@@ -32,17 +32,15 @@ class HostedBatch(Batch):
         items: Sequence[Item],
         rows: Sequence[Sequence[Source]],
         values: Mapping[str, Sequence[Any]],
-        rooms: Mapping[int, Place],
+        aside: Aside,
         padded: Padded | None,
-        near_rooms: Mapping[int, Place],
     ) -> None:
         self._step = step
         self._items = items
         self._rows = rows
         self._values = values
-        self._rooms = rooms
+        self._aside = aside
         self._padded = padded
-        self._near_rooms = near_rooms
 
     @property
     def ids(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -71,12 +69,12 @@ class HostedBatch(Batch):
 
     def room(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
         index = next((i for i, (name, _) in enumerate(self._step.outputs) if name == port), -1)
-        near = self._near_rooms.get(index)
+        near = self._aside.near.get(index)
         if near is not None:
             return self._step.memory.tensor_in(near, TensorSpec(dtype, (len(self), *shape)))
         if index >= 0 and self._step.gives_near(index):
             return None  # there may be room in host memory, but not where it is read on the device
-        place = self._rooms.get(index)
+        place = self._aside.host.get(index)
         if place is None:
             return None
         return self._step.memory.array_in(place, numpy_dtype(dtype), (len(self), *shape))

@@ -24,8 +24,9 @@ class HostedChain:
     """A chain of this worker. `steps`: those of its stages, in order."""
 
     def __init__(self, chain: msg.Chain, steps: Sequence[HostedStep]) -> None:
-        self._stages = [(step, stage.inputs) for step, stage in zip(steps, chain.stages, strict=True)]
-        self._returns = chain.returns
+        # Where things come from in what an item has: its own inputs first, then what each stage has made.
+        self._stages = [(step, _later(stage.inputs)) for step, stage in zip(steps, chain.stages, strict=True)]
+        self._returns = _later(chain.returns)
         self._memory = steps[0].memory
         self._cancels = steps[0].cancels
         self._giving = Giving(self._memory, [steps[stage].where[port] for stage, port in chain.returns])
@@ -35,7 +36,7 @@ class HostedChain:
         items = message.items
         self._memory.begin()
         ended = dict(refused)
-        made: list[list[Row]] = [[] for _ in items]  # each item's outputs, stage by stage
+        had: list[list[Sequence[Source]]] = [[item.inputs] for item in items]  # of each: inputs, stage after stage
         ran, out_of_memory = [], 0
         for position, (step, inputs) in enumerate(self._stages):
             step.begin()
@@ -47,24 +48,23 @@ class HostedChain:
             alive = [at for at in range(len(items)) if at not in ended] if ended else range(len(items))
             for start in range(0, len(alive), step.items_max):
                 batch = alive[start : start + step.items_max]
-                rows = [[_source(items[at], made[at], wire) for wire in inputs] for at in batch]
+                rows = [[had[at][stage][port] for stage, port in inputs] for at in batch]
                 for at, row in zip(batch, step.call([items[at] for at in batch], rows)):
                     if isinstance(row, Failure):
                         ended[at] = Failure(row.error, row.message, position)
                     else:
-                        made[at].append(row)
+                        had[at].append(row)
             ran.append(Ran((time.perf_counter() - started) * 1000, step.batches, len(alive)))
             out_of_memory = max(out_of_memory, step.out_of_memory)
         rows_out: list[Row | Failure] = [
-            ended[at] if at in ended else [made[at][stage][port] for stage, port in self._returns]
+            ended[at] if at in ended else [had[at][stage][port] for stage, port in self._returns]
             for at in range(len(items))
         ]
         results = self._giving.give(rows_out)
         last = len(self._stages) - 1
-        results = [
-            Failure(one.error, one.message, last) if isinstance(one, Failure) and at not in ended else one
-            for at, one in enumerate(results)
-        ]
+        for at, one in enumerate(results):
+            if isinstance(one, Failure) and at not in ended:
+                results[at] = Failure(one.error, one.message, last)
         told, unfinished, moved = finish(self._memory, message, results)
         copied = self._memory.copied_bytes
         return Done(message.dispatch, told, tuple(ran), copied, out_of_memory, unfinished, moved)
@@ -76,7 +76,6 @@ def _leave_out(items: Sequence[Item], gone: set[int], stage: int, ended: dict[in
             ended[at] = Failure(CANCELLED.error, CANCELLED.message, stage)
 
 
-def _source(item: Item, made: Sequence[Row], wire: tuple[int, int]) -> Source:
-    """Return where one input of a stage comes from: the item itself (-1), or an earlier stage's output."""
-    stage, port = wire
-    return item.inputs[port] if stage < 0 else made[stage][port]
+def _later(wires: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return (stage, port) pairs counted from the item itself, which messages call stage -1."""
+    return tuple((stage + 1, port) for stage, port in wires)

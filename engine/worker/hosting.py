@@ -168,24 +168,24 @@ class HostedStep:
             came[port] = tuple(map(_fixed, columns[port]))
         values = dict(zip(self.inputs, columns))
         padded = self._padding.pad(values) if self._padding is not None else None
-        if self.memory.work is not None and self._on_gpu:
+        if self._on_gpu and self.memory.work is not None:
             self.memory.work.launch()
-        given = self.node.run(HostedBatch(self, items, rows, values, aside.host, padded, aside.near))
+        given = self.node.run(HostedBatch(self, items, rows, values, aside, padded))
         outputs = self._ports.check(given, len(items))
         if padded is not None:
             outputs = {n: [padded.cut(n, v, at) for at, v in enumerate(outputs[n])] for n, _ in self.outputs}
-        made = [self._ports.row(outputs, position, row, came, aside) for position, row in enumerate(rows)]
+        made = self._ports.rows(outputs, rows, came, aside)
         if self._ports.lacked_memory:
             self.out_of_memory = max(self.out_of_memory, 1)
         return made
 
     def _column(self, name: str, sources: Sequence[Source]) -> list[Any]:
         """Return a port's values as the node sees them, one for each item."""
-        if name in self.near and self.memory.work is not None:
-            return self.memory.work.column(sources, self.copies_inputs)
         memory = self.memory
         if memory.near is None:
             column = [live(source, memory.arenas) for source in sources]
+        elif name in self.near and memory.work is not None:
+            return memory.work.column(sources, self.copies_inputs)
         else:
             column = [memory.live(source) for source in sources]
         return [_private(value) for value in column] if self.copies_inputs else column

@@ -118,7 +118,8 @@ class Worker:
             busy = [index for index, stream in self._streams.items() if stream.busy] if self._streams else None
             if not busy:
                 if not inbox:
-                    self._note()
+                    if self._streams or self._counting:
+                        self._note()
                     inbox.wait_mail()
                 self._take(inbox.take())
                 if self._counting and time.monotonic() - self._noted_s > NOTE_S:

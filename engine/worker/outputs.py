@@ -82,33 +82,41 @@ class OutputPorts:
             return outputs
         return {name: self._seen_whole(outputs[name], self._on_device) for name, _ in self.ports}
 
-    def row(
+    def rows(
         self,
         outputs: Mapping[str, Sequence[Any]],
-        position: int,
-        row: Sequence[Source],
+        rows: Sequence[Sequence[Source]],
         came: Sequence[tuple[Any, ...]],
         aside: Aside,
-    ) -> Row | Failure:
-        """Return one item's outputs, or the first failure among them.
+    ) -> list[Row | Failure]:
+        """Return each item's outputs, or the first failure among them.
 
-        row, came: its inputs as they came, and as the node saw them, by port and item.
+        rows, came: its inputs as they came, by item and port, and as the node saw them, by port and item.
         """
-        made: Row = []
+        made: list[Row | Failure] = [[] for _ in rows]
         for port, (name, type) in enumerate(self.ports):
-            value = outputs[name][position]
-            if isinstance(value, BaseException):
-                if not is_out_of_memory(value):
-                    return failure(value)
-                self.lacked_memory = True
-                return out_of_memory(value)
-            try:
-                made.append(self._ready(value, type, name, port, position, row, came, aside))
-                if self._finite:
-                    self._check_finite(value, type, name)
-            except (StepError, InputError) as error:
-                return failure(error)
+            given = outputs[name]
+            for position, row in enumerate(rows):
+                so_far, value = made[position], given[position]
+                if isinstance(so_far, Failure):
+                    continue
+                if isinstance(value, BaseException):
+                    made[position] = self._failed(value)
+                    continue
+                try:
+                    so_far.append(self._ready(value, type, name, port, position, row, came, aside))
+                    if self._finite:
+                        self._check_finite(value, type, name)
+                except (StepError, InputError) as error:
+                    made[position] = failure(error)
         return made
+
+    def _failed(self, error: BaseException) -> Failure:
+        """Return what an item has whose output is an error."""
+        if not is_out_of_memory(error):
+            return failure(error)
+        self.lacked_memory = True
+        return out_of_memory(error)
 
     def _check_finite(self, value: Any, type: PortType, name: str) -> None:
         seen = self._on_device(value) if self._on_device is not None and type.kind in ARRAYS else None

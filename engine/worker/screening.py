@@ -32,9 +32,9 @@ class Screening:
 
     def refused(self, message: Run | Submit) -> dict[int, Failure]:
         """Say what suspect items are made of; return the failures of those that are refused, by position."""
-        listed = self._listed.get(message.step, frozenset())
-        if not listed and not message.suspect:
+        if not message.suspect and message.step not in self._listed:
             return {}
+        listed = self._listed.get(message.step, frozenset())
         digests = tuple(map(self._digest, message.items))
         if message.suspect:
             dispatch, streams = (message.dispatch, ()) if isinstance(message, Run) else (0, message.items)
