@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
 from weftline.nodes.ports import Ports, port
-from weftline.nodes.text_classifier import TextClassifier, check_classifier, open_classifier
+from weftline.nodes.text_classifier import TextClassifier, check_classifier, is_onnx, open_classifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,10 @@ class Classify(BatchNode):
         found = self._opened.probabilities(batch["text"])
         scores = [{label: round(float(p), 6) for label, p in zip(labels, row, strict=True)} for row in found]
         return {"label": [labels[int(row.argmax())] for row in found], "scores": scores}
+
+    @classmethod
+    def can_rest(cls, config: ClassifyConfig, step: StepContext) -> bool:
+        return not is_onnx(config.model, step.base_dir)
 
     def sleep(self, keep: str) -> bool:
         return self._opened.sleep(keep)

@@ -261,7 +261,7 @@ class Node(ABC):
         """Give back what `open` took."""
 
     @classmethod
-    def can_rest(cls, config: Any) -> bool:
+    def can_rest(cls, config: Any, step: StepContext) -> bool:
         """Whether a node with this config sleeps by itself where its weights are to be kept; the plan says if not."""
         return cls.sleep is not Node.sleep
 

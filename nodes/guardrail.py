@@ -24,7 +24,7 @@ from weftline.nodes.contract import (
 from weftline.nodes.hold_back import HoldBack
 from weftline.nodes.ports import Ports, port
 from weftline.nodes.rules import BUILT_IN, Rule, user_rules
-from weftline.nodes.text_classifier import TextClassifier, check_classifier, open_classifier
+from weftline.nodes.text_classifier import TextClassifier, check_classifier, is_onnx, open_classifier
 from weftline.nodes.urgency import USUAL, Urgency
 from weftline.nodes.verdict import ON_VIOLATION, Policy, judge
 
@@ -178,6 +178,10 @@ class Guardrail(BatchNode, StreamNode):
         asked = [(held, text) for held in texts if (text := held.to_judge()) is not None]
         for (held, _), scores in zip(asked, self._scores([text for _, text in asked]), strict=True):
             held.judged(scores)
+
+    @classmethod
+    def can_rest(cls, config: GuardrailConfig, step: StepContext) -> bool:
+        return not config.classifier or not is_onnx(config.classifier, step.base_dir)
 
     def sleep(self, keep: str) -> bool:
         return self._classifier is None or self._classifier.sleep(keep)

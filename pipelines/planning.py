@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from weftline.errors import PipelineError
 from weftline.nodes.catalog import CATALOG
+from weftline.nodes.contract import StepContext
 from weftline.nodes.ports import PortType
 from weftline.pipelines.budget import budgets, over_commits
 from weftline.pipelines.chains import chains
@@ -82,7 +83,7 @@ def _resting(checked: Checked, plan: Plan) -> list[str]:
         if step.idle is None or step.idle.keep != "host":
             continue
         one = checked.steps[step.name]
-        if not one.node.can_rest(one.config):
+        if not one.node.can_rest(one.config, StepContext(one.step.base_dir or checked.pipeline.base_dir)):
             what = f"node {one.step.node} is opened again"
             found.append(f"{step.name} keeps nothing but its process while it sleeps: {what}")
         elif not any(map(is_gpu, step.devices or (step.device,))):

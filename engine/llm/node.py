@@ -92,11 +92,11 @@ class Llm(StreamNode):
         engine.clear_prefixes()
 
     @classmethod
-    def can_rest(cls, config: LlmConfig) -> bool:
+    def can_rest(cls, config: LlmConfig, step: StepContext) -> bool:
         return config.ranks == 1  # the other ranks are processes of their own, which would stay where they are
 
     def sleep(self, keep: str) -> bool:
-        if keep != "host" or not self.can_rest(self.config):
+        if keep != "host" or self.config.ranks > 1:
             return False
         engine, _ = self._opened()
         engine.sleep()

@@ -112,7 +112,7 @@ outputs: {y: rest.value}
     assert notes == ("pass keeps nothing but its process while it sleeps: node echo is opened again",)
 
 
-def test_a_language_model_rests_by_itself_where_it_is_one_process_and_on_the_cpu_in_its_place() -> None:
+def test_what_rests_by_itself_and_on_the_cpu_in_its_place_is_told_apart_from_what_is_opened_again() -> None:
     text = """
 weftline: 1
 name: rests
@@ -122,11 +122,16 @@ steps:
   wide: {node: llm, model: models/shapes-chat, ranks: 2, device: cpu, inputs: {prompt: x},
          idle: {after_s: 5, keep: host}}
   here: {node: llm, model: models/shapes-chat, device: cpu, inputs: {prompt: x}, idle: {after_s: 5, keep: host}}
-outputs: {a: near.text, b: wide.text, c: here.text}
+  guard: {node: guardrail, classifier: models/guardrail, device: "fake:0", inputs: {text: x},
+          idle: {after_s: 5, keep: host}}
+  sort: {node: classify, model: models/guardrail, device: "fake:0", inputs: {text: x}, idle: {after_s: 5, keep: host}}
+outputs: {a: near.text, b: wide.text, c: here.text, d: guard.text, e: sort.label}
 """
     machine = replace(MACHINE, devices=(Device("fake:0", 8 << 30),))
     notes = make_plan(load_yaml(text, "a.yaml", EXAMPLES), machine).notes
     assert [note for note in notes if "sleeps" in note] == [
         "wide keeps nothing but its process while it sleeps: node llm is opened again",
         "here keeps its weights where they are while it sleeps: the CPU's memory is the host's",
+        "guard keeps nothing but its process while it sleeps: node guardrail is opened again",
+        "sort keeps nothing but its process while it sleeps: node classify is opened again",
     ]

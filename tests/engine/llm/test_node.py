@@ -301,5 +301,4 @@ def test_asleep_it_holds_no_pages_and_awake_it_answers_and_counts_on(folder, dev
 
 
 def test_of_several_ranks_it_cannot_rest(folder):
-    assert Llm.can_rest(LlmConfig(model=folder.name)) and not Llm.can_rest(LlmConfig(model=folder.name, ranks=2))
     assert not Llm(LlmConfig(model=folder.name, ranks=2)).sleep("host")
