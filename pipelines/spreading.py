@@ -138,8 +138,8 @@ def search(balance: Balance) -> None:
 
 
 def is_even(balance: Balance) -> bool:
-    """Whether the busiest GPU is hardly busier than one must be, wherever everything is."""
-    return balance.score.busiest_ms <= EVEN * balance.bound
+    """Whether nothing crowds, and the busiest GPU is hardly busier than one must be, wherever everything is."""
+    return not balance.score.crowding and balance.score.busiest_ms <= EVEN * balance.bound
 
 
 def _changes(balance: Balance) -> Iterator[Change]:

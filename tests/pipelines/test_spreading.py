@@ -105,6 +105,13 @@ def test_a_large_one_changes_places_with_two_small_ones(monkeypatch: pytest.Monk
     assert groups(placed(needs, tight, **pinned)) == {"abd", "c"}, "one for one nothing is better"
 
 
+def test_instances_that_crowd_are_parted_though_no_gpu_gets_less_busy() -> None:
+    three = machine(18, 18, 18)
+    needs = {"b": timed(5, three, 9), "c": timed(5, three, 9), "p": timed(20, three, 18), "z": timed(0.2, three, 9)}
+    found = placed(needs, three, {("b", "c")}, p={"device": "cuda:2"}, z={"instances": 2}).devices
+    assert {*found["z"]} == {"cuda:0", "cuda:1"} and found["b"] != found["c"]
+
+
 @pytest.mark.parametrize("tries", [0, 1, 3, 8])
 def test_a_search_that_gives_up_leaves_everything_somewhere(monkeypatch: pytest.MonkeyPatch, tries: int) -> None:
     monkeypatch.setattr(spreading, "TRIES_MAX", tries)
