@@ -64,6 +64,7 @@ def _arguments(options: ClientOptions) -> list[tuple[str, Any]]:
         ("grpc.max_reconnect_backoff_ms", LONGEST_RECONNECT_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_WAIT_MS),
+        ("grpc.http2.ping_timeout_ms", 3 * KEEPALIVE_WAIT_MS),  # of a server whose machine lives, and which does not
         ("grpc.http2.max_pings_without_data", 0),  # a call may be silent for long
     ]
     if options.tls is not None and options.tls.server_name:

@@ -41,6 +41,10 @@ from weftline.errors import ModelError
 LAME_S = 1.0
 """How long a door that drains still takes calls in, to refuse them."""
 
+PING_WAITS = 3
+"""How many times `keepalive_wait_s` a client may take to answer a ping while its machine acknowledges all it is sent:
+an answer waits behind whatever the client is sending over a slow line. (gRPC's own: a minute.)"""
+
 Handlers = Mapping[str, Mapping[str, grpc.RpcMethodHandler]]
 """Handlers by service and method."""
 
@@ -158,6 +162,7 @@ def options(config: ServeConfig) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", int(config.grpc.processes > 1)),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", int(limits.keepalive_wait_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", PING_WAITS * int(limits.keepalive_wait_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 4),
         ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms, 10_000)),
