@@ -71,14 +71,14 @@ class Intake:
         paths: files may be named; False for callers outside the process.
         """
         limits = self._limits[paths]
-        if inputs.keys() - self._asked.keys():
+        if not inputs.keys() <= self._asked.keys():
             raise self._wrong_names(inputs)
         packed = {
             name: self._pack_one(self._asked[name], raw, limits[name])
             for name, raw in inputs.items()
             if raw is not None or not self._asked[name].optional
         }
-        if self._needed - packed.keys():
+        if not self._needed <= packed.keys():
             raise self._wrong_names(packed)
         total, most = sum([one.size_bytes for one in packed.values()]), self._plan.limits.request_bytes_max
         if total > most:
@@ -91,10 +91,15 @@ class Intake:
         What was left out gets its default, or is absent.
         """
         whole = {**self._large, **packed} if self._large else packed
-        values = dict(self._small)
-        values |= {name: one.inline() for name, one in whole.items() if one.travels_inline}
-        large = [(name, one) for name, one in whole.items() if not one.travels_inline]
-        blocks = runtime.reserve([one.size_bytes for _, one in large], job) if large else []
+        values, large = dict(self._small), []
+        for name, one in whole.items():
+            if one.travels_inline:
+                values[name] = one.inline()
+            else:
+                large.append((name, one))
+        if not large:
+            return values
+        blocks = runtime.reserve([one.size_bytes for _, one in large], job)
         try:
             for (name, one), block in zip(large, blocks, strict=True):
                 place = block.place(0, one.size_bytes)

@@ -43,10 +43,10 @@ class Packed(msgspec.Struct, frozen=True):
     @property
     def size_bytes(self) -> int:
         """The bytes that need a place; for a list the elements side by side."""
-        if self.pending is not None:
-            return self.pending.spec.size_bytes
         if self.array is not None:
             return int(self.array.nbytes)
+        if self.pending is not None:
+            return self.pending.spec.size_bytes
         if self.near is not None:
             return self.near.nbytes
         return len(self.data) if self.items is None else Layout((self,)).size_bytes
