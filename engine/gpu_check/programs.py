@@ -17,7 +17,7 @@ from weftline.engine.gpu_check.running import Outcome, Skipped, Wrong, run_apart
 from weftline.engine.gpu_check.trial import Trial
 
 LLM_PARTS = (
-    "kernels", "fused", "graphs", "decode 8b", "together 8b", "transformers 8b", "together 70b fp8",
+    "kernels", "fused", "graphs", "sleep", "decode 8b", "together 8b", "transformers 8b", "together 70b fp8",
 )  # fmt: skip
 """Parts of weftline.engine.llm.gpu.check, by its names."""
 

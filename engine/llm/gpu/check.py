@@ -30,11 +30,13 @@ PART_MAX_S = 900
 def parts() -> dict[str, Callable[[bool], dict[str, Any]]]:
     """Return the parts by name; each is told whether to be quick and returns figures."""
     from weftline.engine.llm.gpu import parts as gpu_parts
+    from weftline.engine.llm.gpu.sleep import check_sleep
 
     return {
         "kernels": gpu_parts.check_kernels,
         "fused": gpu_parts.check_fused,
         "graphs": gpu_parts.check_graphs,
+        "sleep": check_sleep,
         "decode 8b": gpu_parts.time_decode_8b,
         "together 8b": gpu_parts.time_together_8b,
         "transformers 8b": gpu_parts.time_transformers_8b,
