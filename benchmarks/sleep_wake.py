@@ -9,7 +9,8 @@ Each bundled model is served alone, and asked again and again after it has falle
 
 `first answer` is what the caller waited, from the request to its answer; `given back` is what the worker's resident
 memory (RSS) shrank by, and on a GPU what its device's driver says came free. On the CPU `host` has nowhere to put
-weights, so that only nodes that are closed give something back. A median and the least and the most of all turns.
+weights: an llm gives its pages back, nodes that are closed all they have, and others nothing. A median and the least
+and the most of all turns.
 
     python -m benchmarks.sleep_wake [--turns 7] [--device cpu] [--only llm ...] [--quick]
 """
