@@ -54,7 +54,11 @@ def balanced(
     if starts and not is_even(best):
         search(best)
         improve(best)
-    return best
+    timed = {member: best.at[index] for index, load in enumerate(loads) if load.work for member in load.members}
+    if len(timed) == len(best.chosen):
+        return best
+    around = Balance(loads, empty(), links, tried(timed)[1])  # changes may have moved what nobody has measured
+    return around if hold(around.rooms) and around.score <= best.score else best
 
 
 def spread(balance: Balance) -> bool:
@@ -118,7 +122,9 @@ def search(balance: Balance) -> None:
             best, found = balance.score[:2], dict(balance.at)
             return
         index, seen = free[done], set()
-        for device, room in balance.rooms.items():
+        soonest = sorted(balance.rooms, key=lambda device: balance.busy[device] + balance.ms(index, device))
+        for device in soonest:
+            room = balance.rooms[device]
             empty = (kinds[device], room.free, room.context, room.fillers)
             if empty in seen or not balance.has_room(index, device):
                 continue

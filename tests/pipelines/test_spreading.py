@@ -101,6 +101,8 @@ def test_a_large_one_changes_places_with_two_small_ones(monkeypatch: pytest.Monk
     needs = {"a": timed(2, tight, 3), "b": timed(2, tight), "c": timed(0.2, tight, 14), "d": timed(1, tight, 3)}
     pinned = {"b": {"device": "cuda:0"}}
     assert groups(placed(needs, tight, **pinned)) == {"ad", "bc"}
+    unknown = {"u": timed(None, tight), "v": timed(None, tight)}
+    assert groups(placed({**needs, **unknown}, tight, **pinned)) == {"aduv", "bc"}, "they are placed by memory then"
     monkeypatch.setattr(spreading, "FEW", 2)
     assert groups(placed(needs, tight, **pinned)) == {"abd", "c"}, "one for one nothing is better"
 
