@@ -16,12 +16,14 @@ from weftline.engine.ingress.settings import Settings, is_serve_file, read_file,
 from weftline.engine.machine import this_machine
 from weftline.errors import InputError, PipelineError, Problem
 from weftline.pipelines.alone import alone
+from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.problems import did_you_mean, listed
 from weftline.pipelines.profile_file import profile_beside
+from weftline.pipelines.side_by_side import SideBySide
 
 COMMAND_LINE = "the command line"
 """Where a problem stands that no file has, in its message."""
@@ -66,6 +68,9 @@ def assemble(
 ) -> tuple[ServeConfig, Mapping[str, Plan]]:
     """Return what to serve and the plans of its pipelines; PipelineError lists everything that is wrong.
 
+    Pipelines that are loaded at the start are planned one beside the other, as they are loaded: what one claims of a
+    GPU is not free for the next. What their exposed steps claim is known when they are loaded.
+
     files:  pipeline files, and at most one serve file, which is one with `pipelines:`.
     config: a serve file that is named as such; None: there is none.
     machine: what pipelines are planned for; this one when left out.
@@ -89,8 +94,9 @@ def assemble(
             problems += error.problems
     if problems:
         raise PipelineError(problems)
-    plans, problems = _plans(settings, machine)
-    named, more = _named(pipelines, settings, machine)
+    together = SideBySide(machine)
+    plans, problems = _plans(settings, machine, together)
+    named, more = _named(pipelines, settings, together)
     plans |= {name: plan for name, (_, plan) in named.items()}
     own = {name: ServedPipeline(Path(file)) for name, (file, _) in named.items()}
     problems += more
@@ -150,7 +156,7 @@ def _exposing(pipelines: Mapping[str, ServedPipeline], expose: Sequence[str]) ->
     return found
 
 
-def _plans(settings: Settings, machine: Machine) -> tuple[dict[str, Plan], list[Problem]]:
+def _plans(settings: Settings, machine: Machine, together: SideBySide) -> tuple[dict[str, Plan], list[Problem]]:
     """Return the plans of a serve file's pipelines by name, and the problems of all that have any."""
     plans: dict[str, Plan] = {}
     problems: list[Problem] = []
@@ -161,21 +167,23 @@ def _plans(settings: Settings, machine: Machine) -> tuple[dict[str, Plan], list[
                 problems.append(settings.problem(f"pipelines.{name}", f"there is no file {one.file}", fix=fix))
             continue
         try:
-            plans[name] = _plan(str(one.file), machine)
+            pipeline = load_file(str(one.file))
+            plans[name] = together.add(pipeline, name) if one.load else _alone(pipeline, machine)
         except PipelineError as error:
             problems += error.problems if one.load else ()
     return plans, problems
 
 
 def _named(
-    files: Sequence[str], settings: Settings, machine: Machine
+    files: Sequence[str], settings: Settings, together: SideBySide
 ) -> tuple[dict[str, tuple[str, Plan]], list[Problem]]:
     """Return file and plan of the pipelines on the command line, by their own names, and what is wrong with them."""
     found: dict[str, tuple[str, Plan]] = {}
     problems: list[Problem] = []
     for file in files:
         try:
-            plan = _plan(file, machine)
+            pipeline = load_file(file)
+            plan = together.add(pipeline, pipeline.name)
         except PipelineError as error:
             problems += error.problems
             continue
@@ -186,8 +194,8 @@ def _named(
     return found, problems
 
 
-def _plan(file: str, machine: Machine) -> Plan:
-    pipeline = load_file(file)
+def _alone(pipeline: Pipeline, machine: Machine) -> Plan:
+    """Return a plan as if nothing else were open: what will be, when somebody asks for it, nobody knows."""
     return make_plan(pipeline, machine, profile=profile_beside(pipeline))
 
 
@@ -230,8 +238,7 @@ def _problems(
 def _why_not_alone(file: Path, step: str, machine: Machine) -> str:
     """Return why a step cannot be a pipeline of its own; '' when it can."""
     try:
-        pipeline = alone(load_file(file), step)
-        make_plan(pipeline, machine, profile=profile_beside(pipeline))
+        _alone(alone(load_file(file), step), machine)
     except PipelineError as error:
         return error.problems[0].found
     except InputError as error:

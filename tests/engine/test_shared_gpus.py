@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 
 from weftline.engine import session as session_module
+from weftline.engine import shared_gpus
+from weftline.engine.jobs.answering import opening
+from weftline.engine.jobs.rows import Block
 from weftline.engine.repository import FAILED, READY, Repository
 from weftline.engine.session import load
 from weftline.engine.shared_gpus import GPUS, TRIES_MAX, SharedGpus
@@ -280,6 +283,24 @@ def test_sessions_that_nobody_introduced_share_the_gpus_of_their_process(make: C
             session.reload(second)
         assert GPUS.held_bytes == {"fake:0": 60 * MIB}
     assert GPUS.held_bytes == {}
+
+
+@pytest.mark.parametrize("mode", ["blocks", "rows"])
+def test_jobs_share_them_too(make: Callable[..., Builder], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (session_module, opening, shared_gpus):
+        monkeypatch.setattr(module, "this_machine", lambda: TWO)
+    blocking = GPUS.hold("other", GPUS.new_session())
+    blocking.take(planned(make(60))[0])
+    try:
+        answerer = opening.open_here(make(60).build(), mode=mode)(None)
+        try:
+            answer = answerer.ask(Block(0, 0, ["0"], {"x": ["x"]}, None)).result(30)
+            assert list(answer.outputs["y"]) == ["x on fake:1"]
+        finally:
+            answerer.close()
+        assert GPUS.held_bytes == {"fake:0": 60 * MIB}
+    finally:
+        blocking.give_back()
 
 
 def test_what_it_really_takes_is_claimed_once_it_is_known(make: Callable[..., Builder], tmp_path: Path) -> None:

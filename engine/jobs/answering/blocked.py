@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from weftline.engine.jobs.answering.columns import COLUMN
 from weftline.engine.jobs.answering.rows_node import SEEDS, TOLD, HeavyRowsNode, RowsConfig, RowsNode
 from weftline.nodes.ports import Port, PortType
+from weftline.pipelines.budget import ARENA, OF_OTHERS
 from weftline.pipelines.chains import chains
 from weftline.pipelines.graph import Input
 from weftline.pipelines.options import to_options
-from weftline.pipelines.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
+from weftline.pipelines.plan import DeviceBudget, Plan, PlannedInput, PlannedOutput, PlannedStep
 from weftline.pipelines.policy import BatchPolicy, Limits, Slo
 from weftline.pipelines.wire import Wire
 from weftline.shm.spec import ITEM_BYTES
@@ -181,7 +182,22 @@ def blocked(plan: Plan, outputs: Collection[str] | None = None, block_rows: int 
         about=plan.about,
         chains=chains(steps, inputs),
     )
-    return Blocked(new, seeds, names)
+    return Blocked(dataclasses.replace(new, budgets=_budgets(plan, new)), seeds, names)
+
+
+def _budgets(plan: Plan, new: Plan) -> tuple[DeviceBudget, ...]:
+    """Return what is claimed of each GPU that is still used: without arenas, and what belonged to steps left out."""
+    kept = {"", *(step.name for step in new.steps), *(worker.name for worker in new.workers)}
+    used = {worker.device for worker in new.workers}
+    return tuple(
+        dataclasses.replace(
+            one,
+            claims=tuple(claim for claim in one.claims if claim.who in kept and claim.what not in {ARENA, *OF_OTHERS}),
+            kv_bytes=0,
+        )
+        for one in plan.budgets
+        if one.device in used
+    )
 
 
 def _step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from weftline.engine.crew.device_memory import DeviceMemory
 from weftline.engine.crew.kv_shares import KvShares
 from weftline.engine.scheduling import events as ev
 from weftline.pipelines.builder import Builder
+from weftline.pipelines.holdings import Holder, Holdings, Settle
 from weftline.pipelines.plan import Claim, DeviceBudget, Plan
 
 GPU = "cuda:0"
@@ -87,6 +89,41 @@ cuda:0 has 1000 MiB, and 1.1 GiB of it are claimed: 80 MiB too much
       1000 MiB  cuda:0 has
     fix: move steps to another device, or lower their batch.items_max, gpu.arena_bytes or limits.kv_bytes"""
     )
+
+
+def beside(made: Plan, mib: int, reserve_mib: int = 0) -> Settle:
+    """Return what tells a plan what another pipeline leaves it."""
+    holdings, own, other = Holdings(), Holder("test", 1), Holder("ocr", 2)
+    claims = (Claim("s", "weights and work", mib * MIB, "stated"), Claim("", "reserve", reserve_mib * MIB, "stated"))
+    holdings.try_take(other, replace(made, steps=(), budgets=(DeviceBudget(GPU, TOTAL, claims),)))
+    holdings.try_take(own, made)
+    return partial(holdings.settle, own)
+
+
+def test_what_other_pipelines_hold_is_not_left_whether_they_have_taken_it_yet_or_not() -> None:
+    told: list[tuple[str, int]] = []
+    for free in (TOTAL, 300 * MIB):
+        all_ready(DeviceMemory(plan(), lambda device, left: told.append((device, left)), beside(plan(), 500)), free)
+    assert told == [(GPU, TOTAL - RESERVE - 330 * MIB - 500 * MIB), (GPU, TOTAL - RESERVE - 330 * MIB - 500 * MIB)]
+
+
+def test_what_other_pipelines_hold_is_a_row_of_its_own() -> None:
+    told: list[tuple[str, int]] = []
+    memory = DeviceMemory(plan(), lambda device, left: told.append((device, left)), beside(plan(), 400, 160))
+    for worker, (name, mib) in enumerate((("see", 300), ("talk", 200), ("tell", 100))):
+        memory.ready(worker, ready(name, mib * MIB, 20 * MIB))
+    assert told == []
+    head, *rows, fix = memory.over_commit.splitlines()
+    assert head == "cuda:0 has 1000 MiB, and 1.2 GiB of it are claimed: 190 MiB too much"
+    assert [" ".join(row.split()) for row in rows[:6]] == [
+        "400 MiB ocr another pipeline claimed",
+        "300 MiB see weights and work measured",
+        "200 MiB talk weights and work measured",
+        "100 MiB reserve stated",
+        "100 MiB tell weights and work measured",
+        "60 MiB reserve of other pipelines claimed",
+    ]
+    assert fix.endswith("; or unload ocr")
 
 
 def test_where_nothing_was_measured_nothing_is_concluded() -> None:

@@ -9,6 +9,7 @@ from weftline.engine.ingress import assembly
 from weftline.engine.ingress.assembly import Flags, assemble, merge
 from weftline.engine.ingress.config import GrpcDoor, HttpDoor, ServeConfig, ServedPipeline, Tls
 from weftline.errors import InputError, PipelineError
+from weftline.pipelines.machine import Device, Machine
 
 PIPELINE = """
 weftline: 1
@@ -164,3 +165,23 @@ def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
     assert "step a cannot be a model of its own: it is the scheduler's" in wrong(
         [write("shout")], flags=Flags(expose=("a",))
     )
+
+
+def test_pipelines_that_are_loaded_at_the_start_share_the_gpus_in_that_order(write: Writer) -> None:
+    on_gpu = """
+weftline: 1
+name: {}
+inputs: {{x: text}}
+steps: {{a: {{node: echo, inputs: {{value: x}}, device: "fake:0", device_bytes: {}}}}}
+outputs: {{y: a.value}}
+"""
+    gib, machine = 1 << 30, Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
+    first, second = write("first", on_gpu.format("first", 4 * gib)), write("second", on_gpu.format("second", 3 * gib))
+    assert list(assemble([first], None, Flags(), machine)[1]) == ["first"]
+    with pytest.raises(PipelineError) as refused:
+        assemble([first, second], None, Flags(), machine)
+    (problem,) = refused.value.problems
+    assert problem.file == second and "first       another pipeline  claimed" in problem.found
+    serve = write("serve", "pipelines: {one: first.yaml, two: {file: second.yaml, load: false}}\n")
+    _, plans = assemble([serve], None, Flags(), machine)
+    assert list(plans) == ["one", "two"], "what is loaded later finds then what is left"

@@ -1,5 +1,6 @@
 """Plans for blocks: which pipelines allow it, and what is left of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from weftline.nodes.contract import StepContext
 from weftline.pipelines.builder import Builder, constant
 from weftline.pipelines.load import load_file
 from weftline.pipelines.options import to_config
-from weftline.pipelines.place import Machine
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.place import Device, Machine
+from weftline.pipelines.plan import Claim, Plan
 from weftline.pipelines.planning import make_plan
 
 MACHINE = Machine(cores=4, memory_bytes=64 << 30)
@@ -160,6 +161,26 @@ def test_limits_grow_with_what_a_request_carries() -> None:
     assert limits.arena_bytes == ARENA_BYTES
     assert limits.request_bytes_max > 1 << 30
     assert {worker.arena_bytes for worker in blocked(small).plan.workers} == {ARENA_BYTES}
+
+
+def test_what_it_takes_of_gpus_is_claimed_and_nothing_for_what_is_left_out() -> None:
+    gib, gpus = 1 << 30, (Device("fake:0", 24 << 30), Device("fake:1", 24 << 30))
+    p = Builder("p", base_dir=STEPS)
+    x = p.input("x", "text")
+    for name, device, size in (("s", "fake:0", 4), ("t", "fake:0", 5), ("u", "fake:1", 6)):
+        p.output(name, p.step(name, "echo", value=x, device=device, worker=name, device_bytes=size * gib).value)
+    plan = make_plan(p.build(), Machine(4, 64 << 30, gpus))
+    more = (Claim("s", "arena", gib, "assumed"), Claim("s", "another pipeline", gib, "claimed"))
+    budgets = tuple(replace(one, claims=one.claims + more, kv_bytes=gib) for one in plan.budgets)
+    (budget,) = blocked(replace(plan, budgets=budgets), ["s"]).plan.budgets
+    assert (budget.device, budget.total_bytes, budget.kv_bytes) == ("fake:0", 24 * gib, 0)
+    assert sorted((claim.who, claim.what, claim.bytes) for claim in budget.claims) == [
+        ("", "reserve", gib),
+        ("s", "context", gib // 2),
+        ("s", "weights and work", 4 * gib),
+    ]
+    assert [one.device for one in blocked(plan).plan.budgets] == ["fake:0", "fake:1"]
+    assert blocked(one_step()).plan.budgets == ()
 
 
 def test_steps_of_one_worker_hand_over_inside_it() -> None:
