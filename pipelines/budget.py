@@ -25,8 +25,9 @@ RESERVE, CONTEXT, ARENA, WORK, KV = "reserve", "context", "arena", "weights and 
 """What is claimed."""
 
 OTHER, FILLER = "another pipeline", "another pipeline, with all that was left"
-SERVING, WANTED_FREE = "the version that serves", "reserve of other pipelines"
-OF_OTHERS = frozenset({OTHER, FILLER, SERVING, WANTED_FREE})
+SERVING, SERVING_FILLER = "the version that serves", "the version that serves, with all that was left"
+WANTED_FREE = "reserve of other pipelines"
+OF_OTHERS = frozenset({OTHER, FILLER, SERVING, SERVING_FILLER, WANTED_FREE})
 """What is claimed by others than the pipeline that is planned."""
 
 EVERYBODY = "llm steps"
@@ -72,7 +73,7 @@ def claims_of_others(taken: Iterable[Taken], more_reserve_bytes: int = 0) -> lis
     """
     claims = []
     for one in taken:
-        what = SERVING if one.serves else FILLER if one.fills else OTHER
+        what = (SERVING, SERVING_FILLER)[one.fills] if one.serves else (OTHER, FILLER)[one.fills]
         claims += [Claim(one.who, what, one.bytes, "claimed")] if one.bytes else []
         claims += [] if one.known else [Claim(one.who, what, 0, "unknown")]
     return claims + ([Claim("", WANTED_FREE, more_reserve_bytes, "claimed")] if more_reserve_bytes > 0 else [])
@@ -86,7 +87,9 @@ def ways_of_others(claims: Iterable[Claim]) -> list[str]:
     fillers, others = [*by_what.get(FILLER, ())], [*(by_what.get(FILLER, {}) | by_what.get(OTHER, {}))]
     ways = [f"or bound the KV memory of {listed(fillers)} (limits.kv_bytes there)"] if fillers else []
     ways += [f"or unload {listed(others)}"] if others else []
-    if SERVING in by_what:
+    if SERVING_FILLER in by_what:
+        ways.append("or bound its KV memory (limits.kv_bytes), in the version that serves too")
+    if by_what.keys() & {SERVING, SERVING_FILLER}:
         ways.append("or unload the version that serves and load the new one (until then the old one goes on serving)")
     return ways
 

@@ -165,7 +165,11 @@ def test_the_next_version_is_planned_beside_the_one_that_serves(planned, refused
     third = dataclasses.replace(OCR, version=3)
     fix = refused(NAME, holdings.beside(ONE, third), 18).fix
     assert fix.endswith("unload the version that serves and load the new one (until then the old one goes on serving)")
-    assert "unload ocr" not in fix
+    assert "unload ocr" not in fix and "limits.kv_bytes" not in fix
+    holdings.give_back(new)
+    holdings.try_take(OCR, planned(GROW, ONE, 4))
+    fix = refused(NAME, holdings.beside(ONE, new), 4).fix
+    assert "; or bound its KV memory (limits.kv_bytes), in the version that serves too; or unload the version" in fix
 
 
 def test_a_reserve_is_left_once_and_as_much_as_anybody_wants(planned, refused) -> None:
