@@ -1,0 +1,31 @@
+"""The steps of benchmarks/soak.py. `Hoards` keeps a little of whatever it sees when it is told to: a planted leak."""
+
+# ruff: noqa: F821 - port types are no names
+
+
+def more(x: "float32[N]") -> "float32[N]":
+    return x + 1
+
+
+def halves(x: "float32[N]") -> "float32[M]":
+    return x[: len(x) // 2]
+
+
+class Honest:
+    """Shouts, and refuses what is bad."""
+
+    def __call__(self, text: str) -> str:
+        if text.startswith("bad"):
+            raise ValueError("this one is bad")
+        return text.upper()
+
+
+class Hoards(Honest):
+    """The same, and keeps 2 KB of each call."""
+
+    def __init__(self) -> None:
+        self.kept: list[bytearray] = []
+
+    def __call__(self, text: str) -> str:
+        self.kept.append(bytearray(b"x" * 2_000))
+        return super().__call__(text)
