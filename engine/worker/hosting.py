@@ -162,7 +162,13 @@ class HostedStep:
 
     def _compute(self, items: Sequence[Item], rows: Sequence[Sequence[Source]], aside: Aside) -> list[Row | Failure]:
         self.batches += 1
-        columns = [self._column(name, column) for name, column in zip(self.inputs, zip(*rows))]
+        if self.memory.near is None:
+            arenas = self.memory.arenas
+            columns = [[live(source, arenas) for source in column] for column in zip(*rows)]
+            if self.copies_inputs:
+                columns = [list(map(_private, column)) for column in columns]
+        else:
+            columns = [self._column(name, column) for name, column in zip(self.inputs, zip(*rows))]
         came = [tuple(column) for column in columns]  # as they were given out: a node may change the lists
         for port in self._lists:
             came[port] = tuple(map(_fixed, columns[port]))
@@ -180,14 +186,10 @@ class HostedStep:
         return made
 
     def _column(self, name: str, sources: Sequence[Source]) -> list[Any]:
-        """Return a port's values as the node sees them, one for each item."""
-        memory = self.memory
-        if memory.near is None:
-            column = [live(source, memory.arenas) for source in sources]
-        elif name in self.near and memory.work is not None:
-            return memory.work.column(sources, self.copies_inputs)
-        else:
-            column = [memory.live(source) for source in sources]
+        """Return a port's values as the node of a worker with a device sees them, one for each item."""
+        if name in self.near and self.memory.work is not None:
+            return self.memory.work.column(sources, self.copies_inputs)
+        column = [self.memory.live(source) for source in sources]
         return [_private(value) for value in column] if self.copies_inputs else column
 
 
