@@ -18,6 +18,7 @@ and the most of all turns.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import sys
 import time
@@ -27,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions, memory_bytes, spread
+from weftline.engine.machine import this_machine
 from weftline.engine.measuring.made_up import made_up
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
+from weftline.pipelines.machine import Device
 from weftline.shm.device.names import is_fake, is_gpu
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -38,6 +41,9 @@ IDLE_S = 0.25
 """After so long a step sleeps here; far less than anybody would want in service."""
 
 ASLEEP_MAX_S = 30.0
+FAKE_BYTES = 8 << 30
+"""Memory of a fake GPU, which no machine has by itself."""
+
 KEEPS = ("host", "process", "nothing")
 MIB = 1 << 20
 WIDTHS = (9, 7, 24, 21, 24)
@@ -83,7 +89,8 @@ def opened(model: Model, device: str, keep: str | None) -> Session:
     step = p.step("s", model.node, inputs={model.port: p.input("x", model.type)}, device=device, idle=idle,
                   **model.options)  # fmt: skip
     p.output("y", getattr(step, model.output))
-    return load(p).open()
+    machine = dataclasses.replace(this_machine(), devices=(Device(device, FAKE_BYTES),)) if is_fake(device) else None
+    return load(p, machine=machine).open()
 
 
 def ask_ms(session: Session, given: Any) -> float:
