@@ -384,7 +384,10 @@ class DeviceUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AttachFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """This worker cannot map a device arena that it was told of, and says why: what lies there alone it cannot read."""
+    """This worker cannot map a device arena that it was told of, and says why: what lies there alone it cannot read.
+
+    arena: below 0 when it can map the arena, and cannot open the events of the worker that writes there.
+    """
 
     arena: int
     why: str

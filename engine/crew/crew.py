@@ -64,7 +64,7 @@ class WorkerState:
     near_events: how many events it has.
     rung:     how that arena can be shared; '' until it has said so. See DeviceUp.
     on_host:  why nothing (more) is given there: the device shares nothing, or somebody cannot attach it; else ''.
-    blind:    arenas of others on its device that it cannot attach.
+    blind:    arenas of others on its device that it cannot attach, or of whose events it cannot open any (below 0).
     running:  what it has to do; the first is being run, a second waits so that it need not.
     unfinished: what it has answered and its device still works on, oldest first, by dispatch.
     settles:  what it was asked to settle, by token, and when.

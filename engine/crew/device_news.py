@@ -2,7 +2,9 @@
 
 What a process can share is found out by itself when it starts (shm/device/ladder.py); whether another one can attach it
 is known only when that one tries: containers refuse, and so do parts of a GPU that are kept from each other. An arena
-that somebody cannot attach stands on the lowest rung from then on, for everybody: its worker gives in host memory.
+that somebody cannot attach stands on the lowest rung from then on, for everybody: its worker gives in host memory. One
+whose events cannot be opened, which needs more of a container than memory does, has ordering 'host' from then on. A new
+process of a worker is tried anew, since a refusal may pass.
 
 Each answer is '' or why the worker cannot have said that, which costs it its life.
 """
@@ -41,7 +43,7 @@ class DeviceNews:
         self._settling = settling
         self._emit = emit
         self._near = near_positions(plan)
-        self._told: set[str] = set()  # devices of which it was noted that some arena cannot be attached
+        self._told: set[tuple[str, str]] = set()  # devices, with what was noted of them
 
     def up(self, worker: int, message: msg.DeviceUp) -> str:
         """A worker's arena on its device stands: lease in it, and have it introduced to its readers."""
@@ -61,7 +63,7 @@ class DeviceNews:
         return ""
 
     def attach_failed(self, worker: int, message: msg.AttachFailed) -> str:
-        """A worker cannot attach another's arena: what lies there alone it cannot read, and there will be no more."""
+        """A worker cannot attach another's arena, or its events: nothing more is given that it could not read."""
         member, device = self._crew.members[worker], self._plan.workers[worker].device
         owner = self._crew.owner_on_device(message.arena)
         if owner == worker:
@@ -71,14 +73,23 @@ class DeviceNews:
             return ""
         if self._plan.workers[owner].device != device:
             return "it told of an arena on another device"
+        if message.arena < 0:
+            self._crew.members[owner].near_events = 0
+            self._note(worker, owner, "open the events", message.why, "such tensors are waited for by who writes them")
+            return ""
         self._crew.members[owner].on_host = message.why
         self._emit(ev.Send(owner, msg.GiveOnHost()))
-        if device not in self._told:
-            self._told.add(device)
-            names = self._plan.workers[worker].name, self._plan.workers[owner].name
-            told = f"device {device}: worker {names[0]} cannot attach the memory that worker {names[1]} shares"
-            self._emit(ev.Note(f"{told} ({message.why:.200}); such tensors travel through host memory"))
+        self._note(worker, owner, "attach the memory", message.why, "such tensors travel through host memory")
         return ""
+
+    def _note(self, worker: int, owner: int, what: str, why: str, then: str) -> None:
+        """Have it noted once for each device that one worker cannot do `what` of another."""
+        device = self._plan.workers[owner].device
+        if (device, what) not in self._told:
+            self._told.add((device, what))
+            names = self._plan.workers[worker].name, self._plan.workers[owner].name
+            told = f"device {device}: worker {names[0]} cannot {what} that worker {names[1]} shares"
+            self._emit(ev.Note(f"{told} ({why:.200}); {then}"))
 
     def _misfit(self, worker: int, message: msg.DeviceUp) -> str:
         """Return what is wrong with what a worker says of its device arena, '' for nothing."""

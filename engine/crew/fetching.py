@@ -1,9 +1,9 @@
 """Tasks whose inputs lie where their worker cannot read them: they wait until the owner has copied those to the host.
 
-A worker that cannot attach a device arena (AttachFailed) is *blind* there. What was given in that arena before that was
-known is fetched: the task is kept back, the arena's owner is sent Fetch with the tensors that lie there alone, and with
-what it answers the task goes on from where it stood. A blind worker that was given such a task earlier fails it without
-having run it; that counts for nothing, and the task is kept back then.
+A worker that cannot attach a device arena, or its events (AttachFailed), is *blind* there. What was given in that arena
+before that was known is fetched: the task is kept back, the arena's owner is sent Fetch with the tensors that lie there
+alone, and with what it answers the task goes on from where it stood. A blind worker that was given such a task earlier
+fails it without having run it; that counts for nothing, and the task is kept back then.
 
     dispatched to a blind worker, or failed by one --Fetch--> kept back --Fetched--> queued again
                                                                        `--its owner dies, or has no room--> failed
@@ -151,9 +151,13 @@ class Fetching:
 
 
 def unseen(member: WorkerState, inputs: Sequence[Value]) -> list[Value]:
-    """Return the tensors among these values that lie only where a worker is blind."""
+    """Return the tensors among these values that lie only where a worker is blind, or cannot wait for them."""
     found = (value for value in leaves(inputs) if value.near is not None and value.place is None)
-    return [value for value in found if _place(value).arena in member.blind]
+    return [
+        value
+        for value in found
+        if _place(value).arena in member.blind or (value.ready is not None and value.ready.arena in member.blind)
+    ]
 
 
 def _place(value: Value) -> Place:

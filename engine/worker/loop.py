@@ -203,13 +203,13 @@ class Worker:
     def _attach_device(self, message: AttachDevice) -> None:
         fd = self._channel.take_descriptor() if message.rung == "descriptor" else -1
         if self._memory.near is not None:
-            why = self._memory.near.attach(message, fd)
+            failed = self._memory.near.attach(message, fd)
         else:
-            why = "this process has no way to the device"
+            failed = AttachFailed(message.arena, "this process has no way to the device")
             if fd >= 0:
                 os.close(fd)
-        if why:
-            self._say(AttachFailed(message.arena, why))
+        if failed is not None:
+            self._say(failed)
 
     def _open_steps(self, message: Open) -> None:
         arena = HostArena.create(message.arena_bytes)

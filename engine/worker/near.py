@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.messages import AttachDevice, Value
+from weftline.engine.messages import AttachDevice, AttachFailed, Value
 from weftline.engine.worker.scratch import Scratch
 from weftline.errors import StepError
 from weftline.shm.arena import HostArena
@@ -64,32 +64,35 @@ class NearMemory:
 
     # arenas
 
-    def attach(self, message: AttachDevice, descriptor: int = -1) -> str:
+    def attach(self, message: AttachDevice, descriptor: int = -1) -> AttachFailed | None:
         """Map another worker's arena, or learn the id of the own one; takes over the descriptor.
 
-        Returns '' or why it cannot be mapped: what lies there alone cannot be read here, and who needs it is told.
+        Returns what to say when the driver refuses the arena, or its events: what lies there alone, or is still being
+        written, cannot be read here, and who needs it is told why.
         """
         if not message.size_bytes:
             if self.arena is not None:
                 self._arenas[message.arena] = self._arenas.pop(self.own)
                 self.own = message.arena
-            return ""
+            return None
+        refused = message.arena
         try:
             arena = DeviceArena.attach(self.driver, message.size_bytes, message.rung, descriptor, message.handle)
+            refused = -message.arena
             self._arenas[message.arena] = arena
             if message.events:
                 self._imported[message.arena] = SharedEvents.attach(self.driver, message.events)
         except DeviceLost:
             raise
         except DriverError as error:
-            self.retire(message.arena)
-            self._refused[message.arena] = str(error)
-            return str(error)
-        return ""
+            self._refused[refused] = str(error)
+            return AttachFailed(refused, str(error))
+        return None
 
     def retire(self, arena: int) -> None:
         """Let an arena go whose owner is gone; its mapping ends with the last look at it."""
-        self._refused.pop(arena, None)
+        for refused in (arena, -arena):
+            self._refused.pop(refused, None)
         events = self._imported.pop(arena, None)
         if events is not None:
             events.close()
@@ -98,8 +101,10 @@ class NearMemory:
             known.close()
 
     def sees(self, value: Value) -> bool:
-        """Whether a value lies in an arena that is mapped here."""
-        return value.near is not None and value.near.arena in self._arenas
+        """Whether a value lies in an arena that is mapped here, and can be waited for if it is still being written."""
+        if value.near is None or value.near.arena not in self._arenas:
+            return False
+        return value.ready is None or self._events(value.ready) is not None
 
     def view(self, value: Value) -> DeviceTensor:
         """Return a tensor where it lies; StepError when its arena is not mapped here."""
@@ -151,11 +156,15 @@ class NearMemory:
 
     def wait_ready(self, stream: int, ready: Place) -> None:
         """Have a stream wait for what the event at `ready` marks, in whichever worker it was recorded."""
-        arena = -ready.arena
-        events = self.events if arena == self.own else self._imported.get(arena)
+        events = self._events(ready)
         if events is None:
-            raise StepError("an input's event belongs to a worker that is not known here")
+            why = self._refused.get(ready.arena, "its worker is not known here")
+            raise StepError(f"an input is still being written on the device, and cannot be waited for here ({why})")
         self.driver.wait(stream, events.at(ready))
+
+    def _events(self, ready: Place) -> SharedEvents | None:
+        """Return the events that one is among; None when they cannot be had here."""
+        return self.events if -ready.arena == self.own else self._imported.get(-ready.arena)
 
     def marks_now(self) -> list[int]:
         """Return events, to be destroyed by the caller, that mark all there is on every stream now."""

@@ -6,6 +6,9 @@ Drivers, containers and the older cards differ in what they allow. A worker trie
     'handle'        an allocation and its handle: it ends with the worker
     'host'          none of these: tensors travel through page-locked host memory
 
+What only another process can find out, whether it may attach the arena, is not known here; who cannot says so when it
+tries (engine/crew/device_news.py), and the arena's worker goes down to 'host'.
+
 Every refusal is kept in words for the log. Want of memory and a lost device are errors, not refusals: no other rung
 would have more of it.
 """

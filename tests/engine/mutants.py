@@ -420,16 +420,3 @@ def a_request_that_fails_because_one_worker_cannot_see(patch: pytest.MonkeyPatch
 @mutant
 def an_arena_that_is_given_in_although_somebody_cannot_see_it(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(WorkerState, "gives_near", property(lambda s: bool(s.near_arena)))
-
-
-@mutant
-def what_was_fetched_and_is_not_held(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    replace = Fetching._replace
-
-    def careless(self: Fetching, task: Any, by_place: Any) -> None:
-        held = task.keys
-        replace(self, task, by_place)
-        self._book.release(task.keys[len(held) :])
-        task.keys = held
-
-    patch.setattr(Fetching, "_replace", careless)

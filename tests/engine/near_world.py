@@ -12,7 +12,7 @@ it, and fails what it cannot see; what it has said it is never sent again, and n
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from weftline.engine import messages as msg
@@ -118,6 +118,7 @@ class NearWorld:
         self._shut = random.Random(seed + 2_000_000)
         self._refused = self._shut.choice(REFUSED)
         self._attachable: set[int] = set()  # arenas that are introduced to those who come up
+        self._unmarked: set[int] = set()  # those, or their events, that somebody has refused
         self._sides: dict[int, _Side] = {}
         self._ghosts: list[_Ghost] = []
         self._unfired: dict[Key, int] = {}  # events that are to fire, with the worker whose work they mark
@@ -155,8 +156,10 @@ class NearWorld:
 
     def _introduce(self, worker: int, arena: int) -> None:
         if self._shut.random() < self._refused:
-            self._sides[worker].blind.add(arena)
-            self._sides[worker].untold.append(arena)
+            events_alone = self._plan.ordering == "event" and self._shut.random() < 0.4
+            refused = -arena if events_alone else arena
+            self._sides[worker].blind.add(refused)
+            self._sides[worker].untold.append(refused)
 
     def attach_ms(self) -> float:
         """Return in how many milliseconds a worker comes to an arena that it was told of."""
@@ -173,11 +176,12 @@ class NearWorld:
         """The scheduler hears that a worker cannot see what lies in an arena."""
         if worker in self._sides:
             self._sides[worker].known.add(message.arena)
+            self._unmarked.add(message.arena)
 
     def sees(self, worker: int, item: msg.Item) -> bool:
         """Whether a worker can read an item's inputs."""
         blind = self._sides[worker].blind if worker in self._sides else ()
-        return not any(value.near.arena in blind for value in leaves(item.inputs) if value.near and not value.place)
+        return not any(_is_hidden(value, blind) for value in leaves(item.inputs))
 
     def give_on_host(self, worker: int) -> None:
         if worker in self._sides:
@@ -230,6 +234,8 @@ class NearWorld:
             self._sides[worker].from_then.add(message.dispatch)
             if message.near_room or message.ready is not None:
                 raise AssertionError(f"worker {worker} has room on a device where others see nothing of it")
+        if message.ready is not None and message.ready.arena in self._unmarked:
+            raise AssertionError(f"worker {worker} marks its work by an event that somebody cannot open")
         blocks = (*message.near_room.values(), *(() if message.ready is None else (message.ready,)))
         self._lease(blocks)
         takes = None if message.chain else self._takes(message.step)
@@ -338,8 +344,8 @@ class NearWorld:
         """Nobody is sent to memory that is gone or that it cannot see, or to wait for an event of a dead worker."""
         known = self._sides[worker].known if worker in self._sides else ()
         for value in leaves(values):
-            if value.near is not None and value.place is None and value.near.arena in known:
-                raise AssertionError(f"worker {worker} is sent what it cannot see, in arena {value.near.arena}")
+            if _is_hidden(value, known):
+                raise AssertionError(f"worker {worker} is sent what it cannot see: {value}")
             for lies in (value.near, value.ready):
                 if lies is not None and lies.arena in self._gone:
                     raise AssertionError(f"a value lies in arena {lies.arena}, which ended with its worker")
@@ -377,7 +383,14 @@ class NearWorld:
             for value in leaves((one,))
         ]
         blind = self._sides[worker].blind
-        values = [one for one, there in read if one.near and one.near.arena not in blind and (there or not one.place)]
+        values = [
+            one
+            for one, there in read
+            if one.near
+            and one.near.arena not in blind
+            and (one.ready is None or one.ready.arena not in blind)
+            and (there or not one.place)
+        ]
         uses = [(lies.arena, lies.block, lies.offset + lies.size_bytes) for lies in _places(values)]
         waits = {value.ready.key for value in values if value.ready is not None}
         self._sides[worker].work[name] = _Work(worker, [*uses, *map(_range, blocks)], waits)
@@ -398,6 +411,12 @@ class NearWorld:
                 yield f"worker {worker}'s {name[0]} {name[1]}", work.uses
         for ghost in self._ghosts:
             yield "a dead worker", ghost.uses
+
+
+def _is_hidden(value: msg.Value, blind: Collection[int]) -> bool:
+    """Whether a value lies only where somebody is blind, or is marked by an event that it cannot open."""
+    lies = value.near is not None and value.place is None
+    return lies and any(one is not None and one.arena in blind for one in (value.near, value.ready))
 
 
 def _places(values: Iterable[msg.Value]) -> Iterator[msg.Place]:

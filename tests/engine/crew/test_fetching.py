@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.desk import Desk
-from tests.engine.on_device import SIZE_BYTES, answer_near, answer_small, given, hop
+from tests.engine.on_device import SIZE_BYTES, answer_near, answer_small, given, hop, is_leased
 from weftline.engine import messages as msg
 from weftline.engine.scheduling import events as ev
 
@@ -73,6 +73,7 @@ def test_what_waits_for_a_worker_that_cannot_see_it_is_fetched_before_it_is_sent
     fetched(desk, fetch)
     (item,) = desk.inbox[RIGHT][0].items
     assert item.inputs[0].near is None and item.inputs[0].place is not None and item.inputs[0].ready is None
+    assert is_leased(desk, item.inputs[0].place.key)
     if ordering == "event":
         desk.hear(LEFT, msg.Released((run.dispatch,)))
     answer_small(desk, "b")
@@ -194,6 +195,27 @@ def test_wrong_answers_cost_a_worker_its_life() -> None:
     assert desk.failure(one).error == "WorkerDied"
     refuse(desk, LEFT, LEFT)
     assert desk.kills() == ["it cannot attach the arena that it made"]
+
+
+def test_events_that_somebody_cannot_open_mark_nothing_more_and_memory_is_shared_all_the_same() -> None:
+    desk = Desk(hop("event"))
+    one = desk.submit(x=given(desk))
+    desk.hear(RIGHT, msg.AttachFailed(-desk.scheduler.crew.members[LEFT].near_arena, "in a container"))
+    assert desk.sent(msg.GiveOnHost) == []
+    (told,) = [note.message for note in desk.said if isinstance(note, ev.Note)]
+    assert "worker right cannot open the events that worker left shares (in a container); such tensors are w" in told
+    first = answer_near(desk, "a")  # it was sent before, with an event
+    (fetch,) = desk.sent(msg.Fetch)
+    fetched(desk, fetch)
+    desk.hear(LEFT, msg.Released((first.dispatch,)))
+    answer_small(desk, "b")
+    two = desk.submit(x=given(desk))
+    run = answer_near(desk, "a", unfinished=False)
+    assert run.ready is None and run.near_room
+    (item,) = desk.inbox[RIGHT][0].items
+    assert item.inputs[0].near is not None and item.inputs[0].place is None
+    answer_small(desk, "b")
+    assert all(isinstance(desk.ended[request], ev.Finish) for request in (one, two)) and desk.is_clean()
 
 
 def test_an_arena_that_is_forgotten_cannot_be_refused_any_more() -> None:

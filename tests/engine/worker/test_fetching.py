@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
+from tests.engine.fire import descriptors
 from tests.engine.hosted import ARENA_BYTES, run_of
-from tests.engine.near_hosted import OWN, NearBench
+from tests.engine.near_hosted import NEAR_BYTES, OWN, NearBench
 from tests.engine.near_steps import Foreign
 from weftline.engine import messages as msg
 from weftline.engine.values import unpack
 from weftline.engine.worker.fetching import fetch
+from weftline.engine.worker.near import NearMemory
 from weftline.nodes.contract import Batch, Outputs
+from weftline.shm.block import Place
+from weftline.shm.device.arena import DeviceArena
+from weftline.shm.device.driver import EVENT_HANDLE_BYTES
+from weftline.shm.device.fake import FakeGpu
 from weftline.shm.device.fake_machine import FakeMachine
+from weftline.shm.lease import EVENT_BYTES
 
 BIG = 10_000
 X, Y = {"x": "float32[?]"}, {"y": "float32[?]"}
@@ -70,6 +79,35 @@ def test_a_worker_that_is_told_to_gives_in_host_memory_what_it_gave_on_its_devic
     assert isinstance(given, msg.Given) and given.outputs[0].near is None
     assert (unpack(given.outputs[0], bench.arenas) == numbers(4)).all()
     bench.close()
+
+
+def test_an_arena_whose_events_are_refused_is_read_where_nothing_is_being_written() -> None:
+    bench = NearBench()
+    other = DeviceArena.create(bench.theirs, NEAR_BYTES)
+    told = msg.AttachDevice(9, NEAR_BYTES, "descriptor", events=(b"e" * EVENT_HANDLE_BYTES,))
+    failed = bench.near.attach(told, os.dup(other.fd))
+    assert failed is not None and failed.arena == -9 and "import_event" in failed.why
+    whole = msg.Value("tensor", "float32", (BIG,), near=Place(9, 0, BIG * 4, 0, 1))
+    late = msgspec.structs.replace(whole, ready=Place(-9, 0, EVENT_BYTES, 0, 2))
+    step = bench.on_gpu(lambda batch: {"y": [float(np.asarray(x)[0]) for x in batch["x"]]}, X, {"y": "json"})
+    assert bench.answers(step.run(run_of([[whole]]))) == [0.0]
+    (refused,) = bench.answers(step.run(run_of([[late]])))
+    assert refused.error == "StepError" and "cannot be waited for here (import_event" in refused.message
+    host = bench.value(numbers(5), "float32[?]")
+    both = msgspec.structs.replace(late, place=host.place)
+    assert bench.answers(step.run(run_of([[both]]))) == [5.0]
+    bench.close()
+    other.close()
+
+
+def test_an_arena_that_is_refused_is_said_with_its_reason_and_nothing_is_left_of_it() -> None:
+    near = NearMemory(FakeGpu("fake-closed:0"))
+    theirs = DeviceArena.create(FakeGpu("fake-closed:0"), NEAR_BYTES)
+    before = descriptors()
+    failed = near.attach(msg.AttachDevice(9, NEAR_BYTES, "descriptor"), os.dup(theirs.fd))
+    assert failed is not None and failed.arena == 9 and "NOT_PERMITTED" in failed.why
+    assert descriptors() <= before and not near.sees(msg.Value("tensor", near=Place(9, 0, 4, 0, 1)))
+    theirs.close()
 
 
 def test_want_of_room_and_what_is_not_there_are_said_in_words() -> None:

@@ -52,7 +52,9 @@ def shaky(*fails: DriverError) -> Shaky:
     return driver
 
 
-@pytest.mark.parametrize(("device", "rung"), [("fake:0", 0), ("fake-legacy:0", 1), ("fake-alone:0", 2)])
+@pytest.mark.parametrize(
+    ("device", "rung"), [("fake:0", 0), ("fake-legacy:0", 1), ("fake-alone:0", 2), ("fake-closed:0", 0)]
+)
 def test_a_device_stands_on_the_best_rung_that_bears_it(device: str, rung: int) -> None:
     standing = probe(FakeGpu(device), 3 * MIB)
     assert standing.rung == RUNGS[rung]
