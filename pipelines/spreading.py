@@ -126,9 +126,9 @@ def search(balance: Balance) -> None:
         for device in soonest:
             room = balance.rooms[device]
             empty = (kinds[device], room.free, room.context, room.fillers)
-            if empty in seen or not balance.has_room(index, device):
-                continue
-            if not room.copies:  # another that is as empty is no other way
+            if (not room.copies and empty in seen) or not balance.has_room(index, device):
+                continue  # where nothing is, one GPU is as good as another
+            if not room.copies:
                 seen.add(empty)
             tries -= 1
             if tries < 0:
@@ -177,7 +177,10 @@ def _moves(balance: Balance, there: Sequence[int], peak: float) -> Iterator[Chan
 
 
 def _exchanges(balance: Balance, there: Sequence[int], others: Sequence[int], peak: float) -> Iterator[Change]:
-    """Yield exchanges of loads on a GPU that is busy for `peak` with others, that leave both GPUs less busy."""
+    """Yield exchanges of loads on a GPU that is busy for `peak` with others, that leave both GPUs less busy.
+
+    Tensors between the two travel as before, though each move by itself would keep them: not all of these are better.
+    """
     if not there:
         return
     busiest = balance.at[there[0]]
@@ -187,6 +190,5 @@ def _exchanges(balance: Balance, there: Sequence[int], others: Sequence[int], pe
         for other in others:
             to, (less_there, more_here) = balance.at[other], back[other]
             less, more = moves[to]
-            both = 2 * HOP_MS * balance.links.get(index, {}).get(other, 0)  # between the two it travels as before
-            if less > more_here + both and balance.busy[to] + more - less_there + both < peak:
+            if less > more_here and balance.busy[to] + more - less_there < peak:
                 yield (index, to), (other, busiest)

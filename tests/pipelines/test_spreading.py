@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from weftline.pipelines import spreading
 from weftline.pipelines.balance import HOP_MS, Balance
 from weftline.pipelines.graph import Step
-from weftline.pipelines.loads import Load, Room, loads_of
+from weftline.pipelines.loads import Chosen, Load, Room, Rooms, loads_of
 from weftline.pipelines.machine import Device, Machine
 from weftline.pipelines.needs import Need, Needs
 from weftline.pipelines.place import Placement, place
 from weftline.pipelines.policy import GpuPolicy, Limits
-from weftline.pipelines.spreading import improve, search, spread
+from weftline.pipelines.spreading import balanced, improve, search, spread
 
 GIB = 1 << 30
 BARE = GpuPolicy(reserve_bytes=0, context_bytes=0)
@@ -86,6 +86,91 @@ def test_the_longest_come_first_and_exchanges_mend_what_that_gets_wrong() -> Non
     assert [*balance.busy.values()] == [6, 6]
     short_first = Balance(*loads_on([1, 1, 2], 2), {})
     assert spread(short_first) and short_first.score.busiest_ms == 2
+
+
+def bare(
+    ms: Sequence[Sequence[float]], links: Mapping[int, Mapping[int, int]], size: int = 1, pin: int = -1
+) -> Balance:
+    """Loads of `size` bytes with their ms on each GPU, of 9 bytes; the one at `pin` is pinned to the second."""
+    names = [f"cuda:{index}" for index in range(len(ms[0]))]
+    sizes = dict.fromkeys(names, size)
+    rooms = {name: Room(name, 9, 0) for name in names}
+    loads = [
+        Load(
+            ((f"s{index}", 0),),
+            (Need(sizes),),
+            "cuda:1" if index == pin else "",
+            True,
+            dict(zip(names, one, strict=True)),
+        )
+        for index, one in enumerate(ms)
+    ]
+    return Balance(loads, rooms, links)
+
+
+def test_spreading_sees_what_travels_what_is_pinned_and_what_has_no_room() -> None:
+    far = bare([[5, 5], [4, 4]], {0: {1: 6}, 1: {0: 6}})
+    assert spread(far) and far.at[0] == far.at[1], "six tensors take longer than either"
+    near = bare([[99] * 3, [5] * 3, [5] * 3], {1: {2: 1}, 2: {1: 1}})
+    assert spread(near) and near.score.travel == 0, "another is the busiest anyway"
+    pinned = bare([[5, 5], [4, 4]], {}, pin=0)
+    assert spread(pinned) and pinned.at == {0: "cuda:1", 1: "cuda:0"}
+    assert not spread(bare([[5, 5]] * 3, {}, size=9))
+
+
+def test_spreading_parts_instances_of_a_step() -> None:
+    loads, _ = loads_on([50], 2)
+    one = Need({"cuda:0": 1, "cuda:1": 1})
+    copies = [Load((("a", copy),), (one,), "", True, {"cuda:0": 1, "cuda:1": 1}) for copy in range(2)]
+    balance = Balance([*copies, *loads], {"cuda:0": Room("cuda:0", 9, 0), "cuda:1": Room("cuda:1", 90 * GIB, 0)}, {})
+    assert spread(balance) and balance.at[0] != balance.at[1], "though one GPU has far more memory"
+
+
+def test_what_nobody_has_measured_stays_where_memory_alone_would_let_tensors_travel() -> None:
+    loads, _ = loads_on([5, 5], 2)
+    unknown = Load((("u", 0),), (Need({"cuda:0": 1, "cuda:1": 1}),), "", True)
+    a, b = (load.members[0] for load in loads)
+
+    def empty() -> Rooms:
+        return {name: Room(name, 80 * GIB, 0) for name in ("cuda:0", "cuda:1")}
+
+    def tried(first: Chosen) -> tuple[Rooms, Chosen]:
+        return empty(), {**first, ("u", 0): "cuda:1" if first[a] == "cuda:0" else "cuda:0"}
+
+    chosen = {a: "cuda:0", b: "cuda:1", ("u", 0): "cuda:0"}
+    found = balanced([*loads, unknown], {0: {2: 1}, 2: {0: 1}}, chosen, empty, tried)
+    assert found.chosen == chosen and found.score.busiest_ms == 5
+
+
+def searched(balance: Balance, *start: str) -> Balance:
+    for index, device in enumerate(start):
+        balance.put(index, device)
+    search(balance)
+    return balance
+
+
+def test_a_search_takes_gpus_as_equal_only_where_they_are() -> None:
+    together = searched(bare([[5, 5], [5, 5]], {0: {1: 6}, 1: {0: 6}}, size=0), "cuda:0", "cuda:1")
+    assert together.score.busiest_ms == 10, "one that has work is another way than one that has none"
+    unlike = bare([[9.5, 9.5], [5, 9], [5, 9]], {})
+    assert searched(unlike, "cuda:0", "cuda:0", "cuda:0").score.busiest_ms == 10, "others take longer on one of them"
+
+
+def test_a_search_tries_one_of_many_empty_gpus_and_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    balance = bare([[2] * 8, [2] * 8], {})
+    for index in (0, 1):
+        balance.put(index, "cuda:0")
+    puts, put = [], Balance.put
+    monkeypatch.setattr(Balance, "put", lambda self, index, device: puts.append(device) or put(self, index, device))
+    search(balance)
+    assert balance.score.busiest_ms == 2 and len(puts) <= 6
+    monkeypatch.setattr(spreading, "TRIES_MAX", 20)
+    crowded = bare([[one] * 3 for one in range(1, 9)], {}, size=1)
+    for index in range(8):
+        crowded.put(index, "cuda:0")
+    puts.clear()
+    search(crowded)
+    assert len(puts) == 20 + 8, "and all of them once more, where they end"
 
 
 def test_tensors_are_brought_together_once_the_busiest_gpu_is_as_good_as_it_gets() -> None:
