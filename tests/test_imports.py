@@ -180,6 +180,26 @@ def test_a_worker_loads_nothing_of_ours_before_it_is_hardened() -> None:
     assert set(ended.stdout.split()) == allowed
 
 
+WALL_CLOCK = {
+    *("time.time", "time.time_ns", "time.localtime", "time.ctime"),
+    *("datetime.now", "datetime.utcnow", "date.today", "datetime.today"),
+}
+TELLS_THE_TIME = {"engine/ingress/http_door/door.py", "engine/ingress/local.py"}
+"""Where the wall clock is read, to be told to people: when an answer was made, when a traced request began."""
+
+
+def test_nothing_but_what_is_told_to_people_depends_on_the_wall_clock() -> None:
+    reads = set()
+    for file in package_files():
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+                of = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+                reads |= {file} if f"{of}.{node.attr}" in WALL_CLOCK else set()
+            elif isinstance(node, ast.ImportFrom):
+                reads |= {file} if {f"{node.module}.{one.name}" for one in node.names} & WALL_CLOCK else set()
+    assert reads == TELLS_THE_TIME
+
+
 def test_nobody_imports_what_could_run_code_from_bytes() -> None:
     wrong = [
         f"{file}:{line} imports {name}"
