@@ -10,7 +10,10 @@ at half of it, until latency is what it was before.
     memory      of the runtime and all workers together (RSS): its slope after a warm-up
     recovery    from the end of the overload to the first quarter of a second like before; the bar is 5 s
 
-    python -m benchmarks.overload [--quick] [--seconds 60] [--loads 2 5]
+    python -m benchmarks.overload [--quick] [--seconds 60] [--loads 2 5] [--grpc]
+
+With `--grpc` the same load goes through the gRPC door of a server in a process of its own. The load itself then takes a
+good part of a small machine, whose peak is lower for it.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from benchmarks.conditions import conditions, memory_bytes, peak_memory, quantile
 from benchmarks.deadlines import ITEMS_MAX, STAGES
+from benchmarks.overload_door import Door, door
 from weftline.engine.clock import MonotonicClock
 from weftline.engine.measuring.arrivals import Open
 from weftline.engine.session import Session, load
@@ -50,6 +55,14 @@ CLOCK = MonotonicClock()
 GOODPUT_BAR, REFUSAL_BAR_MS, RECOVERY_BAR_S = 0.9, 10.0, 5.0
 
 
+class Asked(Protocol):
+    """What is put under load: a session, or a server's door."""
+
+    async def arun(self, *, value: str, deadline_ms: float | None) -> Any: ...
+
+    def pids(self) -> Mapping[str, int]: ...
+
+
 class Tally:
     """What became of the requests of one load, as numbers only: the load's own memory is not what is looked at."""
 
@@ -58,7 +71,7 @@ class Tally:
         self.answered_at_ms, self.lost_at_ms = array("d"), array("d")
         self.ended_last_ms = 0.0
 
-    async def send(self, session: Session, at_ms: float, deadline_ms: float | None) -> None:
+    async def send(self, session: Asked, at_ms: float, deadline_ms: float | None) -> None:
         """Send a request that was meant to be sent at `at_ms`; latency counts from then."""
         self.sent_ms.append(at_ms)
         late_ms = CLOCK.now_ms() - at_ms
@@ -93,7 +106,7 @@ class Tally:
 class Memory(threading.Thread):
     """Looks at the memory of some processes once a second."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Asked) -> None:
         super().__init__(daemon=True)
         self.seen: list[tuple[float, int]] = []
         self._session = session
@@ -123,7 +136,7 @@ def pipeline() -> Builder:
     return built
 
 
-def drive(session: Session, arrivals_ms: Iterator[float] | None, seconds: float = 0.0) -> Tally:
+def drive(session: Asked, arrivals_ms: Iterator[float] | None, seconds: float = 0.0) -> Tally:
     """Send requests at these times, or with CALLERS callers for so long; return what became of them."""
     tally = Tally()
 
@@ -169,7 +182,7 @@ def recovered_after_s(after: Tally, since_ms: float, usual_ms: float) -> float:
     return next((window * WINDOW_S for window in sorted(windows) if windows[window]), float("inf"))
 
 
-def overload(session: Session, times: float, peak_per_s: float, usual_ms: float, seconds: float) -> list[str]:
+def overload(session: Asked, times: float, peak_per_s: float, usual_ms: float, seconds: float) -> list[str]:
     """Overload a session and let it recover, print what was seen, and return the bars that were missed."""
     watching = Memory(session)
     tally = drive(session, Open(peak_per_s * times, seed=int(times)).arrivals(seconds))
@@ -212,10 +225,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each overload")
     parser.add_argument("--loads", type=float, nargs="+", default=[2.0, 5.0], help="multiples of the peak")
     parser.add_argument("--quick", action="store_true", help="10 s each")
+    parser.add_argument("--grpc", action="store_true", help="through the gRPC door of a server")
     options = parser.parse_args()
     seconds = 10.0 if options.quick else options.seconds
     print(conditions())
-    with load(pipeline()).open() as session:
+    asked: AbstractContextManager[Session | Door] = door(pipeline()) if options.grpc else load(pipeline()).open()
+    with asked as session:
         drive(session, None, 2.0)
         closed = drive(session, None, max(5.0, seconds / 6))
         peak_per_s = closed.good / ((closed.ended_last_ms - min(closed.sent_ms)) / 1000)

@@ -1,0 +1,62 @@
+"""The gRPC door of a server in a process of its own, asked as `benchmarks/overload.py` asks a session."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from weftline.engine.client.async_client import AsyncClient
+from weftline.pipelines.builder import Builder
+
+
+class Door:
+    """Asks one model of a server; a client of its own in each event loop, and nothing is sent twice."""
+
+    def __init__(self, url: str, model: str, pid: int) -> None:
+        self._url = url
+        self._model = model
+        self._pid = pid
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: AsyncClient | None = None
+
+    async def arun(self, *, value: str, deadline_ms: float | None) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._client, self._loop = AsyncClient(self._url, retries=0), loop
+        return await self._client.run(self._model, value=value, deadline_ms=deadline_ms)
+
+    def pids(self) -> Mapping[str, int]:
+        """Return every process of the server."""
+        server = psutil.Process(self._pid)
+        return {str(one.pid): one.pid for one in (server, *server.children(recursive=True))}
+
+
+@contextmanager
+def door(pipeline: Builder) -> Iterator[Door]:
+    """Serve a pipeline, and yield its door when it is ready."""
+    with tempfile.TemporaryDirectory(prefix="weftline-bench-") as folder:
+        file = Path(folder) / "overload.yaml"
+        file.write_text(pipeline.to_yaml(), "utf-8")
+        command = [sys.executable, "-m", "weftline", "serve", str(file), "--port", "0"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        try:
+            url = ""
+            for line in process.stdout or ():
+                if line.startswith("grpc "):
+                    url = line.split()[1]
+                if line.startswith("model "):
+                    break
+            else:
+                raise SystemExit("the server did not start")
+            yield Door(url, "overload", process.pid)
+        finally:
+            process.terminate()
+            process.wait(30)
