@@ -3,8 +3,9 @@
 What a process can share is found out by itself when it starts (shm/device/ladder.py); whether another one can attach it
 is known only when that one tries: containers refuse, and so do parts of a GPU that are kept from each other. An arena
 that somebody cannot attach stands on the lowest rung from then on, for everybody: its worker gives in host memory. One
-whose events cannot be opened, which needs more of a container than memory does, has ordering 'host' from then on. A new
-process of a worker is tried anew, since a refusal may pass.
+whose events cannot be opened, which needs more of a container than memory does, has ordering 'host' from then on. That
+holds for the device, and for workers that are started later, until the pipeline is opened anew: what refuses once is
+seldom of the kind that passes, and what a worker has given on its device alone would end with it for such readers.
 
 Each answer is '' or why the worker cannot have said that, which costs it its life.
 """
@@ -43,7 +44,8 @@ class DeviceNews:
         self._settling = settling
         self._emit = emit
         self._near = near_positions(plan)
-        self._told: set[tuple[str, str]] = set()  # devices, with what was noted of them
+        self._no_memory: dict[str, str] = {}  # devices whose memory some worker could not attach, and why
+        self._no_events: dict[str, str] = {}  # the same of events
 
     def up(self, worker: int, message: msg.DeviceUp) -> str:
         """A worker's arena on its device stands: lease in it, and have it introduced to its readers."""
@@ -60,6 +62,7 @@ class DeviceNews:
             if message.events:
                 self._ledger.add_arena(-member.near_arena, len(message.events) * EVENT_BYTES)
             self._emit(ev.ShareArena(worker, member.near_arena))
+            self._step_down(worker)
         return ""
 
     def attach_failed(self, worker: int, message: msg.AttachFailed) -> str:
@@ -73,23 +76,27 @@ class DeviceNews:
             return ""
         if self._plan.workers[owner].device != device:
             return "it told of an arena on another device"
-        if message.arena < 0:
-            self._crew.members[owner].near_events = 0
-            self._note(worker, owner, "open the events", message.why, "such tensors are waited for by who writes them")
-            return ""
-        self._crew.members[owner].on_host = message.why
-        self._emit(ev.Send(owner, msg.GiveOnHost()))
-        self._note(worker, owner, "attach the memory", message.why, "such tensors travel through host memory")
+        refused = self._no_events if message.arena < 0 else self._no_memory
+        if device not in refused:
+            refused[device] = message.why
+            names = self._plan.workers[worker].name, self._plan.workers[owner].name
+            what = "open the events" if message.arena < 0 else "attach the memory"
+            then = "are waited for by who writes them" if message.arena < 0 else "travel through host memory"
+            told = f"device {device}: worker {names[0]} cannot {what} that worker {names[1]} shares"
+            self._emit(ev.Note(f"{told} ({message.why:.200}); tensors {then} from now on"))
+        for one, planned in enumerate(self._plan.workers):
+            if planned.device == device and self._crew.members[one].alive:
+                self._step_down(one)
         return ""
 
-    def _note(self, worker: int, owner: int, what: str, why: str, then: str) -> None:
-        """Have it noted once for each device that one worker cannot do `what` of another."""
-        device = self._plan.workers[owner].device
-        if (device, what) not in self._told:
-            self._told.add((device, what))
-            names = self._plan.workers[worker].name, self._plan.workers[owner].name
-            told = f"device {device}: worker {names[0]} cannot {what} that worker {names[1]} shares"
-            self._emit(ev.Note(f"{told} ({why:.200}); {then}"))
+    def _step_down(self, worker: int) -> None:
+        """Have a worker give nothing on its device that others there cannot attach, or cannot wait for."""
+        member, device = self._crew.members[worker], self._plan.workers[worker].device
+        if device in self._no_events:
+            member.near_events = 0
+        if device in self._no_memory and member.gives_near:
+            member.on_host = self._no_memory[device]
+            self._emit(ev.Send(worker, msg.GiveOnHost()))
 
     def _misfit(self, worker: int, message: msg.DeviceUp) -> str:
         """Return what is wrong with what a worker says of its device arena, '' for nothing."""

@@ -11,6 +11,8 @@ import numpy as np
 from weftline.engine.worker.near import NearMemory
 from weftline.nodes.contract import Batch, BatchNode, Outputs, StepContext
 from weftline.nodes.ports import Ports, port
+from weftline.shm.device.driver import DriverError
+from weftline.shm.device.fake_memories import Memories
 
 LATE_S = 60.0
 """How long a device is at work that is late: far longer than any test."""
@@ -56,7 +58,10 @@ class Make(OnDevice):
 
 
 class Look(OnDevice):
-    """Says the sum of what it was given; while there is a file `hold`, it goes on looking at it."""
+    """Says the sum of what it was given; while there is a file `hold`, it goes on looking at it.
+
+    Where there is a file `closed`, its process attaches no memory of others from then on, as in some containers.
+    """
 
     @classmethod
     def ports(cls, config: GatedConfig, step: StepContext) -> Ports:
@@ -64,10 +69,16 @@ class Look(OnDevice):
 
     def run(self, batch: Batch) -> Outputs:
         folder = Path(self.config.folder)
+        if (folder / "closed").exists():
+            Memories.bring_in = _refuse  # type: ignore[method-assign]
         while (folder / "hold").exists():
             (folder / "holds").touch()
             time.sleep(0.002)
         return {"told": [float(np.asarray(x).sum()) for x in batch["x"]]}
+
+
+def _refuse(self: Memories, descriptor: int) -> int:
+    raise DriverError("import_memory", "NOT_PERMITTED", "another process's memory is not let in here")
 
 
 def _near_memory() -> NearMemory:

@@ -32,14 +32,14 @@ def test_what_lay_there_before_anybody_knew_is_fetched_and_the_next_goes_by_the_
     p.output("told", p.step("look", "device_fault_steps.py:Look", x=y, folder=str(folders["look"])).told)
     with (
         caplog.at_level(logging.WARNING, "weftline.runtime"),
-        load(p, machine=Machine(4, 16 << 30, (Device("fake-closed:0", 8 << 30),))).open() as session,
+        load(p, machine=Machine(4, 16 << 30, (Device("fake:0", 8 << 30),))).open() as session,
     ):
         runtime = session._current.runtime
         assert ask(session, x=[2, SIZE])["told"] == 2.0 * SIZE  # type: ignore[index]
-        assert session.stats()["device_sharing"]["make"]["rung"] == "host"
-        assert session.health().ready and session.health().told == "through host memory: make"
+        assert session.stats()["device_sharing"]["make"]["rung"] == "descriptor" and session.health().told == ""
         # A new `make` shares its memory while `look` is busy: nobody knows yet that `look` will not see it.
-        (folders["look"] / "hold").touch()
+        for what in ("hold", "closed"):
+            (folders["look"] / what).touch()
         answers: dict[int, Any] = {}
 
         def asks(value: int) -> threading.Thread:
@@ -51,7 +51,6 @@ def test_what_lay_there_before_anybody_knew_is_fetched_and_the_next_goes_by_the_
         wait_until((folders["look"] / "holds").exists)
         os.kill(runtime.pids()["make"], signal.SIGKILL)
         wait_until(lambda: session.stats()["worker_deaths"] == 1 and session.health().ready)
-        assert session.stats()["device_sharing"]["make"]["rung"] == "descriptor"
         before = session.stats()["dispatches"]
         second = asks(4)
         wait_until(lambda: session.stats()["dispatches"] - before + session.stats()["queued"]["look"] == 2)
@@ -60,8 +59,12 @@ def test_what_lay_there_before_anybody_knew_is_fetched_and_the_next_goes_by_the_
             thread.join(20)
         assert {value: one["told"] for value, one in answers.items()} == {3: 3.0 * SIZE, 4: 4.0 * SIZE}
         assert session.stats()["device_sharing"]["make"]["rung"] == "host"
+        assert session.health().ready and session.health().told == "through host memory: make"
         assert session.stats()["worker_deaths"] == 1 and session.stats()["retried"] == 0
+        moved = session.stats()["device_moved_bytes"]
+        assert ask(session, x=[5, SIZE])["told"] == 5.0 * SIZE  # type: ignore[index]
+        assert session.stats()["device_moved_bytes"] == moved + SIZE * 4  # by who reads it, from host memory
         wait_until(lambda: settled(session), 10)
         assert session.stats()["arena"]["stale_total"] == 0
     told = [one.message for one in caplog.records if "cannot attach" in one.message]
-    assert len(told) == 1 and told[0].startswith("device fake-closed:0: worker look cannot attach the memory that")
+    assert len(told) == 1 and told[0].startswith("device fake:0: worker look cannot attach the memory that")
