@@ -18,7 +18,7 @@ from weftline.cli_pipeline import counted
 from weftline.cli_progress import loading_shown
 from weftline.engine.machine import this_machine
 from weftline.engine.measuring.step_alone import StepAlone, opened, sizes
-from weftline.errors import InputError, PipelineError, WeftlineError
+from weftline.errors import InputError, ModelError, PipelineError, WeftlineError
 from weftline.pipelines.load import load_file
 from weftline.pipelines.machine import Machine
 from weftline.pipelines.place import size_text
@@ -57,7 +57,8 @@ class Profiling:
 def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
     """Print a table on `out` while it grows; progress, and where the profile is written, go to `err`.
 
-    PipelineError and InputError before anything is opened; ModelError when a step does not open.
+    A step that does not open keeps no other from being measured. PipelineError and InputError before anything is
+    opened; ModelError at the end, of the first step that did not open.
     """
     graph, machine = load_file(asked.file), this_machine()
     plan = make_plan(graph, machine)
@@ -65,6 +66,8 @@ def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
     path = asked.out or profile_path(graph)
     if not path.resolve().parent.is_dir():
         raise WeftlineError(f"cannot write {path}: its folder does not exist")
+    if path.is_dir():
+        raise WeftlineError(f"cannot write {path}: it is a folder\n    fix: name a file in it")
     profile = kept(path, plan, err)
     print(
         f"machine     {machine_text()}\npipeline    {plan.name}: {counted(len(steps), 'step')}, each by itself",
@@ -72,6 +75,8 @@ def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
     )
     heads = ("step", "on", "items", "call p50", "p10 to p90", "items/s", "device", "host")
     print("\n" + COLUMNS.format(*heads).rstrip(), file=out, flush=True)
+    unopened = list[ModelError]()
+    written = False
     for step in steps:
         kind = device_kind(step.device, _model(machine, step.device))
         try:
@@ -82,10 +87,17 @@ def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
         except PipelineError as error:
             print(f"{step.name:<20} cannot be measured by itself: {error.problems[0].found}", file=out, flush=True)
             continue
+        except ModelError as error:
+            print(f"{step.name:<20} does not open: {_first_line(error)}", file=out, flush=True)
+            unopened.append(error)
+            continue
         _print_rows(step.name, kind, found, times, failure, out)
         profile = with_measured(profile, step, kind, found, context)
         _write(path, profile)
-    print(f"wrote {path}", file=err)
+        written = True
+    print(f"wrote {path}" if written else f"nothing was measured; {path} is not written", file=err)
+    if unopened:
+        raise unopened[0]
 
 
 def _chosen(plan: Plan, names: Sequence[str]) -> list[PlannedStep]:
@@ -140,7 +152,8 @@ def _print_rows(
         name = kind = ""
         memory = ("", "")
     if failure:
-        print(f"{name:<20} no time: it refuses made-up inputs ({failure:.200})", file=out, flush=True)
+        what = "no more times" if times else "no time"
+        print(f"{name:<20} {what}: it fails on made-up inputs ({failure:.200})", file=out, flush=True)
 
 
 def with_measured(profile: Profile, step: PlannedStep, kind: str, found: Measured, context_bytes: int) -> Profile:
@@ -162,6 +175,10 @@ def _write(path: Path, profile: Profile) -> None:
         made.replace(path)
     except OSError as error:
         raise WeftlineError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{str(error).partition(chr(10))[0]:.200}"
 
 
 def _model(machine: Machine, device: str) -> str:

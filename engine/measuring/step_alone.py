@@ -128,12 +128,15 @@ class StepAlone:
             return error
 
     def _take(self, timings: list[StepTiming]) -> None:
-        """Keep a time for every call that these answers came from."""
-        calls = {(one.worker, one.started_ms): one for one in timings if one.step == self.step.name}
+        """Keep a time for every call that these answers came from; a call that its worker did not survive has none."""
+        calls = {(one.worker, one.started_ms): one for one in timings if self._counts(one)}
         for one in calls.values():
             times = self._times.setdefault(one.batch, [])
             if len(times) < TIMES_MAX:
                 times.append(one.node_ms or one.run_ms)
+
+    def _counts(self, timing: StepTiming) -> bool:
+        return timing.step == self.step.name and timing.outcome == "ok"
 
 
 def _resident(pid: int) -> int:

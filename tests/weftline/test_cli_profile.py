@@ -32,7 +32,7 @@ def test_each_step_is_measured_by_itself_and_written_beside_the_pipeline(weft, w
     rows = [line.split() for line in ended.out.splitlines()[4:]]
     assert [row[:3] for row in rows if row[0] == "a"] == [["a", "cpu", "1"]]
     assert [row[0] for row in rows] == ["a", "2", "3", "b"]
-    assert ended.out.splitlines()[-1].startswith("b                    no time: it refuses made-up inputs (")
+    assert ended.out.splitlines()[-1].startswith("b                    no time: it fails on made-up inputs (")
     assert f"{beside} cannot be read, and is replaced\n" in ended.err
     assert "measuring a: 1, 2, 3 items\n" in ended.err
     assert ended.err.endswith(f"wrote {beside}\n")
@@ -79,7 +79,36 @@ def test_mistakes_are_told_before_anything_is_opened(weft, write, tmp_path: Path
     ended = weft("profile", write(TWO), "--out", str(tmp_path / "no" / "file.json"))
     assert "its folder does not exist" in ended.err
     assert "loading" not in ended.err
+    ended = weft("profile", write(TWO), "--out", str(tmp_path))
+    assert ended.code == 1
+    assert "it is a folder" in ended.err
+    assert "loading" not in ended.err
     assert weft("profile", write("steps: 3\n")).code == 2
+
+
+def test_a_step_that_does_not_open_keeps_no_other_from_being_measured(weft, write) -> None:
+    file = write(
+        "inputs: {x: text, n: text}\nsteps:\n"
+        "  b: {node: fail, fail_open: true, inputs: {value: n}}\n"
+        "  z: {node: echo, inputs: {value: x}, batch: {items_max: 2}}\n"
+        "outputs: {y: z.value, m: b.value}\n"
+    )
+    ended = weft("profile", file, *QUICK)
+    assert ended.code == 4
+    rows = [line.split() for line in ended.out.splitlines()[4:]]
+    assert [row[0] for row in rows] == ["b", "z", "2"]
+    assert rows[0][1:4] == ["does", "not", "open:"]
+    assert ended.err.endswith("error: step b: failed on purpose\n")
+    assert set(read_profile(Path(file).with_suffix(".profile.json")).steps) == {"z"}
+
+
+def test_where_nothing_opens_nothing_is_written(weft, write) -> None:
+    file = write(TWO.replace("every: 1", "fail_open: true"))
+    beside = Path(file).with_suffix(".profile.json")
+    ended = weft("profile", file, "--steps", "b", *QUICK)
+    assert ended.code == 4
+    assert f"nothing was measured; {beside} is not written\n" in ended.err
+    assert not beside.exists()
 
 
 def test_what_was_measured_on_a_gpu_is_planned_with(

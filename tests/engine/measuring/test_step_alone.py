@@ -102,3 +102,17 @@ def test_a_step_that_remembers_is_asked_one_after_the_other(tmp_path: Path) -> N
         assert alone.items_max == 1
         alone.call(1)
         assert (alone.failure, set(alone.times_ms)) == ("", {1})
+
+
+def test_a_call_that_its_worker_did_not_survive_has_no_time(tmp_path: Path) -> None:
+    p = Builder("test", base_dir=tmp_path)
+    step = p.step("s", "fail", value=p.input("x", "text"), every=3, kill=True, batch={"items_max": 1})
+    p.output("y", step.value)
+    made = p.build()
+    planned = make_plan(made, FAKE).steps[0]
+    with opened(made, planned, FAKE) as alone:
+        for _ in range(3):
+            alone.call(1)  # the third of a life takes the worker along
+        assert alone.failure == ""
+        assert set(alone.measured().run_ms) == {1}
+        assert len(alone.times_ms[1]) == 3
