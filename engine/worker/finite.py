@@ -12,38 +12,50 @@ from typing import Any
 
 import numpy as np
 
+from weftline.engine.packed import Source
+from weftline.engine.values import ARRAYS, OnDevice
 from weftline.nodes.detections import Detections
-from weftline.nodes.ports import PortType
 from weftline.shm.device.tensor import DeviceTensor
 
 _EXPONENTS = {"bfloat16": 0x7F80, "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7F}
 """Of types that numpy lacks and holds as unsigned integers: the bits that are all set in what is not finite."""
 
 
-def is_finite(value: Any, type: PortType) -> bool:
-    """Whether neither NaN nor an infinite number is in a value of a port's type."""
-    if value is None or isinstance(value, bool | int | str | bytes | bytearray | memoryview):
-        return True
+def is_finite(value: Any, made: Source, on_device: OnDevice | None = None) -> bool:
+    """Whether neither NaN nor an infinite number is in what a node gave.
+
+    made:      the same as it travels, which knows the dtype of what numpy holds as integers.
+    on_device: as for `pack`.
+    """
+    if made.items is not None:
+        return all(is_finite(one, item, on_device) for one, item in zip(value, made.items, strict=True))
+    if made.kind in ARRAYS:
+        return _is_finite_tensor(value, made.dtype, on_device)
+    return _is_finite_plain(value)
+
+
+def _is_finite_plain(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):
-        return all(is_finite(one, type) for one in value.values())
+        return all(map(_is_finite_plain, value.values()))
     if isinstance(value, list | tuple):
-        return all(is_finite(one, type.item or type) for one in value)
+        return all(map(_is_finite_plain, value))
     if isinstance(value, Detections):
         return bool(np.isfinite(value.boxes).all() and np.isfinite(value.scores).all())
+    return True
+
+
+def _is_finite_tensor(value: Any, dtype: str, on_device: OnDevice | None) -> bool:
+    if on_device is not None and value.__class__ is not np.ndarray and (seen := on_device(value)) is not None:
+        value = seen
+    if isinstance(value, DeviceTensor):
+        value = value.torch()
     if isinstance(value, np.ndarray | np.generic):
-        return _is_finite_array(np.asarray(value), type)
-    tensor = value.torch() if isinstance(value, DeviceTensor) else value
-    if not hasattr(tensor, "isfinite"):  # nothing that could be packed
+        array, bits = np.asarray(value), _EXPONENTS.get(dtype)
+        if bits is not None:
+            return not bool(((array & bits) == bits).any())
+        return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
+    if not (value.is_floating_point() or value.is_complex()):
         return True
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    return bool((tensor.float() if tensor.element_size() == 1 else tensor).isfinite().all())
-
-
-def _is_finite_array(array: np.ndarray, type: PortType) -> bool:
-    bits = _EXPONENTS.get(type.dtype or "")
-    if bits is not None and array.dtype.kind == "u":
-        return not bool(((array & bits) == bits).any())
-    return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
+    return bool((value.float() if value.element_size() == 1 else value).isfinite().all())

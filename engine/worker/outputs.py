@@ -27,6 +27,8 @@ from weftline.shm.device.tensor import DeviceTensor
 _PASSED_ON = (*ARRAYS, "text", "bytes")
 """Kinds whose values a node cannot have changed: when it gives one back, it goes on as it came."""
 
+_NOT_FINITE = "{}: found NaN or an infinite number, expected none: the step says `finite: true`"
+
 
 class Aside(NamedTuple):
     """Room set aside for the outputs of some items, by output port: in host memory, and on the device."""
@@ -104,9 +106,10 @@ class OutputPorts:
                     made[position] = self._failed(value)
                     continue
                 try:
-                    so_far.append(self._ready(value, type, name, port, position, row, came, aside))
-                    if self._finite:
-                        self._check_finite(value, type, name)
+                    ready = self._ready(value, type, name, port, position, row, came, aside)
+                    if self._finite and not is_finite(value, ready, self._on_device):
+                        raise StepError(_NOT_FINITE.format(name))
+                    so_far.append(ready)
                 except (StepError, InputError) as error:
                     made[position] = failure(error)
         return made
@@ -117,11 +120,6 @@ class OutputPorts:
             return failure(error)
         self.lacked_memory = True
         return out_of_memory(error)
-
-    def _check_finite(self, value: Any, type: PortType, name: str) -> None:
-        seen = self._on_device(value) if self._on_device is not None and type.kind in ARRAYS else None
-        if not is_finite(value if seen is None else seen, type):
-            raise StepError(f"{name}: found NaN or an infinite number, expected none: the step says `finite: true`")
 
     def _seen_whole(self, given: Any, on_device: OnDevice) -> Any:
         """Return an output of all items as one tensor on the device, if it is one: its items then are neighbours."""

@@ -12,6 +12,7 @@ from tests.engine.hosted import run_of
 from tests.engine.near_hosted import NearBench
 from tests.engine.near_steps import Foreign
 from weftline.engine import messages as msg
+from weftline.engine.values import pack
 from weftline.engine.worker.finite import is_finite
 from weftline.nodes.contract import Batch, Outputs
 from weftline.nodes.detections import Detections
@@ -22,6 +23,11 @@ NAN, INFINITE = float("nan"), float("inf")
 
 def tensor(*values: float, dtype: str = "float32") -> np.ndarray:
     return np.array(values, dtype)
+
+
+def finite(value: Any, type: str) -> bool:
+    """Whether a value is found to be finite that a node gives on a port of this type."""
+    return is_finite(value, pack(value, PortType.parse(type), "y"))
 
 
 def stand_in(values: list[float], dtype: torch.dtype) -> np.ndarray:
@@ -42,6 +48,7 @@ def stand_in(values: list[float], dtype: torch.dtype) -> np.ndarray:
         ("float8_e5m2[N]", lambda x: stand_in([1, x], torch.float8_e5m2)),
         ("float8_e5m2[N]", lambda x: torch.tensor([1, x]).to(torch.float8_e5m2)),
         ("float32[N]", lambda x: torch.tensor([1, x])),
+        ("tensor", lambda x: torch.tensor([1, x], dtype=torch.bfloat16)),
         ("audio", lambda x: tensor(0, x)),
         ("list[float32[N]]", lambda x: [tensor(1), tensor(x)]),
         ("json", lambda x: {"a": [1, {"b": x}]}),
@@ -51,14 +58,13 @@ def stand_in(values: list[float], dtype: torch.dtype) -> np.ndarray:
     ],
 )
 def test_one_number_that_is_not_finite_is_found(type: str, made: Any, bad: float) -> None:
-    assert not is_finite(made(bad), PortType.parse(type))
-    assert is_finite(made(0.5), PortType.parse(type))
+    assert not finite(made(bad), type)
+    assert finite(made(0.5), type)
 
 
 def test_the_only_such_number_of_float8_e4m3fn_is_nan() -> None:
-    type = PortType.parse("float8_e4m3fn[N]")
-    assert not is_finite(stand_in([1, NAN], torch.float8_e4m3fn), type)
-    assert is_finite(stand_in([1, 448, -448], torch.float8_e4m3fn), type)
+    assert not finite(stand_in([1, NAN], torch.float8_e4m3fn), "float8_e4m3fn[N]")
+    assert finite(stand_in([1, 448, -448], torch.float8_e4m3fn), "float8_e4m3fn[N]")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,7 @@ def test_the_only_such_number_of_float8_e4m3fn_is_nan() -> None:
     ],
 )
 def test_what_holds_no_such_numbers_is_finite(type: str, value: Any) -> None:
-    assert is_finite(value, PortType.parse(type))
+    assert finite(value, type)
 
 
 @pytest.mark.parametrize("passed_on", [True, False])
@@ -90,4 +96,26 @@ def test_what_lies_on_a_device_is_looked_at_there_and_not_brought_down(passed_on
     good, bad, other = step.run(run_of(rows)).results
     assert isinstance(good, msg.Given) and isinstance(other, msg.Given) and good.outputs[0].place is None
     assert isinstance(bad, msg.Failure) and bad.message.startswith("y: found NaN or an infinite number")
+    bench.close()
+
+
+def test_elements_on_a_device_are_looked_at_whatever_library_they_are_of() -> None:
+    bench = NearBench()
+
+    def listed(batch: Batch) -> Outputs:
+        return {"y": [[Foreign(np.asarray(x) * 1)] for x in batch["x"]]}
+
+    step = bench.on_gpu(listed, {"x": "float32[?]"}, {"y": "list[float32[?]]"}, finite=True)
+    rows = [[value] for value in bench.near_values([np.full(10, x, np.float32) for x in (1, NAN)])]
+    good, bad = step.run(run_of(rows)).results
+    assert isinstance(good, msg.Given) and isinstance(bad, msg.Failure)
+    bench.close()
+
+
+def test_what_goes_on_as_it_came_is_known_by_its_dtype_where_the_port_takes_any() -> None:
+    bench = NearBench()
+    step = bench.on_gpu(lambda batch: {"y": batch["x"]}, {"x": "tensor"}, {"y": "tensor"}, near_inputs=(), finite=True)
+    rows = [[bench.value(torch.tensor([x], dtype=torch.bfloat16), "tensor")] for x in (1.0, NAN)]
+    good, bad = step.run(run_of(rows)).results
+    assert isinstance(good, msg.Given) and isinstance(bad, msg.Failure)
     bench.close()
