@@ -11,9 +11,10 @@ GPUS_MAX = 64
 """Most GPUs of a machine that somebody makes up."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,3})?)([KMGT]?)(?:iB|B)?"
+_SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,3})?) ?([KMGT]?)(?:iB|B)?"
 _MODEL = r"([A-Za-z0-9][A-Za-z0-9 _-]{0,40})"
-_GPUS = re.compile(rf"^([0-9]{{1,2}})(?::{_SIZE}(?::{_MODEL})?)?$")
+_GPUS = re.compile(rf"([0-9]{{1,2}})(?:: ?{_SIZE}(?::{_MODEL})?)?", re.IGNORECASE)
+_BYTES = re.compile(_SIZE, re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Device:
     memory_bytes:  all of it, whoever has some.
     taken:         what other open pipelines have of it; said by Weftline when a pipeline is opened beside others.
     reserve_bytes: what those want left free.
+    shared:        pipelines that are planned together divide what is left of it afterwards; none is given all of it.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Device:
     model: str = ""
     taken: tuple[Taken, ...] = ()
     reserve_bytes: int = 0
+    shared: bool = False
 
     @property
     def taken_bytes(self) -> int:
@@ -65,20 +68,32 @@ class Machine:
 MADE_UP_BYTES = 80 << 30
 """Memory of a made-up GPU when nobody says how much: that of an 80 GB card."""
 
+GPU_BYTES_MIN, GPU_BYTES_MAX = 1 << 20, 1 << 50
+"""Memory of a made-up GPU beyond which a slip of the pen is likelier than a GPU."""
+
 
 def made_up_gpus(text: str) -> tuple[Device, ...]:
     """Return the GPUs of '2', '2:141GiB' or '2:141GiB:H200'; sizes are counted in powers of 1024, 141GB too.
 
     The last part is the model, by which what was measured on it is known. InputError says what is wrong.
     """
-    match = _GPUS.match(text.strip())
+    match = _GPUS.fullmatch(text.strip())
     count = int(match[1]) if match else 0
     if match is None or count > GPUS_MAX:
         raise InputError(
-            f"gpus: {text!r:.40} is no number of GPUs with their memory\n"
-            f"    expected: 0 to {GPUS_MAX}, and how much each has, such as 2:141GiB"
+            f"--gpus {text!r:.60}: no number of GPUs, with or without their memory and model\n"
+            f"    expected: 0 to {GPUS_MAX}, and what each is, such as 2, 2:141GiB or 2:141GiB:H200"
         )
-    size = int(float(match[2]) * _UNITS[match[3]]) if match[2] else MADE_UP_BYTES
-    if count and size < 1 << 20:
-        raise InputError(f"gpus: {text!r:.40} gives each GPU {size} bytes\n    fix: write its unit, such as 2:141GiB")
+    size = bytes_of(f"{match[2]}{match[3]}") if match[2] else MADE_UP_BYTES
+    if count and not GPU_BYTES_MIN <= size <= GPU_BYTES_MAX:
+        unit = "" if match[3] else "\n    fix: write its unit"
+        raise InputError(
+            f"--gpus {text!r:.60}: gives each GPU {size} bytes\n    expected: 1 MiB to 1 PiB, such as 2:141GiB{unit}"
+        )
     return tuple(Device(f"cuda:{index}", size, match[4] or "") for index in range(count))
+
+
+def bytes_of(text: str) -> int:
+    """Return how many bytes '512', '1.5 GiB', '2GB' or '80g' are, in powers of 1024; 0 for what is no size."""
+    match = _BYTES.fullmatch(text.strip())
+    return int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0

@@ -95,8 +95,16 @@ def _device(path: str, written: str, machine: Machine, problems: list[Problem]) 
     wanted = "cuda:0" if written == "cuda" else written
     if wanted not in (AUTO, "cpu", *names):
         found = f"{written}, and this machine has {', '.join(names) or 'no GPU'}"
-        problems.append(Problem(path, found, fix="write auto, which uses a GPU where there is one"))
+        problems.append(Problem(path, found, fix=_way_out(path, names)))
     return wanted
+
+
+def _way_out(path: str, names: Sequence[str]) -> str:
+    """Return what can be written instead of a device that there is not."""
+    if path.endswith(".device"):
+        return "write auto, which uses a GPU where there is one"
+    here = f"name {' or '.join(names[:4])} there, or " if names else ""
+    return f"{here}write a number alone, such as `instances: 2`, which uses a GPU where there is one"
 
 
 def _lacking(step: str, devices: Sequence[str], needs: Mapping[str, Need], machine: Machine) -> Iterator[Problem]:

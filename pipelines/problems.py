@@ -10,6 +10,7 @@ import pydantic
 
 from weftline.errors import Problem
 from weftline.nodes.contract import ConfigError
+from weftline.pipelines.machine import bytes_of
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -131,15 +132,23 @@ def _problem(one: dict[str, Any], loc: tuple[str | int, ...], value: Any, prefix
     if isinstance(cause, Exception):
         return Problem(path, str(cause))
     try:
-        expected = _EXPECTED[kind].format_map(context)
+        expected = _EXPECTED[kind].format_map({name: _plain(bound) for name, bound in context.items()})
     except KeyError:
         expected = one["msg"]
     if len(one["loc"]) and one["loc"][-1] == "[key]":
         return Problem(path, f"the key {shown(loc[-1])}", expected)
-    return Problem(path, shown(value), expected, _quoting(kind, value))
+    return Problem(path, shown(value), expected, _as_written(kind, value, path))
 
 
-def _quoting(kind: str, value: Any) -> str:
+def _plain(bound: Any) -> Any:
+    """Return a bound as people write it: 0, not 0.0."""
+    return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+
+
+def _as_written(kind: str, value: Any, path: str) -> str:
+    """Return how a value of the wrong type was meant to be written, as far as that can be guessed."""
+    if kind == "int_type" and "_bytes" in path and isinstance(value, str) and (size := bytes_of(value)):
+        return f"write it in bytes, without a unit or quotes: {size}"
     if kind == "string_type" and isinstance(value, bool | int | float):
         return "put it in quotes"
     if kind == "bool_type" and isinstance(value, str) and value.lower() in _SWITCHES:

@@ -151,6 +151,9 @@ def read_profile(path: str | Path) -> Profile:
         document = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         raise PipelineError([Problem("", f"is no JSON: {error.msg}", "", _FIX, error.lineno, name)]) from None
+    except UnicodeDecodeError as error:
+        line = 1 + raw.count(b"\n", 0, error.start)
+        raise PipelineError([Problem("", "is no JSON: it is not UTF-8 text", "", _FIX, line, name)]) from None
     except (ValueError, RecursionError) as error:
         found = "is nested too deep" if isinstance(error, RecursionError) else f"is no JSON: {error}"
         raise PipelineError([Problem("", found, "", _FIX, file=name)]) from None
@@ -158,7 +161,7 @@ def read_profile(path: str | Path) -> Profile:
         entry = ProfileEntry.model_validate(document)
     except ValidationError as error:
         problems = from_validation(error, document, "", _known)
-        raise PipelineError([dataclasses.replace(one, file=name, fix=one.fix or _FIX) for one in problems]) from None
+        raise PipelineError([dataclasses.replace(_spoken(one), file=name) for one in problems]) from None
     steps = {
         step: StepProfile(one.digest, {kind: Measured(**_counted(on)) for kind, on in one.on.items()})
         for step, one in entry.steps.items()
@@ -190,7 +193,8 @@ _FIX = "measure again with `weftline profile`, or remove the file"
 
 Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
 Millis = Annotated[float, Field(ge=0, le=86_400_000)]
-Items = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}$")]
+ITEMS_PATTERN, DIGEST_PATTERN = r"^[1-9][0-9]{0,5}$", rf"^[0-9a-f]{{{DIGEST_CHARS}}}$"
+Items = Annotated[str, Field(pattern=ITEMS_PATTERN)]
 Text = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -207,7 +211,7 @@ class MeasuredEntry(Strict):
 class StepEntry(Strict):
     """One step."""
 
-    digest: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{DIGEST_CHARS}}}$")]
+    digest: Annotated[str, Field(pattern=DIGEST_PATTERN)]
     on: dict[Text, MeasuredEntry]
 
 
@@ -231,6 +235,13 @@ def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
     """Return the keys that are known in the mapping at `loc`."""
     entries: dict[int, type[BaseModel]] = {0: ProfileEntry, 2: StepEntry, 4: MeasuredEntry}
     return entries.get(len(loc), ProfileEntry).model_fields
+
+
+def _spoken(problem: Problem) -> Problem:
+    """Return the problem with regular expressions put into words, and a way out."""
+    words = {ITEMS_PATTERN: "a number of items, 1 to 999999", DIGEST_PATTERN: f"{DIGEST_CHARS} hexadecimal digits"}
+    expected = next((text for pattern, text in words.items() if pattern in problem.expected), problem.expected)
+    return dataclasses.replace(problem, expected=expected, fix=problem.fix or _FIX)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

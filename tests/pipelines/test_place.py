@@ -93,6 +93,9 @@ def test_instances_are_spread_over_the_devices_they_name() -> None:
     assert [(one.path, one.found) for one in problems] == [
         ("steps.a.instances.cuda:7", "cuda:7, and this machine has cuda:0, cuda:1")
     ]
+    assert problems[0].fix.startswith("name cuda:0 or cuda:1 there, or write a number alone")
+    _, problems = place([Step("a", "x", instances={"cuda:7": 1})], {"a": True}, Limits(), CPU)
+    assert problems[0].fix.startswith("write a number alone")
 
 
 def test_arenas_that_do_not_fit_say_what_would() -> None:

@@ -71,7 +71,7 @@ def written(folder: Path, text: str | bytes) -> Path:
         ('{"weftline_profile": 1, "steps": {}, "steps": {}}', 0, "'steps' is written twice"),
         ('{"weftline_profile": NaN}', 0, "NaN is no number"),
         ("[" * 100_000, 0, "is nested too deep"),
-        (b"\xff\xfe", 0, "is no JSON"),
+        (b'{"weftline_profile": 1,\n "steps": "\xff\xfe"}', 2, "is no JSON: it is not UTF-8 text"),
         ("[]", 0, "an empty list"),
     ],
 )
@@ -97,6 +97,8 @@ def test_everything_wrong_is_told_at_once_with_a_way_out(tmp_path: Path) -> None
         f"{at}.open_byte", f"{at}.host_bytes", f"{at}.peak_bytes.0",
     }  # fmt: skip
     assert problems["contxt_bytes"].fix == "did you mean context_bytes?"
+    assert problems["steps.see.digest"].expected == "16 hexadecimal digits"
+    assert problems[f"{at}.peak_bytes.0"].expected == "a number of items, 1 to 999999"
     assert problems[f"{at}.open_byte"].fix == "did you mean open_bytes?"
     assert (
         problems[f"{at}.host_bytes"].expected == "at least 0" and "weftline profile" in problems["weftline_profile"].fix

@@ -102,6 +102,22 @@ def test_what_is_said_of_gpus_has_bounds(key: str, value: object, expected: str)
     assert found["gpu.areana"].found == "unknown key" and "arena_bytes" in found["gpu.areana"].expected
 
 
+def test_memory_with_a_unit_is_told_in_bytes() -> None:
+    step = {"node": "x", "device_bytes": "2GiB", "run_max_ms": "2GiB", "instances": "2G"}
+    document = {"weftline": 1, "name": "n", "steps": {"s": step}, "outputs": {}, "gpu": {"arena_bytes": "much"}}
+    _, problems = validate({**document, "limits": {"kv_bytes": {"cuda:0": "1.5 gb"}}})
+    assert {one.path: one.fix for one in problems if one.found != "missing"} == {
+        "steps.s.device_bytes": "write it in bytes, without a unit or quotes: 2147483648",
+        "limits.kv_bytes.cuda:0": "write it in bytes, without a unit or quotes: 1610612736",
+        "steps.s.run_max_ms": "", "steps.s.instances": "", "gpu.arena_bytes": "",
+    }  # fmt: skip
+
+
+def test_bounds_are_whole_where_they_can_be() -> None:
+    _, problems = validate({"weftline": 1, "name": "n", "steps": {"s": {"node": "x", "idle": -1}}, "outputs": {}})
+    assert "more than 0" in [one.expected for one in problems]
+
+
 @pytest.mark.parametrize(("value", "expected"), [(0, "more than 0"), (4_000_000, "at most"), ("50", "a number")])
 def test_a_jobs_batches_take_some_time(value: object, expected: str) -> None:
     limits = {"job_batch_ms": value}
