@@ -207,7 +207,7 @@ def test_closing_while_a_reload_opens_ends_both(pipeline: Callable[..., Builder]
     session = load(pipeline("one")).open()
     with ThreadPoolExecutor(1) as callers:
         reload = callers.submit(session.reload, pipeline(node="nodes.py:Loads"))
-        wait_until(lambda: session._opening is not None)
+        wait_until(lambda: session._versions.opening is not None)
         time.sleep(0.3)
         session.close()
         with pytest.raises(SessionClosed):

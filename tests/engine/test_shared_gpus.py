@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from weftline.engine import session as session_module
-from weftline.engine import shared_gpus
+from weftline.engine import planned as planned_module
+from weftline.engine import shared_gpus, versions
 from weftline.engine.jobs.answering import opening
 from weftline.engine.jobs.rows import Block
 from weftline.engine.repository import FAILED, READY, Repository
@@ -263,7 +263,7 @@ def test_a_version_that_cannot_even_be_made_gives_back_what_it_had_claimed(
     def fails(*told: object) -> None:
         raise RuntimeError("no version")
 
-    monkeypatch.setattr(session_module, "Version", fails)
+    monkeypatch.setattr(versions, "Version", fails)
     for begin in (opened.open, lambda: reloaded.reload(pipeline)):
         with pytest.raises(RuntimeError, match="no version"):
             begin()
@@ -287,7 +287,7 @@ def test_sessions_that_nobody_introduced_share_the_gpus_of_their_process(make: C
 
 @pytest.mark.parametrize("mode", ["blocks", "rows"])
 def test_jobs_share_them_too(make: Callable[..., Builder], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (session_module, opening, shared_gpus):
+    for module in (planned_module, opening, shared_gpus):
         monkeypatch.setattr(module, "this_machine", lambda: TWO)
     blocking = GPUS.hold("other", GPUS.new_session())
     blocking.take(planned(make(60))[0])
