@@ -18,7 +18,8 @@ from weftline.pipelines.checked import Checked, CheckedStep
 from weftline.pipelines.machine import Machine
 from weftline.pipelines.options import to_options
 from weftline.pipelines.policy import BatchPolicy
-from weftline.pipelines.profile_file import Measured, Profile, device_kind, digest_of
+from weftline.pipelines.problems import listed
+from weftline.pipelines.profile_file import Measured, Profile, StepProfile, device_kind, digest_of
 from weftline.shm.device.names import index_of, is_fake, is_gpu, kind_of
 
 
@@ -50,7 +51,7 @@ class Needs:
     """The needs of a pipeline's steps on one machine.
 
     context_bytes: what a process takes of a device before it holds anything, where that was measured.
-    notes:         lines about measurements that do not hold any more.
+    notes:         lines about measurements that do not hold any more, or not here.
     """
 
     steps: Mapping[str, Need]
@@ -80,6 +81,7 @@ def needs_of(checked: Checked, machine: Machine, profile: Profile | None) -> Nee
     """Return what is known of the steps of a pipeline; with problems, of those that are sound."""
     kinds = {device.name: device_kind(device.name, device.model) for device in machine.devices}
     known, notes, steps = profile or Profile(), [], {}
+    elsewhere: dict[str, list[str]] = {}
     stand_ins = {one.step.fallback for one in checked.steps.values() if isinstance(one.step.fallback, str)}
     for name, one in checked.steps.items():
         if one.control:
@@ -91,8 +93,23 @@ def needs_of(checked: Checked, machine: Machine, profile: Profile | None) -> Nee
         measured = {device: known.measured(name, digest, kind) for device, kind in kinds.items()}
         there = {at: what for at, what in measured.items() if what is not None}
         steps[name] = _need(one, options, [*kinds], there, name in stand_ins)
+        for kind in _other_kinds(known.steps.get(name), digest) if kinds and not there else ():
+            elsewhere.setdefault(kind, []).append(name)
+    here = ", ".join(dict.fromkeys(kinds.values()))
+    notes += [
+        f"what {listed(names)} {'take' if len(names) > 1 else 'takes'} was measured on {kind}, and not on {here}: "
+        "run `weftline profile` there, or say what made-up GPUs are (`--gpus 1:80GiB:H200`)"
+        for kind, names in elsewhere.items()
+    ]
     contexts = {device: known.context_bytes[kind] for device, kind in kinds.items() if kind in known.context_bytes}
     return Needs(steps, contexts, tuple(notes))
+
+
+def _other_kinds(measured: StepProfile | None, digest: str) -> list[str]:
+    """Return the kinds of GPU that a step, as it is now, was measured on."""
+    if measured is None or measured.digest != digest:
+        return []
+    return [kind for kind in measured.on if not kind.startswith("cpu")]
 
 
 def _need(
