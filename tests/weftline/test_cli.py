@@ -83,7 +83,7 @@ def test_plan_and_check_take_gpus_that_nobody_has(weft, write) -> None:
     assert ended.out.splitlines()[0].endswith(", 2 GPUs of 24 GiB each (L4)") and "cuda:1" in ended.out
     assert weft("plan", file, "--gpus", "2", "--mermaid").out.startswith("%% Planned for a made-up machine")
     assert "Planned for a made-up machine" in weft("plan", file, "--gpus", "2", "--svg").out
-    assert "such as 2:141GiB" in weft("plan", file, "--gpus", "2xH200").err
+    assert "or 2:141GiB:H200" in weft("plan", file, "--gpus", "2xH200").err
     assert weft("check", "--file-only", file, "--gpus", "1").code == 2
 
 
