@@ -80,16 +80,9 @@ class Versions:
         """Open the first version; see Session.open."""
         version = self.current
         plan = version.hold.take(version.plan, self._again, self._machine)
-        if plan is not version.plan:
-            try:
-                version = Version(1, plan, version.hold, self._progress)
-                with self._changing:
-                    self._check_not_closed()
-                    self.current = version
-            except BaseException:
-                version.hold.give_back()
-                raise
-        version.runtime.open(timeout_s)
+        if plan is not version.plan:  # made for what others have left
+            self._exchange(version, plan)
+        self.current.runtime.open(timeout_s)
 
     def reload(
         self,
@@ -134,6 +127,18 @@ class Versions:
         for version in (draining, current):
             if version is not None:
                 version.drain(max(0.0, until - time.monotonic()), ENDED)
+
+    def _exchange(self, version: Version, plan: Plan) -> None:
+        """Put one with another plan in the place of the first version, unless another thread that opens it has."""
+        with self._changing:
+            self._check_not_closed()
+            if self.current is not version:
+                return
+            try:
+                self.current = Version(version.number, plan, version.hold, self._progress)
+            except BaseException:
+                version.hold.give_back()
+                raise
 
     def _beside(self, pipeline: PlannedPipeline, progress: Progress | None) -> Version:
         """Return the next version, planned for what the present one and others leave of GPUs, and holding that."""

@@ -20,7 +20,7 @@ from weftline.engine import shared_gpus, versions
 from weftline.engine.jobs.answering import opening
 from weftline.engine.jobs.rows import Block
 from weftline.engine.repository import FAILED, READY, Repository
-from weftline.engine.session import load
+from weftline.engine.session import Session, load
 from weftline.engine.shared_gpus import GPUS, TRIES_MAX, SharedGpus
 from weftline.errors import ModelError, PipelineError, SessionClosed, WeftlineError
 from weftline.pipelines.builder import Builder
@@ -268,6 +268,30 @@ def test_a_version_that_cannot_even_be_made_gives_back_what_it_had_claimed(
         with pytest.raises(RuntimeError, match="no version"):
             begin()
         assert gpus.held_bytes == {"fake:0": 10 * MIB}
+
+
+def test_threads_that_open_a_session_at_once_start_it_once(make: Callable[..., Builder]) -> None:
+    gpus, (plan, again), both = SharedGpus(), planned(make(60)), threading.Barrier(2)
+    gpus.hold("other", 1).take(plan)
+
+    def meanwhile(machine: Machine) -> Plan:
+        both.wait(20)
+        return again(machine)
+
+    session, ended = Session(plan, None, TWO, again=meanwhile, gpus=gpus), list[str]()
+
+    def begin() -> None:
+        try:
+            session.open()
+            ended.append("open")
+        except SessionClosed:
+            ended.append("refused")
+
+    with ThreadPoolExecutor(2) as threads, session:
+        for done in [threads.submit(begin) for _ in range(2)]:
+            done.result(30)
+        assert sorted(ended) == ["open", "refused"] and session.run(x="x")["y"] == "x on fake:1"
+    assert gpus.held_bytes == {"fake:0": 60 * MIB}
 
 
 def test_sessions_that_nobody_introduced_share_the_gpus_of_their_process(make: Callable[..., Builder]) -> None:
