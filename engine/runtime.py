@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from weftline.engine import messages as msg
+from weftline.engine.alarm import Alarm
+from weftline.engine.callers import Callers, Listener
 from weftline.engine.clock import Clock, MonotonicClock
 from weftline.engine.descriptors import shortage
 from weftline.engine.fleet import Fleet
 from weftline.engine.health import Health, judge
 from weftline.engine.loop_pump import LOOK_S, LoopPump
+from weftline.engine.opening import OPENING, Opening, Progress
 from weftline.engine.scheduling import events as ev
 from weftline.engine.scheduling.scheduler import INGRESS_ARENA, Scheduler
 from weftline.engine.shared_gpus import Hold
@@ -32,19 +35,9 @@ from weftline.pipelines.plan import Plan
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, Key
 
+__all__ = ["Progress", "Runtime"]
+
 _log = logging.getLogger("weftline.runtime")
-
-NAP_S_MAX = 3600.0
-"""Longest wait at a time; epoll counts milliseconds in 32 bits."""
-
-LATE_MS = 50.0
-"""The thread comes so much later than it meant to: what workers have said meanwhile is taken in before time passes."""
-
-PAUSE_MS = 1000.0
-"""So late that this process was stopped, or with it the whole machine."""
-
-GRACE_MS = 500.0
-"""How long workers then get to say what they could not say while they stood still too."""
 
 SHORT_RETRY_S = 1.0
 """When to try again, for those who are refused because descriptors are short."""
@@ -53,20 +46,6 @@ DRAINS_MAX = 64
 """How often descriptors are looked at before time is told to pass; a read takes 64 KiB, a socket holds some MB."""
 
 CLOSED = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
-
-REPORTS_MAX = 256
-"""Most words on progress that wait to be told; of a flood, the last ones."""
-
-OPENING = frozenset({msg.Progress, msg.OpenFailed, msg.Ready})
-"""Messages that say how opening goes."""
-
-Progress = Callable[[str, str, float], None]
-"""Called with step, phrase and fraction while models load."""
-
-Listener = Callable[[ev.ForCaller], ev.Event | None]
-"""What a request's commands (Finish, Fail, Refuse, OutputReady, PieceReady) are handed to; called under the lock.
-
-It may answer with an event, which the scheduler is told next."""
 
 
 class Runtime:
@@ -92,29 +71,23 @@ class Runtime:
         self._ending = threading.RLock()
         self._copied_in_bytes = 0
         self._copied_out_bytes = 0
-        self._progress = progress
-        self._reports: deque[msg.Progress] = deque(maxlen=REPORTS_MAX)
-        self._listeners: dict[int, Listener] = {}
+        self._opening = Opening(progress)
+        self._callers = Callers(self._take)
+        self._alarm = Alarm()
         self._later: deque[ev.Event] = deque()
         self._news: list[ev.Event] = []  # heard in this turn, and told to the scheduler together
         self._pump = LoopPump(self._take_in_from_loop)
-        self._up = False  # every worker has been ready
-        self._ready = threading.Event()
-        self._failed: tuple[str, str] | None = None
         self._mistake: Exception | None = None  # of ours, made in an event loop that took messages in
         self._closing = False
         self._pid = os.getpid()
-        self._asleep = False
-        self._sleeping_until: float | None = None
-        self._quiet_until_ms: float | None = None
         self._thread = threading.Thread(target=self._serve, name="weftline-runtime", daemon=True)
         self._carry: dict[type, Callable[[Any], None]] = {
             ev.Send: lambda command: self.fleet.send(command.worker, command.message),
-            ev.OutputReady: self._tell_caller,
-            ev.PieceReady: self._tell_caller,
-            ev.Finish: self._end,
-            ev.Fail: self._end,
-            ev.Refuse: self._end,
+            ev.OutputReady: self._callers.tell,
+            ev.PieceReady: self._callers.tell,
+            ev.Finish: self._callers.end,
+            ev.Fail: self._callers.end,
+            ev.Refuse: self._callers.end,
             ev.StartWorker: lambda command: self.fleet.start(command.worker, command.arena),
             ev.ShareArena: lambda command: self.fleet.share(command.worker, command.arena),
             ev.KillWorker: lambda command: self.fleet.kill(command.worker),
@@ -139,7 +112,7 @@ class Runtime:
                     self._thread.start()
                 except RuntimeError:  # all that Python says when the system gives it no thread
                     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
-            in_time = self._ready.wait(timeout_s)
+            in_time = self._opening.wait(timeout_s)
         except SessionClosed:
             raise
         except OSError as error:
@@ -148,13 +121,12 @@ class Runtime:
         except BaseException:
             self.close()
             raise
-        if self._failed is None and not in_time:
+        if self._opening.failed is None and not in_time:
             loading = [name for name, ready in self._steps_ready().items() if not ready]
-            self._failed = ("", f"not open after {timeout_s} s; still loading: {', '.join(loading)}")
-        if self._failed is not None:
+            self._opening.failed = ("", f"not open after {timeout_s} s; still loading: {', '.join(loading)}")
+        if (refused := self._opening.error()) is not None:
             self.close()
-            step, message = self._failed
-            raise ModelError(f"step {step}: {message}" if step else message)
+            raise refused
         if self._closing:
             self.close()
             raise SessionClosed("the session was closed while it was being opened")
@@ -165,8 +137,8 @@ class Runtime:
             return
         with self._lock:
             self._closing = True
-            self._end_all(end)
-        self._ready.set()
+            self._callers.end_all(end)
+        self._opening.end()
         with self._lock:
             self._pump.close()
         with self._ending:
@@ -180,14 +152,6 @@ class Runtime:
     @property
     def closed(self) -> bool:
         return self._closing
-
-    def _end_all(self, end: ev.Fail) -> None:
-        listeners, self._listeners = self._listeners, {}
-        for listener in listeners.values():
-            try:
-                listener(end)
-            except Exception:
-                _log.debug("a caller could not be told that the session is closed", exc_info=True)
 
     def pids(self) -> dict[str, int]:
         """Return the pid of every running worker by name."""
@@ -249,7 +213,7 @@ class Runtime:
         """
         with self._lock:
             self._check_open()
-            alone = not self._listeners or not (self._pump.others or self._pump.serves_another(loop))
+            alone = not self._callers.waiting or not (self._pump.others or self._pump.serves_another(loop))
             if loop is not None and alone:
                 self._pump.others = False
                 if self._pump.offer(loop, self.fleet.epoll_fd):
@@ -258,7 +222,7 @@ class Runtime:
                 self._pump.others = True
                 if self._pump.refuse():
                     self.fleet.wake()
-            self._listeners[event.request] = listener
+            self._callers.waiting[event.request] = listener
             self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
             self._wake_if_sooner()
 
@@ -269,7 +233,7 @@ class Runtime:
             self._pump.others = True
             if self._pump.refuse():
                 self.fleet.wake()
-            self._listeners.update(listeners)
+            self._callers.waiting.update(listeners)
             self._carry_out(self.scheduler.on(ev.Together(tuple(rows)), self.clock.now_ms()))
             self._wake_if_sooner()
 
@@ -306,7 +270,7 @@ class Runtime:
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise SessionClosed("the session was opened in another process; open one in this process")
-        if self._closing or self._failed is not None or not self._ready.is_set():
+        if self._closing or self._opening.failed is not None or not self._opening.over:
             raise SessionClosed("the session is not open")
 
     # commands
@@ -319,27 +283,6 @@ class Runtime:
     def _take(self, event: ev.Event) -> None:
         self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
 
-    def _tell_caller(self, command: ev.ForCaller) -> None:
-        self._pass_on(command, self._listeners.get(command.request))
-
-    def _end(self, command: ev.ForCaller) -> None:
-        self._pass_on(command, self._listeners.pop(command.request, None))
-
-    def _pass_on(self, command: ev.ForCaller, listener: Listener | None) -> None:
-        """Tell a caller. One who cannot be told (its event loop is closed, say) loses its request, and nobody else."""
-        if listener is None:
-            return
-        try:
-            answer = listener(command)
-        except Exception:
-            _log.debug("request %d: its caller is gone", command.request, exc_info=True)
-            self._listeners.pop(command.request, None)
-            self._take(ev.Withdrawn(command.request))
-            self._take(ev.Delivered(command.request))
-        else:
-            if answer is not None:
-                self._take(answer)
-
     # the thread
 
     def _serve(self) -> None:
@@ -348,10 +291,10 @@ class Runtime:
             self._loop()
         except Exception:
             _log.exception("the runtime failed; the session is closed")
-            self._failed = ("", "the runtime failed; its log has the details")
+            self._opening.failed = ("", "the runtime failed; its log has the details")
             with self._lock:
-                self._end_all(CLOSED)
-            self._ready.set()
+                self._callers.end_all(CLOSED)
+            self._opening.end()
         with self._lock:
             self.fleet.dismiss()
         self.fleet.end_workers()  # not under the lock: whoever comes late must not wait for a node that closes slowly
@@ -362,19 +305,16 @@ class Runtime:
             self._carry_out(self.scheduler.start(self.clock.now_ms()))
             self._tell_news()
             if self.scheduler.crew.all_ready():  # no worker at all: the scheduler decides every step itself
-                self._ready.set()
+                self._opening.end()
         while not self._closing:
             ready = self._watch_loop() if self._pump.active else fleet.wait_ready(self._nap_s())
-            self._asleep = False
+            self._alarm.asleep = False
             if self._mistake is not None:
                 raise self._mistake
             with self._lock:
                 self._take_in(ready)
-                self._sleeping_until = self._let_time_pass()
-                self._asleep = True
-            self._report()
-            if self._up and not self._ready.is_set():  # said last, so that nothing of the opening is told after it
-                self._ready.set()
+                self._alarm.set(self._let_time_pass())
+            self._opening.tell()
 
     def _take_in(self, ready: Sequence[tuple[int, int]], *, wakes: bool = True) -> None:
         """Tell the scheduler what descriptors have to say, all of it together."""
@@ -409,18 +349,17 @@ class Runtime:
         while self._pump.active and not self._closing and not ready:
             nap_s = self._nap_s()
             self.fleet.wait_wake(min(nap_s, LOOK_S) if nap_s >= 0 else LOOK_S)
-            self._asleep = False
+            self._alarm.asleep = False
             if self._mistake is not None:
                 break
             with self._lock:
                 waiting = self.fleet.wait_ready(0)
-                if not self._listeners or (waiting and self._pump.is_asleep()):
+                if not self._callers.waiting or (waiting and self._pump.is_asleep()):
                     self._pump.refuse()
                     ready = waiting
                 self._take_in(())
-                self._sleeping_until = self._let_time_pass()
-                self._asleep = True
-            self._report()
+                self._alarm.set(self._let_time_pass())
+            self._opening.tell()
         with self._lock:
             self.fleet.set_wake_apart(False)
         return ready
@@ -428,22 +367,17 @@ class Runtime:
     def _let_time_pass(self) -> float | None:
         """Tell the scheduler that something is due, if it is, and return when the next thing will be.
 
-        When this thread was kept from running for a while, everything that workers have said meanwhile is taken in
-        first, and after a long while those that stood still with it get a moment to speak: nobody is killed for a
-        silence that was ours. Once time has passed for everybody, the next pause is a new one.
+        When this thread was kept from running for a while, what was said meanwhile comes first; see Alarm.
         """
         wake_at = self.scheduler.wake_at_ms()
         now_ms = self.clock.now_ms()
         if wake_at is None or wake_at > now_ms:
             return wake_at
-        late_ms = 0.0 if self._sleeping_until is None else now_ms - self._sleeping_until
-        if late_ms > LATE_MS or self._quiet_until_ms is not None:
-            if self._quiet_until_ms is None and late_ms > PAUSE_MS:
-                self._quiet_until_ms = now_ms + GRACE_MS
+        if self._alarm.missed(now_ms):
             self._take_in_all()
-            if self._quiet_until_ms is not None and now_ms < self._quiet_until_ms:
-                return self._quiet_until_ms
-        self._quiet_until_ms = None
+            if (quiet_until := self._alarm.quiet_until(now_ms)) is not None:
+                return quiet_until
+        self._alarm.passed()
         self._carry_out(self.scheduler.on(ev.Tick(), self.clock.now_ms()))
         self._tell_news()
         return self.scheduler.wake_at_ms()
@@ -456,16 +390,11 @@ class Runtime:
             self._take_in(ready)
 
     def _nap_s(self) -> float:
-        wake_at = self._sleeping_until
-        return -1.0 if wake_at is None else min(max(0.0, (wake_at - self.clock.now_ms()) / 1000), NAP_S_MAX)
+        return self._alarm.nap_s(self.clock.now_ms())
 
     def _wake_if_sooner(self) -> None:
         """Wake the thread when something is due before the moment it sleeps until."""
-        if not self._asleep:
-            return  # it looks again before it sleeps
-        wake_at = self.scheduler.wake_at_ms()
-        if wake_at is not None and (self._sleeping_until is None or wake_at < self._sleeping_until):
-            self._asleep = False
+        if self._alarm.asleep and self._alarm.sooner(self.scheduler.wake_at_ms()):
             self.fleet.wake()
 
     def _heard(self, worker: int, arena: int, message: msg.FromWorker) -> None:
@@ -474,36 +403,15 @@ class Runtime:
             self._note_opening(message)
 
     def _note_opening(self, message: msg.FromWorker) -> None:
-        if isinstance(message, msg.Progress):
-            self._reports.append(message)
-        elif isinstance(message, msg.OpenFailed) and not self._ready.is_set() and self._failed is None:
-            self._failed = (message.step, message.failure.message)
-        elif isinstance(message, msg.Ready):
+        if isinstance(message, msg.Ready):
             self._tell_news()
-            self._up = self._up or self.scheduler.crew.all_ready()
-            if self._up and not self._ready.is_set() and self._failed is None and self.scheduler.memory.over_commit:
-                self._failed = ("", self.scheduler.memory.over_commit)
+            self._opening.note_ready(self.scheduler.crew.all_ready(), self.scheduler.memory.over_commit)
+        elif isinstance(message, msg.Progress | msg.OpenFailed):
+            self._opening.note(message)
 
     def _died(self, worker: int, arena: int, name: str, how: str, last: str, refused: bool) -> None:
-        """Tell the scheduler; before the session is open a death is also the reason why it cannot be."""
-        if not self._ready.is_set() and self._failed is None:
-            _log.error("worker %s ended while opening: %s; its last line: %s", name, how, last)
-            self._failed = ("", f"worker {name} ended while opening: {how}; the weftline.runtime log has its last line")
-        if self._failed is not None:
-            self._ready.set()
+        self._opening.note_death(name, how, last)
         self._news.append(ev.WorkerDied(worker, arena, how, refused))
-
-    def _report(self) -> None:
-        """Tell of progress; not under the lock, because whoever is told may ask the session something."""
-        while self._reports:
-            message = self._reports.popleft()
-            if self._progress is None:
-                continue
-            try:
-                self._progress(message.step, message.phrase, message.fraction)
-            except Exception:
-                _log.exception("the progress callback failed; it is not called again")
-                self._progress = None
 
     # figures
 

@@ -23,7 +23,7 @@ PURE = [
         for path in sorted((ROOT / "engine" / room).glob("*.py"))
     ),
     *(f"engine/measuring/{name}.py" for name in ("outcome", "arrivals", "where", "report", "hints", "trace")),
-    *(f"engine/{name}.py" for name in ("messages", "figures")),
+    *(f"engine/{name}.py" for name in ("messages", "figures", "alarm")),
     *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds", "chunks")),
     *(f"engine/ingress/{name}.py" for name in ("access/methods", "access/rate", "access/token_entries", "statistics")),
     *(f"engine/ingress/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),

@@ -119,7 +119,7 @@ def settled(session: Session) -> bool:
         and not any(stats["queued"].values())
         and stats["arena"]["leased_bytes"] == 0
         and session._current.runtime.scheduler.idle()
-        and not session._current.runtime._listeners
+        and not session._current.runtime._callers.waiting
     )
 
 

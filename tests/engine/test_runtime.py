@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from weftline.engine import messages as msg
+from weftline.engine.alarm import GRACE_MS, PAUSE_MS
 from weftline.engine.clock import ManualClock
-from weftline.engine.runtime import GRACE_MS, PAUSE_MS, Runtime
+from weftline.engine.runtime import Runtime
 from weftline.engine.scheduling import events as ev
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
@@ -49,7 +50,7 @@ def runtime_with(diary: Diary, clock: ManualClock) -> Any:
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
     runtime: Any = Runtime(load(p).plan, Path("/nowhere"), clock)
     runtime.scheduler = runtime.fleet = diary
-    runtime._sleeping_until = diary.wake_at
+    runtime._alarm.until_ms = diary.wake_at
     return runtime
 
 
@@ -84,7 +85,7 @@ def test_after_a_long_pause_workers_get_a_moment_to_speak_and_then_time_passes_f
 def test_something_due_long_ago_that_nobody_slept_until_is_no_pause() -> None:
     diary = Diary(wake_at_ms=0)
     runtime = runtime_with(diary, ManualClock(1_000_000))
-    runtime._sleeping_until = None
+    runtime._alarm.until_ms = None
     runtime._let_time_pass()
     assert diary.done == ["Tick 1000000"]
 
@@ -92,17 +93,17 @@ def test_something_due_long_ago_that_nobody_slept_until_is_no_pause() -> None:
 def test_what_a_listener_answers_is_told_to_the_scheduler() -> None:
     diary = Diary(None)
     runtime = runtime_with(diary, ManualClock())
-    runtime._listeners[3] = lambda command: ev.Stalled(3)
-    runtime._tell_caller(ev.PieceReady(3, "y", None))
+    runtime._callers.waiting[3] = lambda command: ev.Stalled(3)
+    runtime._callers.tell(ev.PieceReady(3, "y", None))
     assert diary.done == ["Stalled 0"]
 
 
 def test_a_listener_that_raises_loses_its_own_request() -> None:
     diary = Diary(None)
     runtime = runtime_with(diary, ManualClock())
-    runtime._listeners[3] = lambda command: 1 / 0
-    runtime._tell_caller(ev.PieceReady(3, "y", None))
-    assert diary.done == ["Withdrawn 0", "Delivered 0"] and 3 not in runtime._listeners
+    runtime._callers.waiting[3] = lambda command: 1 / 0
+    runtime._callers.tell(ev.PieceReady(3, "y", None))
+    assert diary.done == ["Withdrawn 0", "Delivered 0"] and 3 not in runtime._callers.waiting
 
 
 @pytest.fixture
