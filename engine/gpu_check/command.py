@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,10 +23,12 @@ from weftline.engine.gpu_check.processes import Crew, Refused
 from weftline.engine.gpu_check.report import machine_facts, report
 from weftline.engine.gpu_check.running import SKIPPED, STATES, WRONG, Outcome, Wrong, describe, failed, outcome_of
 from weftline.engine.gpu_check.trial import Trial
-from weftline.shm.device.names import is_fake, is_gpu
+from weftline.shm.device.names import FAKES, is_fake
 
 MINUTES = 9.0
 """How long all of it may take unless told otherwise: less than the ten minutes a borrowed card is often lent for."""
+
+_DEVICE = re.compile(rf"cuda(:[0-9]{{1,3}})?|({'|'.join(FAKES)}):[0-9]{{1,3}}")
 
 LEFT_MIN_S = 15.0
 """A part is not begun with less time than this."""
@@ -111,7 +114,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         chosen(given.only)
     except ValueError as error:
         parser.error(str(error))
-    if not is_gpu(given.device):
+    if not _DEVICE.fullmatch(given.device):
         parser.error(f"--device {given.device}: expected a GPU, such as cuda:0, or fake:0")
     if given.json is not None and not given.json.resolve().parent.is_dir():
         parser.error(f"--json {given.json}: its folder does not exist")

@@ -50,7 +50,7 @@ PARTS = (
     Part("mps", "V10", "the same under the multi-process service", 120, check_mps, asked="--mps"),
     Part("memcheck", "V12", "compute-sanitizer's memcheck", 180, check_memory_accesses),
     Part("pipeline", "", "the flagship on the device", 180, check_pipeline),
-    *(Part(f"llm: {name}", "", "of weftline.engine.llm.gpu.check", 300, llm_part(name), False) for name in LLM_PARTS),
+    *(Part(f"llm: {name}", "", about, 300, llm_part(name), False) for name, about in LLM_PARTS.items()),
 )
 
 

@@ -16,10 +16,17 @@ from typing import Any
 from weftline.engine.gpu_check.running import Outcome, Skipped, Wrong, run_apart, run_limited
 from weftline.engine.gpu_check.trial import Trial
 
-LLM_PARTS = (
-    "kernels", "fused", "graphs", "sleep", "decode 8b", "together 8b", "transformers 8b", "together 70b fp8",
-)  # fmt: skip
-"""Parts of weftline.engine.llm.gpu.check, by its names."""
+LLM_PARTS = {
+    "kernels": "each kernel beside a reference in float64",
+    "fused": "small models, fused and as they are, beside a CPU",
+    "graphs": "decoding by CUDA graphs and without them",
+    "sleep": "what a step gives back asleep, and what it says awake again",
+    "decode 8b": "rounds of one and of 64 sequences, 8 billion weights",
+    "together 8b": "64 requests at once, 8 billion weights",
+    "transformers 8b": "the same requests by transformers",
+    "together 70b fp8": "100 requests at once, 70 billion weights in fp8",
+}
+"""Parts of weftline.engine.llm.gpu.check, by its names, and what they are about."""
 
 LLM_PACKAGES = ("torch", "triton", "transformers", "safetensors")
 PIPELINE_PACKAGES = ("msgspec", "pydantic", "networkx", "yaml", "jinja2", "PIL", "soundfile", "torch")

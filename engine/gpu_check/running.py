@@ -26,6 +26,11 @@ STATES = (RIGHT, WRONG, SKIPPED)
 KILLED_MAX_S = 5.0
 """Longest that is waited for a process that was killed."""
 
+_UNITS = {
+    "_gb_per_s": "GB/s", "_per_s": "a second", "_mib": "MiB", "_bytes": "bytes", "_ms": "ms", "_us": "us", "_s": "s",
+}  # fmt: skip
+"""How units that end a figure's name are shown after its value; longer endings first."""
+
 WHY_MAX = 800
 """Longest reason that is kept, in characters."""
 
@@ -54,7 +59,7 @@ class Bar:
 
     def __str__(self) -> str:
         side = "at least" if self.at_least else "at most"
-        text = f"{self.name}: {self.found:.3g} {self.unit}, {side} {self.wanted:.3g} wanted"
+        text = f"{self.name}: {_number(self.found, 3)} {self.unit}, {side} {_number(self.wanted, 3)} wanted"
         if self.met is None:
             return f"{text}: not judged"
         if self.met or not self.wanted:
@@ -155,8 +160,10 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def describe(outcome: Outcome) -> str:
     """Return the part's lines of the table."""
-    lines = [f"{outcome.name:<20} {outcome.state:<8} {outcome.seconds:6.1f} s  {outcome.why}".rstrip()]
-    lines += [f"    {key:<48} {_shown(value)}" for key, value in outcome.figures.items()]
+    lines = [f"{outcome.name:<22} {outcome.state:<8} {outcome.seconds:6.1f} s  {outcome.why}".rstrip()]
+    for key, value in outcome.figures.items():
+        name, unit = _with_unit(key)
+        lines.append(f"    {name:<54} {_shown(value)} {unit}".rstrip())
     lines += [f"    bar  {bar}" for bar in outcome.bars]
     return "\n".join(lines)
 
@@ -170,7 +177,20 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     return asdict(outcome)
 
 
+def _with_unit(key: str) -> tuple[str, str]:
+    """Return a figure's name and unit: 'longest wait' and 's' of 'longest wait_s'."""
+    for suffix, unit in _UNITS.items():
+        if key.endswith(suffix) and key != suffix:
+            return key.removesuffix(suffix), unit
+    return key, ""
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, dict) and "p50" in value:
-        return f"{value['p50']:.4g} {value['unit']} (p99 {value['p99']:.4g}; {value['count']} times)"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return f"{_number(value['p50'])} {value['unit']} (p99 {_number(value['p99'])}; {value['count']} times)"
+    return _number(value) if isinstance(value, float) else str(value)
+
+
+def _number(value: float, digits: int = 4) -> str:
+    """Return a number with so many digits that count, and never as a power of ten: 0.06317, 1000000."""
+    return f"{value:.{digits}g}" if abs(value) < 10 ** (digits - 1) else f"{value:.0f}"

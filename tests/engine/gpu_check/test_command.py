@@ -132,4 +132,12 @@ def test_a_fake_that_does_not_open_is_wrong_not_skipped(monkeypatch: pytest.Monk
     broken = planted(tmp_path, "from weftline.shm.device import fake\ndel fake.FakeGpu\n")
     done = run(["--device", "fake:0", "--only", "share"], broken)
     assert done.returncode == 1
-    assert "share                wrong" in done.stdout
+    assert ["share", "wrong"] in [line.split()[:2] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu", "cuda:x", "fake", ""])
+def test_what_is_no_gpu_is_refused_with_an_example(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--device", device])
+    assert ended.value.code == 2
+    assert f"--device {device}: expected a GPU, such as cuda:0, or fake:0" in capsys.readouterr().err

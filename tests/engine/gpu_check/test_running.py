@@ -50,6 +50,26 @@ def test_the_table_shows_figures_and_bars() -> None:
     assert last.strip() == "bar  hop: 0.1 ms, at most 0.15 wanted: met"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("into an arena_gb_per_s", 35.25, "into an arena 35.25 GB/s"), ("leases_per_s", 1767, "leases 1767 a second"),
+        ("between_gb_per_s", "2.35 and 11.16", "between 2.35 and 11.16 GB/s"), ("left_mib", 12, "left 12 MiB"),
+        ("wait_s", 0.4553, "wait 0.4553 s"), ("tokens", 1_000_000.0, "tokens 1000000"), ("ring", "whole", "ring whole"),
+        ("_s", 1, "_s 1"),
+    ],
+)  # fmt: skip
+def test_a_figures_unit_comes_after_its_value(name: str, value: object, shown: str) -> None:
+    (_, line) = describe(Outcome("x", "right", figures={name: value})).splitlines()
+    assert " ".join(line.split()) == shown
+
+
+def test_bars_of_large_numbers_are_written_out() -> None:
+    assert str(judged("leases", 352, 1e6, "leases", at_least=True, judge=False)) == (
+        "leases: 352 leases, at least 1000000 wanted: not judged"
+    )
+
+
 def test_a_part_in_a_process_of_its_own_brings_its_outcome_back() -> None:
     bar = dataclasses.asdict(judged("b", 1, 2, "ms"))
     made = {"name": "x", "state": "right", "figures": {"a": 1}, "bars": [bar]}

@@ -88,7 +88,7 @@ def test_one_wrong_part_hides_none_of_the_others_and_decides_the_end(
 def test_the_check_of_the_whole_gpu_knows_these_parts_and_takes_their_outcomes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert tuple(gpu_check.parts()) == LLM_PARTS
+    assert [*gpu_check.parts()] == [*LLM_PARTS]
     monkeypatch.setattr(gpu_check, "why_not", lambda: "torch finds no CUDA device")
     file = tmp_path / "outcome.json"
     assert gpu_check.main(["--part", "graphs", "--json", str(file)]) == 0
