@@ -7,7 +7,6 @@ the socket closes, it ends; when its device is lost, at once.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -15,13 +14,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from weftline.engine import figures
 from weftline.engine.channel import Channel, ChannelClosed
 from weftline.engine.messages import (
     Attach,
     AttachDevice,
     AttachFailed,
-    Beat,
     Cancel,
     Chain,
     Close,
@@ -29,13 +26,10 @@ from weftline.engine.messages import (
     Failure,
     Feed,
     Fetch,
-    Figures,
     FromWorker,
     GiveOnHost,
     Hello,
-    KvReport,
     KvResize,
-    KvResized,
     Need,
     Open,
     OpenFailed,
@@ -51,37 +45,27 @@ from weftline.engine.messages import (
     Settle,
     Settled,
     Sleep,
-    StepToOpen,
     Submit,
     Took,
     ToWorker,
     Wake,
     encode,
 )
-from weftline.engine.worker.chain import HostedChain
 from weftline.engine.worker.completion import Completion
-from weftline.engine.worker.device_use import run_largest
-from weftline.engine.worker.faults import failure
 from weftline.engine.worker.fetching import fetch
-from weftline.engine.worker.hosting import HostedStep
 from weftline.engine.worker.inbox import Inbox
 from weftline.engine.worker.memory import Memory
-from weftline.engine.worker.opening import Opener, open_near
+from weftline.engine.worker.opening import open_near
 from weftline.engine.worker.pulse import Pulse
 from weftline.engine.worker.screening import Screening
-from weftline.engine.worker.sleepers import Bed, Sleepers
-from weftline.engine.worker.streaming import HostedStream
-from weftline.errors import LimitReached, StepError
-from weftline.nodes.contract import BatchNode, Node, StreamNode
+from weftline.engine.worker.steps import Steps, not_open
+from weftline.errors import LimitReached
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block
 from weftline.shm.device.driver import DeviceLost, DriverError
 
 OWN_ARENA = -1
 """The key of the worker's own arena until the runtime tells its id in an Attach without a descriptor."""
-
-NOTE_S = 0.25
-"""How often a busy worker notes what its memory is used for and what its nodes count, in seconds; four times a beat."""
 
 DEVICE_LOST = 70
 """Exit code of a worker whose device cannot be used any more: EX_SOFTWARE of sysexits.h."""
@@ -95,50 +79,41 @@ class Worker:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._inbox = Inbox(channel)
-        self._pulse = Pulse(channel, beat=lambda: Beat(self._memory_uses, self._figures))
-        self._nodes: dict[int, Node] = {}  # by index in the plan, as are those that hold them:
-        self._batches: dict[int, HostedStep] = {}
-        self._streams: dict[int, HostedStream] = {}
-        self._chains: dict[int, HostedChain] = {}
         self._memory = Memory({}, OWN_ARENA, self._need)
         self._screening = Screening(self._memory, self._say)
+        self._steps = Steps(self._memory, self._inbox.cancels, self._say)
+        self._streams = self._steps.streams
+        self._pulse = Pulse(channel, beat=self._steps.notes.beat)
         self._completion: Completion | None = None  # of the device, if there is one
-        self._opener: Opener | None = None  # once Open has come
-        self._sleepers: Sleepers | None = None  # once its steps are open
-        self._counting: dict[int, str] = {}  # name of each step whose node offers figures
-        self._memory_uses: tuple[KvReport, ...] = ()  # read by the pulse's thread, as are the figures
-        self._figures: tuple[Figures, ...] = ()
-        self._noted_s = 0.0
         self._open = True
 
     def serve(self) -> None:
         """Take messages until told to close."""
-        inbox = self._inbox
+        inbox, notes = self._inbox, self._steps.notes
         while self._open:
             busy = [index for index, stream in self._streams.items() if stream.busy] if self._streams else None
             if not busy:
                 if not inbox:
-                    if self._streams or self._counting:
-                        self._note()
+                    if self._streams or notes.counting:
+                        notes.take()
                     inbox.wait_mail()
                 self._take(inbox.take())
-                if self._counting and time.monotonic() - self._noted_s > NOTE_S:
-                    self._note()  # work may never leave it idle
+                if notes.counting and notes.due:
+                    notes.take()  # work may never leave it idle
                 continue
             inbox.fetch()
             while inbox and self._open:
                 self._take(inbox.take())
             for index in busy if self._open else ():
                 self._round(index)
-            if time.monotonic() - self._noted_s > NOTE_S:
-                self._note()
+            if notes.due:
+                notes.take()
 
     def close(self) -> None:
         self._pulse.stop()
         if self._completion is not None:
             self._completion.stop()
-        for node in self._nodes.values():
-            node.close()
+        self._steps.close()
 
     def _take(self, message: ToWorker) -> None:
         if self._completion is not None:
@@ -161,14 +136,13 @@ class Worker:
                 if message.step in self._streams:
                     self._streams[message.step].resume(message.items)
             case EndSequences():
-                self._end_sequences(message)
+                self._steps.end_sequences(message)
             case Chain():
-                steps = [self._batch_step(stage.step) for stage in message.stages]
-                self._chains[message.id] = HostedChain(message, steps)
+                self._steps.chain(message)
             case Quarantine():
                 self._screening.list(message)
             case KvResize():
-                self._resize(message)
+                self._say_if(self._steps.resize(message))
             case Attach():
                 self._attach(message)
             case AttachDevice():
@@ -183,7 +157,7 @@ class Worker:
             case Fetch():
                 self._say(fetch(self._memory, message))
             case Sleep() | Wake():
-                self._rest(message)
+                self._say_if(self._steps.rest(message))  # until that is done, nothing else happens in this worker
             case Open():
                 self._open_steps(message)
             case Close():
@@ -215,56 +189,19 @@ class Worker:
         arena = HostArena.create(message.arena_bytes)
         self._memory.make(OWN_ARENA, arena)
         self._say(Hello(os.getpid(), arena.size_bytes), arena.fd)
-        opened: dict[str, float] = {}
-        name = message.steps[0].name if message.steps else ""
         try:
             self._open_device(message)
-            opener = self._opener = Opener(message, self._memory.near, self._say)
-            for step in message.steps:
-                name, started = step.name, time.perf_counter()
-                stream = opener.stream(step)
-                node = self._nodes[step.index] = opener.node(step, stream)
-                if figures.offers(node):
-                    self._counting[step.index] = step.name
-                if isinstance(node, StreamNode) and (step.streams or not isinstance(node, BatchNode)):
-                    self._streams[step.index] = HostedStream(step, node, self._memory)
-                else:
-                    hosted = HostedStep(step, node, self._memory, self._inbox.cancels, stream)
-                    self._batches[step.index] = hosted
-                    if opener.meter.measures:
-                        with opener.meter.warming(step.name):
-                            run_largest(step, hosted)
-                opened[step.name] = (time.perf_counter() - started) * 1000
         except DeviceLost:
             raise
         except Exception as error:
-            logging.exception("step %s could not be opened", name)
-            self._say(OpenFailed(name, failure(error)))
+            told: Ready | OpenFailed = not_open(message.steps[0].name if message.steps else "", error)
+        else:
+            told = self._steps.open(message)
+        self._say(told)
+        if isinstance(told, OpenFailed):
             self._open = False
-            return
-        gc.collect()
-        gc.freeze()  # what the frameworks brought stays; looking through it again and again would cost milliseconds
-        bed = Bed(self._memory.near, opener.meter, opener.stream)
-        self._sleepers = Sleepers(message.steps, self._nodes, self._hosted, self._reopen, bed, self._say)
-        meter = opener.meter
-        self._say(Ready(opened, opener.warm_ms, meter.uses, meter.taken_bytes, meter.free_bytes))
-        self._pulse.start()
-
-    def _reopen(self, step: StepToOpen) -> Node:
-        if self._opener is None:
-            raise StepError("the worker has not opened its steps")
-        return self._opener.node(step, self._opener.stream(step))
-
-    def _hosted(self, step: int) -> HostedStep | HostedStream:
-        return self._streams[step] if step in self._streams else self._batches[step]
-
-    def _rest(self, message: Sleep | Wake) -> None:
-        """Put a step to sleep or wake it; until that is done, nothing else happens in this worker."""
-        if self._sleepers is None or message.step not in self._nodes:
-            return
-        done = self._sleepers.sleep(message) if isinstance(message, Sleep) else self._sleepers.wake(message)
-        self._note()  # said before the next beat: an older one would tell of memory that is gone
-        self._say(done)
+        else:
+            self._pulse.start()
 
     def _open_device(self, message: Open) -> None:
         """Open the worker's device, and tell of its arena there."""
@@ -277,15 +214,10 @@ class Worker:
 
     # working
 
-    def _batch_step(self, index: int) -> HostedStep:
-        if index not in self._batches:
-            raise StepError(f"step {index} of this worker takes no batches")
-        return self._batches[index]
-
     def _run(self, message: Run) -> None:
         self._inbox.begin(message)
         refused = self._screening.refused(message)
-        runner = self._chains[message.chain] if message.chain else self._batches[message.step]
+        runner = self._steps.chains[message.chain] if message.chain else self._steps.batches[message.step]
         done = runner.run(message, refused)
         self._inbox.end()
         self._say(done)
@@ -338,29 +270,6 @@ class Worker:
         if pieces:
             self._say(Pieces(index, tuple(pieces), run_ms, self._memory.copied_bytes))
 
-    def _resize(self, message: KvResize) -> None:
-        if message.step in self._streams:
-            held = self._streams[message.step].resize_memory(message.step, message.bytes)
-            self._note()  # said before the next beat: an older one would tell of more than it holds
-            self._say(KvResized(message.step, held))
-
-    def _note(self) -> None:
-        """Note what streaming steps do with their memory, and what nodes count, for the next beat."""
-        self._noted_s = time.monotonic()
-        uses = (stream.memory_use(index) for index, stream in self._streams.items())
-        self._memory_uses = tuple(use for use in uses if use is not None)
-        if self._counting:
-            taken = (figures.take(index, name, self._nodes[index]) for index, name in self._counting.items())
-            self._figures = tuple(one for one in taken if one is not None)
-
-    def _end_sequences(self, message: EndSequences) -> None:
-        node = self._nodes[message.step]
-        for sequence in message.sequences:
-            try:
-                node.end_sequence(sequence)
-            except Exception:
-                _log.exception("step %d: the node could not end sequence %.128s", message.step, sequence)
-
     def _need(self, sizes: Sequence[int], near: Sequence[int]) -> tuple[Sequence[Block], Sequence[Block]]:
         """Ask the runtime for blocks, in host memory and on the device, and wait for them."""
         self._say(Need(tuple(sizes), tuple(near)))
@@ -368,6 +277,10 @@ class Worker:
         if room.refused:
             raise LimitReached(room.refused)
         return room.blocks, room.near
+
+    def _say_if(self, message: FromWorker | None) -> None:
+        if message is not None:
+            self._say(message)
 
     def _say(self, message: FromWorker, descriptor: int | None = None) -> None:
         self._channel.send(encode(message), descriptor)
