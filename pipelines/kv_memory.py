@@ -65,7 +65,9 @@ def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
         for step in plan.steps
     )
     limited = dataclasses.replace(plan.limits, kv_bytes=shared)
-    return dataclasses.replace(plan, steps=tuple(changed), limits=limited), problems
+    used = {device for step in plan.steps if shares(step) for device in step.devices}
+    idle = tuple(f"limits.kv_bytes.{one} changes nothing: no llm step is on {one}" for one in limits if one not in used)
+    return dataclasses.replace(plan, steps=tuple(changed), limits=limited, notes=(*plan.notes, *idle)), problems
 
 
 def kv_limits(plan: Plan) -> dict[str, int]:
