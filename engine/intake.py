@@ -6,6 +6,7 @@ hold up anybody else.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,10 @@ from weftline.engine.values import Packed, pack, pack_pending
 from weftline.errors import InputError, LimitReached, SessionClosed, StepError
 from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
+from weftline.nodes.values import array_dtype
 from weftline.pipelines.graph import Input
 from weftline.pipelines.plan import Plan
+from weftline.shm.spec import STAND_INS
 from weftline.shm.view import bytes_view
 
 DEADLINE_MS_MAX = 86_400_000
@@ -141,6 +144,8 @@ class Intake:
                 return pack(raw, type, what)
             except StepError:
                 pass  # what follows says better what is wrong, or converts it
+        if type.kind == "tensor" and type.dtype is None and (dtype := array_dtype(raw)) in STAND_INS:
+            type = dataclasses.replace(type, dtype=dtype)  # which numpy would forget
         try:
             return pack(to_value(type, raw, limits), type, what)
         except (StepError, InputError) as error:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from weftline.engine.intake import Intake
 from weftline.engine.messages import ABSENT, Value
@@ -89,3 +90,10 @@ def test_only_what_is_brought_counts_towards_the_limit() -> None:
 def test_an_element_that_is_wrong_is_named() -> None:
     with pytest.raises(InputError, match="input words: element 1"):
         intake().pack({"q": "x", "words": ["a", 3]})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float8_e4m3fn"])
+def test_a_dtype_that_numpy_lacks_is_not_forgotten_where_any_is_taken(dtype: str) -> None:
+    brought = torch.tensor([1.0, 2.0]).to(getattr(torch, dtype))
+    packed = intake(inputs=(Input("x", "tensor"),)).pack({"x": brought})["x"]
+    assert (packed.dtype, packed.array.tobytes()) == (dtype, brought.view(torch.uint8).numpy().tobytes())
