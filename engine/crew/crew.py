@@ -305,9 +305,8 @@ class Crew:
         return member.state == READY and not member.why and heard
 
     def _loads(self, member: WorkerState) -> bool:
-        """Whether a worker is waking a step; it has said something since it was told to, so it was not lost then."""
-        since_ms = member.rest.wakes_since_ms
-        return since_ms is not None and not member.running and member.heard_ms > since_ms
+        """Whether a worker has said that it is waking a step; until it has come to that, it is not to be silent."""
+        return member.rest.loading
 
     def unavailable(self, steps: Sequence[int]) -> str:
         """Return the name of the first of `steps` that has no worker left to hope for, or ''."""

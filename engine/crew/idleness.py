@@ -156,7 +156,7 @@ class Idleness:
             if member.state == GONE:
                 self._crew.call(worker, now_ms)  # and it is started when time next passes: see Crew.call
             elif member.state == READY and not member.why and member.rest.state(step) == ASLEEP:
-                member.rest.move(step, "wake", now_ms)
+                member.rest.move(step, "wake")
                 self.timers.add(now_ms + OPEN_MAX_MS, ("answer", self._part(worker, step)))
                 self._emit(ev.Send(worker, msg.Wake(step)))
 

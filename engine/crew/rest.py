@@ -23,18 +23,23 @@ TRANSITIONS: Mapping[tuple[str, str], str] = {
 class Rest:
     """The steps of one worker that are not awake."""
 
-    __slots__ = ("_states", "any", "moving", "wakes_since_ms")
+    __slots__ = ("_loading", "_states", "any", "moving")
 
     def __init__(self) -> None:
         self._states: dict[int, str] = {}
+        self._loading: set[int] = set()
         self.any = False  # one or another of them is not awake
         self.moving = False  # one of them is falling asleep or waking
-        self.wakes_since_ms: float | None = None  # since when one or another of them is waking; None: none is
+
+    @property
+    def loading(self) -> bool:
+        """Whether the worker has said that it is waking one or another step, and has not said yet that it is awake."""
+        return bool(self._loading)
 
     def state(self, step: int) -> str:
         return self._states.get(step, AWAKE)
 
-    def move(self, step: int, event: str, now_ms: float = 0.0) -> None:
+    def move(self, step: int, event: str) -> None:
         """Take a step to its next state; ValueError for a move the table does not have."""
         state = self.state(step)
         to = TRANSITIONS.get((state, event))
@@ -46,10 +51,12 @@ class Rest:
             self._states[step] = to
         self.any = bool(self._states)
         self.moving = any(one in (FALLING, WAKING) for one in self._states.values())
-        if WAKING not in self._states.values():
-            self.wakes_since_ms = None
-        elif self.wakes_since_ms is None:
-            self.wakes_since_ms = now_ms
+        self._loading.discard(step)
+
+    def begin(self, step: int) -> None:
+        """The worker says that it has come to waking a step; of one that is not to wake that means nothing."""
+        if self.state(step) == WAKING:
+            self._loading.add(step)
 
     def asleep(self, steps: Collection[int]) -> bool:
         """Whether all of these sleep; False of none."""
@@ -58,5 +65,5 @@ class Rest:
     def clear(self) -> None:
         """The worker is gone: the next one opens its steps awake."""
         self._states.clear()
+        self._loading.clear()
         self.any = self.moving = False
-        self.wakes_since_ms = None

@@ -71,7 +71,7 @@ class Answers:
             msg.AttachFailed: self._of_device(devices.attach_failed),
             msg.Ready: self._ready,
             msg.OpenFailed: self._open_failed,
-            msg.Progress: self._heard,
+            msg.Progress: self._progress,
             msg.Beat: self._beat,
             msg.Need: self._need,
             msg.Suspected: self._suspected,
@@ -107,8 +107,12 @@ class Answers:
 
         return heard
 
-    def _heard(self, worker: int, message: msg.Progress) -> None:
-        pass
+    def _progress(self, worker: int, message: msg.Progress) -> None:
+        """A step opens or wakes: loading what it needs may silence its worker from now on."""
+        rest = self._crew.members[worker].rest
+        for lane in self._lanes_of[worker] if rest.moving else ():
+            if lane.name == message.step:
+                rest.begin(lane.index)
 
     def _beat(self, worker: int, message: msg.Beat) -> None:
         if message.memory:

@@ -37,6 +37,7 @@ class IdleWorld:
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(f"naps {seed}")
+        self._loads = random.Random(f"loads {seed}")
         self._resting: dict[int, set[int]] = {}
         self.closed: set[int] = set()
 
@@ -67,6 +68,14 @@ class IdleWorld:
 
     def slept(self, message: msg.Sleep) -> msg.Slept:
         return msg.Slept(message.step, self._rng.randrange(1 << 20))
+
+    def load_ms(self) -> float:
+        """Return how long a worker is silent while it wakes a step; now and then longer than any other may be."""
+        return self._loads.uniform(3_500, 4_500) if self._loads.random() < 0.05 else self._loads.uniform(0.01, 20)
+
+    def hangs(self) -> bool:
+        """Whether a worker hangs as it comes to waking a step, before it has said so."""
+        return self._loads.random() < 0.05
 
     def awake(self, worker: int, message: msg.Wake) -> msg.Awake:
         if self._rng.random() < 0.03:

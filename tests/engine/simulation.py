@@ -45,6 +45,15 @@ KILLS_MAX = 4
 KILLS_STREAMING_MAX = 5
 """The same where a worker takes in all that there is, which is 12 requests."""
 
+ITS_OWN = frozenset(
+    {"open", "attach", "beat", "resize", "rest", "woken", "work", "finish", "release", "settle", "fetch", "fetched"}
+    | {"round", "room", "took"}
+)
+"""What a worker does itself, and does not when it hangs; all else befalls it."""
+
+WHILE_ENDLESS = frozenset({"beat", "release"})
+"""What threads of their own do for a worker that runs a batch for ever."""
+
 TABLES = {"request": requests_module.TRANSITIONS, "worker": supervisor.TRANSITIONS, "rest": rest.TRANSITIONS}
 
 
@@ -68,7 +77,9 @@ class World:
         self.moves: set[tuple[str, str, str]] = set()
         self.arena_of: dict[int, int] = {}
         self.ready: set[int] = set()
-        self.wedged: set[int] = set()
+        self.wedged: set[int] = set()  # silent: no beats either
+        self.endless: set[int] = set()  # at a batch for ever, and their hearts beat
+        self.loads_until: dict[int, float] = {}  # silent, until they have woken a step
         self.inbox: dict[int, list[msg.Run]] = {}
         self.waiting_room: dict[int, msg.Run] = {}
         self.waiting_device: set[int] = set()
@@ -132,12 +143,24 @@ class World:
                     raise AssertionError("requests are open and nothing will ever happen")
                 when, _, what = heappop(self.todo)
                 self.clock.advance(max(0.0, when - self.now))
+                if what[0] in ITS_OWN and self.hangs(what):
+                    continue
                 getattr(self, f"on_{what[0]}")(*what[1:])
             else:
                 raise AssertionError("the simulation does not come to rest")
             self.check_rest()
         finally:
             self.unwatch()
+
+    def hangs(self, what: tuple[object, ...]) -> bool:
+        """Whether a worker does not do what it would do now: never, or not before it has woken a step."""
+        worker = what[1]
+        if worker in self.wedged or (worker in self.endless and what[0] not in WHILE_ENDLESS):
+            return True
+        if worker in self.loads_until and what[0] != "woken":
+            self.at(self.loads_until[worker], what)  # type: ignore[index]
+            return True
+        return False
 
     def at_rest(self) -> bool:
         settled = len(self.ended) + len(self.refused) == self.requests
@@ -161,9 +184,9 @@ class World:
             cls.move = noted  # type: ignore[assignment]
         self.own_rest = rest.Rest.move
 
-        def rested(one: rest.Rest, step: int, event: str, now_ms: float = 0.0) -> None:
+        def rested(one: rest.Rest, step: int, event: str) -> None:
             self.moves.add(("rest", one.state(step), event))
-            self.own_rest(one, step, event, now_ms)
+            self.own_rest(one, step, event)
 
         rest.Rest.move = rested  # type: ignore[method-assign]
 
@@ -280,28 +303,37 @@ class World:
                 self.say(worker, arena, message)
 
     def on_beat(self, worker: int, arena: int) -> None:
-        if self.arena_of.get(worker) == arena and worker not in self.wedged:
+        if self.arena_of.get(worker) == arena:
             self.say(worker, arena, self.kv.beat(worker))
             self.at(self.now + 1000 * msg.BEAT_S, ("beat", worker, arena))
 
     def on_resize(self, worker: int, arena: int, message: msg.KvResize) -> None:
-        if self.arena_of.get(worker) == arena and worker not in self.wedged:
+        if self.arena_of.get(worker) == arena:
             self.say(worker, arena, self.kv.resize(worker, message))
             self.kv.check()
 
     def on_rest(self, worker: int, arena: int, message: msg.Sleep | msg.Wake | msg.Close) -> None:
         """A worker does as it was told: a step sleeps or wakes, or its process ends."""
-        if self.arena_of.get(worker) != arena or worker in self.wedged:
+        if self.arena_of.get(worker) != arena:
             return
         match message:
             case msg.Sleep():
                 self.kv.sleep(worker, message.step)
                 self.say(worker, arena, self.idle.slept(message))
+            case msg.Wake() if self.deadly and self.idle.hangs():
+                self.wedged.add(worker)
             case msg.Wake():
-                self.kv.wake(worker, message.step)
-                self.say(worker, arena, self.idle.awake(worker, message))
+                self.say(worker, arena, msg.Progress(self.plan.steps[message.step].name, "waking", 0.0))
+                self.loads_until[worker] = self.now + self.idle.load_ms()
+                self.at(self.loads_until[worker], ("woken", worker, arena, message))
             case msg.Close():
                 self.on_die(worker, arena)
+
+    def on_woken(self, worker: int, arena: int, message: msg.Wake) -> None:
+        if self.arena_of.get(worker) == arena:
+            del self.loads_until[worker]
+            self.kv.wake(worker, message.step)
+            self.say(worker, arena, self.idle.awake(worker, message))
 
     def on_die(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) != arena:
@@ -322,6 +354,8 @@ class World:
         self.waiting_device.discard(worker)
         self.ready.discard(worker)
         self.wedged.discard(worker)
+        self.endless.discard(worker)
+        self.loads_until.pop(worker, None)
         self.sequence_of = {key: who for key, who in self.sequence_of.items() if who != worker}
         self.tell(ev.WorkerDied(worker, arena, "signal 9"))
         if self.rng.random() < 0.3:  # and once more, and something it said, late
@@ -358,9 +392,9 @@ class World:
             self.on_die(worker, arena)
             return
         if self.deadly and self.rng.random() < 0.01:
-            if self.rng.random() < 0.5:
-                self.wedged.add(worker)  # silent: no beats either
-            return  # else it runs for ever and its heart beats
+            hung = self.wedged if self.rng.random() < 0.5 else self.endless
+            hung.add(worker)
+            return
         if self.rng.random() < 0.3:
             self.waiting_room[worker] = message
             huge = self.rng.random() < 0.05
@@ -430,7 +464,7 @@ class World:
 
     def on_release(self, worker: int, arena: int, dispatch: int) -> None:
         """A device has done what its worker left unfinished, unless that waits for others."""
-        if self.arena_of.get(worker) != arena or worker in self.wedged:
+        if self.arena_of.get(worker) != arena:
             return
         if not self.near.fire(worker, dispatch):
             self.later(("release", worker, arena, dispatch))
@@ -439,7 +473,7 @@ class World:
         self.say(worker, arena, msg.Released((dispatch + wrong,)))
 
     def on_settle(self, worker: int, arena: int, token: int) -> None:
-        if self.arena_of.get(worker) == arena and worker not in self.wedged:
+        if self.arena_of.get(worker) == arena:
             self.near.settle(token)
             self.say(worker, arena, msg.Settled(token))
 
@@ -451,7 +485,7 @@ class World:
 
     def on_fetch(self, worker: int, arena: int, message: msg.Fetch) -> None:
         """A worker copies what others cannot see: it asks for room, and answers when the device is done with it."""
-        if self.arena_of.get(worker) != arena or worker in self.wedged:
+        if self.arena_of.get(worker) != arena:
             return
         busy = worker in self.waiting_room or worker in self.waiting_device or worker in self.fetching
         if busy or self.near.waits(worker, "fetch", message.token):
@@ -595,6 +629,8 @@ class World:
                     for other, incarnation in self.arena_of.items():
                         self.at(self.now + self.near.attach_ms(), ("attach", other, incarnation))
                 case ev.KillWorker():
+                    if command.worker in self.loads_until and "no sign of life" in command.why:
+                        raise AssertionError(f"worker {command.worker} is taken for lost and wakes a step")
                     self.near.condemn(command.worker)
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))
                 case ev.Finish():

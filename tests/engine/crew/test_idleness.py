@@ -519,5 +519,7 @@ def test_what_a_worker_has_in_hand_beside_a_step_on_its_way_has_its_time_afterwa
 def test_a_worker_that_was_lost_before_it_heard_that_a_step_is_to_wake_is_not_waited_for() -> None:
     desk = asleep(one_step())
     desk.submit(x=1)
+    desk.advance(1)
+    desk.hear(0, msg.Beat())
     desk.advance(4000, silent=[0])
-    assert desk.kills() == ["it gave no sign of life for 3 s"]
+    assert desk.kills() == ["it gave no sign of life for 3 s"], "its heart beat, and it said nothing of waking"

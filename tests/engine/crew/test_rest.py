@@ -33,14 +33,19 @@ def test_all_of_several_steps_sleep_or_not() -> None:
     assert (rest.state(0), rest.moving, rest.any) == (AWAKE, False, False)
 
 
-def test_since_when_a_worker_wakes_steps_is_on_record_until_the_last_is_awake() -> None:
+def test_a_worker_loads_from_when_it_comes_to_waking_a_step_until_that_is_awake() -> None:
     rest = Rest()
-    for step, told_ms in ((0, 5.0), (1, 7.0)):
+    for step in (0, 1):
         rest.move(step, "sleep")
         rest.move(step, "slept")
-        rest.move(step, "wake", told_ms)
-    assert rest.wakes_since_ms == 5.0
+        rest.begin(step)
+        assert not rest.loading, "it was not told to wake"
+        rest.move(step, "wake")
+    assert not rest.loading, "it was told to, and has not come to it"
+    rest.begin(0)
+    assert rest.loading
     rest.move(0, "awake")
-    assert rest.wakes_since_ms == 5.0
-    rest.move(1, "awake")
-    assert rest.wakes_since_ms is None
+    assert not rest.loading, "the next one is still to be come to"
+    rest.begin(1)
+    rest.clear()
+    assert not rest.loading
