@@ -20,6 +20,7 @@ from weftline.engine.crew.fault_domain import Fallen
 from weftline.engine.crew.fetching import Fetching
 from weftline.engine.crew.idleness import Idleness
 from weftline.engine.crew.recovery import LONE_DEATHS_MAX, Recovery, Verdict
+from weftline.engine.crew.rest import Rest
 from weftline.engine.crew.settling import Settling
 from weftline.engine.messages import Done
 from weftline.engine.scheduling.answers import Answers
@@ -210,9 +211,9 @@ def a_time_out_that_outlives_its_task(patch: pytest.MonkeyPatch, draws: random.R
 def a_chain_nobody_was_told_of(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     died = Crew.died
 
-    def remembers(self: Crew, worker: int, now_ms: float) -> Any:
+    def remembers(self: Crew, worker: int, now_ms: float, refused: bool = False) -> Any:
         chains = set(self.members[worker].chains)
-        lost = died(self, worker, now_ms)
+        lost = died(self, worker, now_ms, refused)
         self.members[worker].chains = chains
         return lost
 
@@ -237,15 +238,15 @@ def work_for_a_worker_that_is_not_ready(patch: pytest.MonkeyPatch, draws: random
 @mutant
 def admission_that_forgets_who_left(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     leave = Admission.leave
-    patch.setattr(Admission, "leave", lambda s, size, now: leave(s, size, now) if draws.random() > 0.01 else None)
+    patch.setattr(Admission, "leave", lambda s, *left: leave(s, *left) if draws.random() > 0.01 else None)
 
 
 @mutant
 def a_dispatch_behind_that_is_lost(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     died = Crew.died
 
-    def lossy(self: Crew, worker: int, now_ms: float) -> Any:
-        dispatches, streams = died(self, worker, now_ms)
+    def lossy(self: Crew, worker: int, now_ms: float, refused: bool = False) -> Any:
+        dispatches, streams = died(self, worker, now_ms, refused)
         return dispatches[:1], streams
 
     patch.setattr(Crew, "died", lossy)
@@ -341,6 +342,24 @@ def work_for_a_step_that_sleeps(patch: pytest.MonkeyPatch, draws: random.Random)
 @mutant
 def a_worker_that_left_and_is_never_called(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(Crew, "call", lambda s, worker, now_ms: None)
+
+
+@mutant
+def a_worker_that_loads_silently_and_is_taken_for_lost(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Rest, "begin", lambda s, step: None)
+
+
+@mutant
+def a_lost_worker_that_is_waited_for_because_it_was_told_to_wake(
+    patch: pytest.MonkeyPatch, draws: random.Random
+) -> None:
+    move = Rest.move
+
+    def hopeful(self: Rest, step: int, event: str) -> None:
+        move(self, step, event)
+        self.begin(step)
+
+    patch.setattr(Rest, "move", hopeful)
 
 
 @mutant
