@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from weftline.engine.machine import this_machine
-from weftline.errors import PipelineError
+from weftline.errors import PipelineError, Problem
 from weftline.pipelines.check import examine
+from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
 from weftline.pipelines.machine import Machine, made_up_gpus
 from weftline.pipelines.place import size_text
@@ -26,13 +27,28 @@ def check_file(file: str, *, file_only: bool, gpus: str | None = None) -> str:
         if problems:
             raise PipelineError(problems)
     else:
-        make_plan(pipeline, machine_of(None, gpus), profile=profile_beside(pipeline))
+        _plan_both(pipeline, machine_of(None, gpus))
     counts = [
         counted(sum(not one.hidden for one in pipeline.inputs), "input"),
         counted(len(pipeline.steps), "step"),
         counted(len(pipeline.outputs), "output"),
     ]
     return f"{file}: ok ({', '.join(counts)})"
+
+
+def _plan_both(pipeline: Pipeline, machine: Machine) -> None:
+    """Plan a pipeline with the profile beside it; PipelineError lists the problems of both files at once."""
+    profile, problems = None, list[Problem]()
+    try:
+        profile = profile_beside(pipeline)
+    except PipelineError as error:
+        problems += error.problems
+    try:
+        make_plan(pipeline, machine, profile=profile)
+    except PipelineError as error:
+        problems += error.problems
+    if problems:
+        raise PipelineError(problems)
 
 
 def explained(file: str, form: str, cores: int | None, gpus: str | None = None) -> str:

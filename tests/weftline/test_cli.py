@@ -100,6 +100,15 @@ def test_what_was_measured_is_found_beside_the_file(weft, write) -> None:
         weftline.load(file)
 
 
+def test_problems_of_a_profile_and_of_its_pipeline_come_at_once(weft, write) -> None:
+    file = write(CHAIN.replace("a: {node: echo", "a: {node: echo, device: 'cuda:9'"))
+    Path(file).with_suffix(".profile.json").write_text("{")
+    refused = weft("check", file, "--gpus", "1")
+    assert refused.code == 2
+    assert "is no JSON" in refused.err and "steps.a.device: cuda:9, and this machine has cuda:0" in refused.err
+    assert "2 problems in " in refused.err
+
+
 def test_plan_as_mermaid_goes_to_a_file(weft, write, tmp_path: Path) -> None:
     ended = weft("plan", write(CHAIN), "--mermaid", "--output", str(tmp_path / "plan.mmd"))
     assert (ended.code, ended.out) == (0, "")
