@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weftline.engine import messages as msg
-from weftline.engine.crew.crew import Crew, Dispatch
+from weftline.engine.crew.crew import Crew
+from weftline.engine.crew.member import Dispatch
 from weftline.engine.crew.settling import Settling
 from weftline.engine.crew.unfinished import Unfinished, near_positions, read_there, unmarked
 from weftline.engine.scheduling import events as ev

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from weftline.engine.crew.crew import WorkerState
+from weftline.engine.crew.member import WorkerState
 from weftline.engine.crew.unfinished import Unfinished, read_there
 from weftline.engine.messages import Value
 from weftline.shm.block import Key

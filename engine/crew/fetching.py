@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import msgspec
 
 from weftline.engine import messages as msg
-from weftline.engine.crew.crew import Crew, WorkerState
+from weftline.engine.crew.crew import Crew
+from weftline.engine.crew.member import WorkerState
 from weftline.engine.crew.unfinished import leaves
 from weftline.engine.messages import Value
 from weftline.engine.scheduling import events as ev

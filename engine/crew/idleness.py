@@ -20,9 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weftline.engine import messages as msg
-from weftline.engine.crew.crew import OPEN_MAX_MS, Crew, WorkerState
+from weftline.engine.crew.crew import Crew
 from weftline.engine.crew.kv_shares import KvShares
+from weftline.engine.crew.member import WorkerState
 from weftline.engine.crew.naps import Naps
+from weftline.engine.crew.patience import OPEN_MAX_MS
 from weftline.engine.crew.rest import ASLEEP, AWAKE, FALLING, WAKING
 from weftline.engine.crew.supervisor import ASLEEP as GONE
 from weftline.engine.crew.supervisor import READY

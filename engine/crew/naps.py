@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.crew.crew import Crew, WorkerState
+from weftline.engine.crew.crew import Crew
+from weftline.engine.crew.member import WorkerState
 from weftline.engine.crew.rest import ASLEEP, AWAKE, FALLING, WAKING
 from weftline.engine.crew.supervisor import ASLEEP as GONE
 from weftline.engine.crew.supervisor import LEAVING, READY

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from weftline.engine import messages as msg
 from weftline.engine.batching.lanes import Lane
-from weftline.engine.crew.crew import Crew, Dispatch
+from weftline.engine.crew.crew import Crew
 from weftline.engine.crew.fault_domain import Fallen, Past, fallen, victims
 from weftline.engine.crew.fetching import Fetching
 from weftline.engine.crew.kv_shares import KvShares
+from weftline.engine.crew.member import Dispatch
 from weftline.engine.crew.recovery import Verdict
 from weftline.engine.crew.settling import Settling
 from weftline.engine.crew.supervisor import GIVEN_UP, LEAVING, READY

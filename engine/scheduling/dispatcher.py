@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from weftline.engine import messages as msg
 from weftline.engine.batching.lanes import Lane
-from weftline.engine.crew.crew import Crew, Dispatch, WorkerState
+from weftline.engine.crew.crew import Crew
 from weftline.engine.crew.fetching import Fetching
+from weftline.engine.crew.member import Dispatch, WorkerState
 from weftline.engine.crew.rest import AWAKE
 from weftline.engine.crew.supervisor import LEAVING, READY, STARTING
 from weftline.engine.scheduling import events as ev
@@ -97,9 +98,7 @@ class Dispatcher:
             while lane.suspects and member.state == READY and not member.busy and not member.why:
                 if member.rest.any and self._rests(member, lane):
                     break
-                group = lane.suspects.popleft()
-                if group:  # else they were all dropped meanwhile
-                    self._dispatch(worker, lane, group, suspect=True)
+                self._dispatch(worker, lane, lane.suspects.popleft(), suspect=True)
             queue = lane.queue(worker)
             while queue.waiting and self.has_room(member, lane):
                 for late in queue.late(self._book.now_ms):
@@ -113,6 +112,8 @@ class Dispatcher:
                         self.waits[lane.index] = min(self.waits.get(lane.index, wake), wake)
                     break
                 self._hand_out(worker, lane, [self._tasks.live[id] for id in taken])
+        if lane.suspects and lane.streams:
+            self._feeds.let_go(lane)
         if lane.job.any:
             self._serve_jobs(lane)
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 from weftline.engine.batching.lanes import Lane
-from weftline.engine.crew.crew import Dispatch, WorkerState
+from weftline.engine.crew.member import Dispatch, WorkerState
 from weftline.engine.scheduling.routes import ROUTES_MAX, Route
 
 KEPT_MS = 1.0

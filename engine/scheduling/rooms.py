@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from weftline.engine import messages as msg
 from weftline.engine.batching.sizing import OutputSizes
-from weftline.engine.crew.crew import Crew, WorkerState
+from weftline.engine.crew.crew import Crew
+from weftline.engine.crew.member import WorkerState
 from weftline.engine.scheduling import events as ev
 from weftline.shm.block import INLINE_BYTES_MAX, Block
 from weftline.shm.lease import EVENT_BYTES, Ledger

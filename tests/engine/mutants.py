@@ -14,11 +14,12 @@ import pytest
 
 from weftline.engine.batching.lanes import Lane
 from weftline.engine.batching.sequences import Sequences
-from weftline.engine.crew.crew import Crew, WorkerState
+from weftline.engine.crew.crew import Crew
 from weftline.engine.crew.device_news import DeviceNews
 from weftline.engine.crew.fault_domain import Fallen
 from weftline.engine.crew.fetching import Fetching
 from weftline.engine.crew.idleness import Idleness
+from weftline.engine.crew.member import WorkerState
 from weftline.engine.crew.recovery import LONE_DEATHS_MAX, Recovery, Verdict
 from weftline.engine.crew.rest import Rest
 from weftline.engine.crew.settling import Settling

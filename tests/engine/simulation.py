@@ -28,7 +28,7 @@ from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
 from weftline.engine import messages as msg
 from weftline.engine.clock import ManualClock
 from weftline.engine.crew import rest, supervisor
-from weftline.engine.crew.crew import WorkerState
+from weftline.engine.crew.member import WorkerState
 from weftline.engine.scheduling import events as ev
 from weftline.engine.scheduling import request as requests_module
 from weftline.engine.scheduling.request import Request

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.desk import Desk
 from weftline.engine import messages as msg
-from weftline.engine.crew.crew import OPEN_MAX_MS
+from weftline.engine.crew.patience import OPEN_MAX_MS
 from weftline.engine.scheduling import events as ev
 from weftline.pipelines.builder import Builder
 
