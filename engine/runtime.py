@@ -2,7 +2,8 @@
 
 One lock guards the scheduler. A caller's thread takes it to submit, and carries out the resulting commands itself, so a
 request reaches its first worker without waking anybody. One thread of the runtime's own waits for workers' messages,
-deaths and the next moment at which something is due. The processes themselves are the Fleet's.
+deaths and the next moment at which something is due. What is told and carried out under the lock is the Conductor's,
+the processes are the Fleet's.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ import errno
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weftline.engine import messages as msg
-from weftline.engine.alarm import Alarm
-from weftline.engine.callers import Callers, Listener
+from weftline.engine.callers import Listener
 from weftline.engine.clock import Clock, MonotonicClock
+from weftline.engine.conductor import Conductor
 from weftline.engine.descriptors import shortage
 from weftline.engine.fleet import Fleet
 from weftline.engine.health import Health, judge
@@ -41,9 +41,6 @@ _log = logging.getLogger("weftline.runtime")
 
 SHORT_RETRY_S = 1.0
 """When to try again, for those who are refused because descriptors are short."""
-
-DRAINS_MAX = 64
-"""How often descriptors are looked at before time is told to pass; a read takes 64 KiB, a socket holds some MB."""
 
 CLOSED = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
 
@@ -72,28 +69,13 @@ class Runtime:
         self._copied_in_bytes = 0
         self._copied_out_bytes = 0
         self._opening = Opening(progress)
-        self._callers = Callers(self._take)
-        self._alarm = Alarm()
-        self._later: deque[ev.Event] = deque()
-        self._news: list[ev.Event] = []  # heard in this turn, and told to the scheduler together
+        self._conductor = Conductor(self.scheduler, self.fleet, self.clock)
+        self._callers = self._conductor.callers
         self._pump = LoopPump(self._take_in_from_loop)
         self._mistake: Exception | None = None  # of ours, made in an event loop that took messages in
         self._closing = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="weftline-runtime", daemon=True)
-        self._carry: dict[type, Callable[[Any], None]] = {
-            ev.Send: lambda command: self.fleet.send(command.worker, command.message),
-            ev.OutputReady: self._callers.tell,
-            ev.PieceReady: self._callers.tell,
-            ev.Finish: self._callers.end,
-            ev.Fail: self._callers.end,
-            ev.Refuse: self._callers.end,
-            ev.StartWorker: lambda command: self.fleet.start(command.worker, command.arena),
-            ev.ShareArena: lambda command: self.fleet.share(command.worker, command.arena),
-            ev.KillWorker: lambda command: self.fleet.kill(command.worker),
-            ev.ForgetArena: lambda command: self.fleet.forget(command.arena),
-            ev.Note: lambda command: _log.warning("%s", command.message),
-        }
 
     # life
 
@@ -223,8 +205,8 @@ class Runtime:
                 if self._pump.refuse():
                     self.fleet.wake()
             self._callers.waiting[event.request] = listener
-            self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
-            self._wake_if_sooner()
+            self._conductor.take(event)
+            self._conductor.wake_if_sooner()
 
     def submit_together(self, rows: Sequence[ev.Submitted], listeners: Mapping[int, Listener]) -> None:
         """Bring in rows that form their batches by their order; each has its listener, by request."""
@@ -234,37 +216,37 @@ class Runtime:
             if self._pump.refuse():
                 self.fleet.wake()
             self._callers.waiting.update(listeners)
-            self._carry_out(self.scheduler.on(ev.Together(tuple(rows)), self.clock.now_ms()))
-            self._wake_if_sooner()
+            self._conductor.take(ev.Together(tuple(rows)))
+            self._conductor.wake_if_sooner()
 
     def deliver(self, request: int, copied_bytes: int) -> None:
         """A finished request's outputs were copied out: `copied_bytes` of them from shared memory."""
         with self._lock:
             self._copied_out_bytes += copied_bytes
             if not self._closing and os.getpid() == self._pid:
-                self._take(ev.Delivered(request))
-                self._wake_if_sooner()
+                self._conductor.take(ev.Delivered(request))
+                self._conductor.wake_if_sooner()
 
     def tell(self, *events: ev.Event) -> None:
         """Tell the scheduler something about a request; ignored when it is too late for that."""
         with self._lock:
             if not self._closing and os.getpid() == self._pid:
                 for event in events:
-                    self._take(event)
-                self._wake_if_sooner()
+                    self._conductor.take(event)
+                self._conductor.wake_if_sooner()
 
     def tell_if(self, decide: Callable[[], ev.Event | None]) -> None:
         """Tell the scheduler what `decide`, called under the lock, says; nothing when that is None."""
         with self._lock:
             event = decide()
             if event is not None and not self._closing:
-                self._take(event)
-                self._wake_if_sooner()
+                self._conductor.take(event)
+                self._conductor.wake_if_sooner()
 
     def tell_later(self, *events: ev.Event) -> None:
         """Tell the scheduler soon, without taking a lock: for finalizers, which may run where the lock is held."""
         if os.getpid() == self._pid and not self._closing:
-            self._later.extend(events)
+            self._conductor.later(events)
             self.fleet.wake()
 
     def _check_open(self) -> None:
@@ -272,16 +254,6 @@ class Runtime:
             raise SessionClosed("the session was opened in another process; open one in this process")
         if self._closing or self._opening.failed is not None or not self._opening.over:
             raise SessionClosed("the session is not open")
-
-    # commands
-
-    def _carry_out(self, commands: Sequence[ev.Command]) -> None:
-        carry = self._carry
-        for command in commands:
-            carry[type(command)](command)
-
-    def _take(self, event: ev.Event) -> None:
-        self._carry_out(self.scheduler.on(event, self.clock.now_ms()))
 
     # the thread
 
@@ -300,33 +272,20 @@ class Runtime:
         self.fleet.end_workers()  # not under the lock: whoever comes late must not wait for a node that closes slowly
 
     def _loop(self) -> None:
-        fleet = self.fleet
+        fleet, conductor = self.fleet, self._conductor
         with self._lock:
-            self._carry_out(self.scheduler.start(self.clock.now_ms()))
-            self._tell_news()
+            conductor.start()
             if self.scheduler.crew.all_ready():  # no worker at all: the scheduler decides every step itself
                 self._opening.end()
         while not self._closing:
-            ready = self._watch_loop() if self._pump.active else fleet.wait_ready(self._nap_s())
-            self._alarm.asleep = False
+            ready = self._watch_loop() if self._pump.active else fleet.wait_ready(conductor.nap_s())
+            conductor.alarm.asleep = False
             if self._mistake is not None:
                 raise self._mistake
             with self._lock:
-                self._take_in(ready)
-                self._alarm.set(self._let_time_pass())
+                conductor.take_in(ready)
+                conductor.let_time_pass()
             self._opening.tell()
-
-    def _take_in(self, ready: Sequence[tuple[int, int]], *, wakes: bool = True) -> None:
-        """Tell the scheduler what descriptors have to say, all of it together."""
-        self.fleet.look(ready, wakes=wakes)
-        while self._later:
-            self._news.append(self._later.popleft())
-        self._tell_news()
-
-    def _tell_news(self) -> None:
-        while self._news:
-            news, self._news = self._news, []
-            self._carry_out(self.scheduler.on_all(news, self.clock.now_ms()))
 
     def _take_in_from_loop(self) -> None:
         """Do the thread's work in the event loop that waits for it; time, and our mistakes, stay with the thread."""
@@ -334,8 +293,8 @@ class Runtime:
             if self._closing or self._mistake is not None:
                 return
             try:
-                self._take_in(self.fleet.wait_ready(0), wakes=False)
-                self._wake_if_sooner()
+                self._conductor.take_in(self.fleet.wait_ready(0), wakes=False)
+                self._conductor.wake_if_sooner()
             except Exception as mistake:
                 self._mistake = mistake
                 self._pump.refuse()
@@ -343,13 +302,14 @@ class Runtime:
 
     def _watch_loop(self) -> list[tuple[int, int]]:
         """Keep the time while an event loop takes in what workers say; take over when it leaves something lying."""
+        conductor = self._conductor
         with self._lock:
             self.fleet.set_wake_apart(True)
         ready: list[tuple[int, int]] = []
         while self._pump.active and not self._closing and not ready:
-            nap_s = self._nap_s()
+            nap_s = conductor.nap_s()
             self.fleet.wait_wake(min(nap_s, LOOK_S) if nap_s >= 0 else LOOK_S)
-            self._alarm.asleep = False
+            conductor.alarm.asleep = False
             if self._mistake is not None:
                 break
             with self._lock:
@@ -357,61 +317,28 @@ class Runtime:
                 if not self._callers.waiting or (waiting and self._pump.is_asleep()):
                     self._pump.refuse()
                     ready = waiting
-                self._take_in(())
-                self._alarm.set(self._let_time_pass())
+                conductor.take_in(())
+                conductor.let_time_pass()
             self._opening.tell()
         with self._lock:
             self.fleet.set_wake_apart(False)
         return ready
 
-    def _let_time_pass(self) -> float | None:
-        """Tell the scheduler that something is due, if it is, and return when the next thing will be.
-
-        When this thread was kept from running for a while, what was said meanwhile comes first; see Alarm.
-        """
-        wake_at = self.scheduler.wake_at_ms()
-        now_ms = self.clock.now_ms()
-        if wake_at is None or wake_at > now_ms:
-            return wake_at
-        if self._alarm.missed(now_ms):
-            self._take_in_all()
-            if (quiet_until := self._alarm.quiet_until(now_ms)) is not None:
-                return quiet_until
-        self._alarm.passed()
-        self._carry_out(self.scheduler.on(ev.Tick(), self.clock.now_ms()))
-        self._tell_news()
-        return self.scheduler.wake_at_ms()
-
-    def _take_in_all(self) -> None:
-        for _ in range(DRAINS_MAX):
-            ready = self.fleet.wait_ready(0)
-            if not ready:
-                return
-            self._take_in(ready)
-
-    def _nap_s(self) -> float:
-        return self._alarm.nap_s(self.clock.now_ms())
-
-    def _wake_if_sooner(self) -> None:
-        """Wake the thread when something is due before the moment it sleeps until."""
-        if self._alarm.asleep and self._alarm.sooner(self.scheduler.wake_at_ms()):
-            self.fleet.wake()
-
     def _heard(self, worker: int, arena: int, message: msg.FromWorker) -> None:
-        self._news.append(ev.FromWorker(worker, arena, message))
+        self._conductor.hear(ev.FromWorker(worker, arena, message))
         if type(message) in OPENING:
             self._note_opening(message)
 
     def _note_opening(self, message: msg.FromWorker) -> None:
         if isinstance(message, msg.Ready):
-            self._tell_news()
+            self._conductor.tell_news()
             self._opening.note_ready(self.scheduler.crew.all_ready(), self.scheduler.memory.over_commit)
         elif isinstance(message, msg.Progress | msg.OpenFailed):
             self._opening.note(message)
 
     def _died(self, worker: int, arena: int, name: str, how: str, last: str, refused: bool) -> None:
         self._opening.note_death(name, how, last)
-        self._news.append(ev.WorkerDied(worker, arena, how, refused))
+        self._conductor.hear(ev.WorkerDied(worker, arena, how, refused))
 
     # figures
 

@@ -1,4 +1,4 @@
-"""The shell: whom it tells what, when time passes, and what it does when the system has nothing left to give."""
+"""The shell: its lock, its thread, and what it does when it was stopped or the system has nothing left to give."""
 
 from __future__ import annotations
 
@@ -8,102 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from weftline.engine import messages as msg
-from weftline.engine.alarm import GRACE_MS, PAUSE_MS
-from weftline.engine.clock import ManualClock
-from weftline.engine.runtime import Runtime
-from weftline.engine.scheduling import events as ev
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
-
-
-class Diary:
-    """Stands for scheduler and fleet, and writes down what the runtime does with them."""
-
-    def __init__(self, wake_at_ms: float | None) -> None:
-        self.wake_at = wake_at_ms
-        self.unread = 2
-        self.done: list[str] = []
-
-    def wake_at_ms(self) -> float | None:
-        return self.wake_at
-
-    def on(self, event: ev.Event, now_ms: float) -> list[ev.Command]:
-        self.done.append(f"{type(event).__name__} {now_ms:.0f}")
-        return []
-
-    def wait_ready(self, nap_s: float) -> list[tuple[int, int]]:
-        self.unread -= 1
-        return [(5, 1)] if self.unread >= 0 else []
-
-    def look(self, ready: list[tuple[int, int]], *, wakes: bool = True) -> None:
-        self.done.append("look")
-
-
-def runtime_with(diary: Diary, clock: ManualClock) -> Any:
-    p = Builder("one")
-    p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
-    runtime: Any = Runtime(load(p).plan, Path("/nowhere"), clock)
-    runtime.scheduler = runtime.fleet = diary
-    runtime._alarm.until_ms = diary.wake_at
-    return runtime
-
-
-def test_time_passes_when_something_is_due_and_not_before() -> None:
-    clock, diary = ManualClock(100), Diary(wake_at_ms=110)
-    runtime = runtime_with(diary, clock)
-    assert runtime._let_time_pass() == 110 and diary.done == []
-    clock.advance(10)
-    runtime._let_time_pass()
-    assert diary.done == ["Tick 110"]
-
-
-def test_who_comes_late_takes_in_what_was_said_before_time_passes() -> None:
-    clock, diary = ManualClock(100), Diary(wake_at_ms=110)
-    runtime = runtime_with(diary, clock)
-    clock.advance(200)
-    runtime._let_time_pass()
-    assert diary.done == ["look", "look", "Tick 300"]
-
-
-def test_after_a_long_pause_workers_get_a_moment_to_speak_and_then_time_passes_for_all() -> None:
-    clock, diary = ManualClock(0), Diary(wake_at_ms=10)
-    runtime = runtime_with(diary, clock)
-    clock.advance(PAUSE_MS + 1000)
-    assert runtime._let_time_pass() == PAUSE_MS + 1000 + GRACE_MS
-    assert diary.done == ["look", "look"]
-    clock.advance(GRACE_MS + PAUSE_MS)  # late again: a process that is always late goes on all the same
-    runtime._let_time_pass()
-    assert diary.done[-1].startswith("Tick")
-
-
-def test_something_due_long_ago_that_nobody_slept_until_is_no_pause() -> None:
-    diary = Diary(wake_at_ms=0)
-    runtime = runtime_with(diary, ManualClock(1_000_000))
-    runtime._alarm.until_ms = None
-    runtime._let_time_pass()
-    assert diary.done == ["Tick 1000000"]
-
-
-def test_what_a_listener_answers_is_told_to_the_scheduler() -> None:
-    diary = Diary(None)
-    runtime = runtime_with(diary, ManualClock())
-    runtime._callers.waiting[3] = lambda command: ev.Stalled(3)
-    runtime._callers.tell(ev.PieceReady(3, "y", None))
-    assert diary.done == ["Stalled 0"]
-
-
-def test_a_listener_that_raises_loses_its_own_request() -> None:
-    diary = Diary(None)
-    runtime = runtime_with(diary, ManualClock())
-    runtime._callers.waiting[3] = lambda command: 1 / 0
-    runtime._callers.tell(ev.PieceReady(3, "y", None))
-    assert diary.done == ["Withdrawn 0", "Delivered 0"] and 3 not in runtime._callers.waiting
 
 
 @pytest.fixture
