@@ -1,7 +1,8 @@
 """A step of a pipeline as a pipeline of its own: the same node and options, asked through its ports.
 
 Its inputs and outputs are the step's ports. What it was wired to in its pipeline, conditions, retries, fallbacks and
-timeouts are left behind; batching, limits, device and memory between requests stay.
+timeouts are left behind; batching, limits, device and memory between requests stay. A step inside a pipeline that is
+used as a step, `ocr/read`, gets a name that can be written in a file, `ocr-read`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 from weftline.errors import InputError, PipelineError
 from weftline.pipelines.check import examine
+from weftline.pipelines.entries import NAME_CHARS_MAX
 from weftline.pipelines.graph import Input, Pipeline, Step
 from weftline.pipelines.problems import did_you_mean
 from weftline.pipelines.wire import Wire
@@ -31,8 +33,9 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
         Input(port.name, "json" if port.type.kind == "any" else str(port.type), port.about, optional=port.optional)
         for port in one.ports.inputs
     )
+    own = one.step.name.replace("/", "-")[:NAME_CHARS_MAX]
     step = Step(
-        one.step.name,
+        own,
         one.step.node,
         options=one.step.options,
         inputs={given.name: Wire(None, given.name) for given in inputs},
@@ -47,7 +50,6 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
         sequence=one.step.sequence,
         base_dir=one.step.base_dir,
     )
-    outputs = {port.name: Wire(name, port.name) for port in one.ports.outputs}
-    return replace(
-        checked.pipeline, name=f"{pipeline.name}-{name}", inputs=inputs, steps=(step,), outputs=outputs, about=""
-    )
+    outputs = {port.name: Wire(own, port.name) for port in one.ports.outputs}
+    whole = f"{pipeline.name}-{own}"[:NAME_CHARS_MAX]
+    return replace(checked.pipeline, name=whole, inputs=inputs, steps=(step,), outputs=outputs, about="")

@@ -82,16 +82,20 @@ def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
         try:
             with loading_shown(err) as progress, opened(graph, step, machine, asked.seed, progress) as alone:
                 _measure(alone, asked.seconds, err)
+                untimed = [str(items) for items in sizes(alone.items_max) if items not in alone.times_ms]
                 found, times, failure = alone.measured(), alone.times_ms, alone.failure
                 context = alone.context_bytes() if is_gpu(step.device) and not is_fake(step.device) else 0
         except PipelineError as error:
-            print(f"{step.name:<20} cannot be measured by itself: {error.problems[0].found}", file=out, flush=True)
+            why = f"{error.problems[0].path}: {error.problems[0].found}"
+            print(f"{step.name:<20} cannot be measured by itself: {why}", file=out, flush=True)
             continue
         except ModelError as error:
             print(f"{step.name:<20} does not open: {_first_line(error)}", file=out, flush=True)
             unopened.append(error)
             continue
         _print_rows(step.name, kind, found, times, failure, out)
+        if untimed and not failure:
+            print(f"{'':<20} no time of {', '.join(untimed)} items, which never shared a call", file=out, flush=True)
         profile = with_measured(profile, step, kind, found, context)
         _write(path, profile)
         written = True
@@ -143,7 +147,7 @@ def _print_rows(
     name: str, kind: str, found: Measured, times: Mapping[int, Sequence[float]], failure: str, out: TextIO
 ) -> None:
     device = size_text(max([found.open_bytes, *found.peak_bytes.values()])) if found.open_bytes else "-"
-    memory = (device, size_text(found.host_bytes))
+    memory = (device, size_text(found.host_bytes) if found.host_bytes else "-")
     for items, taken in sorted(times.items()):
         median = statistics.median(taken)
         spread = f"{_quantile(taken, 0.1):.2f} to {_quantile(taken, 0.9):.2f}"

@@ -58,3 +58,15 @@ def test_a_step_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> N
 def test_a_pipeline_with_problems_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="unknown key"):
         alone(load_file(written(tmp_path, FILE.replace("retry: 2", "retries: 2"))), "first")
+
+
+def test_a_step_inside_a_pipeline_that_is_a_step_stands_alone_too(tmp_path: Path) -> None:
+    written(tmp_path)
+    outer = tmp_path / "outer.yaml"
+    outer.write_text(
+        f"weftline: 1\nname: {'o' * 60}\ninputs: {{x: text}}\n"
+        "steps: {sub: {pipeline: pair.yaml, inputs: {a: x}}}\noutputs: {y: sub.b}\n"
+    )
+    one = alone(load_file(outer), "sub/first")
+    assert examine(one).problems == ()
+    assert (one.name, one.steps[0].name) == ("o" * 60 + "-sub", "sub-first")

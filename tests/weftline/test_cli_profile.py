@@ -90,13 +90,14 @@ def test_a_step_that_does_not_open_keeps_no_other_from_being_measured(weft, writ
     file = write(
         "inputs: {x: text, n: text}\nsteps:\n"
         "  b: {node: fail, fail_open: true, inputs: {value: n}}\n"
-        "  z: {node: echo, inputs: {value: x}, batch: {items_max: 2}}\n"
+        "  z: {node: fail, out_of_memory_above: 1, inputs: {value: x}, batch: {items_max: 2}}\n"
         "outputs: {y: z.value, m: b.value}\n"
     )
     ended = weft("profile", file, *QUICK)
     assert ended.code == 4
     rows = [line.split() for line in ended.out.splitlines()[4:]]
-    assert [row[0] for row in rows] == ["b", "z", "2"]
+    assert [row[0] for row in rows] == ["b", "z", "no"]
+    assert ended.out.endswith(" no time of 2 items, which never shared a call\n")
     assert rows[0][1:4] == ["does", "not", "open:"]
     assert ended.err.endswith("error: step b: failed on purpose\n")
     assert set(read_profile(Path(file).with_suffix(".profile.json")).steps) == {"z"}
