@@ -23,8 +23,9 @@ from weftline.engine import mps
 from weftline.engine.channel import ChannelClosed
 from weftline.engine.descriptors import NONE_LEFT, Reserve, shortage
 from weftline.engine.device_arenas import DeviceArenas
+from weftline.engine.first_message import open_message
 from weftline.engine.processes import WorkerProcess, no_process
-from weftline.pipelines.plan import Plan, PlannedStep
+from weftline.pipelines.plan import Plan
 from weftline.shm.arena import HostArena
 from weftline.shm.device.names import kind_of
 
@@ -100,7 +101,7 @@ class Fleet:
         self._watch(process.channel.fileno(), partial(self._hear, worker, process))
         self._watch(process.pidfd, lambda mask: self._bury(worker, process))
         self._watch(process.log_fd, lambda mask: self._read_log(process))
-        self.send(worker, self._open_message(worker))
+        self.send(worker, open_message(self._plan, worker, self._cache_dir))
 
     def send(self, worker: int, message: msg.ToWorker, descriptor: int | None = None) -> None:
         """Send a message; what the socket does not take at once leaves when it can.
@@ -311,43 +312,3 @@ class Fleet:
     def _unwatch(self, fd: int) -> None:
         if self._watched.pop(fd, None) is not None:
             self._epoll.unregister(fd)
-
-    def _open_message(self, worker: int) -> msg.Open:
-        planned = self._plan.workers[worker]
-        steps = tuple(
-            self._step_to_open(index, step, worker)
-            for index, step in enumerate(self._plan.steps)
-            if step.name in planned.steps
-        )
-        folders = str(self._plan.base_dir.absolute()), str(self._cache_dir.absolute())
-        return msg.Open(
-            planned.name,
-            planned.arena_bytes,
-            planned.threads,
-            *folders,
-            steps,
-            planned.device,
-            planned.device_arena_bytes,
-            self._plan.ordering,
-        )
-
-    def _step_to_open(self, index: int, step: PlannedStep, worker: int) -> msg.StepToOpen:
-        return msg.StepToOpen(
-            index,
-            step.name,
-            step.node,
-            dict(step.options),
-            tuple((given.port, str(given.type)) for given in step.inputs),
-            tuple((port.name, str(port.type)) for port in step.outputs),
-            step.devices[step.workers.index(worker)] if step.devices else step.device,
-            step.batch.items_max,
-            step.mutates_inputs,
-            dict(step.batch.pad),
-            step.batch.pad_value,
-            str(step.base_dir.absolute()) if step.base_dir is not None else "",
-            step.streams,
-            step.fed,
-            step.near_inputs,
-            dict(step.near_outputs),
-            step.finite,
-        )
