@@ -174,6 +174,9 @@ class Lane:
         for group in self.suspects:
             if task in group:
                 group.remove(task)
+                if not group:  # an empty one would keep the others waiting
+                    self.suspects.remove(group)
+                return
 
     def queue(self, worker: int) -> Batcher:
         """Return the queue that a worker takes from."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weftline.engine import messages as msg
+from weftline.engine.batching.lanes import Lane
 from weftline.engine.crew.crew import Crew
 from weftline.engine.messages import Value
 from weftline.engine.scheduling import events as ev
@@ -137,6 +138,16 @@ class Feeds:
 
     # between the two
 
+    def let_go(self, lane: Lane) -> None:
+        """Suspects wait for a step: what feeds those that wait behind them goes on."""
+        for task in self._tasks.live.values():
+            if task.unit.step == lane.index and task.feed is not None and task.worker < 0:
+                self._hold(task.feed)
+
+    def _is_behind(self, reader: Task) -> bool:
+        """Whether suspects go before a task that waits."""
+        return bool(self._tasks.lanes[reader.unit.step].suspects)
+
     def _is_wanted(self, task: Task) -> bool:
         """Whether anybody will read, or goes on reading, something that a task gives."""
         request, route = task.request, task.request.route
@@ -152,10 +163,11 @@ class Feeds:
     def _hold(self, feed: Feed) -> None:
         """Pause the source of a reader that has fallen behind, or let it go on when all of them have caught up.
 
-        Beside a suspect nothing begins: it does not wait for a reader that may wait for its end.
+        Beside a suspect nothing begins, and a suspect begins where nothing else is done: a source does not wait for a
+        reader that may wait for its end.
         """
-        source = feed.source
-        waits = feed.task is not None and feed.task.worker < 0 and source.deaths > 0
+        source, reader = feed.source, feed.task
+        waits = reader is not None and reader.worker < 0 and (source.deaths > 0 or self._is_behind(reader))
         feed.slow = feed.open and not waits and feed.unread_bytes > self._bytes_max * (0.5 if feed.slow else 1)
         held = any(one.slow for one in source.request.feeds.values() if one.source is source)
         if held == source.held or source.id not in self._tasks.live:

@@ -167,6 +167,8 @@ class Tasks:
             self._book.release(task.keys)
             task.keys = ()
         lane = self.lanes[task.unit.step]
+        if task.deaths:  # others may have waited behind it
+            self.due.add(lane.index)
         if lane.sequences is not None and task.request.sequence is not None:
             part, worker = task.request.sequence, lane.sequences.worker(task.request.sequence.id)
             if lane.sequences.done(part.id, task.id, self._book.now_ms) and worker is not None:
@@ -200,6 +202,7 @@ class Tasks:
             return
         self._book.counters.retried += 1
         task.worker, task.kept = -1, False
+        self.due.add(task.unit.step)  # which it may have left to others meanwhile
         timeout_ms = self._steps[task.unit.step].timeout_ms
         if timeout_ms is not None:
             self.timers.add(self._book.now_ms + wait_ms + timeout_ms, ("timeout", task.id))

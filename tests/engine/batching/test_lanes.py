@@ -75,6 +75,7 @@ def test_a_task_is_taken_out_wherever_it_stands() -> None:
     for task in (queued, new, suspect):
         bench.lane.discard(task)
     assert bench.lane.waiting == 0
+    assert not bench.lane.suspects, "what is left of them would keep the others waiting"
 
 
 def test_a_task_of_a_sequence_that_is_taken_out_before_it_is_queued_is_settled() -> None:

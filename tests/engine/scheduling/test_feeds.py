@@ -244,6 +244,44 @@ def test_a_reader_that_ends_lets_a_paused_source_go_on_for_others() -> None:
     assert [message.step for message in desk.sent(msg.Resume)] == [0]
 
 
+def test_a_source_does_not_wait_for_a_reader_behind_suspects_that_may_wait_for_its_end() -> None:
+    desk = pipeline(limits={"stream_bytes_max": 2 * PIECE_BYTES}, retry={"attempts": 1, "wait_ms": 9_000})
+    suspect = desk.submit(x="a")
+    say(desk, SAY, "all", last=True)
+    desk.die_and_return(GUARD)
+    step, item = desk.held[GUARD].pop(0)
+    desk.hear(GUARD, msg.Pieces(step, (msg.PieceOf(item, {}, True, msg.Failure("StepError", "drawn")),), 1.0))
+    desk.die(GUARD)
+    other = desk.submit(x="b")
+    desk.piece(SAY, "p0")
+    say(desk, SAY, "p1")
+    assert desk.sent(msg.Pause), "its reader waits for its worker"
+    desk.advance(9_000)
+    assert desk.sent(msg.Resume), "now the suspect is before its reader, and goes to a worker that does nothing else"
+    say(desk, SAY, "p2")
+    assert not desk.sent(msg.Pause)
+    desk.up(GUARD)
+    assert [item.id for one in desk.sent(msg.Submit) for item in one.items] == [item]
+    say(desk, GUARD, "fine", last=True)
+    assert desk.output(suspect, "y0") == "fine" and fed(desk) == [("p0", False), ("p1", False), ("p2", False)]
+    say(desk, SAY, "all", last=True)
+    say(desk, GUARD, "fine", last=True)
+    assert desk.output(other, "y0") == "fine" and desk.is_clean()
+
+
+def test_who_waits_behind_a_suspect_goes_on_as_soon_as_that_is_withdrawn() -> None:
+    p = Builder("one")
+    p.output("y", p.step("say", "trickle", value=p.input("x", "text"), instances=2).value)
+    desk = Desk(p)
+    desk.submit(x="a")
+    suspect = desk.submit(x="b")
+    desk.die(1)
+    desk.submit(x="c")
+    assert not desk.sent(msg.Submit), "the suspect is first, and waits for a worker that does nothing else"
+    desk.withdraw(suspect)
+    assert [one.worker for one in desk.said if isinstance(one, ev.Send)] == [0]
+
+
 def test_the_time_of_a_fed_step_counts_from_the_whole() -> None:
     desk, one = begun(timeout_ms=50)
     desk.advance(1_000)
