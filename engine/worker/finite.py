@@ -2,35 +2,38 @@
 
 Looked at are tensors of floating-point types, wherever they lie and whatever library they are of, elements of lists,
 detections, and numbers in JSON. Integers, text and bytes are finite as they are. A tensor on a GPU is looked at there,
-in its turn on the stream of the work that made it, and waited for.
+in its turn on the stream of the work that made it, and waited for; in a worker without torch it is copied down for it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from weftline.engine.packed import Source
-from weftline.engine.values import ARRAYS, OnDevice
+from weftline.engine.values import ARRAYS
 from weftline.nodes.detections import Detections
-from weftline.shm.device.tensor import DeviceTensor
+
+Look = Callable[[Any], Any]
+"""Returns a tensor as numpy or torch sees it, whatever library it is of."""
 
 _EXPONENTS = {"bfloat16": 0x7F80, "float8_e5m2": 0x7C, "float8_e4m3fn": 0x7F}
 """Of types that numpy lacks and holds as unsigned integers: the bits that are all set in what is not finite."""
 
 
-def is_finite(value: Any, made: Source, on_device: OnDevice | None = None) -> bool:
+def is_finite(value: Any, made: Source, look: Look | None = None) -> bool:
     """Whether neither NaN nor an infinite number is in what a node gave.
 
-    made:      the same as it travels, which knows the dtype of what numpy holds as integers.
-    on_device: as for `pack`.
+    made: the same as it travels, which knows the dtype of what numpy holds as integers.
+    look: at tensors; None: they are numpy's or torch's as they are given.
     """
     if made.items is not None:
-        return all(is_finite(one, item, on_device) for one, item in zip(value, made.items, strict=True))
+        return all(is_finite(one, item, look) for one, item in zip(value, made.items, strict=True))
     if made.kind in ARRAYS:
-        return _is_finite_tensor(value, made.dtype, on_device)
+        return _is_finite_tensor(value if look is None else look(value), made.dtype)
     return _is_finite_plain(value)
 
 
@@ -46,11 +49,7 @@ def _is_finite_plain(value: Any) -> bool:
     return True
 
 
-def _is_finite_tensor(value: Any, dtype: str, on_device: OnDevice | None) -> bool:
-    if on_device is not None and value.__class__ is not np.ndarray and (seen := on_device(value)) is not None:
-        value = seen
-    if isinstance(value, DeviceTensor):
-        value = value.torch()
+def _is_finite_tensor(value: Any, dtype: str) -> bool:
     if isinstance(value, np.ndarray | np.generic):
         array, bits = np.asarray(value), _EXPONENTS.get(dtype)
         if bits is not None:

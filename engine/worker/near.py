@@ -217,6 +217,15 @@ class NearMemory:
         """Return what a node gave, if it lies on this device; what still writes it is put before `stream`."""
         return as_device(value, self.device, self.driver, stream)
 
+    def look(self, tensor: DeviceTensor, stream: int) -> Any:
+        """Return a tensor as torch sees it, for work inside `on(stream)`.
+
+        Where torch is not loaded, or is made for the CPU alone: a copy in host memory, taken when `stream` comes to it.
+        """
+        if is_fake(self.device) or _torch() is not None:
+            return tensor.torch()
+        return tensor.host(self.driver, stream)
+
     def bring(self, value: Value) -> np.ndarray:
         """Return a copy in host memory of a tensor that lies on the device; waits for it."""
         tensor = self.view(value)

@@ -107,7 +107,7 @@ class OutputPorts:
                     continue
                 try:
                     ready = self._ready(value, type, name, port, position, row, came, aside)
-                    if self._finite and not is_finite(value, ready, self._on_device):
+                    if self._finite and not is_finite(value, ready, self._look):
                         raise StepError(_NOT_FINITE.format(name))
                     so_far.append(ready)
                 except (StepError, InputError) as error:
@@ -134,6 +134,14 @@ class OutputPorts:
     def _seen(self, value: Any) -> DeviceTensor | None:
         near, work = self._memory.near, self._memory.work
         return None if near is None or work is None else near.on_device(value, work.stream)
+
+    def _look(self, value: Any) -> Any:
+        """Return a tensor that a node gave as numpy or torch sees it."""
+        tensor = value if self._on_device is None else self._on_device(value)
+        if not isinstance(tensor, DeviceTensor):
+            return value
+        near, work = self._memory.near, self._memory.work
+        return tensor.torch() if near is None or work is None else near.look(tensor, work.stream)
 
     def _ready(
         self,

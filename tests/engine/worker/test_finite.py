@@ -13,10 +13,12 @@ from tests.engine.near_hosted import NearBench
 from tests.engine.near_steps import Foreign
 from weftline.engine import messages as msg
 from weftline.engine.values import pack
+from weftline.engine.worker import near
 from weftline.engine.worker.finite import is_finite
 from weftline.nodes.contract import Batch, Outputs
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
+from weftline.shm.device.tensor import DeviceTensor
 
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -109,6 +111,25 @@ def test_elements_on_a_device_are_looked_at_whatever_library_they_are_of() -> No
     rows = [[value] for value in bench.near_values([np.full(10, x, np.float32) for x in (1, NAN)])]
     good, bad = step.run(run_of(rows)).results
     assert isinstance(good, msg.Given) and isinstance(bad, msg.Failure)
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "made"),
+    [("bfloat16", lambda x: stand_in([1, x], torch.bfloat16)), ("float32", lambda x: tensor(1, x))],
+)
+def test_a_worker_without_torch_looks_at_a_copy(dtype: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were torch loaded now, it would look on a stream of its own, before the step's work is done."""
+    bench = NearBench()
+    step = bench.on_gpu(lambda batch: {"y": batch["x"]}, {"x": "tensor"}, {"y": "tensor"}, {"y": "device"}, finite=True)
+    rows = [bench.near_values([made(x)], dtype=dtype) for x in (0.5, NAN)]
+    for name, answer in (("is_fake", False), ("_torch", None)):
+        monkeypatch.setattr(near, name, lambda *asked, answer=answer: answer)
+    monkeypatch.setattr(DeviceTensor, "torch", None)
+    good, bad = step.run(run_of(rows)).results
+    assert isinstance(good, msg.Given) and isinstance(bad, msg.Failure)
+    assert bad.message.startswith("y: found NaN")
+    monkeypatch.undo()
     bench.close()
 
 
