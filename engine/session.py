@@ -100,7 +100,7 @@ class OpenablePipeline(PlannedPipeline):
 
         if self._graph is None:
             raise InputError("map: this pipeline was made from a plan alone; load it with weftline.load")
-        opening = open_here(self._graph, outputs=outputs, seed=seed, block_rows=block_rows)
+        opening = open_here(self._graph, outputs=outputs, seed=seed, block_rows=block_rows, machine=self.machine)
         return map_plan(self.plan, opening, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
 
 

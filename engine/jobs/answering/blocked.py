@@ -180,6 +180,8 @@ def blocked(plan: Plan, outputs: Collection[str] | None = None, block_rows: int 
         base_dir=plan.base_dir,
         file=plan.file,
         about=plan.about,
+        ordering=plan.ordering,
+        mps=plan.mps,
         chains=chains(steps, inputs),
     )
     return Blocked(dataclasses.replace(new, budgets=_budgets(plan, new)), seeds, names)

@@ -18,6 +18,7 @@ from weftline.engine.runtime import Progress
 from weftline.engine.session import Session
 from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
+from weftline.pipelines.machine import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.policy import Slo
@@ -59,17 +60,19 @@ def open_here(
     seed: int = 0,
     block_rows: int | None = None,
     mode: str = "auto",
+    machine: Machine | None = None,
 ) -> Opening:
     """Decide how a job is answered in workers of its own; PipelineError lists every problem.
 
-    mode: 'auto', 'blocks' (PipelineError where the pipeline does not allow it) or 'rows'.
+    mode:    'auto', 'blocks' (PipelineError where the pipeline does not allow it) or 'rows'.
+    machine: what to place it on; None: this one.
     """
     from weftline.engine.jobs.answering.block_answerer import BlockAnswerer, block_rows_of
     from weftline.engine.jobs.answering.blocked import blockable
     from weftline.errors import PipelineError, Problem
 
     pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
-    plan = make_plan(pipeline, this_machine(), profile=profile_beside(pipeline))
+    plan = make_plan(pipeline, machine or this_machine(), profile=profile_beside(pipeline))
     wanted = tuple(outputs) if outputs is not None else tuple(one.name for one in plan.outputs)
     check_outputs(plan, wanted)
     why = blockable(plan, wanted) if mode != ROW_BY_ROW else "row by row was asked for"
@@ -77,14 +80,16 @@ def open_here(
         rows = block_rows or block_rows_of(plan, wanted)
         return Opening(
             BLOCKS, "", rows, PART_ROWS, repeatable(plan, wanted, False),
-            lambda progress: BlockAnswerer(pipeline, outputs=outputs, seed=seed, block_rows=rows, progress=progress),
+            lambda progress: BlockAnswerer(
+                pipeline, outputs=outputs, seed=seed, block_rows=rows, progress=progress, machine=machine
+            ),
         )  # fmt: skip
     if mode == BLOCKS:
         raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])
     rows = block_rows or min(ROWS, block_rows_of(plan, wanted))
     return Opening(
         ROW_BY_ROW, why, rows, PART_ROWS_SLOW, repeatable(plan, wanted, False),
-        lambda progress: _row_by_row(pipeline, plan, outputs, seed, rows, progress),
+        lambda progress: _row_by_row(pipeline, plan, outputs, seed, rows, progress, machine),
     )  # fmt: skip
 
 
@@ -95,10 +100,12 @@ def _row_by_row(
     seed: int,
     block_rows: int,
     progress: Progress | None,
+    machine: Machine | None,
 ) -> Answerer:
     session = Session(
         for_jobs(plan, block_rows),
         progress,
+        machine,
         again=lambda there: for_jobs(make_plan(pipeline, there, profile=profile_beside(pipeline)), block_rows),
     )
     session.open()

@@ -183,6 +183,13 @@ def test_what_it_takes_of_gpus_is_claimed_and_nothing_for_what_is_left_out() -> 
     assert blocked(one_step()).plan.budgets == ()
 
 
+def test_what_is_asked_of_gpus_is_asked_for_blocks_too() -> None:
+    p = Builder("p", base_dir=STEPS, gpu={"ordering": "event", "mps": True})
+    p.output("y", p.step("s", "echo", value=p.input("x", "text"), device="fake:0").value)
+    made = blocked(make_plan(p.build(), Machine(4, 64 << 30, (Device("fake:0", 24 << 30),)))).plan
+    assert (made.ordering, made.mps) == ("event", True)
+
+
 def test_steps_of_one_worker_hand_over_inside_it() -> None:
     def build(p: Builder, x: Any) -> Any:
         waits = {"items_max": 8, "wait_max_ms": 5}
