@@ -127,6 +127,38 @@ class Repository:
         with self._turn(name) as held:
             return self._load(name, held, source, timeout_s, drain_s, progress)
 
+    def load_together(
+        self, sources: Mapping[str, Source], *, progress: Callable[[str], Progress | None] = lambda name: None
+    ) -> Iterator[tuple[str, int]]:
+        """Open pipelines one after the other under these names, and yield each name and its version when it serves.
+
+        What they take of GPUs is claimed for all before the first opens. So each leaves the others their part: llm
+        steps that take what is left of a GPU divide it evenly.
+
+        Names that serve are reloaded when it is their turn. PipelineError, ModelError: as for `load`; those that come
+        after it are not opened, and those before it serve.
+        progress: returns, for a name, what is called while its models load.
+        """
+        serving = {entry.name for entry in self.index() if entry.state in (READY, RELOADING)}
+        planned = {name: load(source, self._machine) for name, source in sources.items() if name not in serving}
+        sessions = {name: one.session(progress(name), name=name, gpus=self._gpus) for name, one in planned.items()}
+        wanted = [
+            (sessions[name].hold, one.again)
+            for name, one in planned.items()
+            if one.plan.budgets and one.again is not None
+        ]
+        try:
+            if len(wanted) > 1:
+                self._gpus.take_together(wanted, self._machine)
+            for name, source in sources.items():
+                with self._turn(name) as held:
+                    version = self._load(name, held, source, None, DRAIN_S, progress(name), sessions.get(name))
+                sessions.pop(name, None)
+                yield name, version
+        finally:
+            for session in sessions.values():
+                session.close()
+
     def reload(
         self, name: str, source: Source | None = None, *, timeout_s: float | None = None, drain_s: float = DRAIN_S
     ) -> int:
@@ -221,7 +253,9 @@ class Repository:
         timeout_s: float | None,
         drain_s: float,
         progress: Progress | None = None,
+        session: Session | None = None,
     ) -> int:
+        """Load or reload a name. session: made for it, to be opened where none serves yet; None: it is made here."""
         with self._lock:
             held.move("load")
             serving = held.session if held.state == RELOADING else None
@@ -229,7 +263,9 @@ class Repository:
             if serving is not None:
                 serving.reload(source, timeout_s=timeout_s, drain_s=drain_s, progress=progress)
             else:
-                self._open(name, held, source, timeout_s, progress)
+                if session is None:
+                    session = load(source, self._machine).session(progress, name=name, gpus=self._gpus)
+                self._open(held, session, timeout_s)
         except BaseException as error:
             with self._lock:
                 held.move("failed")
@@ -243,8 +279,7 @@ class Repository:
             held.source, held.why = source, ""
             return held.session.version if held.session is not None else 0
 
-    def _open(self, name: str, held: _Held, source: Source, timeout_s: float | None, progress: Progress | None) -> None:
-        session = load(source, self._machine).session(progress, name=name, gpus=self._gpus)
+    def _open(self, held: _Held, session: Session, timeout_s: float | None) -> None:
         with self._lock:
             self._check_open()
             held.session = session  # from here on `close` ends it, and with it the opening

@@ -62,6 +62,8 @@ class Runtime:
         self.plan = plan
         self.scheduler = Scheduler(plan, os.getpid(), hold.settle if hold is not None else None)
         self._hold = hold
+        if hold is not None:
+            hold.tell = lambda device, bytes: self.tell_later(ev.DeviceLeft(device, bytes))
         self.clock = clock or MonotonicClock()
         self.fleet = Fleet(plan, cache_dir, self._heard, self._died)
         self._lock = threading.Lock()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from weftline.errors import Problem
 from weftline.pipelines.kv_memory import kv_limits, least_left, own_kv_bytes, shares
@@ -45,7 +45,8 @@ def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple
         claims += _kv(plan, device.name)
         claims += claims_of_others(device.taken, device.reserve_bytes - gpu.reserve_bytes)
         found.append(DeviceBudget(device.name, device.memory_bytes, tuple(claims)))
-    divided = _divided(plan, found)
+    shared = {device.name for device in machine.devices if device.shared}
+    divided = fillable([dataclasses.replace(plan, budgets=tuple(found))]) - shared
     return tuple(
         dataclasses.replace(one, kv_bytes=max(0, one.total_bytes - one.claimed_bytes)) if one.device in divided else one
         for one in found
@@ -73,7 +74,8 @@ def claims_of_others(taken: Iterable[Taken], more_reserve_bytes: int = 0) -> lis
     """
     claims = []
     for one in taken:
-        what = (SERVING, SERVING_FILLER)[one.fills] if one.serves else (OTHER, FILLER)[one.fills]
+        filled = one.fills and one.known  # else it has not got its part yet
+        what = (SERVING, SERVING_FILLER)[filled] if one.serves else (OTHER, FILLER)[filled]
         claims += [Claim(one.who, what, one.bytes, "claimed")] if one.bytes else []
         claims += [] if one.known else [Claim(one.who, what, 0, "unknown")]
     return claims + ([Claim("", WANTED_FREE, more_reserve_bytes, "claimed")] if more_reserve_bytes > 0 else [])
@@ -102,6 +104,30 @@ def open_kv(plan: Plan, device: str) -> list[str]:
         for own in step.devices
         if own == device and shares(step) and not own_kv_bytes(step)
     ]
+
+
+def fillable(plans: Collection[Plan]) -> set[str]:
+    """Return the GPUs whose rest plans give to their llm steps: all is known there, and no limit says how much.
+
+    A step has one figure for all of its instances, so that it is none while what is left of any of their devices is not
+    known; and then the others there, of all the plans, wait for it too.
+    """
+    budgets = [(plan, budget) for plan in plans for budget in plan.budgets]
+    unknown = {budget.device for _, budget in budgets if not _known(budget)}
+    divided = {
+        budget.device
+        for plan, budget in budgets
+        if budget.device not in {*kv_limits(plan)} | unknown and open_kv(plan, budget.device)
+    }
+    takers = [
+        {*step.devices} - {*kv_limits(plan)}
+        for plan in plans
+        for step in plan.steps
+        if shares(step) and not own_kv_bytes(step)
+    ]
+    while waiting := {device for on in takers if not on <= divided for device in on & divided}:
+        divided -= waiting
+    return divided
 
 
 def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], starved: Sequence[str] = ()) -> str:
@@ -203,20 +229,6 @@ def _gpus(step: PlannedStep, device: str, needs: Mapping[str, Need]) -> tuple[st
 
 def _known(budget: DeviceBudget) -> bool:
     return all(claim.source != "unknown" for claim in budget.claims)
-
-
-def _divided(plan: Plan, found: Sequence[DeviceBudget]) -> set[str]:
-    """Return the GPUs whose rest the plan gives to llm steps: all is known there, and no limit says how much.
-
-    A step has one figure for all of its instances, so that it is none while what is left of any of their devices is not
-    known; and then the others there wait for it too.
-    """
-    limits = kv_limits(plan)
-    divided = {one.device for one in found if _known(one) and one.device not in limits and open_kv(plan, one.device)}
-    takers = [{*step.devices} for step in plan.steps if shares(step) and not own_kv_bytes(step)]
-    while waiting := {device for on in takers if not on <= divided | {*limits} for device in on & divided}:
-        divided -= waiting
-    return divided
 
 
 def _source(bytes: int, usual: int) -> str:

@@ -5,6 +5,9 @@ on a GPU really takes, and gives it back when its workers are gone. What it hold
 plan is made for a machine that says so (`beside`). A version that sleeps keeps all of it, because it must be able to
 wake, and so does one whose worker is being started again.
 
+Versions whose llm steps take what is left of a GPU, and that have taken what they claim before any of them has that,
+divide it: evenly, once everything that is held there has been measured.
+
 A GPU is known by its name: plans for different machines that name the same GPU share it. Everything here is a value or
 arithmetic on values; who keeps the time at which it happens, and one owner for a process, is
 `weftline.engine.shared_gpus`.
@@ -46,8 +49,10 @@ class Holding:
     context_bytes: of `bytes`, what processes take before they hold anything; no worker counts it as its own.
     growth_bytes:  of `bytes`, KV memory that steps share and do not start with.
     fills:         its llm steps have what is left, or will have it.
-    open:          how much that is will be known when everything is open.
+    takers:        instances of llm steps that are to have a part of what is left, and do not know yet how much that is.
     known:         everything was stated or measured.
+    free_bytes:    what the driver had free when this was measured.
+    measured:      when that was, as a number that goes up; 0: it is yet to be.
     """
 
     total_bytes: int
@@ -56,8 +61,15 @@ class Holding:
     context_bytes: int = 0
     growth_bytes: int = 0
     fills: bool = False
-    open: bool = False
+    takers: int = 0
     known: bool = True
+    free_bytes: int = 0
+    measured: int = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what it takes, a part of what is left aside."""
+        return self.measured > 0 or (self.known and not self.takers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +78,13 @@ class Left:
 
     others:        what other versions hold of it.
     reserve_bytes: what is left free besides, for all of them.
+    waits:         others are yet to be measured; what its llm steps get of it is said when they have been.
     """
 
     bytes: int
     others: tuple[Taken, ...]
     reserve_bytes: int
+    waits: bool = False
 
 
 Settle = Callable[[str, int, int], Left]
@@ -86,6 +100,13 @@ class Holdings:
     def __init__(self) -> None:
         self.changes = 0
         self._held: dict[Holder, dict[str, Holding]] = {}
+        self._told: dict[tuple[Holder, str], int] = {}
+
+    def copy(self) -> Holdings:
+        """Return the same once more, to try something on."""
+        other = Holdings()
+        other.changes, other._held, other._told = self.changes, dict(self._held), dict(self._told)
+        return other
 
     @property
     def held_bytes(self) -> Mapping[str, int]:
@@ -115,7 +136,8 @@ class Holdings:
     def settle(self, holder: Holder, device: str, taken_bytes: int, free_bytes: int) -> Left:
         """Take in what a version measured when everything it has on a GPU was open, and return what is left there.
 
-        What is left is held too, where its llm steps may have it. What was claimed and is not taken yet stays held.
+        What is left is held too, where its llm steps may have it: evenly with those of others that wait for a part as
+        well, once everything that is held there has been measured. What was claimed and is not taken yet stays held.
         KeyError when it holds nothing there.
         """
         own, others = self._held[holder][device], self.taken(device, holder)
@@ -123,22 +145,76 @@ class Holdings:
         most = own.total_bytes - sum(one.bytes for one in others) - reserve
         left = min(most - taken_bytes, free_bytes - reserve)
         needs = own.context_bytes + taken_bytes + own.growth_bytes
-        if own.open:
-            needs = max(needs, min(needs + left, most))
-        settled = dataclasses.replace(own, bytes=max(own.bytes, needs), open=False, known=True)
-        self._held[holder] = {**self._held[holder], device: settled}
         self.changes += 1
-        return Left(left, others, reserve)
+        settled = dataclasses.replace(
+            own, bytes=max(own.bytes, needs), known=True, free_bytes=free_bytes, measured=self.changes
+        )
+        alone = not self._waiting(device, holder)
+        if own.takers and (alone or left < 0):
+            fills = max(own.bytes, min(needs + left, most))
+            settled = dataclasses.replace(settled, bytes=fills, takers=0 if alone else own.takers)
+        self._held[holder] = {**self._held[holder], device: settled}
+        if left >= 0:  # else it is about to end, and the others wait until it has
+            self._divide(device)
+        part = self._told.pop((holder, device), left)
+        return Left(part, others, reserve, waits=self._held[holder][device].takers > 0)
 
     def give_back(self, holder: Holder) -> None:
         """Forget what a version held; nothing happens when that is nothing."""
-        if self._held.pop(holder, None) is not None:
+        gone = self._held.pop(holder, None)
+        if gone is not None:
             self.changes += 1
+            for device in gone:
+                self._told.pop((holder, device), None)
+                self._divide(device)
+
+    def left(self, device: str) -> int:
+        """Return how much nobody holds of a GPU of which something is held, reserves aside."""
+        there = [own[device] for own in self._held.values() if device in own]
+        reserve = max(one.reserve_bytes for one in there)
+        return max(0, min(one.total_bytes for one in there) - reserve - sum(one.bytes for one in there))
+
+    def told(self) -> dict[tuple[Holder, str], int]:
+        """Return, once, what versions that waited for it get of what is left of a GPU, in bytes."""
+        told, self._told = self._told, {}
+        return told
+
+    def _waiting(self, device: str, holder: Holder) -> bool:
+        """Whether another version's part of a GPU is not known, or not even what it takes before that."""
+        others = (own[device] for other, own in self._held.items() if other != holder and device in own)
+        return any(one.takers or not one.settled for one in others)
+
+    def _divide(self, device: str) -> None:
+        """Give what is left of a GPU to those that wait for a part, once nobody there is yet to be measured.
+
+        Unlike one that is alone, whose driver says what its process takes besides, they all keep what they claimed.
+        """
+        there = {holder: own[device] for holder, own in self._held.items() if device in own}
+        takers = {holder: one for holder, one in there.items() if one.takers}
+        if not takers or not all(one.settled for one in there.values()):
+            return
+        reserve = max(one.reserve_bytes for one in there.values())
+        total = min(one.total_bytes for one in takers.values())
+        lately = max(there.values(), key=lambda one: one.measured)  # whose driver saw most of the others
+        left = min(total - reserve - sum(one.bytes for one in there.values()), lately.free_bytes - reserve)
+        count = sum(one.takers for one in takers.values())
+        for holder, one in takers.items():
+            part = max(0, left) * one.takers // count
+            settled = dataclasses.replace(one, bytes=one.bytes + part, takers=0)
+            self._held[holder] = {**self._held[holder], device: settled}
+            self._told[holder, device] = part
+        self.changes += 1
 
     def taken(self, device: str, holder: Holder) -> tuple[Taken, ...]:
         """Return what others than this version hold of a GPU, in the order in which they came."""
         return tuple(
-            Taken(other.name, one.bytes, one.fills, one.known, serves=other.session == holder.session)
+            Taken(
+                other.name,
+                one.bytes,
+                one.fills,
+                known=one.known and not one.takers,
+                serves=other.session == holder.session,
+            )
             for other, own in self._held.items()
             if other != holder and (one := own.get(device)) is not None
         )
@@ -178,15 +254,15 @@ def holding_of(plan: Plan, budget: DeviceBudget) -> Holding:
     own = [claim for claim in budget.claims if claim.what not in OF_OTHERS]
     shared = plan.limits.kv_bytes.get(budget.device, 0)
     starts = sum(own_kv_bytes(step) * step.devices.count(budget.device) for step in plan.steps if shares(step))
-    takers = bool(open_kv(plan, budget.device))
+    takers = len(open_kv(plan, budget.device))
     return Holding(
         total_bytes=budget.total_bytes,
         bytes=sum(claim.bytes for claim in own if claim.what != RESERVE) + budget.kv_bytes,
         reserve_bytes=sum(claim.bytes for claim in own if claim.what == RESERVE),
         context_bytes=sum(claim.bytes for claim in own if claim.what == CONTEXT),
         growth_bytes=max(0, shared - starts) if shared else 0,
-        fills=takers or budget.kv_bytes > 0,
-        open=takers,
+        fills=takers > 0 or budget.kv_bytes > 0,
+        takers=takers,
         known=all(claim.source != "unknown" for claim in own),
     )
 

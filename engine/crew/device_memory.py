@@ -7,8 +7,8 @@ says who took what.
 
 A worker knows what it takes itself, and what its device has left, whoever takes the rest: contexts, and processes that
 are none of ours. On a made-up GPU every process sees its own part only. Other pipelines of this process hold what they
-claimed, whether they have taken it yet or not. What counts is whichever leaves less (`Holdings.settle`). Pure; owned by
-the scheduler.
+claimed, whether they have taken it yet or not. What counts is whichever leaves less (`Holdings.settle`). What is left
+is divided with those of them that are yet to be measured; then it is known later. Pure; owned by the scheduler.
 """
 
 from __future__ import annotations
@@ -112,13 +112,19 @@ class DeviceMemory:
         taken = sum(one.device_bytes for _, one in self._of(device))
         free = min(one.device_free for _, one in self._of(device) if one.device_free)
         left = self._settle(device, taken, free)
-        self._left_bytes[device] = max(0, left.bytes)
+        self._left_bytes[device] = 0 if left.waits else max(0, left.bytes)
         if left.bytes < 0:
             claims = self._claims(budget, left, budget.total_bytes - free - taken)
             fix = "; ".join([FIX, *ways_of_others(claims)])
             self._over.append(over_commit_text(device, budget.total_bytes, claims) + fix)
             return
-        self._left(device, left.bytes)
+        if not left.waits:
+            self._left(device, left.bytes)
+
+    def divided(self, device: str, bytes: int) -> None:
+        """Everything that anybody holds of a device is open now, and so many bytes of what is left are this plan's."""
+        self._left_bytes[device] = bytes
+        self._left(device, bytes)
 
     def _claims(self, budget: DeviceBudget, left: Left, elsewhere: int) -> list[Claim]:
         """Return who took what. elsewhere: bytes of the device that this plan's workers have not counted as theirs."""

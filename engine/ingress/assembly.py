@@ -6,6 +6,7 @@ what is wrong at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +18,12 @@ from weftline.engine.machine import this_machine
 from weftline.errors import InputError, PipelineError, Problem
 from weftline.pipelines.alone import alone
 from weftline.pipelines.graph import Pipeline
+from weftline.pipelines.holdings import Holder
 from weftline.pipelines.load import load_file
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
-from weftline.pipelines.planning import make_plan
 from weftline.pipelines.problems import did_you_mean, listed
-from weftline.pipelines.profile_file import profile_beside
-from weftline.pipelines.side_by_side import SideBySide
+from weftline.pipelines.side_by_side import SideBySide, planner
 
 COMMAND_LINE = "the command line"
 """Where a problem stands that no file has, in its message."""
@@ -68,8 +68,8 @@ def assemble(
 ) -> tuple[ServeConfig, Mapping[str, Plan]]:
     """Return what to serve and the plans of its pipelines; PipelineError lists everything that is wrong.
 
-    Pipelines that are loaded at the start are planned one beside the other, as they are loaded: what one claims of a
-    GPU is not free for the next. What their exposed steps claim is known when they are loaded.
+    Pipelines that are loaded at the start, and their exposed steps, are planned one beside the other, as they are
+    loaded: what one claims of a GPU is not free for the next, and what is left they divide.
 
     files:  pipeline files, and at most one serve file, which is one with `pipelines:`.
     config: a serve file that is named as such; None: there is none.
@@ -94,17 +94,18 @@ def assemble(
             problems += error.problems
     if problems:
         raise PipelineError(problems)
-    together = SideBySide(machine)
-    plans, problems = _plans(settings, machine, together)
-    named, more = _named(pipelines, settings, together)
-    plans |= {name: plan for name, (_, plan) in named.items()}
-    own = {name: ServedPipeline(Path(file)) for name, (file, _) in named.items()}
+    graphs, problems = _graphs(settings)
+    named, more = _named(pipelines, settings)
     problems += more
+    graphs |= {name: graph for name, (_, graph) in named.items()}
+    own = {name: ServedPipeline(Path(file)) for name, (file, _) in named.items()}
+    merged, wrong = replace(settings.config, pipelines={**settings.config.pipelines, **own}), list[Problem]()
     try:
-        merged = merge(replace(settings.config, pipelines={**settings.config.pipelines, **own}), flags)
-        problems += _problems(merged, settings, flags, plans, machine)
+        merged = merge(merged, flags)
     except PipelineError as error:
-        problems += error.problems
+        wrong = [*error.problems]
+    plans, hindered, more = _plans(merged, graphs, machine)
+    problems += [*more, *(wrong or _problems(merged, settings, flags, plans, hindered))]
     if problems:
         raise PipelineError(problems)
     return merged, plans
@@ -156,9 +157,9 @@ def _exposing(pipelines: Mapping[str, ServedPipeline], expose: Sequence[str]) ->
     return found
 
 
-def _plans(settings: Settings, machine: Machine, together: SideBySide) -> tuple[dict[str, Plan], list[Problem]]:
-    """Return the plans of a serve file's pipelines by name, and the problems of all that have any."""
-    plans: dict[str, Plan] = {}
+def _graphs(settings: Settings) -> tuple[dict[str, Pipeline], list[Problem]]:
+    """Return a serve file's pipelines by name, and the problems of all that have any and are to be loaded."""
+    found: dict[str, Pipeline] = {}
     problems: list[Problem] = []
     for name, one in settings.config.pipelines.items():
         if not one.file.is_file():
@@ -167,40 +168,71 @@ def _plans(settings: Settings, machine: Machine, together: SideBySide) -> tuple[
                 problems.append(settings.problem(f"pipelines.{name}", f"there is no file {one.file}", fix=fix))
             continue
         try:
-            pipeline = load_file(str(one.file))
-            plans[name] = together.add(pipeline, name) if one.load else _alone(pipeline, machine)
+            found[name] = load_file(str(one.file))
         except PipelineError as error:
             problems += error.problems if one.load else ()
-    return plans, problems
+    return found, problems
 
 
-def _named(
-    files: Sequence[str], settings: Settings, together: SideBySide
-) -> tuple[dict[str, tuple[str, Plan]], list[Problem]]:
-    """Return file and plan of the pipelines on the command line, by their own names, and what is wrong with them."""
-    found: dict[str, tuple[str, Plan]] = {}
+def _named(files: Sequence[str], settings: Settings) -> tuple[dict[str, tuple[str, Pipeline]], list[Problem]]:
+    """Return the pipelines on the command line with their files, by their own names, and what is wrong with them."""
+    found: dict[str, tuple[str, Pipeline]] = {}
     problems: list[Problem] = []
     for file in files:
         try:
             pipeline = load_file(file)
-            plan = together.add(pipeline, pipeline.name)
         except PipelineError as error:
             problems += error.problems
             continue
-        if plan.name in found or plan.name in settings.config.pipelines:
+        if pipeline.name in found or pipeline.name in settings.config.pipelines:
             fix = "give each a name of its own under `pipelines:` of a serve file"
-            problems.append(Problem("name", f"{plan.name} is served already", fix=fix, file=file))
-        found.setdefault(plan.name, (file, plan))
+            problems.append(Problem("name", f"{pipeline.name} is served already", fix=fix, file=file))
+        found.setdefault(pipeline.name, (file, pipeline))
     return found, problems
 
 
-def _alone(pipeline: Pipeline, machine: Machine) -> Plan:
-    """Return a plan as if nothing else were open: what will be, when somebody asks for it, nobody knows."""
-    return make_plan(pipeline, machine, profile=profile_beside(pipeline))
+def _plans(
+    config: ServeConfig, graphs: Mapping[str, Pipeline], machine: Machine
+) -> tuple[dict[str, Plan], dict[str, Problem], list[Problem]]:
+    """Return plans by name, why which exposed steps (`pipeline.step`) cannot be models, and all other problems.
+
+    One that is not loaded at the start is planned as if nothing else were open: what will be, nobody knows.
+    """
+    together, numbers, plans = SideBySide(machine), itertools.count(1), dict[str, Plan]()
+    hindered: dict[str, Problem] = {}
+    problems: list[Problem] = []
+
+    def plan(name: str, pipeline: Pipeline) -> Plan:
+        again = planner(pipeline)
+        return together.add(Holder(name, next(numbers)), again) if one.load else again(machine)
+
+    for name, one in config.pipelines.items():
+        try:
+            if name in graphs:
+                plans[name] = plan(name, graphs[name])
+        except PipelineError as error:
+            problems += error.problems if one.load else ()
+        known = {step.name for step in plans[name].steps} if name in plans else ()
+        for step in (step for step in one.expose if step in known):
+            try:
+                plan(f"{name}.{step}", alone(graphs[name], step))
+            except PipelineError as error:
+                hindered[f"{name}.{step}"] = error.problems[0]
+            except InputError as error:
+                hindered[f"{name}.{step}"] = Problem("", str(error))
+    try:
+        plans |= {holder.name: made for holder, made in together.plans().items() if holder.name in plans}
+    except PipelineError as error:
+        problems += error.problems
+    return plans, hindered, problems
 
 
 def _problems(
-    config: ServeConfig, settings: Settings, flags: Flags, plans: Mapping[str, Plan], machine: Machine
+    config: ServeConfig,
+    settings: Settings,
+    flags: Flags,
+    plans: Mapping[str, Plan],
+    hindered: Mapping[str, Problem],
 ) -> Iterator[Problem]:
     """Yield what is wrong with the whole: exposed steps, names that meet, files that are not there."""
     if not config.pipelines:
@@ -224,8 +256,8 @@ def _problems(
             elif f"{name}.{step}" in config.pipelines:
                 fix = "rename the pipeline"
                 yield _placed(settings, path, f"a pipeline is called {name}.{step} already", fix=fix)
-            elif name in plans and (why := _why_not_alone(one.file, step, machine)):
-                yield _placed(settings, path, f"step {step} cannot be a model of its own: {why}")
+            elif (why := hindered.get(f"{name}.{step}")) is not None:
+                yield _placed(settings, path, f"step {step} cannot be a model of its own: {why.found}", fix=why.fix)
     tls = config.tls
     given = {"tokens": config.tokens} | (
         {"tls.certificate": tls.certificate, "tls.key": tls.key, "tls.client_ca": tls.client_ca} if tls else {}
@@ -233,17 +265,6 @@ def _problems(
     for path, file in given.items():
         if file is not None and not file.is_file():
             yield _placed(settings, path, f"there is no file {file}", flag=_overridden(flags, path))
-
-
-def _why_not_alone(file: Path, step: str, machine: Machine) -> str:
-    """Return why a step cannot be a pipeline of its own; '' when it can."""
-    try:
-        _alone(alone(load_file(file), step), machine)
-    except PipelineError as error:
-        return error.problems[0].found
-    except InputError as error:
-        return str(error)
-    return ""
 
 
 def _overridden(flags: Flags, path: str) -> str:

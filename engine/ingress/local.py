@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from weftline.engine.asking import Asked
@@ -26,10 +27,11 @@ from weftline.engine.reading import StreamedOutput
 from weftline.engine.repository import Repository
 from weftline.engine.runtime import Progress
 from weftline.engine.scheduling.request import StepTiming
-from weftline.engine.session import Session, Source
+from weftline.engine.session import Session
 from weftline.errors import InputError, ModelError, PipelineError, SessionClosed, UnknownModel, WeftlineError
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.alone import alone
+from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
 
 _log = logging.getLogger("weftline.ingress")
@@ -119,10 +121,17 @@ class LocalBackend:
     # life
 
     async def open(self) -> None:
-        """Load every pipeline that is to be loaded at the start, one after the other; the first failure is raised."""
-        for name, one in self._served.items():
-            if one.load:
-                await self._load(name, one)
+        """Load every pipeline that is to be loaded at the start, one after the other; the first failure is raised.
+
+        All of them, exposed steps too, share the GPUs from the first on: llm steps divide what is left evenly.
+        """
+        async with AsyncExitStack() as turns:
+            models: dict[str, Pipeline] = {}
+            for name, one in self._served.items():
+                if one.load:
+                    await turns.enter_async_context(self._turns[name])
+                    models |= await asyncio.to_thread(_pipelines, name, one)
+            await self._load_together(models)
 
     async def load(self, model: str) -> int:
         """As in `Backend`; goes on, steps and all, when whoever asked for it gives up waiting.
@@ -161,18 +170,23 @@ class LocalBackend:
 
     async def _load(self, model: str, one: ServedPipeline) -> int:
         async with self._turns[model]:  # a pipeline and its exposed steps change together
-            pipeline = await asyncio.to_thread(load_file, one.file)
-            version = await self._open(model, pipeline)
-            for step in one.expose:
-                await self._open(f"{model}.{step}", await asyncio.to_thread(alone, pipeline, step))
-            return version
+            return (await self._load_together(await asyncio.to_thread(_pipelines, model, one)))[model]
 
-    async def _open(self, name: str, source: Source) -> int:
+    async def _load_together(self, models: Mapping[str, Pipeline]) -> dict[str, int]:
+        """Load or reload models and return their versions."""
+
+        def load() -> dict[str, int]:
+            versions = {}
+            for name, version in self._repository.load_together(models, progress=self._progress_of):
+                _log.info("model %s: version %d serves", name, version)
+                versions[name] = version
+            return versions
+
+        return await asyncio.to_thread(load)
+
+    def _progress_of(self, name: str) -> Progress | None:
         tell = self._progress
-        progress = None if tell is None else lambda step, phrase, share: tell(f"{name}.{step}", phrase, share)
-        version = await asyncio.to_thread(self._repository.load, name, source, progress=progress)
-        _log.info("model %s: version %d serves", name, version)
-        return version
+        return None if tell is None else lambda step, phrase, share: tell(f"{name}.{step}", phrase, share)
 
     # requests
 
@@ -312,6 +326,12 @@ def _own(ask: Ask) -> SequencePart | None:
     """Return a request's sequence as the engine knows it: callers count from 1, and do not meet in each other's."""
     part = ask.sequence
     return part if part is None or not ask.caller else SequencePart(f"{ask.caller}/{part.id}", part.start, part.end)
+
+
+def _pipelines(name: str, served: ServedPipeline) -> dict[str, Pipeline]:
+    """Return the models a pipeline gives, as it is in its file now."""
+    pipeline = load_file(served.file)
+    return {name: pipeline} | {f"{name}.{step}": alone(pipeline, step) for step in served.expose}
 
 
 def _models(name: str, served: ServedPipeline) -> list[str]:

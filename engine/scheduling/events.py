@@ -91,7 +91,14 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Submitted | Together | Delivered | Withdrawn | Stalled | Resumed | FromWorker | WorkerDied | Tick
+class DeviceLeft(msgspec.Struct, frozen=True):
+    """Everything that pipelines of this process hold of a device is open, and so many bytes left of it are ours."""
+
+    device: str
+    bytes: int
+
+
+Event = Submitted | Together | Delivered | Withdrawn | Stalled | Resumed | FromWorker | WorkerDied | Tick | DeviceLeft
 
 # commands
 

@@ -95,6 +95,7 @@ class Scheduler:
             ev.WorkerDied: self._deaths.died,
             ev.FromWorker: self._answers.hear,
             ev.Tick: self._tick,
+            ev.DeviceLeft: lambda event: self.memory.divided(event.device, event.bytes),
         }
 
     # the door

@@ -6,20 +6,24 @@ from dataclasses import replace
 
 from weftline.engine import messages as msg
 from weftline.engine.crew.kv_budget import Part
-from weftline.pipelines.plan import Plan
+from weftline.engine.scheduling import events as ev
+from weftline.pipelines.plan import DeviceBudget, Plan
 
 LEAST_BYTES, DEVICE_BYTES = 20_000, 100_000
 """What each instance starts with, and how much there is for it on its device."""
 
 
-def with_memory(plan: Plan) -> Plan:
-    """Return the plan with KV memory that its streaming steps share."""
+def with_memory(plan: Plan, seed: int) -> Plan:
+    """Return the plan with KV memory that its streaming steps share; in some worlds they are told late how much."""
+    least = None if seed % 3 == 0 else LEAST_BYTES
     steps = tuple(
-        replace(step, options={"kv_bytes": LEAST_BYTES}, devices=("cpu",) * len(step.workers)) if step.streams else step
+        replace(step, options={"kv_bytes": least}, devices=("cpu",) * len(step.workers)) if step.streams else step
         for step in plan.steps
     )
     count = sum(len(step.workers) for step in steps if step.streams)
     limits = replace(plan.limits, kv_bytes={"cpu": count * DEVICE_BYTES} if count else {})
+    if least is None:
+        return replace(plan, steps=steps, budgets=(DeviceBudget("cpu", count * DEVICE_BYTES, ()),))
     return replace(plan, steps=steps, limits=limits)
 
 
@@ -29,7 +33,7 @@ class KvWorld:
     def __init__(self, plan: Plan, seed: int) -> None:
         self._rng = random.Random(seed)
         self._parts = [(worker, at) for at, step in enumerate(plan.steps) if step.streams for worker in step.workers]
-        self._most = plan.limits.kv_bytes.get("cpu", 0)
+        self._most = plan.limits.kv_bytes.get("cpu", 0) or len(self._parts) * DEVICE_BYTES
         self._has: dict[Part, int] = {}
         self._asleep: set[Part] = set()
         self._hungry = self._rng.choices(self._parts, k=2) if self._parts else []
@@ -69,6 +73,10 @@ class KvWorld:
             to = (to + self._has[part]) // 2
         self._has[part] = to
         return msg.KvResized(message.step, to)
+
+    def left(self) -> ev.DeviceLeft:
+        """Say how much is left for them when others of the process have been measured."""
+        return ev.DeviceLeft("cpu", self._most - len(self._parts) * LEAST_BYTES)
 
     def check(self) -> None:
         if sum(self._has.values()) > self._most:

@@ -62,7 +62,7 @@ class World:
 
     def __init__(self, seed: int, requests: int = REQUESTS) -> None:
         self.rng = random.Random(seed)
-        self.plan = with_devices(with_idleness(with_memory(random_plan(self.rng)), seed), seed)
+        self.plan = with_devices(with_idleness(with_memory(random_plan(self.rng), seed), seed), seed)
         self.idle = IdleWorld(seed)
         self.kv = KvWorld(self.plan, seed)
         self.near = NearWorld(self.plan, seed)
@@ -107,6 +107,8 @@ class World:
             for request in self.rng.sample(range(1, requests + 1), 2):
                 self.killers[request] = self.rng.randrange(len(self.plan.steps))
         self.sequenced = any(step.sequence for step in self.plan.steps)
+        if self.plan.budgets:
+            self.at(seed % 2000, ("left",))
         latest = 20_000 if self.doomed >= 0 else 200  # some come when a worker has been given up
         alone = list(range(1, requests + 1))
         while self.rng.random() < 0.3 and len(alone) > 8:  # rows of a job that come together
@@ -266,6 +268,9 @@ class World:
 
     def on_deliver(self, request: int) -> None:
         self.tell(ev.Delivered(request))
+
+    def on_left(self) -> None:
+        self.tell(self.kv.left())
 
     # what workers do
 

@@ -199,6 +199,65 @@ def test_eight_threads_take_and_give_back_and_nothing_is_left(make: Callable[...
     assert sum(taken for taken, _ in counts) > 20, counts
 
 
+def talking(mib: int | None) -> Callable[[Machine], Plan]:
+    """Return what plans an llm step that takes so many MiB, 1 of them for its process; None: nobody knows."""
+    p = Builder("talks", gpu={"reserve_bytes": 0, "context_bytes": MIB})
+    known = {} if mib is None else {"device_bytes": (mib - 1) * MIB}
+    p.output("y", p.step("s", "llm", prompt=p.input("x", "text"), model="m", device="fake:0", **known).text)
+    graph = p.build()
+    return lambda machine: make_plan(graph, machine)
+
+
+def test_what_is_to_be_open_together_claims_before_the_first_opens(make: Callable[..., Builder]) -> None:
+    gpus, agains = SharedGpus(), [talking(11), talking(21), planned(make(20))[1]]
+    gpus.hold("other", 1).take(planned(make(8, device="fake:0"))[0])
+    holds = [gpus.hold(f"p{number}", gpus.new_session()) for number in range(3)]
+    gpus.take_together([*zip(holds, agains)], ONE)
+    plans = [hold.take(again(ONE), again, ONE) for hold, again in zip(holds, agains)]
+    assert [plan.budgets[0].kv_bytes for plan in plans] == [20 * MIB, 20 * MIB, 0]
+    assert gpus.held_bytes == {"fake:0": 100 * MIB}
+    more = gpus.hold("more", gpus.new_session())
+    with pytest.raises(PipelineError, match=r"p0 .* another pipeline, with all that was left"):
+        gpus.take_together([(more, talking(11))], ONE)
+    holds[0].give_back()
+    with pytest.raises(SessionClosed):
+        gpus.take_together([(more, agains[0]), (holds[0], agains[0])], ONE)
+    for hold in holds:
+        hold.give_back()
+    more.give_back()
+    assert gpus.held_bytes == {"fake:0": 8 * MIB}
+
+
+def test_who_takes_or_gives_back_while_several_are_planned_counts(make: Callable[..., Builder]) -> None:
+    gpus, again, blocking = SharedGpus(), planned(make(60, device="fake:0"))[1], None
+    tries: list[int] = []
+
+    def meanwhile(machine: Machine) -> Plan:
+        nonlocal blocking
+        tries.append(1)
+        if len(tries) == 1:
+            blocking = gpus.hold("first", 1)
+            blocking.take(planned(make(60))[0])
+        elif blocking is not None and len(tries) == 2:
+            blocking.give_back()
+        return again(machine)
+
+    gpus.take_together([(gpus.hold("one", 2), meanwhile)], ONE)
+    assert (gpus.held_bytes, len(tries)) == ({"fake:0": 60 * MIB}, 3)
+
+
+def test_who_waits_for_a_part_is_told_of_it_when_the_others_are_measured_or_gone() -> None:
+    gpus, again = SharedGpus(), talking(None)
+    first, second, third = (gpus.hold(name, gpus.new_session()) for name in "abc")
+    gpus.take_together([(first, again), (second, again), (third, again)], ONE)
+    told: list[tuple[str, int]] = []
+    first.tell = lambda device, bytes: told.append((device, bytes))
+    assert first.settle("fake:0", 20 * MIB, 100 * MIB).waits and second.settle("fake:0", 10 * MIB, 100 * MIB).waits
+    assert told == []
+    third.give_back()
+    assert told == [("fake:0", (100 - 21 - 11) * MIB // 2)]
+
+
 # what is open
 
 
@@ -325,6 +384,17 @@ def test_jobs_share_them_too(make: Callable[..., Builder], mode: str, monkeypatc
         assert GPUS.held_bytes == {"fake:0": 60 * MIB}
     finally:
         blocking.give_back()
+
+
+@pytest.mark.parametrize("more", [{}, {"timeout_ms": 60_000}], ids=["blocks", "rows"])
+def test_a_pipelines_rows_are_answered_on_the_machine_that_it_was_planned_for(
+    make: Callable[..., Builder], more: dict[str, Any], tmp_path: Path
+) -> None:
+    make(1)  # writes its nodes
+    p = Builder("rows", base_dir=tmp_path, gpu={"ordering": "event", "reserve_bytes": 0, "context_bytes": MIB})
+    p.output("y", p.step("s", "nodes.py:Says", text=p.input("x", "text"), device="fake:0", **more).output)
+    rows = load(p, ONE).map([{"x": "one"}, {"x": "two"}])
+    assert [row["y"] for row in rows] == ["one on fake:0", "two on fake:0"]
 
 
 def test_what_it_really_takes_is_claimed_once_it_is_known(make: Callable[..., Builder], tmp_path: Path) -> None:

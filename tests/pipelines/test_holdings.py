@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftline.errors import PipelineError
-from weftline.pipelines.budget import over_commits
+from weftline.pipelines.budget import open_kv, over_commits
 from weftline.pipelines.graph import Step
 from weftline.pipelines.holdings import Holder, Holdings, holding_of
 from weftline.pipelines.load import load_yaml
@@ -226,14 +226,73 @@ def test_who_takes_what_is_left_holds_it_from_the_moment_it_is_known(planned) ->
     holdings = Holdings()
     holdings.try_take(OCR, planned(NAME, ONE, 4))
     holdings.try_take(CHAT, planned(GROW, holdings.beside(ONE, CHAT)))
-    holdings.try_take(SEE, planned(GROW, holdings.beside(ONE, SEE)))
     first = holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
-    assert first.bytes == 24 * GIB - GIB - 5 * GIB - 4 * GIB - 2 * 512 * MIB, (
-        "ocr's and see's are not taken yet, but held"
-    )
+    assert (first.bytes, first.waits) == (24 * GIB - GIB - 5 * GIB - 4 * GIB - 512 * MIB, False), "ocr's is held"
     assert holdings.held_bytes == {"cuda:0": 23 * GIB}
+    holdings.try_take(SEE, planned(NAME, ONE))
+    assert holdings.held_bytes == {"cuda:0": 23 * GIB}, "who comes later finds nothing left"
+
+
+@pytest.fixture
+def two_that_take(planned) -> Holdings:
+    """Return holdings of one that claims 4 GiB and two that nobody has measured and that take what is left."""
+    holdings = Holdings()
+    holdings.try_take(OCR, planned(NAME, ONE, 4))
+    holdings.try_take(CHAT, planned(GROW, holdings.beside(ONE, CHAT)))
+    holdings.try_take(SEE, planned(GROW, holdings.beside(ONE, SEE)))
+    return holdings
+
+
+def test_those_that_claim_before_either_has_what_is_left_divide_it_once_both_are_measured(two_that_take) -> None:
+    holdings = two_that_take
+    first = holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
+    assert first.waits and holdings.told() == {} and not holdings.taken("cuda:0", SEE)[1].known
+    assert holdings.held_bytes == {"cuda:0": 14 * GIB + 512 * MIB - 4 * GIB}, "it holds no more than it has"
+    part = (24 - 1 - 4 - 5 - 3) * GIB // 2 - 3 * 256 * MIB
     second = holdings.settle(SEE, "cuda:0", 3 * GIB, 24 * GIB)
-    assert second.bytes < 0 and [one.who for one in second.others] == ["ocr", "chat"]
+    assert (second.bytes, second.waits) == (part, False)
+    assert holdings.told() == {(CHAT, "cuda:0"): part} and holdings.told() == {}
+    assert holdings.held_bytes == {"cuda:0": 23 * GIB}, "all but the reserve"
+    assert all(one.known and one.fills for one in holdings.taken("cuda:0", OCR))
+
+
+def test_nobody_waits_for_one_that_is_gone(two_that_take) -> None:
+    holdings = two_that_take
+    holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
+    holdings.give_back(SEE)
+    assert holdings.told() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
+    assert holdings.held_bytes == {"cuda:0": 23 * GIB}
+
+
+def test_who_is_too_much_gets_no_part_and_the_other_has_all_when_it_is_gone(two_that_take) -> None:
+    holdings = two_that_take
+    holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
+    assert holdings.settle(SEE, "cuda:0", 15 * GIB, 24 * GIB).bytes < 0
+    assert holdings.told() == {}
+    holdings.give_back(SEE)
+    assert holdings.told() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
+
+
+def test_what_is_divided_is_free_by_the_driver_of_who_was_measured_last(two_that_take) -> None:
+    holdings = two_that_take
+    holdings.settle(CHAT, "cuda:0", 5 * GIB, 15 * GIB)
+    part = (7 * GIB - GIB) // 2
+    assert holdings.settle(SEE, "cuda:0", 3 * GIB, 7 * GIB).bytes == part
+    assert holdings.told() == {(CHAT, "cuda:0"): part}
+
+
+def test_who_has_more_instances_gets_more_and_what_nobody_measured_is_waited_for(planned) -> None:
+    holdings = Holdings()
+    holdings.try_take(CHAT, planned(GROW, ONE, options=", instances: 2"))
+    holdings.try_take(SEE, planned(GROW, holdings.beside(ONE, SEE)))
+    holdings.try_take(OCR, planned(NAME, holdings.beside(ONE, OCR)))
+    assert (
+        holdings.settle(CHAT, "cuda:0", 4 * GIB, 24 * GIB).waits and holdings.settle(SEE, "cuda:0", GIB, 24 * GIB).waits
+    )
+    holdings.settle(OCR, "cuda:0", 2 * GIB, 24 * GIB)
+    told = holdings.told()
+    third = (24 - 1 - 4 - 1 - 2 - 2) * GIB // 3
+    assert [told[who, "cuda:0"] // MIB for who in (CHAT, SEE)] == [2 * third // MIB, third // MIB]
 
 
 def test_what_the_driver_has_not_is_not_left_whoever_has_it(planned) -> None:
@@ -268,7 +327,7 @@ def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(ev
     template = make_plan(
         load_yaml("weftline: 1\nname: p\ninputs: {x: text}\nsteps: {s: {node: echo, inputs: {value: x}}}\n"
                   "outputs: {y: s.value}\n", "p.yaml", Path()), ONE)  # fmt: skip
-    holdings, held = Holdings(), dict[Holder, Plan]()
+    holdings, held, measured = Holdings(), dict[Holder, Plan](), set[tuple[Holder, str]]()
     for who, what, claims, share in events:
         holder = Holder("p", who)
         if what == 0 and holder not in held:
@@ -278,18 +337,29 @@ def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(ev
                 )
                 for device, bytes in dict(claims).items()
             ]
-            plan = dataclasses.replace(template, budgets=tuple(found))
+            takes = dataclasses.replace(
+                template.steps[0], streams=True, options={"kv_bytes": None}, devices=tuple(dict(claims))
+            )
+            plan = dataclasses.replace(template, budgets=tuple(found), steps=(takes,) if share % 2 else template.steps)
             if holdings.try_take(holder, plan):
                 held[holder] = plan
             else:
                 assert over_commits(holdings.beside_others(plan, holder)), "who is refused is told why"
         elif what == 1 and holder in held:
-            budget = held[holder].budgets[0]
+            budget = held[holder].budgets[share % len(held[holder].budgets)]
             taken = budget.claims[0].bytes * share // 100
             assert holdings.settle(holder, budget.device, taken, 100 - taken).bytes >= 0
+            measured.add((holder, budget.device))
         elif what == 2:
             holdings.give_back(holder)
             held.pop(holder, None)
+            measured -= {(holder, "cuda:0"), (holder, "cuda:1")}
+        for device in ("cuda:0", "cuda:1"):
+            takers = {holder for holder, plan in held.items() if open_kv(plan, device)}
+            divided = all(one.known for one in holdings.taken(device, Holder("", 0)))
+            assert divided == all((one, device) in measured for one in takers), (
+                "nobody waits for nothing, or not at all"
+            )
         assert all(bytes + 10 <= 100 for bytes in holdings.held_bytes.values())
     for holder in held:
         holdings.give_back(holder)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from weftline.errors import PipelineError
 from weftline.pipelines.graph import Pipeline
+from weftline.pipelines.holdings import Holder, Holdings
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
-from weftline.pipelines.side_by_side import SideBySide
+from weftline.pipelines.side_by_side import SideBySide, planner
 
 GIB = 1 << 30
 MACHINE = Machine(2, 8 * GIB, (Device("cuda:0", 8 * GIB), Device("cuda:1", 8 * GIB)))
+
+
+A, B, C = Holder("a", 1), Holder("b", 2), Holder("c", 3)
 
 
 def taking(gib: int, device: str) -> Pipeline:
@@ -23,13 +29,90 @@ def taking(gib: int, device: str) -> Pipeline:
     return load_yaml(text, "p.yaml", Path())
 
 
+def talking(gib: float | None, device: str = "cuda", more: str = "") -> Pipeline:
+    """Return a pipeline of one llm step that takes so much without its KV memory; None: nobody knows."""
+    stated = "" if gib is None else f", device_bytes: {int(gib * GIB)}"
+    step = f"{{node: llm, model: m, inputs: {{prompt: x}}, device: {device}{stated}{more}}}"
+    text = f"weftline: 1\nname: p\ninputs: {{x: text}}\nsteps: {{s: {step}}}\noutputs: {{y: s.text}}\n"
+    return load_yaml(text, "p.yaml", Path())
+
+
+def together(pipelines: dict[Holder, Pipeline], holdings: Holdings | None = None) -> dict[Holder, Plan]:
+    side_by_side = SideBySide(MACHINE, holdings)
+    for holder, pipeline in pipelines.items():
+        side_by_side.add(holder, planner(pipeline))
+    return dict(side_by_side.plans())
+
+
 def test_each_is_planned_for_what_those_before_it_leave() -> None:
-    together = SideBySide(MACHINE)
-    assert together.add(taking(4, "cuda"), "a") == make_plan(taking(4, "cuda"), MACHINE), "nobody was before it"
+    side_by_side = SideBySide(MACHINE)
+    side_by_side.add(A, planner(taking(4, "cuda")))
     with pytest.raises(PipelineError, match="a           another pipeline  claimed"):
-        together.add(taking(3, "cuda"), "b")
-    together.add(taking(3, "cuda:1"), "c")
-    together.add(taking(1, "cuda"), "d")  # what was refused claims nothing
+        side_by_side.add(B, planner(taking(3, "cuda")))
+    side_by_side.add(C, planner(taking(3, "cuda:1")))
+    side_by_side.add(Holder("d", 4), planner(taking(1, "cuda")))  # what was refused claims nothing
     with pytest.raises(PipelineError) as refused:
-        together.add(taking(1, "cuda"), "e")
+        side_by_side.add(Holder("e", 5), planner(taking(1, "cuda")))
     assert refused.value.problems[0].fix.endswith("or unload a, d")
+    assert [holder.name for holder in side_by_side.plans()] == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    "pipeline", [taking(4, "cuda"), taking(4, "cpu"), talking(2), talking(None), talking(1, "cpu")]
+)
+def test_one_alone_is_planned_as_if_nobody_were_there(pipeline: Pipeline) -> None:
+    assert together({A: pipeline}) == {A: make_plan(pipeline, MACHINE)}
+
+
+def test_where_all_is_known_llm_steps_divide_what_is_left_evenly_and_their_plans_say_so() -> None:
+    plans = together({A: talking(1, "cuda"), B: talking(2, "auto"), C: talking(2, "cuda:0")})
+    assert plans[B].step("s").device == "cuda:1", "it keeps away from one that takes what is left"
+    part = (8 - 1 - 1 - 2 - 1) * GIB // 2
+    for holder, other in ((A, C), (C, A)):
+        (budget,) = plans[holder].budgets
+        assert budget.kv_bytes == plans[holder].step("s").options["kv_bytes"] == part
+        assert budget.claimed_bytes + part == budget.total_bytes
+        row = next(claim for claim in budget.claims if claim.who == other.name)
+        assert row.bytes == part + GIB // 2 + (2 if other == C else 1) * GIB, "what it gets is claimed as well"
+    assert plans[B].budgets[0].kv_bytes == make_plan(talking(2), MACHINE).budgets[0].kv_bytes, "it has all of its own"
+
+
+def test_where_one_is_not_known_nobody_is_given_a_figure_and_what_is_open_already_is_known() -> None:
+    plans = together({A: talking(1, "cuda:0"), B: talking(None, "cuda:0"), C: talking(1, "cuda:1")})
+    for holder in (A, B):
+        assert plans[holder].budgets[0].kv_bytes == 0 and plans[holder].step("s").options["kv_bytes"] is None
+    assert plans[C].budgets[0].kv_bytes > 0
+    holdings = Holdings()
+    holdings.try_take(C, make_plan(taking(3, "cuda:0"), MACHINE))
+    beside = together({A: talking(1, "cuda:0"), B: talking(1, "cuda:0")}, holdings)
+    assert [plan.budgets[0].kv_bytes for plan in beside.values()] == [GIB // 4, GIB // 4]
+    assert holdings.held_bytes == {"cuda:0": 3 * GIB + GIB // 2}, "what was planned holds nothing yet"
+
+
+def test_what_was_open_when_it_began_counts_whatever_happens_meanwhile() -> None:
+    holdings = Holdings()
+    holdings.try_take(C, make_plan(talking(None, "cuda:0"), MACHINE))
+    side_by_side = SideBySide(MACHINE, holdings)
+    side_by_side.add(A, planner(talking(1, "cuda:0")))
+    holdings.give_back(C)
+    assert side_by_side.plans()[A].budgets[0].kv_bytes == 0, "nobody knows what c takes"
+
+
+def test_who_is_known_waits_where_a_step_of_another_pipeline_waits_for_another_gpu() -> None:
+    two = talking(1, "auto", ", instances: 2")
+    assert make_plan(two, MACHINE).step("s").devices == ("cuda:0", "cuda:1")
+    plans = together({A: two, B: talking(None, "cuda:1"), C: talking(1, "cuda:0")})
+    assert [budget.kv_bytes for plan in plans.values() for budget in plan.budgets] == [0, 0, 0, 0]
+
+
+def test_who_would_have_less_than_the_least_is_refused_with_who_has_what() -> None:
+    reserve = 8 * GIB - 6 * GIB - GIB - (64 << 10)
+    pipelines = {A: talking(3, "cuda:0"), B: talking(3, "cuda:0")}
+    for holder, one in pipelines.items():
+        tight = dataclasses.replace(one, gpu=dataclasses.replace(one.gpu, reserve_bytes=reserve))
+        pipelines[holder] = tight
+    with pytest.raises(PipelineError) as refused:
+        together(pipelines)
+    assert {problem.file for problem in refused.value.problems} == {"p.yaml"}
+    assert "nothing is left for the KV memory of s" in refused.value.problems[0].found
+    assert "another pipeline" in refused.value.problems[0].found

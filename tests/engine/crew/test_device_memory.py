@@ -126,6 +126,22 @@ def test_what_other_pipelines_hold_is_a_row_of_its_own() -> None:
     assert fix.endswith("; or unload ocr")
 
 
+def test_what_is_left_is_told_when_others_that_wait_for_a_part_have_been_measured() -> None:
+    told: list[tuple[str, int]] = []
+    made, holdings = plan(), Holdings()
+    own, other = Holder("test", 1), Holder("chat", 2)
+    for holder in (own, other):
+        holdings.try_take(holder, made)
+    memory = DeviceMemory(made, lambda device, left: told.append((device, left)), partial(holdings.settle, own))
+    all_ready(memory)
+    assert (told, memory.over_commit, memory.stats()[GPU]["left_bytes"]) == ([], "", 0)
+    holdings.settle(other, GPU, 170 * MIB, TOTAL)
+    part = (TOTAL - RESERVE - 330 * MIB - 170 * MIB) // 2
+    assert holdings.told() == {(own, GPU): part}
+    memory.divided(GPU, part)
+    assert told == [(GPU, part)] and memory.stats()[GPU]["left_bytes"] == part
+
+
 def test_where_nothing_was_measured_nothing_is_concluded() -> None:
     told: list[tuple[str, int]] = []
     memory = DeviceMemory(plan(), lambda device, left: told.append((device, left)))

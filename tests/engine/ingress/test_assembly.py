@@ -185,3 +185,36 @@ outputs: {{y: a.value}}
     serve = write("serve", "pipelines: {one: first.yaml, two: {file: second.yaml, load: false}}\n")
     _, plans = assemble([serve], None, Flags(), machine)
     assert list(plans) == ["one", "two"], "what is loaded later finds then what is left"
+
+
+def test_exposed_steps_are_planned_beside_their_pipelines_and_what_is_left_is_divided(write: Writer) -> None:
+    talks = """
+weftline: 1
+name: {}
+inputs: {{x: text}}
+steps: {{s: {{node: llm, model: m, inputs: {{prompt: x}}, device: "fake:0", device_bytes: {}}}}}
+outputs: {{y: s.text}}
+"""
+    gib, machine = 1 << 30, Machine(2, 8 << 30, (Device("fake:0", 16 << 30),))
+    first, second = write("first", talks.format("first", gib)), write("second", talks.format("second", 3 * gib))
+    _, plans = assemble([first, second], None, Flags(expose=("first.s",)), machine)
+    part = int((16 - 1 - 2 * 1.5 - 3.5) * gib) // 3
+    assert [plan.budgets[0].kv_bytes for plan in plans.values()] == [part, part]
+    with pytest.raises(PipelineError) as refused:
+        assemble(
+            [first, second],
+            None,
+            Flags(expose=("first.s", "second.s", "second.nobody")),
+            Machine(2, 8 << 30, (Device("fake:0", 8 << 30),)),
+        )
+    exposed, unknown = refused.value.problems
+    assert exposed.found.startswith(
+        "step s cannot be a model of its own: fake:0 has 8 GiB, and 11 GiB of it are claimed"
+    )
+    assert "first.s     another pipeline  claimed" in exposed.found and exposed.fix.endswith(
+        "or unload first, first.s, second"
+    )
+    assert unknown.found == "no step is called nobody"
+    assert assemble(
+        [first, second], None, Flags(expose=("first.s",)), Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
+    )

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.fire import wait_until
 from weftline.engine.ingress.backend import Ask, Record
 from weftline.engine.ingress.config import ServedPipeline
 from weftline.engine.ingress.face import READY, UNAVAILABLE
 from weftline.engine.ingress.local import LocalBackend
 from weftline.engine.repository import Repository
+from weftline.engine.shared_gpus import SharedGpus
 from weftline.errors import InputError, ModelError, SessionClosed, StepError, UnknownModel, WeftlineError
 from weftline.nodes.urgency import SequencePart
+from weftline.pipelines.machine import Device, Machine
 
 TENSORS = """weftline: 1
 name: tensors
@@ -223,3 +226,77 @@ def test_callers_do_not_meet_in_each_others_sequences(tmp_path: Path) -> None:
                 await models.ask(Ask("remembers", {"x": "yours?"}, sequence=SequencePart("1"), caller="bob"))
 
     run(go())
+
+
+HOLDS = '''
+from dataclasses import dataclass
+from weftline.nodes.contract import NodeMemory, Piece, StreamNode
+from weftline.nodes.ports import Ports, port
+
+@dataclass(frozen=True, slots=True)
+class HoldsConfig:
+    kv_bytes: int | None = None
+
+class Holds(StreamNode):
+    """Has KV memory, 1 MiB at first when it is not told how much, and answers with its size."""
+    heavy = True
+    Config = HoldsConfig
+    @classmethod
+    def ports(cls, config, step):
+        return Ports((port("text", "text"),), (port("text", "text", pieces=True),))
+    def __init__(self, config):
+        super().__init__(config)
+        self.size, self.items = config.kv_bytes or 1 << 20, []
+    def submit(self, item, inputs, urgency=None):
+        self.items.append(item)
+    def cancel(self, item):
+        self.items.remove(item)
+    @property
+    def busy(self):
+        return bool(self.items)
+    def memory(self):
+        return NodeMemory(0, 0, self.size, 0, 0)
+    def resize_memory(self, bytes):
+        self.size = bytes
+        return bytes
+    def round(self):
+        items, self.items = self.items, []
+        return [Piece(item, {"text": str(self.size)}, last=True) for item in items]
+'''
+TALKS = """weftline: 1
+name: talks
+inputs: {text: text}
+steps:
+  talk: {node: "holds.py:Holds", inputs: {text: text}, device: "fake:0"}
+outputs: {text: talk.text}
+limits: {arena_bytes: 1048576}
+gpu: {reserve_bytes: 1048576, context_bytes: 1048576, arena_bytes: 1048576}
+"""
+
+
+def test_llm_steps_and_exposed_ones_that_come_together_divide_a_gpu_and_who_comes_later_is_refused(
+    tmp_path: Path,
+) -> None:
+    machine, gpus = Machine(2, 8 << 30, (Device("fake:0", 100 << 20),)), SharedGpus()
+    (tmp_path / "holds.py").write_text(HOLDS)
+    (tmp_path / "talks.yaml").write_text(TALKS)
+    file = tmp_path / "talks.yaml"
+    served = {"a": ServedPipeline(file, ("talk",)), "b": ServedPipeline(file, load=False)}
+
+    async def go() -> None:
+        with Repository(machine=machine, gpus=gpus) as repository:
+            models = LocalBackend(repository, served)
+            await models.open()
+
+            def shared() -> dict[str, int]:
+                kv = {name: session.stats()["kv"] for name, session in models.sessions().items()}
+                return {name: one["fake:0"]["total_bytes"] for name, one in kv.items() if one}
+
+            await asyncio.to_thread(wait_until, lambda: len(shared()) == 2, 20)
+            assert len(set(shared().values())) == 1 and shared()["a"] > 40 << 20, "evenly, of all that is left"
+            assert gpus.held_bytes["fake:0"] in range((99 << 20) - 1, (99 << 20) + 1)
+            with pytest.raises(ModelError):
+                await models.load("b")
+
+    run(go())
+    assert gpus.held_bytes == {}
