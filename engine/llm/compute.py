@@ -209,6 +209,9 @@ class Compute:
             row += share.rows
             pooled = head.finish(share.sequence) if share.samples else None
             outcomes.append(Outcome(share, pooled=pooled))
+        for share in shares:  # not before: where one of them fails, all are computed again
+            if share.samples:
+                head.end(share.sequence)
         return outcomes
 
 

@@ -52,7 +52,10 @@ class Head(Protocol):
         """
 
     def finish(self, sequence: Sequence) -> np.ndarray:
-        """Return what became of the prompt, float32 [width]; once, after its last chunk."""
+        """Return what became of the prompt, float32 [width], after its last chunk; the same again until `end`."""
+
+    def end(self, sequence: Sequence) -> None:
+        """Let go of a finished prompt: its round was computed."""
 
     def forget(self) -> None:
         """Let go of prompts that are partly read: they were cancelled."""
@@ -79,16 +82,20 @@ class _Parts:
         part = self._parts.get(sequence.order)
         if part is None or sequence.computed == 0:
             part = self._parts[sequence.order] = _Part(rows.new_zeros(rows.shape[1]), sequence.computed)
-        if part.tokens > sequence.computed:
+        new = rows[max(0, part.tokens - sequence.computed) :]
+        if not len(new):
             return
-        part.state = join(part.state, rows)
+        part.state = join(part.state, new)
         part.tokens = sequence.computed + len(rows)
         self._parts.move_to_end(sequence.order)
         while len(self._parts) > UNFINISHED_MAX:
             self._parts.popitem(last=False)
 
-    def pop(self, sequence: Sequence) -> Tensor:
-        return self._parts.pop(sequence.order).state
+    def state(self, sequence: Sequence) -> Tensor:
+        return self._parts[sequence.order].state
+
+    def end(self, sequence: Sequence) -> None:
+        self._parts.pop(sequence.order, None)
 
     def clear(self) -> None:
         self._parts.clear()
@@ -118,13 +125,16 @@ class Embedding:
         return lambda state, rows: rows[-1].clone()
 
     def finish(self, sequence: Sequence) -> np.ndarray:
-        state = self._parts.pop(sequence)
+        state = self._parts.state(sequence)
         if self.pooling == "mean":
             state = state / sequence.prompt
         if self.normalise:
             state = nn.functional.normalize(state, dim=0)
         found: np.ndarray = state.cpu().numpy()
         return found
+
+    def end(self, sequence: Sequence) -> None:
+        self._parts.end(sequence)
 
     def forget(self) -> None:
         self._parts.clear()
@@ -147,11 +157,14 @@ class Scores:
         self._parts.fold(sequence, rows, lambda state, rows: rows[-1].clone())
 
     def finish(self, sequence: Sequence) -> np.ndarray:
-        scores = self._parts.pop(sequence)
+        scores = self._parts.state(sequence)
         if self.scale != "none":
             scores = scores.softmax(0) if self.scale == "softmax" else scores.sigmoid()
         found: np.ndarray = scores.cpu().numpy()
         return found
+
+    def end(self, sequence: Sequence) -> None:
+        self._parts.end(sequence)
 
     def forget(self) -> None:
         self._parts.clear()

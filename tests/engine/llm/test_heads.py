@@ -145,6 +145,35 @@ def test_a_language_model_has_no_score_layer_and_an_odd_pooling_is_named(embedde
         Embedding(4, "middle")
 
 
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_an_embedding_is_the_same_where_its_neighbour_in_the_round_lacks_memory(embedder, pooling, monkeypatch):
+    runner = open_head(embedder, "embed", RunnerOptions(page_tokens=8), pooling=pooling)
+    first, second = [at % 50 + 1 for at in range(40)], [7] * 20
+
+    def told() -> list[list[float]]:
+        """The first prompt is read in two rounds, and the second in the second of these."""
+        engine, found = Engine(runner, None, RoundLimits(30, 5)), dict[int, list[float]]()
+        for id, prompt in enumerate((first, second)):
+            engine.add(id, prompt, SamplingParams(), Wish(pool=True))
+        while engine.busy:
+            found |= {update.id: update.pooled.tolist() for update in engine.step()}
+        shortages.append(engine.stats().short)
+        return [found[id] for id in range(2)]
+
+    usual, finished, shortages = runner.head.finish, list[int](), list[int]()
+    expected = told()
+
+    def finish(sequence: Sequence) -> np.ndarray:
+        finished.append(sequence.order)
+        if len(finished) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return usual(sequence)
+
+    monkeypatch.setattr(runner.head, "finish", finish)
+    np.testing.assert_allclose(told(), expected, atol=2e-5)
+    assert (shortages, len(finished)) == ([0, 1], 4) and not runner.head._parts._parts
+
+
 def _sequence(order: int, prompt: int, computed: int = 0) -> Sequence:
     sequence = Sequence(order, [5] * prompt, prompt, prompt, SamplingParams(), order)
     sequence.computed = computed
@@ -163,6 +192,11 @@ def test_a_chunk_that_comes_twice_counts_once_and_a_new_start_forgets_the_old_on
     head.add(sequence, rows[:2] + 100)
     sequence.computed = 0  # it gave its pages back and starts anew
     head.add(sequence, rows)
+    assert head.finish(sequence).tolist() == [3.0, 5.0]
+    sequence.computed = 0
+    head.add(sequence, rows[:2])
+    sequence.computed = 1  # half of that was computed again, and what follows comes with the other half
+    head.add(sequence, rows[1:])
     assert head.finish(sequence).tolist() == [3.0, 5.0]
 
 
