@@ -37,7 +37,8 @@ class LlmConfig:
     page_tokens: int = 16
     """Tokens in one page of the KV memory."""
     kv_bytes: int | None = None
-    """KV memory in bytes, reserved at start; by default 256 MiB, less where the model cannot use it."""
+    """KV memory in bytes, reserved at start; by default 256 MiB on a CPU, less where the model cannot use it,
+    and on a GPU what its budget leaves."""
     kv_dtype: str = "auto"
     """Number format of keys and values: auto (that of the weights), or fp8, which takes half the room of 16 bits."""
     round_tokens_max: int = 512
