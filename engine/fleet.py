@@ -1,8 +1,8 @@
 """The worker processes and arenas of one runtime: started, heard, introduced to each other, buried.
 
 A Fleet turns what its descriptors say into two calls, `heard(worker, arena, message)` and `died(worker, arena, name,
-how, last line)`, and carries out what it is told. It decides nothing and keeps no lock:
-its owner calls it under one, except where a method waits.
+how, last line, whether it was refused for a while only)`, and carries out what it is told. It decides nothing and keeps
+no lock: its owner calls it under one, except where a method waits.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ CLOSE_GRACE_S = 2.0
 
 LAST_READS_MAX = 64
 """How often a dead worker's socket and log are read to the end; children of its own could keep them open for ever."""
+
+PASSES = (errno.EAGAIN, errno.ENOMEM, *NONE_LEFT)
+"""What the system refuses a start with while it is short of something; other refusals stay."""
 
 EVENTS_MAX = 256
 """Most descriptors looked at in one go; the others are ready the next time."""
@@ -95,7 +98,8 @@ class Fleet:
             process = WorkerProcess(planned.name, planned.threads, self._on_gpus if planned.device else None)
         except OSError as error:
             self._stands(worker)
-            self._died(worker, arena, planned.name, f"it could not be started: {self.reason(error)}", "", True)
+            how, passes = f"it could not be started: {self.reason(error)}", error.errno in PASSES
+            self._died(worker, arena, planned.name, how, "", passes)
             return
         self._workers[worker] = (arena, process)
         self._watch(process.channel.fileno(), partial(self._hear, worker, process))

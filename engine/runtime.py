@@ -129,9 +129,13 @@ class Runtime:
             self.fleet.wake()
             if self._thread.ident is not None:
                 self._thread.join()
-            self.fleet.close()  # descriptors of device arenas keep their memory until here
             if self._hold is not None:
-                self._hold.give_back()
+                self._hold.tell_nobody()
+            try:
+                self.fleet.close()  # descriptors of device arenas keep their memory until here
+            finally:
+                if self._hold is not None:
+                    self._hold.give_back()
 
     @property
     def closed(self) -> bool:

@@ -119,7 +119,7 @@ class Hold:
 
     def __init__(self, gpus: SharedGpus, holder: Holder) -> None:
         self.holder = holder
-        self.tell: Callable[[str, int], None] = lambda device, bytes: None
+        self.tell: Callable[[str, int], None] = _nobody
         self._gpus = gpus
         self._taken: Plan | None = None
         self._over = False
@@ -167,6 +167,11 @@ class Hold:
             self._gpus.tell()
             return left
 
+    def tell_nobody(self) -> None:
+        """Tell nothing any more: whoever was told is about to be gone, and nobody is in the middle of telling it."""
+        with self._gpus.lock:
+            self.tell = _nobody
+
     def give_back(self) -> None:
         """Hold nothing any more, and never again. Safe to call twice."""
         with self._gpus.lock:
@@ -184,3 +189,7 @@ class Hold:
 def _busy(file: str) -> PipelineError:
     found = f"others took memory of its GPUs {TRIES_MAX} times while it was planned"
     return PipelineError([Problem("gpu", found, fix="open it again", file=file)])
+
+
+def _nobody(device: str, bytes: int) -> None:
+    """Whoever is told when there is nobody to tell."""

@@ -78,7 +78,7 @@ class FromWorker(msgspec.Struct, frozen=True):
 class WorkerDied(msgspec.Struct, frozen=True):
     """A worker's process is gone. `how`: 'exit code 1', 'signal 9 (SIGKILL)'.
 
-    refused: the system did not let it start, which says nothing about its models.
+    refused: the system, short of something, did not let it start, which says nothing about its models.
     """
 
     worker: int

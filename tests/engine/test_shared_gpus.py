@@ -20,6 +20,7 @@ from weftline.engine import shared_gpus, versions
 from weftline.engine.jobs.answering import opening
 from weftline.engine.jobs.rows import Block
 from weftline.engine.repository import FAILED, READY, Repository
+from weftline.engine.runtime import Runtime
 from weftline.engine.session import Session, load
 from weftline.engine.shared_gpus import GPUS, TRIES_MAX, SharedGpus
 from weftline.errors import ModelError, PipelineError, SessionClosed, WeftlineError
@@ -97,6 +98,26 @@ def test_a_plan_is_made_again_for_what_others_have_left(make: Callable[..., Buil
     with pytest.raises(SessionClosed):
         first.take(plan, again, TWO)
     assert third.take(plan, again, TWO).step("s").device == "fake:0"
+
+
+def test_what_closes_is_told_nothing_and_its_claim_comes_back_whatever_happens(
+    make: Callable[..., Builder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus, (plan, _) = SharedGpus(), planned(make(60))
+    hold = gpus.hold("ocr", 1)
+    told: list[str] = []
+
+    def breaks() -> None:
+        hold.tell("fake:0", 1)
+        raise OSError("an arena that does not close")
+
+    hold.take(plan)
+    runtime = Runtime(plan, tmp_path, hold=hold)
+    monkeypatch.setattr(runtime, "tell_later", lambda *events: told.append("while it closed"))
+    monkeypatch.setattr(runtime.fleet, "close", breaks)
+    with pytest.raises(OSError, match="does not close"):
+        runtime.close()
+    assert told == [] and gpus.held_bytes == {}
 
 
 def test_a_plan_alone_is_taken_as_it_is_or_refused(make: Callable[..., Builder]) -> None:
