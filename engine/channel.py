@@ -55,10 +55,6 @@ class Channel:
         return self._sock.fileno()
 
     @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
-    @property
     def unsent_bytes(self) -> int:
         return sum(len(view) for view, _ in self._unsent) if self._unsent else 0
 
