@@ -5,10 +5,19 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 TEST_PROCESSES ?= 2
-DEVICE ?= fake:0
+GPU_WHEELS := annotated-types cffi httptools llguidance msgspec prometheus-client protobuf pycparser pydantic pydantic-core \
+	python-multipart python-rapidjson soundfile starlette torchao tritonclient typing-inspection uvicorn uvloop
+GPU_WHEELS_MIB := 20
+GPU_PLATFORMS := $(foreach libc,5 12 17 24 27 28 31 34 35,--platform manylinux_2_$(libc)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
+GPU_PYTHON = $(if $(wildcard $(RUN)),$(RUN),$(PYTHON))
+SLOW_PROGRAMS := espeak-ng openssl curl chromium h2load node npm
+SLOW_PACKAGES := espeak-ng openssl curl chromium nghttp2-client nodejs npm
+
+# Without bytecode every process that a test starts would compile our modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format evaluate batch-example gpu-check bench bench-quick bench-llm bench-ingress bench-batch bench-device bench-peers simulate docs clean
+.PHONY: help setup setup-slow demo test test-slow lint format evaluate batch-example gpu-check gpu-wheels bench bench-quick bench-llm bench-ingress bench-batch bench-device bench-peers simulate docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -19,14 +28,26 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("weftline needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@echo "installing pinned packages into $(VENV) (torch among them: some minutes the first time)"
-	@$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,yolo,dev]'
 	@touch $@
 
-demo: setup  ## answer a spoken question about a picture with the bundled models
+# Its detector runs on ultralytics, which is AGPL-3.0: the extra yolo, which `setup` names beside all.
+demo: setup  ## answer a spoken question about a picture with the bundled models (with ultralytics, AGPL-3.0)
 	@$(RUN) examples/demo.py
 
-test: setup lint  ## lint, type-check and run every test
-	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile
+setup-slow: setup  ## install what only the slow tests need: Debian packages (as root), npm packages, perf_analyzer
+	@for program in $(SLOW_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \
+		test -z "$$missing" || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLOW_PACKAGES); }
+	@test -d build/npm/node_modules/openai || npm install --silent --no-audit --no-fund --prefix build/npm openai@6
+	@$(RUN) -m benchmarks.peers.environments perf
+
+test: setup  ## lint, type-check and run the fast tests, some minutes
+	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & checks=$$!; \
+	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow"; tests=$$?; \
+	wait $$checks; checks=$$?; cat $(VENV)/lint.log; exit $$((tests | checks))
+
+test-slow: setup setup-slow  ## run all other tests, about half an hour; a tool that is missing is a failure
+	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile -m slow --tools-required --timeout 600
 
 lint: setup  ## ruff and mypy --strict
 	$(RUN) -m ruff check .
@@ -64,8 +85,22 @@ bench-quick: setup  ## the same in about 2 minutes, to see that they run
 	$(RUN) -m benchmarks.overload --quick --loads 2
 	$(RUN) -m benchmarks.deaths --quick
 
-gpu-check: setup  ## prove the GPU paths on a card, some minutes; what is missing is skipped with the reason
-	$(RUN) -m weftline.engine.gpu_check --json gpu-check.json
+# Installs nothing: a card is often lent without a network. Call it again to go on from gpu-check.json.
+gpu-check:  ## prove the GPU paths on a card (DEVICE=cuda:0), 9 minutes a call, or try that on a fake (DEVICE=fake:0)
+	@mkdir -p build
+	$(GPU_PYTHON) -m weftline.engine.gpu_check --device $(or $(DEVICE),cuda:0) --triton-cache build/triton-cache \
+		$(if $(findstring fake,$(DEVICE)),--quick --allow-skipped --json build/gpu-check-fake.json --again,--json gpu-check.json)
+
+gpu-wheels:  ## collect what a card's machine with torch but without a network lacks, at most 20 MiB, for Python 3.12
+	@rm -rf build/gpu-wheels && mkdir -p build/gpu-wheels
+	@$(GPU_PYTHON) -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+		--implementation cp $(GPU_PLATFORMS) -c constraints.txt -d build/gpu-wheels $(GPU_WHEELS)
+	@size=$$(du -sm build/gpu-wheels | cut -f1); test $$size -le $(GPU_WHEELS_MIB) || \
+		{ rm -rf build/gpu-wheels; echo "gpu-wheels: $$size MiB, at most $(GPU_WHEELS_MIB) may be carried" >&2; exit 1; }
+	@du -sh build/gpu-wheels
+	@echo "carry build/gpu-wheels along with the source; on the card's machine, in the source's root:"
+	@echo "    python3 -m pip install --no-index --no-deps --find-links build/gpu-wheels --target build/site $(GPU_WHEELS)"
+	@echo "    export PYTHONPATH=build/site:."
 
 bench-llm: setup  ## the LLM engine beside its peers, about 15 minutes
 	$(RUN) -m benchmarks.llm
@@ -81,7 +116,7 @@ bench-batch: setup  ## jobs over data sets beside loops written by hand, and bes
 	$(RUN) -m benchmarks.live_job
 
 bench-device: setup  ## hops of tensors on a device (a fake one unless DEVICE says), and steps that sleep
-	$(RUN) benchmarks/device_hop.py --device $(DEVICE)
+	$(RUN) benchmarks/device_hop.py --device $(or $(DEVICE),fake:0)
 	$(RUN) -m benchmarks.sleep_wake
 
 bench-ingress: setup  ## the gRPC ingress beside an empty echo, and Triton if it is built
@@ -97,8 +132,10 @@ simulate: setup  ## run the scheduler and device memory through SEEDS made-up wo
 	$(RUN) -m tests.shm.device.simulation --seeds $(SEEDS)
 
 docs: setup  ## write the generated parts of the documentation again
+	$(RUN) -m weftline.file_reference
 	$(RUN) -m weftline.pipelines.reference
 	$(RUN) -m weftline.pipelines.node_reference
+	$(RUN) -m weftline.module_reference
 	$(RUN) -m weftline.engine.ingress.reference
 	$(RUN) -m weftline.engine.observe.reference
 

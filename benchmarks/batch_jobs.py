@@ -45,7 +45,7 @@ weftline: 1
 name: embed
 inputs: {text: text}
 steps:
-  embed: {node: embed, model: MODELS/shapes-chat, inputs: {text: text}, batch: {items_max: BATCH}}
+  embed: {node: embed, model: MODELS/shapes-chat, pooling: mean, inputs: {text: text}, batch: {items_max: BATCH}}
 outputs: {embedding: embed.embedding}
 """
 
@@ -139,7 +139,7 @@ def _write_shapes(file: Path, rows: int) -> Path:
 
 
 def _open_embed(batch: int) -> BatchNode:
-    return _opened(Embed(EmbedConfig(str(MODELS / "shapes-chat"))), batch)
+    return _opened(Embed(EmbedConfig(str(MODELS / "shapes-chat"), pooling="mean")), batch)
 
 
 def _open_shapes(batch: int) -> BatchNode:

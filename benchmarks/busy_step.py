@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
-from weftline.nodes.ports import Ports, port
+from weftline.node import Batch, BatchNode, OpenContext, Outputs, Ports, StepContext, port
 
 SIDE = 96
 

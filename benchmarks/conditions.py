@@ -44,6 +44,21 @@ def memory_bytes(pids: Iterable[int]) -> int:
     return total
 
 
+def private_bytes(pids: Iterable[int]) -> int:
+    """Return how much memory that no file and no other process shares these processes have resident, added up.
+
+    RssAnon of /proc/PID/status. A process that is gone counts nothing.
+    """
+    total = 0
+    for pid in pids:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon:"))
+    return total
+
+
 def descriptors() -> int:
     """Return how many file descriptors this process has open, after what is garbage has been collected."""
     gc.collect()

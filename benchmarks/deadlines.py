@@ -5,7 +5,7 @@ of its own; open-loop arrivals, Poisson and in bursts, around and above what the
 times the unloaded latency, which ends a request under every policy. Compared in paired, interleaved rounds, with the
 same arrivals for all:
 
-    ours    order: deadline, wait: auto, slo.refuse_early
+    ours    order: deadline, wait: auto, limits.refuse_early
     timer   order: arrival, wait_max_ms: 10, no early refusal: a fixed timer, as most servers have
     fifo    order: arrival, wait_max_ms: 0, no early refusal
 
@@ -71,8 +71,7 @@ def pipeline(policy: str) -> Builder:
     built = Builder(
         f"deadlines-{policy}",
         base_dir=Path(__file__).parent,
-        slo={"refuse_early": refuse_early},
-        limits={"arena_bytes": 1 << 20},
+        limits={"refuse_early": refuse_early, "arena_bytes": 1 << 20},
     )
     wire: Any = built.input("value", "text")
     for index, (fixed_ms, item_ms) in enumerate(STAGES):

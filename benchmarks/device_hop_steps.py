@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
-from weftline.nodes.ports import Ports, port
+from weftline.node import Batch, BatchNode, OpenContext, Outputs, Ports, StepContext, port
 from weftline.shm.device.names import is_gpu
 
 

@@ -3,6 +3,8 @@
 Memory that is used and given back again makes a sample high, never low, so of each of WINDOWS equal parts of the time
 only the least is looked at. Through these goes the line whose slope is the median of the slopes between all pairs
 (Theil 1950, Sen 1968): a few odd windows do not bend it. The first quarter is warm-up and counts for nothing.
+
+Whether a level is flat is another question: there the medians of LEVELS windows are compared.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ WARM_UP = 0.25
 """Share of the time in which caches fill and allocators find their size."""
 
 WINDOWS = 16
+LEVELS = 8
+"""In how many windows a level is looked at; each has to have two samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +78,36 @@ def growth(name: str, bar: Bar, samples: Sequence[tuple[float, float]]) -> Growt
     least = [min(window, key=lambda one: one[1]) for window in windows.values()]
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(least, 2)]
     return Growth(name, bar, statistics.median(slopes) * (last_s - begin_s), last_s - begin_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Flatness:
+    """How much the level of something differed: the least and the greatest median of its windows."""
+
+    first: float
+    least: float
+    most: float
+
+    @property
+    def share(self) -> float:
+        """Return the difference as a share of the first window."""
+        return (self.most - self.least) / self.first
+
+    def __str__(self) -> str:
+        return f"{self.least / 1e6:.0f} to {self.most / 1e6:.0f} MB, which differ by {self.share:.1%}"
+
+
+def flatness(samples: Sequence[tuple[float, float]], after_s: float) -> Flatness:
+    """Return how far the level moved from `after_s` on; `samples` are (seconds, value) in order.
+
+    A window's level is its median: single requests in flight and workers that restart do not move it.
+    """
+    kept = [one for one in samples if one[0] >= after_s]
+    if len(kept) < 2 * LEVELS:
+        raise ValueError(f"{len(kept)} samples after {after_s:.0f} s, expected {2 * LEVELS}: run it for longer")
+    begin_s, wide_s = kept[0][0], (kept[-1][0] - kept[0][0]) / LEVELS
+    windows: dict[int, list[float]] = {}
+    for at_s, value in kept:
+        windows.setdefault(min(int((at_s - begin_s) / wide_s), LEVELS - 1), []).append(value)
+    levels = [statistics.median(window) for window in windows.values()]
+    return Flatness(levels[0], min(levels), max(levels))

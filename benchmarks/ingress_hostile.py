@@ -1,16 +1,20 @@
-"""A healthy client beside hostile ones: idle connections, slow senders, rapid resets.
+"""A healthy client beside hostile or greedy ones.
 
-    python -m benchmarks.ingress_hostile [--connections 10000] [--rounds 3] [--processes 0]
+Hostile: idle connections, slow senders, rapid resets, references to one large header. Greedy: pictures of 16 million
+pixels, JSON of 20 MB.
+
+    python -m benchmarks.ingress_hostile [--connections 10000] [--rounds 3] [--processes 0] [--only KIND...]
 
 Reported is the p99 of a healthy client beside each kind, as a multiple of its quiet value in the same round; the bar is
-1.5.
-Hostile clients speak HTTP/2 by hand, from processes of their own.
+1.5 beside hostile clients and 2 beside greedy ones. All are in processes of their own; hostile ones
+write HTTP/2 frames.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import resource
 import statistics
@@ -20,6 +24,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import grpc
+from PIL import Image
+from tritonclient.grpc import service_pb2
 
 from benchmarks.conditions import conditions
 from benchmarks.ingress_servers import Running, running
@@ -101,13 +109,90 @@ async def resets(host: str, port: int, rate: int) -> None:
             writer = None  # the server has had enough of this connection
 
 
-KINDS = {"idle": idle, "slow": slow, "resets": resets}
+HEADER_VALUE = b"a" * 3900
+REFERENCE = b"\xbe"  # index 62: the newest entry of the dynamic table
+
+
+def remembered() -> bytes:
+    """Return a header that the server puts into its dynamic table (RFC 7541, section 6.2.1)."""
+    left = len(HEADER_VALUE) - 127
+    size = b"\x7f"
+    while left >= 128:
+        size, left = size + bytes([left % 128 + 128]), left // 128
+    return b"\x40\x01x" + size + bytes([left]) + HEADER_VALUE
+
+
+async def references(host: str, port: int, rate: int) -> None:
+    """Begin `rate` calls a second whose headers are 16 000 references to one of 4 KB, a byte each; settings are not
+    acknowledged, so that the server may not shrink its table."""
+    print("there", flush=True)
+    path = headers(b"/inference.GRPCInferenceService/ModelInfer")
+    writer: asyncio.StreamWriter | None = None
+    stream = 1
+    while True:
+        try:
+            if writer is None:
+                _, writer = await asyncio.open_connection(host, port)
+                writer.write(PREFACE + SETTINGS + frame(HEADERS, 4, 1, path + remembered()))
+                stream = 3
+            for _ in range(max(1, rate // 20)):
+                writer.write(
+                    frame(HEADERS, 4, stream, path + 16_000 * REFERENCE) + frame(RST_STREAM, 0, stream, CANCEL)
+                )
+                stream += 2
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        except OSError:
+            writer = None
+
+
+async def pictures(host: str, port: int, count: int) -> None:
+    """Send pictures of 4000x4000 pixels, 46 KiB each, from `count` callers without a pause."""
+    data = io.BytesIO()
+    Image.new("RGB", (4000, 4000), "red").save(data, "PNG")
+    await _greedy(host, port, count, "image", data.getvalue())
+
+
+async def documents(host: str, port: int, count: int) -> None:
+    """Send JSON of 20 MB from `count` callers without a pause."""
+    await _greedy(host, port, count, "json", json.dumps([{"n": n, "t": "x" * 20} for n in range(500_000)]).encode())
+
+
+async def _greedy(host: str, port: int, count: int, model: str, element: bytes) -> None:
+    options = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+    async with grpc.aio.insecure_channel(f"{host}:{port}", options=options) as channel:
+        call = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=None,
+        )
+        request = service_pb2.ModelInferRequest(model_name=model)
+        request.inputs.add(name="x", datatype="BYTES", shape=[1])
+        request.raw_input_contents.append(struct.pack("<I", len(element)) + element)
+
+        async def one() -> None:
+            while True:
+                try:
+                    await call(request)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
+                        raise
+                    await asyncio.sleep(0.2)  # refused for now, as it should be
+
+        many = [asyncio.create_task(one()) for _ in range(count)]
+        await asyncio.sleep(1)
+        print("there", flush=True)
+        await asyncio.gather(*many)
+
+
+HOSTILE = {"references": references, "idle": idle, "slow": slow, "resets": resets}
+GREEDY = {"pictures": pictures, "documents": documents}
 
 
 def healthy(server: Running, seconds: float) -> dict[str, float]:
     """Return the figures of one caller with 1 KB requests."""
     command = [sys.executable, str(CLIENT), server.url, "one", "1024", "--callers", "1", "--seconds", str(seconds)]
-    found: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     return found
 
 
@@ -136,12 +221,16 @@ class Hostile:
 def hostile(kind: str, url: str, amount: int) -> None:
     host, _, port = url.rpartition(":")
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    asyncio.run(KINDS[kind](host, int(port), amount))
+    asyncio.run((HOSTILE | GREEDY)[kind](host, int(port), amount))
 
 
-def beside(server: Running, connections: int, rounds: int, seconds: float) -> None:
+def beside(server: Running, only: Sequence[str], connections: int, rounds: int, seconds: float) -> None:
     """Print the healthy client's p99 beside each kind of hostile client."""
-    kinds = (("idle", connections, 2), ("slow", 200, 1), ("resets", 1000, 1))
+    every = (
+        ("idle", connections, 2), ("slow", 200, 1), ("resets", 1000, 1), ("references", 200, 1),
+        ("pictures", 40, 1), ("documents", 2, 1),
+    )  # fmt: skip
+    kinds = [one for one in every if one[0] in only]
     ratios: dict[str, list[tuple[float, float]]] = {kind: [] for kind, _, _ in kinds}
     for _ in range(rounds):
         for kind, amount, processes in kinds:
@@ -153,7 +242,7 @@ def beside(server: Running, connections: int, rounds: int, seconds: float) -> No
     for kind, amount, _ in kinds:
         p99, p50 = ([pair[at] for pair in ratios[kind]] for at in (0, 1))
         print(
-            f"  {kind:7} {amount:6}   p99 {statistics.median(p99):.2f}x quiet [{min(p99):.2f}-{max(p99):.2f}]"
+            f"  {kind:10} {amount:6}   p99 {statistics.median(p99):.2f}x quiet [{min(p99):.2f}-{max(p99):.2f}]"
             f"   p50 {statistics.median(p50):.2f}x",
             flush=True,
         )
@@ -165,6 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--processes", type=int, default=0, help="ingress processes; 0: beside the engine")
+    every = [*HOSTILE, *GREEDY]
+    parser.add_argument("--only", nargs="+", choices=every, default=every, help="kinds of clients; all when left out")
     parser.add_argument("--hostile", nargs=3, metavar=("KIND", "URL", "AMOUNT"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.hostile:
@@ -175,10 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     connections = min(options.connections, hard // 2 - 500)
     print(conditions())
-    name = f"weftline-{options.processes}" if options.processes else "weftline"
+    name = f"weftline-{options.processes}+" if options.processes else "weftline+"
     with running([name]) as servers:
-        print(f"{name}: a healthy client beside")
-        beside(servers[name], connections, options.rounds, options.seconds)
+        print(f"{name.removesuffix('+')}: a healthy client beside")
+        beside(servers[name], options.only, connections, options.rounds, options.seconds)
 
 
 if __name__ == "__main__":

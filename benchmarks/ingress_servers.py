@@ -29,6 +29,14 @@ steps:
 outputs: {{y: {last}.value}}
 limits: {{arena_bytes: 268435456}}
 """
+ELSE = """weftline: 1
+name: {name}
+inputs: {{x: {kind}}}
+steps:
+  s0: {{node: echo, type: {kind}, worker: neighbour, inputs: {{value: x}}}}
+outputs: {{y: s0.value}}
+limits: {{requests_max: 64}}
+"""
 STEP = '  {name}: {{node: echo, type: "uint8[N]", worker: neighbour, inputs: {{value: {given}}}}}'
 
 
@@ -71,15 +79,30 @@ def write_pipelines(folder: Path) -> list[str]:
     return files
 
 
+def write_others(folder: Path) -> list[str]:
+    """Write `image` and `json`, pipelines of one identity step for such a value, and return their files."""
+    files = []
+    for kind in ("image", "json"):
+        file = folder / f"{kind}.yaml"
+        file.write_text(ELSE.format(name=kind, kind=kind), "utf-8")
+        files.append(str(file))
+    return files
+
+
 def command_of(name: str, port: int, folder: Path) -> Sequence[str]:
-    """Return what starts a server: 'echo', 'echo-sync', 'triton', 'weftline' or 'weftline-N' (N ingress processes)."""
+    """Return what starts a server.
+
+    name: 'echo', 'echo-sync', 'triton', 'weftline' or 'weftline-N' (N ingress processes). With '+' behind it ours also
+    has the pipelines of `write_others`.
+    """
     if name.startswith("echo"):
         extra = {"echo": [], "echo-sync": ["--sync"], "echo-plain": ["--plain-loop"]}[name]
         return [sys.executable, str(HERE / "peers" / "grpc_echo.py"), str(port), *extra]
     if name == "triton":
         return [str(python_of("triton")), str(HERE / "peers" / "triton_server.py"), str(folder), str(port)]
-    processes = name.removeprefix("weftline").removeprefix("-") or "0"
-    serve = [sys.executable, "-m", "weftline", "serve", *write_pipelines(folder), "--port", str(port)]
+    files = write_pipelines(folder) + (write_others(folder) if name.endswith("+") else [])
+    processes = name.removeprefix("weftline").removeprefix("-").removesuffix("+") or "0"
+    serve = [sys.executable, "-m", "weftline", "serve", *files, "--port", str(port)]
     return [*serve, "--processes", processes, "--shared-memory"]
 
 

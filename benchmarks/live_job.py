@@ -40,10 +40,10 @@ import pyarrow as pa
 
 from benchmarks.busy_step import Busy, BusyConfig, multiplications, values
 from benchmarks.conditions import conditions, peak_memory, quantile, spread
-from weftline.engine.clock import MonotonicClock
 from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
-from weftline.engine.jobs.rows import Answered, Block
+from weftline.engine.jobs.rows import BlockResult, RowBlock
 from weftline.engine.measuring.arrivals import Open
+from weftline.engine.runtime.clock import MonotonicClock
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
 
@@ -85,11 +85,11 @@ class Job(threading.Thread):
 
     def run(self) -> None:
         place, rows = 0, self._answerer.block_rows
-        waiting: deque[Future[Answered]] = deque()
+        waiting: deque[Future[BlockResult]] = deque()
         while not self._over.is_set():
             while len(waiting) < self._answerer.ahead:
                 ids = [str(number) for number in range(place, place + rows)]
-                block = Block(0, place, ids, {"value": values(rows, place)}, pa.table({}))
+                block = RowBlock(0, place, ids, {"value": values(rows, place)}, pa.table({}))
                 waiting.append(self._answerer.ask(block))
                 place += rows
             answered = waiting.popleft().result()

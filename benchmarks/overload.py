@@ -33,8 +33,9 @@ from typing import Any, Protocol
 from benchmarks.conditions import conditions, memory_bytes, peak_memory, quantile
 from benchmarks.deadlines import ITEMS_MAX, STAGES
 from benchmarks.overload_door import Door, door
-from weftline.engine.clock import MonotonicClock
 from weftline.engine.measuring.arrivals import Open
+from weftline.engine.request import RequestOptions
+from weftline.engine.runtime.clock import MonotonicClock
 from weftline.engine.session import Session, load
 from weftline.errors import LimitReached, WeftlineError
 from weftline.pipelines.builder import Builder
@@ -58,7 +59,7 @@ GOODPUT_BAR, REFUSAL_BAR_MS, RECOVERY_BAR_S = 0.9, 10.0, 5.0
 class Asked(Protocol):
     """What is put under load: a session, or a server's door."""
 
-    async def arun(self, *, value: str, deadline_ms: float | None) -> Any: ...
+    async def arun(self, options: RequestOptions, /, *, value: str) -> Any: ...
 
     def pids(self) -> Mapping[str, int]: ...
 
@@ -78,9 +79,9 @@ class Tally:
         self.late_ms.append(late_ms)
         left_ms = None if deadline_ms is None else max(deadline_ms - late_ms, 0.0)
         try:
-            await session.arun(value="a text", deadline_ms=left_ms)
+            await session.arun(RequestOptions(deadline_ms=left_ms), value="a text")
         except WeftlineError as error:
-            refused = isinstance(error, LimitReached) or str(error).startswith("by recent times")
+            refused = isinstance(error, LimitReached) or str(error).startswith("by recent measurements")
             took_ms = CLOCK.now_ms() - at_ms
             if refused:
                 self.refused_ms.append(took_ms - late_ms)
@@ -125,7 +126,7 @@ class Memory(threading.Thread):
 
 
 def pipeline() -> Builder:
-    built = Builder("overload", slo={"latency_p99_ms": SLO_MS}, limits={"arena_bytes": 1 << 20})
+    built = Builder("overload", limits={"deadline_ms": SLO_MS, "arena_bytes": 1 << 20})
     wire: Any = built.input("value", "text")
     for index, (fixed_ms, item_ms) in enumerate(STAGES):
         batch = {"items_max": ITEMS_MAX, "wait": "auto"}

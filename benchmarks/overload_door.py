@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from weftline.engine.client.async_client import AsyncClient
+from weftline.engine.request import RequestOptions
 from weftline.pipelines.builder import Builder
 
 
@@ -27,11 +28,11 @@ class Door:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: AsyncClient | None = None
 
-    async def arun(self, *, value: str, deadline_ms: float | None) -> Any:
+    async def arun(self, options: RequestOptions, /, *, value: str) -> Any:
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             self._client, self._loop = AsyncClient(self._url, retries=0), loop
-        return await self._client.run(self._model, value=value, deadline_ms=deadline_ms)
+        return await self._client.run(self._model, options, value=value)
 
     def pids(self) -> Mapping[str, int]:
         """Return every process of the server."""

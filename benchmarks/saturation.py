@@ -31,8 +31,8 @@ from benchmarks.conditions import conditions, peak_memory, spread
 from weftline.engine.session import Session, load, plan_of
 from weftline.nodes.classify import Classify, ClassifyConfig
 from weftline.nodes.contract import Batch, BatchNode, OpenContext
-from weftline.nodes.fakes import Echo, EchoConfig
 from weftline.pipelines.builder import Builder
+from weftline.testing.nodes import Echo, EchoConfig
 
 CALLERS = 64
 SIZES = (8, 16, 32)

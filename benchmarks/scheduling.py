@@ -27,9 +27,9 @@ from typing import Any
 
 from benchmarks.conditions import conditions, peak_memory, spread
 from benchmarks.curves import Curve, Panel, draw
-from weftline.engine import messages as msg
-from weftline.engine.scheduling import events as ev
-from weftline.engine.scheduling.scheduler import Scheduler
+from weftline.engine.protocol import messages as msg
+from weftline.engine.scheduler import events as ev
+from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.session import plan_of
 from weftline.pipelines.builder import Builder
 
@@ -57,7 +57,7 @@ class Rig:
         built.output("value", wire)
         self._scheduler = Scheduler(plan_of(built))
         self._now_ms = 0.0
-        self._asked: deque[tuple[int, msg.Run]] = deque()
+        self._asked: deque[tuple[int, msg.RunBatch]] = deque()
         self._arenas: dict[int, int] = {}
         self._random = random.Random(3)
         self._urgent = urgent
@@ -76,14 +76,16 @@ class Rig:
         deadline = self._now_ms + draw.uniform(*DEADLINES_MS) if self._urgent else None
         priority = draw.randint(-5, 5) if self._urgent else 0
         inputs = {"value": self._value}
-        self._tell(ev.Submitted(self._number, inputs, deadline_ms=deadline, priority=priority, pieces=False))
+        self._tell(
+            ev.Submitted(request=self._number, inputs=inputs, deadline_ms=deadline, priority=priority, pieces=False)
+        )
 
     def answer_one(self) -> None:
         """Let the worker that was asked first answer."""
         worker, run = self._asked.popleft()
         self._now_ms += self._run_ms
-        given = tuple(msg.Given(item.inputs) for item in run.items)
-        self._say(worker, msg.Done(run.dispatch, given, (msg.Ran(self._run_ms, 1, len(run.items)),)))
+        given = tuple(msg.ItemResult(item.inputs) for item in run.items)
+        self._say(worker, msg.BatchDone(run.dispatch, given, (msg.StepRun(self._run_ms, 1, len(run.items)),)))
 
     def answer_all(self) -> None:
         while self._asked:
@@ -98,7 +100,7 @@ class Rig:
     def _obey(self, commands: list[ev.Command]) -> None:
         for command in commands:
             if isinstance(command, ev.Send):
-                if isinstance(command.message, msg.Run):
+                if isinstance(command.message, msg.RunBatch):
                     self._asked.append((command.worker, command.message))
             elif isinstance(command, ev.Finish):
                 self.answered += 1

@@ -1,1 +1,1 @@
-"""How a plan runs: scheduling, processes, messages, and the sessions people use."""
+"""Engine: sessions, scheduling, worker processes and messages."""

@@ -1,13 +1,13 @@
-"""Many pipelines by name in one process: loaded, replaced and unloaded while others serve.
+"""Sessions by name in one process: load, reload and unload pipelines while others serve.
 
     with weftline.Repository() as pipelines:
         pipelines.load("ocr", "ocr.yaml")
         print(pipelines.get("ocr").run(photo=...)["text"])
-        pipelines.reload("ocr")                 # read again; the version that serves stays until the new one stands
+        pipelines.reload("ocr")                 # read the file again; the old version serves until the new one is open
         print(pipelines.index())
 
-Thread-safe. What is done to one name happens one thing after the other; different names do not wait for each other. A
-version that cannot be planned or opened leaves the one that serves.
+Thread-safe. Operations on one name are serialised; those on different names run in parallel. If a new version cannot be
+planned or opened, the old one keeps serving.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from weftline.engine.runtime import Progress
+from weftline.engine.gpus import GpuReservations
+from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.session import DRAIN_S, Session, Source, load
-from weftline.engine.shared_gpus import GPUS, SharedGpus
 from weftline.errors import InputError, LimitReached, SessionClosed
 from weftline.pipelines.place import Machine
 
@@ -39,22 +39,22 @@ TRANSITIONS: Mapping[tuple[str, str], str] = {
     (READY, "unload"): DRAINING,
     (DRAINING, "closed"): ABSENT,
 }
-"""A name's life: (state, event) -> state."""
+"""Life cycle of a name: (state, event) -> state."""
 
 PIPELINES_MAX = 64
-"""Most names at a time, when nobody says."""
+"""Default limit on names."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a repository says about one name.
+    """State of one name.
 
     state:   'loading', 'ready', 'reloading', 'draining' or 'failed'.
-    ready:   whether requests can be answered now.
-    why:     what is wrong, or why the last load failed; '' when nothing is and it did not.
-    version: the number of the version that serves; 0 when none does.
+    ready:   True if every step is ready for requests.
+    why:     reason why it is not ready or the last load failed; '' without one.
+    version: number of the version that serves; 0 if none does.
     """
 
     name: str
@@ -66,9 +66,9 @@ class Entry:
 
 @dataclass(slots=True)
 class _Held:
-    """One name. `turn` is held by whoever changes it; the rest is changed under the repository's lock.
+    """One name. `turn` is the lock of the operation that changes it; the repository's lock guards the other fields.
 
-    users: how many threads have or wait for the turn; a name that is absent and has none is forgotten.
+    users: threads that hold or wait for `turn`; an absent name without users is removed.
     """
 
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -79,7 +79,7 @@ class _Held:
     why: str = ""
 
     def move(self, event: str) -> None:
-        """Go to the next state; RuntimeError for a move the table does not have."""
+        """Change the state; RuntimeError for a transition that the table does not have."""
         to = TRANSITIONS.get((self.state, event))
         if to is None:
             allowed = [name for state, name in TRANSITIONS if state == self.state]
@@ -88,22 +88,22 @@ class _Held:
 
 
 class Repository:
-    """Open pipelines by name. Close it, or use it in a with statement; then nothing of them is left.
+    """Open sessions by name. Close it, or use it in a with statement: that closes every session.
 
-    They share the GPUs of this process with each other and with everything else that is open in it: each is placed on
-    what the others have left, and one for which too little is left is refused. Cores are planned as if each were alone.
+    The sessions share the GPUs of this process with all others in it: each is planned for the GPU memory that is left,
+    and refused if it does not fit. CPU cores are planned as if each session were alone.
 
-    pipelines_max: most names at a time.
-    machine:       what to place them on; this machine when left out.
-    gpus:          whose GPUs they share; for tests.
+    pipelines_max: limit on names.
+    machine:       the machine to place them on; this machine by default.
+    gpus:          the GPU reservations to share; None: those of this process.
     """
 
     def __init__(
-        self, *, pipelines_max: int = PIPELINES_MAX, machine: Machine | None = None, gpus: SharedGpus = GPUS
+        self, *, pipelines_max: int = PIPELINES_MAX, machine: Machine | None = None, gpus: GpuReservations | None = None
     ) -> None:
         self._pipelines_max = pipelines_max
         self._machine = machine
-        self._gpus = gpus
+        self._gpus = gpus or GpuReservations.of_process()
         self._lock = threading.Lock()
         self._names: dict[str, _Held] = {}
         self._closed = False
@@ -119,9 +119,9 @@ class Repository:
         drain_s: float = DRAIN_S,
         progress: Progress | None = None,
     ) -> int:
-        """Open a pipeline under a name and return its version; under a name that serves, as `reload`.
+        """Open a pipeline under a name and return its version; reload it if the name serves already.
 
-        PipelineError, ModelError: it cannot be planned, or opened; a version that serves goes on.
+        PipelineError, ModelError: it cannot be planned or opened; an old version keeps serving.
         progress: called with (step, phrase, fraction) while models load, from another thread.
         """
         with self._turn(name) as held:
@@ -130,14 +130,13 @@ class Repository:
     def load_together(
         self, sources: Mapping[str, Source], *, progress: Callable[[str], Progress | None] = lambda name: None
     ) -> Iterator[tuple[str, int]]:
-        """Open pipelines one after the other under these names, and yield each name and its version when it serves.
+        """Open pipelines one after the other under these names; yield each name and its version when it serves.
 
-        What they take of GPUs is claimed for all before the first opens. So each leaves the others their part: llm
-        steps that take what is left of a GPU divide it evenly.
+        GPU memory is reserved for all of them before the first opens, so llm steps that use all remaining memory of a
+        GPU divide it evenly. Names that serve are reloaded. PipelineError, ModelError: as for `load`; later pipelines
+        are then not opened, and earlier ones serve.
 
-        Names that serve are reloaded when it is their turn. PipelineError, ModelError: as for `load`; those that come
-        after it are not opened, and those before it serve.
-        progress: returns, for a name, what is called while its models load.
+        progress: returns the progress callback of a name.
         """
         serving = {entry.name for entry in self.index() if entry.state in (READY, RELOADING)}
         planned = {name: load(source, self._machine) for name, source in sources.items() if name not in serving}
@@ -149,7 +148,7 @@ class Repository:
         ]
         try:
             if len(wanted) > 1:
-                self._gpus.take_together(wanted, self._machine)
+                self._gpus.plan_together(wanted, self._machine)
             for name, source in sources.items():
                 with self._turn(name) as held:
                     version = self._load(name, held, source, None, DRAIN_S, progress(name), sessions.get(name))
@@ -162,9 +161,9 @@ class Repository:
     def reload(
         self, name: str, source: Source | None = None, *, timeout_s: float | None = None, drain_s: float = DRAIN_S
     ) -> int:
-        """Replace a pipeline by a new version, from its own source again unless another is given.
+        """Replace a pipeline by a new version, from its own source unless another is passed.
 
-        Returns when the old version has ended: its requests finish, for at most `drain_s`. InputError: no such name.
+        Returns when the old version has ended: its requests have `drain_s` to finish. InputError: no such name.
         """
         with self._turn(name) as held:
             if held.source is None:
@@ -172,7 +171,7 @@ class Repository:
             return self._load(name, held, source if source is not None else held.source, timeout_s, drain_s)
 
     def unload(self, name: str, drain_s: float = DRAIN_S) -> None:
-        """Take no more requests for a pipeline, let the open ones finish for at most `drain_s`, and end it."""
+        """Refuse new requests for a pipeline, wait up to `drain_s` for the open ones, and close it."""
         with self._turn(name) as held:
             if held.state == ABSENT:
                 raise self._unknown(name)
@@ -187,7 +186,7 @@ class Repository:
                 held.session, held.source, held.why = None, None, ""
 
     def get(self, name: str) -> Session:
-        """Return the session that serves a name: InputError for an unknown name, SessionClosed when none serves now."""
+        """Return the session of a name; InputError for an unknown name, SessionClosed if none serves."""
         with self._lock:
             held = self._names.get(name)
             if held is not None and held.session is not None and held.state in (READY, RELOADING):
@@ -205,14 +204,14 @@ class Repository:
         return tuple(_entry(*one) for one in held if one[1] != ABSENT)
 
     def close(self) -> None:
-        """End every pipeline, also those that are being loaded. Safe to call twice, and from several threads."""
+        """Close every session, also those that are loading. Idempotent and thread-safe."""
         with self._lock:
             self._closed = True
             everything = list(self._names.values())
             sessions = [held.session for held in everything if held.session is not None]
         _at_once([session.close for session in sessions])
         for held in everything:
-            with held.turn:  # whoever was in the middle of something has noticed and left
+            with held.turn:  # wait for operations that were running
                 pass
 
     def __enter__(self) -> Repository:
@@ -225,7 +224,7 @@ class Repository:
 
     @contextmanager
     def _turn(self, name: str) -> Iterator[_Held]:
-        """Wait until nobody else changes this name."""
+        """Hold the lock of a name, for an operation that changes it."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InputError("a pipeline's name has 1 to 128 letters, digits, dots, dashes and underscores")
         with self._lock:
@@ -255,7 +254,7 @@ class Repository:
         progress: Progress | None = None,
         session: Session | None = None,
     ) -> int:
-        """Load or reload a name. session: made for it, to be opened where none serves yet; None: it is made here."""
+        """Load or reload a name. session: opened if none serves yet; None: created here."""
         with self._lock:
             held.move("load")
             serving = held.session if held.state == RELOADING else None
@@ -282,7 +281,7 @@ class Repository:
     def _open(self, held: _Held, session: Session, timeout_s: float | None) -> None:
         with self._lock:
             self._check_open()
-            held.session = session  # from here on `close` ends it, and with it the opening
+            held.session = session  # from here on `close` closes it and aborts the opening
         session.open(timeout_s)
 
     def _check_open(self) -> None:
@@ -298,11 +297,11 @@ def _entry(name: str, state: str, session: Session | None, why: str) -> Entry:
     if session is None or state not in (READY, RELOADING):
         return Entry(name, state, False, why or f"it is {state}", 0)
     health = session.health()
-    return Entry(name, state, health.ready, health.told or why, session.version)
+    return Entry(name, state, health.ready, health.summary or why, session.version)
 
 
 def _at_once(calls: list[Callable[[], None]]) -> None:
-    """Call all of them side by side and wait: each may take its workers' whole grace."""
+    """Call all functions in threads and wait: each may take its workers' whole grace time."""
     threads = [threading.Thread(target=call, name="weftline-close") for call in calls]
     for thread in threads:
         thread.start()

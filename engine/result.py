@@ -1,18 +1,39 @@
-"""What a request gives back: its outputs and how long each step took, whole or piece by piece."""
+"""The outputs of one request: a Result, a stream, or borrowed views of shared memory.
+
+    Result           the outputs by name, copied
+    OutputStream     an iterator over the outputs as they become available, for threads
+    BorrowedResult   the outputs as views of shared memory until `release`
+
+A stream's outputs wait in an UnreadOutputs until its reader takes them. Streamed values are counted in bytes. Above
+limits.stream_bytes_max the request is `Stalled`, below half of it `Resumed`: the scheduler pauses and wakes the steps
+that produce the stream. So the unread bytes are bounded by the limit and one round more. Whole outputs are not counted:
+there is one of each, and an arena bounds it.
+
+    the runtime, under its lock       put(item) -> an event for the scheduler, or None
+    the reader, in its own thread     get(), and may_resume() -> an event or None, called under the runtime's lock
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 
-from weftline.engine.messages import Value
-from weftline.engine.reading import Heard, StreamedOutput
-from weftline.engine.scheduling import events as ev
-from weftline.engine.scheduling.request import StepTiming
-from weftline.errors import BY_NAME, SessionClosed, StepError, WeftlineError
+from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES, Value
+from weftline.engine.protocol.values import unpack
+from weftline.engine.scheduler import events as ev
+from weftline.engine.scheduler.request import StepTiming
+from weftline.errors import BY_NAME, LimitReached, RemoteTraceback, SessionClosed, StepError, WeftlineError
+
+if TYPE_CHECKING:
+    from weftline.engine.versions import Version
 
 
 class Result(Mapping[str, Any]):
@@ -42,53 +63,95 @@ class Result(Mapping[str, Any]):
         return f"Result({self._outputs!r}, total_ms={self.total_ms:.1f})"
 
 
-class OutputStream(Iterator[StreamedOutput]):
-    """Iterates over a request's pieces. Leaving it early, closing it or dropping it cancels the request.
+class BorrowedResult:
+    """The outputs of one request as views of shared memory, valid until `release`.
 
-    get:     waits for the next piece, or for the command that ends the request.
-    abandon: tells the engine that nobody reads any more, called once: with True where no lock may be waited for.
+    A server copies them once, into a message or into a client's memory; a Result would be a second copy. Until
+    `release` the memory is not reused, and the version that ran the request cannot end. Usable in a with statement.
+
+    outputs:  by name; arrays are read-only views, absent ones None. Invalid after `release`.
+    timings:  one StepTiming for each step that ran, in the order they finished.
+    total_ms: from the call to having every output.
+    version:  number of the version that ran the request.
     """
 
-    def __init__(self, get: Callable[[], Heard], abandon: Callable[[bool], None]) -> None:
-        self._get = get
-        self._abandon: Callable[[bool], None] | None = abandon
+    __slots__ = ("_held", "_placed_bytes", "_request", "outputs", "timings", "total_ms", "version")
 
-    def __next__(self) -> StreamedOutput:
-        if self._abandon is None:
-            raise StopIteration
+    def __init__(self, version: Version, request: int, end: ev.Command, started_ms: float) -> None:
+        """Map the outputs of a finished request; raises the request's error if it failed."""
+        self._held: Version | None = None
+        if not isinstance(end, ev.Finish):
+            raise error_of(end)
+        self._held = version
+        self._request = request
+        self.version = version.number
+        self.timings = end.timings
+        self._placed_bytes = sum([placed_bytes(value) for value in end.outputs.values()])
+        self.outputs: Mapping[str, Any] = {}
         try:
-            piece = self._get()
-        except BaseException:
-            self.close()
+            arenas = version.runtime.fleet.arenas
+            self.outputs = {name: _read_only(unpack(value, arenas)) for name, value in end.outputs.items()}
+        except (KeyError, ValueError):
+            self.release()
+            raise_if_closed(version)
             raise
-        if isinstance(piece, StreamedOutput):
-            return piece
-        self.close()
-        if isinstance(piece, ev.Finish):
-            raise StopIteration
-        raise error_of(piece)
+        self.total_ms = version.runtime.clock.now_ms() - started_ms
 
-    def close(self) -> None:
-        """Cancel the request if it is not finished. Safe to call twice."""
-        self._leave(False)
+    def release(self) -> None:
+        """Release the memory. Idempotent and thread-safe."""
+        self._release(in_finalizer=False)
 
-    def _leave(self, dropped: bool) -> None:
-        abandon, self._abandon = self._abandon, None
-        if abandon is not None:
-            abandon(dropped)
+    def _release(self, in_finalizer: bool) -> None:
+        version, self._held = self._held, None
+        if version is None:
+            return
+        self.outputs = {}
+        if self._placed_bytes:
+            if in_finalizer:  # no lock may be taken
+                version.runtime.post_soon(ev.Delivered(self._request))
+            else:
+                version.runtime.deliver(self._request, self._placed_bytes)
+        version.leave(self._request)
 
-    def __enter__(self) -> OutputStream:
+    def __enter__(self) -> BorrowedResult:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        self.release()
 
     def __del__(self) -> None:
-        self._leave(True)  # wherever the garbage collector runs, which may be inside one of the engine's locks
+        self._release(in_finalizer=True)
+
+
+def take_result(version: Version, request: int, end: ev.Command, started_ms: float) -> Result:
+    """Copy a finished request's outputs, release their memory and leave its version; raises the request's error."""
+    try:
+        if not isinstance(end, ev.Finish):
+            raise error_of(end)
+        outputs = {}
+        placed = 0
+        runtime = version.runtime
+        try:
+            for name, value in end.outputs.items():
+                output = unpack(value, runtime.fleet.arenas)
+                outputs[name] = output if output.__class__ is str else owned(output)
+                if value.data is None:
+                    placed += placed_bytes(value)
+        except BaseException as error:
+            runtime.post(ev.Delivered(request))
+            if isinstance(error, KeyError | ValueError):
+                raise_if_closed(version)
+            raise
+        total_ms = runtime.clock.now_ms() - started_ms
+        if placed:
+            runtime.deliver(request, placed)
+        return Result(outputs, end.timings, total_ms)
+    finally:
+        version.leave(request)
 
 
 def placed_bytes(value: Value) -> int:
-    """How many bytes of a value, or of its elements, lie in shared memory."""
+    """Return how many bytes of a value, or of its elements, lie in shared memory."""
     if value.items is not None:
         return sum(placed_bytes(one) for one in value.items)
     return value.place.size_bytes if value.place is not None else 0
@@ -103,20 +166,262 @@ def owned(value: Any) -> Any:
     return value
 
 
+def _read_only(value: Any) -> Any:
+    """Make arrays read-only: an input that is passed on as an output lies in an arena that this process may write."""
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    elif isinstance(value, list):
+        for one in value:
+            _read_only(one)
+    return value
+
+
+def raise_if_closed(version: Version) -> None:
+    """Raise SessionClosed if the version's runtime was closed, which unmaps its memory."""
+    if version.runtime.closed:
+        raise SessionClosed("the session was closed while an output was being copied out") from None
+
+
+# errors
+
+
 def error_of(end: ev.Command) -> WeftlineError:
-    """Return the exception for a request that ended without an answer; `timings` has the steps that ran."""
+    """Return the exception of a request that ended without an answer; `timings` has the steps that ran."""
     if isinstance(end, ev.Refuse):
-        refusal = BY_NAME[end.error](end.message)
+        kind = BY_NAME.get(end.error)
+        refusal = kind(end.message) if kind is not None else LimitReached(f"{end.error}: {end.message}")
         refusal.retry_after_s = end.retry_after_s
         return refusal
     if not isinstance(end, ev.Fail) or end.error == "SessionClosed":
         return SessionClosed(end.message if isinstance(end, ev.Fail) else "the session was closed")
     error = _error_of_fail(end)
     error.timings = end.timings
+    if end.traceback:
+        error.__cause__ = RemoteTraceback(end.traceback)
     return error
 
 
 def _error_of_fail(end: ev.Fail) -> WeftlineError:
     if end.error == "StepError":
         return StepError(end.message, end.step)
-    return BY_NAME[end.error](f"step {end.step}: {end.message}" if end.step else end.message)
+    kind = BY_NAME.get(end.error)
+    if kind is None:
+        return StepError(f"{end.error}: {end.message}", end.step)
+    return kind(f"step {end.step}: {end.message}" if end.step else end.message)
+
+
+# streams
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedOutput:
+    """One item of a streamed answer.
+
+    last False: `value` is what is new on a streamed output (text to append).
+    last True:  `value` is the whole value of the output.
+    """
+
+    output: str
+    value: Any
+    last: bool
+
+
+StreamItem = StreamedOutput | ev.Command
+"""What a reader takes: outputs, and at the end the command that ended the request."""
+
+
+class OutputStream(Iterator[StreamedOutput]):
+    """Iterates over the outputs of a request. Leaving it early, closing it or dropping it cancels the request.
+
+    get:    waits for the next output, or for the command that ended the request.
+    cancel: cancels the request and releases its outputs; called once, with True in a finalizer, where no lock may be
+            taken.
+    """
+
+    def __init__(self, get: Callable[[], StreamItem], cancel: Callable[[bool], None]) -> None:
+        self._get = get
+        self._cancel: Callable[[bool], None] | None = cancel
+
+    def __next__(self) -> StreamedOutput:
+        if self._cancel is None:
+            raise StopIteration
+        try:
+            item = self._get()
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(item, StreamedOutput):
+            return item
+        self.close()
+        if isinstance(item, ev.Finish):
+            raise StopIteration
+        raise error_of(item)
+
+    def close(self) -> None:
+        """Cancel the request if it is not finished. Idempotent."""
+        self._close(in_finalizer=False)
+
+    def _close(self, in_finalizer: bool) -> None:
+        cancel, self._cancel = self._cancel, None
+        if cancel is not None:
+            cancel(in_finalizer)
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._close(in_finalizer=True)  # the garbage collector may run inside one of the engine's locks
+
+
+class UnreadOutputs:
+    """FIFO of a stream's unread outputs, with their size in bytes. The end stays: it is returned again and again.
+
+    Two threads use it: the runtime's thread puts, the reader's thread gets. They share single operations of a deque and
+    of an int only. `stalled` is changed under the runtime's lock alone.
+    """
+
+    def __init__(self, request: int, bytes_max: int) -> None:
+        self.request = request
+        self.stalled = False
+        self._bytes_max = bytes_max
+        self._items: deque[tuple[StreamedOutput, int]] = deque()
+        self._end: ev.Command | None = None
+        self._put_bytes = 0  # each counter has one writer, so neither needs a lock
+        self._read_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self._put_bytes - self._read_bytes
+
+    def put(self, item: StreamItem, size_bytes: int) -> ev.Event | None:
+        """Append an item; return Stalled if the unread bytes exceed the limit from now on."""
+        if not isinstance(item, StreamedOutput):
+            self._end = item
+            return None
+        counted = 0 if item.last else size_bytes + CHUNK_OVERHEAD_BYTES
+        self._items.append((item, counted))
+        self._put_bytes += counted
+        if self.stalled or self.size_bytes <= self._bytes_max:
+            return None
+        self.stalled = True
+        return ev.Stalled(self.request)
+
+    def try_get(self) -> StreamItem | None:
+        """Pop the oldest output; return the end once all are read, and None while there is neither."""
+        end = self._end  # read first: all outputs before the end are then in the deque
+        try:
+            item, counted = self._items.popleft()
+        except IndexError:
+            return end
+        self._read_bytes += counted
+        return item
+
+    @property
+    def caught_up(self) -> bool:
+        """True if a stalled reader has read enough to resume."""
+        return self.stalled and self.size_bytes * 2 < self._bytes_max
+
+    def may_resume(self) -> ev.Event | None:
+        """Return Resumed if the reader has caught up; call it, and pass on the event, under the runtime's lock."""
+        if not self.caught_up:
+            return None
+        self.stalled = False
+        return ev.Resumed(self.request)
+
+
+class Reader:
+    """Blocking reader of a request's outputs, for ordinary threads.
+
+    resume: called in the reader's thread when it has caught up.
+    """
+
+    def __init__(self, unread: UnreadOutputs, resume: Callable[[], None]) -> None:
+        self._unread = unread
+        self._resume = resume
+        self._changed = threading.Condition()
+
+    def put(self, item: StreamItem, size_bytes: int) -> ev.Event | None:
+        event = self._unread.put(item, size_bytes)
+        with self._changed:
+            self._changed.notify_all()
+        return event
+
+    def get(self) -> StreamItem:
+        """Wait for the next output, or for the command that ended the request."""
+        with self._changed:
+            while (item := self._unread.try_get()) is None:
+                self._changed.wait()
+        if self._unread.caught_up:
+            self._resume()
+        return item
+
+
+class AsyncReader:
+    """Reader of a request's outputs for one task of an event loop; `put` is called from other threads."""
+
+    def __init__(self, unread: UnreadOutputs, resume: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        self._unread = unread
+        self._resume = resume
+        self._loop = loop
+        self._changed = asyncio.Event()
+        self._wake_scheduled = False  # one wake-up for all items of a round
+
+    def put(self, item: StreamItem, size_bytes: int) -> ev.Event | None:
+        event = self._unread.put(item, size_bytes)
+        if not self._wake_scheduled:
+            self._wake_scheduled = True
+            self._loop.call_soon_threadsafe(self._wake)
+        return event
+
+    async def get(self) -> StreamItem:
+        """Wait for the next output, or for the command that ended the request."""
+        while (item := self._unread.try_get()) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._unread.caught_up:
+            self._resume()
+        return item
+
+    def _wake(self) -> None:
+        self._wake_scheduled = False
+        self._changed.set()
+
+
+class Mailbox:
+    """Sets the futures of one event loop from other threads: one wake-up of the loop for many.
+
+    Created in the loop's thread. It holds weak references to the futures and none to the loop, so a loop that is closed
+    meanwhile leaves nothing behind.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._ends: deque[tuple[ref[asyncio.Future[ev.Command]], ev.Command]] = deque()
+        self._wake_scheduled = False
+
+    def put(self, future: asyncio.Future[ev.Command], end: ev.Command) -> None:
+        """Set the result of a future of the loop, from any thread; RuntimeError if the loop is closed."""
+        if threading.get_ident() == self._thread:
+            if not future.done():
+                future.set_result(end)
+            return
+        self._ends.append((ref(future), end))
+        if self._wake_scheduled:
+            return
+        self._wake_scheduled = True
+        try:
+            future.get_loop().call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            self._wake_scheduled = False
+            raise
+
+    def _deliver(self) -> None:
+        self._wake_scheduled = False  # before the first is taken: later ones schedule another wake-up
+        while self._ends:
+            reference, end = self._ends.popleft()
+            future = reference()
+            if future is not None and not future.done():
+                future.set_result(end)

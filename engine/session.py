@@ -1,4 +1,4 @@
-"""What people use: open a pipeline, ask it things, reload it, close it.
+"""Sessions: open a pipeline, run requests, reload it, close it.
 
     pipeline = weftline.load("examples/voice_photo_assistant.yaml")
     with pipeline.open() as session:
@@ -8,64 +8,70 @@
         for piece in session.stream(question=..., photo=...):
             print(piece.output, piece.value)
 
-        session.reload("examples/voice_photo_assistant.yaml")    # a new version takes over; no request notices
+        session.reload("examples/voice_photo_assistant.yaml")    # switch to a new version without losing a request
 
 A session is thread-safe: requests from many threads and tasks share batches. Arrays that come out are the caller's own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
-from weftline.engine.asking import Asked
-from weftline.engine.health import Health
-from weftline.engine.lent import Lent
-from weftline.engine.planned import PlannedPipeline, Source, plan_of
-from weftline.engine.reading import StreamedOutput
-from weftline.engine.requests import Requests
-from weftline.engine.result import OutputStream, Result
-from weftline.engine.runtime import Progress
-from weftline.engine.scheduling.request import StepTiming
-from weftline.engine.shared_gpus import GPUS, Again, Hold, SharedGpus
-from weftline.engine.together import Room, run_together
-from weftline.engine.version import Version
-from weftline.engine.versions import Versions
+from weftline.engine.gpus import GpuReservations, Reservation
+from weftline.engine.planned_pipeline import PlannedPipeline, Source, plan_of
+from weftline.engine.request import DEFAULT_OPTIONS, RequestOptions, checked_options
+from weftline.engine.result import BorrowedResult, OutputStream, Result, StreamedOutput
+from weftline.engine.row_groups import InputSpace, run_together
+from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.runtime.health import Health
+from weftline.engine.scheduler.request import StepTiming
+from weftline.engine.submission import Submitter
+from weftline.engine.versions import Version, Versions
 from weftline.errors import InputError, WeftlineError
-from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
+from weftline.pipelines.side_by_side import Replan
 
 __all__ = ["DRAIN_S", "OpenablePipeline", "Session", "Source", "load", "plan_of"]
 
 DRAIN_S = 30.0
-"""How long open requests get to finish in a version that is being replaced, when nobody says."""
+"""Default time for open requests to finish in a version that is being replaced."""
 
 
 class OpenablePipeline(PlannedPipeline):
-    """A pipeline that was checked and planned for a machine; nothing runs until `open`."""
+    """A pipeline that was checked and planned for a machine. `open` starts it."""
 
-    def open(self, progress: Progress | None = None, timeout_s: float | None = None) -> Session:
+    def open(self, progress: Progress | None = None, timeout_s: float | None = None, *, debug: str = "") -> Session:
         """Start the workers, load every model, and return a session; ModelError when one cannot be opened.
 
-        What other sessions of this process have of the GPUs is not free: the session's plan then is another one than
-        this, or there is none (PipelineError, with a table of who has what).
+        GPU memory that other sessions of this process reserved is not free: the pipeline is then planned anew for what
+        is left. PipelineError, with a table of the reservations, if it does not fit.
 
         progress:  called with (step, phrase, fraction) while models load, from another thread.
-        timeout_s: longest wait; None: as long as it takes.
+        timeout_s: longest wait; None: no limit.
+        debug:     a step to run in a thread of this process, so that breakpoint() in its code has this terminal. Its
+                   timeouts, and the deadlines of requests, are off.
         """
-        session = self.session(progress)
+        session = (self.to_debug(debug) if debug else self).session(progress)
         session.open(timeout_s)
         return session
 
-    def session(self, progress: Progress | None = None, *, name: str = "", gpus: SharedGpus = GPUS) -> Session:
-        """Return a session that is yet to be opened.
+    async def aopen(self, progress: Progress | None = None, timeout_s: float | None = None) -> Session:
+        """`open` for asyncio: `async with await pipeline.aopen() as session`. Models load in a thread."""
+        return await asyncio.to_thread(self.open, progress, timeout_s)
 
-        name: what the pipeline is called where others are told what it has of a GPU; its own when left out.
-        gpus: whose GPUs it shares; for tests.
+    def session(
+        self, progress: Progress | None = None, *, name: str = "", gpus: GpuReservations | None = None
+    ) -> Session:
+        """Return a session that is not open yet.
+
+        name: the pipeline's name in tables of GPU reservations; its own by default.
+        gpus: the reservations to share; None: those of this process.
         """
         return Session(self.plan, progress, self.machine, again=self.again, name=name, gpus=gpus)
 
@@ -81,19 +87,19 @@ class OpenablePipeline(PlannedPipeline):
         seed: int = 0,
         as_dataset: bool = False,
     ) -> Any:
-        """Answer the rows of a data set and return them in order, as an iterator of dicts; models load when it fits.
+        """Run the rows of a data set and return the results in order, as an iterator of dicts.
 
         dataset:    a Hugging Face data set, an Arrow table, a data frame, dicts, or a path.
         maps:       columns by pipeline input, where the names differ.
-        outputs:    which outputs are wanted; None: all.
-        keep:       columns that are in what is returned; None: all but pictures, recordings and bytes.
-        errors:     'rows' gives every row the key `error`; else the first row that fails raises.
-        block_rows: rows that are answered together; None: as many as are good.
-        seed:       what rows' seeds are made from.
+        outputs:    names of the wanted outputs; None: all.
+        keep:       columns to return beside the outputs; None: all but images, audio and bytes.
+        errors:     'rows' adds the key `error` to every row; else the first row that fails raises.
+        block_rows: rows that run together; None: chosen by the pipeline.
+        seed:       seed from which the rows' seeds are made.
         as_dataset: return a `datasets.Dataset` of all rows instead.
 
-        Closing or dropping the iterator ends everything. InputError, PipelineError and ModelError as elsewhere. Nothing
-        is written and nothing resumes: that is `weftline batch`.
+        Models load once the data set is known to fit the pipeline. Closing or dropping the iterator closes the
+        pipeline. Nothing is written and nothing resumes: use `weftline batch` for that.
         """
         from weftline.engine.jobs.answering.opening import open_here
         from weftline.engine.jobs.dataset_map import map_plan
@@ -107,22 +113,23 @@ class OpenablePipeline(PlannedPipeline):
 def load(pipeline: Source, machine: Machine | None = None) -> OpenablePipeline:
     """Check and plan a YAML file, or a pipeline built in Python; PipelineError lists every problem.
 
-    The plan is made as if nothing else were open; what others have of the GPUs counts when it is opened.
+    The plan assumes that no other session is open; reservations of GPU memory count when it is opened.
 
-    machine: what to place it on; this machine when left out. A GPU is known by its name, and whatever is open in this
-             process on one of that name shares it.
+    machine: the machine to place it on; this machine by default. GPUs are identified by name: sessions of this process
+             share the GPUs of the same name.
     """
     return OpenablePipeline.of(pipeline, machine)
 
 
 class Session:
-    """An open pipeline. Close it, or use it in a with statement; then no process and no memory of it is left.
+    """An open pipeline. Close it, or use it in `with` or `async with`: that ends its processes and frees its memory.
 
-    Inputs and outputs of a request are those of the version it meets.
+    A request runs in the version that is current when it starts, with that version's inputs and outputs.
 
-    again: makes the plan for a machine of whose GPUs others have something; None: it is opened as it is, or not at all.
-    name:  what the pipeline is called where others are told what it has of a GPU; its own when left out.
-    gpus:  whose GPUs it shares: those of this process.
+    again: plans the pipeline anew for the GPU memory that other sessions leave; None: it opens as planned, or not at
+           all.
+    name:  the pipeline's name in tables of GPU reservations; its own by default.
+    gpus:  the GPU reservations to share; None: those of this process.
     """
 
     def __init__(
@@ -131,27 +138,28 @@ class Session:
         progress: Progress | None = None,
         machine: Machine | None = None,
         *,
-        again: Again | None = None,
+        again: Replan | None = None,
         name: str = "",
-        gpus: SharedGpus = GPUS,
+        gpus: GpuReservations | None = None,
     ) -> None:
-        hold = partial(gpus.hold, name or plan.name, gpus.new_session())
+        gpus = gpus or GpuReservations.of_process()
+        hold = partial(gpus.reservation, name or plan.name, gpus.new_session())
         self._versions = Versions(plan, progress, machine, again, hold)
-        self._requests = Requests(self._versions.enter)
+        self._submitter = Submitter(self._versions.enter)
 
     # life
 
     def open(self, timeout_s: float | None = None) -> None:
         """Start the workers and wait until every model is loaded; a session opens once.
 
-        PipelineError: others have left too little of a GPU. ModelError: a model cannot be loaded.
+        PipelineError: too little GPU memory is left. ModelError: a model cannot be loaded.
         """
         self._versions.open(timeout_s)
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, end every worker and give all memory back. Safe to call twice, and from any thread.
+        """Refuse new requests, end every worker and free all memory. Idempotent and thread-safe.
 
-        drain_s: how long open requests get to finish; what is unfinished then fails.
+        drain_s: time for open requests to finish; the rest then fail.
         """
         self._versions.close(drain_s)
 
@@ -163,16 +171,15 @@ class Session:
         drain_s: float = DRAIN_S,
         progress: Progress | None = None,
     ) -> int:
-        """Open a new version, let it take over, end the old one, and return the new one's number.
+        """Open a new version, switch to it, end the old one, and return the new one's number.
 
-        The new version opens beside the old, which serves meanwhile: both need memory for that while, and on a GPU the
-        new one is planned for what the old one and others leave. A pipeline with problems, or too large for that
-        (PipelineError), or one that cannot be opened (ModelError), leaves everything as it was. New requests meet the
-        new version from one moment to the next; open ones finish in the old, and none is lost between. One reload at a
-        time: others wait for it.
+        The new version opens while the old one serves, so both need memory at that time. On a GPU the new one is
+        planned for the memory that is left. A pipeline with problems or too large (PipelineError), or one that cannot
+        be opened (ModelError), leaves the old version serving. New requests enter the new version in one step, open
+        ones finish in the old one, and none is lost. Reloads run one at a time.
 
-        timeout_s: longest wait for the new version to open; None: as long as it takes.
-        drain_s:   how long requests get to finish in the old version; then they are cancelled.
+        timeout_s: longest wait for the new version to open; None: no limit.
+        drain_s:   time for requests to finish in the old version; then they are cancelled.
         progress:  as for `open`.
         """
         return self._versions.reload(pipeline, timeout_s, drain_s, progress)
@@ -182,6 +189,14 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
 
     @property
     def closed(self) -> bool:
@@ -193,57 +208,45 @@ class Session:
         return self._current.plan
 
     @property
-    def hold(self) -> Hold:
-        """What the current version holds of GPUs."""
+    def hold(self) -> Reservation:
+        """The GPU reservations of the current version."""
         return self._current.hold
 
     @property
     def version(self) -> int:
-        """The number of the current version; 1 at first, and one more with each reload."""
+        """The number of the current version: 1 at first, incremented by each reload."""
         return self._current.number
 
     # requests
 
-    def run(
-        self,
-        *,
-        outputs: Sequence[str] | None = None,
-        deadline_ms: float | None = None,
-        priority: int = 0,
-        sequence: SequencePart | str | None = None,
-        **inputs: Any,
-    ) -> Result:
-        """Answer one request and return its outputs.
+    def run(self, options: RequestOptions | None = None, /, **inputs: Any) -> Result:
+        """Run one request and return its outputs.
 
-        inputs:      one value for each pipeline input: bytes, a pathlib.Path, an array, a picture, str or json values,
-                     whatever its type takes.
-        outputs:     which outputs are wanted; steps that only others need do not run. None: all.
-        deadline_ms: give up after so long; the pipeline's slo.latency_p99_ms when left out.
-        priority:    from -100 to 100; the higher goes first wherever requests wait.
-        sequence:    where the request stands in a sequence of requests; an id alone stands for one in the middle.
+        options: outputs, deadline, priority and the like; None: the defaults.
+        inputs:  one value for each pipeline input: bytes, a pathlib.Path, an array, a picture, str or json values,
+                 whatever its type takes.
         """
-        return self._requests.run(inputs, Asked(outputs, deadline_ms, priority, sequence))
+        return self._submitter.run(inputs, DEFAULT_OPTIONS if options is None else checked_options(options))
 
-    async def arun(
+    async def arun(self, options: RequestOptions | None = None, /, **inputs: Any) -> Result:
+        """Await `run`. Files are read, and images and audio decoded, in a thread."""
+        return await self._submitter.arun(inputs, checked_options(options))
+
+    def borrow(
         self,
+        inputs: Mapping[str, Any],
+        options: RequestOptions | None = None,
         *,
-        outputs: Sequence[str] | None = None,
-        deadline_ms: float | None = None,
-        priority: int = 0,
-        sequence: SequencePart | str | None = None,
-        **inputs: Any,
-    ) -> Result:
-        """`run` for asyncio. Inputs that may need decoding are decoded in a thread."""
-        with await self._requests.lend(inputs, Asked(outputs, deadline_ms, priority, sequence)) as answer:
-            return answer.result()
-
-    def lend(self, inputs: Mapping[str, Any], asked: Asked, *, paths: bool = True) -> Coroutine[Any, Any, Lent]:
-        """Answer one request and lend its outputs where they lie; for doors, which copy them into messages.
+        paths: bool = True,
+        caller: str = "",
+    ) -> Coroutine[Any, Any, BorrowedResult]:
+        """Run one request and borrow its outputs in shared memory; for servers, which copy them into messages.
 
         inputs: values by name; a PendingTensor is read straight into shared memory.
-        paths:  files may be named; False for whatever came over a network.
+        paths:  accept paths of files; False for inputs that came over a network.
+        caller: identity that the server authenticated; '' without one.
         """
-        return self._requests.lend(inputs, asked, paths=paths)
+        return self._submitter.borrow(inputs, checked_options(options), paths=paths, caller=caller)
 
     def run_together(
         self,
@@ -251,21 +254,22 @@ class Session:
         *,
         outputs: Sequence[str] | None = None,
         seeds: Sequence[int] | None = None,
-        room: Room | None = None,
-        gone: threading.Event | None = None,
+        space: InputSpace | None = None,
+        cancelled: threading.Event | None = None,
     ) -> list[Result | WeftlineError]:
-        """Answer rows of a job, each a request of its own; return for each its Result, or the error it ended with.
+        """Run rows of a job as one ordered group; return the Result or the error of each.
 
-        Their batches are formed by their order alone, so that the same rows are answered alike in every run. They wait
-        wherever usual requests do, and have no deadline.
+        Batches are formed by the order of the rows alone, so the same rows give the same batches in every run. Rows
+        wait behind other requests, and have no deadline.
 
-        rows:  inputs by name, as for `run`.
-        seeds: what chance in each row is drawn from, 0 to 2^62 - 1; None: drawn anew.
-        room:  shared by calls that are made at the same time: a call whose inputs find no room then waits for the
-               others; without it, and when alone, such a row ends with LimitReached.
-        gone:  set when nobody wants the answers any more; rows that are open then end with RequestCancelled.
+        rows:      inputs by name, as for `run`.
+        seeds:     seed of random choices for each row, 0 to 2^62 - 1; None: new ones.
+        space:     shared by concurrent calls: a call whose inputs do not fit then waits for rows of the others. Without
+                   it, such a row ends with LimitReached.
+        cancelled: when set, open rows end with RequestCancelled.
         """
-        return run_together(self._versions.enter, rows, outputs=outputs, seeds=seeds, room=room, gone=gone)
+        enter = self._versions.enter
+        return run_together(enter, rows, outputs=outputs, seeds=seeds, space=space, cancelled=cancelled)
 
     def map(
         self,
@@ -279,71 +283,56 @@ class Session:
         seed: int = 0,
         as_dataset: bool = False,
     ) -> Any:
-        """Answer the rows of a data set as OpenablePipeline.map does, on this session; usual requests go first."""
+        """Run the rows of a data set as OpenablePipeline.map does, on this session, behind other requests."""
         from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
         from weftline.engine.jobs.dataset_map import map_rows
 
         answerer = SessionAnswerer(self, outputs=outputs, seed=seed, block_rows=block_rows)
         return map_rows(answerer, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
 
-    def stream(
-        self,
-        *,
-        outputs: Sequence[str] | None = None,
-        deadline_ms: float | None = None,
-        priority: int = 0,
-        sequence: SequencePart | str | None = None,
-        **inputs: Any,
-    ) -> OutputStream:
-        """Answer one request piece by piece: whole outputs as soon as they are known, streamed ones as they grow.
+    def stream(self, options: RequestOptions | None = None, /, **inputs: Any) -> OutputStream:
+        """Run one request and stream its outputs: whole ones when they are finished, streamed ones as they grow.
 
-        The request starts at once. Closing or dropping the stream before its end cancels it. A reader that falls behind
-        by more than limits.stream_bytes_max stops the steps that write its stream until it has caught up; one that
-        takes nothing for limits.stall_max_ms loses it.
+        The request starts at once. Closing or dropping the stream before its end cancels it. A reader with more than
+        limits.stream_bytes_max unread pauses the steps that write its stream until it has caught up. One that reads
+        nothing for limits.stall_max_ms loses the stream.
         """
-        return self._requests.stream(inputs, Asked(outputs, deadline_ms, priority, sequence, pieces=True))
+        return self._submitter.stream(inputs, checked_options(options))
 
-    def astream(
-        self,
-        *,
-        outputs: Sequence[str] | None = None,
-        deadline_ms: float | None = None,
-        priority: int = 0,
-        sequence: SequencePart | str | None = None,
-        **inputs: Any,
-    ) -> AsyncGenerator[StreamedOutput, None]:
-        """`stream` for asyncio; the request starts when it is first read."""
-        return self._requests.pieces(inputs, Asked(outputs, deadline_ms, priority, sequence, pieces=True))
+    def astream(self, options: RequestOptions | None = None, /, **inputs: Any) -> AsyncGenerator[StreamedOutput, None]:
+        """Stream outputs to a task, as `stream` does to a thread; the request starts with the first read."""
+        return self._submitter.astream(inputs, checked_options(options))
 
-    def pieces(
+    def stream_outputs(
         self,
         inputs: Mapping[str, Any],
-        asked: Asked,
+        options: RequestOptions | None = None,
         *,
         paths: bool = True,
+        caller: str = "",
         timed: Callable[[tuple[StepTiming, ...]], None] | None = None,
     ) -> AsyncGenerator[StreamedOutput, None]:
-        """Answer one request piece by piece; for doors. `asked` has `pieces`; `paths` as for `lend`.
+        """Run one request and stream its outputs; for servers. `paths` and `caller` as for `borrow`.
 
-        timed: told how long its steps took, when it has ended well; an error has its own `timings`.
+        timed: called with the timings of the steps when the request has succeeded; an error has its own `timings`.
         """
-        return self._requests.pieces(inputs, asked, paths=paths, timed=timed)
+        return self._submitter.astream(inputs, checked_options(options), paths=paths, caller=caller, timed=timed)
 
-    # what goes on
+    # health and figures
 
     def health(self) -> Health:
-        """Return whether requests can be answered now, which steps can, and what is wrong if something is."""
+        """Return which steps are ready, and the reason if one is not."""
         return self._current.runtime.health()
 
     @property
     def ready(self) -> bool:
-        """Whether every step can answer now."""
+        """True if every step is ready."""
         return self.health().ready
 
     def stats(self) -> Mapping[str, Any]:
         """Return a snapshot of counters, queues and memory of the current version.
 
-        `draining` says whether requests are still finishing in the one before it.
+        `draining` is True while requests finish in the version before it.
         """
         current = self._current
         extra = {"version": current.number, "draining": self._versions.draining}

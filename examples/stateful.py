@@ -47,7 +47,9 @@ class Watch:
         """Return `mean`, of all readings so far, and `unusual`."""
         part = weftline.current().sequence
         if part is None:
-            raise ValueError("say which sensor the reading is from: session.run(reading=..., sequence=...)")
+            raise ValueError(
+                "say which sensor the reading is from: session.run(RequestOptions(sequence=...), reading=...)"
+            )
         if part.start:
             self.sensors[part.id] = Sensor()
         sensor = self.sensors[part.id]
@@ -69,7 +71,7 @@ def main() -> None:
         for turn in range(6):
             for name, readings in sensors.items():
                 part = SequencePart(name, start=turn == 0, end=turn == 5)
-                judged = session.run(reading=readings[turn], sequence=part)["judged"]
+                judged = session.run(weftline.RequestOptions(sequence=part), reading=readings[turn])["judged"]
                 if judged["unusual"]:
                     print(f"{name}: {readings[turn]} is unusual; the mean is now {judged['mean']}")
 

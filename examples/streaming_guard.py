@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from weftline import Ports, port
-from weftline.nodes.contract import ConfigError, Piece, StepContext, StreamNode
-from weftline.nodes.urgency import USUAL, Urgency
+from weftline.node import USUAL, ConfigError, Piece, Ports, StepContext, StreamNode, Urgency, port
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from weftline import Batch, BatchNode, Ports, port
-from weftline.nodes.contract import ConfigError, OpenContext, Outputs, StepContext
+from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, Ports, StepContext, port
 
 RADIUS_MAX_PX = 16
 """Largest blur; beyond it the edges would get halos wider than what they outline."""

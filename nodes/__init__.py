@@ -1,1 +1,1 @@
-"""What a step is: the node contract, the catalog, and the built-in nodes."""
+"""Nodes: the node contract, the catalog and the built-in nodes."""

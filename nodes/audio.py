@@ -1,4 +1,4 @@
-"""Recordings from bytes or arrays to `float32[samples]`, mono, 16 kHz: claims first, decoding in bounded pieces after.
+"""Audio decoding to mono 16 kHz `float32[samples]`, with header checks before decoding.
 
 libsndfile decodes (WAV, FLAC, Ogg, MP3). What a header claims is checked before anything is decoded, and what comes out
 is counted while it comes: a header may lie in either direction.
@@ -7,14 +7,18 @@ is counted while it comes: a header may lie in either direction.
 from __future__ import annotations
 
 import io
+import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from weftline.errors import InputError
 from weftline.nodes.ports import AUDIO_HZ
-from weftline.nodes.resample import resample
+from weftline.nodes.resample import resample_into, resampled_samples
 
 SECONDS_MAX = 120.0
 """Longest recording when nothing else is said, in seconds: 7.7 MB at 16 kHz."""
@@ -25,6 +29,9 @@ CHANNELS_MAX = 8
 
 PEAK_MAX = 16.0
 """Largest float sample taken as audio: above it, integers were converted without being scaled."""
+
+WORKING_BYTES = 16 << 20
+"""Memory that decoding takes beside its result, however long the recording is: blocks on their way, and windows."""
 
 _FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 _BLOCK = 1 << 16
@@ -38,25 +45,64 @@ _REFUSED = "no recording that is known; recordings are WAV, FLAC, Ogg and MP3"
 _CORRUPT = "the recording is corrupt or truncated: its {} data cannot be decoded"
 
 
+@dataclass(frozen=True, slots=True)
+class AudioClaim:
+    """A recording's length: `frames` at `rate_hz`, of which come `samples` at 16 kHz."""
+
+    frames: int
+    rate_hz: int
+
+    @property
+    def samples(self) -> int:
+        return resampled_samples(self.frames, self.rate_hz, AUDIO_HZ)
+
+
 def decode_audio(data: bytes, seconds_max: float = SECONDS_MAX) -> np.ndarray:
     """Return the recording in `data` as float32[samples], mono (channels averaged), 16 kHz.
 
     InputError for other formats, rates outside 8 to 192 kHz, more than 8 channels, more than `seconds_max` claimed or
     found, and corrupt data; the refusal comes before memory for the samples exists.
     """
+    claim = audio_claim(data, seconds_max)
+    samples = np.empty(claim.samples, np.float32)
+    decode_audio_into(data, claim, samples)
+    return samples
+
+
+def audio_claim(data: bytes, seconds_max: float = SECONDS_MAX) -> AudioClaim:
+    """Return how long a recording is; InputError as `decode_audio`.
+
+    Where a header has no exact figure (MP3, streams), frames are decoded and counted, and none is kept.
+    """
     _check_magic(data)
+    with _opened(data) as file:
+        _check_claims(file, seconds_max)
+        rate, frames = int(file.samplerate), int(file.frames)
+        if file.format == "MP3" or not 0 <= frames < _UNKNOWN_FRAMES:
+            frames = sum(map(len, _blocks(file, seconds_max)))
+        if not frames:
+            raise InputError("the recording has no samples")
+        return AudioClaim(frames, rate)
+
+
+def decode_audio_into(data: bytes, claim: AudioClaim, samples: np.ndarray) -> None:
+    """Decode a recording into `samples`, float32 of its claim's length, block by block."""
+    with _opened(data) as file:
+        try:
+            resample_into(_blocks(file), claim.frames, claim.rate_hz, AUDIO_HZ, samples)
+        except ValueError:
+            raise InputError(_CORRUPT.format(file.format)) from None
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
     import soundfile
 
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            _check_claims(file, seconds_max)
-            mono = _read(file, seconds_max)
-            rate = int(file.samplerate)
+            yield file
     except soundfile.SoundFileError:
         raise InputError(_CORRUPT.format("audio")) from None
-    if not np.isfinite(mono).all():
-        raise InputError("the recording holds samples that are not numbers")
-    return resample(mono, rate, AUDIO_HZ)
 
 
 def _check_magic(data: bytes) -> None:
@@ -95,21 +141,18 @@ def _check_claims(file: Any, seconds_max: float) -> None:
         raise InputError(f"a recording of {seconds:.1f} s; the limit seconds_max is {seconds_max:g}")
 
 
-def _read(file: Any, seconds_max: float) -> np.ndarray:
-    """Return all frames as float32[frames], channels averaged; InputError once more come than the limit."""
-    frames_max = int(seconds_max * file.samplerate)
-    blocks: list[np.ndarray] = []
+def _blocks(file: Any, seconds_max: float | None = None) -> Iterator[np.ndarray]:
+    """Yield all frames as float32[frames], channels averaged; InputError once more come than the limit, if any."""
+    frames_max = math.inf if seconds_max is None else int(seconds_max * file.samplerate)
     total = 0
     while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
         total += len(block)
         if total > frames_max:
             raise InputError(f"a recording of more than {seconds_max:g} s; that is the limit seconds_max")
-        blocks.append(block[:, 0] if block.shape[1] == 1 else block.mean(axis=1))
-    if total < file.frames < _UNKNOWN_FRAMES and file.format != "MP3":  # an MP3 only estimates its length
-        raise InputError(_CORRUPT.format(file.format))
-    if not total:
-        raise InputError("the recording has no samples")
-    return np.concatenate(blocks)
+        mono = block[:, 0] if block.shape[1] == 1 else block.mean(axis=1)
+        if not np.isfinite(mono).all():
+            raise InputError("the recording holds samples that are not numbers")
+        yield mono
 
 
 def from_array(samples: np.ndarray, seconds_max: float = SECONDS_MAX) -> np.ndarray:

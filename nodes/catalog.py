@@ -1,4 +1,4 @@
-"""The built-in nodes by short name, and how a reference in a pipeline becomes a node class.
+"""Catalog of built-in nodes and resolution of node references to classes.
 
 A reference is a name of the catalog, `package.module:Class` of an installed package, or `file.py:Class` with the file
 relative to the pipeline. Importing a node's module does not import its framework.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
 from weftline.errors import ModelError
-from weftline.nodes.contract import ConfigError, Node
+from weftline.nodes.contract import BatchNode, ConfigError, Node, StreamNode
+from weftline.nodes.control import Control
 from weftline.nodes.user_code import load, locate
 
 CATALOG: Mapping[str, str] = {
@@ -31,15 +33,18 @@ CATALOG: Mapping[str, str] = {
     "llm": "weftline.engine.llm.node:Llm",
     "first": "weftline.nodes.control:First",
     "switch": "weftline.nodes.control:Switch",
-    "echo": "weftline.nodes.fakes:Echo",
-    "fail": "weftline.nodes.fakes:Fail",
-    "remember": "weftline.nodes.fakes:Remember",
-    "trickle": "weftline.nodes.fakes:Trickle",
-    "fill": "weftline.nodes.fake_tensors:Fill",
-    "add": "weftline.nodes.fake_tensors:Add",
-    "total": "weftline.nodes.fake_tensors:Total",
+    "echo": "weftline.testing.nodes:Echo",
+    "fail": "weftline.testing.nodes:Fail",
+    "remember": "weftline.testing.nodes:Remember",
+    "trickle": "weftline.testing.nodes:Trickle",
+    "fill": "weftline.testing.tensor_nodes:Fill",
+    "add": "weftline.testing.tensor_nodes:Add",
+    "total": "weftline.testing.tensor_nodes:Total",
 }
 """Dotted path of each built-in node by the name used in pipelines."""
+
+FAKES = frozenset(name for name, path in CATALOG.items() if path.startswith("weftline.testing."))
+"""Names of the fake nodes of `weftline.testing`: usable in pipelines, and left out of lists of nodes."""
 
 _FORMS = "a name of the catalog, package.module:Class, or file.py:Class"
 
@@ -59,11 +64,29 @@ def resolve(reference: str, base_dir: Path, catalog: Mapping[str, str] = CATALOG
         raise _unknown(reference, catalog)
     found = _built_in(path, reference) if path.startswith("weftline.") else _user(path, base_dir)
     if not inspect.isclass(found) or not issubclass(found, Node):
-        raise ConfigError("node", f"{reference} is no node", "a class derived from weftline.nodes.contract.Node")
+        raise ConfigError(
+            "node", f"{reference} is no node", "a class derived from weftline.node.BatchNode or StreamNode"
+        )
+    if not issubclass(found, BatchNode | StreamNode | Control):
+        base = "StreamNode" if hasattr(found, "round") else "BatchNode"
+        fix = f"class {found.__name__}({base})"
+        raise ConfigError("node", f"{reference} is derived from neither BatchNode nor StreamNode", "one of them", fix)
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise ConfigError("node", f"{reference} does not define {missing}", "every abstract method of its node class")
+    if not _is_batch_default(found.batch_default):
+        wrong = f"batch_default of {reference} is {found.batch_default!r:.60}"
+        raise ConfigError("node", wrong, "(items_max, wait_max_ms), such as (8, 1.0)")
     return found
+
+
+def _is_batch_default(value: object) -> bool:
+    """Return whether a class attribute can be the batch policy of a step: items_max from 1, wait_max_ms from 0."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    items_max, wait_max_ms = value
+    numbers = type(items_max) is int and type(wait_max_ms) in (int, float)
+    return numbers and items_max >= 1 and 0 <= wait_max_ms < math.inf
 
 
 def _unknown(reference: str, catalog: Mapping[str, str]) -> ConfigError:
@@ -73,9 +96,10 @@ def _unknown(reference: str, catalog: Mapping[str, str]) -> ConfigError:
     if "." in reference:
         module, _, name = reference.rpartition(".")
         return ConfigError("node", found, _FORMS, f"write a colon before the class: {module}:{name}")
+    listed = [name for name in catalog if name not in FAKES]
     close = difflib.get_close_matches(reference.lower(), catalog, n=1)
     fix = f"did you mean {close[0]}?" if close else ""
-    return ConfigError("node", found, f"{_FORMS}; the catalog has {', '.join(catalog)}", fix)
+    return ConfigError("node", found, f"{_FORMS}; the catalog has {', '.join(listed)}", fix)
 
 
 def _built_in(path: str, reference: str) -> object:
@@ -98,7 +122,7 @@ def _user(path: str, base_dir: Path) -> object:
     except ModelError as error:
         if error.__cause__ is None:
             raise ConfigError("node", str(error).removeprefix("node: ")) from None
-        raise _failed_import(error.__cause__, source.path) from None
+        raise _failed_import(error.__cause__, source.path) from error.__cause__
 
 
 def _failed_import(cause: BaseException, path: Path) -> ConfigError:

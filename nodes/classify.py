@@ -1,12 +1,12 @@
-"""Text classification as a step: what kind of text this is, and how sure the model is of each kind."""
+"""Text classification node."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
-from weftline.nodes.ports import Ports, port
+from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, Ports, StepContext, port
+from weftline.nodes.precision import check_precision
 from weftline.nodes.text_classifier import TextClassifier, check_classifier, is_onnx, open_classifier
 
 
@@ -15,10 +15,16 @@ class ClassifyConfig:
     """Options of `classify`.
 
     model: a folder with model.onnx, tokenizer.json and config.json (see weftline.nodes.text_classifier), or a sequence
-           classification model of transformers as a folder or hub name: safetensors only, no code from the model.
+           classification model of transformers as a folder or hub name: safetensors only, no code from the model. It
+           has two labels or more, of single texts; where they do not exclude each other (problem_type
+           multi_label_classification) scores are those of each label alone.
+    precision: what a model of transformers computes in: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'.
+           Compared with float32 on the CPU, with random weights of BERT and DistilBERT, all labels were the same;
+           probabilities moved by at most 2e-4 in bfloat16 and 3e-5 in float16. TF32 was not measured.
     """
 
     model: str
+    precision: str = "float32"
 
 
 class Classify(BatchNode):
@@ -33,7 +39,14 @@ class Classify(BatchNode):
 
     @classmethod
     def ports(cls, config: ClassifyConfig, step: StepContext) -> Ports:
-        check_classifier(config.model, step.base_dir, "model")
+        check_precision(config.precision)
+        labels = check_classifier(config.model, step.base_dir, "model")
+        if config.precision != "float32" and is_onnx(config.model, step.base_dir):
+            found = f"{config.precision}, but {config.model} is an ONNX model, whose file says what it computes in"
+            raise ConfigError("precision", found, "float32", "leave it out, or name a model of transformers")
+        if labels is not None and len(labels) == 1:
+            found = f"{config.model} has one label, {labels[0]!r:.60}, which every text would be given"
+            raise ConfigError("model", found, "a model with two labels or more", "use node guardrail for a threshold")
         return Ports(
             inputs=(port("text", "text"),),
             outputs=(
@@ -43,7 +56,7 @@ class Classify(BatchNode):
         )
 
     def open(self, context: OpenContext) -> None:
-        self._classifier = open_classifier(self.config.model, context)
+        self._classifier = open_classifier(self.config.model, context, self.config.precision)
 
     def warm_up(self) -> None:
         self._opened.probabilities(["a text to begin with"])

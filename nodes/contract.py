@@ -1,49 +1,18 @@
-"""What a step runs: the contract between a node and the worker that holds it.
+"""The contract between a node and the worker process that runs it.
 
-A node class says what it is before anything is loaded (`ports`, from its config alone, without importing its framework)
-and does its work inside a worker process: `open` loads the model, `warm_up` runs it once, `run` takes a batch, `close`
-gives everything back. `run` is never called twice at a time for one instance.
+`weftline.node` exports what a node author needs of this module, with an example that runs.
 
-A node that produces its answer piece by piece is a `StreamNode`: the worker hands it items as they come and calls
-`round` as long as it is busy. An input port with `pieces=True` is not part of `submit`: it comes by `feed`, piece by
-piece where the step before streams, else as one last piece. A node that is a `BatchNode` too is run in batches, unless
-its step is wired to a stream.
+A node class declares its ports from its config alone (`ports`), without importing its framework. A worker process
+opens an instance (`open` loads the model, `warm_up` runs it once), calls it, and closes it (`close`). One thread makes
+all calls of an instance, one at a time. Nodes that share a process on a GPU have one thread each, so that their calls
+may overlap.
 
-    class Shout(Node):
-        '''Upper-cases text.'''
+A `BatchNode` returns the outputs of a whole batch. A `StreamNode` holds many items at once and returns their outputs in
+chunks: the worker calls `round` while the node is busy. A node class that is both runs in batches, unless its step is
+wired to a stream.
 
-        @classmethod
-        def ports(cls, config, step):
-            return Ports(inputs=(port("text", "text"),), outputs=(port("text", "text"),))
-
-        def run(self, batch):
-            return {"text": [text.upper() for text in batch["text"]]}
-
-A node that works on a GPU says which of its tensors it takes and gives there; they then do not pass through the host
-where the step before or after is on that GPU too. The same code runs on the CPU:
-
-    from weftline.nodes.near import as_torch
-
-    class Mirror(BatchNode):
-        '''Turns pictures left to right.'''
-
-        @classmethod
-        def ports(cls, config, step):
-            return Ports(inputs=(port("image", "image"),), outputs=(port("image", "image"),))
-
-        @classmethod
-        def device_ports(cls, config, ports):
-            return frozenset({"image"})
-
-        def open(self, context):
-            self.device = context.framework_device
-
-        def run(self, batch):
-            images = [as_torch(image, device=self.device) for image in batch["image"]]
-            return {"image": [image.flip(1) for image in images]}
-
-What it puts on torch's current stream is in order with whoever wrote its inputs and will read its outputs: it need not
-wait for the device.
+An input port with `pieces=True` is not part of `submit`. It arrives by `feed`: in chunks if the step before streams,
+else as one last chunk.
 """
 
 from __future__ import annotations
@@ -56,6 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from weftline.errors import ModelError, Problem
 from weftline.nodes.ports import Ports, PortType
 from weftline.nodes.urgency import USUAL, Urgency
 from weftline.shm.device.names import torch_device
@@ -65,35 +35,52 @@ from weftline.shm.spec import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class NoConfig:
-    """The config of a node that has no options."""
+    """Config of a node without options."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What `ports` may look at besides the config.
+    """The step that `ports` and `plan_notes` describe, besides its config.
 
-    base_dir: the folder that relative paths in the pipeline file are relative to.
-    wired:    the names of the input ports that the step connects, for nodes whose inputs are whatever is wired.
-    types:    what their wires give, by port, as far as it is known.
+    base_dir: folder that relative paths in the pipeline file are relative to.
+    wired:    names of the input ports that the step connects, for nodes that accept any input name.
+    types:    types of the connected wires by input port, as far as they are known.
+    devices:  devices of the step's instances, for `plan_notes`; empty before placement.
     """
 
     base_dir: Path
     wired: tuple[str, ...] = ()
     types: Mapping[str, PortType] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """Device memory limit of a node that keeps memory between items, such as an LLM's KV cache.
+
+    bytes:         upper limit, including the node's weights and workspace.
+    reserve_bytes: device memory that must stay free.
+    """
+
+    bytes: int
+    reserve_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenContext:
-    """What a node is given when it opens, inside its worker.
+    """Resources of a node inside its worker process: device, threads, folders, batch limits.
 
-    base_dir:  the folder that relative paths in the pipeline file are relative to.
-    device:    'cpu', or 'cuda:0' and so on.
-    threads:   compute threads this node may use; its share of the machine's cores.
-    items_max: the largest batch it will ever be given.
-    cache_dir: a folder that outlives the process, for compiled engines and the like; may not exist yet.
-    progress:  call with a short phrase ('reading weights') and a fraction from 0 to 1 while loading.
-    stream:    the CUDA stream that the node's calls are in order with, for frameworks other than torch, whose current
-               stream it is; 0: not said, so that a node that uses another stream waits for the device.
+    base_dir:  folder that relative paths in the pipeline file are relative to.
+    device:    'cpu', 'cuda:0' and so on; 'fake:0' in tests.
+    threads:   number of compute threads that the node may use.
+    items_max: items of the largest batch.
+    sizes:     preferred batch sizes in items, ascending; often empty.
+    cache_dir: folder that outlives the process, for compiled engines and similar files; it may not exist yet.
+    progress:  callback for loading: a short phrase ('reading weights') and a fraction from 0 to 1.
+    stream:    handle of the CUDA stream that orders the node's calls. It is torch's current stream; other frameworks
+               must use it. 0: no stream is set, and a node that uses another stream must synchronise it.
+    room:      device memory limit of a node that has a GPU to itself; None: the node's own options apply.
+    kv_most_bytes: upper limit of `resize_memory` in bytes; 0: no more than at start.
     """
 
     base_dir: Path
@@ -103,26 +90,24 @@ class OpenContext:
     cache_dir: Path = Path(".weftline-cache")
     progress: Callable[[str, float], None] = field(default=lambda phrase, fraction: None)
     stream: int = 0
+    room: DeviceRoom | None = None
+    kv_most_bytes: int = 0
+    sizes: tuple[int, ...] = ()
 
     @property
     def framework_device(self) -> str:
-        """What torch calls the device: a fake GPU's memory is the CPU's."""
+        """Device in torch's notation; the memory of a fake GPU is the CPU's."""
         return torch_device(self.device)
 
 
 class Batch:
-    """The items of one call of a node: for every connected input port, one value per item.
+    """The items of one call: for every connected input port, one value per item.
 
-    `batch["image"]` is the sequence of that port's values, in item order; arrays are read-only views of shared memory.
-    `batch.stacked("x")` is one array [items, ...]: a view where the items lie side by side, else one copy.
-    `batch.room("y", dtype, shape)` is a writable array [items, ...] inside the shared memory where the output will be
-    read from: write the result there and return that same array, and nothing is copied. It returns None when no room
-    was set aside; return any array then.
-    Of a port that the node takes or gives on its device, all of these are DeviceTensors instead of arrays.
-    `batch.cancelled(2)` says whether the request of the third item is gone; a long call may ask now and then, and leave
-    that item's work undone: any value will do for it.
-    `batch.lengths("x")` are the items' true sizes along a padded axis of `x`, where the step pads (`batch.pad`).
-    `batch.urgency(2)` is what the third item brings along: priority, time left, and its place in a sequence.
+    `batch["image"]` is the sequence of a port's values in item order. Arrays are read-only views of shared memory that
+    is reused after the call: copy what is kept longer, unless the step remembers sequences. The values of an input port
+    in `device_ports` are DeviceTensors on a GPU.
+
+    ids: the items' ids, one int per item.
     """
 
     __slots__ = ("_cancelled", "_lengths", "_room", "_stacked", "_urgency", "_values", "ids")
@@ -150,7 +135,7 @@ class Batch:
 
     @property
     def ports(self) -> tuple[str, ...]:
-        """The names of the connected input ports, for nodes whose inputs are whatever is wired."""
+        """Names of the connected input ports."""
         return tuple(self._values)
 
     def __getitem__(self, port: str) -> Sequence[Any]:
@@ -164,38 +149,60 @@ class Batch:
         return self._values[port] if port in self._values else [default] * len(self)
 
     def stacked(self, port: str) -> Any:
-        """Return the port's tensors as one array [items, ...]; an error when their shapes differ.
+        """Return a port's tensors as one array [items, ...].
 
-        An np.ndarray; of a port whose values are DeviceTensors, one of them.
+        A view where the items are adjacent in memory, else one copy. An np.ndarray, or a DeviceTensor where the port's
+        values are DeviceTensors. ValueError: the items' shapes differ.
         """
         view = self._stacked(port) if self._stacked else None
         if view is not None:
             return view
         values = self._values[port]
-        return _stacked_there(values) if isinstance(values[0], DeviceTensor) else np.stack(values)
+        return _stack_on_device(values) if isinstance(values[0], DeviceTensor) else np.stack(values)
 
     def room(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
-        """Return where to write output `port`, [items, *shape] of `dtype`, or None when there is no room.
+        """Return a writable output buffer [items, *shape] of `dtype` in shared memory, or None.
 
-        An np.ndarray; of an output that is read on the device, a DeviceTensor.
+        Write the outputs of `port` into the buffer and return the buffer itself: nothing is copied. An np.ndarray, or
+        a DeviceTensor where the output stays on the device. None: no buffer is available; return any array.
         """
         return self._room(port, dtype, shape) if self._room else None
 
+    def settle(self, position: int, outputs: dict[str, Any]) -> None:
+        """Copy one item's outputs now, before `run` returns.
+
+        For a node that computes item by item and reuses its memory for the next item. Outputs are otherwise read when
+        `run` has returned.
+
+        position: index of the item in the batch.
+        outputs:  the item's value for every output port. The method replaces the values by those that `run` must
+                  return for the item. A value whose memory has no other reference is not copied.
+
+        No-op outside a worker. StepError: a value does not match its port's type.
+        """
+
     def cancelled(self, position: int) -> bool:
-        """Whether the item at `position` belongs to a request that is gone; looks for news when it is called."""
+        """Return whether the request of the item at `position` has been cancelled.
+
+        The call polls for new cancellations. A long-running node may skip the work of a cancelled item and return any
+        value for it.
+        """
         return self._cancelled(self.ids[position]) if self._cancelled else False
 
     def lengths(self, port: str) -> Sequence[int]:
-        """Return each item's true size along the padded axis of `port`; KeyError when the step does not pad it."""
+        """Return each item's unpadded size along the padded axis of `port`.
+
+        KeyError: the step does not pad the port (`batch.pad`).
+        """
         return self._lengths[port]
 
     def urgency(self, position: int) -> Urgency:
-        """Return what the item at `position` brings along from its request."""
+        """Return the request attributes of the item at `position`: priority, time left, sequence, seed, caller."""
         return self._urgency[position] if self._urgency else USUAL
 
 
-def _stacked_there(values: Sequence[DeviceTensor]) -> DeviceTensor:
-    """Return copies of tensors of one shape in memory of their device that torch gives: [items, ...]."""
+def _stack_on_device(values: Sequence[DeviceTensor]) -> DeviceTensor:
+    """Copy tensors of one shape into one [items, ...] that torch allocates on their device."""
     import torch
 
     whole = torch.stack([value.torch() for value in values])
@@ -204,22 +211,24 @@ def _stacked_there(values: Sequence[DeviceTensor]) -> DeviceTensor:
 
 
 Outputs = Mapping[str, Any]
-"""What `run` returns: for every output port one value per item, as a sequence, or as one array, torch tensor or
-DeviceTensor [items, ...]. A value may be an exception: that item fails alone."""
+"""Return type of `BatchNode.run`: one value per item for every output port.
+
+The values are a sequence, or one array, torch tensor or DeviceTensor [items, ...]. A value may be an exception: that
+item fails, the other items do not."""
 
 
 class Node(ABC):
-    """A model or function that a step runs.
+    """Base class of all nodes: ports, life cycle and class attributes. Derive from BatchNode or StreamNode.
 
-    Class attributes say what checking and placing need to know without loading anything:
+    Class attributes:
 
-    Config:         a frozen dataclass of the node's options; its field docstrings are the documentation.
-    extra:          the extra that installs its framework, such as 'onnx'; empty when nothing is needed.
-    heavy:          it computes for long stretches and wants cores of its own.
-    mutates_inputs: it writes into its input arrays, so it is given private copies.
-    batch_default:  (items_max, wait_max_ms) when the step does not say.
-    idempotent:     running it twice for one item does no harm; what a step says with `idempotent:` goes before it.
-    stateful:       it remembers between the requests of a sequence; see Batch.urgency and end_sequence.
+    Config:         frozen dataclass of the node's options; its field docstrings are the documentation.
+    extra:          name of the extra that installs the framework, such as 'onnx'; '' when nothing is needed.
+    heavy:          the node computes for long stretches and needs cores of its own.
+    mutates_inputs: the node writes into its input arrays, so that it receives private copies.
+    batch_default:  (items_max, wait_max_ms) of a step without `batch:`; wait_max_ms in milliseconds.
+    idempotent:     a second run for the same item does no harm; `idempotent:` of a step overrides it.
+    stateful:       the node keeps state between the requests of a sequence; see `Batch.urgency` and `end_sequence`.
     """
 
     Config: ClassVar[type[Any]] = NoConfig
@@ -236,75 +245,84 @@ class Node(ABC):
     @classmethod
     @abstractmethod
     def ports(cls, config: Any, step: StepContext) -> Ports:
-        """Return the step's ports from its config alone; ValueError or ModelError says what is wrong with the config.
+        """Return the ports of a step from its config, without loading anything.
 
-        A problem with one option is raised as `ConfigError(option, found, expected, fix)`.
+        ConfigError(option, found, expected, fix): one option is wrong. ValueError, ModelError: any other problem of
+        the config.
         """
 
     @classmethod
     def device_ports(cls, config: Any, ports: Ports) -> frozenset[str]:
-        """Return the names of the ports, inputs and outputs, whose tensors the node takes and gives on its device.
+        """Return the names of the ports whose tensors stay on the node's GPU.
 
-        Only for a step on a GPU: there the values of these inputs (tensors, pictures, recordings, and lists of them)
-        are `weftline.shm.device.tensor.DeviceTensor`s, wherever they come from. Of these outputs it may give
-        DeviceTensors, torch tensors on its device, or arrays; they are brought to where their readers are.
+        Inputs of type tensor, image or audio, and lists of them, arrive as DeviceTensors. Outputs may be DeviceTensors,
+        torch tensors on the device, or arrays; the engine copies them to where they are read. Without effect on the
+        CPU.
         """
         return frozenset()
 
+    @classmethod
+    def plan_notes(cls, config: Any, step: StepContext) -> Sequence[str]:
+        """Return lines for `weftline plan`: settings that the node read from its files."""
+        return ()
+
     def open(self, context: OpenContext) -> None:
-        """Load what the node needs; ModelError says what is wrong with the model."""
+        """Load the model. ModelError: the model cannot be loaded."""
 
     def warm_up(self) -> None:
-        """Run once on made-up input, so that the first request does not pay for compilation."""
+        """Run once on generated input, so that the first request does not wait for compilation."""
 
     def close(self) -> None:
-        """Give back what `open` took."""
+        """Release the resources of `open`."""
 
     @classmethod
     def can_rest(cls, config: Any, step: StepContext) -> bool:
-        """Whether a node with this config sleeps by itself where its weights are to be kept; the plan says if not."""
+        """Return whether a node with this config implements `sleep`; shown in the plan."""
         return cls.sleep is not Node.sleep
 
     def sleep(self, keep: str) -> bool:
-        """Give back the device's memory until `wake`, keeping weights in host memory where `keep` is 'host'.
+        """Release the device's memory until `wake`.
 
-        False: the node cannot; it is then closed, and opened again to wake it.
+        keep: 'host' keeps the weights in host memory.
+
+        False: not supported; the worker closes the node and opens it again later.
         """
         return False
 
     def wake(self) -> None:
-        """Be ready again after `sleep`."""
+        """Restore the state before `sleep`."""
 
     def figures(self) -> Mapping[str, float]:
-        """Return what it counts of itself, for whoever watches the server; totals are named `..._total`.
+        """Return metrics of the node by name; empty by default.
 
-        At most 64 finite numbers with names such as `pages_free`. Asked between its calls and rounds, by the thread
-        that runs them, several times a second: it says what it knows and computes nothing. None, unless it is defined.
+        At most 64 finite numbers with names such as `pages_free`; totals end in `_total`. The worker calls it several
+        times a second between calls, on the node's own thread, so it must not compute anything.
         """
         return {}
 
     def end_sequence(self, id: str) -> None:
-        """Forget a sequence: its last request was answered, it was idle for too long, or its caller gave up."""
+        """Drop the state of a sequence: it ended, timed out, or was abandoned by its caller."""
 
 
 class BatchNode(Node):
-    """A node that answers a whole batch at once; nearly every node."""
+    """A node that computes a whole batch in one call."""
 
     @abstractmethod
     def run(self, batch: Batch) -> Outputs:
-        """Return every output port's values for the batch, one per item, in item order.
+        """Return the values of every output port, one per item, in item order.
 
-        An exception fails the batch's items; a value that is an exception fails that item alone.
+        An exception fails all items of the batch. A value that is an exception fails that item only.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of one item's answer.
+    """A chunk of one item's outputs, returned by `StreamNode.round`.
 
-    outputs: for a piece, what is new on each streamed port; for the last one, the whole value of every output port.
+    item:    the item's id, as passed to `submit`.
+    outputs: new data of each streamed port; in the last chunk the whole value of every output port.
     last:    the item is finished.
-    error:   the item failed with this; it is the last piece.
+    error:   the item failed with this exception; no chunk follows.
     """
 
     item: int
@@ -315,13 +333,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """What a node does with the memory it keeps between items, such as an LLM's KV memory; in bytes.
+    """Usage of the memory that a node keeps between items, such as an LLM's KV cache.
 
-    used:      of items that it works on.
-    idle:      kept because it may be useful again, and given up when it is needed.
-    free:      neither.
-    waiting:   items that wait inside the node.
-    preempted: how often an item gave way for lack of memory, since the node was opened.
+    used_bytes:   held by active items.
+    idle_bytes:   cached, and evicted on demand.
+    free_bytes:   neither used nor cached.
+    waiting:      number of items queued inside the node.
+    preempted:    number of preemptions for lack of memory since the node was opened.
+    wanted_bytes: memory that an item needs and the node does not have; 0: none. The item waits until `resize_memory`
+                  is called. A call that adds no memory refuses the item.
     """
 
     used_bytes: int
@@ -329,48 +349,54 @@ class NodeMemory:
     free_bytes: int
     waiting: int = 0
     preempted: int = 0
+    wanted_bytes: int = 0
 
 
 class StreamNode(Node):
-    """A node that holds many items at once and answers them piece by piece, such as an LLM."""
+    """A node that holds many items at once and returns their outputs in chunks, such as an LLM.
+
+    fills_room: the node allocates all of `OpenContext.room` when it opens, if there is one.
+    """
+
+    fills_room: ClassVar[bool] = False
 
     @abstractmethod
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
-        """Take an item; its answer, or why it is refused, comes out of later rounds."""
+        """Add an item; a later `round` returns its outputs or its error."""
 
     def feed(self, item: int, port: str, piece: Any, last: bool) -> None:
-        """Take what is new on an input that is taken in pieces; with `last`, its whole value, after which none comes.
+        """Add a chunk of a streamed input; the last call has `last` set and carries the whole value.
 
-        It should only put it by: `round` does the work. The item may end before the last piece; what would still have
-        come is then not made, unless somebody else reads it. An exception fails the item.
+        Store the chunk only: `round` does the work. The item may end before its last chunk; the engine then cancels
+        the producing step, unless another step reads it. An exception fails the item.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no pieces")
+        raise NotImplementedError(f"{type(self).__name__} has no streamed inputs")
 
     @abstractmethod
     def cancel(self, item: int) -> None:
-        """Drop an item; unknown and finished ones are ignored, and no further piece of it comes."""
+        """Drop an item without returning further chunks; ignore unknown and finished items."""
 
     def pause(self, item: int) -> None:
-        """Produce nothing more of an item until `resume`: its reader is slow. Nodes that cannot may ignore it."""
+        """Stop producing chunks of an item until `resume`: its reader is slow. Optional."""
 
     def resume(self, item: int) -> None:
-        """Go on with a paused item."""
+        """Continue a paused item."""
 
     def memory(self) -> NodeMemory | None:
-        """Return what its memory is used for; None for a node without any to share. Asked between rounds; is cheap."""
+        """Return the node's memory usage, or None; called between rounds, so it must be cheap."""
         return None
 
     def resize_memory(self, bytes: int) -> int:
-        """Hold at most so many bytes from now on, and return how many it holds; called between rounds.
+        """Set the memory limit in bytes and return the memory now held; called between rounds.
 
-        What does not fit any more is given up: idle memory first, then that of items, which are done again later. It
-        holds more than it was told to only where it cannot give up more.
+        The node evicts idle memory first, then preempts items, which restart later. The result exceeds `bytes` only
+        where nothing more can be evicted.
         """
         raise NotImplementedError(f"{type(self).__name__} has no memory that can be resized")
 
     @abstractmethod
     def round(self) -> Sequence[Piece]:
-        """Do one bounded portion of work and return what it produced."""
+        """Do one bounded portion of work and return its chunks; a generator sends each chunk at once."""
 
     @property
     @abstractmethod
@@ -379,8 +405,25 @@ class StreamNode(Node):
 
 
 class ConfigError(ValueError):
-    """One option of a node is wrong; becomes a Problem with the step's file and line."""
+    """An option of a node is wrong; raise it in `ports`.
 
-    def __init__(self, option: str, found: str, expected: str = "", fix: str = "") -> None:
+    `weftline check` reports it with file, line and YAML path of the step.
+
+    option:   name of the option, such as 'radius_px' or 'classes.0'.
+    found:    the value found, as a phrase.
+    expected: what is allowed; '' if `found` is enough.
+    fix:      what to do; '' if it is obvious.
+    others:   further problems, reported together with this one.
+    """
+
+    def __init__(
+        self, option: str, found: str, expected: str = "", fix: str = "", others: Sequence[ConfigError] = ()
+    ) -> None:
         super().__init__(f"{option}: {found}")
         self.option, self.found, self.expected, self.fix = option, found, expected, fix
+        self.others = tuple(others)
+
+
+def model_error(error: ConfigError) -> ModelError:
+    """Convert a ConfigError into the ModelError that `open` raises for the same problem."""
+    return ModelError(str(Problem(error.option, error.found, error.expected, error.fix)))

@@ -1,4 +1,4 @@
-"""Nodes that choose among values: `first` and `switch`, and `passes`, which hands on what it is given.
+"""Control nodes: `first`, `switch` and `passes`, evaluated by the scheduler.
 
 They run nothing and need no process. The scheduler itself decides them, and a value they choose is passed on as it is,
 without a copy. What they take is whatever is wired, so their ports follow from the types of the wires.
@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from weftline.nodes.contract import ConfigError, Node, StepContext
-from weftline.nodes.ports import Port, Ports, PortType, list_of
+from weftline.node import ConfigError, Node, Port, Ports, PortType, StepContext, list_of
 
 BY, DEFAULT, VALUE = "by", "default", "value"
 """Ports of `switch`: what it decides by, what it takes when no case fits; and the output of `first` and `switch`."""
@@ -100,12 +99,12 @@ def cases_of(names: Iterable[str], config: SwitchConfig) -> dict[str, Any]:
 
 
 def decidable(type: PortType) -> bool:
-    """Whether a switch can decide by values of this type: text, json, or a tensor known to have one element."""
+    """Return True for types a switch can decide by: text, json, or a tensor of one element."""
     return type.kind in ("text", "json", "any") or is_number(type)
 
 
 def is_number(type: PortType) -> bool:
-    """Whether this is a tensor that is known to have one element, of a dtype that can be looked at."""
+    """Return True for tensor types of one element and a readable dtype."""
     return type.kind == "tensor" and type.dtype in NUMBERS and type.dims is not None and {*type.dims} <= {1}
 
 
@@ -128,7 +127,7 @@ def _check_by(by: PortType | None, cases: Mapping[str, Any]) -> None:
 
 
 def _kind_of(by: PortType | None) -> str:
-    """Return what a switch will be given to decide by; '' when only a request can tell."""
+    """Return the type a switch decides by; '' when it is known per request only."""
     if by is None or by.kind in ("json", "any"):
         return ""
     return "text" if by.kind == "text" else "true or false" if by.dtype == "bool" else "a number"
@@ -175,7 +174,7 @@ def _common(one: PortType, other: PortType) -> PortType | None:
 
 
 def is_json_like(type: PortType) -> bool:
-    """Whether values of this type can be given where json is taken: text, detections, and lists of text or json."""
+    """Return True for types accepted as json: text, detections, and lists of text or json."""
     if type.kind == "list" and type.item is not None:
         return type.item.kind != "detections" and is_json_like(type.item)
     return type.kind in JSON_LIKE

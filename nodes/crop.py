@@ -1,4 +1,4 @@
-"""What a detector found, cut out of the picture: one crop for each object, for a `map:` step to look at.
+"""Crop node: one image region for each detection, for a `map:` step.
 
     see:      {node: yolo, model: yolo11n.pt, inputs: {image: photo}}
     cut:      {node: crop, size: [224, 224], inputs: {image: photo, detections: see.detections}}
@@ -23,10 +23,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from weftline.nodes.contract import Batch, BatchNode, ConfigError, Outputs, StepContext
-from weftline.nodes.detections import Detections
-from weftline.nodes.near import as_torch
-from weftline.nodes.ports import Port, Ports, PortType, list_of, port
+from weftline.node import (
+    Batch,
+    BatchNode,
+    ConfigError,
+    Detections,
+    Outputs,
+    Port,
+    Ports,
+    PortType,
+    StepContext,
+    as_torch,
+    list_of,
+    port,
+)
 
 if TYPE_CHECKING:
     import torch

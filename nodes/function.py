@@ -1,4 +1,4 @@
-"""A user's own Python function as a step.
+"""Function node: runs a user's Python function as a step.
 
 Its ports are read from its annotations, out of the source text: checking a pipeline imports nothing of the user's.
 
@@ -17,6 +17,11 @@ must not write into them.
     def mirror(photo: Annotated[torch.Tensor, "image"]) -> "image":
         return photo.flip(1)
 
+What it returns is its own memory, to be used again as it likes: a buffer that every call writes into, a view of one, an
+input or a part of one, a dict that it changes later. Each answer is what it was when the call returned. An array that
+nothing else refers to is not copied for that. What it is given is read-only memory that is used again when the call is
+over: it copies what it keeps for later calls. Of a step with `sequence: {}` inputs are copies already, to be kept.
+
 A class works too: it is made once, when the node opens, and its `__call__` is the function. It may remember between the
 requests of a sequence: say so with `sequence: {}` on the step, keep what you like by `weftline.current().sequence.id`,
 and forget it in a method `end_sequence(self, id)`, which is called when the sequence is over.
@@ -24,22 +29,41 @@ and forget it in a method `end_sequence(self, id)`, which is called when the seq
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from sys import getrefcount
 from typing import Any, ClassVar
+from weakref import getweakrefcount
 
 import numpy as np
 
-from weftline.errors import MissingPackage, ModelError, StepError
-from weftline.nodes.annotations import SINGLE, read_ports
-from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
+from weftline.node import (
+    Batch,
+    BatchNode,
+    ConfigError,
+    Detections,
+    DeviceTensor,
+    MissingPackage,
+    ModelError,
+    OpenContext,
+    Outputs,
+    Port,
+    Ports,
+    PortType,
+    StepContext,
+    StepError,
+    as_torch,
+)
+from weftline.nodes.annotations import SINGLE, Signature, read_signature
 from weftline.nodes.current import SCOPE, Scope
-from weftline.nodes.detections import Detections
-from weftline.nodes.near import as_torch
-from weftline.nodes.ports import Port, Ports, PortType
+from weftline.nodes.json_type import JsonType, as_annotated, misfit
+from weftline.nodes.json_value import NotJson, to_json
 from weftline.nodes.user_code import definition, load, locate
 from weftline.nodes.values import describe, mismatch
-from weftline.shm.device.tensor import DeviceTensor
+from weftline.shm.device.driver import DeviceLost
 
 _HELD_LATER: Mapping[str, tuple[type[Any], ...]] = {
     "text": (str,), "bytes": (bytes, bytearray, memoryview), "json": (object,), "any": (object,),
@@ -47,6 +71,9 @@ _HELD_LATER: Mapping[str, tuple[type[Any], ...]] = {
     "detections": (Detections,),
 }  # fmt: skip
 """Values of these classes are held to their port's type by the worker that passes them on; twice would cost time."""
+
+_UNCHANGING = frozenset({str, bytes, int, float, bool, type(None)})
+"""Classes of answers that no later call of the function can change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +86,14 @@ class FunctionConfig:
               exception fails it alone.
     tensors:  what tensors, pictures and recordings are for the function: 'numpy' arrays, or 'torch' tensors, which on a
               GPU stay there.
+    arguments: keyword arguments that are the same for every call, and no inputs; where `function` names a class, those
+              of its `__init__`. A parameter annotated as a Path gets a path relative to the pipeline file.
     """
 
     function: str
     batched: bool = False
     tensors: str = "numpy"
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class Function(BatchNode):
@@ -73,6 +103,8 @@ class Function(BatchNode):
     batch_default: ClassVar[tuple[int, float]] = (8, 0.0)
 
     _call: Callable[..., Any]
+    _object: Any = None  # what the class was made to, or the function
+    _returns: Mapping[str, JsonType]  # what JSON and text its annotation promises, by output
     _outputs: tuple[Port, ...]
     _names: list[str]  # of the outputs
     _defaults: frozenset[str]  # inputs that the function can do without
@@ -84,15 +116,22 @@ class Function(BatchNode):
     def ports(cls, config: FunctionConfig, step: StepContext) -> Ports:
         if config.tensors not in ("numpy", "torch"):
             raise ConfigError("tensors", f"{config.tensors!r:.40}", "numpy or torch")
-        source = locate(config.function, step.base_dir, "function")
-        return read_ports(definition(source, "function"), source.path.name, "function")
+        twice = [
+            ConfigError(f"arguments.{name}", f"{name} is an input of the step too", "one of the two", "remove one")
+            for name in config.arguments
+            if name in step.wired and not _names_a_class(config, step.base_dir)
+        ]
+        if twice:
+            raise ConfigError(twice[0].option, twice[0].found, twice[0].expected, twice[0].fix, twice[1:])
+        return _signature(config, step.base_dir).ports
 
     @classmethod
     def device_ports(cls, config: FunctionConfig, ports: Ports) -> frozenset[str]:
         return frozenset(port.name for port in (*ports.inputs, *ports.outputs) if config.tensors == "torch")
 
     def open(self, context: OpenContext) -> None:
-        ports = self.ports(self.config, StepContext(context.base_dir))
+        signature = _signature(self.config, context.base_dir)
+        ports, self._returns = signature.ports, signature.returns
         self._outputs = ports.outputs
         self._types = {port.name: port.type for port in ports.inputs}
         self._device = context.framework_device if self.config.tensors == "torch" else ""
@@ -101,18 +140,29 @@ class Function(BatchNode):
         self._name_set = frozenset(self._names)
         tensors = _tensor_classes() if self._device else ()
         self._outputs_held_later = [
-            (port, (*held, *tensors) if np.ndarray in (held := _HELD_LATER[port.type.kind]) else held)
+            (port, (_Never,) if port.name in self._returns else (*held, *tensors) if np.ndarray in held else held)
             for port in ports.outputs
+            for held in [_HELD_LATER[port.type.kind]]
         ]
         self._held_later = self._outputs_held_later[0][1] if self._names == [SINGLE] else ()
         found = load(self.config.function, context.base_dir, "function")
+        given = {
+            name: as_annotated(signature.arguments[name], value, context.base_dir)
+            for name, value in self.config.arguments.items()
+        }
+        self._object = None
         try:
-            call = found() if isinstance(found, type) else found
+            call = self._object = found(**given) if isinstance(found, type) else found
         except Exception as error:
             raise ModelError(f"{self.config.function}() failed: {type(error).__name__}: {error}") from error
         if not callable(call):
             raise ModelError(f"{self.config.function} cannot be called")
-        self._call = call
+        self._call = call if isinstance(found, type) or not given else partial(call, **given)
+
+    def close(self) -> None:
+        close = getattr(self._object, "close", None)
+        if close is not None:
+            close()
 
     def run(self, batch: Batch) -> Outputs:
         scope = Scope(batch)
@@ -123,7 +173,7 @@ class Function(BatchNode):
             SCOPE.reset(token)
 
     def end_sequence(self, id: str) -> None:
-        forget = getattr(self._call, "end_sequence", None)
+        forget = getattr(self._object, "end_sequence", None)
         if forget is not None:
             forget(id)
 
@@ -133,6 +183,8 @@ class Function(BatchNode):
         sparse = not self._defaults.isdisjoint(names)
         call, held_later = self._call, self._held_later
         answers: list[Any] = []
+        answer: Any = object()
+        references = getrefcount(answer)  # to what `answer` alone refers to, as this interpreter counts them
         for place in range(len(batch)):
             scope.place = place
             inputs = {name: column[place] for name, column in columns}
@@ -140,18 +192,36 @@ class Function(BatchNode):
                 inputs = {name: value for name, value in inputs.items() if not self._falls_back(name, value)}
             try:
                 answer = call(**inputs)
-                answers.append(answer if isinstance(answer, held_later) else self._apart(answer))
+                if not isinstance(answer, held_later):
+                    answer = self._apart(answer)
+                if answer.__class__ in _UNCHANGING:
+                    answers.append(answer)
+                elif (
+                    answer.__class__ is np.ndarray  # the usual one, found without leaving this frame
+                    and answer.base is None
+                    and getrefcount(answer) <= references
+                    and not getweakrefcount(answer)
+                    and answer.flags.owndata
+                ):
+                    answers.append(answer)  # no other reference to its memory
+                else:
+                    made = dict(zip(self._names, (answer,) if held_later else answer))
+                    del answer  # `made` alone refers to what the function gave away
+                    batch.settle(place, made)
+                    answers.append(made[SINGLE] if held_later else tuple(made.values()))
+            except DeviceLost:
+                raise
             except Exception as error:
                 answers.append(error)
         if held_later:
             return {SINGLE: answers}
         return {
-            port.name: [answer if isinstance(answer, Exception) else answer[place] for answer in answers]
-            for place, port in enumerate(self._outputs)
+            name: [answer if isinstance(answer, Exception) else answer[place] for answer in answers]
+            for place, name in enumerate(self._names)
         }
 
     def _column(self, batch: Batch, name: str) -> Sequence[Any]:
-        """Return the values of an input as the function knows them."""
+        """Return the values of an input in the function's types."""
         if not self._device:
             return batch[name]
         type = self._types[name]
@@ -161,7 +231,7 @@ class Function(BatchNode):
         """Return one item's checked value for each output port, in port order; of a single one, the value itself."""
         by_name = self._by_name(answer)
         values = [
-            value if isinstance(value := by_name[port.name], held_later) else _checked(port, value)
+            value if isinstance(value := by_name[port.name], held_later) else self._checked(port, value)
             for port, held_later in self._outputs_held_later
         ]
         return values[0] if self._held_later else values
@@ -184,9 +254,43 @@ class Function(BatchNode):
             if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or len(values) != items:
                 raise StepError(f"the function was given {items} items; its answer for {name} is no list of {items}")
         return {
-            port.name: [value if isinstance(value, held_later) else _tried(port, value) for value in lists[port.name]]
+            port.name: [
+                value if isinstance(value, held_later) else self._tried(port, value) for value in lists[port.name]
+            ]
             for port, held_later in self._outputs_held_later
         }
+
+    def _checked(self, port: Port, value: Any) -> Any:
+        """Return an output's value, plain where it is JSON; StepError when it is not of its type."""
+        type = self._returns.get(port.name)
+        if type is not None and port.type.kind == "json":
+            return self._checked_json(port, type, value)
+        wrong = mismatch(port.type, value)
+        if wrong:
+            raise StepError(f"the function's {port.name} {wrong}")
+        if type is not None and (unfit := misfit(type, value)) is not None:
+            raise StepError(f"the function's {port.name}: found {unfit.found}, expected {unfit.expected}")
+        return value
+
+    def _checked_json(self, port: Port, type: JsonType, value: Any) -> Any:
+        what = f"the function's {port.name}"
+        try:
+            made = to_json(value)
+        except NotJson as error:
+            raise StepError(error.at(what)) from None
+        wrong = misfit(type, made)
+        if wrong is not None:
+            fix = "\n    fix: with `batched: true` the annotation is of one item" if self.config.batched else ""
+            raise StepError(f"{what}{wrong.path}: found {wrong.found}, expected {wrong.expected}{fix}")
+        return made
+
+    def _tried(self, port: Port, value: Any) -> Any:
+        if isinstance(value, Exception):
+            return value
+        try:
+            return self._checked(port, value)
+        except StepError as error:
+            return error
 
     def _by_name(self, answer: Any) -> Mapping[str, Any]:
         """Return the function's answer as a mapping of output port to value."""
@@ -215,17 +319,14 @@ def _tensor_classes() -> tuple[type[Any], ...]:
     return (torch.Tensor, DeviceTensor)
 
 
-def _checked(port: Port, value: Any) -> Any:
-    wrong = mismatch(port.type, value)
-    if wrong:
-        raise StepError(f"the function's {port.name} {wrong}")
-    return value
+def _signature(config: FunctionConfig, base_dir: Path) -> Signature:
+    found = definition(locate(config.function, base_dir, "function"), "function")
+    return read_signature(found, "function", config.arguments)
 
 
-def _tried(port: Port, value: Any) -> Any:
-    if isinstance(value, Exception):
-        return value
-    try:
-        return _checked(port, value)
-    except StepError as error:
-        return error
+def _names_a_class(config: FunctionConfig, base_dir: Path) -> bool:
+    return isinstance(definition(locate(config.function, base_dir, "function"), "function").node, ast.ClassDef)
+
+
+class _Never:
+    """No value is one of these: values of such an output are checked by the function step itself."""

@@ -1,4 +1,4 @@
-"""A guardrail as a step: rules and an optional classifier decide whether a text is passed on, replaced or blocked.
+"""Guardrail node: allows, replaces or blocks text by rules and an optional classifier.
 
 Whole texts are judged in batches. Where the step is wired to a stream, the text is judged while it comes and passed on
 in pieces (`hold_back`); on a violation the step ends, and with it what nobody else reads.
@@ -10,22 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from weftline.errors import StepError
-from weftline.nodes.contract import (
+from weftline.node import (
+    USUAL,
     Batch,
     BatchNode,
     ConfigError,
     OpenContext,
     Outputs,
     Piece,
+    Ports,
     StepContext,
+    StepError,
     StreamNode,
+    Urgency,
+    port,
 )
 from weftline.nodes.hold_back import HoldBack
-from weftline.nodes.ports import Ports, port
 from weftline.nodes.rules import BUILT_IN, Rule, user_rules
 from weftline.nodes.text_classifier import TextClassifier, check_classifier, is_onnx, open_classifier
-from weftline.nodes.urgency import USUAL, Urgency
 from weftline.nodes.verdict import ON_VIOLATION, Policy, judge
 
 SAFE = "safe"
@@ -210,7 +212,7 @@ def _too_long(chars: int, limit: int) -> StepError:
 
 
 def read_policy(config: GuardrailConfig, labels: tuple[str, ...] | None) -> tuple[Policy, list[Rule]]:
-    """Return the policy and rules that `config` states; ConfigError says what is wrong.
+    """Return the policy and rules of `config`; raise ConfigError when invalid.
 
     labels: the classifier's, or None while they are not known; categories are then not compared with them.
     """

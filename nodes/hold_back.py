@@ -1,4 +1,4 @@
-"""What of a text that still grows may leave already, and when it must stop.
+"""Hold-back window of a streaming guardrail: the text that may be released, and early stop.
 
     pieces come     add("... my card is 41"), add("11 1111 ...")
     some may leave  released() -> "... my card is ", up to where nothing that follows can change what the rules find
@@ -53,7 +53,7 @@ class HoldBack:
 
     @property
     def chars(self) -> int:
-        """How long the text is so far."""
+        """Length of the text so far, in characters."""
         return len(self._text)
 
     @property
@@ -62,7 +62,7 @@ class HoldBack:
         return self._text
 
     def add(self, piece: str) -> None:
-        """Take in what is new."""
+        """Append new text."""
         self._text += piece
         self._unseen += piece
 
@@ -78,7 +78,7 @@ class HoldBack:
         return self._text[max(0, self._judged - self._window - CONTEXT_CHARS) :]
 
     def judged(self, scores: Mapping[str, float]) -> None:
-        """Take in the classifier's probabilities by label for what `to_judge` gave; it saw the text to its end."""
+        """Record the classifier's probabilities by label for the text that `to_judge` returned."""
         self._judged = len(self._text)
         watched = self._policy.block | self._policy.redact
         for label, score in scores.items():
@@ -151,7 +151,7 @@ class HoldBack:
 
     @property
     def released_chars(self) -> int:
-        """How many characters of the text have been let out or redacted."""
+        """Number of released or redacted characters."""
         return self._at
 
 

@@ -1,14 +1,16 @@
-"""Models in Hugging Face's format: a local folder or a hub name; safetensors only, and never code from the model."""
+"""Loading of Hugging Face models: local folder or hub name, safetensors only, no remote code."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weftline.errors import MissingPackage, ModelError
-from weftline.nodes.contract import ConfigError, OpenContext
+from weftline.nodes.contract import ConfigError, OpenContext, model_error
 from weftline.nodes.model_file import find_model
 from weftline.nodes.text_tokens import TextTokens
 from weftline.nodes.weights import check_safetensors
@@ -17,20 +19,151 @@ CONFIG_BYTES_MAX = 4 << 20
 TOKENS_MAX = 512
 """Most tokens of one text when the model's config does not say."""
 
+INDEX = "model.safetensors.index.json"
+"""Names the safetensors file of each tensor, where weights are in several files."""
+
+_LFS_POINTER = b"version https://git-lfs"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_OTHER_WEIGHTS = (*_PICKLED, ".gguf", ".onnx", ".h5", ".msgpack")
+_TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
+"""Names of the files that a tokenizer's vocabulary is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Task of a model, by the transformers class that its config.json names.
+
+    heads: ends of the class's name, such as 'ForCausalLM'.
+    about: what such a model does, as a phrase.
+    node:  the node that runs it; '' where there is none.
+    """
+
+    heads: tuple[str, ...]
+    about: str
+    node: str = ""
+
+
+SEQUENCE_CLASSIFICATION = Kind(("ForSequenceClassification",), "gives a label to a whole text", "classify")
+LANGUAGE_MODEL = Kind(("ForCausalLM", "LMHeadModel"), "is a language model, which generates text", "llm")
+MASKED_LM = Kind(("ForMaskedLM", "ForPreTraining"), "guesses masked words", "embed")
+GENERATION = Kind(("ForConditionalGeneration",), "generates an answer from other inputs")
+NO_HEAD = Kind(("Model",), "has no head and gives states of tokens", "embed")
+_KINDS = (
+    SEQUENCE_CLASSIFICATION,
+    LANGUAGE_MODEL,
+    MASKED_LM,
+    GENERATION,
+    Kind(("ForTokenClassification",), "labels single tokens, as in named-entity recognition"),
+    Kind(("ForQuestionAnswering",), "marks an answer inside a text"),
+    Kind(("ForMultipleChoice",), "chooses among texts"),
+    Kind(("ForSpeechSeq2Seq", "ForCTC"), "transcribes recordings"),
+    Kind(("ForAudioClassification",), "labels recordings"),
+    Kind(("ForImageClassification",), "labels pictures"),
+    Kind(("ForObjectDetection",), "finds objects in pictures"),
+    NO_HEAD,  # last: other heads end so, too
+)
+OWN_NODE = "run it in a node of your own, `node: file.py:Class`"
+"""What to do about a model that no built-in node runs."""
+
+
+def kind_of(config: Mapping[str, Any]) -> tuple[str, Kind | None]:
+    """Return the class that a config.json names first, '' for none, and its kind; None for one that is not known."""
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    return name, next((kind for kind in _KINDS if name.endswith(kind.heads)), None)
+
+
+def check_kind(config: Mapping[str, Any], shown: str, wanted: Sequence[Kind], expected: str, fix: str = "") -> None:
+    """Raise ConfigError about option `model` when config.json names a model of another kind than `wanted`.
+
+    expected: the model that the node runs.
+    fix:      what to do; '': to use the node that runs the model found.
+    """
+    name, kind = kind_of(config)
+    if kind is None or kind in wanted:
+        return
+    node = "whisper" if config.get("model_type") == "whisper" else kind.node
+    other = f"use node {node} for it, or name another model" if node else f"name another model, or {OWN_NODE}"
+    raise ConfigError("model", f"{shown} is a {name:.80}, which {kind.about}", expected, fix or other)
+
 
 def find_config(model: str, base_dir: Path) -> dict[str, Any] | None:
     """Return config.json of a local folder or of a hub model that is in the cache; None when it is not here.
 
     ConfigError when `model` is neither a folder nor could be a hub name, or its config.json is not JSON.
     """
+    folder = find_folder(model, base_dir)
+    return None if folder is None else read_config(folder, model)
+
+
+def find_folder(model: str, base_dir: Path) -> Path | None:
+    """Return a local folder, or the folder of a hub model that is in the cache; None when it is not here.
+
+    ConfigError when `model` is a file, or neither a folder nor could be a hub name.
+    """
     path = find_model(model, base_dir)
     if path is not None:
-        return read_config(path, model)
+        if not path.is_dir():
+            raise ConfigError("model", f"{model} is a file", "a folder with config.json", _fix_of_file(path, model))
+        return path
     if is_path(model, base_dir):
-        raise ConfigError("model", f"there is no folder {model}", "a folder with config.json, or a hub name")
+        fix = "paths are relative to the pipeline file"
+        raise ConfigError("model", f"there is no folder {model}", "a folder with config.json, or a hub name", fix)
     snapshots = _hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
     found = sorted(snapshots.glob("*/config.json")) if "\0" not in model else []
-    return read_config(found[-1].parent, model) if found else None
+    return found[-1].parent if found else None
+
+
+def _fix_of_file(path: Path, model: str) -> str:
+    if path.suffix == ".gguf":
+        return "GGUF is not read; name the folder of the model's safetensors version"
+    folder = model.rpartition("/")[0] or "."
+    return f"name its folder, {folder}" if (path.parent / "config.json").is_file() else ""
+
+
+def check_folder(model: str, base_dir: Path, auto_class: str) -> None:
+    """Raise ConfigError about option `model` when a local folder lacks sound weights or a tokenizer.
+
+    Nothing is said of hub models: what is not in the cache is fetched when the node opens.
+
+    auto_class: transformers' class that loads the model, for the fix.
+    """
+    folder = find_model(model, base_dir)
+    if folder is None:
+        return
+    find_weights(folder, model, auto_class)
+    if not any(path.is_file() for pattern in _TOKENIZERS for path in folder.glob(pattern)):
+        fix = f"save it there: transformers.AutoTokenizer.from_pretrained(...).save_pretrained({model!r})"
+        raise ConfigError("model", f"{model} has no tokenizer", f"one of {', '.join(_TOKENIZERS)}", fix)
+
+
+def find_weights(folder: Path, shown: str, auto_class: str = "AutoModel") -> list[Path]:
+    """Return the safetensors files of a folder; ConfigError about option `model` when they are missing or broken."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
+        found = f"{shown} has no *.safetensors" + (f", but {', '.join(others[:3])}" if others else "")
+        fix = "fetch the model's *.safetensors"
+        if any(name.endswith(_PICKLED) for name in others):
+            found += "; pickled weights are not loaded"
+            save = f"transformers.{auto_class}.from_pretrained({shown!r}).save_pretrained({shown!r})"
+            fix += f", or where you trust its makers convert it once: {save}"
+        raise ConfigError("model", found, "weights as safetensors", fix)
+    index = read_json(folder / INDEX, f"{shown}/{INDEX}")
+    named = index.get("weight_map") if isinstance(index, dict) else None
+    shards = {str(name) for name in named.values()} if isinstance(named, dict) else set()
+    if missing := sorted(shards - {path.name for path in files}):
+        found = f"{shown} lacks {', '.join(missing[:3])}" + (
+            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        )
+        whole = f"the {len(shards)} files that its {INDEX} names"
+        raise ConfigError("model", found, whole, "fetch what is missing; the download was not finished")
+    for path in files:
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                found, fix = f"{shown}/{path.name} is a Git LFS pointer", f"run `git lfs pull` in {shown}"
+                raise ConfigError("model", found, "the weights themselves", fix)
+    return files
 
 
 def _hub_cache() -> Path:
@@ -41,22 +174,41 @@ def _hub_cache() -> Path:
 
 def read_config(folder: Path, shown: str) -> dict[str, Any]:
     """Return `folder`/config.json as a dict; ConfigError about option `model` when there is none or it is corrupt."""
-    path = folder / "config.json"
-    try:
-        if path.stat().st_size > CONFIG_BYTES_MAX:
-            raise ConfigError("model", f"{shown}/config.json is larger than {CONFIG_BYTES_MAX} bytes")
-        config = json.loads(path.read_bytes())
-    except OSError:
-        raise ConfigError("model", f"{shown} has no config.json", "a folder with config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise ConfigError("model", f"{shown}/config.json is not valid JSON") from None
+    config = read_json(folder / "config.json", f"{shown}/config.json")
+    if config is None:
+        raise ConfigError("model", f"{shown} has no config.json", "a folder with config.json", _nearby(folder, shown))
     if not isinstance(config, dict):
         raise ConfigError("model", f"{shown}/config.json is no JSON object")
     return config
 
 
-def load_network(auto_class: str, model: str, context: OpenContext) -> Any:
-    """Return the network of `model` by transformers' `auto_class`: float32, in eval mode, on the context's device."""
+def read_json(path: Path, shown: str) -> Any | None:
+    """Return what is in the JSON file at `path`, None when there is no file; ConfigError when it is no JSON."""
+    try:
+        if path.stat().st_size > CONFIG_BYTES_MAX and path.name != INDEX:
+            raise ConfigError("model", f"{shown} is larger than {CONFIG_BYTES_MAX} bytes")
+        return json.loads(path.read_bytes())
+    except OSError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise ConfigError("model", f"{shown} is not valid JSON") from None
+
+
+def _nearby(folder: Path, shown: str) -> str:
+    """Return the fix for a folder without config.json, by what else it holds."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "it is a LoRA adapter: name the model that it was trained from, and the adapter in `adapters` of node llm"
+        )
+    inside = sorted(path.parent for path in (*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")))
+    return f"name the folder inside, {shown}/{inside[-1].relative_to(folder).as_posix()}" if len(inside) == 1 else ""
+
+
+def load_network(auto_class: str, model: str, context: OpenContext, unused: tuple[str, ...] = ()) -> Any:
+    """Return the network of `model` by transformers' `auto_class`: float32, in eval mode, on the context's device.
+
+    unused: beginnings of the names of tensors that the caller computes nothing with, which may be missing.
+    """
     try:
         import torch
         import transformers
@@ -72,9 +224,10 @@ def load_network(auto_class: str, model: str, context: OpenContext) -> Any:
             str(source), use_safetensors=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:
-        raise ModelError(f"{model} cannot be opened by transformers: {first_line(error, source, model)}") from None
+        reason = first_line(error, source, model)
+        raise ModelError(f"{model} cannot be opened by transformers: {reason}{hub_fix(source)}") from None
     network, report = found
-    missing = sorted(map(str, report.get("missing_keys") or ()))
+    missing = sorted(name for name in map(str, report.get("missing_keys") or ()) if not name.startswith(unused))
     if missing:  # transformers would leave them at random and only warn
         raise ModelError(f"{model}: its weights lack {', '.join(missing[:3])} ({len(missing)} tensors in all)")
     return network.to(context.framework_device).eval()
@@ -82,15 +235,28 @@ def load_network(auto_class: str, model: str, context: OpenContext) -> Any:
 
 def check_weights(folder: Path, shown: str) -> None:
     """Raise ModelError unless `folder`, called `shown` in errors, has safetensors files, and all of them are sound."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{shown} has no *.safetensors; pickled weights are not loaded")
+    try:
+        files = find_weights(folder, shown)
+    except ConfigError as error:
+        raise model_error(error) from None
     for file in files:
         check_safetensors(file, f"{shown}/{file.name}")
 
 
-def load_tokens(model: str, context: OpenContext, tokens_max: int) -> TextTokens:
-    """Return the model's tokenizer; ModelError when it has none of the fast kind."""
+def hub_fix(source: Path | str) -> str:
+    """Return what to do about a name that no folder has and that could not be had of the hub; '' for a folder."""
+    if isinstance(source, Path):
+        return ""
+    return (
+        "\n    fix: name the model's folder, relative to the pipeline file, or a hub name that this machine can fetch"
+    )
+
+
+def load_tokens(model: str, context: OpenContext, tokens_max: int, pad: int | None = None) -> TextTokens:
+    """Return the model's tokenizer; ModelError when it has none of the fast kind.
+
+    pad: the token that the network takes as padding; None: the tokenizer's.
+    """
     import transformers
 
     source = local_or_hub(model, context.base_dir)
@@ -101,22 +267,30 @@ def load_tokens(model: str, context: OpenContext, tokens_max: int) -> TextTokens
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         raise ModelError(f"{model} has no tokenizer.json")
-    return TextTokens(fast, tokens_max, tokenizer.pad_token_id or 0)
+    return TextTokens(fast, tokens_max, (tokenizer.pad_token_id or 0) if pad is None else pad)
 
 
-def tokens_limit(config: dict[str, Any]) -> int:
-    """Return how many tokens a model of this config can read; position tables of RoBERTa hold two extra rows."""
+def tokens_limit(config: dict[str, Any], tokens_max: int = TOKENS_MAX) -> int:
+    """Return how many tokens of one text a model of this config reads, at most `tokens_max`.
+
+    Position tables of RoBERTa hold two extra rows.
+    """
     positions = config.get("max_position_embeddings")
     if type(positions) is not int or positions < 8:
-        return TOKENS_MAX
+        return tokens_max
     extra = 2 if config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet") else 0
-    return min(positions - extra, TOKENS_MAX)
+    return min(positions - extra, tokens_max)
 
 
 def is_path(model: str, base_dir: Path) -> bool:
-    """Whether `model` can only be a path: a hub name is one or two words, and no folder here starts like it."""
+    """Return True when `model` can only be a path: hub names are one or two words."""
     parts = model.split("/")
-    return model.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and (base_dir / parts[0]).is_dir())
+    return (
+        model.startswith((".", "/", "~"))
+        or model.endswith((*_OTHER_WEIGHTS, ".safetensors"))
+        or len(parts) > 2
+        or (len(parts) == 2 and (base_dir / parts[0]).is_dir())
+    )
 
 
 def local_or_hub(model: str, base_dir: Path) -> Path | str:

@@ -1,4 +1,4 @@
-"""Pictures from bytes or arrays to `uint8[H, W, 3]`, RGB, upright: limits first, decoding after.
+"""Image decoding to upright RGB `uint8[H, W, 3]`, with limits checked before decoding.
 
 Nothing is decoded before the header's claims are within limits, and nothing a decoder says reaches the caller: its
 messages hold addresses and differ between versions.
@@ -7,6 +7,9 @@ messages hold addresses and differ between versions.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,21 +27,55 @@ METADATA_BYTES_MAX = 4 << 20
 """Most bytes of colour profile, EXIF and the like: a large print profile is 2 MB, a hostile one is unlimited."""
 
 
+BAND_PIXELS = 1 << 18
+"""Pixels that are converted at a time, so that conversion takes little memory beside the picture and its result."""
+
+
 def decode_image(data: bytes, pixels_max: int = PIXELS_MAX) -> np.ndarray:
     """Return the picture in `data` (PNG, JPEG, WebP, BMP, or a GIF's first frame) as uint8[H, W, 3], turned upright.
 
     Transparent parts are shown on white. InputError for other formats, animations, and anything over a limit or
     corrupt; a picture over `pixels_max` is refused by its header, before memory for it exists.
     """
-    header = read_header(bytes(data[:16])) if len(data) < 16 else read_header(data)
+    header = image_claim(data, pixels_max)
+    buffer = np.empty(header.pixels * 3, np.uint8)
+    return buffer.reshape(decode_image_into(data, header, buffer))
+
+
+def image_claim(data: bytes, pixels_max: int = PIXELS_MAX) -> ImageHeader:
+    """Return what a picture's header claims, with the size it decodes to; InputError as `decode_image`."""
+    header = read_header(data)
     check_header(header, pixels_max)
-    from PIL import Image, ImageOps
+    if header.format == "GIF":  # a frame may be larger than its screen
+        with _opened(data, header) as image:
+            _check_size(*image.size, pixels_max)
+            header = replace(header, width=image.size[0], height=image.size[1])
+    return header
+
+
+def decode_image_into(data: bytes, header: ImageHeader, buffer: np.ndarray) -> tuple[int, int, int]:
+    """Decode a picture into `buffer`, flat uint8 of 3 bytes for each pixel of its claim, and return its shape."""
+    from PIL import ImageOps
+
+    with _opened(data, header) as image:
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        width, height = image.size
+        if width * height != header.pixels:
+            raise ValueError("another size than its header claims")
+        shape = (height, width, 3)
+        _convert(image, buffer.reshape(shape))
+        return shape
+
+
+@contextmanager
+def _opened(data: bytes, header: ImageHeader) -> Iterator[Image.Image]:
+    """Open a picture for decoding; InputError, without a decoder's own words, when that or anything inside fails."""
+    from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(*image.size, pixels_max)  # a GIF frame may be larger than its screen
-            image.load()
-            return from_pil(ImageOps.exif_transpose(image))
+            yield image
     except InputError:
         raise
     except MemoryError:
@@ -68,6 +105,22 @@ def _check_size(width: int, height: int, pixels_max: int) -> None:
 
 def from_pil(image: Image.Image) -> np.ndarray:
     """Return a Pillow picture of any mode as uint8[H, W, 3]."""
+    image.load()
+    whole = np.empty((image.size[1], image.size[0], 3), np.uint8)
+    _convert(image, whole)
+    return whole
+
+
+def _convert(image: Image.Image, whole: np.ndarray) -> None:
+    """Write a Pillow picture of any mode to uint8[H, W, 3], a band of rows at a time."""
+    width, height = image.size
+    rows = max(1, BAND_PIXELS // max(width, 1))
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        whole[top:bottom] = _band(image.crop((0, top, width, bottom)))
+
+
+def _band(image: Image.Image) -> np.ndarray:
     if image.mode.startswith("I;16"):
         return from_array((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -96,6 +149,10 @@ def from_array(image: Any, pixels_max: int | None = None) -> np.ndarray:
 
 
 def _on_white(image: np.ndarray) -> np.ndarray:
-    alpha = image[..., 3:].astype(np.uint16)
-    shown: np.ndarray = (image[..., :3] * alpha + 255 * (255 - alpha) + 127) // 255
-    return shown.astype(np.uint8)
+    whole: np.ndarray = np.empty((*image.shape[:2], 3), np.uint8)
+    rows = max(1, BAND_PIXELS // max(image.shape[1], 1))
+    for top in range(0, len(image), rows):
+        band = image[top : top + rows]
+        alpha = band[..., 3:].astype(np.uint16)
+        whole[top : top + rows] = (band[..., :3] * alpha + 255 * (255 - alpha) + 127) // 255
+    return whole

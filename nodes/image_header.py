@@ -1,4 +1,4 @@
-"""What a picture's first bytes claim: format, size, frames and metadata, read without decoding anything.
+"""Image header parser: format, size, frames and metadata without decoding.
 
 Decoders allocate from these claims, some of them while they only 'open' a file, so they are read here first, by hand
 and within the bytes given. Formats: PNG (W3C PNG 3rd edition), JPEG (ITU T.81), WebP (RFC 9649), BMP, GIF89a.
@@ -7,6 +7,7 @@ and within the bytes given. Formats: PNG (W3C PNG 3rd edition), JPEG (ITU T.81),
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weftline.errors import InputError
@@ -20,6 +21,13 @@ REFUSED: tuple[tuple[bytes, str], ...] = (
     (b"%!PS", "PostScript"), (b"<svg", "SVG"), (b"<?xml", "SVG"), (b"\x00\x00\x01\x00", "icon"), (b"gimp xcf", "XCF"),
 )  # fmt: skip
 """Formats that are recognised only to be refused by name: their decoders have long histories of memory errors."""
+
+WORKING_BYTES_PER_PIXEL: Mapping[str, int] = {"PNG": 9, "JPEG": 13, "WEBP": 18, "BMP": 9, "GIF": 9}
+"""Most memory that decoding takes beside the result, by format: Pillow keeps 4 bytes a pixel, twice where EXIF turns
+the picture; coefficients of a progressive JPEG take up to 8 more, and libwebp's canvases up to 10."""
+
+WORKING_BYTES_LEAST = 4 << 20
+"""Memory that decoding takes however small the picture is: bands of rows on their way, and a decoder's tables."""
 
 _JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """JPEG markers that carry the picture's size: SOF0 to SOF15 without DHT, JPG and DAC."""
@@ -37,6 +45,15 @@ class ImageHeader:
     height: int
     frames: int = 1
     metadata_bytes: int = 0
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that decoding takes beside its result."""
+        return self.pixels * WORKING_BYTES_PER_PIXEL[self.format] + WORKING_BYTES_LEAST
 
 
 def read_header(data: bytes) -> ImageHeader:

@@ -1,4 +1,4 @@
-"""Pictures fitted into a square for a detector, and its boxes brought back.
+"""Letterbox resizing for detectors and mapping of boxes back to the picture.
 
 The arithmetic is ultralytics' LetterBox and scale_boxes, so that a model sees here what it saw in training. On a GPU
 torch resizes, in float32, where OpenCV rounds to 11 bits: levels differ by at most 1 of 255.
@@ -20,7 +20,7 @@ PADDING = 114
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Where a picture of `height` x `width` px lies in its square: its size there, and its left top corner."""
+    """Position of a picture of `height` x `width` px in its square: its size there, and its left top corner."""
 
     height: int
     width: int

@@ -1,4 +1,4 @@
-"""What callers send becomes what ports carry: the one door through which request values enter.
+"""Conversion of request values to port values; dispatches to the media decoders.
 
 `to_value` takes bytes, files, arrays, pictures and plain Python values and gives the canonical value of a port type, or
 an InputError that says what was found and what was wanted. Every size is checked before memory for it is asked for.
@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from weftline.errors import InputError
 from weftline.nodes import audio, image
 from weftline.nodes.audio import decode_audio
 from weftline.nodes.image import decode_image
+from weftline.nodes.image_header import ImageHeader
+from weftline.nodes.json_value import NotJson, to_json
 from weftline.nodes.ports import PortType
 from weftline.nodes.tensor_input import to_tensor
 from weftline.nodes.values import array_dtype, describe, mismatch
 
-__all__ = ["MediaLimits", "decode_audio", "decode_image", "to_value"]
+__all__ = ["Encoded", "MediaLimits", "decode_audio", "decode_image", "encoded", "to_value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> A
     image:  encoded bytes, a path, a Pillow picture, or a uint8 array (grey, RGB or RGBA).
     audio:  encoded bytes, a path, or an array at 16 kHz (float, or int16, int32, uint8 which are scaled).
     text:   a str, or bytes or a file in UTF-8.
-    json:   any json value (a str is itself one), or bytes or a file that hold json.
+    json:   any json value (a str is itself one), what `to_json` converts to one, or bytes or a file that hold json.
     bytes:  bytes, or a file.
     tensor: an array of the stated dtype, a number or nested lists, or bytes or a file in NumPy's .npy format.
     list:   a list or tuple of such values, or an array of them stacked; gives a list. The limits hold for each element.
@@ -58,15 +61,64 @@ def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> A
     """
     if type.kind == "list":
         return _list(type, raw, limits)
-    if isinstance(raw, str) and type.kind in ("image", "audio"):
+    raw = _within(raw, limits, type.kind)
+    return _CONVERT.get(type.kind, _as_it_is)(type, raw, limits)
+
+
+@dataclass(slots=True)
+class Encoded:
+    """A picture or recording within limits by its header, which is not decoded yet.
+
+    size_bytes:    what it decodes to.
+    working_bytes: memory that decoding takes beside that.
+    decode:        fills flat bytes of that size and returns the value's shape; InputError when it is corrupt.
+    shape:         the value's, once it is decoded.
+    """
+
+    kind: str
+    size_bytes: int
+    working_bytes: int
+    decode: Callable[[np.ndarray], tuple[int, ...]]
+    shape: tuple[int, ...] = ()
+
+    def decode_into(self, buffer: memoryview) -> None:
+        """Decode into a buffer of exactly `size_bytes`."""
+        self.shape = self.decode(np.frombuffer(buffer, np.uint8))
+
+
+def encoded(type: PortType, raw: Any, limits: MediaLimits) -> Encoded | None:
+    """Return what encoded bytes, or a file of them, will be decoded to; None for any other value.
+
+    InputError as `to_value`, as far as it can be said without decoding.
+    """
+    if type.kind not in ("image", "audio") or not isinstance(raw, bytes | bytearray | memoryview | str | Path):
+        return None
+    data = _within(raw, limits, type.kind)
+    if type.kind == "image":
+        header = image.image_claim(data, limits.pixels_max)
+        return Encoded("image", header.pixels * 3, header.working_bytes, partial(_decode_image, data, header))
+    claim = audio.audio_claim(data, limits.seconds_max)
+    return Encoded("audio", claim.samples * 4, audio.WORKING_BYTES, partial(_decode_audio, data, claim))
+
+
+def _decode_image(data: bytes, header: ImageHeader, buffer: np.ndarray) -> tuple[int, ...]:
+    return image.decode_image_into(data, header, buffer)
+
+
+def _decode_audio(data: bytes, claim: audio.AudioClaim, buffer: np.ndarray) -> tuple[int, ...]:
+    audio.decode_audio_into(data, claim, buffer.view(np.float32))
+    return (claim.samples,)
+
+
+def _within(raw: Any, limits: MediaLimits, kind: str) -> Any:
+    """Return a value within `bytes_max`, files read and buffers made bytes."""
+    if isinstance(raw, str) and kind in ("image", "audio"):
         raw = Path(raw)
     if isinstance(raw, Path):
         raw = _read_file(raw, limits)
-    if isinstance(raw, bytearray | memoryview):
-        raw = bytes(raw)
-    if isinstance(raw, bytes | str) and len(raw) > limits.bytes_max:
+    if isinstance(raw, bytes | str | bytearray | memoryview) and len(raw) > limits.bytes_max:
         raise InputError(f"{len(raw)} bytes; the limit is {limits.bytes_max}")
-    return _CONVERT.get(type.kind, _as_it_is)(type, raw, limits)
+    return bytes(raw) if isinstance(raw, bytearray | memoryview) else raw
 
 
 _STACKED_DIMS: dict[str, tuple[int, ...]] = {"image": (4,), "audio": (2,), "tensor": tuple(range(1, 65))}
@@ -142,7 +194,10 @@ def _json(type: PortType, raw: Any, limits: MediaLimits) -> Any:
         except (ValueError, RecursionError) as error:
             place = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             raise InputError(f"not valid json{place}") from None
-    return _as_it_is(type, raw, limits)
+    try:
+        return to_json(raw)
+    except NotJson as error:
+        raise InputError(error.at("")) from None
 
 
 def _tensor(type: PortType, raw: Any, limits: MediaLimits) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Log-mel spectrograms of many windows at once, on whatever device their samples lie.
+"""Batched log-mel spectrograms on the device of the samples.
 
 The arithmetic is openai-whisper's log_mel_spectrogram, whose loudest bin is the loudest of all it is given: here it is
 each window's own, so that a window's spectrogram does not depend on the others. On the CPU the bits are the same.

@@ -1,4 +1,4 @@
-"""Where a step's model lies: one rule for all nodes that name a file or a folder."""
+"""Model path resolution, shared by all nodes that name a file or folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def need_file(model: str, base_dir: Path, option: str = "model", inside: str = "
         raise ConfigError(option, f"there is no file or folder {model}", fix=fix)
     if path.is_dir() and inside:
         if not (path / inside).is_file():
-            raise ConfigError(option, f"the folder {model} has no {inside}")
+            others = sorted(one.name for one in path.glob(f"*{Path(inside).suffix}"))
+            fix = f"name the file, {model}/{others[0]}" if len(others) == 1 else ""
+            raise ConfigError(option, f"the folder {model} has no {inside}", fix=fix)
         return path / inside
     if not path.is_file():
         raise ConfigError(option, f"{model} is a folder", "a file")

@@ -1,10 +1,10 @@
-"""Values of a batch as torch tensors on the step's device: in place where they lie there, uploaded where they do not.
+"""Conversion between a batch's values and torch tensors on the step's device.
 
-A node that says by `device_ports` that it works on its device is given DeviceTensors there, and arrays where the step
-has no GPU. Through these functions both look the same to it, and what it gives goes where it will be read.
+The ports in `device_ports` hold DeviceTensors on a GPU and arrays on the CPU. These functions accept both, so that the
+same node code runs on either.
 
-Everything is put on torch's current stream and nothing waits for it, but for a copy to the host, which is whole when it
-returns.
+All work is enqueued on torch's current stream without synchronisation. A copy to the host is complete when the
+function returns.
 """
 
 from __future__ import annotations
@@ -24,23 +24,32 @@ if TYPE_CHECKING:
     import torch
 
 
-def as_torch(value: Any, dtype: str | None = None, device: str = "cpu") -> torch.Tensor:
-    """Return one value of a tensor, image or audio port as a torch tensor on `device`; do not write into it.
+def as_torch(value: Any, dtype: str | None = None, device: str | torch.device = "cpu") -> torch.Tensor:
+    """Return one value of a tensor, image or audio port as a torch tensor on `device`. Do not write into it.
 
-    A DeviceTensor is seen in place, an array on the CPU is too. dtype: the true one behind an array's stand-in.
+    value:  DeviceTensor, array or torch tensor of any shape. A DeviceTensor, and an array when `device` is 'cpu', is
+            not copied.
+    dtype:  dtype of an array that numpy has no dtype for: 'bfloat16', 'float8_e4m3fn', ...; None: the array's own.
+    device: torch device or its name, such as `OpenContext.framework_device`.
     """
     if isinstance(value, DeviceTensor):
         return value.torch()
     return (value if hasattr(value, "detach") else torch_view(value, dtype)).to(device)
 
 
-def stacked_torch(batch: Batch, port: str, dtype: str | None = None, device: str = "cpu") -> torch.Tensor:
-    """Return a port's tensors as one [items, ...] on `device`, without a copy where they lie side by side there."""
+def stacked_torch(
+    batch: Batch, port: str, dtype: str | None = None, device: str | torch.device = "cpu"
+) -> torch.Tensor:
+    """Return a port's tensors as one torch tensor [items, ...] on `device`.
+
+    Not copied where the items are adjacent in memory there. dtype, device: as in `as_torch`. ValueError, RuntimeError:
+    the items' shapes differ.
+    """
     return as_torch(batch.stacked(port), dtype, device)
 
 
 def stacked_group(values: Sequence[Any], items: Sequence[int], dtype: str | None, device: str) -> torch.Tensor:
-    """Return some of a port's tensors, all of one shape, as one [items, ...] on `device`: a copy of several."""
+    """Return the tensors of `items`, all of one shape, as one [items, ...] on `device`; several are copied."""
     import torch
 
     chosen = [values[item] for item in items]
@@ -51,9 +60,9 @@ def stacked_group(values: Sequence[Any], items: Sequence[int], dtype: str | None
 
 
 def placed(batch: Batch, port: str, tensor: torch.Tensor, there: bool) -> Any:
-    """Return `tensor` [items, ...] for output `port`: copied into the room that was set aside, where there is some.
+    """Return `tensor` [items, ...] as the values of output `port`, in the output buffer if there is one.
 
-    Without room it stays as it is where tensors are given on the device (`there`), and is else an array.
+    there: the output stays on the device, so that a tensor without a buffer is returned as it is; else as an array.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     room = batch.room(port, dtype, tuple(tensor.shape[1:]))
@@ -64,7 +73,10 @@ def placed(batch: Batch, port: str, tensor: torch.Tensor, there: bool) -> Any:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a torch tensor as an array on the host, of its dtype or of the stand-in of that."""
+    """Copy a torch tensor to an array of the same shape in host memory.
+
+    bfloat16 becomes uint16 and float8 becomes uint8, with the same bits: numpy has no such dtypes.
+    """
     import torch
 
     tensor = tensor.detach().contiguous().cpu()
@@ -74,7 +86,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def rest(module: torch.nn.Module) -> None:
-    """Move a module's weights to host memory, and give what they took of the device back to it."""
+    """Move a module's weights to host memory and release their device memory."""
     import torch
 
     module.to("cpu")

@@ -1,31 +1,57 @@
-"""An ONNX model as a step, run by ONNX Runtime.
+"""ONNX model node, run by ONNX Runtime.
 
 The step's ports are the graph's inputs and outputs, read from the file. Where every one of them has a first dimension
 of no fixed size, that is the batch: it is not part of the ports, and a whole batch is one call. Otherwise the model is
-called item by item, with the dimensions it declares.
+called item by item. Where it fixes a batch of 1 and what is wired to it lacks that dimension, each item is given one,
+and it is taken off the outputs again.
 
 On a GPU tensors are read where they lie there, and written where they will be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from weftline.errors import StepError
-from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
-from weftline.nodes.grouping import alike
+from weftline.node import (
+    Batch,
+    BatchNode,
+    ConfigError,
+    DeviceTensor,
+    ModelError,
+    OpenContext,
+    Outputs,
+    Port,
+    Ports,
+    PortType,
+    StepContext,
+    StepError,
+)
+from weftline.nodes.graphs import check_graphs, graph_sizes
+from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.model_file import need_file
 from weftline.nodes.onnx_binding import Memory, Tensor, call, memory_of
 from weftline.nodes.onnx_file import OnnxFile, ValueInfo, read_onnx
-from weftline.nodes.onnx_session import open_session
-from weftline.nodes.ports import Dim, Port, Ports, PortType
-from weftline.shm.device.tensor import DeviceTensor
+from weftline.nodes.onnx_graphs import WITHOUT_GRAPH, OnnxGraphs, run_options
+from weftline.nodes.onnx_session import check_runtime, open_session
+from weftline.nodes.ports import Dim
+from weftline.shm.device.driver import GpuDriver
+from weftline.shm.device.opening import open_driver
 from weftline.shm.view import numpy_dtype
+
+RANKS = {"image": 3, "audio": 1}
+"""Dimensions of the values that are tensors by another name."""
+
+_log = logging.getLogger(__name__)
+
+_TORCH = (".pt", ".pth", ".pt2", ".safetensors", ".bin", ".ckpt")
+
+NO_TYPES: Mapping[str, PortType] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +59,27 @@ class OnnxConfig:
     """Options of `onnx`.
 
     model:    the .onnx file, or a folder with model.onnx; relative to the pipeline file.
-    batched:  'auto': the first dimension is the batch where it has no fixed size on every input and output. 'true': it
-              is the batch; where the file fixes it at 1, items are run one by one. 'false': it is part of the item.
+    batched:  'auto': the first dimension is the batch where it has no fixed size on every input and output; where the
+              file fixes it at 1 and what is wired to the step lacks it, items are run one by one. 'true': it is the
+              batch; where the file fixes it at 1, items are run one by one. 'false': it is part of the item.
     tensorrt: use TensorRT on a GPU where ONNX Runtime has it; the engines it builds are kept between runs.
+    graphs:   repeat calls as CUDA graphs of the CUDA provider, in place of TensorRT, captured when the step opens: for
+              each of `batch.sizes`, else for powers of two, and for `batch.items_max`; batches between are padded. All
+              sizes but the batch must be fixed. A model that cannot be captured (control flow, operators on the CPU)
+              runs without, with a warning; on the CPU there are none.
     """
 
     model: str
     batched: str | bool = "auto"
     tensorrt: bool = True
+    graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Face:
-    """How the graph's values map to ports.
+    """Mapping of the graph's values to ports.
 
-    together: a batch is one call. strip: items run one by one and a fixed first dimension of 1 is hidden.
+    together: a batch is one call. strip: items run one by one, and a first dimension that is fixed at 1 is hidden.
     """
 
     inputs: tuple[tuple[Port, ValueInfo], ...]
@@ -67,11 +99,30 @@ class Onnx(BatchNode):
     _session: Any = None
     _face: Face
     _memory: Memory
+    _graphs: OnnxGraphs | None = None
+    _sizes: tuple[int, ...] = ()  # batch sizes to capture as graphs
+    _context: OpenContext
 
     @classmethod
     def ports(cls, config: OnnxConfig, step: StepContext) -> Ports:
-        face = _face(config, read_onnx(_path(config, step.base_dir), config.model))
+        check_runtime()
+        path = _path(config, step.base_dir)
+        if path.suffix in _TORCH:
+            fix = "use node torch for it, or export the module: torch.onnx.export(model, example, 'model.onnx')"
+            raise ConfigError("model", f"{config.model} is a file of PyTorch", "an .onnx file", fix)
+        face = _face(config, read_onnx(path, config.model), step.types)
+        if config.graphs:
+            _check_graphs(config, face)
         return Ports(tuple(port for port, _ in face.inputs), tuple(port for port, _ in face.outputs))
+
+    @classmethod
+    def plan_notes(cls, config: OnnxConfig, step: StepContext) -> Sequence[str]:
+        if not _face(config, read_onnx(_path(config, step.base_dir), config.model), step.types).strip:
+            return ()
+        return (
+            f"items run one by one, since {config.model} fixes its batch at 1; "
+            "export it with a dynamic first dimension to run batches",
+        )
 
     @classmethod
     def device_ports(cls, config: OnnxConfig, ports: Ports) -> frozenset[str]:
@@ -82,21 +133,28 @@ class Onnx(BatchNode):
         self._face = _face(self.config, read_onnx(path, self.config.model))
         self._memory = memory_of(context.device, context.stream)
         context.progress("reading the model", 0.1)
-        self._session = open_session(path, self.config.model, context, self.config.tensorrt)
+        self._context = context
+        if self.config.graphs and context.device.startswith("cuda"):
+            self._sizes = graph_sizes(context.items_max, context.sizes)
+        self._session = self._opened(path, context)
 
     def warm_up(self) -> None:
-        inputs = [_made_up(port, self._face) for port, _ in self._face.inputs]
+        inputs = [_made_up(port, info) for port, info in self._face.inputs]
         if not any(array is None for array in inputs):
             self._answers([array for array in inputs if array is not None])
+        if self._sizes:
+            self._capture()
 
     def run(self, batch: Batch) -> Outputs:
         if not self._face.together:
             return self._one_by_one(batch)
         names = [port.name for port, _ in self._face.inputs]
         columns = [batch[name] for name in names]
-        groups = alike(columns, len(batch))
+        groups = group_by_shape(columns, len(batch))
         if len(groups) == 1:
-            return self._call([batch.stacked(name) for name in names], len(batch), batch)
+            whole = {name: batch.stacked(name) for name in names}
+            repeated = self._graphs(whole) if self._graphs is not None else None
+            return self._call(list(whole.values()), len(batch), batch) if repeated is None else repeated
         if any(isinstance(value, DeviceTensor) for column in columns for value in column):
             groups = [[item] for item in range(len(batch))]  # nothing here could copy several together on the device
         found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port, _ in self._face.outputs}
@@ -107,15 +165,42 @@ class Onnx(BatchNode):
         return found
 
     def close(self) -> None:
-        self._session = None
+        if self._graphs is not None:
+            self._graphs.close()
+        self._session = self._graphs = None
+
+    def _opened(self, path: Path, context: OpenContext) -> Any:
+        """Return the session, which captures graphs where it can."""
+        if self._sizes:
+            try:
+                return open_session(path, self.config.model, context, graphs=True)
+            except ModelError as error:
+                self._sizes = ()
+                _log.warning("%s runs without CUDA graphs: %.300s", self.config.model, error)
+        return open_session(path, self.config.model, context, self.config.tensorrt)
+
+    def _capture(self) -> None:
+        """Capture the graphs; a failure is warned of, and runs without them."""
+        context, ports = self._context, (self._face.inputs, self._face.outputs)
+        given, made = ({port.name: (info, _item(port)) for port, info in some} for some in ports)
+        try:
+            driver = self._driver(context.device)
+            self._graphs = OnnxGraphs(self._session, self._memory, driver, context.stream, given, made, self._sizes)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            _log.warning("%s runs without CUDA graphs: %.300s", self.config.model, reason)
+
+    def _driver(self, device: str) -> GpuDriver:
+        return open_driver(device)
 
     def _one_by_one(self, batch: Batch) -> Outputs:
         found: dict[str, list[Any]] = {port.name: [] for port, _ in self._face.outputs}
         for item in range(len(batch)):
             values = [batch[port.name][item] for port, _ in self._face.inputs]
-            answers = self._answers([_together([value], [0]) for value in values] if self._face.strip else values)
-            for (port, _), answer in zip(self._face.outputs, answers, strict=True):
-                found[port.name].append(answer[0] if self._face.strip else answer)
+            lacks = [_lacks_batch(value.ndim, info) for value, (_, info) in zip(values, self._face.inputs, strict=True)]
+            whole = [_together([value], [0]) if lack else value for value, lack in zip(values, lacks, strict=True)]
+            for (port, info), answer in zip(self._face.outputs, self._answers(whole), strict=True):
+                found[port.name].append(answer[0] if any(lacks) and _is_one(info) else answer)
         return found
 
     def _call(self, values: Sequence[Tensor], items: int, batch: Batch | None = None) -> dict[str, Tensor]:
@@ -133,30 +218,68 @@ class Onnx(BatchNode):
         """Call the session once: with a value for every input, and the room that there is for each output."""
         inputs, outputs = [info for _, info in self._face.inputs], [info for _, info in self._face.outputs]
         room_of = zip(outputs, rooms or [None] * len(outputs), strict=True)
-        return call(self._session, self._memory, [*zip(inputs, values, strict=True)], [*room_of])
+        options = run_options(WITHOUT_GRAPH) if self._sizes else None
+        return call(self._session, self._memory, [*zip(inputs, values, strict=True)], [*room_of], options)
+
+
+def _check_graphs(config: OnnxConfig, face: Face) -> None:
+    if not face.together:
+        found = f"true, but items of {config.model} run one by one"
+        fix = "export it with a dynamic first dimension, or leave graphs out"
+        raise ConfigError("graphs", found, "a model whose first dimension is the batch", fix)
+    check_graphs([port for port, _ in (*face.inputs, *face.outputs)])
+
+
+def _item(port: Port) -> tuple[int, ...]:
+    return tuple(dim for dim in port.type.dims or () if isinstance(dim, int))
 
 
 def _path(config: OnnxConfig, base_dir: Path) -> Path:
     return need_file(config.model, base_dir, inside="model.onnx")
 
 
-def _face(config: OnnxConfig, file: OnnxFile) -> Face:
+def _face(config: OnnxConfig, file: OnnxFile, types: Mapping[str, PortType] = NO_TYPES) -> Face:
+    """Return how a file's values map to ports. types: what is wired to the inputs, by port, as far as it is known."""
     mode = str(config.batched).lower()
     if mode not in ("auto", "true", "false"):
         raise ConfigError("batched", f"{config.batched!r:.40}", "auto, true or false")
     values = (*file.inputs, *file.outputs)
     loose = all(value.dims and not isinstance(value.dims[0], int) for value in values)
-    ones = all(value.dims and value.dims[0] == 1 for value in values)
+    ones = all(map(_is_one, file.inputs))
     if mode == "true" and not loose and not ones:
         named = ", ".join(f"{value.name}: {_shown(value)}" for value in values)
-        raise ConfigError("batched", f"true, but not every first dimension is free or 1 ({named})", "auto or false")
+        found = f"true, but not every first dimension is free or 1 ({named})"
+        fix = "export the model again with a dynamic first dimension on every input and output"
+        raise ConfigError("batched", found, "auto or false", fix)
     together = loose and mode != "false"
-    strip = mode == "true" and ones
+    ports = _named(file.inputs, frozenset())
+    lacks = [_lacks_batch(_rank(types[port.name]), info) for port, info in ports if port.name in types]
+    strip = not together and ((mode == "true" and ones) or (mode == "auto" and any(lacks)))
+    dropped = frozenset(value.name for value in values if together or (strip and _is_one(value)))
+    return Face(_named(file.inputs, dropped), _named(file.outputs, dropped), together, strip)
+
+
+def _named(values: Sequence[ValueInfo], dropped: frozenset[str]) -> tuple[tuple[Port, ValueInfo], ...]:
+    """Return each value with its port, without the first dimension where it is dropped."""
     taken: set[str] = set()
-    inputs = tuple((_port(value, together or strip, taken), value) for value in file.inputs)
-    taken = set()
-    outputs = tuple((_port(value, together or strip, taken), value) for value in file.outputs)
-    return Face(inputs, outputs, together, strip)
+    return tuple((_port(value, value.name in dropped, taken), value) for value in values)
+
+
+def _is_one(value: ValueInfo) -> bool:
+    """Return True when the file fixes the value's first dimension at 1."""
+    return bool(value.dims) and value.dims is not None and value.dims[0] == 1
+
+
+def _lacks_batch(rank: int | None, value: ValueInfo) -> bool:
+    """Return True for a tensor of the rank of an item, where the value's batch dimension is fixed at 1."""
+    return rank is not None and _is_one(value) and value.dims is not None and rank == len(value.dims) - 1
+
+
+def _rank(type: PortType) -> int | None:
+    """Return how many dimensions values of a type have; None where that is not known."""
+    if type.kind in RANKS:
+        return RANKS[type.kind]
+    return None if type.dims is None else len(type.dims)
 
 
 def _port(value: ValueInfo, drop: bool, taken: set[str]) -> Port:
@@ -181,13 +304,13 @@ def _shown(value: ValueInfo) -> str:
     return f"[{', '.join('?' if dim is None else str(dim) for dim in value.dims or ())}]"
 
 
-def _made_up(port: Port, face: Face) -> np.ndarray | None:
+def _made_up(port: Port, info: ValueInfo) -> np.ndarray | None:
     """Return zeros for a port of fixed sizes; None when a size is free and a guess might be refused by the model."""
     dims = port.type.dims
     if dims is None or not all(isinstance(dim, int) for dim in dims) or port.type.dtype is None:
         return None
     sizes = tuple(dim for dim in dims if isinstance(dim, int))
-    shape = (1, *sizes) if face.together or face.strip else sizes
+    shape = (1, *sizes) if len(sizes) < len(info.dims or ()) else sizes
     return np.zeros(shape, numpy_dtype(port.type.dtype))
 
 

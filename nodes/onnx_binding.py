@@ -1,4 +1,4 @@
-"""One call of an ONNX Runtime session: it reads its inputs where they lie, and writes where there is room.
+"""I/O binding for one call of an ONNX Runtime session.
 
 Everything is bound by its address, on the host or on the device. What has no room is given in memory of the session's
 own: on the device where it computes there, else as an array. bfloat16 and float8, which numpy does not have, are bound
@@ -11,7 +11,7 @@ caller that inputs are whole before a call and outputs after it: `Memory.waits` 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where a session computes.
+    """Memory that a session computes in.
 
     kind:   ONNX Runtime's name of its memory, 'cpu' or 'cuda', of which there may be several: `index`.
     device: our name, 'cuda:0'; '' on the host, where outputs are arrays.
@@ -43,7 +43,7 @@ class Memory:
 
 
 def memory_of(device: str, stream: int = 0) -> Memory:
-    """Return where a session on `device` computes; `stream`: it was told to use this one, 0 for one of its own."""
+    """Return the memory of a session on `device`; `stream`: its CUDA stream, 0 for one of its own."""
     if not is_gpu(device):
         return Memory()
     return Memory(device=device) if is_fake(device) else Memory("cuda", index_of(device), device, waits=not stream)
@@ -54,15 +54,19 @@ def call(
     memory: Memory,
     inputs: Sequence[tuple[ValueInfo, Tensor]],
     outputs: Sequence[tuple[ValueInfo, Tensor | None]],
+    options: Any = None,
 ) -> list[Tensor]:
-    """Run the session once and return its outputs in order: the room that one was given, or memory of its own."""
+    """Run the session once and return its outputs in order: the room that one was given, or memory of its own.
+
+    options: ONNX Runtime's for this run; None: its defaults.
+    """
     binding = session.io_binding()
     kept = [_bind_input(binding, memory, info, value) for info, value in inputs]
     for info, room in outputs:
         _bind_output(binding, memory, info, room)
     if memory.waits:
         binding.synchronize_inputs()
-    session.run_with_iobinding(binding)
+    session.run_with_iobinding(binding, options)
     if memory.waits:
         binding.synchronize_outputs()
     del kept  # not before: ONNX Runtime reads by address
@@ -72,11 +76,15 @@ def call(
     return given
 
 
+def bind_at(bind: Callable[..., None], name: str, memory: Memory, tensor: DeviceTensor) -> None:
+    """Bind a value of the session to a tensor where the session computes."""
+    bind(name, memory.kind, memory.index, _element(tensor.dtype), list(tensor.shape), tensor.address)
+
+
 def _bind_input(binding: Any, memory: Memory, info: ValueInfo, value: Tensor) -> Tensor:
     """Bind an input and return what must be kept until the call is over."""
     if isinstance(value, DeviceTensor):
-        where = memory.kind, memory.index
-        binding.bind_input(info.name, *where, _element(value.dtype), list(value.shape), value.address)
+        bind_at(binding.bind_input, info.name, memory, value)
         return value
     array = np.ascontiguousarray(value) if value.ndim else value
     if info.dtype in STAND_INS:
@@ -90,21 +98,20 @@ def _bind_output(binding: Any, memory: Memory, info: ValueInfo, room: Tensor | N
     if room is None or not _is_room(room):
         binding.bind_output(info.name, memory.kind, memory.index)
     elif isinstance(room, DeviceTensor):
-        where = memory.kind, memory.index
-        binding.bind_output(info.name, *where, _element(room.dtype), list(room.shape), room.address)
+        bind_at(binding.bind_output, info.name, memory, room)
     else:
         binding.bind_output(info.name, "cpu", 0, _element(info.dtype or ""), list(room.shape), room.ctypes.data)
 
 
 def _is_room(room: Tensor) -> bool:
-    """Whether a call can write there: it is writable, in one piece, and not empty."""
+    """Return True when a call can write there: writable, contiguous and not empty."""
     if isinstance(room, DeviceTensor):
         return room.writable and room.nbytes > 0
     return bool(room.flags.c_contiguous and room.flags.writeable and room.nbytes)
 
 
 def _given(value: Any, info: ValueInfo, memory: Memory, session: Any) -> Tensor:
-    """Return an output in the session's own memory, which the session keeps as long as somebody looks at it."""
+    """Return an output in the session's memory, which stays valid while it is referenced."""
     if memory.device:
         spec = TensorSpec(info.dtype or "", tuple(value.shape()))
         return DeviceTensor(spec, memory.device, value.data_ptr(), (value, session), writable=True)

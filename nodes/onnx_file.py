@@ -1,4 +1,4 @@
-"""What an .onnx file takes and gives, and which other files it wants: read from the file, without onnx or onnxruntime.
+"""ONNX file parser: ports and external files, without onnx or onnxruntime.
 
 Only names, types and sizes of the graph's inputs and outputs are kept; weights are walked past where they lie (the file
 is mapped, not read). External data is allowed beside the model and nowhere else. Field numbers: onnx.proto3, IR 10.

@@ -1,4 +1,4 @@
-"""How long a regular expression can take, before it is let near a text.
+"""Cost analysis of regular expressions (ReDoS check).
 
 Python's `re` backtracks, so a pattern such as (a+)+b takes time exponential in the text's length. `cost` bounds the
 ways a pattern can match from one starting point; times the text's length, that bounds the work. Patterns whose cost has

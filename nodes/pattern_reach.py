@@ -1,4 +1,4 @@
-"""How far a regular expression looks: how many characters from where a match starts can decide about it.
+"""Reach of a regular expression: characters from the start of a match that can affect it.
 
 Once so much text is there, a match that starts at that place is what it will be, whatever follows. That is what lets
 text that still grows be judged and passed on.

@@ -1,11 +1,11 @@
-"""Typed ports: what a node takes and gives, written the way people write it.
+"""Port types: the types of a node's inputs and outputs, and their notation in pipeline files.
 
 A port type is a word (`text`, `json`, `bytes`, `image`, `audio`, `detections`, `any`), a tensor such as
 `float32[C, 32, 32]`, or a list of one of them, such as `list[image]`. It describes ONE item: the batch axis is never
-part of it. A name stands for a size that is the same wherever it occurs in one step's ports; `?` is a size nobody needs
-to know; `tensor` alone is any tensor.
+part of it. A name stands for a size that is the same wherever it occurs in one step's ports; `?` is any size; `tensor`
+alone is any tensor.
 
-What travels for each kind, as a node sees it:
+Python value of each kind:
 
     tensor       numpy array of the dtype and dims stated
     text         str
@@ -14,10 +14,10 @@ What travels for each kind, as a node sees it:
     image        uint8[H, W, 3] numpy array, RGB
     audio        float32[samples] numpy array, mono, 16 kHz, -1 to 1
     detections   nodes.detections.Detections
-    list[T]      list of values of type T, such as list[image]; what a `map:` step takes and gives
-    any          whatever the wired output gives; an input that takes every type, as a template's do
+    list[T]      list of values of type T, such as list[image]; input and output of a `map:` step
+    any          the type of the connected output; an input that accepts every type, such as a template's
 
-Tensors, pictures and recordings of ports that a node takes on its GPU (`Node.device_ports`) are DeviceTensors there.
+Tensor, image and audio values of the ports in `Node.device_ports` are DeviceTensors on a GPU.
 """
 
 from __future__ import annotations
@@ -29,10 +29,20 @@ from weftline.shm.spec import ITEM_BYTES
 
 KINDS = ("tensor", "text", "json", "bytes", "image", "audio", "detections", "any")
 AUDIO_HZ = 16_000
-"""Sample rate of every `audio` value, in samples a second: what Whisper was trained on."""
+"""Sample rate of every `audio` value, in samples per second; the rate that Whisper was trained on."""
 
 LIST_DEPTH_MAX = 4
 """Deepest nesting of lists in a type."""
+
+_OTHER_NAMES = {
+    "str": "text", "string": "text", "int": "json", "float": "json", "bool": "json", "number": "json", "dict": "json",
+    "object": "json", "list": "list[json]", "bytearray": "bytes", "blob": "bytes", "ndarray": "tensor",
+    "array": "tensor", "picture": "image", "img": "image", "pil.image": "image", "pil.image.image": "image",
+    "photo": "image", "sound": "audio", "recording": "audio", "wav": "audio", "boxes": "detections",
+    "double": "float64", "half": "float16", "long": "int64", "f32": "float32", "fp32": "float32", "fp16": "float16",
+    "bf16": "bfloat16", "float_": "float64", "integer": "json", "boolean": "json",
+}  # fmt: skip
+"""Port types by what other languages and libraries call them, in lower case."""
 
 Dim = int | str
 """A size, a name for a size, or '?' for any size."""
@@ -43,12 +53,12 @@ _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 @dataclass(frozen=True, slots=True)
 class PortType:
-    """The type of one item on a port.
+    """The type of one item of a port.
 
-    kind:  one of KINDS, or 'list'.
-    dtype: for a tensor, its dtype, or None for any.
-    dims:  for a tensor, its sizes, or None for any rank.
-    item:  for a list, the type of its elements.
+    kind:  'tensor', 'text', 'json', 'bytes', 'image', 'audio', 'detections', 'any' or 'list'.
+    dtype: dtype of a tensor, such as 'float32'; None for any.
+    dims:  sizes of a tensor without the batch axis: numbers, names, or '?'; None for any rank.
+    item:  element type of a list.
     """
 
     kind: str
@@ -67,10 +77,12 @@ class PortType:
 
     @classmethod
     def parse(cls, text: str) -> PortType:
-        """Return the type written in `text`, such as 'image' or 'float32[C, 32, 32]'; ValueError says what is wrong."""
+        """Parse a type such as 'image' or 'float32[C, 32, 32]'. ValueError: `text` is no port type."""
         text = text.strip()
         if text in KINDS:
             return cls(text)
+        if (meant := _meant(text)) != text:
+            raise ValueError(f"{text!r:.60} is no port type; did you mean {meant}?")
         if text in ITEM_BYTES:
             return cls("tensor", text)
         match = _TENSOR.match(text)
@@ -88,8 +100,21 @@ class PortType:
         return cls("tensor", dtype, dims)
 
 
+def _meant(text: str) -> str:
+    """Return the port type of a Python, numpy or PIL type name, in any case; `text` itself if there is none."""
+    name, bracket, inside = text.partition("[")
+    short = name.strip().lower().removeprefix("np.").removeprefix("numpy.").removeprefix("torch.")
+    if short == "list" and bracket:
+        return f"list[{_meant(inside.removesuffix(']').strip())}]"
+    word = _OTHER_NAMES.get(short, short)
+    known = word in ITEM_BYTES or (not bracket and (word in KINDS or word.startswith("list[")))
+    if not known or word == name:
+        return text
+    return f"{word}{bracket}{inside}"
+
+
 def list_of(type: PortType) -> PortType:
-    """Return the type of a list whose elements are of `type`."""
+    """Return the list type with elements of `type`."""
     return PortType("list", item=type)
 
 
@@ -105,9 +130,11 @@ def _parse_dim(part: str, text: str) -> Dim:
 class Port:
     """A named, typed input or output of a node.
 
+    name:     name of the port, a key of the step's `inputs`.
+    type:     type of one item.
     optional: an input that may be left unconnected.
-    pieces:   an output that is streamed piece by piece before its whole value is known, or an input that takes pieces.
-    about:    one line for people.
+    pieces:   an output that is streamed in chunks, or an input that accepts chunks.
+    about:    one line of documentation.
     """
 
     name: str
@@ -119,18 +146,25 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """All inputs and outputs of one step, in the order they are shown."""
+    """All input and output ports of one step, in display order."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
 
     def input(self, name: str) -> Port | None:
+        """Return the input port of that name, or None."""
         return next((port for port in self.inputs if port.name == name), None)
 
     def output(self, name: str) -> Port | None:
+        """Return the output port of that name, or None."""
         return next((port for port in self.outputs if port.name == name), None)
 
 
 def port(name: str, type: str, *, optional: bool = False, pieces: bool = False, about: str = "") -> Port:
-    """Return a Port whose type is written as text: `port("image", "uint8[H, W, 3]")`."""
+    """Return a Port with its type parsed from text: `port("image", "uint8[H, W, 3]")`.
+
+    optional, pieces, about: as in `Port`.
+
+    ValueError: `type` is no port type.
+    """
     return Port(name, PortType.parse(type), optional, pieces, about)

@@ -1,4 +1,4 @@
-"""Reading protobuf's wire format, for the few fields a node needs from a file it does not trust yet.
+"""Minimal protobuf wire-format reader for untrusted files.
 
 A message is a run of (field, wire type, value); nothing is copied and nothing is allocated from a length somebody
 wrote: every length is compared with the bytes that are there. Source: protobuf.dev, "Encoding".
@@ -15,7 +15,7 @@ _FIXED = {1: 8, 5: 4}
 
 
 class WireError(ValueError):
-    """The bytes are no protobuf message; the message says where they stop making sense."""
+    """The bytes are no valid protobuf message; the text gives the position."""
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, Value]]:

@@ -8,6 +8,7 @@ Discrete-Time Signal Processing, section 7.5): with these numbers aliases are mo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -21,8 +22,12 @@ KAISER_BETA = 8.0
 ROLL_OFF = 0.93
 """Where the filter starts to close, as a share of the slower rate's half."""
 
-_CHUNK = 1 << 15
-"""Output samples computed at a time, so that the gathered windows stay in cache-sized memory."""
+WINDOW_BYTES = 8 << 20
+"""Gathered windows computed at a time, so that resampling takes little memory beside its input and its output."""
+
+
+BLOCK_SAMPLES = 1 << 16
+"""Most input samples that are taken in at a time."""
 
 
 @lru_cache(maxsize=16)
@@ -37,19 +42,68 @@ def _filters(up: int, down: int) -> np.ndarray:
     return filters
 
 
+def resampled_samples(samples: int, rate_hz: int, to_hz: int) -> int:
+    """Return how many samples at `to_hz` come of `samples` at `rate_hz`."""
+    common = math.gcd(rate_hz, to_hz)
+    return -(-samples * (to_hz // common) // (rate_hz // common))
+
+
 def resample(samples: np.ndarray, rate_hz: int, to_hz: int) -> np.ndarray:
     """Return float32[n] `samples` at `rate_hz` as float32[ceil(n * to_hz / rate_hz)] at `to_hz`."""
     if rate_hz == to_hz or not len(samples):
         return samples
+    out = np.empty(resampled_samples(len(samples), rate_hz, to_hz), np.float32)
+    resample_into([samples], len(samples), rate_hz, to_hz, out)
+    return out
+
+
+def resample_into(blocks: Iterable[np.ndarray], samples: int, rate_hz: int, to_hz: int, out: np.ndarray) -> None:
+    """Resample blocks that are float32[samples] together into `out`, float32[resampled_samples(...)].
+
+    What is kept of the blocks meanwhile is a filter's length. ValueError when they are not as many samples as said.
+    """
+    if rate_hz == to_hz:
+        _join(blocks, out)
+        return
     common = math.gcd(rate_hz, to_hz)
     up, down = to_hz // common, rate_hz // common
     filters = _filters(up, down)
     taps = filters.shape[1]
-    padded = np.pad(samples.astype(np.float32, copy=False), (taps // 2 - 1, taps // 2 + 1))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, taps)
-    count = -(-len(samples) * up // down)
-    out = np.empty(count, np.float32)
-    for start in range(0, count, _CHUNK):
-        base, phase = np.divmod(np.arange(start, min(start + _CHUNK, count), dtype=np.int64) * down, up)
-        np.einsum("ot,ot->o", windows[base], filters[phase], out=out[start : start + len(base)])
-    return out
+    held, first = np.zeros(taps // 2 - 1, np.float32), 0  # samples with a margin in front; where they begin
+    done = seen = 0
+    for block in _with_margin(blocks, taps // 2 + 1):
+        held = np.concatenate((held, block))
+        seen += len(block)
+        if seen > samples + taps // 2 + 1:
+            raise ValueError(f"more than {samples} samples")
+        # the outputs whose windows are whole by now: the last begins at first + len(held) - taps
+        ready = min(((first + len(held) - taps) * up + up - 1) // down + 1, len(out))
+        for start in range(done, ready, max(1, WINDOW_BYTES // (4 * taps))):
+            end = min(start + max(1, WINDOW_BYTES // (4 * taps)), ready)
+            base, phase = np.divmod(np.arange(start, end, dtype=np.int64) * down, up)
+            windows = np.lib.stride_tricks.sliding_window_view(held, taps)
+            np.einsum("ot,ot->o", windows[base - first], filters[phase], out=out[start:end])
+        done = max(done, ready)
+        passed = min(done * down // up - first, len(held))
+        if passed > 0:
+            held, first = held[passed:], first + passed
+    if seen - (taps // 2 + 1) != samples:
+        raise ValueError(f"{seen} samples, expected {samples}")
+
+
+def _join(blocks: Iterable[np.ndarray], out: np.ndarray) -> None:
+    at = 0
+    for block in blocks:
+        if at + len(block) > len(out):
+            raise ValueError("more samples than were said")
+        out[at : at + len(block)] = block
+        at += len(block)
+    if at < len(out):
+        raise ValueError(f"{at} samples, expected {len(out)}")
+
+
+def _with_margin(blocks: Iterable[np.ndarray], margin: int) -> Iterator[np.ndarray]:
+    for block in blocks:
+        for start in range(0, len(block), BLOCK_SAMPLES):
+            yield block[start : start + BLOCK_SAMPLES]
+    yield np.zeros(margin, np.float32)

@@ -1,4 +1,4 @@
-"""Rules held against a text that still grows: what is reported is final, and found once.
+"""Incremental rule matching over streamed text.
 
 A place is *settled* when no text that follows can change what the rules find from there on: enough of it is there for
 every rule (its `reach`), or the run of characters that it stands in has ended. Hits that start before it are those that
@@ -27,7 +27,7 @@ class RuleScan:
 
     @property
     def length(self) -> int:
-        """How many characters the folded text has."""
+        """Length of the folded text in characters."""
         return len(self._folded)
 
     def place(self, at: int) -> int:
@@ -39,7 +39,7 @@ class RuleScan:
         return bisect_left(self._places, place)
 
     def add(self, text: str, whole: bool = False) -> list[tuple[int, Hit]]:
-        """Take in what is new; return hits that are new and settled, with where they start in the folded text.
+        """Append new text; return new, settled hits with their start in the folded text.
 
         whole: nothing follows, and everything is settled.
         """

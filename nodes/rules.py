@@ -1,4 +1,4 @@
-"""Rules that find secrets, personal data and a user's own words and patterns in text.
+"""Guardrail rules: secrets, personal data, and user-defined words and patterns.
 
 Every built-in pattern is linear: a run of characters is only entered at its start (a look-behind for the same
 characters), taken whole (possessive repeats), or bounded. What a pattern cannot say, such as a card number's check
@@ -34,7 +34,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Where a rule found something: from `start` to before `end`, in characters of the text."""
+    """A match of a rule: from `start` to before `end`, in characters of the text."""
 
     category: str
     rule: str
@@ -70,20 +70,20 @@ def fold(text: str) -> tuple[str, range | list[int]]:
 
 
 def luhn(digits: str) -> bool:
-    """Whether the last digit is the check digit of the others (ISO/IEC 7812-1)."""
+    """Return True when the last digit is the check digit of the others (ISO/IEC 7812-1)."""
     values = [int(digit) for digit in digits if digit.isdigit()]
     doubled = [sum(divmod(2 * value, 10)) for value in values[-2::-2]]
     return (sum(values[-1::-2]) + sum(doubled)) % 10 == 0 and len(set(values)) > 1
 
 
 def iban(text: str) -> bool:
-    """Whether the check digits are right (ISO 13616: the number, rearranged, leaves 1 when divided by 97)."""
+    """Return True when the check digits are valid (ISO 13616: the rearranged number mod 97 is 1)."""
     plain = text.replace(" ", "").upper()
     return 15 <= len(plain) <= 34 and int("".join(str(int(c, 36)) for c in plain[4:] + plain[:4])) % 97 == 1
 
 
 def phone(text: str) -> bool:
-    """Whether digits are grouped as a telephone number is: 9 to 15 of them, no lone ones but a country's, no date."""
+    """Return True for digits grouped as a telephone number: 9 to 15, no lone ones but a country's, no date."""
     groups = re.findall(r"\d+", text)
     sizes = [len(group) for group in groups]
     if not text[-1].isdigit() or not 9 <= sum(sizes) <= 15 or 1 in sizes[1:]:

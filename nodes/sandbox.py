@@ -1,4 +1,4 @@
-"""Jinja2 for templates that may be hostile: no reach outside, and limits on time, loops, sizes and output.
+"""Jinja2 sandbox for untrusted templates, with limits on time, loops and output size.
 
 Jinja's own sandbox keeps a template from Python's inside; it does not keep it from running for hours or filling memory.
 Here every way to make something large is either absent or counted:
@@ -59,7 +59,7 @@ class Overrun(Exception):
 
 @dataclass(slots=True)
 class Budget:
-    """What is left of one rendering: ticks, and the time.monotonic() at which it ends."""
+    """Remaining budget of one rendering: ticks, and the time.monotonic() of its end."""
 
     ends_at: float
     render_max_ms: float
@@ -99,7 +99,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals = {"range": _short_range, "namespace": Namespace}
 
     def prepared(self, source: str) -> tuple[Any, set[str]]:
-        """Return `source` ready for `generate`, and the variables it uses; ValueError says what is wrong with it."""
+        """Return `source` prepared for `generate`, and its variables; raise ValueError when invalid."""
         if len(source) > TEMPLATE_CHARS_MAX:
             raise ValueError(f"a template of {len(source)} characters; the most is {TEMPLATE_CHARS_MAX}")
         try:
@@ -149,7 +149,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Give str.format no special treatment: it is refused like every method that is not listed."""
+        """Refuse str.format like every method that is not listed."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if attr.startswith("_"):

@@ -1,4 +1,4 @@
-"""Text made from other steps' outputs: a Jinja2 template as a step.
+"""Template node: renders text from other steps' outputs with Jinja2.
 
 Inputs are whatever is wired. A port named `see__detections` is `see.detections` in the template, any other name is a
 variable of that name. Rendering is limited in time, loops, memory and length (see weftline.nodes.sandbox), and what
@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weftline.errors import StepError
-from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
-from weftline.nodes.ports import Ports, port
+from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, Ports, StepContext, StepError, port
 
 if TYPE_CHECKING:
     from weftline.nodes.sandbox import Sandbox

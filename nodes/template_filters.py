@@ -1,4 +1,4 @@
-"""What templates can do with values: the filters there are, and how a value becomes text.
+"""Template filters and conversion of values to text.
 
 Each filter's result is bounded before it is made. Filters of Jinja2 are taken over where their result is no larger than
 their input; those that pad, repeat or format are written anew or left out.
@@ -40,7 +40,7 @@ class Step:
 
 
 class Objects(list[dict[str, Any]]):
-    """What a template sees of Detections: a list of name, score and box, that prints as its description."""
+    """Detections in a template: a list of name, score and box, printed as their description."""
 
     __slots__ = ("described",)
 

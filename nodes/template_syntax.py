@@ -1,4 +1,4 @@
-"""What a template may be written in, and where its loops and lists are counted.
+"""Permitted template syntax and instrumentation of loops and lists.
 
 A template is read as Jinja2's syntax tree. `check_tree` lets through expressions, if, for and set; `count_loops` then
 puts the filters EACH around every loop's values and FLAT around every element of a list that the template builds. The

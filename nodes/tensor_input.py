@@ -1,4 +1,4 @@
-"""Arrays, numbers and nested lists as the tensor a port wants."""
+"""Conversion of arrays, numbers and nested lists to a port's tensor type."""
 
 from __future__ import annotations
 

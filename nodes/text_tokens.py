@@ -1,4 +1,4 @@
-"""Texts as token ids: padded rows for a model that reads many at once, and long texts in overlapping windows."""
+"""Tokenisation of texts: padded batches, and overlapping windows for long texts."""
 
 from __future__ import annotations
 

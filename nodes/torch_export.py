@@ -1,4 +1,4 @@
-"""torch.export files: opened as data, as far as torch allows.
+"""Loading of torch.export files without unpickling, as far as torch allows.
 
 torch.export.load falls back to unrestricted pickles for parts of an archive, loads compiled libraries that lie in it,
 looks functions up by the names it finds and hands texts to sympy, which evaluates them. All of that is shut out here:

@@ -1,4 +1,4 @@
-"""A PyTorch module as a step: a TorchScript file, a torch.export file, or a class of the user's with its weights.
+"""PyTorch node: a TorchScript file, a torch.export file, or a user's class with its weights.
 
 A batch is one call: every input is one tensor [items, ...], every output one tensor [items, ...]. bfloat16 and float8
 values, which numpy does not have, travel as the unsigned integers of weftline.shm.spec.STAND_INS with the same bits;
@@ -16,15 +16,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from weftline.errors import MissingPackage, ModelError, StepError
-from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
-from weftline.nodes.grouping import alike
+from weftline.node import (
+    Batch,
+    BatchNode,
+    ConfigError,
+    MissingPackage,
+    ModelError,
+    OpenContext,
+    Outputs,
+    Port,
+    Ports,
+    PortType,
+    StepContext,
+    StepError,
+    as_array,
+    placed,
+    stacked_torch,
+)
+from weftline.nodes.contract import model_error
+from weftline.nodes.graphs import Capture, CudaCapture, TorchGraphs, check_graphs, graph_sizes, graphs_or_none
+from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.model_file import need_file
-from weftline.nodes.near import as_array, placed, rest, stacked_group, stacked_torch
-from weftline.nodes.ports import Port, Ports, PortType
+from weftline.nodes.near import rest, stacked_group
 from weftline.nodes.torch_export import load_exported
 from weftline.nodes.user_code import load, locate
-from weftline.nodes.weights import load_into, load_weights
+from weftline.nodes.weights import (
+    EXPORTED,
+    OLD_PICKLE,
+    PICKLED_OBJECT,
+    STATE_DICT,
+    TORCHSCRIPT,
+    load_into,
+    load_weights,
+    torch_kind,
+)
 from weftline.shm.device.names import is_gpu
 
 
@@ -39,6 +64,9 @@ class TorchConfig:
     module:    'file.py:Class' or 'package.module:Class', a class (or function) that makes the nn.Module.
     arguments: keyword arguments of `module`.
     weights:   safetensors, or a torch state dict, for `module`; loaded without running code from it.
+    graphs:    repeat calls as CUDA graphs, captured when the step opens: for each of `batch.sizes`, else for powers of
+               two, and for `batch.items_max`; batches between are padded. All sizes in `accepts` and `gives` must be
+               fixed. A module that cannot be captured runs without, with a warning; on the CPU there are none.
     """
 
     accepts: dict[str, str]
@@ -47,6 +75,7 @@ class TorchConfig:
     module: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     weights: str = ""
+    graphs: bool = False
 
 
 class TorchModule(BatchNode):
@@ -61,19 +90,24 @@ class TorchModule(BatchNode):
     _ports: Ports
     _device: str  # as torch calls it
     _near: bool  # tensors are given on the device
+    _sizes: tuple[int, ...] = ()  # batch sizes to capture as graphs
+    _graphs: TorchGraphs | None = None
 
     @classmethod
     def ports(cls, config: TorchConfig, step: StepContext) -> Ports:
         if bool(config.model) == bool(config.module):
             raise ConfigError("model", "neither model nor module, or both", "one of them", "see the docs of node torch")
         if config.model:
-            need_file(config.model, step.base_dir)
+            _check_program(need_file(config.model, step.base_dir), config.model)
         else:
             if not _of_the_framework(config.module):
                 locate(config.module, step.base_dir, "module")
         if config.weights:
-            need_file(config.weights, step.base_dir, "weights")
-        return Ports(_declared(config.accepts, "accepts"), _declared(config.gives, "gives"))
+            _check_weights(need_file(config.weights, step.base_dir, "weights"), config.weights)
+        ports = Ports(_declared(config.accepts, "accepts"), _declared(config.gives, "gives"))
+        if config.graphs:
+            check_graphs((*ports.inputs, *ports.outputs))
+        return ports
 
     @classmethod
     def device_ports(cls, config: TorchConfig, ports: Ports) -> frozenset[str]:
@@ -85,11 +119,16 @@ class TorchModule(BatchNode):
         except ImportError:
             raise MissingPackage("torch", self.extra) from None
         torch.set_num_threads(max(context.threads, 1))
-        self._ports = self.ports(self.config, StepContext(context.base_dir))
+        try:
+            self._ports = self.ports(self.config, StepContext(context.base_dir))
+        except ConfigError as error:
+            raise model_error(error) from None
         self._device, self._near = context.framework_device, is_gpu(context.device)
         context.progress("reading weights", 0.1)
         module = self._open_file(context.base_dir) if self.config.model else self._make(context.base_dir)
         self._module = module.to(self._device)
+        if self.config.graphs and self._device.startswith("cuda"):
+            self._sizes = graph_sizes(context.items_max, context.sizes)
 
     def warm_up(self) -> None:
         import torch
@@ -97,11 +136,15 @@ class TorchModule(BatchNode):
         types = [port.type for port in self._ports.inputs]
         if all(type.dtype and type.dims is not None and all(isinstance(d, int) for d in type.dims) for type in types):
             shapes = [((1, *_sizes(type)), getattr(torch, type.dtype or "")) for type in types]
-            self._call([torch.zeros(shape, dtype=dtype, device=self._device) for shape, dtype in shapes])
+            inputs = [torch.zeros(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
+            self._call(inputs)
+            if self._sizes:
+                shown = self.config.model or self.config.module
+                self._graphs = graphs_or_none(self._compute, inputs, self._sizes, self._capture, shown)
 
     def run(self, batch: Batch) -> Outputs:
         ports, device = self._ports.inputs, self._device
-        groups = alike([batch[port.name] for port in ports], len(batch))
+        groups = group_by_shape([batch[port.name] for port in ports], len(batch))
         if len(groups) == 1:
             answers = self._call([stacked_torch(batch, port.name, port.type.dtype, device) for port in ports])
             return {name: placed(batch, name, tensor, self._near) for name, tensor in answers.items()}
@@ -117,20 +160,26 @@ class TorchModule(BatchNode):
     def sleep(self, keep: str) -> bool:
         if keep != "host":
             return False
+        self._graphs = None  # they are of weights where those were
         rest(self._module)
         return True
 
     def wake(self) -> None:
         self._module.to(self._device)
+        if self._sizes:
+            self.warm_up()
 
     def close(self) -> None:
-        self._module = None
+        self._module = self._graphs = None
+
+    def _capture(self) -> Capture:
+        return CudaCapture(self._device)
 
     def _open_file(self, base_dir: Path) -> Any:
         import torch
 
         path, shown = need_file(self.config.model, base_dir), self.config.model
-        if path.suffix == ".pt2":
+        if path.suffix == ".pt2" or torch_kind(path)[0] == EXPORTED:
             return load_exported(path, shown)
         try:
             with warnings.catch_warnings():
@@ -160,6 +209,13 @@ class TorchModule(BatchNode):
         import torch
 
         with torch.inference_mode():
+            repeated = self._graphs(inputs) if self._graphs is not None else None
+        return self._compute(inputs) if repeated is None else repeated
+
+    def _compute(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        import torch
+
+        with torch.inference_mode():
             answer = self._by_name(self._module(*inputs))
             return {port.name: _checked(answer[port.name], port, len(inputs[0])) for port in self._ports.outputs}
 
@@ -175,6 +231,39 @@ class TorchModule(BatchNode):
         if len(values) != len(names):
             raise StepError(f"the module returned {len(values)} values, gives declares {len(names)}")
         return dict(zip(names, values, strict=True))
+
+
+_EXPORT = "where its class is: torch.export.save(torch.export.export(model.eval(), (example,)), 'model.pt2')"
+_PROGRAM = "a torch.export .pt2 file or a TorchScript file"
+
+
+def _check_program(path: Path, shown: str) -> None:
+    """Raise ConfigError when `model` names a file without the program in it, or another framework's."""
+    kind, name = torch_kind(path)
+    if kind == PICKLED_OBJECT:
+        found = f"{shown} is a pickle by torch.save of an object ({name:.80}), which needs its class and can run code"
+        raise ConfigError("model", found, _PROGRAM, f"export it {_EXPORT}")
+    if kind == STATE_DICT or path.suffix == ".safetensors":
+        found = f"{shown} holds weights without the module that they belong to"
+        fix = f"name it in `weights`, and the class in `module`; or export the module {_EXPORT}"
+        raise ConfigError("model", found, _PROGRAM, fix)
+    if kind == OLD_PICKLE:
+        raise ConfigError("model", f"{shown} is a pickle, which can run code", _PROGRAM, f"export it {_EXPORT}")
+    if path.suffix == ".onnx":
+        raise ConfigError("model", f"{shown} is an ONNX model", _PROGRAM, "use node onnx")
+
+
+def _check_weights(path: Path, shown: str) -> None:
+    """Raise ConfigError when `weights` names a file that holds something else than tensors by name."""
+    kind, name = torch_kind(path)
+    if kind in (TORCHSCRIPT, EXPORTED):
+        what = "TorchScript" if kind == TORCHSCRIPT else "torch.export"
+        fix = "name it in `model`, and leave out `module` and `weights`"
+        raise ConfigError("weights", f"{shown} is a {what} file, a whole program", "a state dict", fix)
+    if kind in (PICKLED_OBJECT, OLD_PICKLE):
+        what = f"an object ({name:.80})" if name else "an old form"
+        fix = "where you trust it: torch.save(model.state_dict(), ...), or safetensors.torch.save_file"
+        raise ConfigError("weights", f"{shown} is a pickle of {what}, which can run code", "a state dict", fix)
 
 
 def _declared(written: Mapping[str, str], option: str) -> tuple[Port, ...]:

@@ -1,19 +1,17 @@
-"""Whether a value is what its port says: the checks that hold between steps, where nothing is converted."""
+"""Type checks of values between steps, without conversion."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from weftline.nodes.detections import Detections
+from weftline.nodes.json_value import NotJson, to_json
 from weftline.nodes.ports import Dim, PortType
 from weftline.shm.spec import STAND_INS
 from weftline.shm.view import dtype_name
-
-JSON_DEPTH_MAX = 64
-"""Deepest nesting of a json value: beyond it encoders recurse without need."""
 
 
 def mismatch(type: PortType, value: Any) -> str:
@@ -25,6 +23,8 @@ def mismatch(type: PortType, value: Any) -> str:
     """
     if type.kind == "list":
         return _list_mismatch(type, value)
+    if type.kind == "json":
+        return _json_mismatch(value)
     right = _is_tensor(type, value) if type.kind == "tensor" else _CHECKS[type.kind](value)
     return "" if right else f"wants {_MEANS.get(type.kind, type)}, got {describe(value)}"
 
@@ -39,6 +39,14 @@ def _list_mismatch(type: PortType, value: Any) -> str:
     return ""
 
 
+def _json_mismatch(value: Any) -> str:
+    try:
+        to_json(value)
+    except NotJson as error:
+        return f"wants json: {error.at('')}"
+    return ""
+
+
 def _is_tensor(type: PortType, value: Any) -> bool:
     dtype = array_dtype(value)
     if dtype is None or (type.dtype is not None and dtype not in (type.dtype, STAND_INS.get(type.dtype))):
@@ -47,7 +55,7 @@ def _is_tensor(type: PortType, value: Any) -> bool:
 
 
 def fits(dims: tuple[Dim, ...], shape: tuple[int, ...]) -> bool:
-    """Whether `shape` has the rank and sizes of `dims`; a name that occurs twice is one size."""
+    """Return True when `shape` has the rank and sizes of `dims`; repeated names have one size."""
     if len(dims) != len(shape):
         return False
     named: dict[str, int] = {}
@@ -76,17 +84,12 @@ def describe(value: Any) -> str:
     return "nothing" if value is None else f"a value of type {type(value).__name__}"
 
 
-def is_json(value: Any, depth: int = 0) -> bool:
-    """Whether `value` is made of None, bool, int, float, str, lists and dicts with str keys, not too deep."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return True
-    if depth >= JSON_DEPTH_MAX:
+def is_json(value: Any) -> bool:
+    """Return True for None, bool, int, float, str, lists and dicts with str keys."""
+    try:
+        return to_json(value) is value
+    except NotJson:
         return False
-    if isinstance(value, list | tuple):
-        return all(is_json(part, depth + 1) for part in value)
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and is_json(part, depth + 1) for key, part in value.items())
-    return False
 
 
 def _is_image(value: Any) -> bool:
@@ -100,7 +103,6 @@ def _is_audio(value: Any) -> bool:
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str),
     "bytes": lambda value: isinstance(value, bytes | bytearray | memoryview),
-    "json": is_json,
     "image": _is_image,
     "audio": _is_audio,
     "detections": lambda value: isinstance(value, Detections),
@@ -108,7 +110,6 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 _MEANS = {
     "text": "text (a str)",
-    "json": f"json (None, bool, int, float, str, list, dict; at most {JSON_DEPTH_MAX} deep)",
     "image": "image (uint8[H, W, 3])",
     "audio": "audio (float32[samples])",
 }

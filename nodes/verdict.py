@@ -1,4 +1,4 @@
-"""What a guardrail decides about a text: allow it, replace it or block it, and why.
+"""Guardrail verdict: allow, replace or block, with reasons.
 
 Pure: text and scores in, verdict out. A policy names categories. A category is violated when one of its rules finds
 something, or when the classifier's score for the label of that name reaches the threshold. Nothing of what was found is
@@ -18,7 +18,7 @@ ON_VIOLATION = ("replace", "block", "allow")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is done about which categories.
+    """Actions by category.
 
     block:        categories that are not let through.
     redact:       categories of which only the found places are replaced, by the category's name in brackets.

@@ -1,4 +1,4 @@
-"""Weights from files that are not trusted: safetensors, and torch's own format without its code.
+"""Loading of untrusted weights: safetensors, and torch's format without unpickling code.
 
 Neither way can run anything from the file: safetensors holds no code, and torch is told `weights_only=True`, which
 refuses every object that is not a tensor or a plain container. Headers are compared with the file before a loader sees
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,44 @@ def check_torch_zip(path: Path, shown: str) -> None:
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, struct.error) as error:
         reason = "no zip file: an old format, or truncated" if isinstance(error, zipfile.BadZipFile) else error
         raise ModelError(f"{shown} is no torch checkpoint: {reason}") from None
+
+
+PICKLE_BYTES_SCANNED = 4 << 20
+_GLOBAL = re.compile(rb"c([\w.]{1,200})\n([\w.]{1,200})\n")
+"""A pickle's opcode that names a class or function, as torch.save writes it (protocol 2)."""
+_PLAIN = re.compile(
+    r"^(collections|torch|torch\._utils|torch\._tensor|torch\.nn\.parameter|numpy(\..*)?|_codecs|builtins)$"
+)
+"""Modules of what a state dict is made of."""
+
+TORCHSCRIPT, EXPORTED, STATE_DICT, PICKLED_OBJECT, OLD_PICKLE = "script", "exported", "state", "object", "pickle"
+
+
+def torch_kind(path: Path) -> tuple[str, str]:
+    """Return what torch wrote to a file, ('', '') for something else, and the class of a pickled object.
+
+    Read from the names of the archive's entries and the bytes of its pickle; nothing is unpickled.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(2)
+        if head in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
+            return OLD_PICKLE, ""
+        with zipfile.ZipFile(path) as archive:
+            inside = {name.partition("/")[2]: name for name in archive.namelist()}
+            if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in inside):
+                return EXPORTED, ""
+            if any(name.startswith("code/") for name in inside):
+                return TORCHSCRIPT, ""
+            if "data.pkl" not in inside:
+                return "", ""
+            with archive.open(inside["data.pkl"]) as pickled:
+                data = pickled.read(PICKLE_BYTES_SCANNED)
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
+        return "", ""
+    named = [(found[1].decode("latin-1"), found[2].decode("latin-1")) for found in _GLOBAL.finditer(data)]
+    objects = [f"{module}.{name}" for module, name in named if not _PLAIN.match(module)]
+    return (PICKLED_OBJECT, objects[0]) if objects else (STATE_DICT, "")
 
 
 def check_stored(entries: Sequence[zipfile.ZipInfo], archive_bytes: int) -> None:

@@ -1,17 +1,19 @@
-"""Whisper checkpoints, by path or by openai-whisper's names, checked before a network is built from them."""
+"""Whisper checkpoints, located by path or name and validated before use."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weftline.errors import ModelError
-from weftline.nodes.contract import OpenContext
+from weftline.nodes.contract import ConfigError, OpenContext, model_error
+from weftline.nodes.hugging_face import find_weights, read_json
 from weftline.nodes.model_file import find_model
-from weftline.nodes.weights import check_state, load_into, load_torch
+from weftline.nodes.weights import check_state, check_torch_zip, load_into, load_torch, load_weights
 
 KNOWN = (
     "tiny.en", "tiny", "base.en", "base", "small.en", "small", "medium.en", "medium", "large-v1", "large-v2",
@@ -28,6 +30,31 @@ CONNECT_MAX_S = 10.0
 VOCABULARY_MIN = 51_864
 """Tokens of the English-only vocabulary, the smaller of the two that openai-whisper can decode."""
 
+VOCABULARIES = (51_864, 51_865, 51_866)
+"""Sizes of the vocabularies that openai-whisper's tokenizers have: English, multilingual, and large-v3's."""
+
+_OWN_DIMS = {
+    "n_mels": "num_mel_bins", "n_audio_ctx": "max_source_positions", "n_audio_state": "d_model",
+    "n_audio_head": "encoder_attention_heads", "n_audio_layer": "encoder_layers", "n_vocab": "vocab_size",
+    "n_text_ctx": "max_target_positions", "n_text_state": "d_model", "n_text_head": "decoder_attention_heads",
+    "n_text_layer": "decoder_layers",
+}  # fmt: skip
+"""openai-whisper's dims, and the keys of Hugging Face's config.json that hold them."""
+
+_OWN_NAMES = tuple(
+    (re.compile(pattern), own)
+    for pattern, own in (
+        (r"^model\.", ""), (r"\.layers\.", ".blocks."), (r"\.self_attn\.", ".attn."),
+        (r"\.encoder_attn\.", ".cross_attn."), (r"\.q_proj\.", ".query."), (r"\.k_proj\.", ".key."),
+        (r"\.v_proj\.", ".value."), (r"\.out_proj\.", ".out."), (r"\.self_attn_layer_norm\.", ".attn_ln."),
+        (r"\.encoder_attn_layer_norm\.", ".cross_attn_ln."), (r"\.final_layer_norm\.", ".mlp_ln."),
+        (r"\.fc1\.", ".mlp.0."), (r"\.fc2\.", ".mlp.2."), (r"^encoder\.layer_norm\.", "encoder.ln_post."),
+        (r"^decoder\.layer_norm\.", "decoder.ln."), (r"\.embed_tokens\.", ".token_embedding."),
+        (r"\.embed_positions\.weight$", ".positional_embedding"),
+    )
+)  # fmt: skip
+"""From the names of Hugging Face's tensors to those of openai-whisper's, in this order."""
+
 _RANGES = {
     "n_mels": (80, 128), "n_audio_ctx": (16, 1 << 16), "n_audio_state": (8, 8192), "n_audio_head": (1, 256),
     "n_audio_layer": (1, 256), "n_vocab": (VOCABULARY_MIN, 1 << 20), "n_text_ctx": (16, 1 << 16),
@@ -38,22 +65,25 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where a checkpoint lies, its name in errors, and openai-whisper's name if it is a published one."""
+    """Location of a checkpoint, its name in errors, and openai-whisper's name if it is a published one."""
 
     path: Path
     shown: str
     published: str = ""
 
 
-def load_whisper(model: str, context: OpenContext) -> Any:
-    """Return a whisper.model.Whisper on the context's device; ModelError says what is wrong with the checkpoint."""
+def load_whisper(model: str, context: OpenContext, float16: bool) -> Any:
+    """Return a whisper.model.Whisper on the context's device; raise ModelError for an invalid checkpoint.
+
+    float16: it will be called in float16, and its weights are kept accordingly.
+    """
     from whisper import _ALIGNMENT_HEADS
     from whisper.model import ModelDimensions
     from whisper.model import Whisper as Network
 
     found = _locate(model, context)
     context.progress("reading weights", 0.2)
-    checkpoint = load_torch(found.path, found.shown)
+    checkpoint = _converted(found.path, found.shown) if found.path.is_dir() else load_torch(found.path, found.shown)
     if not isinstance(checkpoint, dict) or not {"dims", "model_state_dict"} <= checkpoint.keys():
         raise ModelError(f"{found.shown} is no Whisper checkpoint: it has no dims or no model_state_dict")
     dims, state = checkpoint["dims"], checkpoint["model_state_dict"]
@@ -64,9 +94,22 @@ def load_whisper(model: str, context: OpenContext) -> Any:
     if found.published:
         network.set_alignment_heads(_ALIGNMENT_HEADS[found.published])
     context.progress("moving weights", 0.8)
-    if context.framework_device.startswith("cuda"):
+    if float16:
         halve(network)
     return network.to(context.framework_device).eval()
+
+
+def check_whisper(path: Path, shown: str) -> None:
+    """Raise ConfigError when a file or folder is no checkpoint that `load_whisper` reads, by the names of its files."""
+    if path.is_dir():
+        is_converted(path, shown)
+        return
+    try:
+        check_torch_zip(path, shown)
+    except ModelError:
+        expected = "a checkpoint of openai-whisper (.pt), or a folder with model.pt or config.json and *.safetensors"
+        fix = "name its folder" if path.suffix == ".safetensors" else ""
+        raise ConfigError("model", f"{shown} is no torch checkpoint", expected, fix) from None
 
 
 def halve(network: Any) -> None:
@@ -86,10 +129,44 @@ def _locate(model: str, context: OpenContext) -> Checkpoint:
     if path is None:
         return Checkpoint(_fetch(model, context), model, model)
     if path.is_dir():
-        if not (path / "model.pt").is_file():
-            raise ModelError(f"the folder {model} has no model.pt")
-        path = path / "model.pt"
+        try:
+            return Checkpoint(path if is_converted(path, model) else path / "model.pt", model)
+        except ConfigError as error:
+            raise model_error(error) from None
     return Checkpoint(path, model)
+
+
+def is_converted(folder: Path, shown: str) -> bool:
+    """Return whether a folder is Hugging Face's form of Whisper, False for model.pt; ConfigError when it is neither."""
+    if (folder / "model.pt").is_file():
+        return False
+    config = read_json(folder / "config.json", f"{shown}/config.json")
+    expected = "model.pt of openai-whisper, or Whisper in Hugging Face's form: config.json and *.safetensors"
+    if not isinstance(config, dict):
+        raise ConfigError("model", f"the folder {shown} has no model.pt and no config.json", expected)
+    if config.get("model_type") != "whisper":
+        kind = f"config.json of a {config['model_type']}" if "model_type" in config else "a config.json of no Whisper"
+        raise ConfigError("model", f"the folder {shown} has {kind:.80}", expected, "name a Whisper model")
+    if config.get("vocab_size") not in VOCABULARIES:
+        found = f"vocab_size in {shown}/config.json is {config.get('vocab_size')!r:.40}"
+        raise ConfigError("model", found, f"one of Whisper's own: {', '.join(map(str, VOCABULARIES))}")
+    if config.get("activation_function", "gelu") != "gelu":
+        raise ConfigError("model", f"activation_function in {shown}/config.json is no gelu", "gelu")
+    find_weights(folder, shown, "WhisperForConditionalGeneration")
+    return True
+
+
+def _converted(folder: Path, shown: str) -> dict[str, Any]:
+    """Return Hugging Face's form of a checkpoint as openai-whisper's: the same tensors under its names."""
+    config = read_json(folder / "config.json", f"{shown}/config.json") or {}
+    state: dict[str, Any] = {}
+    for file in find_weights(folder, shown):
+        for name, tensor in load_weights(file, f"{shown}/{file.name}").items():
+            if name != "proj_out.weight":  # the embedding again
+                for pattern, own in _OWN_NAMES:
+                    name = pattern.sub(own, name)
+                state[name] = tensor.float()
+    return {"dims": {own: config.get(name) for own, name in _OWN_DIMS.items()}, "model_state_dict": state}
 
 
 def _fetch(name: str, context: OpenContext) -> Path:

@@ -1,4 +1,4 @@
-"""Long recordings cut into windows, where it hurts least: at the quietest spot near a window's end."""
+"""Splitting of long recordings into windows at quiet positions."""
 
 from __future__ import annotations
 

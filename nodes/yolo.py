@@ -1,4 +1,4 @@
-"""Object detection with YOLO models, run by ultralytics.
+"""YOLO node: object detection, run by ultralytics.
 
 ultralytics is licensed under AGPL-3.0 (or a commercial licence of Ultralytics): a service built on this node takes on
 that licence's duties, among them offering its source to its users. Nothing else in Weftline depends on it.
@@ -15,13 +15,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext
-from weftline.nodes.detections import Detections
-from weftline.nodes.grouping import alike
+from weftline.node import Batch, BatchNode, ConfigError, Detections, OpenContext, Outputs, Ports, StepContext, port
+from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.letterbox import Fit, letterbox, letterbox_torch
 from weftline.nodes.model_file import find_model
 from weftline.nodes.near import rest, stacked_group
-from weftline.nodes.ports import Ports, port
 from weftline.nodes.yolo_file import STRIDE, Detector, load_folder, load_pickle, quiet_ultralytics, read_config
 from weftline.shm.device.names import is_gpu
 
@@ -71,6 +69,10 @@ class Yolo(BatchNode):
     def ports(cls, config: YoloConfig, step: StepContext) -> Ports:
         path = find_model(config.model, step.base_dir)
         if path is not None and path.is_dir():
+            if not (path / "config.json").is_file():
+                inside = sorted(one.name for one in path.glob("*.pt"))
+                fix = f"name the file, {config.model}/{inside[0]}" if inside else ""
+                raise ConfigError("model", f"the folder {config.model} has no config.json", _EXPECTED, fix)
             read_config(path, config.model)
             if not (path / "model.safetensors").is_file():
                 raise ConfigError("model", f"the folder {config.model} has no model.safetensors")
@@ -151,7 +153,7 @@ class Yolo(BatchNode):
 
         items = range(len(images))
         pixels = torch.empty((len(images), 3, self._side, self._side), device=self._device)
-        if len(alike([images], len(images))) == 1:
+        if len(group_by_shape([images], len(images))) == 1:
             whole = stacked_group(images, items, None, self._device)
             return pixels, [letterbox_torch(whole, self._side, pixels)] * len(images)
         rows = [stacked_group(images, [item], None, self._device) for item in items]
@@ -185,10 +187,13 @@ class Yolo(BatchNode):
         return Detections(boxes, rows[order, 4].copy(), rows[order, 5].astype(np.int32), self._opened.names)
 
 
+_EXPECTED = "a weftline-yolo folder, or ultralytics weights (.pt)"
+
+
 def _check_pickle(config: YoloConfig, path: Path | None) -> None:
     if not config.model.endswith(".pt"):
         found = f"there is no {config.model}" if path is None else f"{config.model} is neither a folder nor a .pt file"
-        raise ConfigError("model", found, "a weftline-yolo folder, or ultralytics weights (.pt)")
+        raise ConfigError("model", found, _EXPECTED)
     if not config.trust_pickle:
         found = f"{config.model} is a pickle: loading it can run any code that was put in it"
         fix = "set trust_pickle: true if you trust where it came from, or use a weftline-yolo folder"

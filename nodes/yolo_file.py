@@ -1,4 +1,4 @@
-"""Detector weights: the weftline-yolo folder, which holds no code, and ultralytics' own pickle, when it is trusted.
+"""Detector weights: the weftline-yolo folder, or a trusted ultralytics pickle.
 
 A weftline-yolo folder holds model.safetensors, every tensor of the state dict, and config.json:
 
@@ -57,7 +57,7 @@ class Detector:
 
 
 def read_config(folder: Path, shown: str) -> DetectorConfig:
-    """Return what config.json in `folder` says; ModelError lists everything that is wrong with it."""
+    """Return the contents of config.json in `folder`; raise ModelError with everything that is wrong."""
     try:
         if (folder / "config.json").stat().st_size > CONFIG_BYTES_MAX:
             raise ModelError(f"{shown}/config.json is larger than {CONFIG_BYTES_MAX} bytes")
@@ -159,7 +159,7 @@ def load_folder(folder: Path, shown: str) -> Detector:
 
 
 def load_pickle(model: str, path: Path | None, image_size: int) -> Detector:
-    """Return the detector in ultralytics' own format: a pickle, which runs what it says. Only for trusted files."""
+    """Load a detector from ultralytics' pickle format, which executes code. Only for trusted files."""
     network_class = _ultralytics()
     from ultralytics.nn.tasks import load_checkpoint
 

@@ -1,1 +1,1 @@
-"""What is to be run: graphs, their checks and their plans; no processes and no torch."""
+"""Pipeline definitions: graphs, checks, placement and plans; pure."""

@@ -1,4 +1,4 @@
-"""A step of a pipeline as a pipeline of its own: the same node and options, asked through its ports.
+"""Extraction of one step of a pipeline into a pipeline of its own.
 
 Its inputs and outputs are the step's ports. What it was wired to in its pipeline, conditions, retries, fallbacks and
 timeouts are left behind; batching, limits, device and memory between requests stay. A step inside a pipeline that is
@@ -41,6 +41,7 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
         inputs={given.name: Wire(None, given.name) for given in inputs},
         batch=one.step.batch,
         device=one.step.device,
+        threads=one.step.threads,
         device_bytes=one.step.device_bytes,
         instances=one.step.instances,
         reserved=one.step.reserved,

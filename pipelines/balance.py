@@ -1,4 +1,4 @@
-"""How busy GPUs are by measured times with what is on them.
+"""Load of each GPU, computed from measured times and the current placement.
 
 A GPU is busy for its instances' work on a request, and for tensors between it and others: these go through host memory,
 and each takes HOP_MS of both GPUs. Better is, in this order,
@@ -31,7 +31,7 @@ Change = tuple[tuple[int, str], ...]
 
 
 class Score(NamedTuple):
-    """How good a placement is; less is better, and the first that differs decides.
+    """Quality of a placement, compared lexicographically; less is better.
 
     crowding: pairs, on one GPU, of instances of one step or of llm steps that take what is left.
     as_busy:  how many GPUs are as busy as the busiest.
@@ -74,7 +74,7 @@ class Balance:
 
     @property
     def chosen(self) -> dict[tuple[str, int], str]:
-        """Where instances are, by step and which it is."""
+        """Assignment of instances to GPUs, by step and instance index."""
         return {member: device for index, device in self.at.items() for member in self.loads[index].members}
 
     @property
@@ -115,7 +115,7 @@ class Balance:
         self._join(index, device, -1)
 
     def has_room(self, index: int, device: str) -> bool:
-        """Whether a load that is not there yet fits on a GPU, and its further ranks on those that follow."""
+        """Return True when an unplaced load fits on a GPU, and its further ranks on the next ones."""
         load = self.loads[index]
         gpus = gpus_of(device, load.ranks)
         return all(gpu in self.rooms and self.rooms[gpu].cost(load) <= self.rooms[gpu].free for gpu in gpus)
@@ -146,7 +146,7 @@ class Balance:
         return sum(count for other, count in self.links.get(index, {}).items() if self.at.get(other, device) != device)
 
     def make(self, change: Change) -> None:
-        """Let loads go elsewhere, all of them at once."""
+        """Apply a set of moves at once."""
         for index, _ in change:
             self.lift(index)
         for index, device in change:

@@ -1,4 +1,4 @@
-"""Whether what a step says about its behaviour can be meant: its batches, lists, sequences, instances and fallback.
+"""Checks of a step's behaviour: batches, lists, sequences, instances and fallback.
 
 The bounds of single numbers are the schema's; here is what depends on the node, on its ports and on other steps.
 """
@@ -24,13 +24,13 @@ from weftline.pipelines.wiring import fallbacks_of, graph_of, readers
 
 _NOT_FOR_CONTROL = (
     *("batch", "worker", "instances", "reserved", "device", "run_max_ms", "fallback", "retry", "idempotent"),
-    *("timeout_ms", "map", "sequence", "device_bytes", "idle", "finite"),
+    *("timeout_ms", "map", "sequence", "threads", "device_bytes", "idle", "finite"),
 )
 """Keys that say something about running a node, which a control does not do."""
 
 
 def check_behaviour(checked: Checked, report: Report) -> None:
-    """Report what steps say about themselves and cannot mean, except for their fallbacks."""
+    """Report contradictory step settings, except those about fallbacks."""
     for one in checked.steps.values():
         if one.control:
             _check_control(one, report)
@@ -207,7 +207,7 @@ def _unlike(name: str, fallback: str, checked: Checked) -> Iterator[tuple[str, s
 
 
 def _read_of(name: str, checked: Checked) -> list[str]:
-    """Return the ports of a step that somebody reads; of a fallback, those of the step it answers for."""
+    """Return the ports of a step that are read; for a fallback, those of the step it replaces."""
     owners = {fallback: owner for owner, fallback in fallbacks_of(checked.pipeline).items()}
     seen: set[str] = set()
     while name in owners and name not in seen:

@@ -1,4 +1,4 @@
-"""Who takes what of each GPU's memory, and what is left for KV memory.
+"""Memory budget of each GPU: claims of steps and the remainder for KV caches.
 
 Claimed are a reserve that is never planned with; for each process its context and its arena; for each instance its
 weights and working memory; and KV memory, where the pipeline says how much. What is left goes to llm steps that name
@@ -20,6 +20,7 @@ from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Claim, DeviceBudget, Plan, PlannedStep
 from weftline.pipelines.policy import GpuPolicy
 from weftline.pipelines.problems import listed
+from weftline.shm.device.names import is_fake
 
 RESERVE, CONTEXT, ARENA, WORK, KV = "reserve", "context", "arena", "weights and work", "KV memory"
 """What is claimed."""
@@ -48,7 +49,9 @@ def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple
     shared = {device.name for device in machine.devices if device.shared}
     divided = fillable([dataclasses.replace(plan, budgets=tuple(found))]) - shared
     return tuple(
-        dataclasses.replace(one, kv_bytes=max(0, one.total_bytes - one.claimed_bytes)) if one.device in divided else one
+        dataclasses.replace(one, kv_bytes=max(0, one.total_bytes - one.claimed_bytes))
+        if one.device in divided
+        else dataclasses.replace(one, rest_bytes=0 if one.device in shared else rest_of(plan, one))
         for one in found
     )
 
@@ -82,7 +85,7 @@ def claims_of_others(taken: Iterable[Taken], more_reserve_bytes: int = 0) -> lis
 
 
 def ways_of_others(claims: Iterable[Claim]) -> list[str]:
-    """Return what can be done about the memory that others have, as phrases; none where nobody has any."""
+    """Return remedies for memory held by other pipelines, as phrases; empty where none holds any."""
     by_what: dict[str, dict[str, None]] = {}
     for claim in claims:
         by_what.setdefault(claim.what, {})[claim.who] = None
@@ -107,7 +110,7 @@ def open_kv(plan: Plan, device: str) -> list[str]:
 
 
 def fillable(plans: Collection[Plan]) -> set[str]:
-    """Return the GPUs whose rest plans give to their llm steps: all is known there, and no limit says how much.
+    """Return the GPUs whose remainder goes to llm steps: all claims are known there and no limit is set.
 
     A step has one figure for all of its instances, so that it is none while what is left of any of their devices is not
     known; and then the others there, of all the plans, wait for it too.
@@ -130,8 +133,24 @@ def fillable(plans: Collection[Plan]) -> set[str]:
     return divided
 
 
+def reserve_of(budget: DeviceBudget) -> int:
+    """Return what is to stay free of a GPU, for all pipelines on it."""
+    return sum(claim.bytes for claim in budget.claims if claim.what in (RESERVE, WANTED_FREE))
+
+
+def rest_of(plan: Plan, budget: DeviceBudget) -> int:
+    """Return what the only llm step on a GPU takes of it when it opens; 0 where others are not known either."""
+    if budget.device in kv_limits(plan) or is_fake(budget.device):  # a made-up GPU has no memory that could be filled
+        return 0
+    takers = open_kv(plan, budget.device)
+    unknown = {claim.who for claim in budget.claims if claim.source == "unknown"}
+    if len(takers) != 1 or unknown != {*takers} or not plan.step(takers[0]).fills_room:
+        return 0
+    return max(0, budget.total_bytes - budget.claimed_bytes)
+
+
 def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], starved: Sequence[str] = ()) -> str:
-    """Return a phrase and a table of who wants what of a device, largest first, indented as part of a problem.
+    """Return a phrase and a table of a device's claims, largest first, indented as part of a problem.
 
     starved: names of llm steps that nothing is left for, where that is what is wrong.
     """
@@ -145,12 +164,18 @@ def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], sta
 
 
 def budget_lines(budget: DeviceBudget) -> list[str]:
-    """Return who takes what of a GPU as aligned lines, largest first, and what is left."""
+    """Return a GPU's claims as aligned lines, largest first, and the remainder."""
     lines = claim_lines(budget.claims, budget.claimed_bytes, budget.device, budget.total_bytes)
     unknown = dict.fromkeys(claim.who for claim in budget.claims if claim.source == "unknown")
     left = size_text(budget.total_bytes - budget.claimed_bytes)
     if budget.kv_bytes:
         lines.append(f"{left} are left, all of it KV memory (limits.kv_bytes bounds it where pipelines share a GPU)")
+    elif budget.rest_bytes:
+        who = ", ".join(unknown)
+        lines.append(
+            f"{left} are left for {who}, which nobody has measured: what its weights and work leave of that "
+            "becomes its KV memory when it opens (kv_bytes or limits.kv_bytes bounds it)"
+        )
     elif unknown:
         lines.append(f"at most {left} are left: nobody has measured {', '.join(unknown)} (`weftline profile`)")
     else:
@@ -171,7 +196,7 @@ def claim_lines(claims: Iterable[Claim], wanted: int, device: str, total_bytes: 
 
 
 def _added_up(claims: Iterable[Claim]) -> list[tuple[str, str, str, int]]:
-    """Return who, what, source and bytes, largest first; claims of one step's instances are one row."""
+    """Return owner, purpose, source and bytes, largest first; claims of one step's instances are one row."""
     found: dict[tuple[str, str, str], int] = {}
     count: Counter[tuple[str, str, str]] = Counter()
     for claim in claims:
@@ -236,7 +261,7 @@ def _source(bytes: int, usual: int) -> str:
 
 
 def _way_out(budget: DeviceBudget, too_much: int) -> tuple[str, str]:
-    """Return where the largest thing stands that somebody can lower or move, and what to do about it."""
+    """Return the location of the largest adjustable claim and a remedy."""
     sums: Counter[tuple[str, str, str]] = Counter()
     for claim in budget.claims:
         sums[claim.who, claim.what, claim.source] += 0 if claim.what in OF_OTHERS | {CONTEXT} else claim.bytes

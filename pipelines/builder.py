@@ -1,4 +1,4 @@
-"""A pipeline written in Python: the same keys, the same checks and the same result as the YAML file.
+"""Python pipeline builder, equivalent to the YAML format.
 
     p = Builder("voice-photo-assistant")
     photo = p.input("photo", "image")
@@ -113,6 +113,7 @@ class Builder:
         instances: int | Mapping[str, int] = 1,
         reserved: int = 0,
         device: str = "auto",
+        threads: int | None = None,
         device_bytes: int | None = None,
         idle: float | IdlePolicy | Mapping[str, Any] | None = None,
         run_max_ms: float | None = None,
@@ -145,6 +146,7 @@ class Builder:
             "instances": (instances, 1),
             "reserved": (reserved, 0),
             "device": (device, "auto"),
+            "threads": (threads, None),
             "device_bytes": (device_bytes, None),
             "idle": (idle, None),
             "run_max_ms": (run_max_ms, None),
@@ -182,7 +184,7 @@ class Builder:
         return to_pipeline(document, self._file(), self._base_dir)
 
     def to_yaml(self) -> str:
-        """Return the text of a pipeline file that says the same."""
+        """Return the equivalent pipeline file as text."""
         return to_yaml(self.build())
 
     def _put(self, what: str, name: str, entry: Any) -> None:

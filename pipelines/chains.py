@@ -1,4 +1,4 @@
-"""Which steps hand over to each other without leaving their worker.
+"""Chains: steps of one worker that pass values directly inside it.
 
 A chain starts with a step of any batch policy, and takes in the steps of the same worker that need nothing but the
 pipeline's inputs and what the chain already gives. A step that could gain from a queue of its own (a wait for company,
@@ -47,12 +47,12 @@ def _from(head: int, steps: Sequence[PlannedStep], present: Collection[str], apa
 
 
 def _is_simple(step: PlannedStep) -> bool:
-    """Whether nothing can happen to an item in a step but that it is run, once, in its worker."""
+    """Return True when an item at this step is only ever run, once, in its worker."""
     special = (step.when, step.fallback, step.retry, step.timeout_ms, step.sequence)
     never = step.streams or step.control or step.map or step.conditional or step.batch.pad
     return bool(step.workers) and not never and all(one is None for one in special)
 
 
 def _needs_no_queue(step: PlannedStep) -> bool:
-    """Whether a step gains nothing by gathering items of its own."""
+    """Return True when a step gains nothing from a batch of its own."""
     return step.batch.wait == "fixed" and not step.batch.wait_max_ms and step.batch.shapes == "any"

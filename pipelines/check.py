@@ -1,4 +1,4 @@
-"""Everything that is wrong with a pipeline, at once, before anything starts.
+"""Pipeline checker: reports every problem before anything starts.
 
 `check` imports the nodes' modules but none of their frameworks, opens no model and starts no process. `examine` does
 the same and also returns what it learnt, which is what a plan is made from.
@@ -7,6 +7,7 @@ the same and also returns what it learnt, which is what a plan is made from.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -74,6 +75,16 @@ def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked
     return dataclasses.replace(checked, problems=problems, pipeline=_with_types(pipeline, checked.constants))
 
 
+def remarks(pipeline: Pipeline) -> list[str]:
+    """Return what to note about a pipeline file that is not an error, a line each."""
+    if pipeline.slo.latency_p99_ms is None or pipeline.limits.deadline_ms is not None:
+        return []
+    return [
+        "slo.latency_p99_ms is an objective and fails no request; requests of this pipeline have no deadline. "
+        "To fail late requests, set limits.deadline_ms"
+    ]
+
+
 def _with_types(pipeline: Pipeline, constants: Mapping[Wire, PortType]) -> Pipeline:
     """Return the pipeline with constants as inputs of the types that they are taken as."""
     inputs = [
@@ -92,10 +103,6 @@ def _with_conditions(pipeline: Pipeline) -> Pipeline:
     return dataclasses.replace(pipeline, steps=tuple(steps))
 
 
-RESERVED = frozenset({"self", "outputs", "deadline_ms", "priority", "sequence", "job", "seed"})
-"""Names an input cannot have: inputs are passed to `run` of sessions and clients by name, beside these."""
-
-
 def _check_written(pipeline: Pipeline, report: Report) -> None:
     """Hold a pipeline built in Python to the rules of a file."""
     bare = tuple(dataclasses.replace(step, options={}) for step in pipeline.steps)  # options are checked one by one
@@ -109,8 +116,6 @@ def _check_names(pipeline: Pipeline, report: Report) -> None:
     ):
         for name in sorted({name for name in names if names.count(name) > 1}):
             report.add(f"{what}.{name}", "written twice", fix="rename one of them")
-    for name in sorted(RESERVED & {one.name for one in pipeline.inputs}):
-        report.add(f"inputs.{name}", f"{name} is an argument of `run` itself", fix="give the input another name")
     for name in [step.name for step in pipeline.steps if any(step.name == one.name for one in pipeline.inputs)]:
         report.add(f"steps.{name}", f"{name} is also the name of an input", fix="rename one of them")
 
@@ -124,7 +129,7 @@ def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report
     except ConfigError as error:
         report.add(f"{path}.{error.option}", error.found, error.expected, error.fix)
         return None
-    options, types = dict(step.options), _types(step, checked)
+    options, types = dict(step.options), types_of(step, checked)
     for attempt in (1, 2):
         config, problems = read_options(node, options, path)
         if not problems:
@@ -137,24 +142,50 @@ def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report
             report.take(one for one in problems if not report.holds(one.path))
         # Without the options that are wrong its ports may still be known, and its wires be checked.
         for one in problems:
-            options.pop(one.path.removeprefix(f"{path}.").partition(".")[0], None)
+            _leave_out(options, one.path.removeprefix(f"{path}."))
     return None
 
 
+def _leave_out(options: dict[str, Any], path: str) -> None:
+    """Remove what is at `path` of the options: an option, or one entry of an option that is a mapping."""
+    name, _, rest = path.partition(".")
+    value, key = options.get(name), re.split(r"[.\[]", rest)[0]
+    if isinstance(value, Mapping) and key in value:
+        options[name] = {other: one for other, one in value.items() if other != key}
+    else:
+        options.pop(name, None)
+
+
 def _ports(node: type[Node], config: Any, context: StepContext, path: str) -> tuple[Ports | None, list[Problem]]:
-    """Return the ports of a step, or why its node cannot say."""
+    """Return the ports of a step, or the reason why its node has none."""
     try:
-        return node.ports(config, context), []
+        ports = node.ports(config, context)
     except ConfigError as error:
-        return None, [Problem(f"{path}.{error.option}", error.found, error.expected, error.fix)]
+        problems = (error, *error.others)
+        return None, [Problem(f"{path}.{one.option}", one.found, one.expected, one.fix) for one in problems]
     except (ValueError, ModelError) as error:
         return None, [Problem(path, str(error))]
     except Exception as error:  # a mistake in a user's node is a problem of the pipeline, not of the check
         return None, [Problem(path, f"{node.__name__}.ports failed: {type(error).__name__}: {error}")]
+    wrong = _wrong_ports(ports)
+    return (None, [Problem(path, f"{node.__name__}.ports {wrong[0]}", wrong[1])]) if wrong else (ports, [])
+
+
+def _wrong_ports(ports: object) -> tuple[str, str] | None:
+    """Return what is wrong with the value that a user's node returned as its ports, and what is expected."""
+    if not isinstance(ports, Ports):
+        return f"returned {type(ports).__name__}", "weftline.node.Ports"
+    for where, side in (("inputs", ports.inputs), ("outputs", ports.outputs)):
+        if not isinstance(side, tuple | list) or not all(isinstance(one, Port) for one in side):
+            return f"returned {where} that are not a tuple of ports", f'Ports({where}=(port("name", "text"),))'
+        names = [one.name for one in side]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            return f"names {twice} twice among its {where}", "a name of its own for every port"
+    return None
 
 
 def _device_ports(node: type[Node], config: Any, ports: Ports, path: str) -> tuple[frozenset[str], list[Problem]]:
-    """Return the ports that a node takes and gives on its device, or why it cannot say."""
+    """Return the ports whose tensors stay on the node's device, or an error."""
     try:
         near = frozenset(node.device_ports(config, ports))
     except Exception as error:  # a mistake in a user's node is a problem of the pipeline, not of the check
@@ -166,7 +197,7 @@ def _device_ports(node: type[Node], config: Any, ports: Ports, path: str) -> tup
     return near, []
 
 
-def _types(step: Step, checked: Checked) -> dict[str, PortType]:
+def types_of(step: Step, checked: Checked) -> dict[str, PortType]:
     """Return what the step's wires give, as far as it is known; of a port under `map:`, the type of one element."""
     found = {port: checked.type_of(wire) for port, wire in step.inputs.items()}
     types = {port: loose(type) for port, type in found.items() if type is not None}
@@ -191,7 +222,7 @@ def _check_types(one: CheckedStep, checked: Checked, report: Report) -> None:
 
 
 def _take_constant(path: str, wire: Wire, wanted: PortType, checked: Checked, report: Report) -> None:
-    """Take a constant as what its reader wants, a list or a tensor; report one that cannot be that."""
+    """Convert a constant to its reader's type, a list or a tensor; report one that does not fit."""
     one = next((one for one in checked.pipeline.inputs if one.hidden and Wire(None, one.name) == wire), None)
     if one is None or one.type not in ("text", "json") or wire in checked.constants or may_lack(one):
         return
@@ -205,7 +236,7 @@ def _take_constant(path: str, wire: Wire, wanted: PortType, checked: Checked, re
 
 
 def _take_fallback(step: Step, owner: str, checked: Checked, report: Report) -> None:
-    """Take the constants to fall back on as what the step gives that they stand in for."""
+    """Convert fallback constants to the output types of the step that they replace."""
     if owner not in checked.steps or checked.steps[owner].control:
         return
     known = [port.name for port in checked.steps[owner].ports.outputs]

@@ -1,4 +1,4 @@
-"""What a check learns of a pipeline: the node, options and ports of every step, and what its wires say about types."""
+"""Result of a check: node, options and ports of every step, and the types of the wires."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CheckedStep:
 
     @property
     def control(self) -> str:
-        """Which decision of the scheduler's it is; '' for a step that a worker runs."""
+        """Control decision of the scheduler for this step; '' for a step that a worker runs."""
         return self.node.control if issubclass(self.node, Control) else ""
 
     def takes(self, port: str) -> PortType | None:
@@ -44,13 +44,13 @@ class CheckedStep:
         return list_of(loose(found.type)) if port in self.step.map else found.type
 
     def does_without(self, port: Port) -> bool:
-        """Whether the step runs when this input is absent. A list to map over must be there, or nothing can run."""
+        """Return True when the step runs without this input. The list of a `map:` is always required."""
         return port.optional and port.name not in self.step.map
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check learnt.
+    """Results of a check.
 
     pipeline: as written, with prompts and constants made steps of their own, and names in conditions resolved.
     steps:    those whose node and options are sound, in run order; all of them when there are no problems.

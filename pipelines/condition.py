@@ -1,4 +1,4 @@
-"""What `when:` says: a small expression over the values of wires, parsed once and evaluated without side effects.
+"""Parser of `when:` conditions: side-effect-free expressions over wire values.
 
     guard.verdict.action == "block"        kind.label in ["cat", "dog"] and not skip        len(see.detections) > 0
 
@@ -45,12 +45,12 @@ class Condition:
     tree: Tree
 
     def holds(self, values: Sequence[Any]) -> bool:
-        """Whether it holds for these values, one for each of `wires` (None: absent); ValueError when it cannot say."""
+        """Evaluate for one value of each of `wires` (None: absent); raise ValueError when undefined."""
         return bool(Evaluation(self.wires, values).value(self.tree))
 
 
 def parse(text: str) -> Condition:
-    """Return the condition written in `text`; ValueError says where it is wrong and what is allowed.
+    """Parse the condition in `text`; raise ValueError with the position and what is allowed.
 
     Which names are inputs is not known here: `a.b` is taken for port `b` of step `a` until `resolve` knows better.
     """
@@ -151,7 +151,7 @@ _DIALECTS = {"&&": "and", "||": "or"}
 
 
 def _dialect(text: str) -> str:
-    """Return a hint for those who write conditions as another language has them."""
+    """Return a hint for conditions written in another language's syntax."""
     return "".join(f"; write `{word}` for {sign}" for sign, word in _DIALECTS.items() if sign in text)
 
 

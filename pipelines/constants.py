@@ -1,4 +1,4 @@
-"""Values that somebody wrote into a pipeline: defaults of inputs, constants on wires, constants to fall back on.
+"""Constants in a pipeline: input defaults, constant wires and constant fallbacks.
 
 They are what a pipeline file can hold, small enough to travel inside a message, and of a type that can be written down
 at all. Whatever is wrong with one is a ConfigError, which becomes a problem at its place in the file.
@@ -55,7 +55,7 @@ def check_default(type: str, value: Any) -> None:
 
 
 def can_be_written(type: PortType) -> bool:
-    """Whether a file can hold values of this type."""
+    """Return True when a file can contain values of this type."""
     while type.item is not None:
         type = type.item
     return type.kind not in _NOT_WRITTEN

@@ -1,4 +1,4 @@
-"""Which steps a request runs: what conditions look at, what serves only a case of a switch, and what may be absent.
+"""Control-flow analysis: inputs of conditions, guards of switch cases, and absent values.
 
 A step whose outputs are read by nothing but cases of switches is given a *guard*: a condition that holds where one of
 those cases can be chosen, so that the step runs only then. Guards are found from the outputs backwards: who reads
@@ -88,7 +88,7 @@ def _misread(tree: Tree, when: Condition, types: Sequence[PortType | None], bare
 
 
 def may_lack(given: Input) -> bool:
-    """Whether a request can leave an input out so that it is absent."""
+    """Return True when a request can omit an input so that it is absent."""
     return given.optional and given.default is None
 
 
@@ -157,7 +157,7 @@ class _Guards:
                 self._readers.setdefault(wire.step, []).append((reader, port))
 
     def order(self) -> list[str]:
-        """Return the steps so that all who read a step, and whom it is a fallback of, come before it."""
+        """Return the steps in reverse topological order: readers and replaced steps first."""
         graph = graph_of(self._checked.pipeline)
         graph.add_edges_from(self._owner.items())
         return list(reversed(list(nx.topological_sort(graph))))
@@ -175,7 +175,7 @@ class _Guards:
         self._graph.add_edges_from((wire.step, name) for wire in self.found[name].wires if wire.step is not None)
 
     def _demanded(self, name: str) -> _Guard:
-        """Return under which conditions somebody reads what a step gives."""
+        """Return the conditions under which an output of a step is read."""
         alternatives: set[frozenset[str]] = set()
         for reader, port in self._readers.get(name, ()):
             own = self._demands[reader] if port else None

@@ -1,4 +1,4 @@
-"""YAML text to plain values, with the line of every path, and without trusting the text.
+"""Safe YAML parser that keeps the line of every path.
 
 The parser's event stream is composed here, by hand and without recursion, so that every limit is checked before
 anything is built: size, nesting, number of events. What a pipeline file never needs is refused rather than followed:
@@ -12,13 +12,14 @@ text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from weftline.errors import PipelineError, Problem
+from weftline.pipelines.variables import LITERAL_KEYS, UnsetVariable, Variables
 
 TEXT_BYTES_MAX = 1_000_000
 """Largest file read; the largest sensible pipeline is a few tens of kilobytes."""
@@ -48,13 +49,15 @@ _PARSER: Any = getattr(
 class Document:
     """The values of a file, the 1-based line of each dotted path, and what was wrong but could be read past.
 
-    unread: paths where null stands for a value that could not be read; its problem is in `problems`.
+    unread:  paths where null stands for a value that could not be read; its problem is in `problems`.
+    secrets: secret values that came from the environment, each with what is printed instead.
     """
 
     value: Any
     lines: dict[str, int]
     problems: tuple[Problem, ...] = ()
     unread: frozenset[str] = frozenset()
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class _Open:
 @dataclass(slots=True)
 class _Reader:
     file: str
+    variables: Variables | None = None
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
@@ -111,7 +115,7 @@ class _Reader:
             raise self._fatal(event, f"nested deeper than {DEPTH_MAX}", f"at most {DEPTH_MAX} levels")
 
     def _take_key(self, event: Any) -> bool:
-        """Take a scalar as the key of the open mapping, if that is what comes next."""
+        """Consume a scalar as the key of the open mapping, if a key comes next."""
         top = self.stack[-1] if self.stack else None
         if top is None or not isinstance(top.value, dict) or top.key is not None or top.skips:
             return False
@@ -148,6 +152,8 @@ class _Reader:
 
     def _scalar(self, event: Any) -> Any:
         text = event.value
+        if self.variables is not None and "${" in text:
+            text = self._expanded(event, self.variables)
         if not event.implicit[0]:  # quoted, or a block of text
             return text
         if text in _WORDS:
@@ -160,6 +166,20 @@ class _Reader:
             self.unread.add(self._path())
             return None
         return int(text, 0 if text[:2] in ("0o", "0x") else 10) if is_int else float(text)
+
+    def _expanded(self, event: Any, variables: Variables) -> str:
+        path = self._path()
+        if not LITERAL_KEYS.isdisjoint(path.split(".")):
+            return str(event.value)
+        try:
+            return variables.expand(event.value)
+        except UnsetVariable as error:
+            found = f"the environment variable {error} is not set"
+            self._refuse(
+                event, found, f"set it, give a default as ${{{error}:-default}}, or write $${{ for the text ${{"
+            )
+            self.unread.add(path)
+            return ""
 
     def _refuse(self, event: Any, found: str, fix: str, path: str | None = None) -> None:
         self.problems.append(
@@ -179,8 +199,10 @@ class _Reader:
         return _join(top.path, str(len(top.value)) if isinstance(top.value, list) else top.key or "")
 
 
-def read_document(text: str, file: str) -> Document:
+def read_document(text: str, file: str, environment: Mapping[str, str] | None = None) -> Document:
     """Return the plain values of YAML `text`; PipelineError when it is no YAML, or not the tame kind read here.
+
+    environment: what `${NAME}` in values stands for (see `variables`); None: they are left as they are.
 
     `file` is only used in problems. Duplicate keys, tags, anchors, aliases and merge keys are listed in `problems`
     (a duplicate's first value counts, an alias is null); everything else that is wrong raises.
@@ -190,7 +212,7 @@ def read_document(text: str, file: str) -> Document:
     if "\0" in text:
         line = text[: text.index("\0")].count("\n") + 1
         raise PipelineError([Problem("", "a NUL character", "text", "save the file as UTF-8 text", line, file)])
-    reader = _Reader(file)
+    reader = _Reader(file, None if environment is None else Variables(environment))
     try:
         reader.read(iter(yaml.parse(text.removeprefix("\ufeff"), Loader=_PARSER)))
     except yaml.MarkedYAMLError as error:
@@ -198,7 +220,8 @@ def read_document(text: str, file: str) -> Document:
     except (yaml.YAMLError, UnicodeError) as error:
         found = str(error).splitlines()[0][:120]
         raise PipelineError([*reader.problems, Problem("", f"not YAML: {found}", file=file)]) from None
-    return Document(reader.root, reader.lines, tuple(reader.problems), frozenset(reader.unread))
+    secrets = reader.variables.secrets if reader.variables is not None else {}
+    return Document(reader.root, reader.lines, tuple(reader.problems), frozenset(reader.unread), secrets)
 
 
 def _syntax(error: yaml.MarkedYAMLError, file: str) -> Problem:

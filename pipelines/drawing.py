@@ -1,4 +1,4 @@
-"""A plan as a picture: boxes with their ports, wires coloured by what travels on them, as one self-contained SVG."""
+"""SVG renderer of a plan: steps as boxes with ports, wires coloured by type."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _step_box(step: PlannedStep) -> Box:
 
 
 def _label_width(name: str, type: PortType) -> float:
-    """Return the width of a port's name and type; the name alone says enough where the type repeats it."""
+    """Return the width of a port's name and type; the name alone where the type repeats it."""
     return len(name) * PORT_PX + (0 if name == str(type) else len(str(type)) * SMALL_PX + SPACE_PX)
 
 

@@ -1,4 +1,4 @@
-"""The pieces of a pipeline file as pydantic models: names, wires, types, policies, and the bounds of every number.
+"""Pydantic models for the parts of a pipeline file: names, wires, types, policies and bounds.
 
 Defaults and descriptions of batch, limits and the like come from the values in `policy`.
 """
@@ -51,6 +51,7 @@ BOUNDS: dict[type, dict[str, dict[str, float]]] = {
     Retry: {"attempts": {"ge": 0, "le": 10}, "wait_ms": {"ge": 0, "le": 60_000}},
     SequencePolicy: {"live_max": {"ge": 1, "le": 1_000_000}, "idle_max_ms": {"gt": 0, "le": 86_400_000}},
     Limits: {
+        "deadline_ms": {"gt": 0, "le": 86_400_000},
         "requests_max": {"ge": 1, "le": 1_000_000},
         "request_bytes_max": {"ge": 1, "le": 1 << 40},
         "open_bytes_max": {"ge": 1, "le": 1 << 42},
@@ -58,6 +59,7 @@ BOUNDS: dict[type, dict[str, dict[str, float]]] = {
         "seconds_max": {"gt": 0, "le": 86_400},
         "map_items_max": {"ge": 1, "le": 1_000_000},
         "arena_bytes": {"ge": 1 << 16, "le": 1 << 40},
+        "decode_bytes_max": {"ge": 1 << 20, "le": 1 << 40},
         "stream_bytes_max": {"ge": 1, "le": 1 << 40},
         "stall_max_ms": {"gt": 0, "le": 86_400_000},
         "silence_max_ms": {"ge": 1500, "le": 3_600_000},  # workers say that they live once a second
@@ -114,6 +116,7 @@ OneDevice = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?|fake(-[a-z]{
 Count = Annotated[int, Field(ge=1, le=64)]
 Reserved = Annotated[int, Field(ge=0, le=4096)]
 Constant = Annotated[Any, AfterValidator(check_constant)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
 DurationMs = Annotated[float, Field(gt=0, le=86_400_000)]
 Sizes = Annotated[
     tuple[Annotated[int, Field(ge=1, le=1 << 32)], ...],
@@ -157,8 +160,9 @@ def _model_of(policy: Any, leave: Iterable[str] = (), **overrides: Any) -> type[
         if one.name not in leave:
             fields[one.name] = (Annotated[overrides.get(one.name, hints[one.name]), described], default)
     doc = (policy.__doc__ or "").partition("\n")[0]
+    config: ConfigDict = {**STRICT, "use_attribute_docstrings": False}  # no class body to look for: a quarter second
     return create_model(
-        policy.__name__, __config__=STRICT, __doc__=doc, __module__=__name__, __validators__=validators, **fields
+        policy.__name__, __config__=config, __doc__=doc, __module__=__name__, __validators__=validators, **fields
     )
 
 

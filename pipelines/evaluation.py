@@ -1,4 +1,4 @@
-"""What the tree of a condition comes to for given values: Python's own comparisons, over plain JSON-like values."""
+"""Evaluator of condition trees over JSON-like values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline with nothing left in it that stands for something else: what was written short is written out.
+"""Expansion of shorthand in a pipeline: templates, constants, fallbacks and sub-pipelines.
 
 Templates are wired to what they read and prompts become template steps, constants to fall back on become steps that
 pass them on, and a pipeline file that is run as a step is replaced by that file's own steps. What comes out has steps
@@ -38,7 +38,7 @@ class Expansion:
 
 
 def expand(pipeline: Pipeline, report: Report, catalog: Mapping[str, Any] = CATALOG) -> Expansion:
-    """Return the pipeline written out; problems go to `report`, which knows the origins afterwards."""
+    """Return the expanded pipeline; problems and origins go to `report`."""
     pipeline, origins = write_out_prompts(pipeline, report, catalog)
     pipeline, more = write_out_fallbacks(pipeline)
     report.origins = {**origins, **more}

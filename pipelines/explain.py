@@ -1,4 +1,4 @@
-"""A plan for people: as a table in text, and as a Mermaid flowchart. `drawing` has it as a picture."""
+"""Text tables and Mermaid flowcharts of a plan. `drawing` renders SVG."""
 
 from __future__ import annotations
 
@@ -51,9 +51,12 @@ def explain_text(plan: Plan) -> str:
         parts += ["", "Work of GPUs for one request, as measured", *_table(work_rows(plan.work))]
     if plan.notes:
         parts += ["", "Good to know", *(f"  {note}" for note in plan.notes)]
-    parts += ["", _memory(plan)]
+    parts += ["", *_memory(plan)]
+    if plan.limits.deadline_ms is not None:
+        parts.append(f"Deadline of requests that bring none: {plan.limits.deadline_ms:g} ms (limits.deadline_ms)")
     if plan.slo.latency_p99_ms is not None:
-        parts.append(f"Deadline of a request that brings none: {plan.slo.latency_p99_ms:g} ms")
+        objective = f"99 % of answers within {plan.slo.latency_p99_ms:g} ms (slo.latency_p99_ms)"
+        parts.append(f"Latency objective: {objective}")
     return "\n".join(parts) + "\n"
 
 
@@ -124,7 +127,7 @@ def batch_text(step: PlannedStep) -> str:
 
 
 def notes(step: PlannedStep) -> list[str]:
-    """Return what else a step says about itself: when it runs, and what happens when it fails."""
+    """Return further properties of a step: its condition and its failure handling."""
     found = [f"when {step.when.text.strip()}"] if step.when else []
     found += [f"for each element of {', '.join(step.map)}"] if step.map else []
     found += [f"remembers up to {step.sequence.live_max} sequences"] if step.sequence else []
@@ -213,10 +216,15 @@ def _workers(plan: Plan) -> list[str]:
     return _table(rows)
 
 
-def _memory(plan: Plan) -> str:
-    total = sum(worker.arena_bytes for worker in plan.workers) + plan.limits.arena_bytes
+def _memory(plan: Plan) -> list[str]:
+    total = sum(worker.arena_bytes for worker in plan.workers) + plan.ingress_arena_bytes
     count = len(plan.workers) + 1
-    return f"Shared memory: {size_text(total)} in {count} arenas (one for each worker, one for requests)"
+    lines = [f"Shared memory: {size_text(total)} in {count} arenas (one for each worker, one for requests)"]
+    if plan.decode_bytes_max:
+        decoding = f"Decoding of pictures and recordings: at most {size_text(plan.decode_bytes_max)} at a time"
+        where = "limits.decode_bytes_max" if plan.limits.decode_bytes_max is not None else "one of the largest"
+        lines.append(f"{decoding} ({where})")
+    return lines
 
 
 def _table(rows: Sequence[Sequence[Sequence[str]]], heads: Sequence[str] = ()) -> list[str]:

@@ -1,9 +1,8 @@
-"""Constants written into a pipeline, written out: a fallback to constants becomes a fallback to a step that passes
-them on, and every constant is known to come from where it was written.
+"""Expansion of constant fallbacks into steps that pass constants on.
 
-    answer:                                  answer/fallback:
-      fallback: {text: "Sorry"}      ->        node: passes
-                                               inputs: {text: answer/fallback/text}    # a hidden input, always "Sorry"
+answer:                                  answer/fallback:
+  fallback: {text: "Sorry"}      ->        node: passes
+                                           inputs: {text: answer/fallback/text}    # a hidden input, always "Sorry"
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each field of a dataclass means, read from where its author wrote it.
+"""Documentation of dataclass fields, read from their source.
 
 Two habits are understood: a docstring under the field, and `name: text` lines in the class's docstring, where deeper
 indented lines continue an entry.

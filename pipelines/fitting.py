@@ -1,4 +1,4 @@
-"""Which GPU each instance gets that may be on any of them.
+"""GPU assignment of instances without a fixed GPU.
 
 What was pinned stays where it is. Then each instance, largest first, goes to a GPU that it fits on, if possible to one
 
@@ -108,7 +108,7 @@ def _try(
     rooms: Rooms,
     first: Chosen,
 ) -> tuple[Rooms, Chosen]:
-    """Place everything in one way, `first` and what is pinned before all else; return what is left and who is where."""
+    """Place all instances one way, `first` and pinned ones before the rest; return the remainder and the assignment."""
     order, places = [*rooms], dict[tuple[str, int], str]()
 
     def put(load: Load, device: str) -> None:

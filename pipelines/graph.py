@@ -1,4 +1,4 @@
-"""The nouns of a pipeline as somebody wrote it: inputs, steps, wires and outputs, with the lines they stand on.
+"""Pipeline graph as written: inputs, steps, wires and outputs, with their source lines.
 
 The YAML loader and the Python builder both produce a `Pipeline`; `check` and `plan` read nothing else. Nothing here is
 validated beyond its Python types: a Pipeline may be nonsense, and `check` says in which ways.
@@ -42,7 +42,7 @@ class Input:
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether a request may leave it out: it has a default, or may be absent."""
+        """Return True when a request may omit it: it has a default or may be absent."""
         return self.optional or self.default is not None
 
 
@@ -72,6 +72,7 @@ class Step:
     device_bytes: what an instance takes of its device's memory, at most, KV memory aside; None: what was measured, if
                 anything was.
     idle:       when it gives its device's memory back; None: never.
+    threads:    CPU threads that its process may compute with; None: its share of the cores if it is heavy, else one.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Step:
     device_bytes: int | None = None
     idle: IdlePolicy | None = None
     finite: bool = False
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Pipeline:
     file:     as the user named it; the user's Python file when built in Python. Not part of equality, nor are lines.
     base_dir: relative paths in options are relative to this.
     lines:    1-based line of each YAML path ('steps.see.batch.items_max'); of the call when built in Python.
+    secrets:  secret values from the environment, each with what is printed instead.
     """
 
     name: str
@@ -118,6 +121,7 @@ class Pipeline:
     file: str = field(default="", compare=False)
     base_dir: Path = Path()
     lines: Mapping[str, int] = field(default_factory=dict, compare=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def step(self, name: str) -> Step | None:
         return next((step for step in self.steps if step.name == name), None)

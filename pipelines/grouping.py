@@ -1,4 +1,4 @@
-"""Which process each instance runs in, and why.
+"""Process assignment of instances, with the reason for each.
 
 Instances of one step are always in different processes, and a step's own `worker` goes before everything else. On a GPU
 processes only take turns, so that its steps share one (`gpu.processes: grouped`) unless they stream and compute for
@@ -117,7 +117,7 @@ def _name(key: _Key, taken: set[str], reserved: Collection[str]) -> str:
 
 
 def _take_device(process: Process, step: str, device: str, problems: list[Problem]) -> None:
-    """Give a process the GPU of one of its steps; a second one is a problem."""
+    """Assign a process the GPU of one of its steps; report a second GPU as a problem."""
     if not is_gpu(device) or process.device == device:
         return
     if not process.device:

@@ -1,4 +1,4 @@
-"""What a builder hands out: steps whose attributes are wires, and wires that always carry the same."""
+"""Builder handles: steps whose attributes are wires, and constant wires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What open pipelines hold of each GPU, so that all of them together keep to one budget for it.
+"""GPU reservations of open pipelines: one memory budget for each GPU.
 
 A version of a pipeline takes what its plan claims before it opens, corrects that once it has measured what everything
 on a GPU really takes, and gives it back when its workers are gone. What it holds is not free for anybody else: the next
@@ -10,7 +10,7 @@ divide it: evenly, once everything that is held there has been measured.
 
 A GPU is known by its name: plans for different machines that name the same GPU share it. Everything here is a value or
 arithmetic on values; who keeps the time at which it happens, and one owner for a process, is
-`weftline.engine.shared_gpus`.
+`weftline.engine.gpus`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weftline.pipelines.plan import Claim, DeviceBudget, Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class Owner:
     """A version of a pipeline that holds something, or is about to.
 
     name:    what people call the pipeline.
@@ -40,7 +40,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ReservedMemory:
     """What a version holds of one GPU.
 
     total_bytes:   what the GPU has, by the machine it was planned for.
@@ -68,13 +68,13 @@ class Holding:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known what it takes, a part of what is left aside."""
+        """Return True when its size is known, apart from a share of the remainder."""
         return self.measured > 0 or (self.known and not self.takers)
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a GPU has left when everything that a version has on it is open: `bytes`, less than 0 when it is too much.
+    """Remainder of a GPU with a version fully open: `bytes`, negative when it is over-committed.
 
     others:        what other versions hold of it.
     reserve_bytes: what is left free besides, for all of them.
@@ -91,7 +91,7 @@ Settle = Callable[[str, int, int], Left]
 """Called with a device, what a version's workers take of it, and what it has free by its driver, in bytes."""
 
 
-class Holdings:
+class ReservationTable:
     """Who holds what of which GPU. Not thread-safe.
 
     changes: goes up whenever something is taken, corrected or given back.
@@ -99,29 +99,29 @@ class Holdings:
 
     def __init__(self) -> None:
         self.changes = 0
-        self._held: dict[Holder, dict[str, Holding]] = {}
-        self._told: dict[tuple[Holder, str], int] = {}
+        self._held: dict[Owner, dict[str, ReservedMemory]] = {}
+        self._new_shares: dict[tuple[Owner, str], int] = {}
 
-    def copy(self) -> Holdings:
+    def copy(self) -> ReservationTable:
         """Return the same once more, to try something on."""
-        other = Holdings()
-        other.changes, other._held, other._told = self.changes, dict(self._held), dict(self._told)
+        other = ReservationTable()
+        other.changes, other._held, other._new_shares = self.changes, dict(self._held), dict(self._new_shares)
         return other
 
     @property
     def held_bytes(self) -> Mapping[str, int]:
-        """What is held of each GPU of which anything is, reserves aside."""
+        """Reserved bytes of each GPU that has any, without the safety reserve."""
         found: dict[str, int] = {}
         for own in self._held.values():
             for device, one in own.items():
                 found[device] = found.get(device, 0) + one.bytes
         return found
 
-    def alone(self, holder: Holder) -> bool:
-        """Whether nobody else holds anything."""
+    def alone(self, holder: Owner) -> bool:
+        """Return True when no other version has a reservation."""
         return not any(own for other, own in self._held.items() if other != holder)
 
-    def try_take(self, holder: Holder, plan: Plan) -> bool:
+    def try_take(self, holder: Owner, plan: Plan) -> bool:
         """Hold what a plan claims of its GPUs; False, and nothing is changed, when others have left too little."""
         wanted = {one.device: holding_of(plan, one) for one in plan.budgets}
         for device, one in wanted.items():
@@ -133,8 +133,8 @@ class Holdings:
         self.changes += 1
         return True
 
-    def settle(self, holder: Holder, device: str, taken_bytes: int, free_bytes: int) -> Left:
-        """Take in what a version measured when everything it has on a GPU was open, and return what is left there.
+    def settle(self, holder: Owner, device: str, taken_bytes: int, free_bytes: int) -> Left:
+        """Record a version's measurement of a fully opened GPU and return the remainder there.
 
         What is left is held too, where its llm steps may have it: evenly with those of others that wait for a part as
         well, once everything that is held there has been measured. What was claimed and is not taken yet stays held.
@@ -156,36 +156,36 @@ class Holdings:
         self._held[holder] = {**self._held[holder], device: settled}
         if left >= 0:  # else it is about to end, and the others wait until it has
             self._divide(device)
-        part = self._told.pop((holder, device), left)
+        part = self._new_shares.pop((holder, device), left)
         return Left(part, others, reserve, waits=self._held[holder][device].takers > 0)
 
-    def give_back(self, holder: Holder) -> None:
+    def give_back(self, holder: Owner) -> None:
         """Forget what a version held; nothing happens when that is nothing."""
         gone = self._held.pop(holder, None)
         if gone is not None:
             self.changes += 1
             for device in gone:
-                self._told.pop((holder, device), None)
+                self._new_shares.pop((holder, device), None)
                 self._divide(device)
 
     def left(self, device: str) -> int:
-        """Return how much nobody holds of a GPU of which something is held, reserves aside."""
+        """Return the unreserved bytes of a GPU with reservations, without the safety reserve."""
         there = [own[device] for own in self._held.values() if device in own]
         reserve = max(one.reserve_bytes for one in there)
         return max(0, min(one.total_bytes for one in there) - reserve - sum(one.bytes for one in there))
 
-    def told(self) -> dict[tuple[Holder, str], int]:
-        """Return, once, what versions that waited for it get of what is left of a GPU, in bytes."""
-        told, self._told = self._told, {}
-        return told
+    def pop_new_shares(self) -> dict[tuple[Owner, str], int]:
+        """Pop the shares of divided GPU memory that waiting versions have not received yet, in bytes."""
+        shares, self._new_shares = self._new_shares, {}
+        return shares
 
-    def _waiting(self, device: str, holder: Holder) -> bool:
-        """Whether another version's part of a GPU is not known, or not even what it takes before that."""
+    def _waiting(self, device: str, holder: Owner) -> bool:
+        """Return True while another version's size or share on a GPU is unknown."""
         others = (own[device] for other, own in self._held.items() if other != holder and device in own)
         return any(one.takers or not one.settled for one in others)
 
     def _divide(self, device: str) -> None:
-        """Give what is left of a GPU to those that wait for a part, once nobody there is yet to be measured.
+        """Divide a GPU's remainder among waiting versions, once everything there is measured.
 
         Unlike one that is alone, whose driver says what its process takes besides, they all keep what they claimed.
         """
@@ -202,10 +202,10 @@ class Holdings:
             part = max(0, left) * one.takers // count
             settled = dataclasses.replace(one, bytes=one.bytes + part, takers=0)
             self._held[holder] = {**self._held[holder], device: settled}
-            self._told[holder, device] = part
+            self._new_shares[holder, device] = part
         self.changes += 1
 
-    def taken(self, device: str, holder: Holder) -> tuple[Taken, ...]:
+    def taken(self, device: str, holder: Owner) -> tuple[Taken, ...]:
         """Return what others than this version hold of a GPU, in the order in which they came."""
         return tuple(
             Taken(
@@ -219,7 +219,7 @@ class Holdings:
             if other != holder and (one := own.get(device)) is not None
         )
 
-    def beside(self, machine: Machine, holder: Holder) -> Machine:
+    def beside(self, machine: Machine, holder: Owner) -> Machine:
         """Return the machine as it is for this version: with what others hold of its GPUs now."""
         devices = (
             dataclasses.replace(one, taken=taken, reserve_bytes=self._reserve(one.name, holder))
@@ -229,8 +229,8 @@ class Holdings:
         )
         return dataclasses.replace(machine, devices=tuple(devices))
 
-    def beside_others(self, plan: Plan, holder: Holder) -> Plan:
-        """Return a plan whose budgets say what others hold, for a version that cannot be planned again.
+    def beside_others(self, plan: Plan, holder: Owner) -> Plan:
+        """Return a plan whose budgets include other reservations, for a version that cannot be replanned.
 
         What was left for its llm steps when it was planned is claimed like everything else.
         """
@@ -240,35 +240,42 @@ class Holdings:
             claims = [claim for claim in one.claims if claim.what not in OF_OTHERS]
             claims += [Claim(EVERYBODY, KV, one.kv_bytes, "planned")] if one.kv_bytes else []
             claims += claims_of_others(self.taken(one.device, holder), more)
-            budgets.append(dataclasses.replace(one, claims=tuple(claims), kv_bytes=0))
+            budgets.append(dataclasses.replace(one, claims=tuple(claims), kv_bytes=0, rest_bytes=0))
         return dataclasses.replace(plan, budgets=tuple(budgets))
 
-    def _reserve(self, device: str, holder: Holder) -> int:
+    def _reserve(self, device: str, holder: Owner) -> int:
         """Return what others want left free of a GPU."""
         wanted = (own[device].reserve_bytes for other, own in self._held.items() if other != holder and device in own)
         return max(wanted, default=0)
 
 
-def holding_of(plan: Plan, budget: DeviceBudget) -> Holding:
-    """Return what a plan claims of one of its GPUs; what it was told of others is no part of that."""
+def holding_of(plan: Plan, budget: DeviceBudget) -> ReservedMemory:
+    """Return a plan's claims on one of its GPUs, without those of other pipelines."""
     own = [claim for claim in budget.claims if claim.what not in OF_OTHERS]
     shared = plan.limits.kv_bytes.get(budget.device, 0)
     starts = sum(own_kv_bytes(step) * step.devices.count(budget.device) for step in plan.steps if shares(step))
-    takers = len(open_kv(plan, budget.device))
-    return Holding(
+    takers = 0 if budget.rest_bytes else len(open_kv(plan, budget.device))
+    return ReservedMemory(
         total_bytes=budget.total_bytes,
-        bytes=sum(claim.bytes for claim in own if claim.what != RESERVE) + budget.kv_bytes,
+        bytes=sum(claim.bytes for claim in own if claim.what != RESERVE) + budget.kv_bytes + budget.rest_bytes,
         reserve_bytes=sum(claim.bytes for claim in own if claim.what == RESERVE),
         context_bytes=sum(claim.bytes for claim in own if claim.what == CONTEXT),
         growth_bytes=max(0, shared - starts) if shared else 0,
-        fills=takers > 0 or budget.kv_bytes > 0,
+        fills=takers > 0 or budget.kv_bytes > 0 or budget.rest_bytes > 0,
         takers=takers,
         known=all(claim.source != "unknown" for claim in own),
     )
 
 
+def without_rest(plan: Plan) -> Plan:
+    """Return a plan none of whose llm steps takes what is left of a GPU when it opens."""
+    if not any(one.rest_bytes for one in plan.budgets):
+        return plan
+    return dataclasses.replace(plan, budgets=tuple(dataclasses.replace(one, rest_bytes=0) for one in plan.budgets))
+
+
 def alone(plan: Plan) -> Settle:
-    """Return what tells a plan what is left of its GPUs when nobody else has anything of them."""
-    holdings, holder = Holdings(), Holder(plan.name, 0)
+    """Return a callback for the remainder of a plan's GPUs without other reservations."""
+    holdings, holder = ReservationTable(), Owner(plan.name, 0)
     holdings.try_take(holder, plan)
     return partial(holdings.settle, holder)

@@ -1,4 +1,4 @@
-"""Where tensors travel between steps when a GPU is involved: for each reader, from which memory to which.
+"""Transfers between steps on GPUs: source and destination memory for each reader.
 
 A tensor stays where it is when its giver's port and its reader's are near on one GPU. Otherwise it comes to host
 memory, and is brought to the reader's GPU from there. What a control hands on travels from who gave it to who reads it.
@@ -39,7 +39,7 @@ class Hop:
 
     @property
     def stays(self) -> bool:
-        """Whether it never touches host memory."""
+        """Return True when the transfer never touches host memory."""
         return self.path != (HOST,) and len(self.path) == 1
 
 
@@ -60,7 +60,7 @@ def hops(plan: Plan) -> tuple[Hop, ...]:
 
 
 def hop_rows(plan: Plan) -> list[list[list[str]]]:
-    """Return a row for each array on its way to a reader where a GPU is involved: who, where, and how much."""
+    """Return a row for each array transfer that involves a GPU: ends, path and size."""
     rows = []
     for hop in hops(plan):
         where = f"stays on {hop.path[0]}" if hop.stays else " -> ".join(hop.path)
@@ -106,7 +106,7 @@ def size_of(type: PortType) -> int | None:
 
 
 def _given(plan: Plan) -> Iterator[tuple[Wire, PortType, PlannedStep | None]]:
-    """Yield every array that somebody gives: its wire, what travels there, and the step; None for an input."""
+    """Yield every array output: its wire, its type, and the step; None for an input."""
     for name, type in plan.input_types.items():
         if can_lie_near(type):
             yield Wire(None, name), type, None

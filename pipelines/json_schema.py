@@ -1,4 +1,4 @@
-"""A JSON Schema (draft 2020-12) of pipeline files, for editors: completion, hover texts and red lines.
+"""JSON Schema (draft 2020-12) of pipeline files, for editors.
 
 The file's own keys come from `schema`, each node's options from its Config. Editors check what a schema can say; wires
 and types are left to `check`.

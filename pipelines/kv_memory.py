@@ -1,9 +1,10 @@
-"""How much KV memory each llm step starts with where several share a device's.
+"""Initial KV cache size of each llm step that shares a device.
 
 `limits.kv_bytes` gives a device so many bytes for all its llm steps together. A step's own `kv_bytes` is then its
 least: what it starts with, and always keeps. Steps that name none divide half of what the others leave; the other half
-goes where it is needed while the pipeline runs (`weftline.engine.crew.kv_budget`). Without such a limit, a GPU whose
-other claims are all known gives its llm steps what is left of it.
+goes where it is needed while the pipeline runs (`weftline.engine.scheduler.kv_budget`). Without such a limit, a GPU
+whose other claims are all known gives its llm steps what is left of it; and where one llm step is all that is not
+known, it finds out what is left when it opens (`weftline.engine.llm.kv_sizing`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from weftline.errors import Problem
 from weftline.pipelines.needs import has_kv_memory
 from weftline.pipelines.place import size_text
-from weftline.pipelines.plan import Plan, PlannedStep
+from weftline.pipelines.plan import DeviceBudget, Plan, PlannedStep
 
 LEAST_BYTES = 64 << 10
 """Less than this is a slip: it holds a token or two of the smallest model."""
@@ -25,8 +26,30 @@ START_SHARE = 0.5
 
 
 def shares(step: PlannedStep) -> bool:
-    """Whether a step's node has KV memory that others can have a part of: all of it on one device."""
+    """Return True when a node's KV cache can share a budget: all of it is on one device."""
     return has_kv_memory(step.streams, step.options) and step.options.get("ranks") in (None, 1)
+
+
+def takes_rest(step: PlannedStep, budget: DeviceBudget) -> bool:
+    """Return whether a step takes what is left of a GPU when it opens."""
+    return budget.rest_bytes > 0 and shares(step) and not own_kv_bytes(step) and budget.device in step.devices
+
+
+def kv_most(plan: Plan, step: PlannedStep, device: str) -> int:
+    """Return the most KV memory that an instance of a step may be given while it runs; 0: no more than it starts with.
+
+    That is all that its device's llm steps share but for what the others start with; of a GPU of which it is not known
+    yet what is left, it is what is not claimed.
+    """
+    if not shares(step):
+        return 0
+    total = kv_limits(plan).get(device)
+    if total is not None:
+        return max(0, total - _given(plan.steps, device) + own_kv_bytes(step))
+    budget = next((one for one in plan.budgets if one.device == device), None)
+    if budget is None or budget.rest_bytes or own_kv_bytes(step):
+        return 0
+    return max(0, budget.total_bytes - budget.claimed_bytes)
 
 
 def least_left(takers: int) -> int:

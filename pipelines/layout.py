@@ -1,4 +1,4 @@
-"""Where the boxes of a drawn plan stand and how its wires run: layers from left to right, few crossings, no overlaps.
+"""Layered layout of a drawn plan: box positions and wire routes with few crossings.
 
 The steps of Sugiyama's method (K. Sugiyama, S. Tagawa, M. Toda, 1981), each in its simplest form: longest-path layers,
 a lane through every layer that a long wire passes, barycentre sweeps for the order, and rows packed around the middle

@@ -1,4 +1,4 @@
-"""Between which loads tensors could stay on a GPU, and how many: what placing them on different GPUs makes travel."""
+"""Tensor traffic between loads, which becomes transfers when they are on different GPUs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _ends(
     spots: Mapping[str, int | None],
     written: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
-    """Yield who reads what a step gives, past light steps whose device is not said."""
+    """Yield the readers of a step's outputs, past light steps without a stated device."""
     seen, waiting = {giver}, [*readers.get(giver, ())]
     while waiting:
         name = waiting.pop()

@@ -1,4 +1,4 @@
-"""A pipeline file to a `Pipeline`: read, validated, and every line remembered.
+"""Loader: pipeline file to validated `Pipeline`, with source lines.
 
 What can be known from the file alone is checked here: syntax, keys, types, bounds. What needs the nodes (their options
 and ports) is left to `check`, which also looks at what remains of a file with problems, so that all come at once.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,11 +27,12 @@ from weftline.pipelines.entries import ConstantEntry
 from weftline.pipelines.graph import Input, Pipeline, Step
 from weftline.pipelines.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.schema import PipelineFile, StepEntry, validate
+from weftline.pipelines.variables import hide_secrets
 from weftline.pipelines.wire import Wire
 
 
 def load_file(path: str | Path, catalog: Mapping[str, str] = CATALOG) -> Pipeline:
-    """Return the pipeline in the YAML file at `path`; PipelineError when it cannot be read or says something wrong.
+    """Return the pipeline in the YAML file at `path`; raise PipelineError when it is unreadable or invalid.
 
     Relative paths inside it are relative to its folder.
     """
@@ -48,17 +51,24 @@ def load_file(path: str | Path, catalog: Mapping[str, str] = CATALOG) -> Pipelin
         line = raw[: error.start].count(b"\n") + 1
         found = f"byte 0x{raw[error.start]:02x} is not UTF-8"
         raise PipelineError([Problem("", found, fix="save the file as UTF-8", line=line, file=name)]) from None
-    return load_yaml(text, name, path.parent, catalog)
+    return load_yaml(text, name, path.parent, catalog, os.environ)
 
 
-def load_yaml(text: str, file: str, base_dir: Path, catalog: Mapping[str, str] = CATALOG) -> Pipeline:
+def load_yaml(
+    text: str,
+    file: str,
+    base_dir: Path,
+    catalog: Mapping[str, str] = CATALOG,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Pipeline:
     """Return the pipeline written in `text`; PipelineError lists everything that is wrong with it.
 
     file:     its name in problems.
     base_dir: the folder that relative paths in it are relative to.
     catalog:  nodes by short name; only looked at when there are problems, to list those of the nodes along with them.
+    environment: what `${NAME}` stands for in values.
     """
-    return to_pipeline(read_document(text, file), file, base_dir, catalog)
+    return to_pipeline(read_document(text, file, environment), file, base_dir, catalog)
 
 
 def to_pipeline(document: Document, file: str, base_dir: Path, catalog: Mapping[str, str] = CATALOG) -> Pipeline:
@@ -70,7 +80,7 @@ def to_pipeline(document: Document, file: str, base_dir: Path, catalog: Mapping[
     placed = [dataclasses.replace(one, file=file, line=line_of(one.path, document.lines)) for one in fresh]
     rest = _without(document, problems)
     more = check(_pipeline(rest, document, file, base_dir), catalog) if rest is not None else []
-    raise PipelineError([*document.problems, *placed, *more])
+    raise PipelineError(hide_secrets(one, document.secrets) for one in [*document.problems, *placed, *more])
 
 
 def _without(document: Document, problems: list[Problem]) -> PipelineFile | None:
@@ -96,7 +106,7 @@ def _without(document: Document, problems: list[Problem]) -> PipelineFile | None
 
 _APART = re.compile(
     r"^(about|limits|slo|gpu|inputs\.[^.]+\.(about|seconds_max|pixels_max|bytes_max)"
-    r"|steps\.[^.]+\.(batch|worker|instances|reserved|device|device_bytes|idle|run_max_ms|retry|timeout_ms|idempotent"
+    r"|steps\.[^.]+\.(batch|worker|instances|reserved|device|threads|device_bytes|idle|run_max_ms|retry|timeout_ms|idempotent"
     r"|finite|sequence))(\.|$)"
 )
 """Paths that no wire and no type depends on."""
@@ -115,11 +125,12 @@ def _pipeline(model: PipelineFile, document: Document, file: str, base_dir: Path
         file=file,
         base_dir=base_dir,
         lines=document.lines,
+        secrets=document.secrets,
     )
 
 
 def _constants(model: PipelineFile) -> Iterator[Input]:
-    """Yield a hidden input for each constant on a port; `/` is in no name that somebody can write."""
+    """Yield a hidden input for each constant on a port; `/` cannot occur in user-written names."""
     for step, entry in model.steps.items():
         for port, source in entry.inputs.items():
             if isinstance(source, ConstantEntry):
@@ -153,6 +164,7 @@ def _step(name: str, entry: StepEntry) -> Step:
         instances=entry.instances,
         reserved=entry.reserved,
         device=entry.device,
+        threads=entry.threads,
         device_bytes=entry.device_bytes,
         idle=None if idle is None else IdlePolicy(**dict(idle)) if isinstance(idle, BaseModel) else IdlePolicy(idle),
         run_max_ms=entry.run_max_ms,

@@ -1,4 +1,4 @@
-"""What is placed on GPUs as one, and how GPUs fill: loads and rooms.
+"""Loads, the placement units on GPUs, and the free capacity of each GPU.
 
 A load is one instance, or the instances that share a worker; it never goes on two GPUs, ranks of an llm step aside. A
 room is what is free of one GPU, with the processes that its loads begin.
@@ -66,7 +66,7 @@ class Load:
 
 @dataclass(slots=True)
 class Room:
-    """One GPU while it fills: what is free of it, and who is on it. `others`: bytes that other pipelines have."""
+    """Free capacity of one GPU, and its loads. `others`: bytes reserved by other pipelines."""
 
     device: str
     free: int
@@ -110,7 +110,7 @@ Chosen = Mapping[tuple[str, int], str]
 
 
 def hold(rooms: Rooms) -> bool:
-    """Whether GPUs have room for what was put on them; what others did to one is not asked where nothing was."""
+    """Return True when the placed loads fit; GPUs without loads are not checked."""
     return all(room.free >= 0 or not room.copies for room in rooms.values())
 
 

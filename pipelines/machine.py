@@ -1,4 +1,4 @@
-"""What there is to place a pipeline on, and machines that somebody made up to see a plan for them."""
+"""Machine description for placement: cores, memory and GPUs, detected or hypothetical."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTES = re.compile(_SIZE, re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What an open pipeline has of a GPU, the reserve aside.
+    """An open pipeline's reservation on a GPU, without the safety reserve.
 
     who:    its name.
     fills:  its llm steps have what was left of the GPU.
@@ -58,7 +58,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is to place a pipeline on."""
+    """Hardware that a pipeline is placed on."""
 
     cores: int
     memory_bytes: int

@@ -1,4 +1,4 @@
-"""What steps need of a GPU: memory, as stated or as measured, its time, and perhaps a process to themselves.
+"""GPU requirements of steps: memory and time, stated or measured, and process isolation.
 
 Stated goes before measured. What was measured holds for a kind of device, so that a step can be known on one GPU of a
 machine and unknown on another.
@@ -25,7 +25,7 @@ from weftline.shm.device.names import index_of, is_fake, is_gpu, kind_of
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one instance of a step needs of a GPU.
+    """GPU requirements of one instance of a step.
 
     bytes:    memory by device, KV memory aside; devices on which it is not known are missing.
     stated:   the pipeline says so; otherwise it was measured.
@@ -60,7 +60,7 @@ class Needs:
 
 
 def has_kv_memory(streams: bool, options: Mapping[str, Any]) -> bool:
-    """Whether a node's KV memory can be planned: it streams, and has the option `kv_bytes`, a number or None.
+    """Return True when a node's KV cache can be planned: it streams and has the option `kv_bytes`.
 
     Of such a node alone does an option `ranks` say how many GPUs it uses.
     """

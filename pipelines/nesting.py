@@ -1,4 +1,4 @@
-"""Which pipeline files a pipeline file runs as steps, and whether that ever ends.
+"""Nesting of pipeline files as steps, with cycle detection.
 
 Looked at before any of them is loaded: only the `pipeline:` keys of the files are read here, and a file that cannot be
 read names no others.
@@ -6,6 +6,7 @@ read names no others.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from weftline.errors import PipelineError
@@ -44,7 +45,7 @@ def _named_in(path: Path) -> list[Path]:
     try:
         with path.open("rb") as stream:
             raw = stream.read(TEXT_BYTES_MAX + 1)
-        value = read_document(raw.decode("utf-8"), path.name).value
+        value = read_document(raw.decode("utf-8"), path.name, os.environ).value
     except (OSError, UnicodeDecodeError, PipelineError):
         return []
     steps = value.get("steps") if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""How a pipeline file names a node that a script has as a class, or as a Config of one."""
+"""Node references in pipeline files for classes and Configs given in a script."""
 
 from __future__ import annotations
 

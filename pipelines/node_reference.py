@@ -1,4 +1,4 @@
-"""The reference page of the built-in nodes: `python -m weftline.pipelines.node_reference` renews it.
+"""Generator of the reference page of nodes: `python -m weftline.pipelines.node_reference`.
 
 Ports, options, extras and batch defaults are read from the nodes themselves. What a node's ports depend on, and the
 licence of the package that runs it, are stated here: no other file knows them.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weftline.nodes.catalog import CATALOG, resolve
+from weftline.nodes.catalog import CATALOG, FAKES, resolve
 from weftline.nodes.contract import BatchNode, Node, StepContext, StreamNode
 from weftline.nodes.control import Control
 from weftline.nodes.ports import Port, Ports
@@ -34,7 +34,11 @@ MADE_UP: Mapping[str, Mapping[str, Any]] = {
 
 PORTS_FROM: Mapping[str, str] = {
     "function": "Its inputs are the function's parameters and its outputs what the return annotation says: one output "
-    "called `output`, or one for each key of a dict annotation. A parameter with a default may stay unwired.",
+    "called `output`, or one for each key of a dict annotation. A parameter with a default may stay unwired. A class "
+    "is made once, with `arguments`, and its `__call__` is the function; its `close()` and `end_sequence(id)` are "
+    "called if it has them. JSON that is returned is held to the annotation: `dict`, `list[float]`, "
+    "`tuple[int, str]`, `float | None`, `Literal`, a TypedDict, a dataclass, a pydantic model. See "
+    "[a class, and arguments](../first-pipeline.md#a-class-and-arguments).",
     "torch": "Its inputs are the keys of `accepts` and its outputs those of `gives`, with the types written there.",
     "onnx": "Its inputs and outputs are those of the graph in the file; a free first dimension is the batch and no "
     "part of the type. Letters that a port name cannot hold become `_`.",
@@ -76,8 +80,8 @@ a sequence; a worker's death takes it along. A model has a licence of its own be
 
 
 def node_reference() -> str:
-    """Return the page, in Markdown: what every node of the catalog takes, gives and needs."""
-    nodes = {name: resolve(name, Path()) for name in CATALOG}
+    """Return the page in Markdown: ports, options and extras of every node of the catalog except the fakes."""
+    nodes = {name: resolve(name, Path()) for name in CATALOG if name not in FAKES}
     heads = ["| node | extra | what it does |", "|---|---|---|"]
     rows = [f"| [`{name}`](#{name}) | {_extra(node)} | {summary(node)} |" for name, node in nodes.items()]
     parts = [_INTRO + "\n".join([*heads, *rows])]

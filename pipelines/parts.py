@@ -1,4 +1,4 @@
-"""Pipelines put in place of steps: whose wires then lead where, and which of their steps nobody needs.
+"""Inlining of sub-pipelines: rewiring and removal of unused steps.
 
 A wire that reads an output of such a step reads what that output stands for: an output of one of the part's own steps,
 or, when the part passes an input on, the wire that the input was given; so wires are followed to their end.
@@ -32,7 +32,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a pipeline becomes in place of a step.
+    """A sub-pipeline in the place of a step.
 
     steps, inputs: its steps and constants under their new names; they read the outer wires as they were written.
     gives:         what each of its outputs stands for, by the wire that reads it.
@@ -77,7 +77,7 @@ def join(pipeline: Pipeline, parts: Mapping[str, Part], report: Report) -> tuple
 
 
 class _Ends:
-    """Where wires lead in the end."""
+    """Final targets of wires."""
 
     def __init__(self, gives: Mapping[Wire, Wire], parts: Mapping[str, Part], report: Report) -> None:
         self._gives = gives
@@ -144,7 +144,7 @@ def _needed(outer: list[Step], inner: list[Step], outputs: Mapping[str, Wire]) -
 
 
 def _check_readers(pipeline: Pipeline, parts: Mapping[str, Part], report: Report) -> None:
-    """Report parts that nobody reads; where a wire leads nowhere, what seems unread may be what was meant."""
+    """Report unread parts, unless a dangling wire explains them."""
     names = {step.name for step in pipeline.steps}
     wires = [*pipeline.outputs.values(), *(wire for step in pipeline.steps for wire in _wires(step))]
     heard = {wire.step for wire in wires}

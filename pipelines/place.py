@@ -1,8 +1,9 @@
-"""Which process and which device each step gets, and how many threads: from values to values, so it is testable.
+"""Placement: process, device and threads of each step; pure functions of values.
 
 One process for each instance of a step, unless steps share one: by naming the same `worker`, or on a GPU (`grouping`).
-Heavy nodes divide the cores evenly among their processes, so that thread pools never fight; light ones have one thread
-each. `auto` puts a heavy node on a GPU (`fitting` says which) and everything else on the CPU.
+A process has the threads that its steps state. Other heavy nodes divide the cores that are left evenly among their
+processes, so that thread pools never fight; light ones have one thread each. `auto` puts a heavy node on a GPU
+(`fitting` says which) and everything else on the CPU.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def place(
     alone = {name for name, need in needs.steps.items() if need.alone}
     processes, places = grouped(steps, heavy, alone, devices, gpu, problems)
     _check_memory(processes, limits, machine, problems)
-    threads = _threads(processes, machine.cores)
+    threads = _threads(processes, {step.name: step.threads for step in steps}, machine.cores)
     workers = tuple(
         PlannedWorker(process.name, tuple(process.steps), share, limits.arena_bytes, process.device)
         for process, share in zip(processes, threads, strict=True)
@@ -80,7 +81,7 @@ def instance_count(step: Step) -> int:
 
 
 def _written(step: Step, machine: Machine, problems: list[Problem]) -> tuple[str, ...]:
-    """Return what the pipeline says of each instance's device: 'auto', or one by its full name."""
+    """Return the stated device of each instance: 'auto' or a full name."""
     path = f"steps.{step.name}"
     if isinstance(step.instances, int):
         return (_device(f"{path}.device", step.device, machine, problems),) * step.instances
@@ -116,11 +117,18 @@ def _lacking(step: str, devices: Sequence[str], needs: Mapping[str, Need], machi
             yield Problem(f"steps.{step}.ranks", found, fix="lower it, or start on an earlier GPU (`device:`)")
 
 
-def _threads(processes: Sequence[Process], cores: int) -> list[int]:
-    """Divide the cores among heavy processes: evenly, the first ones get what is left over, nobody less than one."""
-    heavy = [process.heavy for process in processes]
-    share, over = divmod(max(cores, 1), max(sum(heavy), 1))
-    return [max(share + (sum(heavy[:place]) < over), 1) if is_heavy else 1 for place, is_heavy in enumerate(heavy)]
+def _threads(processes: Sequence[Process], written: Mapping[str, int | None], cores: int) -> list[int]:
+    """Return each process's threads: as written, else a heavy one's share of the cores, else one.
+
+    Heavy processes divide the cores that are left evenly, the first ones get what is left over, none less than one.
+    """
+    stated = [max((written[name] or 0 for name in process.steps), default=0) for process in processes]
+    heavy = [process.heavy and not threads for process, threads in zip(processes, stated, strict=True)]
+    share, over = divmod(max(cores - sum(stated), 1), max(sum(heavy), 1))
+    return [
+        threads or (max(share + (sum(heavy[:place]) < over), 1) if heavy[place] else 1)
+        for place, threads in enumerate(stated)
+    ]
 
 
 def _check_memory(processes: Sequence[Process], limits: Limits, machine: Machine, problems: list[Problem]) -> None:

@@ -1,4 +1,4 @@
-"""A checked, sorted, placed and sized pipeline: everything the engine needs, and nothing it has to look up.
+"""Plan: a checked, sorted, placed and sized pipeline.
 
 A Plan is immutable and made of plain values. `make_plan` builds it; a pipeline with problems never becomes one.
 """
@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weftline.nodes.ports import Port, PortType
+from weftline.nodes.audio import WORKING_BYTES as AUDIO_WORKING_BYTES
+from weftline.nodes.image_header import WORKING_BYTES_LEAST, WORKING_BYTES_PER_PIXEL
+from weftline.nodes.ports import AUDIO_HZ, Port, PortType
 from weftline.pipelines.condition import Condition
 from weftline.pipelines.graph import Input
 from weftline.pipelines.policy import BatchPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.wire import Wire
+from weftline.shm.block import PAGE_BYTES, align_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class PlannedStep:
     near_outputs: output ports that somebody reads on the device: 'device' when nobody else reads them, else 'both'.
     device_bytes: what one instance takes of its device's memory, stated or measured before; 0: not known.
     idle:       when it gives its device's memory back; None: never.
+    fills_room: its node can take what is left of a GPU when it opens.
     """
 
     name: str
@@ -100,6 +104,7 @@ class PlannedStep:
     device_bytes: int = 0
     idle: IdlePolicy | None = None
     finite: bool = False
+    fills_room: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,7 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What somebody takes of a device's memory.
+    """A claim on a device's memory.
 
     who:    a step's name, or a worker's.
     what:   'weights and work', 'context', 'arena', 'KV memory', 'reserve'; or that it is another open pipeline, which
@@ -139,13 +144,16 @@ class Claim:
 class DeviceBudget:
     """The memory of one GPU and what is claimed of it, by other open pipelines too.
 
-    kv_bytes: what is left for its llm steps' KV memory.
+    kv_bytes:   what is left for its llm steps' KV memory.
+    rest_bytes: what is left for the weights, the work and the KV memory of its only llm step, which is not
+                measured: it takes that when it opens.
     """
 
     device: str
     total_bytes: int
     claims: tuple[Claim, ...]
     kv_bytes: int = 0
+    rest_bytes: int = 0
 
     @property
     def claimed_bytes(self) -> int:
@@ -154,7 +162,7 @@ class DeviceBudget:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """How long an instance of a step has a GPU for one request, as measured, and why it is there.
+    """Measured GPU time of a step's instance for one request, and the reason for its placement.
 
     ms: its share, when instances share requests evenly; None: nobody has measured it.
     """
@@ -166,7 +174,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """How busy a GPU is for one request: longest first what is on it, and tensors between it and other GPUs.
+    """Measured load of a GPU for one request, largest first, with transfers to other GPUs.
 
     travel:    over how many edges between it and other GPUs tensors travel that could stay on one.
     travel_ms: what that is assumed to take of the GPU.
@@ -200,10 +208,12 @@ class Plan:
     inputs: hidden ones are constants.
     cores:  how many cores the machine it was placed on has.
     chains: indexes of steps that hand over inside one worker, each chain in running order; a step is in at most one.
-    ordering, mps: as in GpuPolicy.
+    ordering, mps, nvtx: as in GpuPolicy.
     budgets: of each GPU that a step is on, who takes what of its memory.
     work:    of each GPU, how busy it is by measured times; empty when nothing on GPUs was measured.
+    secrets: secret values in the options that came from the environment, each with what is printed instead.
     notes:   lines for people: why processes are as they are, and measurements that do not hold any more.
+    debug:   the step that runs in the process that opens the plan, for a debugger; '' for none.
     """
 
     name: str
@@ -222,9 +232,56 @@ class Plan:
     chains: tuple[tuple[int, ...], ...] = ()
     ordering: str = "host"
     mps: bool = False
+    nvtx: bool = False
     budgets: tuple[DeviceBudget, ...] = ()
     notes: tuple[str, ...] = ()
     work: tuple[DeviceWork, ...] = ()
+    secrets: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    debug: str = ""
+
+    @property
+    def decoded_bytes_max(self) -> int:
+        """Most bytes that the pictures and recordings of one request are once decoded; 0: it has none."""
+        total = sum(self._decoded_bytes(one, self.input_types[one.name]) for one in self.inputs if not one.hidden)
+        return min(total, self.limits.request_bytes_max)
+
+    @property
+    def ingress_arena_bytes(self) -> int:
+        """Shared memory for requests' inputs: two of the largest that are decoded fit, one in use, one on its way."""
+        return max(self.limits.arena_bytes, 2 * align_up(self.decoded_bytes_max, PAGE_BYTES))
+
+    @property
+    def decode_bytes_max(self) -> int:
+        """Most memory that decoding may take at a time; 0: there is nothing to decode."""
+        if not self.decoded_bytes_max:
+            return 0
+        if self.limits.decode_bytes_max is not None:
+            return self.limits.decode_bytes_max
+        kinds = {one.name: _media_kind(self.input_types[one.name]) for one in self.inputs if not one.hidden}
+        pictures = [self._pixels_max(one) for one in self.inputs if kinds.get(one.name) == "image"]
+        return max(
+            AUDIO_WORKING_BYTES, max(pictures, default=0) * max(WORKING_BYTES_PER_PIXEL.values()) + WORKING_BYTES_LEAST
+        )
+
+    def _decoded_bytes(self, one: Input, type: PortType) -> int:
+        kind = _media_kind(type)
+        if not kind:
+            return 0
+        if type.kind == "list":
+            return self.limits.request_bytes_max
+        if kind == "image":
+            return 3 * self._pixels_max(one)
+        return int((one.seconds_max or self.limits.seconds_max) * AUDIO_HZ + 1) * 4
+
+    def _pixels_max(self, one: Input) -> int:
+        return one.pixels_max or self.limits.pixels_max
 
     def step(self, name: str) -> PlannedStep:
         return next(step for step in self.steps if step.name == name)
+
+
+def _media_kind(type: PortType) -> str:
+    """Return 'image' or 'audio' for a port, or a list, of what is decoded; '' for any other."""
+    if type.kind == "list":
+        return _media_kind(type.item) if type.item is not None else ""
+    return type.kind if type.kind in ("image", "audio") else ""

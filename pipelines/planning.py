@@ -1,4 +1,4 @@
-"""From a pipeline to its plan: checked, sorted, placed, every default filled in."""
+"""Planner: from a pipeline to its plan, with all defaults applied."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 
 from weftline.errors import PipelineError
 from weftline.nodes.catalog import CATALOG
-from weftline.nodes.contract import StepContext
+from weftline.nodes.contract import StepContext, StreamNode
 from weftline.nodes.ports import PortType
 from weftline.pipelines.budget import budgets, over_commits
 from weftline.pipelines.chains import chains
-from weftline.pipelines.check import examine
+from weftline.pipelines.check import examine, types_of
 from weftline.pipelines.checked import Checked, CheckedStep
 from weftline.pipelines.condition import Condition, all_of
 from weftline.pipelines.control import conditional, guards, may_lack, switch_cases
@@ -61,7 +61,7 @@ def make_plan(
         plan,
         steps=tuple(dataclasses.replace(step, device_bytes=_device_bytes(step, needs)) for step in plan.steps),
         budgets=budgets(plan, needs, pipeline.gpu, machine),
-        notes=(*placement.reasons, *needs.notes, *_resting(checked, plan)),
+        notes=(*placement.reasons, *needs.notes, *_resting(checked, plan), *_of_nodes(checked, plan)),
         work=placement.work,
     )
     report.take(over_commits(plan))
@@ -92,6 +92,17 @@ def _resting(checked: Checked, plan: Plan) -> list[str]:
     return found
 
 
+def _of_nodes(checked: Checked, plan: Plan) -> list[str]:
+    """Return notes of the plan's nodes for display."""
+    found = []
+    for name, devices in ((step.name, step.devices) for step in plan.steps if not step.control):
+        one = checked.steps[name]
+        base_dir, types = one.step.base_dir or checked.pipeline.base_dir, types_of(one.step, checked)
+        context = StepContext(base_dir, tuple(one.step.inputs), types, devices)
+        found += [f"{name}: {line}" for line in one.node.plan_notes(one.config, context)]
+    return found
+
+
 def _device_bytes(step: PlannedStep, needs: Needs) -> int:
     """Return what an instance of a step takes of its first GPU, as far as it is known."""
     known = needs.steps[step.name].bytes if step.name in needs.steps else {}
@@ -112,6 +123,7 @@ def _plan(checked: Checked, machine: Machine) -> Plan:
     return Plan(
         name=pipeline.name,
         about=pipeline.about,
+        secrets=pipeline.secrets,
         inputs=pipeline.inputs,
         input_types={one.name: checked.sizes.settle(PortType.parse(one.type), "") for one in pipeline.inputs},
         input_readers={one.name: uses[Wire(None, one.name)] for one in pipeline.inputs},
@@ -125,6 +137,7 @@ def _plan(checked: Checked, machine: Machine) -> Plan:
         file=pipeline.file,
         ordering=pipeline.gpu.ordering,
         mps=pipeline.gpu.mps,
+        nvtx=pipeline.gpu.nvtx,
     )
 
 
@@ -183,6 +196,7 @@ def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams
         reserved=step.reserved,
         device_bytes=step.device_bytes or 0,
         idle=step.idle,
+        fills_room=issubclass(node, StreamNode) and node.fills_room,
     )
 
 

@@ -1,4 +1,4 @@
-"""Types that flow along wires: does what one port gives fit what another takes, and what size is N then?
+"""Type propagation along wires: compatibility and resolution of named dimensions.
 
 A name in a port's dims is a variable of its step: `x: float32[N, 4]` and `y: float32[N]` of one step share N. Every
 wire relates two types; what that says about names is remembered, so a size fixed at one end of a chain is known at
@@ -36,7 +36,7 @@ def loose(type: PortType) -> PortType:
 
 @dataclass(slots=True)
 class Sizes:
-    """What is known about named dims; a scope is a step's name, or '' for the pipeline's inputs."""
+    """Known sizes of named dims; a scope is a step's name, or '' for the pipeline's inputs."""
 
     _known: dict[_Name, _Name | int] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class Sizes:
         return PortType(type.kind, type.dtype, tuple(self._settled(dim, scope) for dim in type.dims))
 
     def meet(self, given: PortType, giver: str, wanted: PortType, taker: str) -> PortType:
-        """Return what travels on a wire that fits, as the taker sees it: its own type, with what the giver knows."""
+        """Return the reader's type of a compatible wire, refined by the writer's known dims."""
         if wanted.kind == "any":
             return self.settle(given, giver)
         if given.item is not None and wanted.item is not None:
@@ -139,6 +139,13 @@ def _remedy(path: str, given: PortType, wire: str, wanted: PortType) -> str:
     between = "put a function step between them that turns"
     if (given.kind != "tensor" and wanted.kind != "tensor") or left.kind != "tensor" or right.kind != "tensor":
         return f"{between} {given} into {wanted}"
+    if "image" in (given.kind, wanted.kind):
+        return f"{between} {given} into {wanted}, {_picture(left, right, wanted.kind == 'image')}"
+    if left.dims is not None and right.dims is not None and right.dims and len(left.dims) == len(right.dims) - 1:
+        first = right.dims[0]
+        if isinstance(first, int) and Sizes().fit(loose(left), "", loose(_item(right)), ""):
+            batch = f"the first dimension is a batch that the model fixes at {first}"
+            return f"{batch}: export it again with a dynamic one, or {between} {left} into {right}"
     if left.dtype != right.dtype and None not in (left.dtype, right.dtype):
         return f"{between} {left.dtype} into {right.dtype}"
     if left.dims is not None and right.dims is not None and len(left.dims) == len(right.dims):
@@ -146,3 +153,23 @@ def _remedy(path: str, given: PortType, wire: str, wanted: PortType) -> str:
         if numbers and numbers == sorted(dim for dim in right.dims if isinstance(dim, int)):
             return f"the same sizes stand in another order: {between} {left} into {right}"
     return f"{between} {left} into {right}"
+
+
+def _item(type: PortType) -> PortType:
+    """Return a tensor type without its first dimension."""
+    return PortType("tensor", type.dtype, (type.dims or ())[1:])
+
+
+def _picture(given: PortType, wanted: PortType, to_image: bool) -> str:
+    """Return what a step between a picture and a tensor does, in numpy's words."""
+    if to_image:
+        first = given.dims is not None and len(given.dims) == 3 and given.dims[0] == 3
+        turned = "x.transpose(1, 2, 0)" if first else "x"
+        return f"such as {turned} scaled to 0..255 and made uint8; a picture is uint8[H, W, 3]"
+    if wanted.dtype is not None and wanted.dtype.startswith("float"):
+        scaled = f"np.asarray(image, np.{wanted.dtype}) / 255"
+    else:
+        scaled = "image"
+    first = wanted.dims is not None and len(wanted.dims) >= 3 and wanted.dims[-3] == 3
+    turned = f"({scaled}).transpose(2, 0, 1)" if first else scaled
+    return f"such as {turned}, at the size and scale that the model was trained with; a picture is uint8[H, W, 3]"

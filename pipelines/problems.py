@@ -1,4 +1,4 @@
-"""From what a validator noticed to what a person can act on: an address, what was found, what was expected, a fix."""
+"""Problem messages from validation errors: address, found, expected and fix."""
 
 from __future__ import annotations
 

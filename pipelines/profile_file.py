@@ -1,4 +1,4 @@
-"""What steps were measured to take, beside their pipeline: `ocr.profile.json` belongs to `ocr.yaml`.
+"""Profile file with measured costs of steps: `ocr.profile.json` beside `ocr.yaml`.
 
 `weftline profile` writes it, a plan reads it: memory that was measured need not be stated. Figures hold for one kind of
 device ('cpu', 'fake', 'cuda H200'), and for a node with the options it had; a step that has changed since is known by
@@ -44,7 +44,7 @@ _PLANNED = ("kv_bytes",)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one instance of a step was measured to take on one kind of device.
+    """Measured costs of one instance of a step on one kind of device.
 
     open_bytes: device memory once it is open.
     peak_bytes: device memory at its most, what it holds open included, by the number of items in a call.
@@ -84,7 +84,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """What is known of one step, with the digest that it had then; by kind of device."""
+    """Profile of one step by kind of device, with the step's digest at that time."""
 
     digest: str
     on: Mapping[str, Measured] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What is known of a pipeline's steps by name; and what a process takes of a device before it holds anything.
+    """Profiles of a pipeline's steps by name, and the base memory of a process on a device.
 
     context_bytes: by kind of device.
     """
@@ -112,7 +112,7 @@ def device_kind(name: str, model: str = "") -> str:
 
 
 def step_digest(step: PlannedStep) -> str:
-    """Return what tells a step from itself with another node or other options."""
+    """Return a digest of a step's node and options."""
     return digest_of(step.node, step.options)
 
 

@@ -1,4 +1,4 @@
-"""What a template reads, found without rendering it, and the steps and wires that follow from it.
+"""Static analysis of templates: variables, and the steps and wires that follow.
 
 A `template` step names what it reads inside its text: `{{ see.detections | describe }}` or `{{ question }}`. Each such
 name becomes an input port, called like the wire with `__` for the dot (`see__detections`), and is wired. An `llm` step
@@ -27,7 +27,7 @@ from weftline.pipelines.wire import Wire
 
 
 class _AnyName(dict[str, Any]):
-    """Has every name: which filters and tests there are is the template node's business, and it says so itself."""
+    """Mapping that contains every name: the template node checks filters and tests itself."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return str

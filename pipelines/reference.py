@@ -1,4 +1,4 @@
-"""The reference page of pipeline files, written from the schema: `python -m weftline.pipelines.reference` renews it."""
+"""Generator of the reference page of pipeline files: `python -m weftline.pipelines.reference`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from weftline.nodes.catalog import CATALOG, FAKES
 from weftline.nodes.contract import Node
 from weftline.nodes.control import Control
 from weftline.nodes.ports import KINDS
@@ -47,6 +48,11 @@ outputs:
 - Anchors, aliases, tags, merge keys, duplicate keys and second documents are refused, and so is a file of more than
   {TEXT_BYTES_MAX:,} bytes, {DEPTH_MAX} levels or {EVENTS_MAX:,} YAML events.
 - Relative paths are relative to the file's folder.
+- `${{NAME}}` in a value is the environment variable NAME, and `${{NAME:-default}}` has a default for one that is unset
+  or empty; `$${{` is the text `${{`. An unset variable without a default is a problem. Use it for secrets, addresses
+  and paths. A variable whose name contains KEY, TOKEN, SECRET, PASSWORD, PASSWD or CREDENTIAL is a secret: `check`,
+  `plan`, job manifests and reports show its name instead of its value, and a job may go on after it changed; every
+  other value is part of a job's fingerprint. Keys, `about`, `prompt`, `template` and `when` are never expanded.
 - A `template` step, and the `prompt` of an `llm` step, names what it reads: `{{{{ see.detections | describe }}}}` is
   wired without being listed under `inputs`. A `prompt` makes a template step of its own, called `<step>_prompt`.
 - A condition (`when`) is made of {ALLOWED}.
@@ -65,6 +71,8 @@ def yaml_reference() -> str:
     """Return the page, in Markdown: every key of a pipeline file and every option of the built-in nodes."""
     schema = json_schema()
     defs = schema["$defs"]
+    names = defs["StepEntry"]["properties"]["node"]["anyOf"][0]
+    names["enum"] = [name for name in names["enum"] if name not in FAKES]
     parts = [_INTRO]
     for title, of in (
         ("The file", schema),
@@ -80,7 +88,8 @@ def yaml_reference() -> str:
     ):
         parts += [f"## {title}\n", table(of, defs)]
     parts.append("## Options of the built-in nodes\n\nWritten beside the step's own keys.\n")
-    for name, node in catalog_nodes().items():
+    listed = {name: path for name, path in CATALOG.items() if name not in FAKES}
+    for name, node in catalog_nodes(listed).items():
         parts += [f"### `{name}`\n", _node(name, node)]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -1,4 +1,4 @@
-"""The problems of one pipeline as they are found: each gets its file and line when it is added."""
+"""Problem collector that adds file and line to each problem."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from weftline.errors import Problem
 from weftline.pipelines.graph import Pipeline
+from weftline.pipelines.variables import hide_secrets
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where something that nobody wrote comes from.
+    """Source location of a generated step or wire.
 
     path:     where it was written, such as 'steps.answer.prompt'.
     pipeline: the pipeline it was written in, when that is another one: a sub-pipeline with a file and lines of its own.
@@ -39,7 +40,7 @@ class Report:
         self.take([Problem(path, found, expected, fix, line)])
 
     def take(self, problems: Iterable[Problem]) -> None:
-        """Add problems that may lack file and line, or name a step that nobody wrote; a repetition is dropped.
+        """Add problems, completing file and line and generated names; drop duplicates.
 
         A problem that names its file already is complete: it was found in that file.
         """
@@ -55,7 +56,8 @@ class Report:
 
     def _placed(self, problem: Problem) -> Problem:
         path, pipeline = self._written(problem.path)
-        return dataclasses.replace(problem, path=path, file=pipeline.file, line=problem.line or pipeline.line(path))
+        placed = dataclasses.replace(problem, path=path, file=pipeline.file, line=problem.line or pipeline.line(path))
+        return hide_secrets(placed, pipeline.secrets)
 
     def _written(self, path: str) -> tuple[str, Pipeline]:
         """Return where the thing at `path` was written, and in which pipeline."""

@@ -1,4 +1,4 @@
-"""What a pipeline file may say: the one home of its keys.
+"""Pydantic schema of pipeline files: the single definition of every key.
 
 `validate` is used for files and, through `written.to_document`, for pipelines built in Python, so both meet the same
 rules. The pieces, their types and bounds are in `entries`.
@@ -40,6 +40,7 @@ from weftline.pipelines.entries import (
     SequenceEntry,
     SloEntry,
     Strict,
+    Threads,
     WireText,
 )
 from weftline.pipelines.problems import did_you_mean, from_validation, listed
@@ -100,6 +101,11 @@ class StepEntry(Strict):
     device: Device = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1` and so on; `auto` puts heavy nodes on a GPU when there is one."""
 
+    threads: Threads | None = None
+    """CPU threads that one instance's process may compute with: what OpenMP, BLAS, torch and ONNX Runtime are told.
+    Left out, heavy nodes such as `whisper` and `torch` divide the cores among their processes, and others, `function`
+    among them, have one. Of steps that share a process the largest number holds."""
+
     device_bytes: DeviceBytes | None = None
     """What one instance takes of its device's memory, in bytes, at most, KV memory aside; left out, what was measured,
     if anything was."""
@@ -138,7 +144,7 @@ class PipelineFile(Strict):
     """What the pipeline accepts."""
 
     slo: SloEntry | None = None  # type: ignore[valid-type]
-    """What the pipeline aims for."""
+    """Service level objectives: measured and reported, never enforced."""
 
     gpu: GpuEntry | None = None  # type: ignore[valid-type]
     """How the pipeline uses GPUs."""
@@ -162,7 +168,7 @@ def validate(document: Any) -> tuple[PipelineFile | None, list[Problem]]:
     except ValidationError as error:
         said = tuple(one.path for one in problems)
         under = tuple(f"{path}." for path in said)
-        more = [_spoken(one) for one in from_validation(error, document, "", _known)]
+        more = [_spoken(one, document) for one in from_validation(error, document, "", _known)]
         return None, [*problems, *(one for one in more if one.path not in said and not one.path.startswith(under))]
     return (None, problems) if problems else (model, [])
 
@@ -197,6 +203,10 @@ _ENTRIES: dict[str, type[BaseModel]] = {
 }
 
 
+MOVED = {"slo.deadline_ms": "limits.deadline_ms", "slo.refuse_early": "limits.refuse_early"}
+"""Keys that are often written in another mapping than their own, with the right path."""
+
+
 def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
     """Return the keys allowed in the mapping at `loc`; a step's own keys are never refused here."""
     if not loc:
@@ -206,8 +216,14 @@ def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
     return (_ENTRIES.get(str(loc[2]), ConstantEntry)).model_fields
 
 
-def _spoken(problem: Problem) -> Problem:
-    """Return the problem with regular expressions put into words."""
+def _spoken(problem: Problem, document: Mapping[str, Any]) -> Problem:
+    """Return the problem with regular expressions put into words, and the format's version with its value."""
+    if problem.path in MOVED and problem.found == "unknown key":
+        return dataclasses.replace(problem, fix=f"write it as {MOVED[problem.path]}")
+    if problem.path == "weftline":
+        fix = "write `weftline: 1` as the first line of the file"
+        found = "missing" if problem.found == "missing" else f"is {document.get('weftline')!r:.40}"
+        return dataclasses.replace(problem, found=found, expected="1, the version of the format", fix=fix)
     words = {
         NAME_PATTERN: "letters, digits, _ and -, not starting with a digit",
         WIRE_PATTERN: "step.port, or an input's name",

@@ -1,8 +1,8 @@
-"""Plans of several pipelines that are to be open at the same time, each for what the others leave of the GPUs.
+"""Joint planning of several pipelines that are open at the same time.
 
 They are placed in the order in which they will be loaded, so that who is refused when they are is refused here, before
 anything starts. What is then left of a GPU, llm steps that name no KV memory divide evenly, whosever they are. Where
-nobody knows how much that is, none has a figure: they divide it when all of them are open (`Holdings.settle`).
+nobody knows how much that is, none has a figure: they divide it when all of them are open (`ReservationTable.settle`).
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 from weftline.errors import PipelineError
-from weftline.pipelines.budget import fillable, open_kv, over_commits
+from weftline.pipelines.budget import fillable, open_kv, over_commits, rest_of
 from weftline.pipelines.graph import Pipeline
-from weftline.pipelines.holdings import Holder, Holdings
+from weftline.pipelines.holdings import Owner, ReservationTable
 from weftline.pipelines.kv_memory import with_kv_memory
 from weftline.pipelines.machine import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.profile_file import profile_beside
 
-Again = Callable[[Machine], Plan]
+Replan = Callable[[Machine], Plan]
 """Makes a pipeline's plan for a machine, with what others have of its GPUs; PipelineError when it does not fit."""
 
 
-class SideBySide:
+class JointPlan:
     """Plans pipelines for a machine, beside what is open on it already.
 
     holdings: what that is; None: nothing is.
     """
 
-    def __init__(self, machine: Machine, holdings: Holdings | None = None) -> None:
+    def __init__(self, machine: Machine, holdings: ReservationTable | None = None) -> None:
         devices = (dataclasses.replace(one, shared=True) for one in machine.devices)
         self._machine = dataclasses.replace(machine, devices=tuple(devices))
-        self._open = holdings.copy() if holdings is not None else Holdings()
+        self._open = holdings.copy() if holdings is not None else ReservationTable()
         self._together = self._open.copy()
-        self._plans: dict[Holder, Plan] = {}
+        self._plans: dict[Owner, Plan] = {}
 
-    def add(self, holder: Holder, again: Again) -> Plan:
+    def add(self, holder: Owner, again: Replan) -> Plan:
         """Place one more and return its plan without what it gets of what is left.
 
         PipelineError: it has problems, or too little is left; it then claims nothing.
@@ -48,7 +48,7 @@ class SideBySide:
         self._plans[holder] = plan
         return plan
 
-    def plans(self) -> Mapping[Holder, Plan]:
+    def plans(self) -> Mapping[Owner, Plan]:
         """Return the plans of all that were added, in that order, now that it is known with whom each shares a GPU.
 
         PipelineError: too little is left for KV memory, with every plan that has less than the least.
@@ -60,12 +60,12 @@ class SideBySide:
         beside = {holder: held.beside_others(plan, holder) for holder, plan in self._plans.items()}
         if any(over_commits(plan) for plan in beside.values()):
             raise refused(beside.values())
-        return {holder: _with_left(plan, parts.get(holder, {})) for holder, plan in beside.items()}
+        return {holder: _with_rest(_with_left(plan, parts.get(holder, {}))) for holder, plan in beside.items()}
 
-    def _parts(self) -> dict[Holder, dict[str, int]]:
+    def _parts(self) -> dict[Owner, dict[str, int]]:
         """Return how many bytes of what is left of each GPU the llm steps of each plan get, where that is known."""
         opened = {holder: self._open.beside_others(plan, holder) for holder, plan in self._plans.items()}
-        parts: dict[Holder, dict[str, int]] = {}
+        parts: dict[Owner, dict[str, int]] = {}
         for device in fillable(opened.values()):
             takers = {holder: len(open_kv(plan, device)) for holder, plan in opened.items()}
             left, count = self._together.left(device), sum(takers.values())
@@ -74,7 +74,7 @@ class SideBySide:
         return parts
 
 
-def planner(pipeline: Pipeline) -> Again:
+def planner(pipeline: Pipeline) -> Replan:
     """Return what makes a pipeline's plan, with what was measured of it."""
     return lambda machine: make_plan(pipeline, machine, profile=profile_beside(pipeline))
 
@@ -82,6 +82,14 @@ def planner(pipeline: Pipeline) -> Again:
 def refused(plans: Iterable[Plan]) -> PipelineError:
     """Return what to raise for plans that claim too much of a GPU, beside what others have of it."""
     return PipelineError([dataclasses.replace(one, file=plan.file) for plan in plans for one in over_commits(plan)])
+
+
+def _with_rest(plan: Plan) -> Plan:
+    """Return a plan whose llm step takes what is left of a GPU when it opens, where it alone is not known there."""
+    budgets = tuple(
+        one if one.kv_bytes else dataclasses.replace(one, rest_bytes=rest_of(plan, one)) for one in plan.budgets
+    )
+    return plan if budgets == plan.budgets else dataclasses.replace(plan, budgets=budgets)
 
 
 def _with_left(plan: Plan, parts: Mapping[str, int]) -> Plan:

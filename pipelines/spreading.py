@@ -1,4 +1,4 @@
-"""Which GPUs measured work goes to, so that the busiest one is as little busy as it can be.
+"""GPU load balancing by measured work: minimises the load of the busiest GPU.
 
 `spread` places one load after the other, longest first, where it is done soonest: LPT, by which the busiest GPU is at
 most 4/3 - 1/(3m) times as busy as it must be with m GPUs (R. L. Graham, Bounds on multiprocessing timing anomalies,
@@ -144,7 +144,7 @@ def search(balance: Balance) -> None:
 
 
 def is_even(balance: Balance) -> bool:
-    """Whether nothing crowds, and the busiest GPU is hardly busier than one must be, wherever everything is."""
+    """Return True when no GPU is crowded and the busiest is close to the lower bound."""
     return not balance.score.crowding and balance.score.busiest_ms <= EVEN * balance.bound
 
 

@@ -1,4 +1,4 @@
-"""Which steps stream, and which wires carry pieces.
+"""Stream analysis: steps that stream, and wires that carry chunks.
 
 A node that is a StreamNode streams. One that is a BatchNode too is run in batches, unless a wire brings it pieces. A
 wire carries pieces from a port that gives them to one that takes them. It carries the whole value instead
@@ -48,7 +48,7 @@ def streams_of(checked: Checked) -> Streams:
 
 
 def _comes(one: CheckedStep, port: str, streaming: set[str], checked: Checked) -> bool:
-    """Whether an input's wire brings pieces."""
+    """Return True when an input's wire carries chunks."""
     wire = one.step.inputs.get(port)
     if wire is None or wire.step not in streaming or one.step.map:
         return False
@@ -58,7 +58,7 @@ def _comes(one: CheckedStep, port: str, streaming: set[str], checked: Checked) -
 
 
 def check_streams(checked: Checked, report: Report) -> None:
-    """Report nodes that say they take pieces and have no way to."""
+    """Report nodes with stream inputs that do not implement them."""
     for name, one in checked.steps.items():
         taken = [port.name for port in one.ports.inputs if port.pieces]
         if taken and not (issubclass(one.node, StreamNode) and one.node.feed is not StreamNode.feed):

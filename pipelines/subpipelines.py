@@ -1,4 +1,4 @@
-"""A pipeline file that is run as a step: checked on its own, then put in place of the step, under names of its own.
+"""Sub-pipelines: check of a pipeline file used as a step, and its inlining.
 
     read: {pipeline: ocr.yaml, inputs: {image: photo}}    ->    read/find, read/crop, read/letters
 
@@ -59,6 +59,8 @@ def write_out_subpipelines(
             return pipeline, ()
     if not parts:
         return pipeline, ()
+    secrets = {secret: name for checked in read.values() for secret, name in checked.pipeline.secrets.items()}
+    pipeline = dataclasses.replace(pipeline, secrets={**pipeline.secrets, **secrets})
     report.origins = {**report.origins, **{key: one for part in parts.values() for key, one in part.origins.items()}}
     return join(_without_fallbacks_to(pipeline, parts, report), parts, report)
 
@@ -156,7 +158,7 @@ def _origins(step: Step, checked: Checked, deeper: list[Constraint]) -> dict[str
 
 
 class _Names:
-    """What things of an inner pipeline are called in the outer one, and what its inputs read there."""
+    """Mapping of an inner pipeline's names and inputs to the outer pipeline."""
 
     def __init__(self, step: Step, inner: Pipeline) -> None:
         self._step = step

@@ -1,4 +1,4 @@
-"""Which tensors stay on a GPU between steps, and which are brought to host memory.
+"""Selection of tensors that stay on a GPU between steps and tensors copied to host memory.
 
 An input is *near* when its node takes the port on its device (`Node.device_ports`) and every instance of its step is on
 a GPU: whatever comes is given to it there. An output is kept near where somebody reads it on the very device it is made
@@ -24,7 +24,7 @@ KINDS = ("tensor", "image", "audio")
 
 
 def with_transfers(plan: Plan, ports: Mapping[str, frozenset[str]], arena_bytes: int) -> Plan:
-    """Return the plan with the near inputs and outputs of every step, and arenas for those who give any.
+    """Return the plan with on-device inputs and outputs of every step, and device arenas for their writers.
 
     ports:       by step, the names of the ports that its node takes and gives on its device.
     arena_bytes: size of a process's arena on its device.
@@ -57,7 +57,7 @@ def near_edges(steps: Sequence[PlannedStep], ports: Mapping[str, frozenset[str]]
 
 
 def can_lie_near(type: PortType) -> bool:
-    """Whether values of a type are arrays, or lists of them."""
+    """Return True for types that are arrays or lists of arrays."""
     return can_lie_near(type.item) if type.item is not None else type.kind in KINDS
 
 
@@ -75,7 +75,7 @@ def handed_on(control: PlannedStep, port: str) -> Wire | None:
 
 
 class Readers:
-    """Who reads an output in the end: controls and fallbacks hand on what they are given.
+    """Final readers of an output: controls and fallbacks are passed through.
 
     steps:   all of a plan, with their near inputs.
     outputs: wires that are read in host memory: the pipeline's outputs.

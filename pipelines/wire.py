@@ -1,4 +1,4 @@
-"""Where a value comes from: the one word that steps, conditions and outputs share."""
+"""Wire reference: the source of a value, such as `hear.text`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Where a value comes from: output `port` of `step`, or pipeline input `port` when `step` is None.
+    """Source of a value: output `port` of `step`, or pipeline input `port` when `step` is None.
 
     Written `hear.text`, or `question` for a pipeline input.
     """

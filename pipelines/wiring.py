@@ -1,4 +1,4 @@
-"""Whether every wire starts and ends somewhere, nothing runs in circles, and nothing runs for nobody."""
+"""Graph checks: dangling wires, cycles and unused steps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_wires(pipeline: Pipeline, ports: Mapping[str, Ports], report: Report) 
 
 
 def check_use(pipeline: Pipeline, used: Collection[Wire], report: Report) -> None:
-    """Report what exists for nobody: inputs and steps that nothing reads, and a pipeline without steps or outputs.
+    """Report unused inputs and steps, and a pipeline without steps or outputs.
 
     used: wires that count as read besides those of steps and outputs.
 

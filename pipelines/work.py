@@ -1,4 +1,4 @@
-"""How busy each GPU of a plan is for one request, by measured times, and why what is on it is there.
+"""GPU load report of a plan: measured work per request and the reason for each placement.
 
 A reason says what would be worse elsewhere, as things are: that it does not fit, that instances or llm steps would
 crowd there, that the busiest GPU would be busier, that tensors would travel.

@@ -1,4 +1,4 @@
-"""A Pipeline as its author would write it: a plain document, and YAML text that loads back to an equal Pipeline.
+"""Serialisation of a `Pipeline` to a plain document and to YAML that loads to an equal one.
 
 Defaults are left out and a type alone is written in its short form, so what comes out reads like what went in.
 """
@@ -15,6 +15,7 @@ import yaml
 from weftline.pipelines.graph import Input, Pipeline, Step
 from weftline.pipelines.options import plain
 from weftline.pipelines.policy import BatchPolicy, IdlePolicy, Retry, SequencePolicy
+from weftline.pipelines.variables import escaped, without_secrets
 from weftline.pipelines.wire import Wire
 
 
@@ -35,8 +36,9 @@ def to_document(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def to_yaml(pipeline: Pipeline) -> str:
-    """Return the pipeline as the text of a pipeline file."""
-    return yaml.dump(to_document(pipeline), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    """Return the pipeline as the text of a pipeline file; secrets as the environment variables they came from."""
+    document = without_secrets(escaped(to_document(pipeline)), pipeline.secrets)
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def changed_fields(value: Any) -> dict[str, Any]:
@@ -78,8 +80,8 @@ def _step(step: Step, constants: Mapping[Wire, Any]) -> dict[str, Any]:
 
 
 _PLAIN_KEYS = (
-    *("timeout_ms", "fallback", "idempotent", "finite", "worker", "instances", "reserved", "device", "device_bytes"),
-    "run_max_ms",
+    *("timeout_ms", "fallback", "idempotent", "finite", "worker", "instances", "reserved", "device", "threads"),
+    *("device_bytes", "run_max_ms"),
 )
 
 

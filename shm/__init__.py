@@ -1,1 +1,1 @@
-"""Where tensors live: specs, blocks, arenas and leases."""
+"""Tensor memory shared between processes: specs, blocks, arenas, leases and views."""

@@ -1,4 +1,4 @@
-"""Which bytes of an arena are free: arithmetic only, it touches no memory.
+"""Best-fit allocator for the bytes of an arena; arithmetic only, pure.
 
 Best fit with immediate coalescing. The smallest free range that is large enough is taken; what is given back joins its
 free neighbours at once, so two neighbouring free ranges never exist. Free ranges are kept three ways, always the same

@@ -1,4 +1,4 @@
-"""Places in shared memory, as they travel in messages.
+"""Block and place: addresses in shared memory as they travel in messages.
 
 A *block* is what the ledger leases: a run of bytes in one arena, with the generation it was leased under. A *place* is
 where one value lies: a range inside a block. Most blocks hold one value; the outputs of a batch lie side by side in one
@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What the ledger knows the block by: (arena, start of the block, generation)."""
+        """Key of the block in the ledger: (arena, start of the block, generation)."""
         return (self.arena, self.offset, self.generation)
 
     def place(self, start_bytes: int, size_bytes: int) -> Place:
@@ -58,7 +58,7 @@ Key = tuple[int, int, int]
 
 
 class Place(NamedTuple):
-    """Where one value lies: [offset, offset + size_bytes) of `arena`, inside the block that starts at `block`."""
+    """Address of one value: [offset, offset + size_bytes) of `arena`, in the block that starts at `block`."""
 
     arena: int
     offset: int
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What the ledger knows the block by: (arena, start of the block, generation)."""
+        """Key of the block in the ledger: (arena, start of the block, generation)."""
         return (self.arena, self.block, self.generation)
 
     def check_inside(self, arena_bytes: int) -> None:

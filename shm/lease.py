@@ -1,4 +1,4 @@
-"""Who still needs a block: the one ledger of every arena.
+"""Ledger: reference-counted leases of the blocks of all arenas.
 
 The runtime owns the only Ledger. It leases output room before work is dispatched, counts a block's readers, and gives
 the bytes back when the last of them is done. A block is known by (arena, offset, generation); generations only rise, so
@@ -80,7 +80,7 @@ class Ledger:
         return 0 if arena in self._retired or arena not in self._allocators else self._allocators[arena].size_bytes
 
     def knows(self, arena: int) -> bool:
-        """Whether something is, or may be, leased in an arena: it was added, and not forgotten."""
+        """Return True while leases in an arena are possible: it was added and not forgotten."""
         return arena in self._allocators
 
     def taken_bytes(self, arena: int) -> int:
@@ -102,7 +102,7 @@ class Ledger:
         return block
 
     def holds(self, place: Place) -> bool:
-        """Whether the place's block is leased under this very generation, and the place lies inside it."""
+        """Return True when the place lies in a block leased under this generation."""
         if place.key not in self._readers:
             return False
         end = place.block + self._allocators[place.arena].size_of(place.block)
@@ -197,7 +197,7 @@ class Ledger:
         return [key for key in self._quarantined if key not in self._readers]
 
     def _leave(self, token: int, keys: list[Key]) -> None:
-        """Take these blocks out of the quarantine under `token`, and free those that nobody holds any more."""
+        """Remove these blocks from the quarantine under `token` and free those without other holders."""
         under = self._tokens[token]
         for key in keys:
             left = self._quarantined[key] - under.pop(key)

@@ -1,4 +1,4 @@
-"""What a tensor is: its dtype, its shape, and how many bytes that makes.
+"""Tensor spec: dtype, shape and size in bytes.
 
 `byte_size` is the only place where a size is computed from numbers somebody sent. It works in Python's unbounded
 integers with caps, so a negative, huge or overflowing shape is refused before anything is allocated.

@@ -1,4 +1,4 @@
-"""Tensors as views of shared memory: no bytes move.
+"""Zero-copy tensor views of shared memory.
 
 numpy sees every dtype it has, and the stand-in of the ones it has not (bfloat16 as uint16, float8 as uint8; see
 `shm.spec.STAND_INS`). torch sees the true dtype. A view of a read-only arena is read-only: numpy raises on a write,

@@ -10,21 +10,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = {"weftline.errors": 0, "weftline.shm": 1, "weftline.nodes": 2, "weftline.pipelines": 3, "weftline.engine": 4}
+FLOORS = {
+    **{"weftline.errors": 0, "weftline.shm": 1, "weftline.nodes": 2, "weftline.node": 2},
+    **{"weftline.pipelines": 3, "weftline.engine": 4},
+}
 FRONT_DOOR = 5
 
 PURE = [
     *(f"shm/{name}.py" for name in ("spec", "block", "allocator", "lease")),
-    *(f"shm/device/{name}.py" for name in ("names", "driver", "ladder", "events", "cuda_errors", "recorder")),
+    *(f"nodes/{name}.py" for name in ("grouping", "out_of_memory")),
+    *(f"shm/device/{name}.py" for name in ("names", "driver", "ladder", "events", "cuda_errors")),
+    "weftline/testing/recorder.py",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "pipelines").glob("*.py"))),
     *(
         path.relative_to(ROOT).as_posix()
-        for room in ("scheduling", "batching", "crew")
+        for room in ("scheduler",)
         for path in sorted((ROOT / "engine" / room).glob("*.py"))
     ),
     *(f"engine/measuring/{name}.py" for name in ("outcome", "arrivals", "where", "report", "hints", "trace")),
-    *(f"engine/{name}.py" for name in ("messages", "figures", "alarm")),
-    *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds", "chunks")),
+    *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
+    *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),
     *(f"engine/ingress/{name}.py" for name in ("access/methods", "access/rate", "access/token_entries", "statistics")),
     *(f"engine/ingress/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),
     *(f"engine/ingress/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
@@ -52,7 +57,8 @@ UNSAFE = {"pickle", "_pickle", "multiprocessing", "cloudpickle", "dill", "marsha
 
 def package_files() -> list[str]:
     """Return every Python file of the package, relative to the root."""
-    rooms = [path for room in ("shm", "nodes", "pipelines", "engine") for path in (ROOT / room).rglob("*.py")]
+    folders = ("shm", "nodes", "pipelines", "engine", "weftline/testing")
+    rooms = [path for room in folders for path in (ROOT / room).rglob("*.py")]
     return sorted(path.relative_to(ROOT).as_posix() for path in [*rooms, *(ROOT / "weftline").glob("*.py")])
 
 
@@ -81,6 +87,7 @@ def floor_of(module: str) -> int:
     return FLOORS.get(".".join(module.split(".")[:2]), FRONT_DOOR)
 
 
+@pytest.mark.slow
 def test_rooms_import_downwards_only() -> None:
     wrong = [
         f"{file}:{line} imports {name}"
@@ -92,6 +99,7 @@ def test_rooms_import_downwards_only() -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_rooms_do_not_import_the_front_door_itself() -> None:
     wrong = []
     for file in package_files():
@@ -101,10 +109,23 @@ def test_rooms_do_not_import_the_front_door_itself() -> None:
     assert wrong == []
 
 
+def test_only_weftline_testing_imports_weftline_testing() -> None:
+    """The product opens fake nodes and fake drivers by their import paths, so that no process loads unused fakes."""
+    wrong = [
+        f"{file}:{line} imports {name}"
+        for file in package_files()
+        if not file.startswith("weftline/testing/") and "weftline.testing" in (ROOT / file).read_text()
+        for line, name in imports_of(file)
+        if name == "weftline.testing" or name.startswith("weftline.testing.")
+    ]
+    assert wrong == []
+
+
 SHARED = "weftline.engine.gpu_check.running"
 """What the checks of both say of their parts; it imports nothing of either."""
 
 
+@pytest.mark.slow
 def test_the_llm_stands_beside_the_engine_and_neither_imports_the_other() -> None:
     assert [name for _, name in imports_of("engine/gpu_check/running.py") if name.startswith("weftline")] == []
     wrong = []

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from weftline.engine.client.async_client import AsyncClient
     from weftline.engine.client.client import Client
     from weftline.engine.client.options import ClientTls
-    from weftline.engine.health import Health
     from weftline.engine.repository import Repository
+    from weftline.engine.request import RequestOptions
     from weftline.engine.result import Result
+    from weftline.engine.runtime.health import Health
     from weftline.engine.session import Session, load
     from weftline.nodes.contract import Batch, BatchNode, Node, Piece, StreamNode
     from weftline.nodes.current import current
@@ -48,6 +49,7 @@ __all__ = [
     "PipelineError",
     "Ports",
     "Repository",
+    "RequestOptions",
     "Result",
     "SequencePart",
     "Session",
@@ -67,13 +69,14 @@ _HOMES = {
     "ClientTls": "weftline.engine.client.options:ClientTls",
     "Detections": "weftline.nodes.detections:Detections",
     "Device": "weftline.pipelines.place:Device",
-    "Health": "weftline.engine.health:Health",
+    "Health": "weftline.engine.runtime.health:Health",
     "Machine": "weftline.pipelines.place:Machine",
     "Node": "weftline.nodes.contract:Node",
     "Piece": "weftline.nodes.contract:Piece",
     "Pipeline": "weftline.pipelines.builder:Builder",
     "Ports": "weftline.nodes.ports:Ports",
     "Repository": "weftline.engine.repository:Repository",
+    "RequestOptions": "weftline.engine.request:RequestOptions",
     "Result": "weftline.engine.result:Result",
     "SequencePart": "weftline.nodes.urgency:SequencePart",
     "Session": "weftline.engine.session:Session",

@@ -1,4 +1,4 @@
-"""`python -m weftline`: the command line."""
+"""Entry point: `python -m weftline`."""
 
 import sys
 

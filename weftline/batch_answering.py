@@ -1,16 +1,16 @@
-"""Who answers the rows of `weftline batch`: an engine here, a server that runs, or copies of the pipeline on Ray."""
+"""Choice of the runner for `weftline batch`: local engine, server or Ray."""
 
 from __future__ import annotations
 
 from weftline.batch_options import BatchRequest, OnRay, Via
-from weftline.engine.jobs.answering.opening import Opening, open_here
+from weftline.engine.jobs.answering.opening import AnswererFactory, open_here
 from weftline.engine.jobs.spec import JobSpec
 from weftline.errors import InputError
 from weftline.pipelines.load import load_file
 from weftline.pipelines.problems import did_you_mean, listed
 
 
-def opening_of(request: BatchRequest) -> Opening:
+def opening_of(request: BatchRequest) -> AnswererFactory:
     """Decide how the rows of a request are answered; PipelineError lists every problem. Nothing is started yet."""
     spec = request.spec
     _check_outputs(spec)
@@ -31,7 +31,7 @@ def _check_outputs(spec: JobSpec) -> None:
             )
 
 
-def _of_server(spec: JobSpec, via: Via) -> Opening:
+def _of_server(spec: JobSpec, via: Via) -> AnswererFactory:
     from weftline.engine.jobs.answering.via_opening import open_via
 
     token, tls = via.remote.credentials()
@@ -48,7 +48,7 @@ def _of_server(spec: JobSpec, via: Via) -> Opening:
     )
 
 
-def _on_ray(spec: JobSpec, ray: OnRay) -> Opening:
+def _on_ray(spec: JobSpec, ray: OnRay) -> AnswererFactory:
     """Return copies of what would run here, planned on the cluster: this machine may lack what they need.
 
     A job that began here can go on there, and the other way round.

@@ -1,4 +1,4 @@
-"""The command `weftline batch`: options and help. What they mean is in `batch_options`, what it does in `cli_batch`."""
+"""Command `weftline batch`: options and help. `batch_options` validates, `cli_batch` runs."""
 
 from __future__ import annotations
 
@@ -164,7 +164,8 @@ def batch(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Neither progress nor a summary; only errors.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show the workers' logs, and tracebacks of unexpected errors.")
+        bool,
+        typer.Option("--verbose", "-v", help="Show INFO records of steps, and tracebacks of unexpected errors."),
     ] = False,
 ) -> None:
     """Answer every row of a data set with a pipeline. The same command again goes on where an earlier run was ended.

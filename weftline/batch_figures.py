@@ -1,4 +1,4 @@
-"""A job's end for programs, as json values, and in one sentence for whoever stopped it."""
+"""Result of a job as JSON, and as one sentence after an interruption."""
 
 from __future__ import annotations
 

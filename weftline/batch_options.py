@@ -1,4 +1,4 @@
-"""What the options of `weftline batch` mean: words in, a job or every mistake out. Reads no file and starts nothing."""
+"""Validation of the options of `weftline batch`: reports all mistakes; pure."""
 
 from __future__ import annotations
 

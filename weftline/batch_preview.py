@@ -1,4 +1,4 @@
-"""What `weftline batch --dry-run` prints: the plan, which column becomes which input, what is written, some rows."""
+"""Output of `weftline batch --dry-run`: plan, column mapping, output files and sample rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job's report is written: a file beside its results, whole or not at all.
+"""Location and atomic write of a job's HTML report.
 
 A report that cannot be made or written is told and no more: the results are there.
 """

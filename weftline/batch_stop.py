@@ -1,4 +1,4 @@
-"""How a job is ended by its user: Ctrl-C or SIGTERM once asks it to end, a second time ends it.
+"""Signal handling of `weftline batch`: graceful stop, then immediate exit.
 
 While nothing is under way that is worth committing (models load, data is looked at), the first one ends it already.
 """

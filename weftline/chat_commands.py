@@ -1,4 +1,4 @@
-"""Lines of a chat that begin with a slash: which commands there are, and what a line asks for. Pure."""
+"""Slash commands of `weftline chat`: list and parser; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was said in a chat: messages in order, sent whole with every question, and kept in a file on request.
+"""Chat history: messages sent with every request, saved to a file on request.
 
 Each question brings all earlier messages along unchanged, so the model finds them in its prefix cache. A conversation
 changes only when a question was answered: one that failed leaves no trace. Pure but for `save` and `load`.

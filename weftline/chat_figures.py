@@ -1,4 +1,4 @@
-"""What an answer cost, as one line: tokens, their rate, the time to the first, and how much of the prompt was cached.
+"""Statistics line of a chat answer: tokens, rate, time to first token and prefix cache hits.
 
 Pure: the times are handed in, the counts come from the llm step's `usage`.
 """

@@ -1,4 +1,4 @@
-"""The llm step of a pipeline, alone: the same model and options, asked by messages instead of by its pipeline.
+"""Single llm step of a pipeline, run with chat messages as input.
 
 A pipeline may need a photo and a recording before its language model says a word. Here the step is taken out with its
 own options (model, system, sampling, memory, device) and wired to inputs of its own. What it was wired to before, its

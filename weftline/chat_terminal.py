@@ -1,4 +1,4 @@
-"""Where a chat is typed and read: a terminal with a prompt, history and completion, or plain lines through pipes.
+"""Terminal of `weftline chat`: prompt, history and completion, or plain lines through pipes.
 
 Answers go to standard output, everything else to standard error. On a terminal what is beside the answers is dim,
 unless NO_COLOR is set or the terminal cannot do it, and is wrapped to its width. What is typed is written to no file.

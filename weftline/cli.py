@@ -1,6 +1,6 @@
-"""The command line: `weftline check`, `plan`, `run`, `chat`, `bench`, `batch`, `nodes`, `schema`, `serve` and more.
+"""Command line: all `weftline` commands with their options and help.
 
-Here are the commands with their options and help. What a command does is imported when it runs, so that `--help` and
+The implementation of a command is imported when it runs, so that `--help` and
 shell completion answer at once and `check` works where no framework is installed. Answers go to standard output,
 everything else to standard error.
 """
@@ -43,8 +43,11 @@ Gpus = Annotated[
     ),
 ]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Show the workers' logs, and tracebacks of unexpected errors.")
+    bool,
+    typer.Option("--verbose", "-v", help="Show INFO records of steps, and tracebacks of unexpected errors."),
 ]
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Neither progress nor tables of times; only errors.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -148,21 +151,34 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="Write pictures, sound, tensors, bytes and annotated pictures here."),
     ] = None,
+    debug: Annotated[
+        str,
+        typer.Option(
+            metavar="STEP",
+            help="Run this step in the command's own process, so that breakpoint() in its code has this terminal; "
+            "without time limits.",
+        ),
+    ] = "",
+    quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Load a pipeline's models, answer one request, and close everything.
+
+    Outputs go to standard output, progress and the table of times to standard error.
 
     \b
     Examples:
       weftline run assistant.yaml --input question=@question.wav --input photo=@photo.png
       weftline run classify.yaml -i text="call me at 555 0100" --output verdict --json
       cat photo.png | weftline run detect.yaml -i photo=@- --save out
+      weftline run classify.yaml -i text="call me" --debug verdict
     """
     if as_json and stream:
         raise typer.BadParameter("--json and --stream exclude each other: --json prints one object at the end")
     from weftline.cli_run import Request, run_request
 
-    request = Request(file, tuple(inputs or ()), tuple(outputs or ()) or None, as_json, stream, deadline_ms, save)
+    wanted = tuple(outputs or ()) or None
+    request = Request(file, tuple(inputs or ()), wanted, as_json, stream, deadline_ms, save, quiet, debug)
     run_request(request, sys.stdout, sys.stderr)
 
 
@@ -185,6 +201,7 @@ def chat(
     load: Annotated[
         Path | None, typer.Option(metavar="SAVED", help="Go on with a conversation that was saved.")
     ] = None,
+    quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Talk to the llm step of a pipeline, alone: answers stream, and each question finds its conversation in the cache.
@@ -200,7 +217,7 @@ def chat(
     """
     from weftline.cli_chat import ChatRequest, run_chat
 
-    asked = ChatRequest(file, step, once, system, tuple(sampling or ()), load)
+    asked = ChatRequest(file, step, once, system, tuple(sampling or ()), load, quiet)
     if code := run_chat(asked, sys.stdin, sys.stdout, sys.stderr):
         raise typer.Exit(code)
 
@@ -243,6 +260,7 @@ def bench(
         Path | None, typer.Option(metavar="OUT", help="Write a trace that opens at ui.perfetto.dev.")
     ] = None,
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write all figures as json.")] = None,
+    quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Load a pipeline with requests for a while and say what it did: latency, steps, batches, where the time went.
@@ -274,6 +292,7 @@ def bench(
         seed,
         trace,
         json,
+        quiet,
     )
     run_bench(asked, sys.stdout, sys.stderr)
 
@@ -339,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; no error leaves it, and users see no traceback."""
     open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    verbose = "--verbose" in given
+    verbose = not {"--verbose", "-v"}.isdisjoint(given)
     if verbose:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     return ending(lambda: _dispatch(given), verbose=verbose)

@@ -1,4 +1,4 @@
-"""What `weftline batch` does: run a job, tell how it goes and how it ended, and return the exit code.
+"""Implementation of `weftline batch`.
 
 Standard output has where the results are, or the figures as json, and nothing else. Progress, the summary and problems
 go to standard error.
@@ -24,9 +24,9 @@ from weftline.errors import StepError, TooManyErrors
 from weftline.show import finite, printable
 
 if TYPE_CHECKING:
-    from weftline.engine.jobs.answering.opening import Opening
+    from weftline.engine.jobs.answering.opening import AnswererFactory
     from weftline.engine.jobs.rows import Answerer
-    from weftline.engine.runtime import Progress as Loading
+    from weftline.engine.runtime.event_loop import Progress as Loading
 
 ERROR_ROWS = StepError.exit_code
 """Exit code of a job that finished with error rows."""
@@ -68,7 +68,7 @@ def _show_preview(request: BatchRequest, out: TextIO, err: TextIO) -> int:
     return 0
 
 
-def _shown(opening: Opening, err: TextIO, quiet: bool, interrupts: Interrupts | None = None) -> Opening:
+def _shown(opening: AnswererFactory, err: TextIO, quiet: bool, interrupts: Interrupts | None = None) -> AnswererFactory:
     """Return an opening that shows how models load, and that from then on a first signal asks and does not end."""
 
     def opened(progress: Loading | None) -> Answerer:

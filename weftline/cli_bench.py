@@ -1,4 +1,4 @@
-"""What `weftline bench` does: open a pipeline, load it for a while, and say what it showed."""
+"""Implementation of `weftline bench`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from weftline.engine.session import load
 from weftline.errors import InputError, WeftlineError
 from weftline.pipelines.place import size_text
 from weftline.pipelines.plan import Plan
+from weftline.show import printable
 
 VARIANTS = 8
 """How many different inputs are made up; requests take them in turn."""
@@ -58,6 +59,7 @@ class Bench:
     seed: int = 0
     trace: Path | None = None
     json: Path | None = None
+    quiet: bool = False
 
 
 def run_bench(asked: Bench, out: TextIO, err: TextIO) -> None:
@@ -71,9 +73,9 @@ def run_bench(asked: Bench, out: TextIO, err: TextIO) -> None:
     inputs, told = bench_inputs(pipeline.plan, asked.inputs, asked.data, asked.seed)
     for path in (asked.trace, asked.json):
         _check_writable(path)
-    with loading_shown(err) as progress:
+    with loading_shown(err, asked.quiet) as progress:
         session = pipeline.open(progress)
-    with session, measuring_shown(err, asked.warm_up_s, asked.duration_s) as measured:
+    with session, measuring_shown(err, asked.warm_up_s, asked.duration_s, asked.quiet) as measured:
         try:
             report = bench(
                 session,
@@ -96,6 +98,9 @@ def run_bench(asked: Bench, out: TextIO, err: TextIO) -> None:
     for line in told:
         print(f"inputs      {line}", file=out)
     print_report(report, found, out)
+    for failed in report.errors:
+        if failed.traceback:
+            print(printable(f"{failed.traceback}\n{failed.count} requests: {failed.message}"), file=err)
     _write(asked, report, plan, {"machine": ground, "inputs": told, "hints": found}, err)
     if report.stopped == "interrupted":
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What `weftline chat` does: open one llm step, take questions until nobody asks, close everything.
+"""Implementation of `weftline chat`.
 
 Ctrl-C stops an answer and keeps what was said of it; a question that fails leaves the conversation as it was.
 """
@@ -21,7 +21,7 @@ from weftline.chat_terminal import Terminal
 from weftline.cli_progress import loading_shown
 from weftline.engine.result import OutputStream
 from weftline.engine.session import load
-from weftline.errors import InputError, SessionClosed, WeftlineError
+from weftline.errors import InputError, SessionClosed, WeftlineError, traceback_of
 from weftline.pipelines.load import load_file
 
 NO_TEMPLATE = "no chat template"
@@ -46,6 +46,7 @@ class ChatRequest:
     system:   said to the model first; None: what the step says.
     sampling: changes to the step's sampling options, each KEY=VALUE.
     load:     a saved conversation to go on with.
+    quiet:    no progress while the model loads.
     """
 
     file: str
@@ -54,6 +55,7 @@ class ChatRequest:
     system: str | None = None
     sampling: tuple[str, ...] = ()
     load: Path | None = None
+    quiet: bool = False
 
 
 def run_chat(asked: ChatRequest, source: TextIO, out: TextIO, err: TextIO) -> int:
@@ -72,7 +74,7 @@ def run_chat(asked: ChatRequest, source: TextIO, out: TextIO, err: TextIO) -> in
             raise InputError(f"--set {one:.80}: expected KEY=VALUE, such as --set temperature=0.7")
         changes = _checked(step, changed(changes, one))
     pipeline = load(step.pipeline)
-    with loading_shown(err) as progress:
+    with loading_shown(err, asked.quiet) as progress:
         session = pipeline.open(progress)
     with session:
         chat = Chat(step, conversation, changes, session.stream, terminal)
@@ -122,7 +124,7 @@ class Chat:
                 raise
             except WeftlineError as error:
                 terminal.end()
-                terminal.warn(f"error: {error}")
+                terminal.warn("\n".join(filter(None, (traceback_of(error), f"error: {error}"))))
                 failed = True
         return int(failed and not terminal.interactive)
 

@@ -1,4 +1,6 @@
-"""How the command line ends: every error becomes a message on standard error and an exit code, never a traceback."""
+"""Exit codes and error messages of the command line.
+
+An exception of a step's code comes with its traceback; other errors come without one."""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def _first_clause(doc: str) -> str:
 
 
 def ending(command: Callable[[], int], *, verbose: bool) -> int:
-    """Run the command and return its exit code; what it raises is told here and becomes one.
+    """Run the command and return its exit code; an exception is printed here and becomes one.
 
     verbose: an unexpected error is told with its traceback.
     """
@@ -54,7 +56,7 @@ def ending(command: Callable[[], int], *, verbose: bool) -> int:
     except errors.PipelineError as error:
         return _tell(str(error), error.exit_code)
     except errors.WeftlineError as error:
-        return _tell(f"error: {error}", error.exit_code)
+        return _tell("\n".join(filter(None, (errors.traceback_of(error), f"error: {error}"))), error.exit_code)
     except KeyboardInterrupt:
         return _tell("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:

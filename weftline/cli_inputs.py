@@ -1,4 +1,4 @@
-"""The inputs of `weftline run`: `name=text`, `name=@file` and `name=@-` to values of the pipeline's input types.
+"""Input parser of `weftline run`: `name=text`, `name=@file` and `name=@-`.
 
 Everything is read and decoded before a model is loaded, so that a wrong file is known in milliseconds.
 """
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from weftline.engine.intake import media_limits
+from weftline.engine.inputs import media_limits
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import MediaLimits, to_value

@@ -1,4 +1,4 @@
-"""What `weftline nodes` shows: the catalog, and one node with its ports and options. Imports no framework."""
+"""Implementation of `weftline nodes`: the catalog, or one node's ports and options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from weftline.errors import ModelError
-from weftline.nodes.catalog import CATALOG, dotted, resolve
+from weftline.nodes.catalog import CATALOG, FAKES, dotted, resolve
 from weftline.nodes.contract import ConfigError, Node, StepContext
 from weftline.nodes.ports import Port, Ports
 from weftline.pipelines.field_docs import field_docs, summary
@@ -34,8 +34,8 @@ class Option:
 
 
 def list_nodes(as_json: bool) -> str:
-    """Return the catalog's nodes with what each does and the extra that installs its framework."""
-    found = [(name, *_brief(name)) for name in CATALOG]
+    """Return the catalog's nodes, fakes left out, with what each does and the extra that installs its framework."""
+    found = [(name, *_brief(name)) for name in CATALOG if name not in FAKES]
     if as_json:
         rows = [{"name": name, "extra": extra, "about": about} for name, extra, about in found]
         return json.dumps(rows, indent=2, ensure_ascii=False)

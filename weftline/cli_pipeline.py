@@ -1,4 +1,4 @@
-"""What `weftline check` and `weftline plan` do: read, check and explain a pipeline file. Starts nothing."""
+"""Implementation of `weftline check` and `weftline plan`."""
 
 from __future__ import annotations
 
@@ -6,37 +6,41 @@ import dataclasses
 
 from weftline.engine.machine import this_machine
 from weftline.errors import PipelineError, Problem
-from weftline.pipelines.check import examine
+from weftline.pipelines.check import examine, remarks
 from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
 from weftline.pipelines.machine import Machine, made_up_gpus
 from weftline.pipelines.place import size_text
+from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.profile_file import profile_beside
 
 
 def check_file(file: str, *, file_only: bool, gpus: str | None = None) -> str:
-    """Return one line about a sound pipeline; PipelineError lists every problem.
+    """Return a line about a sound pipeline, then its notes; PipelineError lists every problem.
 
     file_only: whether it fits this machine (its devices, its memory) is left out.
     gpus:      whether it fits this machine with other GPUs, such as '2:141GiB'.
     """
     pipeline = load_file(file)
+    notes = remarks(pipeline)
     if file_only:
         problems = examine(pipeline).problems
         if problems:
             raise PipelineError(problems)
     else:
-        _plan_both(pipeline, machine_of(None, gpus))
+        plan = _plan_both(pipeline, machine_of(None, gpus))
+        steps = tuple(f"{step.name}: " for step in plan.steps)
+        notes += [note for note in plan.notes if note.startswith(steps)]
     counts = [
         counted(sum(not one.hidden for one in pipeline.inputs), "input"),
         counted(len(pipeline.steps), "step"),
         counted(len(pipeline.outputs), "output"),
     ]
-    return f"{file}: ok ({', '.join(counts)})"
+    return "\n".join([f"{file}: ok ({', '.join(counts)})", *(f"  {note}" for note in notes)])
 
 
-def _plan_both(pipeline: Pipeline, machine: Machine) -> None:
+def _plan_both(pipeline: Pipeline, machine: Machine) -> Plan:
     """Plan a pipeline with the profile beside it; PipelineError lists the problems of both files at once."""
     profile, problems = None, list[Problem]()
     try:
@@ -44,11 +48,12 @@ def _plan_both(pipeline: Pipeline, machine: Machine) -> None:
     except PipelineError as error:
         problems += error.problems
     try:
-        make_plan(pipeline, machine, profile=profile)
+        plan = make_plan(pipeline, machine, profile=profile)
     except PipelineError as error:
-        problems += error.problems
+        raise PipelineError([*problems, *error.problems]) from None
     if problems:
         raise PipelineError(problems)
+    return plan
 
 
 def explained(file: str, form: str, cores: int | None, gpus: str | None = None) -> str:

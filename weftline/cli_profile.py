@@ -1,4 +1,4 @@
-"""What `weftline profile` does: measure one step after the other, print what it took, and write the pipeline's profile.
+"""Implementation of `weftline profile`: measures steps and writes the profile file.
 
 The file is written after every step, so that what was measured before an error or Ctrl-C is kept. Steps that are not
 measured now, and figures of other kinds of devices, stay as they are known, as long as the step is the same.

@@ -1,4 +1,4 @@
-"""What is seen while models load and loads run: bars on a terminal, plain lines anywhere else; on standard error."""
+"""Progress display on standard error: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from weftline.engine.runtime import Progress
+from weftline.engine.runtime.event_loop import Progress
 from weftline.show import printable
 
 
 @contextmanager
-def loading_shown(err: TextIO) -> Iterator[Progress]:
-    """Yield what the runtime is to call with (step, phrase, fraction); it may be called from another thread.
+def loading_shown(err: TextIO, quiet: bool = False, *, plain: bool = False) -> Iterator[Progress | None]:
+    """Yield what the runtime is to call with (step, phrase, fraction), from any thread; None when quiet.
 
     What is shown disappears from a terminal at the end, and stays in a log.
+
+    plain: lines in any case, for a terminal that a debugger uses too.
     """
-    if err.isatty():
+    if quiet:
+        yield None
+    elif err.isatty() and not plain:
         with _bars(err) as report:
             yield report
     else:
@@ -24,8 +28,13 @@ def loading_shown(err: TextIO) -> Iterator[Progress]:
 
 
 @contextmanager
-def measuring_shown(err: TextIO, warm_up_s: float, duration_s: float) -> Iterator[Callable[[float, int], None] | None]:
+def measuring_shown(
+    err: TextIO, warm_up_s: float, duration_s: float, quiet: bool = False
+) -> Iterator[Callable[[float, int], None] | None]:
     """Yield what a load is to call with (share that is done, requests that have ended); None where nobody looks."""
+    if quiet:
+        yield None
+        return
     if not err.isatty():
         _say(f"measuring for {duration_s:g} s after {warm_up_s:g} s of warm-up", err)
         yield None

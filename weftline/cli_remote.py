@@ -1,4 +1,4 @@
-"""What `weftline status`, `load` and `unload` do: ask a running server, and say what it said."""
+"""Implementation of `weftline status`, `load` and `unload`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weftline.show import printable
 if TYPE_CHECKING:
     from weftline.engine.client.client import Client
     from weftline.engine.client.options import ClientTls
-    from weftline.engine.client.questions import ModelStats
+    from weftline.engine.client.queries import ModelStats
     from weftline.engine.ingress.face import ModelState
 
 WATCH_S = 2.0

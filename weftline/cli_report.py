@@ -1,12 +1,12 @@
-"""A load's figures as text for a terminal: requests, steps, batches, workers, and where the time went."""
+"""Text tables of a load report: requests, steps, batches, workers and critical paths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
-from weftline.engine.measuring.report import Report, Spread, StepFigures
-from weftline.engine.measuring.where import OUTSIDE_PARTS, Where
+from weftline.engine.measuring.report import Report, Spread, StepLoad
+from weftline.engine.measuring.where import OUTSIDE_PARTS, TimeBreakdown
 from weftline.show import printable
 
 BAR = 20
@@ -52,6 +52,9 @@ def _requests(report: Report) -> Iterator[str]:
         yield f"            {one.count} {one.error}{word}: {' '.join(one.message.split()):.100}"
     yield f"throughput  {report.per_s:.1f} answers/s"
     yield f"latency     {_spread(report.latency)} ms"
+    if report.objective_met is not None:
+        found = "met" if report.objective_met else "missed"
+        yield f"objective   p99 within {report.objective_ms:g} ms (slo.latency_p99_ms): {found}"
     if report.deadline_ms is not None:
         share = report.good / report.sent if report.sent else 0.0
         yield f"goodput     {report.good_per_s:.1f} answers/s within {report.deadline_ms:g} ms: {share:.1%} of requests"
@@ -71,7 +74,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([name.ljust(widths[0]), *aligned]).rstrip()
 
 
-def _steps(steps: Sequence[StepFigures]) -> Iterator[str]:
+def _steps(steps: Sequence[StepLoad]) -> Iterator[str]:
     """Yield a row for each step; counts of rare things that are 0 for all of them are left out."""
     rare = [word for word in ("skipped", "failed", "lost", "again") if any(getattr(one, word) for one in steps)]
     waits = ("queue p50", "p99", "batch wait p50", "p99", "run p50", "p99", "node p50", "batch")
@@ -85,7 +88,7 @@ def _steps(steps: Sequence[StepFigures]) -> Iterator[str]:
     return _table(rows)
 
 
-def _batches(steps: Sequence[StepFigures]) -> Iterator[str]:
+def _batches(steps: Sequence[StepLoad]) -> Iterator[str]:
     width = max(len(one.step) for one in steps)
     for one in steps:
         if not one.batches:
@@ -115,7 +118,7 @@ def _workers(report: Report) -> Iterator[str]:
         yield f"{one.worker:<{width}}  {_bar(one.busy)} {one.busy:>4.0%}{steps}"
 
 
-def _where(where: Where) -> Iterator[str]:
+def _where(where: TimeBreakdown) -> Iterator[str]:
     rows = [["", "queue", "batch wait", "node", "hand-over", "together", "share", "on the path"]]
     whole = where.mean_ms or 1.0
     for one in where.steps:
@@ -128,7 +131,7 @@ def _where(where: Where) -> Iterator[str]:
     return _table(rows)
 
 
-def _paths(where: Where) -> Iterator[str]:
+def _paths(where: TimeBreakdown) -> Iterator[str]:
     for one in where.paths:
         yield f"{one.share:>4.0%}  {_ms(one.mean_ms)} ms  {' > '.join(one.steps) or 'no step'}"
 

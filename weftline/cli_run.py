@@ -1,4 +1,4 @@
-"""What `weftline run` does: open a pipeline, answer one request, print the answer, close everything."""
+"""Implementation of `weftline run`: one request from the command line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from weftline.cli_inputs import read_inputs
+from weftline.cli_inputs import STDIN, read_inputs
 from weftline.cli_progress import loading_shown
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.session import Session, load
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
@@ -28,6 +29,8 @@ class Request:
     outputs:     the outputs wanted; None: all.
     deadline_ms: from asking to answering, loading not included; None: the pipeline's own.
     save:        the folder for pictures and the like; None: nothing is written.
+    quiet:       neither progress nor the table of times.
+    debug:       the step that runs in this process, for a debugger; '' for none.
     """
 
     file: str
@@ -37,19 +40,25 @@ class Request:
     stream: bool = False
     deadline_ms: float | None = None
     save: Path | None = None
+    quiet: bool = False
+    debug: str = ""
 
 
 def run_request(request: Request, out: TextIO, err: TextIO) -> None:
-    """Answer the request on `out`; progress and the names of saved files go to `err`.
+    """Print the outputs on `out`; progress, the names of saved files and the table of times go to `err`.
 
     What can be known to be wrong without a model is refused before one is loaded. Whatever happens, no process stays.
     """
     pipeline = load(request.file)
     check_outputs(pipeline.plan, request.outputs)
+    if request.debug:
+        pipeline = pipeline.to_debug(request.debug)
+        if any(one.partition("=")[2] == STDIN for one in request.inputs):
+            raise InputError("--debug: standard input is the debugger's; read the input from a file, NAME=@FILE")
     inputs = read_inputs(pipeline.plan, request.inputs, sys.stdin.buffer)
     if request.save is not None:
         make_folder(request.save)
-    with loading_shown(err) as progress:
+    with loading_shown(err, request.quiet, plain=bool(request.debug)) as progress:
         session = pipeline.open(progress)
     with session:
         if request.stream:
@@ -67,7 +76,7 @@ def check_outputs(plan: Plan, wanted: Sequence[str] | None) -> None:
 
 
 def _answer(session: Session, request: Request, inputs: Mapping[str, Any], out: TextIO, err: TextIO) -> None:
-    result = session.run(outputs=request.outputs, deadline_ms=request.deadline_ms, **inputs)
+    result = session.run(RequestOptions(outputs=request.outputs, deadline_ms=request.deadline_ms), **inputs)
     saved = _save(session.plan, request, inputs, result, err)
     types = {output.name: output.type for output in session.plan.outputs if output.name in result}
     if request.as_json:
@@ -76,8 +85,9 @@ def _answer(session: Session, request: Request, inputs: Mapping[str, Any], out: 
         return
     for name, type in types.items():
         print(as_text(name, result[name], type), file=out)
-    print(file=out)
-    _print_timings(result, out)
+    out.flush()
+    if not request.quiet:
+        _print_timings(result, err)
 
 
 def _json(name: str, value: Any, type: PortType, saved: Mapping[str, Path]) -> Any:
@@ -97,7 +107,7 @@ def _stream(session: Session, request: Request, inputs: Mapping[str, Any], out: 
     whole: dict[str, Any] = {}
     grown: dict[str, list[str]] = {}
     growing = ""
-    for piece in session.stream(outputs=request.outputs, deadline_ms=request.deadline_ms, **inputs):
+    for piece in session.stream(RequestOptions(outputs=request.outputs, deadline_ms=request.deadline_ms), **inputs):
         if piece.last:
             whole[piece.output] = piece.value
         if not piece.last and isinstance(piece.value, str):
@@ -126,7 +136,7 @@ def _save(
     return saved
 
 
-def _print_timings(result: Result, out: TextIO) -> None:
+def _print_timings(result: Result, err: TextIO) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -137,10 +147,10 @@ def _print_timings(result: Result, out: TextIO) -> None:
         table.add_column(heading, justify="right")
     for row in timing_rows(result.timings):
         table.add_row(*row)
-    console = Console(file=out, highlight=False, markup=False)
+    console = Console(file=err, highlight=False, markup=False)
+    console.print()
     console.print(table)
     console.print(f"{result.total_ms:.1f} ms in all")
-    out.flush()
 
 
 def timing_rows(timings: Sequence[StepTiming]) -> list[tuple[str, str, str, str]]:

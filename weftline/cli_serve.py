@@ -1,4 +1,4 @@
-"""What `weftline serve` and `weftline token` do: put a configuration together, say where it is served, and end well.
+"""Implementation of `weftline serve` and `weftline token`.
 
 Standard output has what other programs may want to read: where the doors are and which models there are, once all of it
 is ready. Progress, problems and logs go to standard error.
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, TextIO
 from weftline.cli_progress import loading_shown
 from weftline.engine.ingress.access.exposure import check_exposure
 from weftline.engine.ingress.assembly import COMMAND_LINE, Flags, assemble
-from weftline.engine.ingress.settings import to_text
+from weftline.engine.ingress.settings import read_file, to_text
 from weftline.errors import MissingPackage, PipelineError, Problem
+from weftline.pipelines.variables import without_secrets
 
 if TYPE_CHECKING:
     from weftline.engine.ingress.config import ServeConfig
-    from weftline.engine.ingress.server import Serving
+    from weftline.engine.ingress.server import ServeOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
     config, _ = assemble(request.files, request.config, request.flags)
     _check_files(config)
     if request.print_config:
-        print(to_text(config), end="", file=out, flush=True)
+        _print_config(config, request, out)
         return 0
     for package in ("grpc", "tritonclient"):
         if find_spec(package) is None:
@@ -85,7 +86,7 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
     with ExitStack() as loading:
         progress = loading.enter_context(loading_shown(err)) if config.logs.format == "text" else None
 
-        def announce(serving: Serving) -> None:
+        def announce(serving: ServeOptions) -> None:
             loading.close()  # bars go before lines come
             print("\n".join(announced(serving)), file=out, flush=True)
 
@@ -101,7 +102,7 @@ def _run_on_ray(request: ServeRequest, flags: RayFlags, out: TextIO) -> int:
     config, _ = assemble(request.files, request.config, request.flags, machine_for(on.need))
     check_config(config)
     if request.print_config:
-        print(to_text(config), end="", file=out, flush=True)
+        _print_config(config, request, out)
         return 0
     for package, extra in (("ray", "ray"), ("grpc", "serve"), ("tritonclient", "serve")):
         if find_spec(package) is None:
@@ -113,6 +114,13 @@ def _run_on_ray(request: ServeRequest, flags: RayFlags, out: TextIO) -> int:
         print("\n".join(lines), file=out, flush=True)
 
     return serve_on_ray(config, on, announce)
+
+
+def _print_config(config: ServeConfig, request: ServeRequest, out: TextIO) -> None:
+    """Print the configuration as a serve file, with secrets from the environment as the variables they came from."""
+    files = [*request.files, *([request.config] if request.config is not None else [])]
+    secrets = {secret: name for file in files for secret, name in read_file(file).secrets.items()}
+    print(without_secrets(to_text(config), secrets), end="", file=out, flush=True)
 
 
 def _check_files(config: ServeConfig) -> None:
@@ -137,7 +145,7 @@ def _check_files(config: ServeConfig) -> None:
         raise PipelineError(problems)
 
 
-def announced(serving: Serving) -> list[str]:
+def announced(serving: ServeOptions) -> list[str]:
     """Return the lines that say where it is served: a door each, then a model each with its state."""
     lines = [f"grpc  {serving.grpc}"]
     if serving.http:

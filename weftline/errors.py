@@ -1,4 +1,4 @@
-"""Every error Weftline raises on purpose, in one tree.
+"""Error tree: every exception Weftline raises deliberately.
 
     WeftlineError
     |-- PipelineError          the file or builder describes something that cannot run (all problems at once)
@@ -125,7 +125,8 @@ class MissingPackage(ModelError):
 
     def __init__(self, package: str, extra: str, step: str = "") -> None:
         where = f"step {step}: " if step else ""
-        super().__init__(f"{where}package {package} is not installed\n    fix: pip install 'weftline[{extra}]'")
+        fix = f"pip install 'weftline[{extra}]', or in a checkout pip install '.[{extra}]'"
+        super().__init__(f"{where}package {package} is not installed\n    fix: {fix}")
 
 
 class StepError(WeftlineError):
@@ -209,6 +210,35 @@ class SessionClosed(WeftlineError):
     status = "UNAVAILABLE"
     exit_code = 1
 
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception that a step's code raised in a worker process, as the `__cause__` of an error.
+
+    It is never raised itself. Python prints it above the error, as it does for concurrent.futures. Its first frame is
+    the step's code. It names files of this machine, so it is for callers in this process and for logs alone.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}\n"""'
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of the step's code that an error was caused by; '' when there is none."""
+    seen = 0
+    cause: BaseException | None = error
+    while cause is not None and seen < CAUSES_MAX:
+        if isinstance(cause, RemoteTraceback):
+            return cause.text
+        cause, seen = cause.__cause__, seen + 1
+    return ""
+
+
+CAUSES_MAX = 8
+"""Most links of a chain of causes that `traceback_of` follows."""
 
 BY_NAME: dict[str, type[WeftlineError]] = {
     cls.__name__: cls

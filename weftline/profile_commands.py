@@ -1,4 +1,4 @@
-"""The command `weftline profile`: its options and help. What it does is in `cli_profile`."""
+"""Command `weftline profile`: options and help. `cli_profile` implements it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def profile(
     ] = 5.0,
     seed: Annotated[int, typer.Option(min=0, help="For inputs, which are made up.")] = 0,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show the workers' logs, and tracebacks of unexpected errors.")
+        bool,
+        typer.Option("--verbose", "-v", help="Show INFO records of steps, and tracebacks of unexpected errors."),
     ] = False,
 ) -> None:
     """Open each step by itself, call it with 1, 2, 4 and up to items_max made-up inputs, and write what that took.

@@ -1,4 +1,4 @@
-"""The commands `weftline status`, `load` and `unload`: their options and help. What they do is in `cli_remote`."""
+"""Commands `weftline status`, `load` and `unload`: options and help."""
 
 from __future__ import annotations
 

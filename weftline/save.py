@@ -1,4 +1,4 @@
-"""Output values as files: pictures as PNG, sound as WAV, tensors as NPY, and detections drawn into their picture."""
+"""Output values as files: PNG, WAV, NPY, and pictures with detections drawn in."""
 
 from __future__ import annotations
 

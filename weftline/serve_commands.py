@@ -1,4 +1,4 @@
-"""The commands `weftline serve` and `weftline token`: their options and help. What they do is in `cli_serve`."""
+"""Commands `weftline serve` and `weftline token`: options and help."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def serve(
         bool, typer.Option("--print-config", help="Check everything, print what it comes to as a serve file, and end.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show the workers' logs, and tracebacks of unexpected errors.")
+        bool,
+        typer.Option("--verbose", "-v", help="Show INFO records of steps, and tracebacks of unexpected errors."),
     ] = False,
 ) -> None:
     """Serve one or many pipelines until SIGTERM or Ctrl-C: gRPC for Triton and KServe clients, and HTTP if asked for.

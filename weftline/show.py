@@ -1,4 +1,4 @@
-"""How output values are shown: as json for programs, as text for people.
+"""Formatting of output values: JSON for programs, text for people.
 
 `as_json` gives plain json values; what is too large for that is refused with a hint, never cut. `as_text` gives lines
 for a terminal; what is too large is described. Text from models is made safe for terminals: control characters, which

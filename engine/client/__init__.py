@@ -1,1 +1,1 @@
-"""The client of a running server: `Client` and its async twin, over the Open Inference Protocol v2 on gRPC."""
+"""Client of a server: `Client` and `AsyncClient`, over the Open Inference Protocol v2 on gRPC."""

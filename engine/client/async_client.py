@@ -1,4 +1,4 @@
-"""The client of a running server, for asyncio: the twin of `client.py`, which says what everything means.
+"""Client of a running server, for asyncio; arguments and results are those of `client.py`.
 
 async with weftline.AsyncClient("localhost:8001") as client:
     result = await client.run("assistant", question=Path("question.wav"), photo=Path("photo.png"))
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,28 +18,26 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from weftline.engine.asking import Asked
-from weftline.engine.client import questions
-from weftline.engine.client.calls import Calls, Opening
+from weftline.engine.client import queries
+from weftline.engine.client.calls import Calls, StreamStart
 from weftline.engine.client.channel import STREAM, metadata_of, open_aio_channel, refused
 from weftline.engine.client.client import now_ms
 from weftline.engine.client.described import DescribedModel
 from weftline.engine.client.options import DEFAULT_URL, ClientOptions, ClientTls, region_bytes, tls_of
 from weftline.engine.client.pieces import Pieces
-from weftline.engine.client.questions import ModelStats
+from weftline.engine.client.queries import ModelStats
 from weftline.engine.client.refusal import Refused
-from weftline.engine.client.steps import Send, Steps
+from weftline.engine.client.steps import SendRequest, Steps
 from weftline.engine.ingress.face import ModelState
-from weftline.engine.reading import StreamedOutput
-from weftline.engine.result import Result
+from weftline.engine.request import RequestOptions, checked_options
+from weftline.engine.result import Result, StreamedOutput
 from weftline.errors import SessionClosed
-from weftline.nodes.urgency import SequencePart
 
 T = TypeVar("T")
 
 
 class AsyncClient:
-    """Speaks to one server from one event loop; arguments are those of `Client`.
+    """Client of one server, for one event loop; arguments are those of `Client`.
 
     Cancelling the task that awaits a request, or closing a stream, cancels the request.
     """
@@ -65,11 +63,11 @@ class AsyncClient:
         self._closed = False
 
     async def close(self) -> None:
-        """End every open call and the connection. Safe to call twice."""
+        """Cancel open calls and close the connection. Idempotent."""
         if self._closed:
             return
         try:
-            await self._drive(self._calls.placing.leave())
+            await self._drive(self._calls.shared_inputs.leave())
         finally:
             self._closed = True
             if self._channel is not None:
@@ -85,49 +83,25 @@ class AsyncClient:
 
     # requests
 
-    async def run(
-        self,
-        model: str,
-        /,
-        *,
-        outputs: Sequence[str] | None = None,
-        deadline_ms: float | None = None,
-        priority: int = 0,
-        sequence: SequencePart | str | None = None,
-        job: bool = False,
-        seed: int | None = None,
-        **inputs: Any,
-    ) -> Result:
-        """`Client.run` for asyncio."""
-        asked = Asked(outputs, deadline_ms, priority, sequence, job=job, seed=seed)
-        return await self._drive(self._calls.run(model, asked, inputs))
+    async def run(self, model: str, options: RequestOptions | None = None, /, **inputs: Any) -> Result:
+        """Await `Client.run`."""
+        return await self._drive(self._calls.run(model, checked_options(options), inputs))
 
     async def stream(
-        self,
-        model: str,
-        /,
-        *,
-        outputs: Sequence[str] | None = None,
-        deadline_ms: float | None = None,
-        priority: int = 0,
-        sequence: SequencePart | str | None = None,
-        job: bool = False,
-        seed: int | None = None,
-        **inputs: Any,
+        self, model: str, options: RequestOptions | None = None, /, **inputs: Any
     ) -> AsyncGenerator[StreamedOutput, None]:
-        """`Client.stream` for asyncio; the request starts when the first piece is asked for."""
-        asked = Asked(outputs, deadline_ms, priority, sequence, pieces=True, job=job, seed=seed)
-        opening = await self._drive(self._calls.opening(model, asked, inputs))
+        """Stream outputs to a task, as `Client.stream` does to a thread; the request starts with the first read."""
+        start = await self._drive(self._calls.start_stream(model, checked_options(options), inputs))
         begun = False
         while True:
-            pieces = Pieces(opening.model)
-            call = self._begin(opening)
+            pieces = Pieces(start.model)
+            call = self._begin(start)
             try:
                 async for data in call:
                     for piece in pieces.take(data):
                         begun = True
                         yield piece
-                self._calls.note_version(opening.model, pieces.version)
+                self._calls.note_version(start.model, pieces.version)
                 return
             except (grpc.RpcError, Refused) as error:
                 refusal = (error if isinstance(error, Refused) else refused(error)).refusal
@@ -135,7 +109,7 @@ class AsyncClient:
                     raise self._calls.error_of(refusal) from None
             finally:
                 call.cancel()
-            await asyncio.sleep(self._calls.pause_ms(refusal, opening.patience) / 1000)
+            await asyncio.sleep(self._calls.pause_ms(refusal, start.retry_state) / 1000)
 
     async def describe(self, model: str, *, again: bool = False) -> DescribedModel:
         """`Client.describe` for asyncio."""
@@ -146,42 +120,42 @@ class AsyncClient:
     # the server
 
     async def live(self) -> bool:
-        """Whether a server answers; False when none can be reached."""
-        return await self._drive(questions.live(self._calls))
+        """Return True if the server is live; False if it cannot be reached."""
+        return await self._drive(queries.live(self._calls))
 
     async def ready(self, model: str = "") -> bool:
-        """Whether everything that is served can answer now, or one model; False when no server can be reached."""
-        return await self._drive(questions.ready(self._calls, model))
+        """Return True if all models, or the given one, are ready; False if the server cannot be reached."""
+        return await self._drive(queries.ready(self._calls, model))
 
     async def models(self) -> tuple[ModelState, ...]:
         """Return every model the server has, sorted by name."""
-        return await self._drive(questions.models(self._calls))
+        return await self._drive(queries.models(self._calls))
 
     async def stats(self, model: str = "") -> dict[str, ModelStats]:
         """Return the figures of a model and of its steps by name; '' for every model."""
-        return await self._drive(questions.stats(self._calls, model))
+        return await self._drive(queries.stats(self._calls, model))
 
     async def load(self, model: str, *, deadline_ms: float | None = None) -> int:
-        """Load a model that the server knows, or load it again, and return its version."""
-        return await self._drive(questions.load(self._calls, model, deadline_ms))
+        """Load or reload a model in the server's repository, and return its version."""
+        return await self._drive(queries.load(self._calls, model, deadline_ms))
 
     async def unload(self, model: str, *, deadline_ms: float | None = None) -> None:
         """Unload a model once its open requests have finished."""
-        await self._drive(questions.unload(self._calls, model, deadline_ms))
+        await self._drive(queries.unload(self._calls, model, deadline_ms))
 
     # inside
 
     async def _drive(self, steps: Steps[T]) -> T:
-        """Do what the steps say until they have their result."""
+        """Run the steps of a call until its result."""
         try:
             step = next(steps)
             while True:
                 answer, error = b"", None
-                if isinstance(step, Send):
+                if isinstance(step, SendRequest):
                     try:
                         answer = await self._send(step)
-                    except Refused as told:
-                        error = told
+                    except Refused as refusal:
+                        error = refusal
                 else:
                     await asyncio.sleep(step.ms / 1000)
                 step = steps.send(answer) if error is None else steps.throw(error)
@@ -191,7 +165,7 @@ class AsyncClient:
         finally:
             steps.close()
 
-    async def _send(self, step: Send) -> bytes:
+    async def _send(self, step: SendRequest) -> bytes:
         channel = self._opened()
         method = self._methods.get(step.method)
         if method is None:
@@ -204,11 +178,11 @@ class AsyncClient:
         except grpc.aio.UsageError:  # on a channel that was closed meanwhile
             raise SessionClosed("the client is closed") from None
 
-    def _begin(self, opening: Opening) -> Any:
+    def _begin(self, start: StreamStart) -> Any:
         async def requests() -> AsyncGenerator[bytes, None]:
-            yield opening.message
+            yield start.message
 
-        left_s = self._calls.left_s(opening.patience)
+        left_s = self._calls.left_s(start.retry_state)
         return self._opened().stream_stream(STREAM)(requests(), timeout=left_s, metadata=self._metadata)
 
     def _opened(self) -> grpc.aio.Channel:

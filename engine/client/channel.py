@@ -1,5 +1,6 @@
-"""The gRPC channel of a client: its options, its credentials, and what its errors say. The only file that knows gRPC's
-classes beside the two clients.
+"""gRPC channel of a client: its options, its credentials, and the conversion of its errors.
+
+Beside the two clients, only this file uses gRPC's classes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from weftline.engine.client.refusal import Refused, refusal_of
 from weftline.errors import InputError
 
 FIRST_RECONNECT_MS, LONGEST_RECONNECT_MS = 100, 2_000
-"""How long a lost connection rests before the next try: gRPC's own 1 s to 120 s outlast any deadline."""
+"""Reconnect back-off: gRPC's default of 1 s to 120 s is longer than most deadlines."""
 
 KEEPALIVE_MS, KEEPALIVE_WAIT_MS = 20_000, 10_000
-"""While calls are open: how long the server may say nothing before it is asked whether it lives, and how long it then
-has to answer; the calls fail with UNAVAILABLE otherwise. Weftline's servers take it from every 10 s on."""
+"""Keepalive interval and timeout while calls are open. After the timeout the calls fail with UNAVAILABLE. Weftline's
+servers accept intervals from 10 s."""
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -27,26 +28,26 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def open_channel(options: ClientOptions) -> grpc.Channel:
-    """Return a channel for threads. It connects when it is first used."""
+    """Return a channel for threads. It connects on first use."""
     if options.tls is None:
         return grpc.insecure_channel(options.url, _arguments(options))
     return grpc.secure_channel(options.url, _credentials(options.tls), _arguments(options))
 
 
 def open_aio_channel(options: ClientOptions) -> grpc.aio.Channel:
-    """Return a channel for the running event loop. It connects when it is first used."""
+    """Return a channel for the running event loop. It connects on first use."""
     if options.tls is None:
         return grpc.aio.insecure_channel(options.url, _arguments(options))
     return grpc.aio.secure_channel(options.url, _credentials(options.tls), _arguments(options))
 
 
 def metadata_of(options: ClientOptions) -> Metadata | None:
-    """Return what goes along with every call."""
+    """Return the metadata of every call."""
     return (("authorization", f"Bearer {options.token}"),) if options.token is not None else None
 
 
 def refused(error: grpc.RpcError) -> Refused:
-    """Return what a failed call says, of either kind of channel."""
+    """Return the refusal of a failed call, of either kind of channel."""
     call: Any = error
     pairs: Sequence[tuple[str, str | bytes]] = tuple(call.trailing_metadata() or ())
     return Refused(refusal_of(call.code().name, call.details(), pairs))

@@ -1,7 +1,7 @@
-"""A served model as its server describes it: ports with v2's datatypes and, from a Weftline server, their true types.
+"""Description of a served model: ports with v2 datatypes and, from a Weftline server, their port types.
 
-v2's metadata knows datatypes and shapes only, so a Weftline server writes the type of each port into the parameters of
-the model's configuration. Without them, as from Triton, values go by datatype.
+v2 metadata has datatypes and shapes only, so a Weftline server writes the type of each port into the parameters of the
+model's configuration. Without them, as from Triton, values are encoded by datatype.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weftline.engine.ingress.v2.metadata import INPUT, OUTPUT, PIECES
+from weftline.engine.request import options_hint
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
 
@@ -20,8 +21,8 @@ class DescribedPort:
     """One input or output.
 
     datatype: v2's: BYTES, FP32, ...
-    shape:    of one value, without a batch dimension; -1 for what may vary.
-    type:     what it is to a Weftline server; None: not known, and the datatype is all there is.
+    shape:    of one value, without a batch dimension; -1 for a variable dimension.
+    type:     port type on a Weftline server; None: unknown, only the datatype is.
     """
 
     name: str
@@ -39,8 +40,8 @@ class DescribedPort:
 class DescribedModel:
     """A model's ports by name, as of `version`.
 
-    streams:     it may answer a request with several responses.
-    says_pieces: its outputs' `pieces` are known.
+    streams:     True if a request may have several responses.
+    says_pieces: True if `pieces` of its outputs is known.
     """
 
     name: str
@@ -51,23 +52,23 @@ class DescribedModel:
     says_pieces: bool = False
 
     def check_inputs(self, given: Mapping[str, Any]) -> None:
-        """Raise InputError when inputs are unknown, or missing."""
+        """Raise InputError if inputs are unknown or missing."""
         unknown = sorted(given.keys() - self.inputs.keys())
         missing = [name for name, port in self.inputs.items() if not port.optional and name not in given]
         if unknown or missing:
-            told = [f"unknown: {', '.join(unknown)}"] if unknown else []
-            told += [f"missing: {', '.join(missing)}"] if missing else []
+            problems = [f"unknown: {', '.join(unknown)}"] if unknown else []
+            problems += [f"missing: {', '.join(missing)}"] if missing else []
             known = ", ".join(
                 f"{name} ({port}{', may be left out' if port.optional else ''})" for name, port in self.inputs.items()
             )
-            raise InputError(f"inputs {'; '.join(told)}; the inputs of {self.name} are {known or 'none'}")
+            raise InputError(
+                f"inputs {'; '.join(problems)}; the inputs of {self.name} are {known or 'none'}{options_hint(unknown)}"
+            )
 
-    def check_outputs(self, wanted: Any) -> tuple[str, ...]:
+    def check_outputs(self, wanted: tuple[str, ...] | None) -> tuple[str, ...]:
         """Return the names of the wanted outputs, () for all; InputError names what the model does not have."""
         if wanted is None:
             return ()
-        if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted):
-            raise InputError("outputs: expected a list of names")
         names = tuple(dict.fromkeys(wanted))
         unknown = [name for name in names if name not in self.outputs]
         if unknown or not names:
@@ -94,7 +95,7 @@ def _port(tensor: Any, side: str, types: Mapping[str, str], optional: bool) -> D
     written = types.get(side + tensor.name, "")
     try:
         known = PortType.parse(written) if written else None
-    except ValueError:  # a type that a later version may have: what v2 says of it still holds
+    except ValueError:  # a type of a later version: its datatype and shape are still valid
         known = None
     pieces = types.get(PIECES + tensor.name) == "true"
     return DescribedPort(tensor.name, tensor.datatype, tuple(tensor.shape), known, optional, pieces)

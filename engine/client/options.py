@@ -1,7 +1,7 @@
-"""What a client is told: where the server is, how the way there is secured, and how patient to be.
+"""Options of a client: the server's address, TLS, token, retries and shared memory.
 
-Frozen values, checked once they are made: a token never travels in the clear to another machine unless somebody said
-so. Nothing here knows gRPC.
+Frozen values, checked when they are made: a token is sent unencrypted to another machine only with `insecure`. Options
+of single requests are in engine/request.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOKEN_CHARS_MAX = 4096
 """Longest token: far above any, and below the limit of a call's metadata."""
 
 REGION_BYTES = 64 << 20
-"""Size of a client's shared memory when nothing else is said: a few large inputs at a time."""
+"""Default size of a client's shared memory: a few large inputs at a time."""
 
 REGION_BYTES_MAX = 1 << 40
 
@@ -28,11 +28,11 @@ _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """PEM files of a secured connection.
+    """PEM files of a TLS connection.
 
-    ca:          who signed the server's certificate; None: whom this machine trusts.
-    certificate: shown to a server that asks clients for one (mutual TLS), with its `key`.
-    server_name: the name in the server's certificate, where it is not that of the address.
+    ca:          certificate authority of the server's certificate; None: those that this machine trusts.
+    certificate: client certificate for mutual TLS, with its `key`.
+    server_name: name in the server's certificate, if it differs from the address.
     """
 
     ca: Path | None = None
@@ -47,14 +47,14 @@ class ClientTls:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """How to reach a server.
+    """Connection options of a client.
 
     url:                 'host:port', or 'unix:/path' of a socket.
-    token:               sent with every call; None: none.
+    token:               bearer token, sent with every call; None: none.
     tls:                 None: the connection is not encrypted.
     insecure:            send the token to another machine though the connection is not encrypted.
-    retries:             most times that a request is sent again when the server cannot take it now; 0: never.
-    message_bytes_max:   largest answer that is taken, in bytes.
+    retries:             most times that a request is sent again after a temporary refusal; 0: never.
+    message_bytes_max:   largest response, in bytes.
     shared_memory_bytes: size of the region for large inputs; 0: they travel in the message.
     """
 
@@ -86,7 +86,7 @@ class ClientOptions:
 
 
 def tls_of(tls: bool | str | Path | ClientTls) -> ClientTls | None:
-    """Return what `tls=` means: False is none, True trusts what this machine trusts, a path is the CA's file."""
+    """Return the TLS files of `tls=`: False: none, True: the machine's authorities, a path: that of the CA's file."""
     if isinstance(tls, ClientTls):
         return tls
     if isinstance(tls, bool):
@@ -95,7 +95,7 @@ def tls_of(tls: bool | str | Path | ClientTls) -> ClientTls | None:
 
 
 def region_bytes(shared_memory: bool | int) -> int:
-    """Return what `shared_memory=` means in bytes: True is REGION_BYTES, False none."""
+    """Return the size of `shared_memory=` in bytes: True is REGION_BYTES, False is 0."""
     if isinstance(shared_memory, bool):
         return REGION_BYTES if shared_memory else 0
     if not isinstance(shared_memory, int) or not 0 <= shared_memory <= REGION_BYTES_MAX:
@@ -106,7 +106,7 @@ def region_bytes(shared_memory: bool | int) -> int:
 
 
 def is_local(url: str) -> bool:
-    """Whether a server's address is this machine, by what is written alone; InputError when it is no address."""
+    """Return True if a server's address names this machine; InputError if it is not an address."""
     if url.startswith("unix:"):
         return True
     match = _HOST_PORT.fullmatch(url)

@@ -1,7 +1,7 @@
-"""The responses of a stream as pieces, and what they come to. Pure.
+"""Decode the responses of a stream into outputs. Pure.
 
-A Weftline server sends only what is new: text as it grows, other outputs once they are known. The whole of what grew is
-put together here, so that a stream ends as `Session.stream` does: with every output whole, `last` set.
+A Weftline server sends only what is new: text as it grows, other outputs once they are finished. The text is joined
+here, so that a stream ends as `Session.stream` does: with every output whole, `last` set.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from weftline.engine.client.decoder import Garbled, value_of
 from weftline.engine.client.described import DescribedModel, DescribedPort
-from weftline.engine.client.receiving import Garbled, value_of
 from weftline.engine.client.refusal import RETRY_AFTER, Refusal, Refused
 from weftline.engine.ingress.v2.nouns import STATUS
 from weftline.engine.ingress.v2.wire import parse_stream_response
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 from weftline.errors import InputError
 
 FINAL = "triton_final_response"
@@ -22,7 +22,7 @@ RETRY_MS = RETRY_AFTER.replace("-", "_")
 
 
 class Pieces:
-    """One stream's answer."""
+    """The outputs of one stream."""
 
     def __init__(self, model: DescribedModel) -> None:
         self._model = model
@@ -30,15 +30,15 @@ class Pieces:
         self.version = ""
 
     def take(self, data: bytes) -> Iterator[StreamedOutput]:
-        """Yield the pieces of one response; Refused when the server answers with an error, Garbled for no answer."""
+        """Yield the outputs of one response; Refused for a response with an error, Garbled for an invalid one."""
         try:
             wrong, response = parse_stream_response(data)
         except InputError as error:  # which is the server's here
             raise Garbled(f"the answer cannot be read: {error}") from None
-        told = response.parameters
+        parameters = response.parameters
         if wrong:
-            pushback = told.get(RETRY_MS)
-            status = told.get(STATUS) or ("RESOURCE_EXHAUSTED" if pushback else "UNKNOWN")
+            pushback = parameters.get(RETRY_MS)
+            status = parameters.get(STATUS) or ("RESOURCE_EXHAUSTED" if pushback else "UNKNOWN")
             raise Refused(Refusal(str(status), wrong, float(pushback) if type(pushback) is int else None))
         self.version = response.version
         for tensor in response.outputs:
@@ -47,13 +47,13 @@ class Pieces:
             if grows:
                 self._grown.setdefault(tensor.name, []).append(value)
             yield StreamedOutput(tensor.name, value, not grows)
-        if told.get(FINAL):
+        if parameters.get(FINAL):
             for name, parts in self._grown.items():
                 if all(isinstance(one, str) for one in parts):
                     yield StreamedOutput(name, "".join(parts), True)
 
     def _grows(self, port: DescribedPort | None) -> bool:
-        """Whether responses carry parts of this output: servers that do not say so are taken to stream their text."""
+        """Return True if responses carry parts of this output; without that metadata, text outputs do."""
         if port is None or not self._model.streams:
             return False
         return port.pieces or (not self._model.says_pieces and (port.type is None or port.type.kind == "text"))

@@ -1,6 +1,6 @@
-"""What a server's refusal is in Python: gRPC status, message and trailing metadata to the WeftlineError of that status.
+"""Convert a failed call, by gRPC status, message and trailing metadata, into the WeftlineError of that status.
 
-A refusal also knows when the server wants to see the request again. Nothing here knows gRPC's classes.
+A refusal also has the server's retry pushback. gRPC's classes are not used here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNREACHABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How a call ended that brought no answer.
+    """The end of a failed call.
 
     status:      gRPC status name.
     pushback_ms: when the server wants to see the request again; negative: never; None: it did not say.
@@ -38,7 +38,7 @@ class Refusal:
 
 
 class Refused(Exception):
-    """A call that brought no answer, on its way to the one place where it becomes a WeftlineError."""
+    """Raised for a failed call; `Calls.error_of` converts it into a WeftlineError."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 def refusal_of(status: str, message: str | None, metadata: Iterable[tuple[str, str | bytes]]) -> Refusal:
-    """Return a refusal from what gRPC says; what is no number in its metadata counts for nothing."""
+    """Return a refusal from a gRPC status and metadata; metadata that is not a number is ignored."""
     pushback = None
     for key, value in metadata:
         if key == PUSHBACK or (key == RETRY_AFTER and pushback is None):
@@ -61,27 +61,27 @@ def refusal_of(status: str, message: str | None, metadata: Iterable[tuple[str, s
 
 
 def _ms(value: str | bytes) -> float | None:
-    """Return a pushback; what cannot be read means 'never', as gRFC A6 has it."""
+    """Return a pushback in ms; an invalid one means 'never' (gRFC A6)."""
     text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
     return float(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else -1.0
 
 
 def error_of(refusal: Refusal, url: str) -> WeftlineError:
-    """Return the exception for a refusal; `url` is named where the server could not be reached."""
-    told, message = refusal.status, refusal.message or f"the server gave no reason ({refusal.status})"
+    """Return the exception for a refusal; it names `url` if the server could not be reached."""
+    status, message = refusal.status, refusal.message or f"the server gave no reason ({refusal.status})"
     error: WeftlineError
-    if told == "UNAUTHENTICATED":
+    if status == "UNAUTHENTICATED":
         error = errors.AccessDenied(message, known=False)
-    elif told == "INTERNAL" and (step := _STEP.match(message)):
+    elif status == "INTERNAL" and (step := _STEP.match(message)):
         error = errors.StepError(message[step.end() :], step[1])
-    elif told == "UNAVAILABLE" and _UNREACHABLE.search(message):
+    elif status == "UNAVAILABLE" and _UNREACHABLE.search(message):
         error = Unavailable(
             f"cannot reach a server at {url}\n    fix: start one with `weftline serve`, or check the address and tls"
         )
-    elif told == "UNIMPLEMENTED":
+    elif status == "UNIMPLEMENTED":
         error = WeftlineError(f"the server at {url} does not do this: {message}")
     else:
-        error = _BY_STATUS.get(told, WeftlineError)(message)
+        error = _BY_STATUS.get(status, WeftlineError)(message)
     if refusal.pushback_ms is not None and refusal.pushback_ms > 0:
         error.retry_after_s = refusal.pushback_ms / 1000
     return error

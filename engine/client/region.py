@@ -1,12 +1,12 @@
-"""A client's own shared memory, in which large inputs lie for a server of this machine to read.
+"""Shared memory of a client: large inputs for a server of the same machine.
 
     region = SharedRegion.create(64 << 20)
     ... register region.name, region.key, region.size_bytes at the server ...
     region.unlink()                          # the server holds it open: from here on no name leads to it
     offset = region.try_place(data)          # sent with the request; region.give_back(offset) after it
 
-A file of POSIX shared memory, made new (never one that is there), for this user alone. Its name is taken away as soon
-as the server has it, so that nothing is left when this process is killed. Thread-safe.
+A new file of POSIX shared memory, for this user alone. It is unlinked as soon as the server has opened it, so nothing
+is left when this process is killed. Thread-safe.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from weftline.shm.block import PAGE_BYTES, align_up
 FOLDER = "/dev/shm"
 
 PLACED_BYTES_MIN = 64 << 10
-"""Smallest tensor that is placed: below it, a message is as quick."""
+"""Smallest tensor that is placed: below it, a message takes as long."""
 
 
 class SharedRegion:
-    """One region, of which ranges are lent to requests.
+    """One region, with an allocator of ranges for requests.
 
     name: what it is registered as. key: the file's name, as shm_open takes it.
     """
@@ -43,7 +43,7 @@ class SharedRegion:
 
     @classmethod
     def create(cls, size_bytes: int) -> SharedRegion:
-        """Make a region of `size_bytes`, rounded up to a page; LimitReached where the machine has no room for it.
+        """Create a region of `size_bytes`, rounded up to a page; LimitReached if the machine has no room for it.
 
         All of it is taken at once: a full machine is an error here, not a bus error at the first write.
         """
@@ -63,7 +63,7 @@ class SharedRegion:
             os.close(fd)
 
     def try_place(self, data: bytes | memoryview) -> int | None:
-        """Copy `data` into a free range and return its offset; None when there is no room now."""
+        """Copy `data` into a free range and return its offset; None without room."""
         with self._guard:
             offset = self._ranges.try_take(len(data))
         if offset is not None:
@@ -71,7 +71,7 @@ class SharedRegion:
         return offset
 
     def give_back(self, offset: int) -> None:
-        """Free a range; KeyError when nothing lies there."""
+        """Free a range; KeyError if it is not in use."""
         with self._guard:
             self._ranges.give_back(offset)
 
@@ -80,7 +80,7 @@ class SharedRegion:
         return self._ranges.taken_bytes
 
     def unlink(self) -> None:
-        """Take the name away. Safe to call twice."""
+        """Remove the name. Idempotent."""
         if self._named:
             self._named = False
             try:
@@ -89,9 +89,9 @@ class SharedRegion:
                 pass
 
     def close(self) -> None:
-        """Take the name away and give the memory back. Safe to call twice."""
+        """Remove the name and free the memory. Idempotent."""
         self.unlink()
         self._buffer.close()
 
     def __del__(self) -> None:
-        self.unlink()  # of a client that nobody closed
+        self.unlink()  # the client was not closed

@@ -1,7 +1,7 @@
-"""What a client is to do next, as values: call the server, or wait.
+"""Steps of a client call, as values: send a message, or pause.
 
-What the two clients share is written as generators that yield these, are sent the answer's bytes or thrown a Refused,
-and return a result. `Client` does what they say by waiting, `AsyncClient` by awaiting; neither decides anything.
+The code that both clients share is written as generators: they yield steps, receive the response's bytes or a Refused,
+and return a result. `Client` runs the steps by blocking, `AsyncClient` by awaiting.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TypeVar
 SERVICE = "/inference.GRPCInferenceService/"
 
 SHORT_MS = 10_000.0
-"""How long a question that needs no model may take, in milliseconds."""
+"""Deadline of calls that run no model, in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Call `method` with these bytes. timeout_s None: as long as it takes."""
+class SendRequest:
+    """Call `method` with these bytes. timeout_s None: no limit."""
 
     method: str
     message: bytes
@@ -27,10 +27,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait so long before the next step."""
+    """Wait before the next step."""
 
     ms: float
 
 
 T = TypeVar("T")
-Steps = Generator[Send | Pause, bytes, T]
+Steps = Generator[SendRequest | Pause, bytes, T]

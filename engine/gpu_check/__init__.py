@@ -1,1 +1,1 @@
-"""One script that proves on a card what everything else only proves on a fake of one."""
+"""GPU validation script: proves on a real GPU what the tests show on a fake one."""

@@ -1,4 +1,4 @@
-"""Runs the check: `python -m weftline.engine.gpu_check`."""
+"""Entry point: `python -m weftline.engine.gpu_check`."""
 
 from __future__ import annotations
 

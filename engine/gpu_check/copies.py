@@ -1,4 +1,4 @@
-"""V7 and V8: what a copy into an arena reaches beside a plain one, and what a process takes of the device."""
+"""V7 and V8: bandwidth of copies into an arena, and device memory of a process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.gpu_check.running import RIGHT, Outcome, judged
+from weftline.engine.gpu_check.running import RIGHT, CheckOutcome, judged
 from weftline.engine.gpu_check.trial import MIB, Trial, share
 
 SIZES = (64 << 10, 512 << 10, 4 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB)
@@ -22,7 +22,7 @@ SHARE_WANTED = 0.85
 ROUNDS, QUICK_ROUNDS = 9, 3
 
 
-def check_copies(trial: Trial) -> Outcome:
+def check_copies(trial: Trial) -> CheckOutcome:
     """V7: a new tensor copied into an arena, beside a copy between two allocations, taking turns."""
     sizes = FAKE_SIZES if trial.fake else SIZES
     round_bytes = FAKE_ROUND_BYTES if trial.fake else ROUND_BYTES
@@ -43,8 +43,8 @@ def check_copies(trial: Trial) -> Outcome:
             figures[f"{size_text(size)}: rounds between_gb_per_s"] = f"{low / 1e9:.2f} and {high / 1e9:.2f}"
             figures[f"{size_text(size)}: of a plain copy"] = round(arena / plain, 3)
     bar = judged("copy into an arena, of a plain one", min(shares), SHARE_WANTED, "of it", at_least=True,
-                 judge=not trial.fake)  # fmt: skip
-    return Outcome(trial.part, RIGHT, figures=figures, bars=[bar])
+                 judge=trial.judges)  # fmt: skip
+    return CheckOutcome(trial.part, RIGHT, figures=figures, bars=[bar])
 
 
 def check_contexts(trial: Trial) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""G3: a kernel writes where nothing is, in one worker; the others serve on, and read what it had made."""
+"""G3: isolation of an illegal memory access in one worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process of the check does with its device: one method for each verb it can be asked.
+"""Device operations of a check process: one method for each command.
 
 Arguments come from a message and answers go back as one; descriptors beside them. Arenas and allocations are known by
 names that whoever asks has given them. The verbs of leases and hops, which are asked most, are in `writing` and
@@ -18,7 +18,7 @@ import numpy as np
 from weftline.engine.gpu_check.kernels import Kernels, open_kernels
 from weftline.engine.gpu_check.pattern import bank, checksum, filled
 from weftline.engine.gpu_check.processes import LOST_CODE
-from weftline.engine.gpu_check.wire import Wire
+from weftline.engine.gpu_check.wire import CheckSocket
 from weftline.shm.arena import HostArena
 from weftline.shm.device.arena import DeviceArena
 from weftline.shm.device.driver import DriverError, GpuDriver
@@ -37,7 +37,7 @@ class Hands:
     """A device in use. The driver is opened by the first verb that needs it."""
 
     device: str
-    wire: Wire
+    wire: CheckSocket
     arenas: dict[str, DeviceArena] = field(default_factory=dict)
     own: dict[str, int] = field(default_factory=dict)  # allocations of this process, by name
     events: list[int] = field(default_factory=list)  # made here, shared

@@ -1,4 +1,4 @@
-"""A tensor handed to and fro between two processes, timed by the one that begins.
+"""Ping-pong of a tensor between two processes, with timing.
 
 One hop is what a pipeline's edge does: the producer's work is put on its stream, a message says where the tensor lies,
 and the consumer's stream may read it. Two processes hop through the one that asks them, as workers do through the

@@ -1,4 +1,4 @@
-"""V9: what it takes to hand a tensor from one process to another, against its size, and what others take for it.
+"""V9: latency of a tensor hand-over between processes by size, beside other libraries.
 
 See `hopping` for the kinds. Peers in the same run: torch.multiprocessing's CUDA sharing, by the script in benchmarks/
 (it speaks pickle, which the package never does), and a hop through page-locked host memory.
@@ -14,7 +14,17 @@ from typing import Any
 from weftline.engine.gpu_check.copies import size_text
 from weftline.engine.gpu_check.hopping import KINDS, RECEIVE_MAX_S
 from weftline.engine.gpu_check.processes import Process
-from weftline.engine.gpu_check.running import RIGHT, SKIPPED, WRONG, Bar, Outcome, Wrong, judged, quantile, run_apart
+from weftline.engine.gpu_check.running import (
+    RIGHT,
+    SKIPPED,
+    WRONG,
+    Bar,
+    CheckOutcome,
+    Wrong,
+    judged,
+    quantile,
+    run_apart,
+)
 from weftline.engine.gpu_check.traffic import ORDERINGS
 from weftline.engine.gpu_check.trial import MIB, Trial, share, share_events
 from weftline.engine.gpu_check.wire import PeerGone
@@ -32,7 +42,7 @@ EVENTS = 8
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "torch_sharing.py"
 
 
-def check_hops(trial: Trial) -> Outcome:
+def check_hops(trial: Trial) -> CheckOutcome:
     sizes: tuple[int, ...] = FAKE_SIZES if trial.fake else SIZES
     sizes = sizes[:2] if trial.quick else sizes
     figures: dict[str, Any] = {}
@@ -56,9 +66,9 @@ def check_hops(trial: Trial) -> Outcome:
                 if kind in ("pass", "write"):
                     figures[f"{name}: slowest size against quickest"] = round(max(medians) / min(medians), 2)
                     bars.append(judged(f"hop, {name}, p50 at every size", max(medians), WANTED_MS[ordering], "ms",
-                                       judge=not trial.fake))  # fmt: skip
+                                       judge=trial.judges))  # fmt: skip
     figures.update(_torch_sharing(trial, sizes))
-    return Outcome(trial.part, RIGHT, figures=figures, bars=bars)
+    return CheckOutcome(trial.part, RIGHT, figures=figures, bars=bars)
 
 
 def _meet(first: Process, second: Process, size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Two kernels that no framework is needed for: one that takes its time, one that writes where nothing is.
+"""PTX kernels without a framework: a delay and an illegal write.
 
 A delay holds a stream back, so that whoever does not wait for it reads too early and is found out. A poke writes to an
 address that nobody mapped: the way a wrong kernel loses its process the device. Both are PTX, which the driver

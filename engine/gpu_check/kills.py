@@ -1,4 +1,4 @@
-"""V5: a process that writes or reads is killed at a random moment, again and again; the others go on.
+"""V5: random kills of readers and writers.
 
 Who dies leaves what Weftline's rules are about. A reader's blocks go to quarantine in the ledger until the writer has
 settled; then a new reader takes its place. A writer's arena is retired and closed, what the reader still has of it is
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from weftline.engine.gpu_check.processes import Crew, Ended, Late, Process
-from weftline.engine.gpu_check.running import RIGHT, Outcome, Wrong, judged, spread
+from weftline.engine.gpu_check.running import RIGHT, CheckOutcome, Wrong, judged, spread
 from weftline.engine.gpu_check.traffic import ORDERINGS, Arena, Spoilt, Traffic
 from weftline.engine.gpu_check.trial import MIB, Trial
 from weftline.shm.lease import Ledger
@@ -40,7 +40,7 @@ MOMENT_MAX_S = 0.03
 """Longest time from one recovery to the next kill: some dozens of dispatches."""
 
 
-def check_kills(trial: Trial) -> Outcome:
+def check_kills(trial: Trial) -> CheckOutcome:
     wanted = QUICK_KILLS if trial.quick else KILLS
     draw = random.Random(5)
     with trial.crew() as crew:
@@ -62,7 +62,6 @@ def check_kills(trial: Trial) -> Outcome:
         raise Wrong(f"{fds_after} descriptors are open, {fds_before} were before")
     if abs(free_before - free_after) > SLACK_BYTES:
         raise Wrong(f"{free_after} bytes of the device are free, {free_before} were before")
-    judge = not trial.fake
     figures = {
         "kills": scene.kills,
         "of writers": scene.writers,
@@ -74,10 +73,10 @@ def check_kills(trial: Trial) -> Outcome:
         "free memory against before_bytes": free_after - free_before,
     }
     bars = [
-        judged("kills", scene.kills, KILLS, "kills", at_least=True, judge=judge),
-        judged("longest wait of a survivor", max(scene.waits), HANG_S, "s", judge=judge),
+        judged("kills", scene.kills, KILLS, "kills", at_least=True, judge=trial.judges),
+        judged("longest wait of a survivor", max(scene.waits), HANG_S, "s", judge=trial.judges),
     ]
-    return Outcome(trial.part, RIGHT, figures=figures, bars=bars)
+    return CheckOutcome(trial.part, RIGHT, figures=figures, bars=bars)
 
 
 class _Scene:

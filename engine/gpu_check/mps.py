@@ -1,4 +1,4 @@
-"""V10: the same under NVIDIA's multi-process service, with one client that faults. Only where it is asked for.
+"""V10: NVIDIA's multi-process service with one faulting client; only on request.
 
 The service changes the fault domain: one client's fatal fault hits every client of the device. What happens to the
 others is therefore told, not judged. A daemon of the check's own is started, with pipes of its own, and ended.

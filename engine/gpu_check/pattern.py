@@ -1,4 +1,4 @@
-"""Bytes that tell which lease they belong to, so that a reader notices anything else.
+"""Byte patterns derived from a lease, so that a reader detects foreign bytes.
 
 Every process makes the same bank of random bytes from the same seed; a lease's bytes are a stretch of it that begins
 where the lease's number says. Two leases of different numbers share no beginning, and bytes of an old lease, poison or

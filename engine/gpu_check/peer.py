@@ -1,4 +1,4 @@
-"""A process of the check: it uses one device, and does what it is asked over the socket it was started with.
+"""Check process: executes commands on one device, received over a socket.
 
     python -m weftline.engine.gpu_check.peer DESCRIPTOR DEVICE
 
@@ -16,9 +16,13 @@ from weftline.engine.gpu_check import hopping, writing
 from weftline.engine.gpu_check.hands import Hands
 from weftline.engine.gpu_check.processes import LOST_CODE
 from weftline.engine.gpu_check.running import Skipped
-from weftline.engine.gpu_check.wire import PeerGone, Wire
+from weftline.engine.gpu_check.wire import CheckSocket, PeerGone
+from weftline.engine.worker.hardening import harden
 from weftline.errors import MissingPackage
 from weftline.shm.device.driver import DeviceLost, DriverError
+
+INJECTED = {"LD_PRELOAD", "CUDA_INJECTION64_PATH"}
+"""With one of these set, a tool such as compute-sanitizer is loaded into the process, and has to look into it."""
 
 VERBS: dict[str, Any] = {
     **{name.removeprefix("do_"): verb for name, verb in vars(Hands).items() if name.startswith("do_")},
@@ -53,10 +57,12 @@ def serve(hands: Hands) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve on the descriptor given; returns what the process ends with."""
+    """Serve on the descriptor given, hardened as a worker is; returns what the process ends with."""
+    if not INJECTED & os.environ.keys():
+        harden(os.getppid())  # what a driver refuses such a process the check has to find
     fd, device = arguments
     try:
-        serve(Hands(device, Wire(socket.socket(fileno=int(fd)))))
+        serve(Hands(device, CheckSocket(socket.socket(fileno=int(fd)))))
     except PeerGone:
         return 0
     return 1

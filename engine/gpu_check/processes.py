@@ -1,4 +1,4 @@
-"""The processes of a check: started by exec with one end of a socket, asked over it, killed when a part is over.
+"""Processes of a check: start by exec, commands over a socket, kill at the end.
 
 The process that runs a check opens no driver, as Weftline's runtime does not. So nothing a device does can stop it: it
 only ever waits for a message, and never for longer than it says.
@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from weftline.engine.gpu_check.running import Skipped, Wrong
-from weftline.engine.gpu_check.wire import PeerGone, Wire, pair
+from weftline.engine.gpu_check.wire import CheckSocket, PeerGone, pair
 
 ANSWER_MAX_S = 60.0
 """Longest wait for an answer that says nothing else: a first CUDA context on a busy machine takes seconds."""
@@ -43,7 +43,7 @@ class Ended(Wrong):
         return self._process is process
 
 
-class Refused(Wrong):
+class DriverRefused(Wrong):
     """The driver refused what a process was asked to do."""
 
 
@@ -69,7 +69,7 @@ class Process:
                 env={**os.environ, "PYTHONPATH": _where_modules_are(), **(environment or {})}, start_new_session=True,
             )  # fmt: skip
         self.pid = self._process.pid
-        self.wire = Wire(ours)
+        self.wire = CheckSocket(ours)
 
     def ask(self, verb: str, fds: Sequence[int] = (), timeout_s: float = ANSWER_MAX_S, **about: Any) -> dict[str, Any]:
         """Ask, wait for the answer, and return it; descriptors of the answer stand under 'fds', the caller's own.
@@ -102,7 +102,9 @@ class Process:
         if "skipped" in message:
             raise Skipped(message["failed"])
         if "failed" in message:
-            raise (Refused if "refused" in message else Wrong)(f"{self.name} failed to {verb}: {message['failed']}")
+            raise (DriverRefused if "refused" in message else Wrong)(
+                f"{self.name} failed to {verb}: {message['failed']}"
+            )
         return {**message, "fds": fds}
 
     def drain(self, verb: str, timeout_s: float) -> None:

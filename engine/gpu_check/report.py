@@ -1,28 +1,36 @@
-"""What the check writes: one JSON object, whole after every part, and what every figure was measured on.
+"""JSON report of the check, complete after every part.
 
     {"weftline_gpu_check": 1, "device": "cuda:0", "fake": false, "finished": true, "seconds": 312.4,
      "options": {"quick": false, "full": false, "mps": false},
      "machine": {"gpu": "NVIDIA H200, 143771 MiB, driver 570.86", "python": "3.12.3", "torch": "2.11.0", ...},
-     "parts": [{"name": "hops", "row": "V9", "state": "right", "why": "", "seconds": 41.2,
+     "parts": [{"name": "hops", "row": "V9", "state": "right", "why": "", "seconds": 41.2, "call": 2, "sources": "9f",
                 "figures": {...}, "bars": [{"name": ..., "found": 0.061, "wanted": 0.15, "unit": "ms",
                                             "at_least": false, "met": true}]}]}
 
-A part that has not run yet is not there. `fake` says that no figure is a GPU's, and then no bar is judged.
+A part that has not run yet is not there. `call` is the number of the call in which a part ran, and `sources` a
+digest of the package's files then: a later call goes on from the file of the one before (`earlier_outcomes`). `fake`
+says that no figure is a GPU's, and then no bar is judged.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from weftline.engine.gpu_check.running import STATES, Outcome, as_json
+from weftline.engine.gpu_check.running import STATES, CheckOutcome, as_json, outcome_from
 from weftline.shm.device.names import index_of, is_fake
 
 VERSION = 1
 PACKAGES = ("weftline", "numpy", "torch", "triton", "transformers", "cuda-bindings", "torchao", "onnxruntime-gpu")
+COUNTS = ("quick", "full")
+"""Options that change how much a part does."""
 ASK_MAX_S = 20.0
 
 _NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
@@ -45,10 +53,11 @@ _PART = {
     "type": "object",
     "properties": {
         "name": _TEXT, "row": _TEXT, "state": {"enum": list(STATES)}, "why": _TEXT, "seconds": _NUMBER,
+        "call": {"type": "integer"}, "sources": _TEXT,
         "figures": {"type": "object", "additionalProperties": {"anyOf": [_NUMBER, _TEXT, {"type": "null"}, _SPREAD]}},
         "bars": {"type": "array", "items": _BAR},
     },
-    "required": ["name", "row", "state", "why", "seconds", "figures", "bars"],
+    "required": ["name", "row", "state", "why", "seconds", "call", "sources", "figures", "bars"],
     "additionalProperties": False,
 }  # fmt: skip
 SCHEMA: dict[str, Any] = {
@@ -74,7 +83,7 @@ def report(
     device: str,
     machine: dict[str, str | None],
     options: dict[str, Any],
-    outcomes: Sequence[tuple[str, Outcome]],
+    outcomes: Sequence[tuple[str, CheckOutcome]],
     seconds: float,
     finished: bool,
 ) -> dict[str, Any]:
@@ -89,6 +98,44 @@ def report(
         "machine": machine,
         "parts": [{"row": row, **as_json(outcome)} for row, outcome in outcomes],
     }
+
+
+def earlier_outcomes(
+    file: Path, device: str, machine: dict[str, str | None], options: dict[str, Any]
+) -> list[CheckOutcome]:
+    """Return the outcomes that an earlier call wrote to `file`; none when there is no file.
+
+    ValueError when they were made on something else, or with other counts: figures of two machines are not one report.
+    """
+    if not file.is_file():
+        return []
+    try:
+        made = json.loads(file.read_text(encoding="utf-8"))
+        kept = {"device": made["device"], **made["machine"], **{key: made["options"].get(key) for key in COUNTS}}
+        outcomes = [outcome_from(part) for part in made["parts"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("it is not a report of this check") from None
+    here = {"device": device, **machine, **{key: options.get(key) for key in COUNTS}}
+    for key in here.keys() | kept.keys():
+        if kept.get(key) != here.get(key):
+            raise ValueError(f"it is of {key} {kept.get(key)}, this call is of {here.get(key)}")
+    return outcomes
+
+
+@cache
+def sources_digest() -> str:
+    """Return a digest of the package's files, which distinguishes outcomes of changed code from those of this code."""
+    digest, root = hashlib.sha256(), Path(__file__).resolve().parents[2]
+    for folder in (
+        "engine",
+        "shm",
+        "nodes",
+        "testing",
+        "weftline/testing",
+    ):  # testing: installed; a clone
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def machine_facts(device: str) -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""V1, V2, V3 and V6: memory made in one process and read in another, what that costs, and who may write.
+"""V1, V2, V3 and V6: shared memory across processes, its cost and its access rights.
 
 The process that runs a check stands for the runtime: it holds descriptors, and never opens a driver.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from weftline.engine.gpu_check.processes import Refused
+from weftline.engine.gpu_check.processes import DriverRefused
 from weftline.engine.gpu_check.running import Skipped, Wrong, spread
 from weftline.engine.gpu_check.trial import MIB, Trial, same, share
 
@@ -25,7 +25,7 @@ def check_share(trial: Trial) -> dict[str, Any]:
         for rung in RUNGS:
             try:
                 true_size = share(maker, guest, rung, size, rung)
-            except Refused as error:
+            except DriverRefused as error:
                 if rung == "descriptor":
                     raise
                 figures[f"rung {rung}"] = f"not offered: {error}"

@@ -1,4 +1,4 @@
-"""V11: what the check runs in, as far as it bears on sharing a device: containers, rights, limits, the driver.
+"""V11: environment of the check: container, permissions, limits and driver.
 
 Facts only, from proc(5) and the like; none of them is right or wrong, and none names the machine or its paths.
 """

@@ -1,4 +1,4 @@
-"""Leases on their way from a writer to a reader, kept in the ledger that the runtime keeps.
+"""Leases between a writer and a reader, kept in the runtime's ledger.
 
 One dispatch is up to BATCH blocks of random sizes. While the reader compares one, the writer writes the next, and the
 arena has room for little more than these two: every block is soon another's. In ordering 'event' a dispatch also
@@ -37,7 +37,7 @@ class Spoilt(Wrong):
 
 
 @dataclass(slots=True)
-class Dispatch:
+class BlockGroup:
     """Blocks that are written and read together, and the event that says when they are written."""
 
     blocks: list[Block]
@@ -94,8 +94,8 @@ class Traffic:
     arena: Arena
     ordering: str
     draw: random.Random
-    writing: Dispatch | None = None
-    reading: Dispatch | None = None
+    writing: BlockGroup | None = None
+    reading: BlockGroup | None = None
     done: int = 0
     delays_us: tuple[int, ...] = DELAYS_US
     answer_max_s: float = ANSWER_MAX_S
@@ -131,15 +131,15 @@ class Traffic:
             )
         self.done += len(dispatch.blocks)
 
-    def free(self, dispatch: Dispatch) -> None:
+    def free(self, dispatch: BlockGroup) -> None:
         for block in self.held(dispatch):
             if not self.ledger.release((block.arena, block.offset, block.generation)):
                 raise Wrong(f"the ledger does not know the lease {block.generation}")
 
-    def held(self, dispatch: Dispatch) -> list[Block]:
+    def held(self, dispatch: BlockGroup) -> list[Block]:
         return dispatch.blocks + ([] if dispatch.event is None else [dispatch.event])
 
-    def _lease(self) -> Dispatch:
+    def _lease(self) -> BlockGroup:
         blocks: list[Block] = []
         for _ in range(BATCH):
             block = self.ledger.try_lease(self.arena.number, self.draw.randint(1, LONGEST_BYTES))
@@ -148,4 +148,4 @@ class Traffic:
         event = self.ledger.try_lease(-self.arena.number, EVENT_BYTES) if self.ordering == "event" else None
         if not blocks or (self.ordering == "event" and event is None):
             raise Wrong("the ledger has no room left: leases that ended were not given back")
-        return Dispatch(blocks, event)
+        return BlockGroup(blocks, event)

@@ -1,4 +1,4 @@
-"""What a part of the check is given: the device, how much to do, and until when."""
+"""Context of one part: device, amount of work and deadline."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weftline.engine.gpu_check.processes import Crew, Process
-from weftline.engine.gpu_check.running import Wrong
+from weftline.engine.gpu_check.running import CheckOutcome, PartsProcess, Wrong
 from weftline.shm.device.names import is_fake
 
 MIB = 1 << 20
@@ -23,6 +23,8 @@ class Trial:
     """One part at work. quick: for a first look; full: the issue's whole counts; until_s: on the monotonic clock.
 
     environment: variables that processes of the part get beside their own.
+    earlier: outcomes of parts that ran before, by name.
+    llm: the process for parts of the LLM's check.
     """
 
     part: str
@@ -31,6 +33,13 @@ class Trial:
     full: bool
     until_s: float
     environment: Mapping[str, str] | None = None
+    earlier: Mapping[str, CheckOutcome] = field(default_factory=dict)
+    llm: PartsProcess = field(default_factory=lambda: PartsProcess(()))
+
+    @property
+    def judges(self) -> bool:
+        """Return whether figures are compared with bars: not on a fake, and not with small counts."""
+        return not self.fake and not self.quick
 
     @property
     def fake(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the check's processes say to each other: small JSON objects with descriptors, over sequenced-packet sockets.
+"""Messages between check processes: JSON with descriptors over sequenced-packet sockets.
 
 One packet is one message. Every wait has an end: a check must tell a hang apart from a slow machine.
 """
@@ -21,7 +21,7 @@ class PeerGone(Exception):
     """The other side ended."""
 
 
-class Wire:
+class CheckSocket:
     """One side of a connection. Owns its socket; received descriptors are the caller's."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -57,7 +57,7 @@ class Wire:
             raise PeerGone("the other side closed the connection")
         return json.loads(body), fds
 
-    def pass_on(self, to: Wire, timeout_s: float) -> None:
+    def pass_on(self, to: CheckSocket, timeout_s: float) -> None:
         """Send the next message on as it came; TimeoutError, and PeerGone when either side is gone."""
         if self.sock.gettimeout() != timeout_s:
             self.sock.settimeout(timeout_s)

@@ -1,4 +1,4 @@
-"""Leases written by one process of the check and read by another: what both do, in either ordering.
+"""Leases between check processes: writer and reader, in either ordering.
 
 A message holds many leases of one dispatch, so that a million of them are about the device and not about messages.
 The writer holds its stream back before it writes: a reader that does not wait finds what the blocks held before. The

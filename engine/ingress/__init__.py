@@ -1,1 +1,1 @@
-"""Serving: doors that speak what clients speak, and the backend behind them."""
+"""Serving: gRPC and HTTP servers over a backend of named models."""

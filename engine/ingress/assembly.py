@@ -1,4 +1,4 @@
-"""What a server is told in the end: files from the command line, one serve file, and flags, which override it.
+"""Merge of command-line flags over the serve file into the server configuration.
 
 `assemble` reads and checks everything that can be known without starting anything, pipelines included, and says all of
 what is wrong at once.
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from weftline.engine.ingress.config import HttpDoor, ServeConfig, ServedPipeline, Tls
-from weftline.engine.ingress.settings import Settings, is_serve_file, read_file, read_settings
+from weftline.engine.ingress.settings import ServeSettings, is_serve_file, read_file, read_settings
 from weftline.engine.machine import this_machine
 from weftline.errors import InputError, PipelineError, Problem
 from weftline.pipelines.alone import alone
 from weftline.pipelines.graph import Pipeline
-from weftline.pipelines.holdings import Holder
+from weftline.pipelines.holdings import Owner
 from weftline.pipelines.load import load_file
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.problems import did_you_mean, listed
-from weftline.pipelines.side_by_side import SideBySide, planner
+from weftline.pipelines.side_by_side import JointPlan, planner
 
 COMMAND_LINE = "the command line"
 """Where a problem stands that no file has, in its message."""
@@ -84,7 +84,7 @@ def assemble(
             (served if is_serve_file(read_file(file)) else pipelines).append(file)
         except PipelineError as error:
             problems += error.problems
-    settings = Settings()
+    settings = ServeSettings()
     if len(served) > 1:
         problems.append(_typed("", f"{len(served)} serve files: {listed(served)}", "one", "put them into one"))
     elif served:
@@ -157,7 +157,7 @@ def _exposing(pipelines: Mapping[str, ServedPipeline], expose: Sequence[str]) ->
     return found
 
 
-def _graphs(settings: Settings) -> tuple[dict[str, Pipeline], list[Problem]]:
+def _graphs(settings: ServeSettings) -> tuple[dict[str, Pipeline], list[Problem]]:
     """Return a serve file's pipelines by name, and the problems of all that have any and are to be loaded."""
     found: dict[str, Pipeline] = {}
     problems: list[Problem] = []
@@ -174,7 +174,7 @@ def _graphs(settings: Settings) -> tuple[dict[str, Pipeline], list[Problem]]:
     return found, problems
 
 
-def _named(files: Sequence[str], settings: Settings) -> tuple[dict[str, tuple[str, Pipeline]], list[Problem]]:
+def _named(files: Sequence[str], settings: ServeSettings) -> tuple[dict[str, tuple[str, Pipeline]], list[Problem]]:
     """Return the pipelines on the command line with their files, by their own names, and what is wrong with them."""
     found: dict[str, tuple[str, Pipeline]] = {}
     problems: list[Problem] = []
@@ -198,13 +198,13 @@ def _plans(
 
     One that is not loaded at the start is planned as if nothing else were open: what will be, nobody knows.
     """
-    together, numbers, plans = SideBySide(machine), itertools.count(1), dict[str, Plan]()
+    together, numbers, plans = JointPlan(machine), itertools.count(1), dict[str, Plan]()
     hindered: dict[str, Problem] = {}
     problems: list[Problem] = []
 
     def plan(name: str, pipeline: Pipeline) -> Plan:
         again = planner(pipeline)
-        return together.add(Holder(name, next(numbers)), again) if one.load else again(machine)
+        return together.add(Owner(name, next(numbers)), again) if one.load else again(machine)
 
     for name, one in config.pipelines.items():
         try:
@@ -229,7 +229,7 @@ def _plans(
 
 def _problems(
     config: ServeConfig,
-    settings: Settings,
+    settings: ServeSettings,
     flags: Flags,
     plans: Mapping[str, Plan],
     hindered: Mapping[str, Problem],
@@ -246,6 +246,13 @@ def _problems(
             "grpc.processes 0 or 1 beside it",
             flag="--shared-memory" * flags.shared_memory,
         )
+    if config.grpc.socket is not None and config.grpc.processes > 1:
+        found = f"a Unix socket belongs to one process, and there are {config.grpc.processes}"
+        flag = "--processes" if flags.processes is not None else ""
+        yield _placed(settings, "grpc.processes", found, "0 or 1 beside grpc.socket", flag=flag)
+    if config.grpc.socket_group is not None and config.grpc.socket is None:
+        found = "a group for a Unix socket, and there is none"
+        yield _placed(settings, "grpc.socket_group", found, fix="set grpc.socket (--socket), or leave the group out")
     for name, one in config.pipelines.items():
         steps = [step.name for step in plans[name].steps] if name in plans else list(one.expose)
         for step in one.expose:
@@ -273,7 +280,9 @@ def _overridden(flags: Flags, path: str) -> str:
     return flag if getattr(flags, flag.removeprefix("--").replace("-", "_")) is not None else ""
 
 
-def _placed(settings: Settings, path: str, found: str, expected: str = "", fix: str = "", flag: str = "") -> Problem:
+def _placed(
+    settings: ServeSettings, path: str, found: str, expected: str = "", fix: str = "", flag: str = ""
+) -> Problem:
     if flag or not settings.says(path):
         return _typed(flag or path, found, expected, fix)
     return settings.problem(path, found, expected, fix)

@@ -1,4 +1,4 @@
-"""What stands behind every door: models by name that can be asked, described, loaded and measured.
+"""`Backend` protocol: named models to infer, describe, load and measure.
 
 Doors (gRPC, HTTP) know this protocol and nothing of sessions, so the same door code runs beside the engine (`local.py`)
 or in a process of its own that reaches the engine through a socket and shared memory (`link/`).
@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import msgspec
 
 from weftline.engine.ingress.face import ModelFace, ModelState
-from weftline.engine.reading import StreamedOutput
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.result import StreamedOutput
+from weftline.engine.scheduler.request import StepTiming
 from weftline.nodes.urgency import SequencePart
 
 
@@ -95,6 +95,7 @@ class Record(msgspec.Struct, frozen=True):
     total_ms:      until its outputs were there.
     started_ms, clock: `timings` are on the runtime's clock, which read `started_ms` when the request arrived.
     usage:         of an llm step's `usage` output, when the pipeline gives it: prompt_tokens, completion_tokens, ...
+    traceback:     of the exception that a step's code raised; for the server's log alone.
     """
 
     model: str
@@ -110,6 +111,7 @@ class Record(msgspec.Struct, frozen=True):
     usage: Mapping[str, Any] = msgspec.field(default_factory=dict)
     error: str = ""
     traceparent: str = ""
+    traceback: str = ""
 
 
 Observer = Callable[[Record], None]

@@ -1,4 +1,4 @@
-"""What `weftline serve` is told: one file, which flags override; no environment variable changes behaviour.
+"""Server configuration of `weftline serve`, as frozen values.
 
     pipelines:
       assistant: {file: assistant.yaml, expose: [answer]}
@@ -20,6 +20,10 @@ from typing import Literal
 
 LOOPBACK = "127.0.0.1"
 
+FREE_BYTES = 64 << 10
+"""Messages of up to this size take nothing of a door's budget, so that small requests never wait behind large ones; the
+server has read as much before it is asked. `limits.calls_max` bounds how many there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServedPipeline:
@@ -40,9 +44,10 @@ class GrpcDoor:
     """Where gRPC listens.
 
     host, port: an address; port 0 takes any free one, and `weftline serve` prints which.
-    socket:     a Unix socket instead of an address.
+    socket:     a Unix socket instead of an address, which only the server's own user may use.
     processes:  0 serves beside the engine; more are ingress processes of their own that share the port.
     reflection: answer server reflection.
+    socket_group: a group whose members may use the socket too.
     """
 
     host: str = LOOPBACK
@@ -50,6 +55,7 @@ class GrpcDoor:
     socket: Path | None = None
     processes: int = 0
     reflection: bool = True
+    socket_group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,12 @@ class ServeLimits:
     """What a door accepts before anything is decoded; over a limit the answer is a refusal that names it.
 
     message_bytes_max:   largest message, in and out.
+    inflight_bytes_max:  most bytes of messages that a door of one process holds at a time, `message_bytes_max` at
+                         least; HTTP bodies without room wait unread and are then refused, gRPC messages are refused.
     tensors_max:         most tensors of one request, inputs and wanted outputs each.
     batch_max:           most items in the batch dimension of one request.
-    elements_max:        most elements of a tensor sent as JSON or typed contents; of a BYTES tensor 65 536 at most.
+    elements_max:        most elements of a request's tensors sent as JSON or typed contents, and most values of JSON
+                         documents; of a BYTES tensor 65 536 at most.
     metadata_bytes_max:  most bytes of a call's metadata or headers.
     calls_max:           most calls at a time, over all connections of a process.
     streams_max:         most calls at a time of one connection.
@@ -92,6 +101,7 @@ class ServeLimits:
     """
 
     message_bytes_max: int = 64 << 20
+    inflight_bytes_max: int = 256 << 20
     tensors_max: int = 256
     batch_max: int = 256
     elements_max: int = 1 << 20
@@ -104,6 +114,11 @@ class ServeLimits:
     keepalive_s: float = 20.0
     keepalive_wait_s: float = 10.0
     header_s: float = 20.0
+
+    @property
+    def budget_bytes(self) -> int:
+        """Size of a door's budget for messages: one of the largest always fits."""
+        return max(self.inflight_bytes_max, self.message_bytes_max)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a served model looks like from outside: its ports and limits, and nothing of what is behind them.
+"""Metadata of a served model: ports, version and limits.
 
 A *model* is what a client names: a pipeline, or a step of one that its operator exposed as `pipeline.step`. Doors read
 faces to describe models and to check requests; a face is a value and can be sent to another process.
@@ -105,6 +105,6 @@ def face_of(name: str, version: int, plan: Plan) -> ModelFace:
         max((step.batch.items_max for step in plan.steps), default=1),
         any(step.sequence is not None for step in plan.steps),
         plan.limits.request_bytes_max,
-        plan.slo.latency_p99_ms,
+        plan.limits.deadline_ms,
         plan.about,
     )

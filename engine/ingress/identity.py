@@ -1,4 +1,4 @@
-"""What a server says it is, by every door."""
+"""Name and version of the server in all protocols."""
 
 from __future__ import annotations
 

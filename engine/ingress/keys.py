@@ -1,4 +1,4 @@
-"""What a serve file may say: its keys as pydantic models, made of the values in `config`, with bounds.
+"""Pydantic schema of serve files, with bounds.
 
 Names, defaults and documentation come from the dataclasses, so that a key, a Python argument and a row of the reference
 page are the same word. `settings` reads files with them.
@@ -28,6 +28,7 @@ from weftline.pipelines.field_docs import field_docs
 MODEL_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 """Names of served pipelines. A dot in front is refused: `.` and `..` would be lost in a URL."""
 
+GROUP_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}\$?$"
 HOST_PATTERN = r"^[A-Za-z0-9._:%-]{1,253}$"
 COLLECTOR_PATTERN = r"^(https?://[A-Za-z0-9._:\[\]-]{1,253}/?)?$"
 
@@ -46,6 +47,7 @@ BOUNDS: dict[type, dict[str, dict[str, float]]] = {
     HttpDoor: {"port": _PORT},
     ServeLimits: {
         "message_bytes_max": {"ge": 1 << 10, "le": (1 << 31) - 1},  # gRPC counts a message's bytes in 31 bits
+        "inflight_bytes_max": {"ge": 1 << 10, "le": 1 << 40},
         "tensors_max": {"ge": 1, "le": 65_536},
         "batch_max": {"ge": 1, "le": 65_536},
         "elements_max": {"ge": 1, "le": 1 << 30},
@@ -107,6 +109,7 @@ def _long_form(value: Any) -> Any:
 
 FilePath = Annotated[Path, BeforeValidator(_as_path, json_schema_input_type=str)]
 Host = Annotated[str, Field(pattern=HOST_PATTERN)]
+Group = Annotated[str, Field(pattern=GROUP_PATTERN)]
 Exposed = Annotated[
     tuple[Name, ...], Field(max_length=EXPOSED_MAX), BeforeValidator(_as_tuple, json_schema_input_type=list[Name])
 ]
@@ -132,7 +135,7 @@ def _model_of(kind: Any, **types: Any) -> type[BaseModel]:
 
 
 PipelineEntry: type[BaseModel] = _model_of(ServedPipeline, file=FilePath, expose=Exposed)
-GrpcEntry: type[BaseModel] = _model_of(GrpcDoor, host=Host, socket=FilePath | None)
+GrpcEntry: type[BaseModel] = _model_of(GrpcDoor, host=Host, socket=FilePath | None, socket_group=Group | None)
 HttpEntry: type[BaseModel] = _model_of(HttpDoor, host=Host)
 TlsEntry: type[BaseModel] = _model_of(Tls, certificate=FilePath, key=FilePath, client_ca=FilePath | None)
 LimitsEntry: type[BaseModel] = _model_of(ServeLimits)

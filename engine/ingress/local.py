@@ -1,12 +1,12 @@
-"""The backend beside the engine: models are sessions of a Repository in this process.
+"""Local backend: models are sessions of a `Repository` in this process.
 
     with Repository() as repository:
         backend = LocalBackend(repository, config.pipelines)
         await backend.open()                       # every pipeline that is to be loaded
         answer = await backend.ask(Ask("ocr", {"photo": png}))
 
-An exposed step is a pipeline of that step alone, loaded beside its pipeline, with its own workers. What clients learn
-of a failed load is that it failed; the log has why.
+An exposed step is a pipeline of that step alone, loaded beside its pipeline, with its own workers. Whoever may load
+models, an admin, learns why a load failed; other clients learn that the model is not ready. The log has why, too.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from weftline.engine.asking import Asked
 from weftline.engine.ingress.backend import Answer, Ask, Observer, Record
 from weftline.engine.ingress.config import ServedPipeline
 from weftline.engine.ingress.face import LOADING, NOT_LOADED, READY, UNAVAILABLE, ModelFace, ModelState, face_of
-from weftline.engine.lent import Lent
-from weftline.engine.reading import StreamedOutput
 from weftline.engine.repository import Repository
-from weftline.engine.runtime import Progress
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.request import RequestOptions
+from weftline.engine.result import BorrowedResult, StreamedOutput
+from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.session import Session
-from weftline.errors import InputError, ModelError, PipelineError, SessionClosed, UnknownModel, WeftlineError
+from weftline.errors import (
+    InputError,
+    ModelError,
+    PipelineError,
+    SessionClosed,
+    UnknownModel,
+    WeftlineError,
+    traceback_of,
+)
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.alone import alone
 from weftline.pipelines.graph import Pipeline
@@ -70,6 +77,7 @@ class LocalBackend:
         self._metrics = metrics
         self._progress = progress
         self._faces: dict[str, tuple[Session, ModelFace]] = {}
+        self._unread: dict[str, str] = {}  # why a pipeline's file could not be read when it was last to be loaded
         self._turns = {name: asyncio.Lock() for name in self._served}
         self._known = {model for name, one in self._served.items() for model in _models(name, one)}
 
@@ -81,11 +89,11 @@ class LocalBackend:
                 entry.name,
                 entry.version,
                 UNAVAILABLE if entry.state in ("ready", "reloading") and not entry.ready else _state(entry.state),
-                entry.why,
+                entry.why or self._unread.get(entry.name, ""),
             )
             for entry in self._repository.index()
         }
-        absent = {name: ModelState(name, 0, UNAVAILABLE, NOT_LOADED) for name in self._known}
+        absent = {name: ModelState(name, 0, UNAVAILABLE, self._unread.get(name, NOT_LOADED)) for name in self._known}
         return tuple(state for _, state in sorted((absent | found).items()))
 
     def face(self, model: str, version: str = "") -> ModelFace:
@@ -145,9 +153,10 @@ class LocalBackend:
             return await self._load(model, one)
         except PipelineError as error:
             _log.error("model %s could not be loaded: %s", model, error)
-            raise ModelError(f"model {model} could not be loaded; the server's log says why") from None
+            raise ModelError(f"model {model} could not be loaded: {error}") from None
         except ModelError as error:
-            _log.error("model %s could not be loaded: %s", model, error)
+            extra = {"traceback": traceback_of(error)}
+            _log.error("model %s could not be loaded: %s", model, error, extra=extra)
             raise
 
     async def unload(self, model: str) -> None:
@@ -156,6 +165,7 @@ class LocalBackend:
 
     async def _unload(self, model: str, one: ServedPipeline) -> None:
         async with self._turns[model]:
+            self._unread.pop(model, None)
             loaded = {entry.name for entry in self._repository.index()}
             for name in reversed(_models(model, one)):
                 if name in loaded:
@@ -170,7 +180,13 @@ class LocalBackend:
 
     async def _load(self, model: str, one: ServedPipeline) -> int:
         async with self._turns[model]:  # a pipeline and its exposed steps change together
-            return (await self._load_together(await asyncio.to_thread(_pipelines, model, one)))[model]
+            try:
+                models = await asyncio.to_thread(_pipelines, model, one)
+            except PipelineError as error:
+                self._unread[model] = str(error)
+                raise
+            self._unread.pop(model, None)
+            return (await self._load_together(models))[model]
 
     async def _load_together(self, models: Mapping[str, Pipeline]) -> dict[str, int]:
         """Load or reload models and return their versions."""
@@ -198,14 +214,20 @@ class LocalBackend:
             version = session.version
             if ask.version:
                 self.face(ask.model, ask.version)
-            asked = _asked(ask)
-            lent: Lent = await session.lend(ask.inputs, asked, paths=False)
+            borrowed = await session.borrow(ask.inputs, _options(ask), paths=False, caller=ask.caller)
         except BaseException as error:
             self._tell(noted.failed(error, version))
             raise
         if self._observers:
-            self._tell(noted.answered(lent))
-        return Answer(lent.outputs, lent.timings, lent.total_ms, lent.version, noted.traceparent, lent.release)
+            self._tell(noted.answered(borrowed))
+        return Answer(
+            borrowed.outputs,
+            borrowed.timings,
+            borrowed.total_ms,
+            borrowed.version,
+            noted.traceparent,
+            borrowed.release,
+        )
 
     async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
         noted = _Noted(ask, self._begin)
@@ -215,8 +237,8 @@ class LocalBackend:
             version = session.version
             if ask.version:
                 self.face(ask.model, ask.version)
-            asked = _asked(ask, pieces=True)
-            pieces = session.pieces(ask.inputs, asked, paths=False, timed=noted.took)
+            options = _options(ask)
+            pieces = session.stream_outputs(ask.inputs, options, paths=False, caller=ask.caller, timed=noted.took)
             try:
                 async for piece in pieces:
                     noted.heard(piece)
@@ -273,10 +295,10 @@ class _Noted:
     def took(self, timings: tuple[StepTiming, ...]) -> None:
         self._timings = timings
 
-    def answered(self, lent: Lent) -> Record:
-        usage = lent.outputs.get("usage")
+    def answered(self, borrowed: BorrowedResult) -> Record:
+        usage = borrowed.outputs.get("usage")
         self._usage = usage if isinstance(usage, dict) else {}
-        return self._record("OK", lent.version, lent.timings, lent.total_ms)
+        return self._record("OK", borrowed.version, borrowed.timings, borrowed.total_ms)
 
     def ended(self, version: int) -> Record:
         return self._record("OK", version, self._timings)
@@ -286,7 +308,7 @@ class _Noted:
         status = error.status if isinstance(error, WeftlineError) else "CANCELLED" if gone else "INTERNAL"
         timings = error.timings if isinstance(error, WeftlineError) else ()
         told = f"{error}" if isinstance(error, WeftlineError) else "" if gone else type(error).__name__
-        return self._record(status, version, timings, error=told)
+        return self._record(status, version, timings, error=told, traceback=traceback_of(error))
 
     def _record(
         self,
@@ -295,6 +317,7 @@ class _Noted:
         timings: tuple[StepTiming, ...] = (),
         total_ms: float | None = None,
         error: str = "",
+        traceback: str = "",
     ) -> Record:
         elapsed_ms = self._elapsed_ms() if total_ms is None else total_ms
         return Record(
@@ -311,15 +334,23 @@ class _Noted:
             self._usage,
             error,
             self.traceparent,
+            traceback,
         )
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._started) * 1000
 
 
-def _asked(ask: Ask, pieces: bool = False) -> Asked:
-    """Return what the engine is asked for; InputError for what it does not take."""
-    return Asked(ask.outputs, ask.deadline_ms, ask.priority, _own(ask), pieces, job=ask.job, seed=ask.seed)
+def _options(ask: Ask) -> RequestOptions:
+    """Return the engine's options of a request; InputError for an invalid one."""
+    return RequestOptions(
+        outputs=ask.outputs,
+        deadline_ms=ask.deadline_ms,
+        priority=ask.priority,
+        sequence=_own(ask),
+        job=ask.job,
+        seed=ask.seed,
+    )
 
 
 def _own(ask: Ask) -> SequencePart | None:

@@ -1,4 +1,4 @@
-"""The reference page of serve files, made from their keys: `python -m weftline.engine.ingress.reference` renews it."""
+"""Generator of the reference page of serve files: `python -m weftline.engine.ingress.reference`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _INTRO = f"""\
 <!-- Written by `{COMMAND}`; do not edit by hand. -->
 
 A serve file says what `weftline serve` serves, and where. Unknown keys are refused, with file, line and the nearest
-known key. Options of the command line override it, and no environment variable changes anything.
+known key. Options of the command line override it. Environment variables change nothing but values that name them, as
+`${{NAME}}` or `${{NAME:-default}}` ([how](yaml.md)).
 
 ```yaml
 pipelines:

@@ -1,4 +1,4 @@
-"""What doors need of memory that clients registered; `access/shared_memory.py` has the real one."""
+"""Interface of client-registered memory; `access/shared_memory.py` implements it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client is told of an error: the one place where errors become statuses and words, for every door.
+"""Error mapping of all servers: from exceptions to status and message.
 
 `told` takes any exception and gives a gRPC status name, a message and when to try again. Messages of our own errors are
 kept, but scrubbed of what is nobody's business: paths, addresses, tracebacks, tokens, names of what is inside; they may
@@ -48,7 +48,7 @@ _log = logging.getLogger("weftline.ingress")
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ErrorReply:
     """What a client is told.
 
     status:        a gRPC status name, a key of HTTP_STATUS.
@@ -65,12 +65,14 @@ class Reply:
         return HTTP_STATUS[self.status]
 
 
-INTERNAL = Reply("INTERNAL", "internal error; the server's log has it")
-NO_MEMORY = Reply("RESOURCE_EXHAUSTED", "the server has no memory for this now; try again later, or with less", 1.0)
-CANCELLED = Reply("CANCELLED", "the request was cancelled")
+INTERNAL = ErrorReply("INTERNAL", "internal error; the server's log has it")
+NO_MEMORY = ErrorReply(
+    "RESOURCE_EXHAUSTED", "the server has no memory for this now; try again later, or with less", 1.0
+)
+CANCELLED = ErrorReply("CANCELLED", "the request was cancelled")
 
 
-def told(error: BaseException) -> Reply:
+def told(error: BaseException) -> ErrorReply:
     """Return what a client may be told of `error`; one that nobody foresaw is logged here with its traceback."""
     if isinstance(error, WeftlineError):
         return _told_ours(error)
@@ -83,11 +85,11 @@ def told(error: BaseException) -> Reply:
     return INTERNAL
 
 
-def _told_ours(error: WeftlineError) -> Reply:
+def _told_ours(error: WeftlineError) -> ErrorReply:
     status = error.status if error.status in HTTP_STATUS and error.status != "OK" else "INTERNAL"
     text = str(error)
     if isinstance(error, LimitReached) and _GIVEN_UP in text:
         status = "UNAVAILABLE"
     message = scrubbed(text, MESSAGE_CHARS_MAX) or type(error).__name__
     wait_s = error.retry_after_s
-    return Reply(status, message, min(wait_s, RETRY_MAX_S) if wait_s > 0 else 0.0)  # NaN is not > 0
+    return ErrorReply(status, message, min(wait_s, RETRY_MAX_S) if wait_s > 0 else 0.0)  # NaN is not > 0

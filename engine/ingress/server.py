@@ -1,4 +1,4 @@
-"""A server's life, from its configuration to its exit code.
+"""Life cycle of a server, from configuration to exit code.
 
     exit_code = asyncio.run(serve(config, announce=print))
 
@@ -30,14 +30,15 @@ from weftline.engine.ingress.config import ServeConfig
 from weftline.engine.ingress.face import ModelState
 from weftline.engine.ingress.grpc_door.server import GrpcServer
 from weftline.engine.ingress.identity import version
-from weftline.engine.ingress.link.desk import Desk
+from weftline.engine.ingress.link.desk import FrontendManager
 from weftline.engine.ingress.link.spec import GRPC, HTTP, IngressSpec
 from weftline.engine.ingress.local import LocalBackend
 from weftline.engine.ingress.statistics import Statistics
+from weftline.engine.ingress.unix_socket import SocketClaim
 from weftline.engine.observe.metrics import Metrics
 from weftline.engine.observe.traces import Tracing, to_collector
 from weftline.engine.repository import Repository
-from weftline.engine.runtime import Progress
+from weftline.engine.runtime.event_loop import Progress
 from weftline.errors import WeftlineError
 
 _log = logging.getLogger("weftline.ingress")
@@ -46,7 +47,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServeOptions:
     """Where a server listens and what it serves.
 
     grpc: 'host:port' or 'unix:PATH'.
@@ -59,7 +60,10 @@ class Serving:
 
 
 async def serve(
-    config: ServeConfig, *, announce: Callable[[Serving], None] = lambda serving: None, progress: Progress | None = None
+    config: ServeConfig,
+    *,
+    announce: Callable[[ServeOptions], None] = lambda serving: None,
+    progress: Progress | None = None,
 ) -> int:
     """Serve until a signal ends it, and return the exit code: 0, or 128 + the second signal.
 
@@ -113,14 +117,17 @@ class Server:
             progress=progress,
         )
         self._tokens = tokens
-        self._desk = Desk(self.backend, statistics=self.statistics)
+        self._desk = FrontendManager(self.backend, statistics=self.statistics)
         self._grpc: GrpcServer | None = None
+        self._claim: SocketClaim | None = None
 
-    async def open(self) -> Serving:
+    async def open(self) -> ServeOptions:
         """Load the models, then open the doors."""
         config = self.config
         for where in _addresses(config):
             _try_address(*where)
+        if config.grpc.socket is not None:
+            self._claim = SocketClaim(config.grpc.socket)
         await self.backend.open()
         grpc_at = await self._open_grpc()
         http_at = ""
@@ -128,7 +135,7 @@ class Server:
             ports = await self._desk.start_ingress(IngressSpec("http", (HTTP,), config))
             scheme = "https" if config.tls is not None else "http"
             http_at = f"{scheme}://{_address(config.http.host, ports[HTTP])}"
-        return Serving(grpc_at, http_at, self.backend.index())
+        return ServeOptions(grpc_at, http_at, self.backend.index())
 
     async def drain(self, grace_s: float) -> None:
         """Say not ready, take nothing new, and let what is open finish for at most `grace_s` seconds."""
@@ -147,6 +154,8 @@ class Server:
                 _log.error("something did not end well", exc_info=error)
         if self._grpc is not None:
             await self._grpc.stop(0.0)
+        if self._claim is not None:
+            self._claim.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 

@@ -1,4 +1,4 @@
-"""A serve file to a `ServeConfig`: read as pipeline files are, every problem at once, each with its line.
+"""Loader of serve files into `ServeConfig`; reports every problem with its line.
 
     settings = read_settings("serve.yaml")
     settings.config.grpc.port
@@ -10,6 +10,7 @@ is `assembly`'s.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,24 +28,33 @@ from weftline.engine.ingress.config import (
     ServeLimits,
     Tls,
 )
-from weftline.engine.ingress.keys import COLLECTOR_PATTERN, ENTRIES, HOST_PATTERN, MODEL_PATTERN, ServeFile
+from weftline.engine.ingress.keys import (
+    COLLECTOR_PATTERN,
+    ENTRIES,
+    GROUP_PATTERN,
+    HOST_PATTERN,
+    MODEL_PATTERN,
+    ServeFile,
+)
 from weftline.errors import PipelineError, Problem
 from weftline.pipelines.document import TEXT_BYTES_MAX, Document, read_document
 from weftline.pipelines.entries import NAME_PATTERN
 from weftline.pipelines.load import line_of
 from weftline.pipelines.problems import from_validation
+from weftline.pipelines.variables import hide_secrets
 
 _WORDS = {
     MODEL_PATTERN: "1 to 128 letters, digits, '.', '_' and '-', not starting with a dot",
     NAME_PATTERN: "a step's name",
     HOST_PATTERN: "an address, such as 127.0.0.1, :: or a host name",
+    GROUP_PATTERN: "a group's name",
     COLLECTOR_PATTERN: "http://HOST:PORT or https://HOST:PORT, or '' for nowhere",
 }
 """What the regular expressions stand for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServeSettings:
     """What a serve file says.
 
     file:  as the user named it; '' when there is none.
@@ -64,12 +74,12 @@ class Settings:
         return Problem(path, found, expected, fix, line_of(path, self.lines), self.file)
 
 
-def read_settings(path: str | Path) -> Settings:
+def read_settings(path: str | Path) -> ServeSettings:
     """Return what the YAML file at `path` says; PipelineError lists everything that is wrong with it."""
     return to_settings(read_file(path), str(path), Path(path).parent)
 
 
-def to_settings(document: Document, file: str, folder: Path) -> Settings:
+def to_settings(document: Document, file: str, folder: Path) -> ServeSettings:
     """Return what a document says; PipelineError lists everything that is wrong with it.
 
     file:   its name in problems.
@@ -84,10 +94,10 @@ def to_settings(document: Document, file: str, folder: Path) -> Settings:
         wrong = [_spoken(one) for one in from_validation(error, document.value, "", _known)]
         fresh = [one for one in wrong if one.path not in document.unread]
         placed = [dataclasses.replace(one, file=file, line=line_of(one.path, document.lines)) for one in fresh]
-        raise PipelineError([*document.problems, *placed]) from None
+        raise PipelineError(hide_secrets(one, document.secrets) for one in [*document.problems, *placed]) from None
     if document.problems:
         raise PipelineError(document.problems)
-    return Settings(_config(model, folder), file, document.lines)
+    return ServeSettings(_config(model, folder), file, document.lines)
 
 
 def is_serve_file(document: Document) -> bool:
@@ -101,7 +111,7 @@ def read_file(path: str | Path) -> Document:
     try:
         with Path(path).open("rb") as stream:
             raw = stream.read(TEXT_BYTES_MAX + 1)
-        return read_document(raw.decode("utf-8"), name)
+        return read_document(raw.decode("utf-8"), name, os.environ)
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         problem = Problem("", "not UTF-8", fix="save the file as UTF-8", line=line, file=name)

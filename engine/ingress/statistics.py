@@ -1,4 +1,4 @@
-"""What v2's ModelStatistics tells: how many requests of a model, how many runs of its steps, and how long they took.
+"""Model statistics of the v2 protocol: requests, executions and durations.
 
 A Statistics is an Observer; it holds sums, decides nothing, and has no clock. Figures are of the version that serves:
 a new version starts at zero. Where v2 speaks of one model with one queue, a pipeline is told as follows:
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weftline.engine.ingress.backend import Record
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 
 _NS = 1_000_000  # in a millisecond
 

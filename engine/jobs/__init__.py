@@ -1,1 +1,1 @@
-"""Jobs: a pipeline run over a data set, row by row or block by block, exactly once each."""
+"""Batch jobs: a pipeline run over a data set with exactly-once results."""

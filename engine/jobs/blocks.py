@@ -1,4 +1,4 @@
-"""Rows cut into blocks and parts: by their places alone, however they were read.
+"""Partition of rows into blocks and parts by row number; pure.
 
 Part `p` holds the places from p * part_rows on; a block never reaches into another part. So the same data set is cut
 alike in every run, wherever that run began.
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.jobs.rows import Block, Position, Rows, Source
+from weftline.engine.jobs.rows import Position, RowBlock, Rows, Source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -98,7 +98,7 @@ def cut(rows: Iterator[tuple[Mark, Rows]], part_rows: int, block_rows: int) -> I
         yield take(_room(waiting[0][1].place, part_rows, block_rows))
 
 
-def size_of(block: Block) -> int:
+def size_of(block: RowBlock) -> int:
     """Return about how many bytes a block's inputs and kept columns hold."""
     found = int(block.table.nbytes)
     for values in block.inputs.values():

@@ -1,4 +1,4 @@
-"""Answered rows as one Hugging Face data set in memory: kept columns, outputs, and why rows have none.
+"""Results of `map` as one in-memory Hugging Face data set.
 
 Types of outputs come from the pipeline's ports, as in the results of a job, with pictures and recordings inline; types
 of kept columns come from the data.
@@ -14,7 +14,7 @@ from weftline.engine.jobs.results.arrow import pa
 from weftline.engine.jobs.results.columns import Columns, columns_of
 from weftline.engine.jobs.results.media import MediaEncoder
 from weftline.engine.jobs.results.values import settled
-from weftline.engine.jobs.rows import Answered, Block
+from weftline.engine.jobs.rows import BlockResult, RowBlock
 from weftline.errors import InputError, MissingPackage
 from weftline.nodes.ports import PortType
 
@@ -27,7 +27,7 @@ WHY = pa.struct([("step", pa.string()), ("error", pa.string()), ("reason", pa.st
 
 
 def made_dataset(
-    each: Iterator[tuple[Run, Answered]], outputs: Mapping[str, PortType], why: str | None = None
+    each: Iterator[tuple[Run, BlockResult]], outputs: Mapping[str, PortType], why: str | None = None
 ) -> datasets.Dataset:
     """Return the data set of all rows.
 
@@ -52,9 +52,9 @@ def made_dataset(
     return datasets.Dataset(_beside(_together(kept), outputs_made, extra, outputs))
 
 
-def _outputs(run: Run, answered: Answered, columns: Columns, encoder: MediaEncoder) -> tuple[Answered, pa.Table]:
+def _outputs(run: Run, answered: BlockResult, columns: Columns, encoder: MediaEncoder) -> tuple[BlockResult, pa.Table]:
     """Return the outputs of a run's rows, nulls where a row failed; a value that cannot be written fails its row."""
-    answered, batch = settled(columns, answered, Block(0, 0, run.ids, {}, NOTHING), encoder)
+    answered, batch = settled(columns, answered, RowBlock(0, 0, run.ids, {}, NOTHING), encoder)
     rows, places = iter(range(len(batch))), range(len(run.ids))
     chosen = pa.array([None if place in answered.errors else next(rows) for place in places], pa.int64())
     table = pa.Table.from_batches([batch]).drop_columns(columns.each[0].name)

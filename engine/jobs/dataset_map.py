@@ -1,4 +1,4 @@
-"""`pipeline.map` and `session.map`: the rows of a data set answered in order, with as much in flight as keeps busy.
+"""`pipeline.map` and `session.map`: ordered execution over a data set with bounded concurrency.
 
 Nothing is committed and nothing can be resumed, which is what `weftline batch` is for. At most the answerer's `ahead`
 blocks are read and not yet taken, whatever the size of the data set; none is asked for before somebody reads on.
@@ -14,15 +14,15 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from weftline.engine.jobs.dataset_run import Run, Runs, Wanted, error_json
+from weftline.engine.jobs.dataset_run import DatasetQuery, Run, Runs, error_json
 from weftline.engine.jobs.dataset_runs import runs_of
-from weftline.engine.jobs.rows import Answered, Answerer, Block, RowError
-from weftline.errors import BY_NAME, InputError, StepError, WeftlineError
+from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError
+from weftline.errors import BY_NAME, InputError, RemoteTraceback, StepError, WeftlineError
 
 if TYPE_CHECKING:
     import datasets
 
-    from weftline.engine.jobs.answering.opening import Opening
+    from weftline.engine.jobs.answering.opening import AnswererFactory
     from weftline.pipelines.plan import Plan
 
 ERROR = "error"
@@ -58,7 +58,7 @@ def map_rows(
     try:
         _check(errors, block_rows, answerer.outputs)
         rows = block_rows or answerer.block_rows
-        runs = runs_of(dataset, Wanted(answerer.inputs, must, dict(maps or {}), keep, rows))
+        runs = runs_of(dataset, DatasetQuery(answerer.inputs, must, dict(maps or {}), keep, rows))
     except BaseException:
         answerer.close()
         raise
@@ -67,7 +67,7 @@ def map_rows(
 
 def map_plan(
     plan: Plan,
-    opening: Opening,
+    opening: AnswererFactory,
     dataset: Any,
     *,
     maps: Mapping[str, str] | None = None,
@@ -83,7 +83,7 @@ def map_plan(
     asked = [one for one in plan.inputs if not one.hidden]
     inputs = {one.name: plan.input_types[one.name] for one in asked}
     must = {one.name for one in asked if not one.may_be_left_out}
-    runs = runs_of(dataset, Wanted(inputs, must, dict(maps or {}), keep, opening.block_rows))
+    runs = runs_of(dataset, DatasetQuery(inputs, must, dict(maps or {}), keep, opening.block_rows))
     try:
         answerer = opening()
     except BaseException:
@@ -146,15 +146,15 @@ class MappedRows(Iterator[dict[str, Any]]):
             threading.Thread(target=close, name="weftline-map-end").start()
 
 
-def answered(answerer: Answerer, runs: Runs) -> Iterator[tuple[Run, Answered]]:
+def answered(answerer: Answerer, runs: Runs) -> Iterator[tuple[Run, BlockResult]]:
     """Yield runs with what became of them, in order; while one is looked at, `ahead` others are in flight."""
     import pyarrow as pa
 
-    waiting: deque[tuple[Run, Future[Answered]]] = deque()
+    waiting: deque[tuple[Run, Future[BlockResult]]] = deque()
     nothing, place = pa.table({}), 0
     try:
         for part, run in enumerate(runs.each):
-            waiting.append((run, answerer.ask(Block(part, place, run.ids, run.inputs, nothing))))
+            waiting.append((run, answerer.ask(RowBlock(part, place, run.ids, run.inputs, nothing))))
             place += len(run.ids)
             if len(waiting) > answerer.ahead:
                 first, future = waiting.popleft()
@@ -168,7 +168,7 @@ def answered(answerer: Answerer, runs: Runs) -> Iterator[tuple[Run, Answered]]:
 
 
 def _rows(
-    each: Iterator[tuple[Run, Answered]], outputs: Sequence[str], told: bool
+    each: Iterator[tuple[Run, BlockResult]], outputs: Sequence[str], told: bool
 ) -> Generator[dict[str, Any], None, None]:
     taken = (*outputs, ERROR) if told else tuple(outputs)
     known: dict[tuple[str, ...], list[str]] = {}
@@ -184,7 +184,7 @@ def _rows(
             yield answer | {ERROR: error_json(error)} if told else answer
 
 
-def _without_errors(each: Iterator[tuple[Run, Answered]]) -> Iterator[tuple[Run, Answered]]:
+def _without_errors(each: Iterator[tuple[Run, BlockResult]]) -> Iterator[tuple[Run, BlockResult]]:
     """Yield runs whose rows are all answered; the first error there is is raised."""
     for run, ended in each:
         for row in sorted(ended.errors)[:1]:
@@ -208,8 +208,12 @@ def as_exception(error: RowError, row: str) -> WeftlineError:
     """Return what a row's error is when it ends everything."""
     kind = BY_NAME.get(error.error, StepError)
     if issubclass(kind, StepError):
-        return kind(f"row {row}: {error.reason}", error.step)
-    return kind(f"row {row}: " + (f"step {error.step}: " if error.step else "") + error.reason)
+        made: WeftlineError = kind(f"row {row}: {error.reason}", error.step)
+    else:
+        made = kind(f"row {row}: " + (f"step {error.step}: " if error.step else "") + error.reason)
+    if error.traceback:
+        made.__cause__ = RemoteTraceback(error.traceback)
+    return made
 
 
 def _end(answerer: Answerer, runs: Runs) -> None:

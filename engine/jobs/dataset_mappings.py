@@ -1,14 +1,15 @@
-"""Runs of rows that are mappings with what Session.run takes: texts, arrays, pictures, bytes, names of files, json."""
+"""Data sets of mappings: rows as dicts of texts, arrays, pictures, bytes and file names."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.jobs.dataset_run import Run, Wanted, kept_of, known_names
+from weftline.engine.jobs.dataset_run import DatasetQuery, Run, kept_of, known_names
 from weftline.engine.jobs.rows import Unusable
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
@@ -25,9 +26,10 @@ FILES = ("image", "audio")
 """Kinds of inputs for which a text is the path of a file."""
 
 
-def runs_of_mappings(dataset: Iterable[Any], wanted: Wanted) -> Iterator[Run]:
+def runs_of_mappings(dataset: Iterable[Any], wanted: DatasetQuery) -> Iterator[Run]:
     """Return runs of rows whose values are what Session.run takes; what all rows have is seen by the first."""
-    rows = iter(dataset)
+    # What makes its rows as they are read may use their memory again for the next one.
+    rows = iter(dataset) if isinstance(dataset, list | tuple) else map(_as_it_is, dataset)
     first = next(rows, None)
     if first is None:
         return iter(())
@@ -45,6 +47,19 @@ def runs_of_mappings(dataset: Iterable[Any], wanted: Wanted) -> Iterator[Run]:
     return _mapping_runs(itertools.chain([first], rows), columns, media, wanted)
 
 
+def _as_it_is(row: Any) -> Any:
+    """Return a row that its source cannot change any more; what cannot be copied is left as it is."""
+    if not isinstance(row, Mapping):
+        return row
+    fixed = {}
+    for name, value in row.items():
+        try:
+            fixed[name] = copy.deepcopy(value)
+        except Exception:
+            fixed[name] = value
+    return fixed
+
+
 def _check_mapping(row: Any, place: int) -> None:
     if not isinstance(row, Mapping):
         raise InputError(f"row {place}: found {type(row).__name__}; expected a dict of columns")
@@ -57,7 +72,9 @@ def _is_media(value: Any, type: PortType) -> bool:
     return type.kind in MEDIA and not isinstance(value, str | Path)
 
 
-def _mapping_runs(rows: Iterator[Any], columns: Mapping[str, str], media: Set[str], wanted: Wanted) -> Iterator[Run]:
+def _mapping_runs(
+    rows: Iterator[Any], columns: Mapping[str, str], media: Set[str], wanted: DatasetQuery
+) -> Iterator[Run]:
     from weftline.engine.jobs.sources.loading import Loader
 
     place = 0

@@ -1,4 +1,4 @@
-"""The nouns of `map`: a run of rows, what is wanted of a data set, and a data set as runs."""
+"""Data types of `map`: a run of rows, its settings, and a data set as runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Run:
     """Consecutive rows.
 
     ids:    what messages call them.
-    inputs: as in rows.Block.
+    inputs: as in rows.RowBlock.
     kept:   makes the columns that are kept, a dict for each row.
     table:  makes the same as an Arrow table.
     """
@@ -37,7 +37,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DatasetQuery:
     """What is read from a data set.
 
     inputs: types by pipeline input.
@@ -75,7 +75,7 @@ class Runs:
             self.close()
 
 
-def kept_of(columns: Sequence[str], media: Set[str], wanted: Wanted) -> list[str]:
+def kept_of(columns: Sequence[str], media: Set[str], wanted: DatasetQuery) -> list[str]:
     """Return the columns that come along; InputError for one that is not there."""
     if wanted.keep is None:
         return [name for name in columns if name not in media]

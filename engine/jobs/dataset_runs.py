@@ -1,4 +1,4 @@
-"""What `map` takes, told apart: data sets of many kinds, read as runs of rows that become blocks.
+"""Dispatch of `map` inputs by kind of data set.
 
 A Hugging Face data set, an Arrow table (or what else has an Arrow stream, such as a pandas or polars frame), any
 iterable of mappings, or the path of a data set as `weftline batch --data` has it. Reading goes only as far as it is
@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weftline.engine.jobs.dataset_mappings import runs_of_mappings
-from weftline.engine.jobs.dataset_run import Runs, Wanted
+from weftline.engine.jobs.dataset_run import DatasetQuery, Runs
 from weftline.engine.jobs.dataset_tables import as_tables, numbered, runs_of_path, runs_of_tables, streamed
 from weftline.engine.jobs.sources.opening import need
 from weftline.errors import InputError
 
 
-def runs_of(dataset: Any, wanted: Wanted) -> Runs:
+def runs_of(dataset: Any, wanted: DatasetQuery) -> Runs:
     """Return a data set's rows in runs; InputError for what is no data set, or lacks a column that is needed."""
     need("pyarrow")
     if isinstance(dataset, str | os.PathLike):

@@ -1,4 +1,4 @@
-"""Runs of the rows of tables: of a path, of a Hugging Face data set, of what has an Arrow stream."""
+"""Data sets of tables: paths, Hugging Face data sets and Arrow streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.jobs.dataset_run import Run, Runs, Wanted, kept_of
+from weftline.engine.jobs.dataset_run import DatasetQuery, Run, Runs, kept_of
 from weftline.engine.jobs.sources.opening import open_loader, open_source
 from weftline.engine.jobs.spec import DataSpec
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weftline.engine.jobs.sources.loading import Loader
 
 
-def runs_of_path(path: str, wanted: Wanted) -> Runs:
+def runs_of_path(path: str, wanted: DatasetQuery) -> Runs:
     """Return the runs of a data set that is named as `weftline batch --data` names one."""
     spec = DataSpec((path,))
     source = open_source(spec)
@@ -59,7 +59,7 @@ def numbered(tables: Iterable[pa.Table]) -> Iterator[tuple[Sequence[str], pa.Tab
 
 def runs_of_tables(
     tables: Iterator[tuple[Sequence[str], pa.Table]],
-    wanted: Wanted,
+    wanted: DatasetQuery,
     schema: pa.Schema | None = None,
     loader: Loader | None = None,
 ) -> Iterator[Run]:

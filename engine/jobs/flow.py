@@ -1,4 +1,4 @@
-"""Blocks on their way: read ahead by a thread, answered several at a time, handed on in the order they were read.
+"""Block pipeline of a job: read-ahead thread, concurrent execution, in-order delivery.
 
 Memory is bounded by how many blocks are under way, however many there are: `ahead` with the answerer, as many read and
 waiting for it, and none beyond; of large ones fewer, BYTES_MAX in each place, and at least one.

@@ -1,4 +1,4 @@
-"""A job, from its first look at the data to its end. What can be known before a model is loaded is known first.
+"""Job: life cycle from validation to the final result.
 
     end = run_job(spec, open_here(spec.pipeline), watch=print)
 
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 
-from weftline.engine.jobs.answering.opening import Opening
+from weftline.engine.jobs.answering.opening import AnswererFactory
 from weftline.engine.jobs.blocks import Cut, Mark, cut, read_on, size_of
 from weftline.engine.jobs.flow import answered
 from weftline.engine.jobs.parts import Commit, Parts, commit_next, writing
@@ -26,7 +26,7 @@ from weftline.engine.jobs.results.formats import EXTRAS
 from weftline.engine.jobs.results.joining import hf_files, join_parts
 from weftline.engine.jobs.results.store import Store
 from weftline.engine.jobs.retrying import commit_again, cuts_again
-from weftline.engine.jobs.rows import Answered, Answerer, Block, RowError, Stop
+from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError, Stop
 from weftline.engine.jobs.sources.loading import Loader
 from weftline.engine.jobs.sources.opening import open_loader
 from weftline.engine.jobs.sources.shown import shown_url
@@ -45,7 +45,7 @@ Note = Callable[[str], None]
 class Reading:
     """One block, the mark behind it, whether its part is complete with it, and about how many bytes it holds."""
 
-    block: Block
+    block: RowBlock
     after: Mark
     completes: bool
     size_bytes: int
@@ -53,7 +53,7 @@ class Reading:
 
 def run_job(
     spec: JobSpec,
-    opening: Opening,
+    opening: AnswererFactory,
     watch: Watch = lambda progress: None,
     stop: Stop = lambda: False,
     note: Note = lambda text: None,
@@ -91,7 +91,9 @@ def _open_store(job: Prepared) -> Store:
 class _Run:
     """One run of a job."""
 
-    def __init__(self, job: Prepared, store: Store, opening: Opening, watch: Watch, stop: Stop, note: Note) -> None:
+    def __init__(
+        self, job: Prepared, store: Store, opening: AnswererFactory, watch: Watch, stop: Stop, note: Note
+    ) -> None:
         self._job, self._store, self._opening = job, store, opening
         self._watch, self._stop, self._note = watch, stop, note
         self._answerer: Answerer | None = None
@@ -151,7 +153,7 @@ class _Run:
         answerer = self._answerer
         parts = Parts(job.columns, self._store, commit, telling.commit)
 
-        def ask(reading: Reading) -> Future[Answered]:
+        def ask(reading: Reading) -> Future[BlockResult]:
             return answerer.ask(reading.block)
 
         try:
@@ -162,6 +164,8 @@ class _Run:
                     for reading, answer in flow:
                         answer = parts.add(reading.block, answer, reading.after)
                         telling.note(reading.block, answer)
+                        for text in telling.take_tracebacks():
+                            self._note(text)
                         if errors_max.exceeded(telling.errors, telling.rows):
                             raise self._too_many(errors_max)
                         if reading.completes:
@@ -240,10 +244,10 @@ def _size(reading: Reading) -> int:
     return reading.size_bytes
 
 
-def _block(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None) -> Block:
+def _block(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None) -> RowBlock:
     """Return what is asked for: inputs as they are sent, and the columns that are kept."""
     inputs = job.binding.inputs(one.table, loader)
-    return Block(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
+    return RowBlock(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
 
 
 def _files(job: Prepared, store: Store) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Answers put into parts, and parts committed in a thread of their own, one after the other."""
+"""Assembly of answers into parts, committed in order by a thread."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from weftline.engine.jobs.results.media import MediaEncoder
 from weftline.engine.jobs.results.store import Store
 from weftline.engine.jobs.results.values import settled
 from weftline.engine.jobs.results.writers import write_part
-from weftline.engine.jobs.rows import Answered, Block
+from weftline.engine.jobs.rows import BlockResult, RowBlock
 from weftline.engine.jobs.tally import Tally
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Commit = Callable[["Part"], None]
+Commit = Callable[["ResultPart"], None]
 """Commits a part that is complete; called in a thread."""
 
 
-class Part:
+class ResultPart:
     """A part as it fills.
 
     place:   of its first row here; `rows` how many have come, error rows among them.
@@ -47,7 +47,7 @@ class Part:
     def seconds(self) -> float:
         return time.monotonic() - self._began_s
 
-    def add(self, block: Block, answered: Answered, batch: pa.RecordBatch, after: Mark) -> None:
+    def add(self, block: RowBlock, answered: BlockResult, batch: pa.RecordBatch, after: Mark) -> None:
         self.rows += len(block)
         self.batches.append(batch)
         self.places += [block.place_of(row) for row in range(len(block)) if row not in answered.errors]
@@ -71,17 +71,17 @@ class Parts:
         self._media = bool(columns.media_outputs)
         self._encoder = MediaEncoder()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weftline-commit")
-        self._filling: Part | None = None
+        self._filling: ResultPart | None = None
         self._under_way: Future[int] | None = None
 
-    def add(self, block: Block, answered: Answered, after: Mark) -> Answered:
+    def add(self, block: RowBlock, answered: BlockResult, after: Mark) -> BlockResult:
         """Take in the answer to the next block; return it with rows that cannot be written as error rows."""
         if self._filling is None:
             draft = None
             if self._media and self._columns.media == "files":
                 self.wait()  # a part's files are begun when those of the one before are committed
                 draft = self._store.begin(block.part)
-            self._filling = Part(block.part, block.place_of(0), draft)
+            self._filling = ResultPart(block.part, block.place_of(0), draft)
         write = self._filling.draft.add if self._filling.draft is not None else None
         answered, batch = settled(self._columns, answered, block, self._encoder, write)
         self._filling.add(block, answered, batch, after)
@@ -111,7 +111,7 @@ class Parts:
         self._thread.shutdown(wait=True)
         self._encoder.close()
 
-    def _carry_out(self, part: Part) -> int:
+    def _carry_out(self, part: ResultPart) -> int:
         self._commit(part)
         return part.rows
 
@@ -119,7 +119,7 @@ class Parts:
 def commit_next(job: Prepared, store: Store) -> Commit:
     """Return what commits parts that follow each other."""
 
-    def commit(part: Part) -> None:
+    def commit(part: ResultPart) -> None:
         store.commit(
             part.part, part.place, part.rows, writing(job, part.batches), part.errors, part.draft or (),
             part.after.to_json(), part.tally.to_json(), part.seconds,

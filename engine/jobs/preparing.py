@@ -1,5 +1,6 @@
-"""A job looked at before anything runs: its pipeline checked, its data opened, columns matched, and what it is told
-written down as a manifest. Every mistake that can be found without a model is found here.
+"""Job validation before a model loads: pipeline, data set, column mapping and settings.
+
+Writes the manifest. Every mistake that can be found without a model is found here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from weftline.engine.jobs.answering.blocked import needed
-from weftline.engine.jobs.answering.opening import Opening
+from weftline.engine.jobs.answering.opening import AnswererFactory
 from weftline.engine.jobs.results.columns import Columns, columns_of
 from weftline.engine.jobs.results.fingerprint import pipeline_parts, versions
 from weftline.engine.jobs.results.formats import format_of, suffix
@@ -73,7 +74,7 @@ class Prepared:
         self.close()
 
 
-def prepare(spec: JobSpec, opening: Opening) -> Prepared:
+def prepare(spec: JobSpec, opening: AnswererFactory) -> Prepared:
     """Check a job; PipelineError and InputError say everything that is wrong with it."""
     pipeline = load_file(spec.pipeline)
     plan = make_plan(pipeline, this_machine(), profile=profile_beside(pipeline))

@@ -1,4 +1,4 @@
-"""What a job would do: its mapping and settings, and its first rows really answered. Nothing is written."""
+"""Dry run of a job: mapping, settings and its first rows, without output."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from weftline.engine.jobs.answering.opening import Opening
+from weftline.engine.jobs.answering.opening import AnswererFactory
 from weftline.engine.jobs.blocks import Mark, cut, read_on
 from weftline.engine.jobs.preparing import Prepared, prepare
 from weftline.engine.jobs.progress import Sample
-from weftline.engine.jobs.rows import Block, Stop
+from weftline.engine.jobs.rows import RowBlock, Stop
 from weftline.engine.jobs.sources.opening import open_loader
 from weftline.engine.jobs.spec import JobSpec
 from weftline.engine.jobs.telling import sample_of
@@ -57,7 +57,7 @@ class Preview:
     rows: Sequence[Sample]
 
 
-def preview(spec: JobSpec, opening: Opening, rows: int = ROWS, stop: Stop = lambda: False) -> Preview:
+def preview(spec: JobSpec, opening: AnswererFactory, rows: int = ROWS, stop: Stop = lambda: False) -> Preview:
     """Return what a job would do, with its first rows answered; none when `stop` says so before they are.
 
     Raises what run_job raises for mistakes in what it was told, and ModelError.
@@ -78,12 +78,12 @@ def preview(spec: JobSpec, opening: Opening, rows: int = ROWS, stop: Stop = lamb
         )  # fmt: skip
 
 
-def _answered(job: Prepared, opening: Opening, rows: int, stop: Stop) -> list[Sample]:
+def _answered(job: Prepared, opening: AnswererFactory, rows: int, stop: Stop) -> list[Sample]:
     with open_loader(job.source, job.spec.data) as loader:
         first = next(islice(cut(read_on(job.source, Mark(), 0), rows, rows), 1), None)
         if first is None or stop():
             return []
-        block = Block(0, 0, first.ids, job.binding.inputs(first.table, loader), first.table)
+        block = RowBlock(0, 0, first.ids, job.binding.inputs(first.table, loader), first.table)
         answerer = opening()
         try:
             answered = answerer.ask(block).result()

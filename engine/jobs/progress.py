@@ -1,4 +1,4 @@
-"""What a job tells while it runs and when it has ended, as values."""
+"""Progress and end of a job, as values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error rows run again: found in the data set by their places, answered, and put in among the rows of their parts."""
+"""Retry of error rows: reads them again, runs them and merges the answers into their parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 from weftline.engine.jobs.blocks import Cut, Mark, read_on
-from weftline.engine.jobs.parts import Commit, Part
+from weftline.engine.jobs.parts import Commit, ResultPart
 from weftline.engine.jobs.preparing import Prepared
 from weftline.engine.jobs.results.errors_file import ErrorRow
 from weftline.engine.jobs.results.store import Store
@@ -57,7 +57,7 @@ def _joined(tables: tuple[pa.Table, ...]) -> pa.Table:
 def commit_again(job: Prepared, store: Store) -> Commit:
     """Return what puts rows that were run again in the place of their parts' error rows."""
 
-    def commit(part: Part) -> None:
+    def commit(part: ResultPart) -> None:
         record = store.records[part.part]
         failed = set(record.error_places)
         places = [place for place in range(record.place, record.place + record.rows) if place not in failed]

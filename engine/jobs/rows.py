@@ -1,4 +1,4 @@
-"""The nouns of a job: rows as a source reads them, blocks of rows as they are answered, and what became of each.
+"""Data types of a job: rows, blocks and answers.
 
     source --Rows--> blocks --Block--> answerer --Answered--> parts
 
@@ -67,15 +67,29 @@ class Source(Protocol):
         """Let go of files. Safe to call twice."""
 
 
-@dataclass(frozen=True, slots=True)
 class Unusable:
-    """Stands in a block for a value that cannot be had: a file that is missing, a value of the wrong type."""
+    """Stands in a block for a value that cannot be had: a file that is missing, a value of the wrong type.
 
-    reason: str
+    No dataclass: a JSON port converts those, and would take the reason for the value.
+    """
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unusable) and self.reason == other.reason
+
+    def __hash__(self) -> int:
+        return hash(self.reason)
+
+    def __repr__(self) -> str:
+        return f"Unusable({self.reason!r})"
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RowBlock:
     """Rows that are answered together.
 
     part:   the part its results go to.
@@ -108,15 +122,17 @@ class RowError:
     step:   the step that failed on it; '' when it never reached one.
     error:  name of the error's class.
     reason: one sentence.
+    traceback: of the exception that the step's code raised, '' where it is not known; never part of a result.
     """
 
     step: str
     error: str
     reason: str
+    traceback: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class BlockResult:
     """What became of a block.
 
     outputs: for each pipeline output one value for each row: what Session.run returns; None where it is absent, and in
@@ -152,7 +168,7 @@ class Answerer(Protocol):
     @property
     def repeatable(self) -> Mapping[str, str]: ...
 
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         """Answer a block. A row that fails is an error in Answered; an exception means that nobody can answer."""
 
     def figures(self) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""Everything a job is told, as values. What is left out has the defaults written here; each name is an option's too."""
+"""Job settings as values, with their defaults."""
 
 from __future__ import annotations
 

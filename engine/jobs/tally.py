@@ -1,5 +1,6 @@
-"""How the steps of a job fared: counts and time spent, and times in buckets, so that a million rows take no more room
-than ten. Two tallies add up; as JSON they stand in what is committed, so that a resumed job reports on all of its rows.
+"""Step statistics of a job: counts, durations and histograms of constant size.
+
+Two tallies can be added. Committed records hold them as JSON, so that a resumed job reports on all of its rows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 
 BUCKETS_PER_DECADE = 20
 """Times are kept to about 12 %."""

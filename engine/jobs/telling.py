@@ -1,4 +1,4 @@
-"""What is noted of a job for whoever watches it and for its report, in bounded room however long it runs."""
+"""Event record of a job for progress and report, with bounded memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from weftline.engine.jobs.progress import JobEnd, Progress, Sample
 from weftline.engine.jobs.report.kinds import ErrorKinds
 from weftline.engine.jobs.report.pace import Rates
-from weftline.engine.jobs.report.sampler import Sampler
-from weftline.engine.jobs.rows import Answered, Answerer, Block
+from weftline.engine.jobs.report.sampler import RowSampler
+from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError
 from weftline.engine.jobs.tally import Tally
+
+TRACEBACKS_MAX = 5
+"""Most tracebacks of error rows that a job prints."""
 
 WATCH_S = 0.2
 """How often whoever watches is told."""
@@ -26,8 +29,10 @@ class Telling:
     def __init__(self, resumed: int, errors: int, expected: int | None, tally: Tally, seed: int) -> None:
         self.rows = self.resumed = self.committed = resumed
         self.expected, self.errors, self.tally = expected, errors, tally
-        self.kinds, self._sampler = ErrorKinds(), Sampler(seed=seed)
+        self.kinds, self._sampler = ErrorKinds(), RowSampler(seed=seed)
         self.spent = Tally()
+        self._tracebacks: dict[str, str] = {}  # of exceptions that were raised at different lines, each once
+        self._untold: list[str] = []
         self._started_s = self._told_s = time.monotonic()
         self._rates = Rates()
 
@@ -39,7 +44,7 @@ class Telling:
         """The first row is about to be asked: the clock runs from here."""
         self._started_s = self._told_s = time.monotonic()
 
-    def note(self, block: Block, answered: Answered) -> None:
+    def note(self, block: RowBlock, answered: BlockResult) -> None:
         """Take in what became of a block."""
         self.rows += len(block)
         self.errors += len(answered.errors)
@@ -47,11 +52,25 @@ class Telling:
         self.spent.merge(answered.tally)
         for row, error in answered.errors.items():
             self.kinds.add(str(block.ids[row]), error)
+            if error.traceback and len(self._tracebacks) < TRACEBACKS_MAX:
+                self._note_traceback(str(block.ids[row]), error)
         places = [block.place_of(row) for row in range(len(block))]
         failed = [row in answered.errors for row in range(len(block))]
         for row in self._sampler.wanted(places, failed):
             self._sampler.offer(places[row], lambda row=row: sample_of(block, answered, row), failed[row])  # type: ignore[misc]
         self._rates.see(self.progress({}))
+
+    def take_tracebacks(self) -> list[str]:
+        """Return what is new of the first row's failure at each line of the steps' code, with its traceback."""
+        untold, self._untold = self._untold, []
+        return untold
+
+    def _note_traceback(self, id: str, error: RowError) -> None:
+        raised_at = [line for line in error.traceback.splitlines() if line.startswith("  File ")][-1:]
+        key = f"{error.step} {error.error} {raised_at}"
+        if key not in self._tracebacks:
+            self._tracebacks[key] = error.traceback
+            self._untold.append(f"{error.traceback}\nrow {id}: step {error.step}: {error.reason}")
 
     def commit(self, rows: int) -> None:
         """So many more rows are committed."""
@@ -81,7 +100,7 @@ class Telling:
         )  # fmt: skip
 
 
-def sample_of(block: Block, answered: Answered, row: int) -> Sample:
+def sample_of(block: RowBlock, answered: BlockResult, row: int) -> Sample:
     """Return one row of a block with its values and its outputs or error."""
     error = answered.errors.get(row)
     told = f"step {error.step}: {error.reason}" if error and error.step else error.reason if error else ""

@@ -1,1 +1,1 @@
-"""The paged LLM: pages, rounds, attention, sampling, text, and the node that puts them behind the node contract."""
+"""LLM inference engine: paged KV cache, continuous batching, attention, sampling, and the llm node."""

@@ -1,4 +1,4 @@
-"""What one request has said so far, put together from the engine's updates for whoever reads the step's outputs."""
+"""Accumulated output of one request of an llm step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 from weftline.engine.llm.reply import TokenInfo
 from weftline.engine.llm.request import Update
 
+_NOTHING = Update(-1)
+
 
 @dataclass(slots=True)
 class _Answer:
+    """One answer so far. latest: the newest update, whose counts are those of the whole answer."""
+
     texts: list[str] = field(default_factory=list)
-    finish: str | None = None
-    tokens: int = 0
-    guessed: int = 0
-    right: int = 0
     logprobs: list[TokenInfo] = field(default_factory=list)
+    latest: Update = field(default_factory=lambda: _NOTHING)
 
 
 class Answers:
@@ -27,7 +28,7 @@ class Answers:
         self._answers = [_Answer() for _ in range(count)]
         self._decode = decode
         self._prompt: tuple[TokenInfo, ...] = ()
-        self._prompt_tokens = self._cached = 0
+        self._latest = _NOTHING  # of any answer
 
     @property
     def streams(self) -> bool:
@@ -36,39 +37,38 @@ class Answers:
 
     @property
     def begun(self) -> bool:
-        """Whether anything was taken yet: a prompt has at least one token."""
-        return self._prompt_tokens > 0
+        """Return whether any update was taken yet."""
+        return self._latest is not _NOTHING
 
     def take(self, update: Update) -> None:
         answer = self._answers[update.index]
+        answer.latest = self._latest = update
         if update.text:
             answer.texts.append(update.text)
-        answer.finish = update.finish or answer.finish
-        answer.tokens = update.completion_tokens
-        answer.logprobs += update.logprobs
-        self._prompt = update.prompt_logprobs or self._prompt
-        self._prompt_tokens, self._cached = update.prompt_tokens, update.cached_tokens
-        answer.guessed, answer.right = update.guessed_tokens, update.right_tokens
+        if update.logprobs:
+            answer.logprobs += update.logprobs
+        if update.prompt_logprobs:
+            self._prompt = update.prompt_logprobs
 
     def outputs(self) -> dict[str, Any]:
         """Return the step's outputs: text and usage of the first answer, and all answers."""
         first = self._answers[0]
         usage = {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": sum(answer.tokens for answer in self._answers),
-            "cached_tokens": self._cached,
-            "finish_reason": first.finish,
+            "prompt_tokens": self._latest.prompt_tokens,
+            "completion_tokens": sum(answer.latest.completion_tokens for answer in self._answers),
+            "cached_tokens": self._latest.cached_tokens,
+            "finish_reason": first.latest.finish,
         }
-        if any(answer.guessed for answer in self._answers):
-            usage["guessed_tokens"] = sum(answer.guessed for answer in self._answers)
-            usage["right_tokens"] = sum(answer.right for answer in self._answers)
+        if any(answer.latest.guessed_tokens for answer in self._answers):
+            usage["guessed_tokens"] = sum(answer.latest.guessed_tokens for answer in self._answers)
+            usage["right_tokens"] = sum(answer.latest.right_tokens for answer in self._answers)
         answers = [self._to_json(index, answer) for index, answer in enumerate(self._answers)]
         if self._prompt:
             answers[0]["prompt_logprobs"] = [None, *map(self._token, self._prompt)]
         return {"text": "".join(first.texts), "usage": usage, "answers": answers}
 
     def _to_json(self, index: int, answer: _Answer) -> dict[str, Any]:
-        told: dict[str, Any] = {"index": index, "text": "".join(answer.texts), "finish_reason": answer.finish}
+        told: dict[str, Any] = {"index": index, "text": "".join(answer.texts), "finish_reason": answer.latest.finish}
         if answer.logprobs:
             told["logprobs"] = [self._token(one) for one in answer.logprobs]
         return told

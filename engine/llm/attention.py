@@ -1,4 +1,4 @@
-"""Attention over pages, as one of transformers' attention functions.
+"""Paged attention as an attention function of transformers.
 
 Any model that lets its attention be chosen by name runs with ours. A round's tokens come packed in one row, whatever
 sequences they belong to; positions are right for each, and who may see whom is decided here:

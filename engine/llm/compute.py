@@ -1,4 +1,4 @@
-"""A round carried out: the model's pass, and a token for every row that asks for one.
+"""Execution of one round: forward pass and sampling.
 
 When a round raises, its shares are computed again one by one (they write the same keys and values to the same pages),
 and only those that raise again fail. A chunk of a prompt for which there is no memory even alone is halved until there
@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.llm.chunks import ChunkLimit
 from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.reply import TokenInfo
 from weftline.engine.llm.rounds import Round, Share
 from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.errors import LimitReached, StepError, WeftlineError
-from weftline.nodes.want_of_memory import is_out_of_memory
+from weftline.nodes.out_of_memory import BatchSizeLimit, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,9 +71,9 @@ class Flight:
 
 
 class Compute:
-    """Runs rounds of `runner` and draws tokens. `chunks` is told for how many tokens there was no memory."""
+    """Run rounds of `runner` and sample tokens. chunks: limits the prompt tokens of a round."""
 
-    def __init__(self, runner: Runner, constraints: Constraints, chunks: ChunkLimit) -> None:
+    def __init__(self, runner: Runner, constraints: Constraints, chunks: BatchSizeLimit) -> None:
         self._runner = runner
         self._constraints = constraints
         self._chunks = chunks
@@ -108,8 +107,8 @@ class Compute:
         if not short:
             return
         tokens = prompt_tokens(shares)
-        if self._chunks.fell_short(tokens):
-            most = self._chunks.tokens
+        if self._chunks.out_of_memory(tokens):
+            most = self._chunks.size
             _log.warning("out of memory at %d tokens of prompts; rounds have at most %d from now on", tokens, most)
 
     def launch(self, round: Round) -> Flight | None:
@@ -123,8 +122,9 @@ class Compute:
             return None
         try:
             return Flight(round.shares, runner.launch(round.shares, round.copies))
-        except Exception:  # it is computed in the other way, which finds out whose fault it was
-            runner.graphs.drop()
+        except Exception as error:  # it is computed in the other way, which finds out whose fault it was
+            if not is_out_of_memory(error):  # there is none for drawing; graphs have theirs
+                runner.graphs.drop()
             return None
 
     def _sample(self, shares: SequenceOf[Share], logits: Tensor) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""The grammars of the requests inside the engine: compiled before they join, followed while they run.
+"""Structured-output constraints of running requests: compilation and state.
 
 Compiling and matching are the business of `weftline.engine.llm.grammar.compiler`; here is kept who has which matcher.
 An engine without a tokenizer refuses constraints.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.llm.request import Request
+from weftline.engine.llm.request import LlmRequest
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import InputError
 
@@ -33,7 +33,7 @@ class Constraints:
         self._pending: dict[int, Any] = {}
         self._matchers: dict[int, Any] = {}
 
-    def start(self, request: Request) -> bool:
+    def start(self, request: LlmRequest) -> bool:
         """Begin to compile what a request's answers must be like; False when they may be anything."""
         wanted = request.sequences[0].params.constraint
         if not wanted:
@@ -48,7 +48,7 @@ class Constraints:
         self._pending[request.sequences[0].order] = self._compiler.submit(constraint)
         return True
 
-    def is_ready(self, request: Request, wait: bool) -> bool:
+    def is_ready(self, request: LlmRequest, wait: bool) -> bool:
         """Whether a request's grammar is compiled; raises what is wrong with it. wait: give it WAIT_MS."""
         first = request.sequences[0].order
         pending = self._pending[first]

@@ -1,4 +1,4 @@
-"""Speculation: who guesses, how much, and how often the guesses were right.
+"""Speculative decoding: draft source, draft length and acceptance rate.
 
     none      nobody guesses
     ngram     each sequence's own text (`weftline.engine.llm.lookup`)
@@ -44,6 +44,10 @@ class Guesser(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """Let go of what is kept for a sequence."""
 
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        """The models it guesses with."""
+
     def sleep(self) -> None:
         """Give back the device's memory until `wake`; no sequence is there."""
 
@@ -65,6 +69,10 @@ class NgramGuesser:
 
     def forget(self, sequence: Sequence) -> None:
         self._lookups.pop(sequence.order, None)
+
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        return ()
 
     def sleep(self) -> None:
         """Nothing of it is on a device."""
@@ -99,6 +107,10 @@ class DraftGuesser:
         shadow = self._shadows.pop(sequence.order, None)
         if shadow is not None:
             self._pool.drop(shadow.table)
+
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        return (self._runner,)
 
     def sleep(self) -> None:
         self._runner.sleep(self._runner.pages)
@@ -187,6 +199,11 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         self._lengths.pop(sequence.order, None)
         self._guesser.forget(sequence)
+
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        """The models that the guesser guesses with."""
+        return self._guesser.runners
 
     def sleep(self) -> None:
         """Have the guesser give back the device's memory until `wake`."""

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens and text out, one round at a time.
+"""LLM engine: continuous batching from requests to tokens and text, one round at a time.
 
     engine = Engine(Runner.open("models/shapes-chat"), Tokens.open("models/shapes-chat"))
     engine.add(1, [5, 6, 7], SamplingParams(tokens_max=20))
@@ -15,26 +15,26 @@ takes nobody along.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from weftline.engine.llm.chunks import ChunkLimit
 from weftline.engine.llm.compute import Compute, Flight, Outcome, prompt_tokens
 from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.drafting import Speculation
 from weftline.engine.llm.events import KvEvents
-from weftline.engine.llm.pace import Pace
+from weftline.engine.llm.pace import BalancedPace, Pace, StretchedPace
 from weftline.engine.llm.pages import PageCounts
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.prefix import PrefixCache
 from weftline.engine.llm.reply import Reply, Taken, TokenInfo
-from weftline.engine.llm.request import USUAL, Request, Update, Wish, check_params, to_sequences, usage
+from weftline.engine.llm.request import USUAL, LlmRequest, Update, Wish, check_params, to_sequences, usage
 from weftline.engine.llm.rounds import Round, RoundLimits, Schedule, Share
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.sequence import Sequence
 from weftline.engine.llm.tokens import Tokens
 from weftline.errors import DeadlineExceeded, InputError, LimitReached, WeftlineError
+from weftline.nodes.out_of_memory import BatchSizeLimit
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class EngineStats:
     page_bytes: what one page takes.
     prompts_max: most prompt tokens of a round for now; fewer than the options say after a want of memory.
     short:   passes for which there was no memory.
+    graphs:  CUDA graphs of rounds; ungraphed: sizes of rounds for which none could be recorded.
     """
 
     pages_free: int
@@ -68,6 +69,8 @@ class EngineStats:
     page_bytes: int = 0
     prompts_max: int = 0
     short: int = 0
+    graphs: int = 0
+    ungraphed: int = 0
 
 
 class Engine:
@@ -88,13 +91,14 @@ class Engine:
         self._schedule = Schedule(limits or RoundLimits(), self._cache)
         self._speculation = speculation
         self._constraints = constraints or Constraints(None)
-        self._chunks = ChunkLimit(self._schedule.limits.tokens_max, runner.page_tokens)
+        self._chunks = BatchSizeLimit(self._schedule.limits.tokens_max, runner.page_tokens)
         self._compute = Compute(runner, self._constraints, self._chunks)
         self._pages_first = runner.pages
-        self._pace = Pace()
+        on_cpu = runner.device.type == "cpu"
+        self._pace: Pace = StretchedPace() if on_cpu else BalancedPace(self._schedule.limits.tokens_max)
         self._before: tuple[int, int, float] | None = None  # the last round: decoding, other tokens, when it began
-        self._live: dict[int, Request] = {}
-        self._held: dict[int, Request] = {}  # live, but their constraint is still being compiled
+        self._live: dict[int, LlmRequest] = {}
+        self._held: dict[int, LlmRequest] = {}  # live, but their constraint is still being compiled
         self._paused: set[int] = set()
         self._timed: set[int] = set()  # those with a deadline
         self._replies: dict[int, Reply] = {}
@@ -106,6 +110,10 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has work to do: paused requests are none."""
         return len(self._live) > len(self._paused) or self._flight is not None or bool(self._landed)
+
+    @property
+    def limits(self) -> RoundLimits:
+        return self._schedule.limits
 
     @property
     def context_max(self) -> int:
@@ -128,11 +136,11 @@ class Engine:
         slot, salt = self.runner.adapter(wish.adapter)
         sequences = to_sequences(
             id, prompt, params, wish, vocabulary=self.runner.vocabulary, context_max=self.context_max,
-            arrived=self._arrived + 1, now_ms=now_ms, salt=wish.salt + salt, slot=slot, spell=self._spell,
+            arrived=self._arrived + 1, now_ms=now_ms, salt=salt, slot=slot, spell=self._spell,
         )  # fmt: skip
         if self.runner.head is not None:
             sequences[0].whole = self.runner.head.whole
-        request = Request(id, sequences, wish.adapter)
+        request = LlmRequest(id, sequences, wish.adapter)
         if self._constraints.start(request):
             self._held[id] = request
         else:
@@ -182,8 +190,8 @@ class Engine:
             self._pace.note(decoding, other, now_ms - began_ms)
         if self._speculation is not None:
             self._guess(self._speculation)
-        short = self._chunks.short
-        round = self._schedule.plan(self._pace.chunk, self._chunks.tokens)
+        short = self._chunks.failures
+        round = self._schedule.plan(self._pace.chunk, self._chunks.size)
         self._preemptions += len(round.preempted)
         self._rounds += bool(round.shares)
         before, self._flight = self._flight, self._compute.launch(round) if self._speculation is None else None
@@ -194,9 +202,13 @@ class Engine:
             updates += self._land(before)
         if self._flight is None:
             updates += self._run(round)
-        # Else there is nothing to learn about how long a round takes, or it was tried more than once.
-        follows = self.busy and round.shares and self._chunks.short == short
-        self._before = (round.decoding, round.tokens - round.decoding, now_ms) if follows else None
+        # Else there is nothing to learn about how long a round takes: none was computed, one was tried more than once,
+        # or this step launched a round without waiting for one, or waited for one and computed another.
+        one_round = (before is None) == (self._flight is None)
+        follows = self.busy and round.shares and self._chunks.failures == short and one_round
+        # a prompt of which all but one token was cached is like one that decodes
+        other = round.tokens - round.decoding if any(share.count > 1 for share in round.shares) else 0
+        self._before = (round.decoding, other, now_ms) if follows else None
         return updates
 
     def generate(self, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams) -> list[list[int]]:
@@ -230,6 +242,10 @@ class Engine:
             self.runner.resize(have)
         return have
 
+    def open_with(self, pages: int) -> None:
+        """Set how many pages there are again after `sleep`."""
+        self._pages_first = pages
+
     def sleep(self) -> None:
         """Give back the device's memory until `wake`; RuntimeError while requests are inside.
 
@@ -255,6 +271,20 @@ class Engine:
         if self._speculation is not None:
             self._speculation.wake()
 
+    def record(self, report: Callable[[int, int], None] = lambda done, all: None, most: int | None = None) -> bool:
+        """Record CUDA graphs that are missing, of each model all or the `most` largest; return whether some are left.
+
+        All are missing at first, after `wake`, and after `resize`. A round that needs a missing one records it, and its
+        requests wait for that; to be called while there are none.
+        """
+        left = [runner.record(report, most) for runner in self._runners]
+        return any(left)
+
+    @property
+    def recorded(self) -> bool:
+        """Return whether no graph is left for `record`."""
+        return self.runner.asleep or all(one.graphs is None or one.graphs.complete for one in self._runners)
+
     def kv_events(self, after: int = 0, most: int = 1000) -> KvEvents:
         """Return what happened to cached pages since event number `after`."""
         return self._cache.log.pull(after, most)
@@ -263,12 +293,14 @@ class Engine:
         pages = PageCounts(0, 0, 0) if self.runner.asleep else self._schedule.pool.counts()
         prefix = self._cache.counts()
         counts = self._speculation.counts if self._speculation is not None else None
+        graphs = [one.graphs for one in self._runners if one.graphs is not None]
         return EngineStats(
             pages.free, pages.idle, pages.used, len(self._schedule.running),
             len(self._schedule.waiting) + len(self._held), self._rounds, self._preemptions,
             prefix.asked_tokens, prefix.hit_tokens, len(self._paused),
             counts.guessed if counts else 0, counts.right if counts else 0, self.runner.page_bytes,
-            self._chunks.tokens, self._chunks.short,
+            self._chunks.size, self._chunks.failures,
+            sum(len(one.recorded) for one in graphs), sum(len(one.failures) for one in graphs),
         )  # fmt: skip
 
     def check(self) -> None:
@@ -283,6 +315,10 @@ class Engine:
     def clear_prefixes(self) -> None:
         """Forget all cached prefixes that no request uses."""
         self._cache.clear()
+
+    @property
+    def _runners(self) -> tuple[Runner, ...]:
+        return (self.runner, *(self._speculation.runners if self._speculation is not None else ()))
 
     def _spell(self, word: str) -> list[tuple[int, ...]]:
         if self.tokens is None:
@@ -311,6 +347,7 @@ class Engine:
             s for s in self._schedule.running
             if s.remaining == 1 and len(s.tokens) > s.prompt and not s.paused and not s.params.constraint
         ]  # fmt: skip
+        sequences = sequences[: self._schedule.limits.sequences_max]  # a draft model's round holds no more
         try:
             speculation.guess(sequences)
         except Exception:  # a draft model may raise whatever models raise
@@ -323,7 +360,7 @@ class Engine:
         updates: list[Update] = []
         # What ended when the round before landed is no longer there, though it was planned.
         shares = [share for share in round.shares if share.sequence.state == "running"]
-        short = self._chunks.short
+        short = self._chunks.failures
         for outcome in self._compute.run(shares, round.copies):
             if outcome.share.sequence.state != "running":
                 continue  # another answer to the same request failed in this round
@@ -332,8 +369,8 @@ class Engine:
                 updates.append(self._note_token(outcome.share, outcome.token))
             else:
                 updates += self._note(outcome)
-        if self._chunks.short == short and self._chunks.went_well(prompt_tokens(shares)):
-            _log.info("no want of memory lately; rounds have at most %d tokens of prompts now", self._chunks.tokens)
+        if self._chunks.failures == short and self._chunks.succeeded(prompt_tokens(shares)):
+            _log.info("no recent out-of-memory errors; rounds have at most %d prompt tokens now", self._chunks.size)
         return updates
 
     def _land(self, flight: Flight) -> list[Update]:
@@ -355,12 +392,14 @@ class Engine:
         """Take in what nearly every share brings: one token."""
         sequence = share.sequence
         text, finish = self._replies[sequence.order].take_one(token)
-        request = self._live[sequence.id]
+        last = False
         if finish is not None:
+            request = self._live[sequence.id]
             self._leave(request, sequence, "finish")
+            last = not request.sequences
         return Update(
             sequence.id, (token,), text, finish, sequence.prompt, share.start + 2 - sequence.prompt,
-            sequence.cached, None, sequence.index, not request.sequences,
+            sequence.cached, None, sequence.index, last,
             guessed_tokens=sequence.guessed, right_tokens=sequence.right,
         )  # fmt: skip
 
@@ -396,7 +435,7 @@ class Engine:
             child.tokens += answer.tokens
             yield self._tell(request, child, answer, infos)
 
-    def _tell(self, request: Request, sequence: Sequence, reply: Taken, infos: SequenceOf[TokenInfo]) -> Update:
+    def _tell(self, request: LlmRequest, sequence: Sequence, reply: Taken, infos: SequenceOf[TokenInfo]) -> Update:
         prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
         if reply.finish is not None:
             self._leave(request, sequence, "finish")
@@ -417,11 +456,11 @@ class Engine:
             updates.append(Update(request.id, error=error, last=True))
         return updates
 
-    def _end(self, request: Request, event: str) -> None:
+    def _end(self, request: LlmRequest, event: str) -> None:
         for sequence in list(request.sequences):
             self._leave(request, sequence, event)
 
-    def _leave(self, request: Request, sequence: Sequence, event: str) -> None:
+    def _leave(self, request: LlmRequest, sequence: Sequence, event: str) -> None:
         """Let one answer go; with the last one the request goes too."""
         request.sequences.remove(sequence)
         self._schedule.leave(sequence, event)

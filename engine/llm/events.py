@@ -1,4 +1,4 @@
-"""What happened to cached pages, as a numbered log that routers pull.
+"""KV cache event log, numbered and pulled by routers.
 
 Events and their fields are named as vLLM and SGLang name theirs (`BlockStored`, `BlockRemoved`, `AllBlocksCleared`;
 `block_hashes`, `parent_block_hash`, `token_ids`, `block_size`, `lora_id`, `medium`), so that a router that reads

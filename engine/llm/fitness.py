@@ -1,4 +1,4 @@
-"""Whether a model can be computed over pages, found out once when it is opened.
+"""Compatibility check of a model with paged attention, when it is opened.
 
 A round packs tokens of many sequences into one row and relies on three things: nothing but attention carries
 information from one token to another, positions are taken as they are told, and each layer attends once, through

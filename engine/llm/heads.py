@@ -1,4 +1,4 @@
-"""What is made of a prompt instead of an answer: an embedding, or scores.
+"""Pooling and scoring heads: embeddings or scores instead of generated text.
 
 A prompt that wants no answer passes the same rounds as others, in chunks and packed with whoever else is there, and
 ends where its answer would begin. What the runner then gives for a token is not its logits but what the head reads:
@@ -178,6 +178,12 @@ class _HeadModel(nn.Module):
         self.decoder, self.top = decoder, top
         self.config, self.dtype = decoder.config, decoder.dtype
 
+    def get_input_embeddings(self) -> Any:
+        return self.decoder.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        return self.top  # as a language model's: it is not quantised
+
     def forward(
         self,
         input_ids: Tensor,
@@ -207,14 +213,13 @@ def open_head(
     """
     options, name = options or RunnerOptions(), shown or str(source)
     kind = {"embed": "AutoModel", "classify": "AutoModelForSequenceClassification"}[task]
-    model, options = load_model(source, options, progress, shown, kind)
-    model = model.to(options.device)
+    model, options, unread = load_model(source, options, progress, shown, kind)
     decoder, top = model, None
     if task == "classify":
         decoder, top = getattr(model, model.base_model_prefix, None), getattr(model, "score", None)
         if decoder is None or not isinstance(top, nn.Module):
             raise ModelError(f"model {name}: {type(model).__name__} has no score layer on its last token")
-    runner = Runner(_HeadModel(decoder, top), options)
+    runner = Runner(_HeadModel(decoder, top), options, unread)
     config = model.config.get_text_config(decoder=True)
     runner.head = Embedding(config.hidden_size, pooling, normalise) if top is None else Scores(*_labels(model.config))
     return runner

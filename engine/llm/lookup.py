@@ -1,4 +1,4 @@
-"""Guessing the next tokens from the text itself.
+"""N-gram speculation: next tokens proposed from earlier text.
 
 Answers repeat what was said before: names, code, quoted passages. `propose` looks for the last few tokens earlier in
 the sequence and offers what followed them there (prompt lookup, Saxena 2023). `GuessLength` keeps the number of guesses

@@ -1,4 +1,4 @@
-"""Conversations as callers send them: checked, and with every text in them within reach.
+"""Chat messages of a request, validated.
 
 A message has a role and content, and may carry what tool-calling models use: `tool_calls`, `tool_call_id`, `name`,
 `reasoning_content`. What tools look like is the model's business: their shape is not judged here, only that it is JSON

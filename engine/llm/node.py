@@ -1,4 +1,4 @@
-"""The LLM as a node: prompts in, streamed text out.
+"""LLM node: prompts in, streamed text out.
 
 It is never given batches: items are submitted as they come, join the running ones at the next round, and each round
 answers with the pieces it produced. A request that is refused or fails gets its reason in a piece of its own.
@@ -8,28 +8,69 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weftline.engine.llm.answers import Answers
-from weftline.engine.llm.options import LlmConfig, check_options
+from weftline.engine.llm.options import LlmConfig, check_options, round_limits
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import Update, Wish
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
 from weftline.engine.llm.totals import Totals, figures
-from weftline.errors import InputError, MissingPackage, ModelError, WeftlineError
-from weftline.nodes.contract import NodeMemory, OpenContext, Piece, StepContext, StreamNode
+from weftline.errors import InputError, WeftlineError
+from weftline.node import (
+    USUAL,
+    ConfigError,
+    DeviceRoom,
+    MissingPackage,
+    ModelError,
+    NodeMemory,
+    OpenContext,
+    Piece,
+    Ports,
+    StepContext,
+    StreamNode,
+    Urgency,
+    port,
+)
 from weftline.nodes.embed import embedding_width
-from weftline.nodes.hugging_face import find_config
-from weftline.nodes.ports import Ports, port
-from weftline.nodes.urgency import USUAL, Urgency
+from weftline.nodes.hugging_face import (
+    GENERATION,
+    LANGUAGE_MODEL,
+    NO_HEAD,
+    SEQUENCE_CLASSIFICATION,
+    check_folder,
+    check_kind,
+    find_config,
+)
+from weftline.shm.device.names import torch_device
 
 if TYPE_CHECKING:
     from weftline.engine.llm.engine import Engine
     from weftline.engine.llm.tokens import Tokens
 
+_TASK_KINDS = {
+    "generate": ((LANGUAGE_MODEL, GENERATION), "a language model (...ForCausalLM)"),
+    "embed": ((LANGUAGE_MODEL, NO_HEAD), "a decoder (...ForCausalLM, or a model without a head)"),
+    "classify": ((SEQUENCE_CLASSIFICATION,), "a decoder with a score layer (...ForSequenceClassification)"),
+}
+_TASK_CLASSES = {
+    "generate": "AutoModelForCausalLM", "embed": "AutoModel", "classify": "AutoModelForSequenceClassification"
+}  # fmt: skip
 NAME_CHARS_MAX = 256
 """Longest name of a tenant or an adapter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Submitted:
+    """An item as the engine takes it. Waits for memory where its prompt is longer than all pages."""
+
+    item: int
+    tokens: list[int]
+    params: SamplingParams
+    wish: Wish
+    now_ms: float
 
 
 class Llm(StreamNode):
@@ -38,20 +79,27 @@ class Llm(StreamNode):
     Config: ClassVar[type[Any]] = LlmConfig
     extra: ClassVar[str] = "llm"
     heavy: ClassVar[bool] = True
+    fills_room: ClassVar[bool] = True
 
     def __init__(self, config: LlmConfig) -> None:
         super().__init__(config)
         self._engine: Engine | None = None
         self._tokens: Tokens | None = None
+        self._progress: Callable[[str, float], None] = lambda phrase, fraction: None
         self._retained: list[int] = []
         self._refused: list[Piece] = []
         self._answers: dict[int, Answers] = {}
         self._totals = Totals()
+        self._room: DeviceRoom | None = None
+        self._kv_most_bytes = 0
+        self._long: list[_Submitted] = []  # items for which the KV memory is too small now
 
     @classmethod
     def ports(cls, config: LlmConfig, step: StepContext) -> Ports:
         check_options(config)
-        found = find_config(config.model, step.base_dir)
+        found = _checked_model(config.model, config.task, step.base_dir, "model")
+        if config.draft_model:
+            _checked_model(config.draft_model, config.task, step.base_dir, "draft_model")
         if config.task != "generate":
             return _head_ports(config, found)
         return Ports(
@@ -61,7 +109,7 @@ class Llm(StreamNode):
                 port("tools", "json", optional=True, about="what the model may call, as its chat template expects it"),
                 port("sampling", "json", optional=True, about="changes to the step's sampling options, by key"),
                 port("adapter", "text", optional=True, about="name of the LoRA adapter to answer with"),
-                port("tenant", "text", optional=True, about="whose cached prompts may be used; others' never are"),
+                port("tenant", "text", optional=True, about="keeps cached prompts apart, beside callers of a server"),
                 port("retention", "json", optional=True, about="how long parts of the prompt stay cached, as ranges"),
             ),
             outputs=(
@@ -71,12 +119,24 @@ class Llm(StreamNode):
             ),
         )
 
+    @classmethod
+    def plan_notes(cls, config: LlmConfig, step: StepContext) -> Sequence[str]:
+        """Return the limits of rounds where the step is on a GPU, whose defaults are others than a CPU's."""
+        found = []
+        for limits in dict.fromkeys(round_limits(config, one) for one in step.devices if torch_device(one) != "cpu"):
+            rounds = f"rounds of at most {limits.tokens_max} tokens (round_tokens_max)"
+            found.append(f"at most {limits.sequences_max} requests generate at a time (sequences_max), in {rounds}")
+        return found
+
     def open(self, context: OpenContext) -> None:
+        self._progress = context.progress
         try:
             from weftline.engine.llm.opening import open_engine
         except ModuleNotFoundError as error:
             raise MissingPackage(error.name or "torch", self.extra) from error
         self._engine, self._tokens = open_engine(self.config, context)
+        self._room = context.room
+        self._kv_most_bytes = context.kv_most_bytes
         if self.config.system and not self._tokens.has_template:
             self.close()
             raise ModelError(f"model {self.config.model}: it has no chat template, so `system` cannot be said to it")
@@ -84,11 +144,27 @@ class Llm(StreamNode):
 
     def warm_up(self) -> None:
         engine, _ = self._opened()
+        if engine.runner.device.type == "cuda":
+            from weftline.engine.llm.kv_sizing import TorchMeter, compute_largest, keep_room
+
+            compute_largest(engine.runner, engine.limits)  # what it takes is measured while a step warms up
+            self._run_once(engine)
+            if self._room is None or not keep_room(engine, self._room, TorchMeter(engine.runner.device)):
+                return
+        self._run_once(engine)
+
+    def _run_once(self, engine: Engine) -> None:
+        """Record CUDA graphs and compile kernels, so that nothing of that is left for the time when requests wait."""
+        engine.record(lambda done, all: self._progress(f"recording CUDA graphs, {done} of {all}", 0.9))
         if engine.runner.head is not None:
             engine.add(-1, [0], SamplingParams(), Wish(pool=True))
             engine.step()
             return
-        engine.generate([[0] * max(1, min(4, engine.context_max - 2))], SamplingParams(tokens_max=2, ignore_eos=True))
+        prompt, plain = [0] * max(1, min(4, engine.context_max - 2)), SamplingParams(tokens_max=2, ignore_eos=True)
+        engine.generate([prompt], plain)
+        if engine.runner.graphs is not None:  # each way of drawing on the device has kernels of its own
+            engine.generate([prompt], dataclasses.replace(plain, temperature=1.0))
+            engine.generate([prompt], dataclasses.replace(plain, temperature=1.0, top_k=2, top_p=0.5))
         engine.clear_prefixes()
 
     @classmethod
@@ -111,6 +187,7 @@ class Llm(StreamNode):
             self._engine.close()
         self._engine = self._tokens = None
         self._answers.clear()
+        self._long.clear()
 
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
         engine, words = self._opened()
@@ -120,20 +197,44 @@ class Llm(StreamNode):
             pool = engine.runner.head is not None
             params = SamplingParams() if pool else self._params(inputs, urgency.seed)
             tokens = words.raw(inputs["text"] or " ") if pool else self._prompt_tokens(inputs)
+            fixed = self._fixed(tokens)
+            template = (Retention(0, fixed, PRIORITY_TEMPLATE),) if fixed else ()
             wish = Wish(
-                urgency.priority, deadline_ms, _name(inputs, "tenant").encode(), _name(inputs, "adapter"),
-                (*self._retention(tokens), *read_retention(inputs.get("retention"))), pool,
+                urgency.priority, deadline_ms, _salt(urgency.caller, _name(inputs, "tenant")), _name(inputs, "adapter"),
+                (*template, *read_retention(inputs.get("retention"))), pool,
+                shared=fixed if inputs.get("messages") is None else 0,  # a conversation may be all the caller's
             )  # fmt: skip
-            engine.add(item, tokens, params, wish, now_ms=now_ms)
         except WeftlineError as error:
-            self._totals.failed += 1
-            self._refused.append(Piece(item, last=True, error=error))
+            self._refuse(item, error)
         else:
-            self._answers[item] = Answers(params.n, words.decode)
+            asked = _Submitted(item, tokens, params, wish, now_ms)
+            runner = engine.runner
+            most = min(runner.context_max, self._kv_most_bytes // runner.page_bytes * runner.page_tokens)
+            if engine.context_max <= len(tokens) < most:
+                self._long.append(asked)
+            else:
+                self._add(asked)
+
+    def _add(self, asked: _Submitted) -> None:
+        """Have the engine take an item; one that it does not take gets its reason in a piece."""
+        engine, words = self._opened()
+        try:
+            engine.add(asked.item, asked.tokens, asked.params, asked.wish, now_ms=asked.now_ms)
+        except WeftlineError as error:
+            self._refuse(asked.item, error)
+        else:
+            self._answers[asked.item] = Answers(asked.params.n, words.decode)
+
+    def _refuse(self, item: int, error: WeftlineError) -> None:
+        self._totals.failed += 1
+        self._refused.append(Piece(item, last=True, error=error))
 
     def cancel(self, item: int) -> None:
         engine, _ = self._opened()
         self._refused = [piece for piece in self._refused if piece.item != item]
+        if any(one.item == item for one in self._long):
+            self._long = [one for one in self._long if one.item != item]
+            self._totals.dropped += 1
         if self._answers.pop(item, None) is not None:
             self._totals.dropped += 1
             engine.cancel(item)
@@ -155,8 +256,9 @@ class Llm(StreamNode):
             stats.pages_used * stats.page_bytes,
             stats.pages_idle * stats.page_bytes,
             stats.pages_free * stats.page_bytes,
-            stats.waiting,
+            stats.waiting + len(self._long),
             stats.preemptions,
+            max((self._wanted_bytes(one) for one in self._long), default=0),
         )
 
     def figures(self) -> Mapping[str, float]:
@@ -165,17 +267,42 @@ class Llm(StreamNode):
 
     def resize_memory(self, bytes: int) -> int:
         engine, _ = self._opened()
-        page_bytes = engine.runner.page_bytes
-        return engine.resize(bytes // page_bytes) * page_bytes
+        page_bytes, before = engine.runner.page_bytes, engine.runner.pages
+        asked, self._long = self._long, []
+        try:
+            have = engine.resize(bytes // page_bytes)
+        except Exception:
+            for one in asked:  # there is no memory to be had
+                self._add(one)
+            raise
+        for one in asked:
+            if have > before and self._wanted_bytes(one) > have * page_bytes:
+                self._long.append(one)  # there may be still more
+            else:
+                self._add(one)
+        return have * page_bytes
+
+    def _wanted_bytes(self, asked: _Submitted) -> int:
+        """Return the KV memory that an item may need, as far as the step may be given it."""
+        runner = self._opened()[0].runner
+        tokens = min(len(asked.tokens) + asked.params.tokens_max, runner.context_max)
+        pages = -(-tokens // runner.page_tokens)
+        return min(pages, self._kv_most_bytes // runner.page_bytes) * runner.page_bytes
 
     def round(self) -> Sequence[Piece]:
+        """Compute a round; where there is none to compute, record a CUDA graph that has to be recorded again."""
         engine, _ = self._opened()
+        if not engine.busy and not engine.recorded:
+            engine.record(most=1)
         pieces, self._refused = self._refused, []
-        return [*pieces, *(piece for update in engine.step(_now_ms()) for piece in self._pieces(update))]
+        for update in engine.step(_now_ms()):
+            self._take(update, pieces)
+        return pieces
 
     @property
     def busy(self) -> bool:
-        return bool(self._refused) or (self._engine is not None and self._engine.busy)
+        engine = self._engine
+        return bool(self._refused) or (engine is not None and (engine.busy or not engine.recorded))
 
     def _params(self, inputs: Mapping[str, Any], seed: int | None) -> SamplingParams:
         params: SamplingParams = self.config.sampling
@@ -220,26 +347,31 @@ class Llm(StreamNode):
         same = next((at for at, (a, b) in enumerate(zip(*ways, strict=False)) if a != b), 0)
         return ways[0][:same]
 
-    def _retention(self, tokens: list[int]) -> tuple[Retention, ...]:
-        same = next((at for at, (a, b) in enumerate(zip(tokens, self._retained)) if a != b), len(self._retained))
-        whole = same - same % self.config.page_tokens  # a page with anything else in it is of no use to others
-        return (Retention(0, whole, PRIORITY_TEMPLATE),) if whole else ()
+    def _fixed(self, tokens: list[int]) -> int:
+        """Return how many tokens at a prompt's beginning are the step's own, in whole pages."""
+        same: int = next((at for at, (a, b) in enumerate(zip(tokens, self._retained)) if a != b), len(self._retained))
+        page_tokens: int = self.config.page_tokens
+        return same - same % page_tokens  # a page with anything else in it is of no use to others
 
-    def _pieces(self, update: Update) -> list[Piece]:
-        self._totals.take(update, first=not self._answers[update.id].begun)
+    def _take(self, update: Update, pieces: list[Piece]) -> None:
+        """Apply a round's update to a request, and append the pieces for its caller."""
+        item = update.id
+        answers = self._answers[item]
+        self._totals.take(update, first=not answers.begun)
         if update.error is not None:
-            del self._answers[update.id]
-            return [Piece(update.id, last=True, error=update.error)]
+            del self._answers[item]
+            pieces.append(Piece(item, last=True, error=update.error))
+            return
         if update.pooled is not None:
-            del self._answers[update.id]
-            return [Piece(update.id, self._pooled(update), last=True)]
-        answers, pieces = self._answers[update.id], []
+            del self._answers[item]
+            pieces.append(Piece(item, self._pooled(update), last=True))
+            return
         answers.take(update)
         if update.text and answers.streams:
-            pieces.append(Piece(update.id, {"text": update.text}))
+            pieces.append(Piece(item, {"text": update.text}))
         if update.last:
-            pieces.append(Piece(update.id, self._answers.pop(update.id).outputs(), last=True))
-        return pieces
+            del self._answers[item]
+            pieces.append(Piece(item, answers.outputs(), last=True))
 
     def _pooled(self, update: Update) -> dict[str, Any]:
         usage = {"prompt_tokens": update.prompt_tokens, "cached_tokens": update.cached_tokens}
@@ -254,11 +386,29 @@ class Llm(StreamNode):
         return self._engine, self._tokens
 
 
+def _checked_model(model: str, task: str, base_dir: Path, option: str) -> dict[str, Any] | None:
+    """Return a model's config.json, None while it is not here; ConfigError where no step of that task can run it."""
+    try:
+        found = find_config(model, base_dir)
+        if found is None:
+            return None
+        check_kind(found, model, *_TASK_KINDS[task])
+        if found.get("is_encoder_decoder"):
+            told = f"{model} has an encoder and a decoder ({found.get('model_type')!s:.40})"
+            plain = "name a plain decoder such as Llama, Qwen3 or Mistral"
+            fix = "use node whisper for speech" if found.get("model_type") == "whisper" else plain
+            raise ConfigError("model", told, "a decoder alone", fix)
+        check_folder(model, base_dir, _TASK_CLASSES[task])
+        return found
+    except ConfigError as error:
+        raise ConfigError(option, error.found, error.expected, error.fix) from None
+
+
 def _head_ports(config: LlmConfig, found: dict[str, Any] | None) -> Ports:
     """Return the ports of a step that makes something else of a text than an answer."""
     text = port("text", "text", about="what is read")
     usage = port("usage", "json", about="prompt and cached tokens")
-    tenant = port("tenant", "text", optional=True, about="whose cached prompts may be used; others' never are")
+    tenant = port("tenant", "text", optional=True, about="keeps cached prompts apart, beside callers of a server")
     if config.task == "classify":
         return Ports((text, tenant), (port("scores", "json", about="the model's score for each of its labels"), usage))
     width = embedding_width(found, config.model)
@@ -276,3 +426,8 @@ def _name(inputs: Mapping[str, Any], port_name: str) -> str:
 
 def _now_ms() -> float:
     return time.monotonic() * 1e3
+
+
+def _salt(caller: str, tenant: str) -> bytes:
+    """Return what keeps cached prompts of callers apart, and of each caller's tenants; b'' for neither."""
+    return f"{len(caller)}:{caller}:{tenant}".encode() if caller or tenant else b""

@@ -1,4 +1,4 @@
-"""From an llm step's options to an engine that is ready: model, tokenizer, KV memory, and what else was asked for."""
+"""Start-up of an llm step: model, tokenizer, KV cache and optional features."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from weftline.engine.llm.cpu import attention as attention_cpu
 from weftline.engine.llm.drafting import DraftGuesser, NgramGuesser, Speculation
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.heads import open_head
+from weftline.engine.llm.kv_sizing import TorchMeter, fill_device
 from weftline.engine.llm.loading import RunnerOptions
-from weftline.engine.llm.options import LlmConfig
+from weftline.engine.llm.options import LlmConfig, round_limits
 from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.sampling.sampler import Sampler
@@ -41,14 +42,20 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
     tokens = Tokens.open(source, runner.context_max, config.model)
     for name, folder in config.adapters.items():
         runner.load_adapter(name, Path(local_or_hub(folder, context.base_dir)), folder)
-    limits = RoundLimits(config.round_tokens_max, config.sequences_max)
-    speculation = _speculation(config, context, runner)
+    limits = round_limits(config, context.device)
+    draft = _draft(config, context, runner)
+    if context.room is not None and runner.device.type == "cuda":
+        context.progress("computing the largest round", 0.95)
+        models = [runner] if draft is None else [runner, draft]
+        fill_device(models, limits, context.room, TorchMeter(runner.device))
+    speculation = _speculation(config, draft, limits)
     engine = Engine(runner, tokens, limits, True, speculation, Constraints(tokens, runner.vocabulary, runner.ends))
     return engine, tokens
 
 
 def _runner(config: LlmConfig, context: OpenContext, model: str, kv_bytes: int | None) -> Runner:
     source = local_or_hub(model, context.base_dir)
+    limits = round_limits(config, context.device)
     options = RunnerOptions(
         device=context.framework_device,
         dtype=config.dtype,
@@ -58,6 +65,8 @@ def _runner(config: LlmConfig, context: OpenContext, model: str, kv_bytes: int |
         kv_dtype=config.kv_dtype,
         weights=config.weights if model == config.model else "auto",
         fuse=config.fuse,
+        rows_max=limits.tokens_max,
+        sequences_max=limits.sequences_max,
     )
     if config.task != "generate":
         return open_head(source, config.task, options, context.progress, model, pooling=config.pooling)
@@ -76,11 +85,9 @@ def _devices(first: str, ranks: int) -> list[str]:
     return [f"cuda:{start + rank}" for rank in range(ranks)]
 
 
-def _speculation(config: LlmConfig, context: OpenContext, runner: Runner) -> Speculation | None:
-    if config.speculation == "none":
+def _draft(config: LlmConfig, context: OpenContext, runner: Runner) -> Runner | None:
+    if config.speculation != "draft":
         return None
-    if config.speculation == "ngram":
-        return Speculation(NgramGuesser(), config.guesses_max)
     kv_bytes = max(1, runner.pages * runner.page_bytes // DRAFT_KV_SHARE)
     try:
         small = _runner(config, context, config.draft_model, kv_bytes)
@@ -91,5 +98,13 @@ def _speculation(config: LlmConfig, context: OpenContext, runner: Runner) -> Spe
             f"draft_model {config.draft_model}: a vocabulary of {small.vocabulary}, expected {runner.vocabulary}, "
             "as the large model has\n    fix: use a smaller model of the same family"
         )
-    guesser = DraftGuesser(small, Sampler(small.ends, small.vocabulary), config.round_tokens_max)
+    return small
+
+
+def _speculation(config: LlmConfig, draft: Runner | None, limits: RoundLimits) -> Speculation | None:
+    if config.speculation == "none":
+        return None
+    if draft is None:
+        return Speculation(NgramGuesser(), config.guesses_max)
+    guesser = DraftGuesser(draft, Sampler(draft.ends, draft.vocabulary), limits.tokens_max)
     return Speculation(guesser, config.guesses_max)

@@ -1,4 +1,4 @@
-"""The options of an llm step: their meaning, and what can be said of them before anything is loaded."""
+"""Options of an llm step, and checks that need no model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.rounds import RoundLimits
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError
+from weftline.shm.device.names import torch_device
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
@@ -15,6 +17,10 @@ WEIGHTS = ("auto", "fp8", "int8", "int4")
 TASKS = ("generate", "embed", "classify")
 POOLINGS = ("last", "mean", "first")
 SPECULATIONS = ("none", "ngram", "draft")
+DEFAULT_LIMITS = {"cpu": RoundLimits(512, 32), "gpu": RoundLimits(2048, 256)}
+"""Of a step's rounds, by where it runs. A GPU reads weights once for all rows, so that more of them cost little."""
+LIMITS_MAX = {"round_tokens_max": 1 << 17, "sequences_max": 4096}
+"""Larger values are refused: buffers for a round are made when the step opens, and the engine holds 4096 requests."""
 _WHOLE = ("page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max", "guesses_max", "ranks")
 
 
@@ -41,10 +47,11 @@ class LlmConfig:
     and on a GPU what its budget leaves."""
     kv_dtype: str = "auto"
     """Number format of keys and values: auto (that of the weights), or fp8, which takes half the room of 16 bits."""
-    round_tokens_max: int = 512
-    """Most tokens of one round: a larger budget reads prompts faster, a smaller one streams more evenly."""
-    sequences_max: int = 32
-    """Most requests that generate at a time; others wait inside the step."""
+    round_tokens_max: int | None = None
+    """Most tokens of one round: a larger budget reads prompts faster, a smaller one streams more evenly; by default 512
+    on a CPU and 2048 on a GPU."""
+    sequences_max: int | None = None
+    """Most requests that generate at a time; others wait inside the step; by default 32 on a CPU and 256 on a GPU."""
     dtype: str = "auto"
     """Number format of weights and KV: auto (float32 on CPU, the checkpoint's on a GPU), float32, bfloat16, float16."""
     weights: str = "auto"
@@ -73,12 +80,22 @@ class LlmConfig:
                 raise ConfigError(option, found) from error
 
 
+def round_limits(config: LlmConfig, device: str) -> RoundLimits:
+    """Return the limits of a step's rounds on a device: what buffers, graphs and the schedule are made for."""
+    default = DEFAULT_LIMITS["cpu" if torch_device(device) == "cpu" else "gpu"]
+    return RoundLimits(config.round_tokens_max or default.tokens_max, config.sequences_max or default.sequences_max)
+
+
 def check_options(config: LlmConfig) -> None:
     """ConfigError names the option that is wrong."""
     for option in _WHOLE:
         value = getattr(config, option)
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(option, f"found {value!r:.40}", "a whole number from 1")
+    for option, most in LIMITS_MAX.items():
+        value = getattr(config, option)
+        if value is not None and value > most:
+            raise ConfigError(option, f"found {value}", f"at most {most}")
     if config.context_max == 1:
         raise ConfigError("context_max", "found 1", "a whole number from 2: one token to read, one to answer")
     choices = {

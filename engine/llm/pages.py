@@ -1,4 +1,4 @@
-"""Who holds which page of the KV memory.
+"""KV cache page pool: allocation, reference counts and eviction.
 
 The KV memory is cut into pages of a fixed number of tokens. A sequence's *page table* lists the pages that hold its
 tokens, in order; a page may stand in several tables when their tokens begin alike. Every page is at each moment

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, and when its answer ends.
+"""Sampling parameters and stop conditions of a request.
 
 `SamplingParams` is valid once constructed, so nothing later has to check a number somebody sent. What only a model can
 say (whether a token id exists, how a banned word is spelled in tokens) is checked when the engine takes the request.

@@ -1,10 +1,11 @@
-"""Finding pages that already hold the beginning of a prompt.
+"""Prefix cache: lookup of pages by chained hash.
 
 Every full page has a key: the SHA-256 of the page before it and of its own tokens, so equal keys mean equal tokens from
-the very first one on. The first page chains to the tenant's salt: two tenants never share a page, and neither can learn
-from timing what the other asked.
+the very first one on. The first page that holds anything of the caller's chains to the caller's salt as well: two
+callers share the pages that the operator wrote, and no others, so neither can learn from timing what the other asked.
 
     key(0) = H(H(salt) + tokens 0..15)    key(1) = H(key(0) + tokens 16..31)    ...
+    of the first page after the `shared` tokens, k:    key(k) = H(H(key(k - 1) + H(own salt)) + tokens)
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class PrefixCache:
         while len(sequence.hashes) <= index:
             at = len(sequence.hashes) * self.pool.page_tokens
             before = sequence.hashes[-1] if sequence.hashes else hashlib.sha256(sequence.salt).digest()
+            if sequence.own_salt and len(sequence.hashes) == sequence.shared // self.pool.page_tokens:
+                before = hashlib.sha256(before + hashlib.sha256(sequence.own_salt).digest()).digest()
             tokens = array("q", sequence.tokens[at : at + self.pool.page_tokens])
             sequence.hashes.append(hashlib.sha256(before + tokens.tobytes()).digest())
         return sequence.hashes[index]

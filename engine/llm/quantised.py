@@ -1,4 +1,4 @@
-"""Weights kept in fewer bits: which way fits a model and a device, and the change itself.
+"""Weight quantisation at load: choice of method and conversion.
 
     plan = plan_weights("int8", "auto", "cpu", config, "models/shapes-chat")
     model = AutoModelForCausalLM.from_pretrained(..., config=config, dtype=plan.dtype or ...)
@@ -7,13 +7,18 @@
 
 Products are torchao's. Quantising comes after fusing: a merged layer's rows keep the scales that they would have had
 apart, so that merging changes no number, and fused layers do not know what their weights are made of. Layers are
-changed one at a time, each on the device where it will be, and what was there before is freed. Embeddings, the output
-layer, norms and routers of experts stay as they are.
+changed one at a time, each on the device where it will be, and what was there before is freed. A `Quantiser` takes
+parts of a model, so that one decoder layer can be read, fused and quantised before the next one is (`loading`).
+Embeddings, the output layer, norms and routers of experts stay as they are.
 
     form   a weight takes            scales                 products
     fp8    8 bits, e4m3              one for each output    in fp8, inputs scaled by row when they come (GPU 8.9 up)
     int8   8 bits, symmetric         one for each output    in the model's dtype
     int4   4 bits, with zero point   one for each group     in bfloat16
+
+fp8's inputs are scaled and rounded by one Triton kernel where it can be used, and by torchao otherwise. int8 saves
+memory and no time: torchao converts the whole weight to the model's dtype before each product, so that a product reads
+it as int8, writes it, and reads it again.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -111,30 +117,72 @@ def check_form(form: str, dtype: str, device: str) -> str | None:
     return "bfloat16"
 
 
-@torch.no_grad()
 def quantise(model: nn.Module, form: str, device: str) -> WeightReport:
     """Keep the weights of `model`'s linear layers as `form` says, in place; each layer moves to `device` first.
 
     What is not quantised stays where it is. ModelError when no layer can be quantised.
     """
-    before, layers, left = weight_bytes(model), 0, []
-    for path, linear, reason in _linears(model):
-        reason = reason or misfit(linear, form)
-        if reason is not None:
-            left.append((path, reason))
-            continue
-        quantise_linear(linear, form, device)
-        layers += 1
-    if not layers:
-        why = left[0][1] if left else "it has no linear layers"
-        raise ModelError(f"weights: no layer of {type(model).__name__} can be {form}: {why}\n    fix: use auto")
-    return WeightReport(layers, tuple(left), before, weight_bytes(model))
+    quantiser = Quantiser(model, form, device)
+    quantiser.take(model)
+    return quantiser.report()
+
+
+class Quantiser:
+    """Keeps the weights of a model's linear layers as `form` says, part by part; see `quantise`."""
+
+    def __init__(self, model: Any, form: str, device: str) -> None:
+        self._model = model
+        self._form = form
+        self._device = device
+        self._before = weight_bytes(model)
+        self._seen: set[nn.Module] = set()
+        self._left: list[tuple[str, str]] = []
+        self._layers = 0
+
+    @torch.no_grad()
+    def take(self, part: nn.Module) -> None:
+        """Quantise what is in `part`, a module of the model; what was taken before stays as it is."""
+        for path, linear, reason in _linears(self._model, part):
+            if linear in self._seen:
+                continue
+            self._seen.add(linear)
+            reason = reason or misfit(linear, self._form)
+            if reason is not None:
+                self._left.append((path, reason))
+                continue
+            quantise_linear(linear, self._form, self._device)
+            self._layers += 1
+
+    def report(self) -> WeightReport:
+        """Return what became of the parts; ModelError when no layer could be quantised."""
+        if not self._layers:
+            why = self._left[0][1] if self._left else "it has no linear layers"
+            name = type(self._model).__name__
+            raise ModelError(f"weights: no layer of {name} can be {self._form}: {why}\n    fix: use auto")
+        return WeightReport(self._layers, tuple(self._left), self._before, weight_bytes(self._model))
 
 
 @torch.no_grad()
 def quantise_linear(linear: nn.Linear, form: str, device: str) -> None:
     """Move one layer to `device` and quantise its weight in place; `misfit` must have said None."""
+    from weftline.engine.llm.kernels.availability import available
+
     _torchao().quantize_(linear.to(device), _torchao_config(linear, form, device))
+    if form == "fp8" and available(device) is None:
+        linear.forward = partial(_scaled_product, linear)  # type: ignore[method-assign]
+
+
+def _scaled_product(linear: nn.Linear, given: Tensor) -> Tensor:
+    """Return what torchao's layer does, from the same weight, with one kernel before the product."""
+    from weftline.engine.llm.kernels.quantise_rows import quantise_rows
+
+    weight: Any = linear.weight
+    rows, scales = quantise_rows(given.reshape(-1, given.shape[-1]))
+    out = torch._scaled_mm(
+        rows, weight.qdata.t(), scale_a=scales, scale_b=weight.scale.t(), bias=linear.bias, out_dtype=given.dtype,
+        use_fast_accum=weight.mm_config.use_fast_accum,
+    )  # fmt: skip
+    return out.view(*given.shape[:-1], out.shape[-1])
 
 
 def misfit(linear: nn.Linear, form: str) -> str | None:
@@ -161,11 +209,12 @@ def _tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _linears(model: Any) -> Iterator[tuple[str, nn.Linear, str | None]]:
-    """Yield linear layers, and why those stay that cannot be told by their sizes."""
+def _linears(model: Any, part: nn.Module) -> Iterator[tuple[str, nn.Linear, str | None]]:
+    """Yield the linear layers of a part of `model`, and why those stay that cannot be told by their sizes."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     kept = {id(module.weight) for module in (head, embedding) if module is not None}
-    for path, module in list(model.named_modules()):
+    above = next((path for path, module in model.named_modules() if module is part), "")
+    for path, module in list(part.named_modules(prefix=above)):
         if not isinstance(module, nn.Linear):
             continue
         name = path.rpartition(".")[2]

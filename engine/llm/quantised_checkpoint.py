@@ -1,4 +1,4 @@
-"""Checkpoints whose weights already are quantised: which kinds are known, what they need, how they are loaded.
+"""Pre-quantised checkpoints: supported formats, requirements and loading.
 
 A checkpoint says so in its config's `quantization_config`. Loading is left to transformers and the package that made
 the format. A format whose package would fetch code, or that cannot run on the device, is loaded into plain weights

@@ -1,4 +1,4 @@
-"""One answer as its reader gets it: when it ends, and its text.
+"""Incremental answer of one sequence: text and finish condition.
 
 A round brings a sequence some tokens, several when guesses were right. A `Reply` takes them one by one, says which is
 the last and why, and turns them into text. Text can be made later than tokens are taken, since only stop strings need
@@ -48,11 +48,21 @@ class Reply:
 
     def take_one(self, token: int) -> tuple[str, str | None]:
         """Take one token, as nearly all rounds bring it; return its text, and why the answer has ended, if it has."""
-        if self._text is None and token not in self._stops:
-            self._known += 1
-            return "", "length" if self._known >= self._limit else None
-        taken = self.take((token,))
-        return taken.text, taken.finish
+        if self._echo or token in self._stops:
+            taken = self.take((token,))
+            return taken.text, taken.finish
+        self._known += 1
+        finish = "length" if self._known >= self._limit else None
+        stream = self._text
+        if stream is None:
+            return "", finish
+        text = stream.push(token)
+        if stream.stopped:
+            return text, "stop"
+        if finish is not None:
+            text += stream.finish()  # what was held back may complete a stop text
+            finish = "stop" if stream.stopped else finish
+        return text, finish
 
     def take(self, tokens: SequenceOf[int], complete: bool = False) -> Taken:
         """Take the tokens that come next; complete: a constraint allows nothing after the last of them."""

@@ -1,4 +1,4 @@
-"""What callers ask of the engine, and what they are told.
+"""Requests to the LLM engine and its updates.
 
 A request has one prompt and wants one answer or several. Here it is checked against the model, and becomes sequences:
 the first is read, the others fork from it when its prompt is computed.
@@ -29,6 +29,7 @@ class Wish:
     priority:    the higher goes first, but not for ever: see `nodes.urgency.PRIORITY_STEP_MS`.
     deadline_ms: on the clock of whoever calls `step`; the request fails then.
     salt:        whose prefixes it may share.
+    shared:      tokens at the prompt's beginning that are the operator's: whole pages of them are shared by all salts.
     adapter:     name of a LoRA adapter; empty for the model as it is.
     retention:   how long which part of the prompt is worth keeping afterwards.
     pool:        it wants no answer but what the model's head makes of the prompt.
@@ -40,6 +41,7 @@ class Wish:
     adapter: str = ""
     retention: tuple[Retention, ...] = ()
     pool: bool = False
+    shared: int = 0
 
 
 USUAL = Wish()
@@ -78,7 +80,7 @@ class Update:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class LlmRequest:
     """One request inside the engine: its answers that still go on, and what was learned of its prompt."""
 
     id: int
@@ -140,6 +142,8 @@ def to_sequences(
             banned=banned,
             adapter=slot,
             retention=wish.retention,
+            own_salt=wish.salt,
+            shared=wish.shared,
         )
         for index in range(params.n)
     ]

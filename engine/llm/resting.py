@@ -1,4 +1,4 @@
-"""A model's device memory given back while its step sleeps, and had again when it wakes.
+"""Release of a model's device memory for sleep, and its restoration.
 
 A weight is known under many names: a parameter, the same one tied to the output layer, slices of a merged layer, what a
 fused norm's forward holds. Were tensors exchanged for others, each of these would have to be found. So every tensor
@@ -22,7 +22,7 @@ from torch import Tensor, UntypedStorage
 
 _log = logging.getLogger(__name__)
 
-PIECE_BYTES = 64 << 20
+HOST_BUFFER_BYTES = 64 << 20
 """Host memory is taken in pieces of this size: torch rounds what it page-locks up to a power of two, and a model's
 tensors would take up to twice their size. A tensor may lie across pieces."""
 
@@ -53,8 +53,8 @@ class Rest:
         rest = cls(_memories(kept, device), _memories(passing, device))
         left = rest.host_bytes
         while left > 0:
-            rest.pieces.append(_host_piece(min(left, PIECE_BYTES), locked=device.type == "cuda"))
-            left -= PIECE_BYTES
+            rest.pieces.append(_host_piece(min(left, HOST_BUFFER_BYTES), locked=device.type == "cuda"))
+            left -= HOST_BUFFER_BYTES
         for there, here in rest._parts():
             here.copy_(there, non_blocking=True)
         _settle(device)
@@ -89,8 +89,8 @@ class Rest:
         for memory, size in self.kept:
             whole, done = _bytes_of(memory, size), 0
             while done < size:
-                piece, start = divmod(at, PIECE_BYTES)
-                count = min(size - done, PIECE_BYTES - start)
+                piece, start = divmod(at, HOST_BUFFER_BYTES)
+                count = min(size - done, HOST_BUFFER_BYTES - start)
                 yield whole[done : done + count], self.pieces[piece][start : start + count]
                 done += count
                 at += count

@@ -1,4 +1,4 @@
-"""How much a page is worth keeping once no sequence holds it.
+"""Retention priority of cached pages for eviction.
 
 Priorities and durations follow TensorRT-LLM's KvCacheRetentionConfig: a number from 0 to 100 for a range of a prompt's
 tokens, for some time or for good. Idle pages of the lowest priority are given up first, the least recently used of them

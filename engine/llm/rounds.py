@@ -1,11 +1,11 @@
-"""Which tokens the next round computes: one rule.
+"""LLM scheduling rule: tokens of each sequence in the next round.
 
 A sequence has known and computed tokens. A round hands out the difference under one token budget:
 
     1. running sequences that need one token (they are decoding), with the guesses that somebody made for them;
     2. what is left of the budget goes to all others, best rank first: the running ones get a chunk each, and waiting
        ones join, each less what the prefix cache holds. After a want of memory it is no more than `plan` is told
-       (`weftline.engine.llm.chunks`).
+       (`weftline.nodes.out_of_memory`).
 
 A prompt that is longer than a round's budget is read in chunks. While others decode, such chunks get no more than the
 `paced` tokens that `plan` is told, so that the others' rounds stay short (`weftline.engine.llm.pace`).
@@ -198,7 +198,7 @@ class Schedule:
                 self._hand_out(sequence, draft)
         if prompts_max is not None:
             draft.budget = min(draft.budget, max(1, prompts_max))
-        paced = pace(len(decoding))
+        paced = pace(len(decoding)) if others or self._waiting else None
         draft.paced = draft.budget if paced is None else max(1, paced)
         if self._waiting:
             others = sorted([*others, *(s for s in self._waiting if not s.paused)], key=_rank)
@@ -231,7 +231,8 @@ class Schedule:
         """Note the token that was promised."""
         sequence, end = share.sequence, share.start + 1
         sequence.tokens[end] = token
-        if sequence.computed >= end:  # else it gave way meanwhile, and its pages are gone
+        filled = end % self.pool.page_tokens == 0
+        if filled and sequence.computed >= end:  # else it gave way meanwhile, and its pages are gone
             self.cache.publish(sequence, share.start, end)
 
     def _try_usual(self, sequence: Sequence, draft: _Draft) -> bool:

@@ -1,4 +1,4 @@
-"""A transformers decoder with its KV memory: makes it quicker, sizes the memory, computes rounds.
+"""Model runner: decoder with its KV cache, fusion, sizing and forward passes.
 
 The model's code stays transformers' own. Two things are ours: the attention function, and the loop that packs a
 round's tokens into one row and keeps only the logits that are needed.
@@ -17,14 +17,12 @@ from torch import Tensor
 from weftline.engine.llm.attention import AttentionForm, Span
 from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.fitness import find_layers
-from weftline.engine.llm.fusion.fuse import fuse
 from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import NOWHERE, Draw
 from weftline.engine.llm.gpu.capture import CudaCapture
-from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, model_forward
-from weftline.engine.llm.loading import RunnerOptions, load_model
+from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, Report, model_forward
+from weftline.engine.llm.loading import LayerWeights, RunnerOptions, load_model, place
 from weftline.engine.llm.lora.adapters import Adapters
-from weftline.engine.llm.quantised import quantise
 from weftline.engine.llm.resting import Rest, is_elsewhere
 from weftline.engine.llm.rounds import Share
 from weftline.engine.llm.sequence import UNKNOWN
@@ -45,8 +43,11 @@ class Runner:
     ends: the model's end-of-text tokens.
     """
 
-    def __init__(self, model: Any, options: RunnerOptions) -> None:
-        """Take a loaded model whose attention is ours (see `open`), find its attention layers and give them memory."""
+    def __init__(self, model: Any, options: RunnerOptions, unread: LayerWeights | None = None) -> None:
+        """Take a loaded model whose attention is ours (see `open`), find its attention layers and give them memory.
+
+        unread: decoder layers of the model whose weights are to be read; None where all are there.
+        """
         self.model = model.eval().requires_grad_(False)
         self.options = options
         self.device = torch.device(options.device)
@@ -59,9 +60,7 @@ class Runner:
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.graphs: DecodeGraphs | None = None
         self._flying: dict[int, int] = {}  # of the last round launched: each sequence's place
-        self.fusion = fuse(self.model) if options.fuse else None
-        if options.weights != "auto":
-            quantise(self.model, options.weights, options.device)  # after fusing: merged layers keep their scales
+        self.fusion = place(self.model, options, unread)
         with torch.inference_mode():
             layers = find_layers(self.model, self._form, self._forward)
         kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else model.dtype
@@ -75,7 +74,7 @@ class Runner:
         self._adapters_version = 0
         self.head: Any = None
         self._bind()
-        if isinstance(self._form, GpuAttention):
+        if isinstance(self._form, GpuAttention) and options.graphs:
             capture = CudaCapture(self.device) if self.device.type == "cuda" else None
             self.graphs = DecodeGraphs(self._form, model_forward(self.model, self._choose_adapters), capture=capture)
 
@@ -92,13 +91,14 @@ class Runner:
         shown: the model's name in errors, as its user wrote it; None: `source` as it is.
         """
         options = options or RunnerOptions()
-        model, options = load_model(source, options, progress, shown)
-        progress("making room for keys and values", 0.9)
-        return cls(model.to(options.device), options)
+        model, options, unread = load_model(source, options, progress, shown)
+        if unread is None:  # else its layers are read now, and say so
+            progress("making room for keys and values", 0.9)
+        return cls(model, options, unread)
 
     @torch.inference_mode()
     def run(self, shares: Sequence[Share], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Copy pages, compute the shares' tokens; return float32 [rows, vocabulary].
+        """Copy pages, compute the shares' tokens; return float32 [rows, vocabulary], valid until the next round.
 
         The rows are each share's `rows` last tokens, in the shares' order; what a row says is the token after it.
         """
@@ -118,6 +118,13 @@ class Runner:
                 tokens += share.tokens
                 places += range(start, start + count)
             keep += range(row + count - share.rows, row + count)
+        if self.graphs is not None:
+            self._check_adapters(self.graphs)
+            adapted = shares if self.adapters is not None else ()
+            slots = [share.sequence.adapter for share in adapted for _ in range(share.count)]
+            made = self.graphs.logits(spans, tokens, keep, slots)
+            if made is not None:
+                return made
         self._form.fill(spans)
         if self.adapters is not None:
             self.adapters.choose([(s.row, s.row + s.count, share.sequence.adapter) for s, share in zip(spans, shares)])
@@ -142,21 +149,62 @@ class Runner:
             tokens.append(max(token, 0))
             origins.append(self._flying[sequence.order] if token == UNKNOWN else NOWHERE)
             draws.append(_draw(sequence, share.start + 1))
-        if self.adapters is not None and self.adapters.version != self._adapters_version:
-            self._adapters_version = self.adapters.version
-            self.graphs.drop()
+        self._check_adapters(self.graphs)
         handle = self.graphs.launch(spans, tokens, draws, origins, [s.sequence.adapter for s in shares])
         self._flying = {share.sequence.order: row for row, share in enumerate(shares)}
         return handle
 
+    def record(self, report: Report = lambda done, all: None, most: int | None = None) -> bool:
+        """Record the CUDA graphs that are missing, or the `most` largest of them; return whether some are left.
+
+        None is recorded without a call of this but those that a round needs: it then waits for its own.
+        """
+        if self.graphs is None:
+            return False
+        self._check_adapters(self.graphs)
+        self.graphs.record(report, most)
+        return not self.graphs.complete
+
     @torch.inference_mode()
     def resize(self, pages: int) -> None:
-        """Give the layers memory for `pages` pages, one layer after the other; what lies below both ends stays."""
+        """Give the layers memory for `pages` pages, one layer after the other; what lies below both ends stays.
+
+        CUDA graphs are dropped, as they contain its addresses; see `record`.
+        """
         for layer in self._layers:
             layer.resize(pages * self.page_tokens)
         self.pages = pages
         if self.graphs is not None:
             self.graphs.drop()
+
+    def release_pages(self) -> None:
+        """Give all pages back, with what is in them; nothing can be computed until `bind_pages`."""
+        for layer in self._layers:
+            layer.release()
+        if self.graphs is not None:
+            self.graphs.drop()
+
+    def bind_pages(self, pages: int) -> None:
+        """Make `pages` empty pages after `release_pages`; ModelError, and there are none, when there is no memory."""
+        self.pages = pages
+        try:
+            self._bind()
+        except ModelError:
+            self.release_pages()
+            raise
+
+    @property
+    def layers(self) -> int:
+        """Number of layers that have keys and values."""
+        return len(self._layers)
+
+    def run_eagerly(self, shares: Sequence[Share]) -> Tensor:
+        """Compute a round as `run` does, without CUDA graphs."""
+        graphs, self.graphs = self.graphs, None
+        try:
+            return self.run(shares)
+        finally:
+            self.graphs = graphs
 
     def sleep(self, pages: int) -> None:
         """Give the device's memory back until `wake`; there are `pages` pages then. Nothing is computed meanwhile.
@@ -169,6 +217,8 @@ class Runner:
             buffers = self._form.buffers.on_device if isinstance(self._form, GpuAttention) else ()
             kept = (*self.model.parameters(), *self.model.buffers(), *adapters)
             self._rest = Rest.of(self.device, kept, buffers)
+            if isinstance(self._form, GpuAttention):
+                self._form.buffers.forget()
         else:
             self._rest = Rest()
         if self.graphs is not None:
@@ -242,7 +292,14 @@ class Runner:
         size = self.options.page_tokens
         if self.options.form == "cpu" or (self.options.form == "auto" and self.device.type == "cpu"):
             return CpuAttention(size)
-        return GpuAttention.make(size, self.context_max, self.options.rows_max, self.device)
+        most = self.options.sequences_max
+        return GpuAttention.make(size, self.context_max, self.options.rows_max, self.device, sequences_max=most)
+
+    def _check_adapters(self, graphs: DecodeGraphs) -> None:
+        """Drop graphs that were recorded before the adapters' memory moved."""
+        if self.adapters is not None and self.adapters.version != self._adapters_version:
+            self._adapters_version = self.adapters.version
+            graphs.drop()
 
     def _choose_adapters(self, slots: Tensor) -> None:
         if self.adapters is not None:

@@ -1,4 +1,4 @@
-"""One answer in the making, and how far it is.
+"""Sequence: known and computed tokens of one request, and its states.
 
 A `Sequence`'s whole progress is two numbers: how many tokens are *known* (prompt and answer so far) and for how many of
 them keys and values are *computed*; a round hands out the difference. A request that wants several answers is read as
@@ -46,7 +46,9 @@ class Sequence:
     limit:     most known tokens it may reach: prompt and answer, within the context and the pool.
     order:     when it arrived, as a count; the lower of two goes first when they are equally urgent.
     priority:  the higher goes first.
-    salt:      whose cached prefixes it may share.
+    salt:      what every cached prefix that it may share was made with: its adapter's.
+    own_salt:  the same of all but the first `shared` tokens: its caller's.
+    shared:    tokens at the beginning that are the operator's, so that whole pages of them are shared by all callers.
     arrived_ms, deadline_ms: on the clock of whoever plans rounds; no deadline is None.
     paused:    its reader is slow; it is given no tokens.
     due_ms:    how urgent it is, the lower goes first. It never changes, and whoever comes late enough comes after it
@@ -93,6 +95,8 @@ class Sequence:
     whole: bool = False
     forks: tuple[Sequence, ...] = ()
     retention: tuple[Retention, ...] = ()
+    own_salt: bytes = b""
+    shared: int = 0
     due_ms: float = field(init=False)
     rank: tuple[float, int] = field(init=False)
 

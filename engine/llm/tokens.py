@@ -1,4 +1,4 @@
-"""Text to tokens and back.
+"""Tokenizer: text to tokens and back.
 
 Into tokens: the chat template is the one in the model's folder, rendered in transformers' sandbox; nobody but the
 operator can bring one. What a user writes is text and stays text: a control token's name inside it, such as
@@ -14,13 +14,14 @@ Out of tokens: see `weftline.engine.llm.stream`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weftline.engine.llm.messages import check_messages, check_tools, mapped
-from weftline.engine.llm.stream import TextStream
+from weftline.engine.llm.stream import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
 from weftline.errors import InputError, ModelError
 from weftline.nodes.hugging_face import first_line
 
@@ -30,6 +31,9 @@ _MARKS = range(0xE000, 0xF8FF)
 """Unicode's private use area: marks are taken from characters that occur in no message."""
 _BRACKETED = re.compile(r"^[<\[{(｜|].*[>\]})｜|]$", re.DOTALL)
 """How control tokens are written; some tokenizers do not flag theirs (`<think>`) as special."""
+
+_CLEAN_UP_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+"""transformers ignores `clean_up_tokenization_spaces` for BPE without this attribute; Llama 3's files ask for it."""
 
 
 class Tokens:
@@ -45,6 +49,9 @@ class Tokens:
         self._control = re.compile("|".join(map(re.escape, names))) if names else None
         self._spelled: dict[str, list[int]] = {}
         self._folds = any(added[id].normalized for id in control)
+        self._special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._texts: dict[bool, TokenTexts | None] = {}  # of single tokens, without control tokens and with them
+        self._alone: dict[bool, dict[int, str]] = {}  # the same, where a token's text depends on its neighbours
 
     @classmethod
     def open(cls, source: str | Path, context_max: int, shown: str | None = None) -> Tokens:
@@ -109,15 +116,41 @@ class Tokens:
 
     def stream(self, stop: Sequence[str] = (), control: bool = False) -> TextStream:
         """Return a new stream that turns one answer's tokens into text. control: names of control tokens as well."""
-        return TextStream(self._decoder(control), stop)
+        return TextStream(self._incremental(control), stop)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, control tokens left out."""
         return self._decoder()(ids)
 
-    def _decoder(self, control: bool = False) -> Callable[[Sequence[int]], str]:
+    def _incremental(self, control: bool) -> Decoder:
+        if control not in self._texts:
+            self._texts[control] = self._read_texts(control)
+        texts = self._texts[control]
+        if texts is not None:
+            return BytesDecoder(texts)
+        alone = self._alone.setdefault(control, {})
+        return WindowDecoder(self._decoder(control), alone, frozenset() if control else self._special_ids)
+
+    def _read_texts(self, control: bool) -> TokenTexts | None:
+        backend = self._backend
+        if backend is None or backend.decoder is None:
+            return None
+        added = self.tokenizer.added_tokens_decoder.values()
+        skipped = frozenset() if control else frozenset(token.content for token in added if token.special)
+        return token_texts(backend, json.loads(backend.decoder.__getstate__()), skipped)
+
+    @property
+    def _backend(self) -> Any:
+        """The `tokenizers.Tokenizer`, where transformers changes nothing in the text that it decodes."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None) or getattr(self.tokenizer, "_tokenizer", None)
-        if backend is not None and not getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
+        if backend is not None and getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
+            forced = getattr(self.tokenizer, _CLEAN_UP_BPE, False)
+            return backend if type(backend.model).__name__ == "BPE" and not forced else None
+        return backend
+
+    def _decoder(self, control: bool = False) -> Callable[[Sequence[int]], str]:
+        backend = self._backend
+        if backend is not None:
             # ten times quicker than through the wrapper
             return (lambda ids: backend.decode(ids, skip_special_tokens=False)) if control else backend.decode
         return lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=not control)

@@ -1,4 +1,4 @@
-"""What an llm step has done since it was opened, and how it stands, as figures that leave its process."""
+"""Counters and gauges of an llm step, exported from its process."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ def figures(totals: Totals, stats: EngineStats) -> dict[str, float]:
         "rounds_total": stats.rounds,
         "round_prompt_tokens_max": stats.prompts_max,
         "out_of_memory_total": stats.short,
+        "graphs": stats.graphs,
+        "sizes_without_graph": stats.ungraphed,
         "preemptions_total": stats.preemptions,
         "prefix_asked_tokens_total": stats.prefix_asked_tokens,
         "prefix_hit_tokens_total": stats.prefix_hit_tokens,

@@ -1,1 +1,1 @@
-"""Loads, and what became of their requests."""
+"""Load generation and measurement for `weftline bench` and `weftline profile`."""

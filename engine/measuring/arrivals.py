@@ -1,4 +1,4 @@
-"""When requests arrive: the two kinds of load, and arrival times from a seed.
+"""Arrival processes: open and closed loads, with seeded arrival times.
 
 A closed load has so many callers, each waiting for its answer before it asks again: it slows down with what it asks.
 An open load has arrivals that know nothing of answers, as the world has: either at random moments of an even rate

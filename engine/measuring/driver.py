@@ -1,4 +1,4 @@
-"""The event loop of a load: sends requests when they are due, waits for their ends, and notes what became of each.
+"""Load generator: event loop that sends requests on schedule and records outcomes.
 
 Requests run on an event loop in the caller's thread: from eight callers on that costs the process less than a thread
 for each. Arrivals of an open load are timed by a thread of their own, because an event loop sleeps in whole
@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from typing import Any
 
-from weftline.engine.clock import Clock, MonotonicClock
-from weftline.engine.measuring.outcome import Outcome
-from weftline.errors import LimitReached, RequestCancelled
+from weftline.engine.measuring.outcome import RequestOutcome
+from weftline.engine.runtime.clock import Clock, MonotonicClock
+from weftline.errors import LimitReached, RequestCancelled, traceback_of
 
 REQUESTS_MAX = 200_000
 """Most requests of one load: their timings are kept, some 1 KB each."""
@@ -53,8 +53,9 @@ class Driver:
     def __init__(
         self, ask: Ask, make_inputs: Inputs, deadline_ms: float | None, progress: Progress | None = None
     ) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RequestOutcome] = []
         self.start_ms = 0.0
+        self._failed: set[str] = set()  # classes of errors so far: the first of each keeps its traceback
         self._ask = ask
         self._make_inputs = make_inputs
         self._deadline_ms = deadline_ms
@@ -140,13 +141,16 @@ class Driver:
             self._end(sent_ms, now_ms, error)
             return error if isinstance(error, LimitReached) else None
         timings = tuple(getattr(result, "timings", ()))
-        self.outcomes.append(Outcome(sent_ms, self._clock.now_ms(), timings=timings, late_ms=late_ms))
+        self.outcomes.append(RequestOutcome(sent_ms, self._clock.now_ms(), timings=timings, late_ms=late_ms))
         return None
 
     def _end(self, sent_ms: float, begun_ms: float, error: Exception) -> None:
         timings = tuple(getattr(error, "timings", ()))
         kind, late_ms = type(error).__name__, begun_ms - sent_ms
-        self.outcomes.append(Outcome(sent_ms, self._clock.now_ms(), False, kind, timings, late_ms, str(error)))
+        traceback = "" if kind in self._failed else traceback_of(error)
+        self._failed.add(kind)
+        now_ms = self._clock.now_ms()
+        self.outcomes.append(RequestOutcome(sent_ms, now_ms, False, kind, timings, late_ms, str(error), traceback))
 
     async def _ended(self, length_ms: float = 0.0, sent: asyncio.Event | None = None) -> str:
         """Wait until everything is sent and answered; what is not answered soon after the last sending is withdrawn."""
@@ -171,7 +175,7 @@ class Driver:
 
     @asynccontextmanager
     async def _started(self, length_ms: float, ahead_ms: float = 0.0) -> AsyncIterator[None]:
-        """Set the load's time 0, tell progress meanwhile, and keep what is measured out of the collector's sight.
+        """Set the load's time 0, report progress, and keep measurements out of garbage collection.
 
         The garbage collector's full passes grow with the number of kept timings and would become part of the figures.
         """

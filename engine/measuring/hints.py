@@ -1,11 +1,11 @@
-"""What the figures of a load suggest, in plain words; and nothing where they suggest nothing."""
+"""Tuning hints derived from the measurements of a load."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from weftline.engine.measuring.arrivals import Closed, Open
-from weftline.engine.measuring.report import Report, StepFigures
+from weftline.engine.measuring.report import Report, StepLoad
 from weftline.engine.measuring.where import AFTER, BATCH_WAIT, BEFORE, BETWEEN, HAND_OVER, NODE, QUEUE
 from weftline.pipelines.plan import Plan, PlannedStep
 
@@ -63,7 +63,7 @@ def _busiest(report: Report, plan: Plan) -> tuple[PlannedStep, float] | None:
     return step, share
 
 
-def _occupied(step: StepFigures) -> float:
+def _occupied(step: StepLoad) -> float:
     """Return for how many milliseconds the step's calls took, together."""
     return step.count / max(step.batch_mean, 1.0) * step.run.mean
 

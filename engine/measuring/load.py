@@ -1,4 +1,4 @@
-"""Drives a session, or anything else that answers requests, with a closed or an open load, and says what came of it.
+"""Load test of a session or any other callable, open or closed loop.
 
     with weftline.load("pipeline.yaml").open() as session:
         report = bench(session, lambda number: {"text": f"question {number}"}, Open(rate_per_s=200))
@@ -19,12 +19,13 @@ from typing import Any
 
 from weftline.engine.measuring.arrivals import Closed, Open
 from weftline.engine.measuring.driver import REQUESTS_MAX, Ask, Driver, Inputs, Progress
-from weftline.engine.measuring.outcome import Outcome
+from weftline.engine.measuring.outcome import RequestOutcome
 from weftline.engine.measuring.report import Report, report
+from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session
 from weftline.errors import BY_NAME, InputError
 
-__all__ = ["Closed", "Open", "Outcome", "Report", "bench", "run_closed", "run_open"]
+__all__ = ["Closed", "Open", "Report", "RequestOutcome", "bench", "run_closed", "run_open"]
 
 CALLERS_MAX = 1024
 """Most callers of a closed load, and most threads for a target that is a plain function."""
@@ -58,7 +59,7 @@ def bench(
     ask = _asking(session, priority, outputs)
     asyncio.run(_probe(ask, make_inputs))
     most = min(requests_max, REQUESTS_MAX)
-    budget_ms = session.plan.slo.latency_p99_ms if deadline_ms is None else deadline_ms
+    budget_ms = session.plan.limits.deadline_ms if deadline_ms is None else deadline_ms
     run = Driver(ask, make_inputs, deadline_ms, progress)
     length_ms, warm_up_ms = (warm_up_s + duration_s) * 1000, warm_up_s * 1000
     if isinstance(load, Closed):
@@ -86,7 +87,7 @@ def run_open(
     arrivals_ms: Iterable[float],
     make_inputs: Inputs,
     deadline_ms: float | None = None,
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Send a request at each of these times, in milliseconds from the start and rising; return what became of each.
 
     target: a session, or a function of the inputs. A coroutine function runs in the load's event loop, a plain one in a
@@ -105,8 +106,8 @@ def run_closed(
     *,
     duration_s: float,
     deadline_ms: float | None = None,
-) -> list[Outcome]:
-    """Let so many callers ask for so long, each waiting for its answer; return what became of each request."""
+) -> list[RequestOutcome]:
+    """Run a closed load: N concurrent callers for a given time; return the outcome of each request."""
     with _Target(target) as ask:
         run = Driver(ask, make_inputs, deadline_ms)
         asyncio.run(run.closed(callers, duration_s * 1000))
@@ -114,7 +115,7 @@ def run_closed(
 
 
 async def _probe(ask: Ask, make_inputs: Inputs) -> None:
-    """Send one request ahead: inputs that are refused are told as such, and everything else is for the load to show."""
+    """Send one request ahead and raise if its inputs are refused; other failures are left to the load."""
     try:
         await ask(make_inputs(0), None)
     except InputError:
@@ -135,10 +136,8 @@ def _at_most(arrivals_ms: Iterable[float], warm_up_ms: float, most: int) -> Iter
 
 
 def _asking(session: Session, priority: int = 0, outputs: Sequence[str] | None = None) -> Ask:
-    options: dict[str, Any] = {"priority": priority} if priority else {}
-
     async def ask(inputs: Mapping[str, Any], deadline_ms: float | None) -> Any:
-        return await session.arun(outputs=outputs, deadline_ms=deadline_ms, **options, **inputs)
+        return await session.arun(RequestOptions(outputs=outputs, deadline_ms=deadline_ms, priority=priority), **inputs)
 
     return ask
 

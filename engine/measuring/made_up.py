@@ -1,4 +1,4 @@
-"""Inputs made up from the types of a pipeline's ports, for whoever wants to load a pipeline and has no data at hand.
+"""Synthetic inputs generated from the types of a pipeline's ports.
 
 They have the right types and plausible sizes, and mean nothing: text is words at random, a picture is noise of 640 by
 480, a recording three seconds of noise. Named sizes are 16, lists have three elements, json is {}. The same seed makes
@@ -7,15 +7,17 @@ the same inputs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import AUDIO_HZ, PortType
-from weftline.pipelines.graph import Input
-from weftline.pipelines.plan import Plan
 from weftline.shm.spec import STAND_INS
+
+if TYPE_CHECKING:  # workers import this module when they start
+    from weftline.pipelines.graph import Input
+    from weftline.pipelines.plan import Plan
 
 WORDS = ("a", "quiet", "river", "carries", "small", "boats", "past", "seven", "children", "on", "the", "bridge")
 TEXT_WORDS, IMAGE_SIZE, AUDIO_S, NAMED_SIZE, LIST_ITEMS, BYTES = 12, (640, 480), 3.0, 16, 3, 1000

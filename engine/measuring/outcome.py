@@ -1,4 +1,4 @@
-"""What became of one request that a load sent: when, how it ended, and how long each step took.
+"""Outcome of one measured request: times, status and durations of its steps.
 
 Outcomes are what a load gives and all that figures, critical paths and traces are made from.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """One request of a load; times are on the clock that the timings are on, in milliseconds.
 
     sent_ms:  when it was meant to be sent. Latency counts from here, so that a late load does not flatter anybody.
@@ -20,6 +20,7 @@ class Outcome:
     message:  what the error said.
     timings:  of its steps, as far as it came.
     late_ms:  how much later than meant it was sent.
+    traceback: of the exception that a step's code raised; '' where there is none.
     """
 
     sent_ms: float
@@ -29,11 +30,12 @@ class Outcome:
     timings: tuple[StepTiming, ...] = ()
     late_ms: float = 0.0
     message: str = ""
+    traceback: str = ""
 
     @property
     def latency_ms(self) -> float:
         return self.ended_ms - self.sent_ms
 
     def good(self, deadline_ms: float | None) -> bool:
-        """Whether it was answered within the deadline; None: whenever it was answered."""
+        """Return True for an answer within the deadline; None: any answer."""
         return self.ok and (deadline_ms is None or self.latency_ms <= deadline_ms)

@@ -1,4 +1,4 @@
-"""What a load showed, as figures: requests, latency, steps, batches, workers, and where the time went.
+"""Load report: requests, latency, steps, batches, workers and critical paths.
 
 Everything is worked out from outcomes and their timings after the load has ended; nothing is counted meanwhile.
 """
@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from weftline.engine.measuring.outcome import Outcome
-from weftline.engine.measuring.where import Where, where
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.measuring.outcome import RequestOutcome
+from weftline.engine.measuring.where import TimeBreakdown, where
+from weftline.engine.scheduler.request import StepTiming
 from weftline.pipelines.plan import Plan, PlannedStep
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How some milliseconds are spread. Quantiles are values that were seen (nearest rank)."""
+    """Distribution of durations in milliseconds. Quantiles are observed values (nearest rank)."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -37,16 +37,17 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """Requests that ended with one class of error, and what the first of them said."""
+class FailureGroup:
+    """Requests that ended with one class of error, what the first of them said, and its traceback if it has one."""
 
     error: str
     count: int
     message: str
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigures:
+class StepLoad:
     """One step under the load; items of a `map:` step are counted one by one.
 
     count:      how often an item of it was given to a worker.
@@ -89,12 +90,14 @@ class WorkerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a load showed; `outcomes` are the measured requests themselves.
+    """Results of a load; `outcomes` are the measured requests.
 
     load:             in words.
     seconds:          from the start of measuring to its end, or to the last answer if that came later.
     refused, expired: of the failed, those over a limit and those whose time ran out.
     good:             answered within deadline_ms, counted from when they were meant to be sent.
+    objective_ms:     the pipeline's slo.latency_p99_ms; None: it has none.
+    objective_met:    whether the p99 latency of answers is within it; None without an objective or an answer.
     late:             how late the load itself sent; of an open load.
     stopped:          why the load ended before its time; '' when it did not.
     """
@@ -105,18 +108,20 @@ class Report:
     ok: int
     refused: int
     expired: int
-    errors: tuple[Failed, ...]
+    errors: tuple[FailureGroup, ...]
     per_s: float
     latency: Spread
     deadline_ms: float | None
     good: int
     good_per_s: float
+    objective_ms: float | None
+    objective_met: bool | None
     late: Spread
-    steps: tuple[StepFigures, ...]
+    steps: tuple[StepLoad, ...]
     workers: tuple[WorkerFigures, ...]
-    where: Where
+    where: TimeBreakdown
     stopped: str = ""
-    outcomes: tuple[Outcome, ...] = field(default=(), repr=False)
+    outcomes: tuple[RequestOutcome, ...] = field(default=(), repr=False)
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain json values, without the outcomes."""
@@ -126,7 +131,7 @@ class Report:
 
 
 def report(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestOutcome],
     plan: Plan,
     load: str,
     *,
@@ -146,6 +151,7 @@ def report(
     seconds = (end_ms - start_ms) / 1000
     answered = [one for one in measured if one.ok]
     good = sum(one.good(deadline_ms) for one in measured)
+    latency, objective_ms = Spread.of(one.latency_ms for one in answered), plan.slo.latency_p99_ms
     timings: dict[str, list[StepTiming]] = defaultdict(list)
     for one in measured:
         for timing in one.timings:
@@ -153,6 +159,7 @@ def report(
     every = (timing for one in outcomes for timing in one.timings)
     failed = Counter(one.error for one in measured if not one.ok)
     said = {one.error: one.message for one in reversed(measured) if not one.ok}
+    raised = {one.error: one.traceback for one in outcomes if one.traceback}
     return Report(
         load=load,
         seconds=seconds,
@@ -160,12 +167,16 @@ def report(
         ok=len(answered),
         refused=failed["LimitReached"],
         expired=failed["DeadlineExceeded"],
-        errors=tuple(Failed(error, count, said[error]) for error, count in failed.most_common()),
+        errors=tuple(
+            FailureGroup(error, count, said[error], raised.get(error, "")) for error, count in failed.most_common()
+        ),
         per_s=len(answered) / seconds if seconds else 0.0,
-        latency=Spread.of(one.latency_ms for one in answered),
+        latency=latency,
         deadline_ms=deadline_ms,
         good=good,
         good_per_s=good / seconds if seconds else 0.0,
+        objective_ms=objective_ms,
+        objective_met=None if objective_ms is None or not answered else latency.p99 <= objective_ms,
         late=Spread.of(one.late_ms for one in measured),
         steps=tuple(_step(step, timings[step.name]) for step in plan.steps if timings[step.name]),
         workers=_workers(every, plan, start_ms, end_ms),
@@ -175,7 +186,7 @@ def report(
     )
 
 
-def _step(step: PlannedStep, timings: Sequence[StepTiming]) -> StepFigures:
+def _step(step: PlannedStep, timings: Sequence[StepTiming]) -> StepLoad:
     ran = [one for one in timings if one.outcome != "skipped" and one.worker]
     ended = Counter(one.outcome for one in timings)
     calls: dict[int, float] = defaultdict(float)
@@ -183,7 +194,7 @@ def _step(step: PlannedStep, timings: Sequence[StepTiming]) -> StepFigures:
         if one.batch:  # 0: its worker died, and nobody knows
             calls[one.batch] += 1 / one.batch  # each of a call's items stands for its part of the call
     called = sum(calls.values())
-    return StepFigures(
+    return StepLoad(
         step=step.name,
         count=len(ran),
         skipped=ended["skipped"],
@@ -201,7 +212,7 @@ def _step(step: PlannedStep, timings: Sequence[StepTiming]) -> StepFigures:
 
 
 def _workers(timings: Iterable[StepTiming], plan: Plan, start_ms: float, end_ms: float) -> tuple[WorkerFigures, ...]:
-    """Return each worker's share of the time in which it was busy; nobody is told of workers that cannot be seen."""
+    """Return each worker's busy share; workers without statistics are omitted."""
     spans: dict[str, set[tuple[float, float]]] = defaultdict(set)
     for one in timings:
         if one.worker:

@@ -1,4 +1,4 @@
-"""One step opened by itself, called with made-up inputs, and what that took: times by items, memory of its process.
+"""Microbenchmark of one step: time by batch size and memory of its process.
 
     with opened(graph, planned, machine) as step:
         for items in sizes(step.items_max):
@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from weftline.engine.measuring.made_up import made_up
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
-from weftline.engine.runtime import Progress
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.session import OpenablePipeline, Session
 from weftline.errors import WeftlineError
 from weftline.nodes.urgency import SequencePart
@@ -60,6 +61,8 @@ def opened(
     """
     single = alone(graph, step.name)
     single = replace(single, limits=replace(single.limits, job_batch_ms=BATCH_MS))
+    # as if it shared its GPUs: an llm step that took all that is left would be measured with it
+    machine = replace(machine, devices=tuple(replace(one, shared=True) for one in machine.devices))
     plan = make_plan(single, machine)
     with OpenablePipeline(plan, machine, single).open(progress) as session:
         yield StepAlone(session, plan, {one.port for one in step.inputs}, seed)
@@ -86,7 +89,7 @@ class StepAlone:
 
     @property
     def times_ms(self) -> Mapping[int, list[float]]:
-        """How long calls took, by their number of items; of a streaming step, whole answers given side by side."""
+        """Durations of calls by number of items; for a streaming step, of concurrent answers."""
         return self._times
 
     def call(self, items: int, keep: bool = True) -> None:
@@ -123,7 +126,9 @@ class StepAlone:
 
     def _in_sequence(self, row: Mapping[str, Any]) -> Result | WeftlineError:
         try:
-            return self._session.run(sequence=SequencePart(f"profile-{self._asked}", start=True, end=True), **row)
+            return self._session.run(
+                RequestOptions(sequence=SequencePart(f"profile-{self._asked}", start=True, end=True)), **row
+            )
         except WeftlineError as error:
             return error
 

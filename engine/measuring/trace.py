@@ -1,4 +1,4 @@
-"""A load as a trace that opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Chrome trace export of a load, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 There is a process for every worker, with a slice for every batch, and a process `requests` with a slice for every
 request and inside it a slice for every step: its wait in the queue, its wait for company, its run. Arrows lead from a
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.measuring.outcome import Outcome
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.measuring.outcome import RequestOutcome
+from weftline.engine.scheduler.request import StepTiming
 from weftline.pipelines.plan import Plan
 
 REQUESTS_MAX = 5_000
@@ -30,7 +30,7 @@ REQUESTS_PID = 1
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One batch of one step: who ran it, from when to when in nanoseconds, and its items' timings."""
+    """One batch of one step: its worker, its start and end in nanoseconds, and its items' timings."""
 
     worker: str
     start: int
@@ -38,7 +38,7 @@ class _Batch:
     items: tuple[StepTiming, ...]
 
 
-def trace(outcomes: Sequence[Outcome], plan: Plan, requests_max: int = REQUESTS_MAX) -> dict[str, Any]:
+def trace(outcomes: Sequence[RequestOutcome], plan: Plan, requests_max: int = REQUESTS_MAX) -> dict[str, Any]:
     """Return the trace of the first `requests_max` outcomes as json values."""
     shown = sorted(outcomes, key=lambda one: one.sent_ms)[:requests_max]
     start_ms = shown[0].sent_ms if shown else 0.0
@@ -81,7 +81,7 @@ def _key(timing: StepTiming) -> _Key:
     return timing.worker, timing.step, timing.started_ms
 
 
-def _batches(outcomes: Sequence[Outcome], start_ms: float) -> dict[_Key, _Batch]:
+def _batches(outcomes: Sequence[RequestOutcome], start_ms: float) -> dict[_Key, _Batch]:
     items: dict[_Key, list[StepTiming]] = defaultdict(list)
     for outcome in outcomes:
         for timing in outcome.timings:
@@ -128,7 +128,7 @@ def _lanes_of_batches(batches: Mapping[_Key, _Batch], places: Mapping[_Key, tupl
 
 
 def _requests(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestOutcome],
     start_ms: float,
     batches: Mapping[_Key, _Batch],
     places: Mapping[_Key, tuple[int, int]],
@@ -162,11 +162,11 @@ def _requests(
     yield from arrows
 
 
-def _shown(outcome: Outcome) -> list[StepTiming]:
+def _shown(outcome: RequestOutcome) -> list[StepTiming]:
     return [one for one in outcome.timings if one.outcome != "skipped"]
 
 
-def _spans(outcome: Outcome, start_ms: float) -> list[tuple[int, int]]:
+def _spans(outcome: RequestOutcome, start_ms: float) -> list[tuple[int, int]]:
     return [
         (_ns(one.started_ms - one.queued_ms - start_ms), _ns(one.started_ms + one.run_ms - start_ms))
         for one in _shown(outcome)

@@ -1,4 +1,4 @@
-"""Where the time of a request went: the chain of steps that determined its end, and what each of them spent it on.
+"""Critical path analysis of a request: the chain of steps that determined its latency.
 
 The walk starts at the step that finished last and goes back: a step could begin when the last value it reads was there,
 so the step that gave it comes before it on the critical path. Along that path every millisecond from the sending of a
@@ -15,8 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from weftline.engine.measuring.outcome import Outcome
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.measuring.outcome import RequestOutcome
+from weftline.engine.scheduler.request import StepTiming
 from weftline.pipelines.plan import Plan
 
 QUEUE, BATCH_WAIT, NODE, HAND_OVER = "queue", "batch wait", "node", "hand-over"
@@ -34,7 +34,7 @@ PATHS_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TimeShare:
     """So many milliseconds of one request. `step` is '' for what lies outside of steps."""
 
     step: str
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StepShare:
-    """What a step adds to the mean latency, in milliseconds.
+    """A step's part of the mean latency, in milliseconds.
 
     on_path: share of the requests on whose critical path the step is.
     """
@@ -71,8 +71,8 @@ class PathShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """Where the time went, on average over the answered requests; steps and outside parts add up to `mean_ms`.
+class TimeBreakdown:
+    """Latency breakdown, averaged over the answered requests; steps and outside parts add up to `mean_ms`.
 
     outside: milliseconds outside of steps, by OUTSIDE_PARTS.
     paths:   the most frequent critical paths, at most PATHS_MAX.
@@ -85,7 +85,7 @@ class Where:
 
 
 class Before:
-    """Which steps a step may have waited for, read off a plan."""
+    """Possible predecessors of each step, from a plan."""
 
     def __init__(self, plan: Plan) -> None:
         wires = {
@@ -120,7 +120,7 @@ class Before:
                 ahead += self.steps.get(one, ())
 
 
-def where(outcomes: Sequence[Outcome], plan: Plan) -> Where:
+def where(outcomes: Sequence[RequestOutcome], plan: Plan) -> TimeBreakdown:
     """Return where the time of the answered requests went."""
     before = Before(plan)
     sums: dict[tuple[str, str], float] = defaultdict(float)
@@ -150,7 +150,7 @@ def where(outcomes: Sequence[Outcome], plan: Plan) -> Where:
         for step in plan.steps
         if on_path[step.name]
     )
-    return Where(
+    return TimeBreakdown(
         mean_ms=sum(outcome.latency_ms for outcome in answered) / count,
         steps=steps,
         outside={kind: sums[("", kind)] / count for kind in OUTSIDE_PARTS},
@@ -160,9 +160,9 @@ def where(outcomes: Sequence[Outcome], plan: Plan) -> Where:
     )
 
 
-def parts_of(outcome: Outcome, before: Before) -> list[Part]:
+def parts_of(outcome: RequestOutcome, before: Before) -> list[TimeShare]:
     """Return what a request's latency is made of, first things first; the parts add up to it."""
-    parts: list[Part] = []
+    parts: list[TimeShare] = []
     cursor_ms = outcome.ended_ms
     path = list(_path_back(outcome, before))
     for place, one in enumerate(path):
@@ -176,19 +176,19 @@ def parts_of(outcome: Outcome, before: Before) -> list[Part]:
         ran_ms, waited_ms = max(ended_ms - started_ms, 0.0), max(started_ms - ready_ms, 0.0)
         in_node_ms, for_company_ms = min(one.node_ms, ran_ms), min(one.batch_wait_ms, waited_ms)
         parts += [
-            Part("", AFTER if place == 0 else BETWEEN, cursor_ms - ended_ms),
-            Part(one.step, HAND_OVER, ran_ms - in_node_ms),
-            Part(one.step, NODE, in_node_ms),
-            Part(one.step, BATCH_WAIT, for_company_ms),
-            Part(one.step, QUEUE, waited_ms - for_company_ms),
+            TimeShare("", AFTER if place == 0 else BETWEEN, cursor_ms - ended_ms),
+            TimeShare(one.step, HAND_OVER, ran_ms - in_node_ms),
+            TimeShare(one.step, NODE, in_node_ms),
+            TimeShare(one.step, BATCH_WAIT, for_company_ms),
+            TimeShare(one.step, QUEUE, waited_ms - for_company_ms),
         ]
         cursor_ms = min(ready_ms, ended_ms)
     late_ms = min(outcome.late_ms, cursor_ms - outcome.sent_ms)
-    parts += [Part("", BEFORE, cursor_ms - outcome.sent_ms - late_ms), Part("", LATE, late_ms)]
+    parts += [TimeShare("", BEFORE, cursor_ms - outcome.sent_ms - late_ms), TimeShare("", LATE, late_ms)]
     return parts[::-1]
 
 
-def _path_back(outcome: Outcome, before: Before) -> Iterator[StepTiming]:
+def _path_back(outcome: RequestOutcome, before: Before) -> Iterator[StepTiming]:
     """Yield the timings of the critical path, last step first."""
     ran: dict[str, list[StepTiming]] = defaultdict(list)
     for timing in outcome.timings:

@@ -1,1 +1,1 @@
-"""What a server tells of itself: series for Prometheus, spans for OpenTelemetry."""
+"""Observability: Prometheus metrics and OpenTelemetry traces."""

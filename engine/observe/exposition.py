@@ -1,4 +1,4 @@
-"""Samples as text, as Prometheus reads it: in its own format, version 0.0.4, or as OpenMetrics 1.0.
+"""Text exposition of metrics: Prometheus format 0.0.4 and OpenMetrics 1.0.
 
 Written here because a scrape shares the interpreter with the runtime, and this takes a tenth of the time that the
 general writer of prometheus_client does. That one also spoils names with a colon, such as vLLM's, in OpenMetrics.

@@ -1,4 +1,4 @@
-"""A histogram: how often a value fell below each of some bounds, and the sum of all."""
+"""Histogram with fixed bucket bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Histogram:
             self.counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: float, times: int = 1) -> None:
-        """Take in a value that was seen so many times."""
+        """Record a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 

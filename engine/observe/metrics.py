@@ -1,4 +1,4 @@
-"""All figures of a server, for Prometheus.
+"""Metrics registry of a server: collects all series for `/metrics`.
 
     metrics = Metrics(backend.sessions)
     backend = LocalBackend(repository, served, observers=[metrics], metrics=metrics.render)
@@ -21,9 +21,10 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from weftline.engine.ingress.backend import Record
 from weftline.engine.observe import series, snapshots
 from weftline.engine.observe.exposition import exposition
+from weftline.engine.observe.gpus import GpuSampler
 from weftline.engine.observe.processes import usage_of
-from weftline.engine.observe.requests import Requests, Sample
-from weftline.engine.observe.snapshots import Measured
+from weftline.engine.observe.requests import RequestMetrics, Sample
+from weftline.engine.observe.snapshots import StatsSource
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text"
@@ -45,7 +46,7 @@ class Metrics:
 
     def __init__(
         self,
-        sessions: Callable[[], Mapping[str, Measured]],
+        sessions: Callable[[], Mapping[str, StatsSource]],
         *,
         callers: Collection[str] = (),
         ingress: Callable[[], Mapping[str, int]] = dict,
@@ -55,12 +56,13 @@ class Metrics:
         self._ingress = ingress
         self._version = version
         self._lock = threading.Lock()
-        self._requests = Requests(callers)
+        self._requests = RequestMetrics(callers)
+        self._gpus = GpuSampler()
         self._process = CollectorRegistry(auto_describe=False)  # of this process alone
         ProcessCollector(registry=self._process)
 
     def __call__(self, record: Record) -> None:
-        """Take in a request that ended."""
+        """Record an ended request."""
         with self._lock:
             self._requests.take(record)
 
@@ -86,4 +88,8 @@ class Metrics:
             except Exception:
                 _log.exception("the figures of model %s are left out this time", model)
         out += snapshots.ingress_samples(self._ingress(), usage_of)
+        try:
+            out += list(snapshots.gpu_samples(self._gpus.gpus(), self._sessions()))
+        except Exception:
+            _log.exception("the figures of GPUs are left out this time")
         return out

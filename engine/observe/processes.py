@@ -1,4 +1,4 @@
-"""What a process uses, read from /proc; a few dozen microseconds each."""
+"""Process metrics read from /proc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _USER, _SYSTEM, _RESIDENT = 11, 12, 21
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """cpu_s: processor time so far. descriptors: open ones; None where they cannot be seen."""
 
     resident_bytes: int
@@ -21,7 +21,7 @@ class Usage:
     descriptors: int | None
 
 
-def usage_of(pid: int) -> Usage | None:
+def usage_of(pid: int) -> ProcessUsage | None:
     """Return what a process uses; None when there is no such process, or nothing may be seen of it."""
     folder = Path("/proc", str(pid))
     try:
@@ -34,4 +34,4 @@ def usage_of(pid: int) -> Usage | None:
         descriptors = sum(1 for _ in (folder / "fd").iterdir())
     except OSError:
         descriptors = None  # a worker is not dumpable: its descriptors are for root alone to see
-    return Usage(resident_bytes, cpu_s, descriptors)
+    return ProcessUsage(resident_bytes, cpu_s, descriptors)

@@ -1,4 +1,4 @@
-"""The reference page of metrics and spans: `python -m weftline.engine.observe.reference` renews it.
+"""Generator of the reference page of metrics: `python -m weftline.engine.observe.reference`.
 
 Series come from the table that `/metrics` is written from. What attributes of spans mean is stated here; a test holds
 that a span has these and no others.
@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from weftline.engine.figures import FIGURES_MAX
 from weftline.engine.observe import series
+from weftline.engine.observe.gpus import SAMPLE_S
 from weftline.engine.observe.series import Series
 from weftline.engine.observe.spans import SPANS_MAX
 from weftline.engine.observe.traces import QUEUE_MAX, SEND_EVERY_S
+from weftline.engine.protocol.figures import FIGURES_MAX
 
 PAGE = Path("docs/reference/metrics.md")
 COMMAND = "python -m weftline.engine.observe.reference"
@@ -77,6 +78,16 @@ _INTRO = f"""\
 
 """
 
+_GPUS = f"""\
+## GPUs
+
+Read through NVML, at most once in {SAMPLE_S:g} s, when the figures are requested. They are of the GPUs that this
+server may use (`CUDA_VISIBLE_DEVICES`). `gpu` is the number that `nvidia-smi` gives a GPU, `uuid` its UUID. Without a
+driver there are none of these series, and what a GPU does not support is left out; a part of one (MIG) has no load.
+What a step holds is what was measured when it was open, of its largest instance.
+
+"""
+
 _LLM = """\
 ## Language models
 
@@ -110,6 +121,7 @@ def metrics_reference() -> str:
         "\n## Steps\n\n" + _table(series.STEP_SERIES),
         f"\nA node of your own shows figures by defining `figures()`: at most {FIGURES_MAX} finite numbers by name.\n",
         "\n## The engine\n\n" + _table(series.ENGINE_SERIES),
+        "\n" + _GPUS + _table(series.GPU_SERIES),
         "\n## Processes\n\n" + _table(series.PROCESS_SERIES),
         "".join(f"| `{name}` | {kind} |  | {unit} | {about} |\n" for name, (kind, unit, about) in PROCESS.items()),
         "\n" + _LLM + _table(series.LLM_SERIES),

@@ -1,4 +1,4 @@
-"""What the requests that ended add up to: one Record after the other goes in, series come out.
+"""Request metrics: aggregation of the records of ended requests.
 
 Pure, and owned by `Metrics`, whose lock guards it. Labels stay bounded whatever clients send: a model counts under its
 name once a request of it has reached a version, a caller when the token file names it, a door when it is one of ours.
@@ -13,7 +13,7 @@ from weftline.engine.ingress.backend import Record
 from weftline.engine.observe import series
 from weftline.engine.observe.histogram import Histogram
 from weftline.engine.observe.series import Series
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 
 Sample = tuple[Series, tuple[str, ...], float | Histogram]
 """A series, the values of its labels in the series' order, and its value."""
@@ -53,7 +53,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Answers:
-    """What a language model's requests add up to."""
+    """Totals of a language model's requests."""
 
     first: Histogram = field(default_factory=lambda: Histogram(series.LLM_FIRST_TOKEN.bounds))
     gaps: Histogram = field(default_factory=lambda: Histogram(series.LLM_INTER_TOKEN.bounds))
@@ -74,7 +74,7 @@ class _Model:
     answers: _Answers | None = None
 
 
-class Requests:
+class RequestMetrics:
     """The sums. callers: names that get a series of their own; requests of others count without."""
 
     def __init__(self, callers: Collection[str] = ()) -> None:
@@ -83,7 +83,7 @@ class Requests:
         self._models: dict[str, _Model] = {}
 
     def take(self, record: Record) -> None:
-        """Take in a request that ended."""
+        """Record an ended request."""
         model = self._model(record)
         ask = record.ask
         status = record.status if record.status in STATUSES else "UNKNOWN"

@@ -1,4 +1,4 @@
-"""Every series that `/metrics` shows, in one table: name, kind, labels, unit, meaning.
+"""Table of all metric series: name, kind, labels, unit and meaning.
 
 Base units only: seconds, bytes, ratios from 0 to 1. Labels have values that the operator wrote (models, steps, workers,
 devices, names of the token file) or a fixed few; nothing that a client sends becomes one. Series of language models
@@ -75,6 +75,14 @@ RECEIVED = _counter("weftline_request_received_bytes_total", "model", "bytes", "
 CALLERS = _counter("weftline_caller_requests_total", "caller status", "requests",
     "requests that ended, by the name in the token file")  # fmt: skip
 IN_FLIGHT = _gauge("weftline_requests_in_flight", "model", "requests", "requests that are admitted and not answered")
+SLO_LATENCY = _gauge("weftline_slo_latency_objective_seconds", "model", "seconds",
+    "`slo.latency_p99_ms`: 99 % of answers should take at most this long")  # fmt: skip
+SLO_P99 = _gauge("weftline_slo_latency_recent_seconds", "model", "seconds",
+    "p99 latency of the last 1000 answers; only of models with an objective")  # fmt: skip
+SLO_ANSWERS = _counter("weftline_slo_answers_total", "model", "requests",
+    "answers that were compared with the objective; since the model was loaded")  # fmt: skip
+SLO_OVER = _counter("weftline_slo_answers_over_total", "model", "requests",
+    "answers that took longer than the objective; since the model was loaded")  # fmt: skip
 
 STEP_ITEMS = _counter("weftline_step_items_total", "model step outcome", "items",
     "items of a step that ended; `outcome` is `ok`, `failed`, `lost` or `skipped`")  # fmt: skip
@@ -90,7 +98,7 @@ STEP_CALLS = _counter("weftline_step_calls_total", "model step", "calls",
     "calls of a step, each item standing for its part of one; items / calls is the mean batch")  # fmt: skip
 STEP_WAITING = _gauge("weftline_step_queue_depth", "model step", "items", "items that wait for a step")
 STEP_ITEMS_MAX = _gauge("weftline_step_batch_items_max", "model step", "items",
-    "items that a call may have now; fewer than `batch.items_max` after a want of memory")  # fmt: skip
+    "items that a call may have now; fewer than `batch.items_max` after an out-of-memory error")  # fmt: skip
 STEP_OUT_OF_MEMORY = _counter("weftline_step_out_of_memory_total", "model step", "dispatches",
     "dispatches with a batch for which there was no memory; since it was loaded")  # fmt: skip
 STEP_WORKERS = _gauge("weftline_step_workers", "model step", "workers", "instances of a step that there should be")
@@ -107,6 +115,35 @@ DEVICE_WORKER = _gauge("weftline_device_worker_bytes", "model device worker", "b
 DEVICE_STEP = _gauge("weftline_device_step_bytes", "model device step moment", "bytes",
     "what an instance of a step takes of its GPU; `moment` is `open` or `peak`")  # fmt: skip
 
+GPU_INFO = _gauge("weftline_gpu_info", "gpu uuid device name", "",
+    "always 1; `device` is what pipelines call the GPU")  # fmt: skip
+GPU_BUSY = _gauge("weftline_gpu_utilization_ratio", "gpu uuid", "ratio",
+    "part of the driver's last sampling period in which a kernel ran")  # fmt: skip
+GPU_MEMORY_BUSY = _gauge("weftline_gpu_memory_utilization_ratio", "gpu uuid", "ratio",
+    "part of that period in which its memory was read or written")  # fmt: skip
+GPU_TOTAL = _gauge("weftline_gpu_memory_total_bytes", "gpu uuid", "bytes", "its memory")
+GPU_USED = _gauge("weftline_gpu_memory_used_bytes", "gpu uuid", "bytes", "the part of it in use, by all processes")
+GPU_PLANNED = _gauge("weftline_gpu_memory_planned_bytes", "gpu uuid model owner what", "bytes",
+    "what the plan set aside for a step or a worker; `what` is as in weftline plan")  # fmt: skip
+GPU_HELD = _gauge("weftline_gpu_memory_held_bytes", "gpu uuid model owner what", "bytes",
+    "what is held for one of ours; `what` is `arena` (of a worker), `open`, `peak` or `kv` (of a step's instance)",
+)  # fmt: skip
+GPU_PROCESS = _gauge("weftline_gpu_memory_process_bytes", "gpu uuid model worker", "bytes",
+    "memory of a worker's process, its context included; only where the driver shows this server its pid")  # fmt: skip
+GPU_OTHERS = _gauge("weftline_gpu_memory_others_bytes", "gpu uuid", "bytes",
+    "what is in use but for our workers: other processes, and contexts of workers whose pid is not shown")  # fmt: skip
+GPU_POWER = _gauge("weftline_gpu_power_watts", "gpu uuid", "watts", "power draw")
+GPU_POWER_LIMIT = _gauge("weftline_gpu_power_limit_watts", "gpu uuid", "watts", "the power limit in force")
+GPU_TEMPERATURE = _gauge("weftline_gpu_temperature_celsius", "gpu uuid", "degrees Celsius", "temperature of the chip")
+GPU_THROTTLED = _gauge("weftline_gpu_throttled", "gpu uuid reason", "0 or 1",
+    "whether clocks are held back now, by NVML's reasons without idleness, such as `sw_power_cap`, "
+    "`hw_thermal_slowdown`")  # fmt: skip
+GPU_ECC = _counter("weftline_gpu_ecc_errors_total", "gpu uuid kind", "errors",
+    "ECC errors since the driver was loaded; `kind` is `corrected` or `uncorrected`")  # fmt: skip
+
+STEP_OUTPUT_DROPPED = _counter("weftline_step_output_dropped_bytes_total", "model step", "bytes",
+    "what a step printed beyond its allowance, which was dropped; since it was loaded")  # fmt: skip
+
 DISPATCHES = _counter("weftline_dispatches_total", "model", "dispatches", "batches sent; since it was loaded")
 DISPATCHED = _counter("weftline_dispatched_items_total", "model", "items", "items in them; since it was loaded")
 DEATHS = _counter("weftline_worker_deaths_total", "model", "deaths", "workers that died; since it was loaded")
@@ -115,7 +152,7 @@ RETRIED = _counter("weftline_items_retried_total", "model", "items", "items trie
 QUARANTINED = _counter("weftline_inputs_quarantined_total", "model", "inputs",
     "inputs that killed workers and are refused now; since it was loaded")  # fmt: skip
 LATE = _counter("weftline_items_late_total", "model", "items",
-    "items that were not begun because they could not make their deadline any more; since it was loaded")  # fmt: skip
+    "items dropped before dispatch because they could not meet their deadline; since it was loaded")  # fmt: skip
 STALE = _counter("weftline_stale_messages_total", "model", "messages",
     "messages of workers about what had ended when they came, dropped; since it was loaded")  # fmt: skip
 ARENA_QUARANTINED = _gauge("weftline_arena_quarantined_bytes", "model", "bytes",
@@ -179,15 +216,22 @@ LLM_REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", "model_name", "tok
 LLM_REQUEST_GENERATED = _histogram("vllm:request_generation_tokens", "model_name", "tokens",
     "a request's answer, all of its answers together", TOKENS)  # fmt: skip
 
-REQUEST_SERIES = (REQUESTS, DURATION, FIRST_PIECE, PIECES, RECEIVED, CALLERS, IN_FLIGHT)
+REQUEST_SERIES = (
+    REQUESTS, DURATION, FIRST_PIECE, PIECES, RECEIVED, CALLERS, IN_FLIGHT, SLO_LATENCY, SLO_P99, SLO_ANSWERS, SLO_OVER,
+)  # fmt: skip
 STEP_SERIES = (
     STEP_ITEMS, STEP_QUEUE, STEP_RUN, STEP_NODE, STEP_BATCH, STEP_CALLS, STEP_WAITING, STEP_WORKERS, STEP_WORKERS_READY,
-    STEP_WORKERS_ASLEEP, STEP_SLEPT, STEP_WOKEN, STEP_WAKE, STEP_ITEMS_MAX, STEP_OUT_OF_MEMORY, NODE_FIGURE,
+    STEP_WORKERS_ASLEEP, STEP_SLEPT, STEP_WOKEN, STEP_WAKE, STEP_ITEMS_MAX, STEP_OUT_OF_MEMORY,
+    STEP_OUTPUT_DROPPED, NODE_FIGURE,
 )  # fmt: skip
 ENGINE_SERIES = (
     BUILD, MODEL_READY, MODEL_VERSION, DISPATCHES, DISPATCHED, RETRIED, LATE, STALE, DEATHS, RESTARTS, QUARANTINED,
     COPIED, UNFINISHED, ARENA_SIZE, ARENA_LEASED, ARENA_QUARANTINED, ARENA_BLOCKS, ARENA_STALE, KV_TOTAL, KV_UNASSIGNED,
     KV_HELD, KV_USED, DEVICE_LEFT, DEVICE_WORKER, DEVICE_STEP,
+)  # fmt: skip
+GPU_SERIES = (
+    GPU_INFO, GPU_BUSY, GPU_MEMORY_BUSY, GPU_TOTAL, GPU_USED, GPU_PLANNED, GPU_HELD, GPU_PROCESS, GPU_OTHERS, GPU_POWER,
+    GPU_POWER_LIMIT, GPU_TEMPERATURE, GPU_THROTTLED, GPU_ECC,
 )  # fmt: skip
 PROCESS_SERIES = (WORKER_RESIDENT, WORKER_CPU, WORKER_FDS, INGRESS_RESIDENT, INGRESS_CPU, INGRESS_FDS)
 LLM_SERIES = (
@@ -195,5 +239,5 @@ LLM_SERIES = (
     LLM_GENERATED, LLM_SUCCESS, LLM_DRAFTED, LLM_ACCEPTED, LLM_FIRST_TOKEN, LLM_INTER_TOKEN, LLM_OUTPUT_TOKEN,
     LLM_REQUEST_TOKEN, LLM_E2E, LLM_REQUEST_PROMPT, LLM_REQUEST_GENERATED,
 )  # fmt: skip
-ALL = (*REQUEST_SERIES, *STEP_SERIES, *ENGINE_SERIES, *PROCESS_SERIES, *LLM_SERIES)
+ALL = (*REQUEST_SERIES, *STEP_SERIES, *ENGINE_SERIES, *GPU_SERIES, *PROCESS_SERIES, *LLM_SERIES)
 """Every series of ours. The server's own process has `process_*` of prometheus_client besides."""

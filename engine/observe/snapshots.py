@@ -1,15 +1,17 @@
-"""Series that are read from open sessions at the moment somebody asks: queues, memory, workers, what nodes count."""
+"""Gauges read from open sessions at scrape time: queues, memory, workers and node counters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from weftline.engine.health import Health
 from weftline.engine.observe import series
-from weftline.engine.observe.processes import Usage
+from weftline.engine.observe.gpus import Gpu
+from weftline.engine.observe.processes import ProcessUsage
 from weftline.engine.observe.requests import Sample
 from weftline.engine.observe.series import Series
+from weftline.engine.runtime.health import Health
+from weftline.errors import WeftlineError
 
 _TOTALS: Mapping[str, Series] = {
     "dispatches": series.DISPATCHES,
@@ -47,8 +49,8 @@ _WORKER = (series.WORKER_RESIDENT, series.WORKER_CPU, series.WORKER_FDS)
 _INGRESS = (series.INGRESS_RESIDENT, series.INGRESS_CPU, series.INGRESS_FDS)
 
 
-class Measured(Protocol):
-    """What is read of a Session."""
+class StatsSource(Protocol):
+    """The part of a Session that the metrics read."""
 
     def stats(self) -> Mapping[str, Any]: ...
 
@@ -57,12 +59,13 @@ class Measured(Protocol):
     def pids(self) -> Mapping[str, int]: ...
 
 
-def samples(model: str, session: Measured, usage_of: Callable[[int], Usage | None]) -> Iterator[Sample]:
+def samples(model: str, session: StatsSource, usage_of: Callable[[int], ProcessUsage | None]) -> Iterator[Sample]:
     """Yield a model's series; `usage_of` looks at a worker process by its pid."""
     stats = session.stats()
     yield series.MODEL_READY, (model,), float(session.health().ready)
     yield series.MODEL_VERSION, (model,), stats.get("version", 0)
     yield series.IN_FLIGHT, (model,), stats["requests"]["open"]
+    yield from _objective(model, stats["slo"])
     for name, one in _TOTALS.items():
         yield one, (model,), stats[name]
     for where in ("in", "between", "out"):
@@ -85,6 +88,8 @@ def samples(model: str, session: Measured, usage_of: Callable[[int], Usage | Non
         yield series.STEP_ITEMS_MAX, (model, step), batches["items_max"]
         yield series.STEP_OUT_OF_MEMORY, (model, step), batches["out_of_memory"]
     yield from _kv(model, stats["kv"])
+    for step, dropped in stats.get("output_dropped_bytes", {}).items():
+        yield series.STEP_OUTPUT_DROPPED, (model, step), dropped
     for step, told in stats["figures"].items():
         for worker, figures in told.items():
             yield from _figures(model, step, worker, figures)
@@ -92,7 +97,74 @@ def samples(model: str, session: Measured, usage_of: Callable[[int], Usage | Non
         yield from _process(_WORKER, (model, worker), usage_of(pid))
 
 
-def ingress_samples(pids: Mapping[str, int], usage_of: Callable[[int], Usage | None]) -> Iterator[Sample]:
+def _objective(model: str, slo: Mapping[str, Any]) -> Iterator[Sample]:
+    if not slo:
+        return
+    yield series.SLO_LATENCY, (model,), slo["latency_p99_ms"] / 1000
+    if slo["recent_p99_ms"] is not None:
+        yield series.SLO_P99, (model,), slo["recent_p99_ms"] / 1000
+    yield series.SLO_ANSWERS, (model,), slo["answers"]
+    yield series.SLO_OVER, (model,), slo["over"]
+
+
+def gpu_samples(gpus: Sequence[Gpu], sessions: Mapping[str, StatsSource]) -> Iterator[Sample]:
+    """Yield the series of GPUs, with what each session that can be read has of them."""
+    told = {}
+    for model, session in sorted(sessions.items()) if gpus else ():
+        try:
+            told[model] = session.stats(), session.pids()
+        except WeftlineError:  # it has just been closed
+            continue
+    for gpu in gpus:
+        of = (str(gpu.index), gpu.uuid)
+        yield series.GPU_INFO, (*of, gpu.device, gpu.name), 1.0
+        for one, value in (
+            (series.GPU_BUSY, gpu.busy),
+            (series.GPU_MEMORY_BUSY, gpu.memory_busy),
+            (series.GPU_TOTAL, gpu.total_bytes),
+            (series.GPU_USED, gpu.used_bytes),
+            (series.GPU_POWER, gpu.power_watts),
+            (series.GPU_POWER_LIMIT, gpu.power_limit_watts),
+            (series.GPU_TEMPERATURE, gpu.temperature_celsius),
+        ):
+            if value is not None:
+                yield one, of, value
+        for reason, holds in gpu.reasons.items():
+            yield series.GPU_THROTTLED, (*of, reason), float(holds)
+        for kind, errors in (("corrected", gpu.corrected), ("uncorrected", gpu.uncorrected)):
+            if errors is not None:
+                yield series.GPU_ECC, (*of, kind), errors
+        others = gpu.used_bytes
+        for model, (stats, pids) in told.items():
+            memory = stats["device_memory"].get(gpu.device)
+            if memory is None:
+                continue
+            yield from _gpu_owners((*of, model), memory, stats["kv"].get(gpu.device))
+            for worker, measured in memory["workers"].items():
+                process = gpu.processes.get(pids.get(worker, -1))
+                if process is not None:
+                    yield series.GPU_PROCESS, (*of, model, worker), process
+                others = None if others is None else others - (measured if process is None else process)
+        if others is not None:
+            yield series.GPU_OTHERS, of, max(0, others)
+
+
+def _gpu_owners(of: tuple[str, ...], memory: Mapping[str, Any], kv: Mapping[str, Any] | None) -> Iterator[Sample]:
+    planned: dict[tuple[str, str], int] = {}
+    for owner, what, bytes in memory["claims"]:
+        planned[owner, what] = planned.get((owner, what), 0) + bytes
+    for (owner, what), bytes in planned.items():
+        yield series.GPU_PLANNED, (*of, owner, what), bytes
+    for worker, bytes in memory["arenas"].items():
+        yield series.GPU_HELD, (*of, worker, "arena"), bytes
+    for step, use in memory["steps"].items():
+        yield series.GPU_HELD, (*of, step, "open"), use["open_bytes"]
+        yield series.GPU_HELD, (*of, step, "peak"), use["peak_bytes"]
+    for instance, bytes in (kv["held_bytes"] if kv is not None else {}).items():
+        yield series.GPU_HELD, (*of, instance, "kv"), bytes
+
+
+def ingress_samples(pids: Mapping[str, int], usage_of: Callable[[int], ProcessUsage | None]) -> Iterator[Sample]:
     """Yield the series of ingress processes, by name."""
     for process, pid in pids.items():
         yield from _process(_INGRESS, (process,), usage_of(pid))
@@ -132,7 +204,9 @@ def _figures(model: str, step: str, worker: str, figures: Mapping[str, float]) -
             yield series.NODE_FIGURE, (model, step, worker, name), value
 
 
-def _process(of: tuple[Series, Series, Series], labels: tuple[str, ...], usage: Usage | None) -> Iterator[Sample]:
+def _process(
+    of: tuple[Series, Series, Series], labels: tuple[str, ...], usage: ProcessUsage | None
+) -> Iterator[Sample]:
     if usage is None:
         return
     resident, cpu, descriptors = of

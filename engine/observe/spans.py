@@ -1,4 +1,4 @@
-"""A request that ended, as spans: one for the request and one for each time a step ran. Plain values, made afterwards.
+"""Spans of an ended request: one for the request and one for each run of a step.
 
 Names and attributes follow OpenTelemetry's conventions where it has some (`gen_ai.*` for language models); the rest is
 called `weftline.*`. No value of a request is in them, and no more than SPANS_MAX spans come of one request.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weftline.engine.ingress.backend import Record
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 
 SPANS_MAX = 128
 """Most steps shown of one request: a `map:` step runs once for each element of a list."""
@@ -26,7 +26,7 @@ Attribute = str | bool | int | float | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class SpanFacts:
-    """What a span says. start_ns, end_ns: since the epoch. error: why it failed; None when it did not."""
+    """Contents of a span. start_ns, end_ns: since the epoch. error: reason of the failure, or None."""
 
     name: str
     start_ns: int

@@ -1,4 +1,4 @@
-"""W3C Trace Context (https://www.w3.org/TR/trace-context/): where a request stands in a trace, as a header says it."""
+"""W3C Trace Context headers (https://www.w3.org/TR/trace-context/)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TraceContext:
 
 
 def parse(traceparent: str) -> TraceContext | None:
-    """Return what a `traceparent` header says; None for none, and for a malformed one, which is to be ignored."""
+    """Parse a `traceparent` header; return None for a missing or malformed one."""
     found = _HEADER.fullmatch(traceparent)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry, made when a request has ended, under ids that were given out when it came.
+"""OpenTelemetry span export, after a request has ended.
 
     tracing = Tracing(to_collector("http://127.0.0.1:4317"))
     backend = LocalBackend(repository, served, observers=[tracing], begin=tracing.begin)

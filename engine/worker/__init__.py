@@ -1,1 +1,1 @@
-"""What runs in a worker process: its loop, the nodes in it, its memory and its device."""
+"""Worker processes: the main loop, hosted steps, shared memory and the device."""

@@ -1,7 +1,8 @@
-"""A worker process from its first moment: it is hardened before it loads anything that takes time.
+"""Entry point of a worker process: hardens the process, then runs the main loop.
 
-Started by exec with one inherited socket, `python -m weftline.engine.worker FD PARENT_PID`. Until it is hardened nobody
-tells it that its parent has ended, so nothing but that is imported here; what it does then is in `loop.py`.
+The runtime starts it by exec with one inherited socket, and one output pipe per step where it has several steps:
+`python -m weftline.engine.worker FD [PIPE...] PARENT_PID`. Before hardening, the process does not notice the end of its
+parent. Nothing slow is imported until then. The main loop is in `main.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from weftline.engine.worker.hardening import harden
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve on the inherited socket FD until it closes."""
-    descriptor, parent_pid = map(int, (arguments or sys.argv[1:])[:2])
+    descriptor, *pipes, parent_pid = map(int, arguments or sys.argv[1:])
     harden(parent_pid)
 
-    import logging
+    from weftline.engine.runtime import descendants
+    from weftline.engine.worker.main import run_worker
+    from weftline.engine.worker.stdio import StepPipes, log_to_stderr
 
-    from weftline.engine.worker.loop import work
-
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
-    work(descriptor)
+    descendants.name_children(os.environ.get(descendants.VARIABLE, ""))
+    log_to_stderr()
+    run_worker(descriptor, StepPipes(pipes))
     return 0
 
 

@@ -1,8 +1,8 @@
-"""What a worker process gives up before it runs anybody's model.
+"""Harden a process before it runs model code.
 
-prctl(2): it may not gain privileges, its memory may not be read by others of the same user through ptrace or procfs,
-and it is killed when the thread that started it ends. The death signal is set after exec, so the parent could already
-be gone by then; its pid is checked once more.
+Uses prctl(2): the process may not gain privileges, other processes of the same user cannot read its memory through
+ptrace or procfs, and the kernel kills it when the thread that started it ends. The parent can end before the death
+signal is set, so its pid is checked afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PR_SET_NO_NEW_PRIVS = 38
 
 
 def harden(parent_pid: int) -> None:
-    """Apply all of it to this process; exits at once when the parent is already gone."""
+    """Harden this process; exits at once when the parent has already ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

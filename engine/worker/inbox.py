@@ -1,8 +1,8 @@
-"""What has come for a worker and was not done yet, and which running items nobody waits for any more.
+"""The message queue of a worker, and the cancellations of its running dispatches.
 
-Messages are done in the order they came, with two exceptions: Room answers the question that the work in hand has
-asked, and a Cancel is noted as soon as it is seen, also in the middle of a batch, for the dispatches that came before
-it and for no later one.
+Messages are handled in the order of arrival, with two exceptions. An OutputBuffer answers the BufferRequest of the
+current dispatch. A CancelItems is applied on arrival, even in the middle of a batch: to the dispatches that arrived
+before it, and to no later one.
 """
 
 from __future__ import annotations
@@ -11,114 +11,137 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from weftline.engine.channel import Channel, ChannelClosed
-from weftline.engine.messages import Cancel, Chain, Room, Run, ToWorker, decode_to_worker
+from weftline.engine.protocol.channel import Channel, ChannelClosed
+from weftline.engine.protocol.messages import CancelItems, Chain, OutputBuffer, RunBatch, ToWorker, decode_to_worker
 
-LOOK_EVERY_S = 0.001
-"""How often a batch that asks whether it is cancelled really looks: looking costs a system call."""
+POLL_INTERVAL_S = 0.001
+"""Shortest time between two polls of the socket for cancellations: a poll costs a system call."""
 
 
 class Cancels:
-    """Which items of the running dispatch nobody waits for.
+    """The cancelled items of the running dispatch.
 
-    gone: their ids, as far as known.
-    look: takes in news.
+    cancelled: their ids, as received so far.
+    poll:      receives pending cancellations.
     """
 
-    __slots__ = ("gone", "look")
+    __slots__ = ("cancelled", "poll")
 
-    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
-        self.gone: set[int] = set()
-        self.look = look
+    def __init__(self, poll: Callable[[], None] = lambda: None) -> None:
+        self.cancelled: set[int] = set()
+        self.poll = poll
 
     def has(self, item: int) -> bool:
-        """Whether an item is gone, by the latest news."""
-        self.look()
-        return item in self.gone
+        """Poll, and return whether an item is cancelled."""
+        self.poll()
+        return item in self.cancelled
 
 
 class Inbox:
-    """The messages of one worker. `cancels` is about the dispatch that was begun last."""
+    """The messages of one worker.
+
+    cancels:   the cancellations of the dispatch that was begun last.
+    on_buffer: called with each OutputBuffer, where steps have threads; None: `wait_buffer` returns them.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._waiting: deque[ToWorker] = deque()
-        self._chains: dict[int, frozenset[int]] = {}  # the steps of each
-        self._gone: dict[int, set[int]] = {}  # by dispatch, of those that wait or run
-        self._running: Run | None = None
-        self._looked_s = 0.0
-        self.cancels = Cancels(self._look)
+        self._chains: dict[int, frozenset[int]] = {}  # steps by chain
+        self._cancelled: dict[int, set[int]] = {}  # item ids by queued dispatch
+        self._running: dict[int, tuple[RunBatch, set[int]]] = {}  # by dispatch, with its cancelled items
+        self._polled_s = 0.0
+        self.cancels = Cancels(self._poll_cancels)
+        self.on_buffer: Callable[[OutputBuffer], None] | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def take(self) -> ToWorker:
-        """Return the oldest message; IndexError when there is none."""
+    @property
+    def oldest(self) -> ToWorker | None:
+        return self._waiting[0] if self._waiting else None
+
+    def pop(self) -> ToWorker:
+        """Remove and return the oldest message; IndexError when there is none."""
         return self._waiting.popleft()
 
-    def wait_mail(self) -> None:
-        """Wait until at least one message has come."""
+    def wait_message(self) -> None:
+        """Wait until at least one message is queued."""
         while not self._waiting:
             self._receive()
 
-    def fetch(self) -> None:
-        """Take in what has come, without waiting."""
+    def poll(self) -> None:
+        """Queue received messages without waiting."""
         if self._channel.has_mail():
             self._receive()
 
-    def wait_room(self) -> Room:
-        """Wait for the answer to a Need; what else comes is kept for later."""
-        room: Room | None = None
+    def wait_buffer(self) -> OutputBuffer:
+        """Wait for the answer to a BufferRequest; other messages are queued."""
+        room: OutputBuffer | None = None
         while room is None:
             for body in self._channel.receive():
                 message = decode_to_worker(body)
-                if isinstance(message, Room):
+                if isinstance(message, OutputBuffer):
                     room = message
                 else:
-                    self._keep(message)
+                    self._enqueue(message)
         return room
 
-    def begin(self, run: Run) -> None:
-        """A dispatch begins: `cancels` is about its items from now on."""
-        self._running = run
-        self.cancels.gone = self._gone.pop(run.dispatch) if run.dispatch in self._gone else set()
+    def begin(self, run: RunBatch) -> None:
+        """Begin a dispatch: `cancels` refers to its items from now on."""
+        self._running.clear()
+        self.cancels.cancelled = self.track(run)
 
     def end(self) -> None:
-        """The dispatch is over, whatever is said about its items now."""
-        self._running = None
+        """End the dispatch: later cancellations of its items are ignored."""
+        self._running.clear()
+
+    def track(self, run: RunBatch) -> set[int]:
+        """Return the set of cancelled items of a dispatch, which grows until `untrack`."""
+        cancelled = self._cancelled.pop(run.dispatch) if run.dispatch in self._cancelled else set()
+        self._running[run.dispatch] = run, cancelled
+        return cancelled
+
+    def untrack(self, dispatch: int) -> None:
+        """End a tracked dispatch."""
+        del self._running[dispatch]
 
     def _receive(self) -> None:
         for body in self._channel.receive():
-            self._keep(decode_to_worker(body))
+            self._enqueue(decode_to_worker(body))
 
-    def _keep(self, message: ToWorker) -> None:
-        if isinstance(message, Cancel):
-            self._note(message)
+    def _enqueue(self, message: ToWorker) -> None:
+        if isinstance(message, CancelItems):
+            self._apply_cancel(message)
         elif isinstance(message, Chain):
             self._chains[message.id] = frozenset(stage.step for stage in message.stages)
+        elif isinstance(message, OutputBuffer) and self.on_buffer is not None:
+            self.on_buffer(message)
+            return
         self._waiting.append(message)
 
-    def _note(self, cancel: Cancel) -> None:
-        if self._running is not None and self._is_of(cancel, self._running):
-            self.cancels.gone |= _both(cancel, self._running)
+    def _apply_cancel(self, cancel: CancelItems) -> None:
+        for run, cancelled in self._running.values():
+            if self._concerns(cancel, run):
+                cancelled |= _items_in(cancel, run)
         for message in self._waiting:
-            if isinstance(message, Run) and self._is_of(cancel, message):
-                self._gone.setdefault(message.dispatch, set()).update(_both(cancel, message))
+            if isinstance(message, RunBatch) and self._concerns(cancel, message):
+                self._cancelled.setdefault(message.dispatch, set()).update(_items_in(cancel, message))
 
-    def _is_of(self, cancel: Cancel, run: Run) -> bool:
+    def _concerns(self, cancel: CancelItems, run: RunBatch) -> bool:
         return cancel.step == run.step or cancel.step in self._chains.get(run.chain, ())
 
-    def _look(self) -> None:
+    def _poll_cancels(self) -> None:
         now = time.monotonic()
-        if now - self._looked_s < LOOK_EVERY_S:
+        if now - self._polled_s < POLL_INTERVAL_S:
             return
-        self._looked_s = now
+        self._polled_s = now
         try:
-            self.fetch()
-        except ChannelClosed:  # nobody waits for anything; the next send ends the process
-            if self._running is not None:
-                self.cancels.gone |= {item.id for item in self._running.items}
+            self.poll()
+        except ChannelClosed:  # the runtime has ended; the next send ends this process
+            for run, cancelled in self._running.values():
+                cancelled |= {item.id for item in run.items}
 
 
-def _both(cancel: Cancel, run: Run) -> set[int]:
+def _items_in(cancel: CancelItems, run: RunBatch) -> set[int]:
     return set(cancel.items).intersection(item.id for item in run.items)

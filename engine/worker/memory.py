@@ -1,8 +1,10 @@
-"""What a worker sees of shared memory: host arenas, and its device where it has one.
+"""Shared memory of a worker: the host arenas, the device, and reading values in either.
 
-A value is read where it lies. What lies on the device alone and is read as an array is brought down, once in a
-dispatch. Outputs that are part of an input, or were written where they will be read from, are found again here; how the
-others get to their places is `giving`.
+A value is read in place. A device-only value that is read as an array is downloaded once per dispatch. `find_in_host`
+and `find_on_device` find outputs that are part of an input or were written into a preallocated block. Placement of
+other outputs is in outputs.py. `fetch` copies device-only tensors to host memory for a process that cannot attach the
+device arena. Those are few: the ones in transit when the first reader failed to attach it. From then on the worker
+places all outputs in host memory (messages.UseHostOutputs).
 """
 
 from __future__ import annotations
@@ -12,112 +14,131 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.messages import Value
-from weftline.engine.packed import Packed, Source
-from weftline.engine.values import live
-from weftline.engine.worker.device_work import DeviceWork
-from weftline.engine.worker.near import NearMemory
+from weftline.engine.protocol.messages import Fetch, Fetched, Value
+from weftline.engine.protocol.packed import Packed, Source
+from weftline.engine.protocol.values import live
+from weftline.engine.worker.device import WorkerDevice
+from weftline.engine.worker.device_dispatch import DeviceDispatch
+from weftline.engine.worker.threads import EngineLock
+from weftline.errors import LimitReached, StepError
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, Place
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import TensorSpec
-from weftline.shm.view import offset_in
+from weftline.shm.view import bytes_view, offset_in
 
-Need = Callable[[Sequence[int], Sequence[int]], tuple[Sequence[Block], Sequence[Block]]]
-"""Ask for one block of each size, in host memory and on the device; LimitReached when there is no room."""
+Allocate = Callable[[Sequence[int], Sequence[int]], tuple[Sequence[Block], Sequence[Block]]]
+"""Allocate one block of each size, in host memory and on the device; LimitReached when there is no memory."""
 
 
 class Memory:
-    """Every attached arena by id, the id of the worker's own, and how to ask for room in it.
+    """The attached host arenas by id, the worker's own arena, its device, and block allocation.
 
-    near: the worker's device; None without one.
+    device: the worker's device; None without one.
     work: what the dispatch in hand does there, or the last one if it goes on there; else None.
-    copied_bytes: bytes copied into shared memory since somebody last set it to 0.
+    copied_bytes: bytes copied into shared memory since this was last set to 0.
+    lock: held while the engine's code runs, where steps have threads of their own; else None.
     """
 
-    def __init__(self, arenas: dict[int, HostArena], own: int, need: Need, near: NearMemory | None = None) -> None:
+    def __init__(
+        self, arenas: dict[int, HostArena], own: int, allocate: Allocate, device: WorkerDevice | None = None
+    ) -> None:
         self.arenas = arenas
-        self.own = own
-        self.need = need
-        self.near = near
-        self.work: DeviceWork | None = None
+        self.own_id = own
+        self.allocate = allocate
+        self.device = device
+        self.dispatch: DeviceDispatch | None = None
         self.copied_bytes = 0
+        self.lock: EngineLock | None = None
+        self._copies: tuple[int, int] | None = None  # upload and download streams of a step thread
+        self._thread_views: list[Memory] = []
+
+    def for_thread(self, allocate: Allocate, lock: EngineLock) -> Memory:
+        """Return the same memory for a step thread: with its own dispatch and copy streams."""
+        view = Memory(self.arenas, self.own_id, allocate, self.device)
+        view.lock = lock
+        if self.device is not None:
+            view._copies = self.device.new_stream(), self.device.new_stream()
+        self._thread_views.append(view)
+        return view
 
     @property
     def own_arena(self) -> HostArena:
-        return self.arenas[self.own]
+        return self.arenas[self.own_id]
 
-    # arenas come and go
+    # arenas
 
-    def make(self, arena: int, own: HostArena) -> None:
-        """Take the worker's own arena, known by `arena` from now on."""
-        self.arenas[arena], self.own = own, arena
+    def set_own_arena(self, arena: int, own: HostArena) -> None:
+        """Set the worker's own arena and its id."""
+        self.arenas[arena], self.own_id = own, arena
 
-    def use(self, near: NearMemory) -> None:
-        """Have a device from now on: host arenas are page-locked, so that copies between both run beside the host."""
-        self.near = near
+    def set_device(self, device: WorkerDevice) -> None:
+        """Set the device: page-locks the host arenas, so that copies run asynchronously."""
+        self.device = device
         for arena in self.arenas.values():
-            near.lock_pages(arena)
+            device.lock_pages(arena)
 
-    def name(self, arena: int) -> None:
-        """Learn the id of the worker's own arena."""
-        self.arenas[arena] = self.arenas.pop(self.own)
-        self.own = arena
+    def set_own_id(self, arena: int) -> None:
+        """Set the id of the worker's own arena."""
+        self.arenas[arena] = self.arenas.pop(self.own_id)
+        self.own_id = arena
+        for view in self._thread_views:
+            view.own_id = arena
 
     def attach(self, arena: int, other: HostArena) -> None:
-        """Take another process's arena, in place of one of that id."""
+        """Attach another process's arena; replaces one of the same id."""
         self.retire(arena)
         self.arenas[arena] = other
-        if self.near is not None:
-            self.near.lock_pages(other)
+        if self.device is not None:
+            self.device.lock_pages(other)
 
     def retire(self, arena: int) -> None:
-        """Let an arena go: its writer is gone and nobody needs its bytes."""
+        """Detach an arena whose owner has ended and that has no readers left."""
         known = self.arenas.pop(arena, None)
         if known is not None:
-            if self.near is not None:
-                self.near.unlock_pages(known)
+            if self.device is not None:
+                self.device.unlock_pages(known)
             known.close()
-        elif self.near is not None:
-            self.near.retire(arena)
+        elif self.device is not None:
+            self.device.retire(arena)
 
-    # a dispatch
+    # dispatches
 
-    def begin(self) -> None:
-        """A dispatch, or a round of a stream, begins."""
+    def begin_dispatch(self) -> None:
+        """Begin a dispatch."""
         self.copied_bytes = 0
-        if self.near is not None:
-            self.work = DeviceWork(self.near, self.arenas)
+        if self.device is not None:
+            self.dispatch = DeviceDispatch(self.device, self.arenas, self._copies)
 
-    def end(self, ready: Block | None = None) -> bool:
-        """A dispatch is over: wait for its work on the device, or leave it there; whether it goes on.
+    def end_dispatch(self, ready: Block | None = None) -> bool:
+        """End a dispatch: wait for its device work, or record an event; returns whether the work is unfinished.
 
-        ready: the event to mark it with, if it may go on; `work` stays then, to be released once that has come.
+        ready: the event to record, if the work may stay unfinished; `dispatch` is then released after that event.
         """
-        if self.work is None or self.near is None:
+        if self.dispatch is None or self.device is None:
             return False
-        goes_on = self.work.end(None if ready is None else self.near.mark_of(ready))
+        goes_on = self.dispatch.end(None if ready is None else self.device.event_of(ready))
         if not goes_on:
-            self.work = None
+            self.dispatch = None
         return goes_on
 
     # values
 
     def live(self, source: Source) -> Any:
-        """Return what a reader in this process sees of a value, arrays in host memory and read-only."""
-        if self.near is None:
+        """Return a value for a reader in this process; arrays are in host memory and read-only."""
+        if self.device is None:
             return live(source, self.arenas)
         if source.items is not None:
             return [self.live(item) for item in source.items]
-        if self._is_near_alone(source):
-            if self.work is not None:
-                return self.work.brought(source)
+        if self._is_device_only(source):
+            if self.dispatch is not None:
+                return self.dispatch.to_host(source)
             if isinstance(source, Value):
-                return self.near.bring(source)
+                return self.device.download(source)
         return live(source, self.arenas)
 
-    def lies_at(self, packed: Packed, sources: Sequence[Source], room: Place | None = None) -> Value | None:
-        """Return an array as it lies in shared memory already: in `room`, or as (part of) one of `sources`."""
+    def find_in_host(self, packed: Packed, sources: Sequence[Source], room: Place | None = None) -> Value | None:
+        """Find an array in shared memory: in the block `room`, or as (part of) one of `sources`."""
         if packed.array is None:
             return None
         if room is not None:
@@ -126,7 +147,7 @@ class Memory:
                 return packed.at(room._replace(offset=offset, size_bytes=packed.size_bytes))
         for source in sources:
             if source.items:
-                found = self.lies_at(packed, source.items)
+                found = self.find_in_host(packed, source.items)
                 if found is not None:
                     return found
             place = source.place if isinstance(source, Value) else None
@@ -136,48 +157,48 @@ class Memory:
                     return packed.at(place._replace(offset=offset, size_bytes=packed.size_bytes))
         return None
 
-    def lies_near(self, packed: Packed, sources: Sequence[Source], room: Place | None = None) -> Value | None:
-        """Return a tensor as it lies in a device arena already: in `room`, or as (part of) one of `sources`.
+    def find_on_device(self, packed: Packed, sources: Sequence[Source], room: Place | None = None) -> Value | None:
+        """Find a tensor in a device arena: in the block `room`, or as (part of) one of `sources`.
 
-        A part of a value that lies in host memory too lies there in the same part.
+        A value in both memories has the same layout in both.
         """
-        if packed.near is None or self.near is None:
+        if packed.near is None or self.device is None:
             return None
         if room is not None:
-            offset = self.near.offset_of(packed.near, self.near.own)
+            offset = self.device.offset_of(packed.near, self.device.own_id)
             if offset is not None and _within(offset, packed.size_bytes, room):
                 place = room._replace(offset=offset, size_bytes=packed.size_bytes)
                 return Value(packed.kind, packed.dtype, packed.shape, near=place)
         for source in sources:
             if source.items:
-                found = self.lies_near(packed, source.items)
+                found = self.find_on_device(packed, source.items)
                 if found is not None:
                     return found
-            near = source.near if isinstance(source, Value) else None
-            if near is not None and isinstance(source, Value):
-                offset = self.near.offset_of(packed.near, near.arena)
-                if offset is not None and _within(offset, packed.size_bytes, near):
-                    here = near._replace(offset=offset, size_bytes=packed.size_bytes)
+            device = source.near if isinstance(source, Value) else None
+            if device is not None and isinstance(source, Value):
+                offset = self.device.offset_of(packed.near, device.arena)
+                if offset is not None and _within(offset, packed.size_bytes, device):
+                    here = device._replace(offset=offset, size_bytes=packed.size_bytes)
                     host = source.place
                     if host is not None:
-                        start = host.offset + offset - near.offset
+                        start = host.offset + offset - device.offset
                         host = host._replace(offset=start, size_bytes=packed.size_bytes)
                     return Value(packed.kind, packed.dtype, packed.shape, None, host, None, here, source.ready)
         return None
 
     def array_in(self, room: Place, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | None:
-        """Return a writable array that fills `room`, or None when it does not fill it exactly."""
+        """Return a writable array in a block, or None when the sizes differ."""
         if int(np.prod(shape)) * dtype.itemsize != room.size_bytes:
             return None
         return np.ndarray(shape, dtype, self.own_arena.buffer, room.offset)
 
     def tensor_in(self, room: Place, spec: TensorSpec) -> DeviceTensor | None:
-        """Return a writable tensor on the device that fills `room`, or None when it does not fill it exactly."""
-        if self.near is None or self.near.arena is None or spec.size_bytes != room.size_bytes:
+        """Return a writable device tensor in a block, or None when the sizes differ."""
+        if self.device is None or self.device.arena is None or spec.size_bytes != room.size_bytes:
             return None
-        return self.near.arena.view(room, spec, writable=True)
+        return self.device.arena.view(room, spec, writable=True)
 
-    def _is_near_alone(self, source: Source) -> bool:
+    def _is_device_only(self, source: Source) -> bool:
         if isinstance(source, Packed):
             return source.near is not None and source.array is None
         return source.near is not None and source.place is None and source.data is None
@@ -185,3 +206,28 @@ class Memory:
 
 def _within(offset: int, size_bytes: int, place: Place) -> bool:
     return place.offset <= offset and offset + size_bytes <= place.offset + place.size_bytes
+
+
+def fetch(memory: Memory, message: Fetch) -> Fetched:
+    """Copy device-only tensors to the host arena; waits for the blocks and for the copies."""
+    if memory.device is None:
+        return Fetched(message.token, (), "its worker has no device driver")
+    try:
+        return Fetched(message.token, _copied(memory, memory.device, message.values))
+    except (LimitReached, StepError) as error:
+        return Fetched(message.token, (), str(error))
+
+
+def _copied(memory: Memory, device: WorkerDevice, values: tuple[Value, ...]) -> tuple[Value, ...]:
+    tensors = [device.view(value) for value in values]
+    blocks, _ = memory.allocate([tensor.nbytes for tensor in tensors], ())
+    placed = []
+    for value, tensor, block in zip(values, tensors, blocks, strict=True):
+        place = block.place(0, tensor.nbytes)
+        if value.ready is not None:
+            device.wait_ready(device.download_stream, value.ready)
+        room = np.frombuffer(bytes_view(memory.own_arena, place), np.uint8)
+        device.driver.copy(int(room.ctypes.data), tensor.address, tensor.nbytes, device.download_stream)
+        placed.append(Value(value.kind, value.dtype, value.shape, place=place))
+    device.driver.synchronize(device.download_stream)
+    return tuple(placed)

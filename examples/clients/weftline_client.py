@@ -18,7 +18,7 @@ def main(url: str = "localhost:8001") -> None:
         for name, port in client.describe(MODEL).inputs.items():
             print(f"wants {name}: {port}")
         photo, question = DATA / "photo.png", DATA / "question.wav"
-        for piece in client.stream(MODEL, question=question, photo=photo, deadline_ms=60_000):
+        for piece in client.stream(MODEL, weftline.RequestOptions(deadline_ms=60_000), question=question, photo=photo):
             print(f"{piece.output}{'' if piece.last else ' ...'}: {piece.value}")
         print("answered so far:", client.stats(MODEL)[MODEL].requests)
 

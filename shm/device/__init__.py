@@ -1,1 +1,1 @@
-"""Device memory shared between processes: drivers, arenas, and tensors seen where they lie."""
+"""Device memory shared between processes: drivers, arenas, events and zero-copy tensors."""

@@ -1,4 +1,4 @@
-"""Device memory shared between processes, with the verbs of a host arena.
+"""Device arena: device memory shared between processes, with the interface of a host arena.
 
 The worker that writes creates an arena on its device; the others of that device attach to it, read-only, by a
 descriptor or, where the driver shares nothing by descriptor, by a handle:
@@ -95,7 +95,7 @@ class DeviceArena:
     def attach(
         cls, driver: GpuDriver, size_bytes: int, rung: str, descriptor: int = -1, handle: bytes = b""
     ) -> DeviceArena:
-        """Map another process's arena, read-only where the driver can; `size_bytes` is the size its maker told.
+        """Map another process's arena of `size_bytes`, read-only where the driver can.
 
         Takes over the descriptor, and closes it also when it fails: the mapping holds the memory. Raises ValueError
         for a size that no arena has, DriverError when the driver refuses.
@@ -158,7 +158,7 @@ class DeviceArena:
 
 
 class _Mapping:
-    """An address range of a device in this process; it is given back when nobody refers to it any more."""
+    """An address range of a device in this process, unmapped when its last reference is dropped."""
 
     __slots__ = ("__weakref__", "_end", "address", "size_bytes")
 

@@ -1,4 +1,4 @@
-"""A CUDA device, through the driver's own interface (`cuda.bindings.driver`, 12.9.1 and later).
+"""CUDA driver: the `GpuDriver` protocol over `cuda.bindings.driver` (12.9.1 and later).
 
 Shareable memory is made with the virtual memory calls (cuMemCreate, cuMemMap, ...) and leaves as a POSIX descriptor;
 the older way is cuMemAlloc with an IPC handle. torch and its friends use the device's primary context, and so does
@@ -33,7 +33,7 @@ class CudaDriver:
     """
 
     def __init__(self, device: str, bindings: ModuleType | None = None) -> None:
-        """Take the device's primary context. bindings: for tests, what stands for `cuda.bindings.driver`."""
+        """Retain the device's primary context. bindings: replaces `cuda.bindings.driver` in tests."""
         self.device = device
         self._cuda: Any = bindings or _bindings()
         self._closed = False
@@ -119,7 +119,7 @@ class CudaDriver:
     # events
 
     def event(self, shared: bool = False) -> int:
-        """Whoever waits for one on the host sleeps instead of spinning; nobody asks when it came."""
+        """Create an event without timing whose host waits block instead of spinning."""
         flags = self._cuda.CUevent_flags
         kind = int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC)
         return int(self._here("cuEventCreate", kind | int(flags.CU_EVENT_INTERPROCESS) if shared else kind))
@@ -155,7 +155,7 @@ class CudaDriver:
     # host memory, and facts
 
     def lock_pages(self, address: int, size_bytes: int, writable: bool) -> None:
-        """Where the device knows no read-only page-locking, a read-only mapping is refused by the driver."""
+        """Page-lock host memory; fails for read-only mappings where the device lacks read-only registration."""
         flags = 0 if writable or not self._locks_read_only else self._cuda.CU_MEMHOSTREGISTER_READ_ONLY
         self._here("cuMemHostRegister", address, size_bytes, flags)
 

@@ -1,7 +1,8 @@
-"""What CUDA's refusals mean: a pure table from the driver's own names to the errors of `driver`.
+"""Table from CUDA error names to the errors of `driver`; pure.
 
 After most faults of a kernel the context is lost: every later call of the process returns the same error, and its
-memory is gone with it. These are DeviceLost, and say what happened in words (CUDA Driver API, CUresult).
+memory is gone with it. These are DeviceLost, and say what happened in words (CUDA Driver API, CUresult). CUDA's runtime
+API, which torch and ONNX Runtime call, gives these errors the same numbers (cudaError_t).
 """
 
 from __future__ import annotations
@@ -34,8 +35,31 @@ LOST = {
     "CUDA_ERROR_DEINITIALIZED": "the driver is shutting down with the process",
     "CUDA_ERROR_MPS_CLIENT_TERMINATED": "the MPS server ended this process, or another of its clients faulted",
     "CUDA_ERROR_MPS_RPC_FAILURE": "the MPS server does not answer any more",
+    "CUDA_ERROR_UNKNOWN": "the driver failed for a reason that it does not know; the device may have left the bus",
 }
-"""Errors after which the process cannot use the device again, and what each of them says."""
+"""Errors after which the process cannot use the device again, and what each of them says.
+
+These are all for which the driver's documentation says that the process must be ended and started again, and:
+
+- ASSERT and CONTEXT_IS_DESTROYED: their documentation says that the context cannot be used any more;
+- ECC_UNCORRECTABLE, NVLINK_UNCORRECTABLE, DEINITIALIZED and MPS_RPC_FAILURE: what the context needs is gone;
+- UNKNOWN: nothing is said of the context, every later call fails in practice, and a new process costs little.
+
+Absent on purpose: DEVICE_UNAVAILABLE, SYSTEM_NOT_READY and NO_DEVICE are answers to a process that makes its first
+context, which fails to open. INVALID_CONTEXT is also the answer to opening one's own allocation or event (see
+`fake_memories`), OPERATING_SYSTEM where the operating system refuses a shared handle.
+"""
+
+NUMBERS = {
+    2: OUT_OF_MEMORY, 4: "CUDA_ERROR_DEINITIALIZED", 214: "CUDA_ERROR_ECC_UNCORRECTABLE",
+    220: "CUDA_ERROR_NVLINK_UNCORRECTABLE", 226: "CUDA_ERROR_CONTAINED", 700: "CUDA_ERROR_ILLEGAL_ADDRESS",
+    702: "CUDA_ERROR_LAUNCH_TIMEOUT", 709: "CUDA_ERROR_CONTEXT_IS_DESTROYED", 710: "CUDA_ERROR_ASSERT",
+    714: "CUDA_ERROR_HARDWARE_STACK_ERROR", 715: "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    716: "CUDA_ERROR_MISALIGNED_ADDRESS", 717: "CUDA_ERROR_INVALID_ADDRESS_SPACE", 718: "CUDA_ERROR_INVALID_PC",
+    719: "CUDA_ERROR_LAUNCH_FAILED", 721: "CUDA_ERROR_TENSOR_MEMORY_LEAK", 806: "CUDA_ERROR_MPS_RPC_FAILURE",
+    810: "CUDA_ERROR_MPS_CLIENT_TERMINATED", 911: "CUDA_ERROR_EXTERNAL_DEVICE", 999: "CUDA_ERROR_UNKNOWN",
+}  # fmt: skip
+"""Numbers of those errors, and of a want of memory: what frameworks give instead of the driver's names."""
 
 
 def error_of(call: str, code: str, about: str = "") -> DriverError:

@@ -1,4 +1,4 @@
-"""Tensors as DLPack capsules, made and taken without any framework.
+"""DLPack capsules: export and import of tensors without a framework.
 
 A capsule holds the address of a small C structure that says where a tensor lies, and what to call when its consumer has
 no more use for it. Two forms are spoken, as DLPack 1.x defines them (dlpack.h, and the array API standard): 'dltensor',
@@ -133,7 +133,7 @@ def make(spec: TensorSpec, address: int, device: tuple[int, int], owner: Any, wr
 
 
 class Taken:
-    """A tensor out of somebody's capsule: where it lies. Its giver is told when this is forgotten.
+    """A tensor imported from a capsule; the capsule's deleter runs when this is dropped.
 
     spec:     None when its dtype is none of ours.
     dense:    its elements lie row-major, one after the other.
@@ -143,7 +143,7 @@ class Taken:
     __slots__ = ("_deleter", "_managed", "address", "dense", "device", "spec", "writable")
 
     def __init__(self, capsule: Any) -> None:
-        """Take a capsule over; ValueError when it is none, or was taken before."""
+        """Import a capsule; raise ValueError when it is not a capsule or was consumed before."""
         self._deleter: int | None = None
         if _is_valid(capsule, _VERSIONED):
             self._managed = _pointer(capsule, _VERSIONED)
@@ -179,7 +179,7 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether strides, in elements, are row-major; axes of one element may have any, and so may no elements."""
+    """Return True for row-major strides, in elements; axes of one element and empty tensors always fit."""
     if not math.prod(shape):
         return True
     return all(size == 1 or a == b for size, a, b in zip(shape, strides, dense_strides(shape), strict=True))

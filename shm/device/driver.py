@@ -1,4 +1,4 @@
-"""What Weftline asks of a GPU: memory that processes can share, streams, and events that cross processes.
+"""`GpuDriver` protocol: shareable device memory, streams and interprocess events.
 
 A `GpuDriver` is one process's way to one device. Three stand behind the protocol: `cuda.CudaDriver`, which calls the
 CUDA driver; `fake.FakeGpu`, host memory under rules stricter than a GPU's; `recorder.Recorder`, which notes what either
@@ -73,7 +73,7 @@ class GpuDriver(Protocol):
         """Undo `map`; nothing on a stream may still use it."""
 
     def release(self, memory: int) -> None:
-        """Give up a handle. Memory goes with its last handle, mapping and descriptor, wherever those are."""
+        """Release a handle. Memory is freed with its last handle, mapping and descriptor."""
 
     # memory of this process, and the older way of sharing it
 
@@ -122,7 +122,7 @@ class GpuDriver(Protocol):
         """Have a stream wait for what an event marks now, in whichever process it was recorded; waits not itself."""
 
     def finished(self, event: int) -> bool:
-        """Whether what an event marks is done. May be asked from any thread."""
+        """Return True when the work before an event is done. Thread-safe."""
 
     def wait_event(self, event: int) -> None:
         """Wait on the host until what an event marks is done. May be called from any thread."""
@@ -138,4 +138,4 @@ class GpuDriver(Protocol):
         """Return the device's free and total bytes, as this process sees them."""
 
     def close(self) -> None:
-        """Give back what the driver itself holds. Memory, streams and events are the caller's to end before."""
+        """Release the driver's own resources. The caller ends memory, streams and events before."""

@@ -1,4 +1,4 @@
-"""Events that cross processes, made all at once when a worker starts and never again.
+"""Pool of interprocess events, created at worker start.
 
 Making and destroying shared events while work is under way has blocked drivers, and an operation on an event that its
 maker destroyed is undefined. So the owner of a device arena makes EVENTS_MAX of them, the others open each of them
@@ -83,7 +83,7 @@ class SharedEvents:
         return self._events[index_of(place, len(self._events))]
 
     def close(self) -> None:
-        """Let go of a guest's events. An owner's stay until its process ends: others may have them open."""
+        """Close imported events. An owner's events stay until its process ends: other processes may have them open."""
         if not self.handles:
             _destroy(self._driver, self._events)
         self._events = []

@@ -1,4 +1,4 @@
-"""Other libraries' tensors on a device, seen as DeviceTensors: what nodes give may come from anywhere.
+"""Import of other libraries' device tensors as `DeviceTensor`.
 
 torch's are asked directly, CuPy's and numba's through `__cuda_array_interface__` (version 3, as numba's documentation
 defines it), everybody else's through DLPack. No bytes move, but where torch must make a tensor dense.

@@ -1,4 +1,4 @@
-"""How a device's memory can be shared between processes here: the first rung that bears.
+"""Choice of a share mode: the first way of sharing device memory that works here.
 
 Drivers, containers and the older cards differ in what they allow. A worker tries the rungs once, when it starts:
 
@@ -7,7 +7,7 @@ Drivers, containers and the older cards differ in what they allow. A worker trie
     'host'          none of these: tensors travel through page-locked host memory
 
 What only another process can find out, whether it may attach the arena, is not known here; who cannot says so when it
-tries (engine/crew/device_news.py), and the arena's worker goes down to 'host'.
+tries (engine/scheduler/device_messages.py), and the arena's worker goes down to 'host'.
 
 Every refusal is kept in words for the log. Want of memory and a lost device are errors, not refusals: no other rung
 would have more of it.
@@ -26,7 +26,7 @@ RUNGS = ("descriptor", "handle", "host")
 
 
 class Standing(NamedTuple):
-    """Where a device stands: its new arena (None on 'host'), the rung, and what was refused on the rungs above."""
+    """Result of sharing a device: its arena (None on 'host'), the share mode, and the refused modes."""
 
     arena: DeviceArena | None
     rung: str

@@ -1,4 +1,4 @@
-"""What devices are called: 'cpu', 'cuda:0', and the made-up GPUs of tests and trials, 'fake:0'.
+"""Device names: `cpu`, `cuda:0`, and the fake GPUs `fake:0`.
 
 A fake GPU has memory, streams and events of its own that are shared between processes as a real one's are, and lies in
 host memory: frameworks compute on the CPU there. More kinds refuse part of what a real driver may refuse, so that every
@@ -13,7 +13,7 @@ FAKES = ("fake", "fake-legacy", "fake-alone", "fake-closed")
 
 
 def is_gpu(device: str) -> bool:
-    """Whether a device has memory of its own: anything but 'cpu'."""
+    """Return True for devices with memory of their own: all but 'cpu'."""
     return device not in ("", "cpu")
 
 

@@ -1,20 +1,25 @@
-"""From a device's name to its driver."""
+"""The driver of a device, by the device's name."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
 
 from weftline.shm.device.driver import GpuDriver
 from weftline.shm.device.names import is_fake
 
+DRIVERS: Mapping[str, str] = {
+    "cuda": "weftline.shm.device.cuda:CudaDriver",
+    "fake": "weftline.testing.fake_gpu.gpu:FakeGpu",
+}
+"""Import path of each driver, imported when a device is opened; 'fake' is every kind of fake device."""
+
 
 def open_driver(device: str) -> GpuDriver:
-    """Return this process's driver of a device ('cuda:0', 'fake:0'); it makes the process's context there if it must.
+    """Open a device ('cuda:0', 'fake:0') in this process; creates the process's context on it if necessary.
 
-    MissingPackage when the CUDA bindings are not installed, DriverError when the device does not answer.
+    MissingPackage: the CUDA bindings are not installed. DriverError: the device does not answer.
     """
-    if is_fake(device):
-        from weftline.shm.device.fake import FakeGpu
-
-        return FakeGpu(device)
-    from weftline.shm.device.cuda import CudaDriver
-
-    return CudaDriver(device)
+    module, _, name = DRIVERS["fake" if is_fake(device) else "cuda"].partition(":")
+    driver: GpuDriver = getattr(import_module(module), name)(device)
+    return driver

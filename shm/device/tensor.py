@@ -1,14 +1,13 @@
-"""A tensor in a device's memory, seen where it lies.
+"""Tensors in device memory, shared without a copy.
 
-A DeviceTensor is a dense, row-major tensor at an address of a device: not copied, not owned by any framework, and kept
-alive by whoever maps the memory (`owner`). torch, CuPy, numba and everything else that speaks DLPack or
-`__cuda_array_interface__` can look at it in place; on a fake device the memory is the host's, DLPack says so, and numpy
-can look at it too.
+A DeviceTensor is a dense, row-major tensor at a device address. It is not copied and belongs to no framework; `owner`
+keeps the memory mapped. torch, CuPy, numba and every other library with DLPack or `__cuda_array_interface__` can use it
+without a copy. On a fake device the memory is host memory, DLPack reports it as such, and numpy can use it too.
 
-`foreign.as_device` is the way back: other libraries' arrays on a device, seen as DeviceTensors.
+`foreign.as_device` converts other libraries' arrays on a device to DeviceTensors.
 
-Nothing here waits: what is still being written when a tensor is given to a node was ordered before the node's stream by
-whoever gave it. Only `host` waits, for the copy that it makes.
+Nothing here synchronises: the engine orders the writes of a tensor before the node's stream. Only `host` waits, for
+its own copy.
 """
 
 from __future__ import annotations
@@ -31,12 +30,13 @@ if TYPE_CHECKING:
 
 
 class DeviceTensor:
-    """Dense, row-major, in device memory.
+    """A dense, row-major tensor in device memory; torch, CuPy and DLPack consumers use it without a copy.
 
+    spec:     dtype and shape.
     device:   'cuda:0' and so on.
-    address:  of the first byte.
-    writable: this process may write it; of room for outputs and of memory of its own, never of inputs.
-    owner:    keeps the memory mapped as long as anybody looks at it.
+    address:  device address of the first byte.
+    writable: this process may write: output buffers and its own memory, never inputs.
+    owner:    object that keeps the memory mapped.
     """
 
     __slots__ = ("address", "device", "owner", "spec", "writable")
@@ -52,12 +52,14 @@ class DeviceTensor:
     def from_array(
         cls, driver: GpuDriver, array: np.ndarray, stream: int, dtype: str = "", into: DeviceTensor | None = None
     ) -> DeviceTensor:
-        """Put a copy of an array on its way to the device, on `stream`, and return where it will lie.
+        """Enqueue a copy of an array to the device on `stream` and return the device tensor.
 
-        dtype: the true dtype behind a stand-in ('bfloat16' for uint16); '': the array's own.
-        into:  room to copy to; without it memory is allocated, which goes with the last look at it.
-        The array is kept until the tensor is forgotten; whoever writes into it before the stream is done spoils the
-        copy. ValueError when it does not fit the room, which is not writable, or has another dtype or shape.
+        dtype: dtype of an array that numpy has no dtype for ('bfloat16' for uint16); '': the array's own.
+        into:  device tensor to copy to; None: new memory, freed with the last reference.
+
+        The tensor keeps a reference to the array. Do not write into the array before the stream has finished.
+
+        ValueError: `into` is read-only, or has another dtype or shape.
         """
         source = np.asarray(array, order="C")
         spec = TensorSpec(dtype or dtype_name(source.dtype), source.shape)
@@ -74,19 +76,22 @@ class DeviceTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
         return self.spec.shape
 
     @property
     def dtype(self) -> str:
-        """The dtype's name, as in weftline.shm.spec: 'float32', 'bfloat16'."""
+        """Name of the dtype: 'float32', 'bfloat16' and so on."""
         return self.spec.dtype
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self.spec.shape)
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return self.spec.size_bytes
 
     def __len__(self) -> int:
@@ -95,7 +100,7 @@ class DeviceTensor:
         return self.spec.shape[0]
 
     def __getitem__(self, index: int | slice) -> DeviceTensor:
-        """Return one element of the first axis, or a run of them, in place."""
+        """Return a view of one element, or a contiguous slice, of the first axis."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
@@ -111,7 +116,7 @@ class DeviceTensor:
         return self._seen_as(TensorSpec(self.dtype, shape), start * step_bytes)
 
     def reshape(self, *shape: int) -> DeviceTensor:
-        """Return the same bytes in another shape; one dimension may be -1. ValueError when the elements differ."""
+        """Return a view with another shape; one dimension may be -1. ValueError: the number of elements differs."""
         known = math.prod(dim for dim in shape if dim != -1)
         count = math.prod(self.shape)
         dims = tuple(count // known if dim == -1 and known else dim for dim in shape)
@@ -120,9 +125,11 @@ class DeviceTensor:
         return self._seen_as(TensorSpec(self.dtype, dims), 0)
 
     def host(self, driver: GpuDriver, stream: int, into: np.ndarray | None = None) -> np.ndarray:
-        """Return a copy in host memory (bfloat16 and float8 as their stand-ins); waits for it and all before it.
+        """Copy to host memory and synchronise `stream`; bfloat16 becomes uint16 and float8 uint8.
 
-        into: where to copy to: an array of the same shape and dtype, in one piece, such as room in a host arena.
+        into: contiguous array of the same shape and dtype to copy to; None: a new array.
+
+        ValueError: `into` has another shape or dtype, or is read-only.
         """
         wanted = numpy_dtype(self.dtype)
         array = np.empty(self.shape, wanted) if into is None else into
@@ -136,9 +143,9 @@ class DeviceTensor:
         return array
 
     def torch(self) -> torch.Tensor:
-        """Return a torch tensor on the same bytes, of the true dtype.
+        """Return a torch tensor that shares the memory, with the true dtype.
 
-        torch knows no read-only tensors: whoever writes into an input is stopped by the mapping, and the process ends.
+        torch has no read-only tensors: a write into an input is a memory fault that ends the process.
         """
         import torch
         import torch.utils.dlpack
@@ -163,10 +170,10 @@ class DeviceTensor:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Return a DLPack capsule of the same bytes, in the form that the consumer reads.
+        """Return a DLPack capsule that shares the memory, in the version that the consumer reads.
 
-        `stream` is not looked at: whatever writes the tensor was ordered before the node's stream. BufferError when a
-        copy or another device is asked for.
+        `stream` is ignored: the writes of the tensor are ordered before the node's stream. BufferError: a copy or
+        another device is requested.
         """
         if copy:
             raise BufferError("a DeviceTensor is shared where it lies; copy what you make of it")
@@ -205,7 +212,7 @@ class DeviceTensor:
 
 
 class _Allocation:
-    """Memory of this process's own on a device; it goes with the last tensor in it."""
+    """Device memory of this process, freed with the last tensor in it."""
 
     __slots__ = ("_address", "_driver")
 

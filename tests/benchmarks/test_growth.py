@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.growth import WINDOWS, Bar, growth
+from benchmarks.growth import LEVELS, WINDOWS, Bar, Flatness, flatness, growth
 from benchmarks.soak import BARS, verdict
 
 BAR = Bar(an_hour=1e6, floor=6e6, unit="MB", divisor=1e6)
@@ -57,6 +57,23 @@ def test_too_few_samples_are_refused() -> None:
         growth("memory", BAR, samples(MINUTE_S, 0.0)[:40])
 
 
+def test_a_level_is_flat_although_workers_restart_and_requests_take_memory() -> None:
+    dips = [(float(at), 1000e6 - (200e6 if at % 5 == 0 else 0) + (90e6 if at % 7 == 0 else 0)) for at in range(600)]
+    assert flatness(dips, 120.0).share == 0.0
+
+
+def test_a_level_that_moved_is_found_and_the_warm_up_counts_for_nothing() -> None:
+    moved = [(float(at), 500e6 if at < 120 else 1000e6 if at < 400 else 1060e6) for at in range(600)]
+    assert flatness(moved, 120.0) == Flatness(1000e6, 1000e6, 1060e6)
+    assert flatness(moved, 120.0).share == pytest.approx(0.06)
+    assert flatness(moved[:400], 120.0).share == 0.0
+
+
+def test_a_level_of_too_few_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"10 samples after 90 s, expected {2 * LEVELS}"):
+        flatness([(float(at), 1.0) for at in range(100)], 90.0)
+
+
 def test_a_verdict_names_what_grew_what_was_not_found_and_what_went_wrong() -> None:
     flat = [growth(name, bar, [(float(at), 1.0) for at in range(100)]) for name, bar in BARS.items()]
     grown = growth("memory", BARS["memory"], samples(DAY_S, 5e6))
@@ -65,6 +82,14 @@ def test_a_verdict_names_what_grew_what_was_not_found_and_what_went_wrong() -> N
     assert verdict([grown, *flat[1:]], fine, "", "") == ["memory grows"]
     assert verdict([grown, *flat[1:]], fine, "", "memory") == []
     assert verdict(flat, fine, "", "memory") == ["the leak that was planted, memory, was not found"]
+    assert verdict(flat, fine, "9 bytes leased", "") == ["left at the end: 9 bytes leased"]
+    assert verdict(flat, fine, "9 bytes leased", "leases") == []
+    assert verdict(flat, fine, "", "leases") == ["the leak that was planted, leases, was not found"]
+    assert verdict(flat, fine, "", "", Flatness(100.0, 96.0, 101.0)) == []
+    assert verdict(flat, fine, "", "", Flatness(100.0, 94.0, 101.0)) == [
+        "the memory of all processes is not flat within 5%"
+    ]
+    assert verdict(flat, fine + Counter({"wrong answer": 1}), "", "") == ["1 requests ended with wrong answer"]
     assert verdict(flat, Counter({"StepError": 2}), "1 requests open", "") == [
         "2 requests ended with StepError",
         "nothing was answered",

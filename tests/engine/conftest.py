@@ -39,7 +39,8 @@ def start(warm: None) -> Iterator[Callable[[Source], Session]]:
         finally:
             session.close()
     assert left == [], "something was left behind"
-    assert (descriptors(), memory_maps()) == before
+    # fewer is what a server of an earlier module leaves that was still ending at first
+    assert descriptors() <= before[0] and memory_maps() <= before[1]
 
 
 @pytest.fixture

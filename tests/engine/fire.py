@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session
 from weftline.errors import WeftlineError
@@ -58,25 +59,29 @@ def function(name: str, **more: Any) -> dict[str, Any]:
     return {"function": f"{STEPS}:{name}", **more}
 
 
-def ask(session: Session, **request: Any) -> Result | WeftlineError:
+def ask(session: Session, options: RequestOptions | None = None, /, **request: Any) -> Result | WeftlineError:
     """Return the answer, or the error."""
     try:
-        return session.run(**request)
+        return session.run(options, **request)
     except WeftlineError as error:
         return error
 
 
-def together(session: Session, requests: Sequence[Mapping[str, Any]]) -> list[Result | WeftlineError]:
-    """Ask for all of these at once; AssertionError when one hangs."""
+def together(
+    session: Session, requests: Sequence[Mapping[str, Any]], options: Sequence[RequestOptions | None] = ()
+) -> list[Result | WeftlineError]:
+    """Run all of these requests at once, with the options of each; AssertionError when one hangs."""
 
-    async def one(request: Mapping[str, Any]) -> Result | WeftlineError:
+    async def one(request: Mapping[str, Any], options: RequestOptions | None) -> Result | WeftlineError:
         try:
-            return await session.arun(**request)
+            return await session.arun(options, **request)
         except WeftlineError as error:
             return error
 
     async def every() -> list[Result | WeftlineError]:
-        asked = [asyncio.create_task(one(request)) for request in requests]
+        asked = [
+            asyncio.create_task(one(*each)) for each in zip(requests, options or [None] * len(requests), strict=True)
+        ]
         _, hung = await asyncio.wait(asked, timeout=HUNG_S)
         assert not hung, f"{len(hung)} of {len(asked)} requests hang: {session.stats()}"
         return [task.result() for task in asked]
@@ -119,7 +124,7 @@ def settled(session: Session) -> bool:
         and not any(stats["queued"].values())
         and stats["arena"]["leased_bytes"] == 0
         and session._current.runtime.scheduler.idle()
-        and not session._current.runtime._callers.waiting
+        and not session._current.runtime._listeners
     )
 
 

@@ -4,6 +4,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +15,20 @@ from typing import Any, ClassVar
 import numpy as np
 
 import weftline
-from weftline.errors import ModelError
-from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, Piece, StepContext, StreamNode
-from weftline.nodes.ports import Ports, port
-from weftline.nodes.urgency import USUAL, Urgency
+from weftline.node import (
+    USUAL,
+    Batch,
+    BatchNode,
+    ModelError,
+    OpenContext,
+    Outputs,
+    Piece,
+    Ports,
+    StepContext,
+    StreamNode,
+    Urgency,
+    port,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +163,37 @@ def ends(text: str) -> str:
     if "bomb" in text:
         os._exit(86)
     return text.upper()
+
+
+def unopened(text: str) -> str:
+    """Send, on 'bad', a message that no worker that is ready may send, as a worker gone wrong would."""
+    if text == "bad":
+        from weftline.engine.protocol import messages as msg
+        from weftline.engine.protocol.channel import Channel
+
+        frame = sys._getframe()
+        while not isinstance(frame.f_locals.get("channel"), Channel):
+            frame = frame.f_back  # type: ignore[assignment]
+        frame.f_locals["channel"].send(msg.encode(msg.OpenFailed("s", msg.Failure("ModelError", "not at all"))), None)
+        time.sleep(60)
+    return text
+
+
+def daemons(text: str) -> str:
+    """Start a daemon by a double fork, and one by executing a program in a session of its own; tell their pids."""
+    out, into = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.write(into, str(os.getpid()).encode())
+            os.close(0)
+            time.sleep(300)
+        os._exit(0)
+    os.close(into)
+    forked = os.read(out, 20).decode()
+    os.close(out)
+    command = ["sh", "-c", "setsid sleep 300 > /dev/null 2>&1 & echo $!"]
+    return f"{forked} {subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout}"
 
 
 def loops(text: str) -> str:

@@ -1,18 +1,17 @@
-"""A step, hosted as in a worker, for tests: its node is a function of the batch, its room an arena of this process."""
+"""Test fixture: a hosted step whose node is a function of the batch, with arenas in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weftline.engine import messages as msg
-from weftline.engine.values import pack, unpack
-from weftline.engine.worker.hosting import HostedStep
+from weftline.engine.protocol import messages as msg
+from weftline.engine.protocol.values import pack, unpack
+from weftline.engine.worker.batch import HostedStep
 from weftline.engine.worker.inbox import Cancels
 from weftline.engine.worker.memory import Memory
 from weftline.errors import LimitReached
-from weftline.nodes.contract import Batch, BatchNode, Outputs, StepContext
-from weftline.nodes.ports import Ports, PortType
+from weftline.node import Batch, BatchNode, Outputs, Ports, PortType, StepContext
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, align_up
 from weftline.shm.view import bytes_view
@@ -37,9 +36,9 @@ class Calls(BatchNode):
 
 
 class Bench:
-    """The memory of a worker: an arena of its own, and one of somebody else's that inputs lie in.
+    """The memory of a worker: its own arena, and another process's arena that holds inputs.
 
-    asked: what was asked for with Need, message by message.
+    asked: sizes of each buffer request.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class Bench:
         return Block(arena, offset, size_bytes, offset + 1)
 
     def value(self, value: Any, type: str, placed: bool = False) -> msg.Value:
-        """Return a value as it comes in a message: in the other arena when it is large or `placed`."""
+        """Return a value as received in a message: in the other arena when it is large or `placed`."""
         packed = pack(value, PortType.parse(type), "x")
         if packed.travels_inline and not placed:
             return packed.inline()
@@ -81,6 +80,7 @@ class Bench:
         mutates_inputs: bool = False,
         pad: dict[str, tuple[int, ...]] | None = None,
         pad_value: float = 0.0,
+        remembers: bool = False,
     ) -> HostedStep:
         step = msg.StepToOpen(
             index,
@@ -94,25 +94,26 @@ class Bench:
             mutates_inputs,
             pad or {},
             pad_value,
+            remembers=remembers,
         )
         return HostedStep(step, Calls(run), self.memory, self.cancels)
 
-    def answers(self, done: msg.Done) -> list[Any]:
-        """Return each item's outputs as Python values (one alone as itself), or its Failure."""
+    def answers(self, done: msg.BatchDone) -> list[Any]:
+        """Return each item's outputs as Python values (one alone as itself), or its Failure without its traceback."""
         return [self._answer(result) for result in done.results]
 
-    def _answer(self, result: msg.Given | msg.Failure) -> Any:
+    def _answer(self, result: msg.ItemResult | msg.Failure) -> Any:
         if isinstance(result, msg.Failure):
-            return result
+            return msg.Failure(result.error, result.message, result.stage)
         values = [unpack(value, self.arenas) for value in result.outputs]
         return values[0] if len(values) == 1 else values
 
-    def _need(self, sizes: Sequence[int], near: Sequence[int]) -> tuple[Sequence[Block], Sequence[Block]]:
+    def _need(self, sizes: Sequence[int], device: Sequence[int]) -> tuple[Sequence[Block], Sequence[Block]]:
         self.asked.append(list(sizes))
         return [self.block(size) for size in sizes], []
 
 
-def run_of(rows: Sequence[Sequence[msg.Value]], **more: Any) -> msg.Run:
+def run_of(rows: Sequence[Sequence[msg.Value]], **more: Any) -> msg.RunBatch:
     """Return a dispatch of items 100, 101 and so on with these inputs."""
     items = tuple(msg.Item(100 + position, tuple(row)) for position, row in enumerate(rows))
-    return msg.Run(1, 0, items, **more)
+    return msg.RunBatch(1, 0, items, **more)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from weftline.engine import messages as msg
+from weftline.engine.protocol import messages as msg
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.policy import IdlePolicy
 
@@ -66,8 +66,8 @@ class IdleWorld:
             if step in self._resting[worker]:
                 raise AssertionError(f"worker {worker} was given work for step {step}, which sleeps")
 
-    def slept(self, message: msg.Sleep) -> msg.Slept:
-        return msg.Slept(message.step, self._rng.randrange(1 << 20))
+    def slept(self, message: msg.Sleep) -> msg.Asleep:
+        return msg.Asleep(message.step, self._rng.randrange(1 << 20))
 
     def load_ms(self) -> float:
         """Return how long a worker is silent while it wakes a step; now and then longer than any other may be."""

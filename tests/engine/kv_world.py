@@ -4,9 +4,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from weftline.engine import messages as msg
-from weftline.engine.crew.kv_budget import Part
-from weftline.engine.scheduling import events as ev
+from weftline.engine.protocol import messages as msg
+from weftline.engine.scheduler import events as ev
+from weftline.engine.scheduler.kv_budget import Part
 from weftline.pipelines.plan import DeviceBudget, Plan
 
 LEAST_BYTES, DEVICE_BYTES = 20_000, 100_000
@@ -57,10 +57,10 @@ class KvWorld:
             self._has[(worker, step)] = LEAST_BYTES
             self._asleep.discard((worker, step))
 
-    def beat(self, worker: int) -> msg.Beat:
+    def beat(self, worker: int) -> msg.Heartbeat:
         if self._parts and self._rng.random() < 0.1:
             self._hungry = self._rng.choices(self._parts, k=2)
-        return msg.Beat(tuple(self._report(part) for part in self._of(worker) if part not in self._asleep))
+        return msg.Heartbeat(tuple(self._report(part) for part in self._of(worker) if part not in self._asleep))
 
     def resize(self, worker: int, message: msg.KvResize) -> msg.KvResized:
         """Do as told, in pages of 512 bytes; now and then a step cannot give up all it should."""

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.measuring.outcome import Outcome
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.measuring.outcome import RequestOutcome
+from weftline.engine.scheduler.request import StepTiming
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
@@ -33,9 +33,9 @@ def ran(step: str, ready_ms: float, started_ms: float, ended_ms: float, **more: 
     return StepTiming(step, started_ms - ready_ms, ended_ms - started_ms, started_ms=started_ms, **more)
 
 
-def one_request(at_ms: float = 1000.0) -> Outcome:
+def one_request(at_ms: float = 1000.0) -> RequestOutcome:
     """A request of 20 ms: see ends last of the two branches, say waits a millisecond for company."""
-    return Outcome(
+    return RequestOutcome(
         at_ms,
         at_ms + 20,
         timings=(

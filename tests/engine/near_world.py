@@ -15,8 +15,8 @@ import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from weftline.engine import messages as msg
-from weftline.engine.crew.unfinished import UNFINISHED_MAX, leaves
+from weftline.engine.protocol import messages as msg
+from weftline.engine.scheduler.device_work import UNFINISHED_MAX, leaves
 from weftline.pipelines.plan import Plan, PlannedStep
 from weftline.shm.block import Block, Key
 from weftline.shm.device.driver import EVENT_HANDLE_BYTES
@@ -223,7 +223,7 @@ class NearWorld:
 
     # work
 
-    def sent(self, worker: int, message: msg.Run) -> None:
+    def sent(self, worker: int, message: msg.RunBatch) -> None:
         """A worker is given a dispatch: from now on it may read and write."""
         held = sum(work.unfinished for work in self._sides[worker].work.values()) if worker in self._sides else 0
         if held >= UNFINISHED_MAX:
@@ -249,7 +249,7 @@ class NearWorld:
         planned = self._plan.steps[step]
         return {at for at, one in enumerate(planned.inputs) if one.port in planned.near_inputs}
 
-    def granted(self, worker: int, room: msg.Room, dispatch: int | None) -> None:
+    def granted(self, worker: int, room: msg.OutputBuffer, dispatch: int | None) -> None:
         """A worker is given room on its device, for a dispatch that runs."""
         self._lease(room.near)
         work = self._sides[worker].work.get(("run", dispatch or 0)) if worker in self._sides else None
@@ -262,7 +262,7 @@ class NearWorld:
         work = side.work.get((kind, id)) if side is not None else None
         return work is not None and any(event in self._unfired or event in self._dead for event in work.waits)
 
-    def strikes(self, message: msg.Run) -> bool:
+    def strikes(self, message: msg.RunBatch) -> bool:
         """Whether a worker dies, as it begins, of its own accord: in some worlds, of what reads on a device."""
         near = any(value.near is not None for item in message.items for value in item.inputs)
         return near and self._mortal and self.rng.random() < 0.15
@@ -271,7 +271,7 @@ class NearWorld:
         """Whether a worker dies while its device is at work."""
         return self._mortal and self.rng.random() < 0.05
 
-    def leaves_unfinished(self, message: msg.Run) -> bool:
+    def leaves_unfinished(self, message: msg.RunBatch) -> bool:
         return message.ready is not None and self.rng.random() < 0.75
 
     def ended(self, worker: int, kind: str, id: int) -> None:
@@ -279,7 +279,7 @@ class NearWorld:
         if worker in self._sides:
             self._sides[worker].work.pop((kind, id), None)
 
-    def left_unfinished(self, worker: int, message: msg.Run) -> None:
+    def left_unfinished(self, worker: int, message: msg.RunBatch) -> None:
         """Its worker has answered; the device has not."""
         work = self._sides[worker].work.get(("run", message.dispatch)) if worker in self._sides else None
         if work is not None and message.ready is not None:
@@ -317,7 +317,13 @@ class NearWorld:
         return ((1 << 20) if self.rng.random() < 0.04 else 20_000,)
 
     def value(
-        self, step: int, port: int, message: msg.Run, position: int, room: msg.Room | None, unfinished: bool
+        self,
+        step: int,
+        port: int,
+        message: msg.RunBatch,
+        position: int,
+        room: msg.OutputBuffer | None,
+        unfinished: bool,
     ) -> msg.Value | None:
         """Return a value that lies on the device; None when there is no room for it there."""
         if any(message.dispatch in side.from_then for side in self._sides.values()):

@@ -1,17 +1,17 @@
-"""Pipelines whose tensors pass on a made-up GPU, for tests that move workers by hand (desk.py).
+"""Pipelines that pass tensors on a fake GPU, for tests that drive workers by hand (scheduler_harness.py).
 
-desk = Desk(hop("event"))              step a gives a tensor on the device, and b reads it there
-one = desk.submit(x=given(desk))
-run = answer_near(desk, "a")           a's worker answers; its device still works on it
-desk.hear(0, msg.Released((run.dispatch,)))
+harness = SchedulerHarness(hop("event"))   step a returns a tensor on the device, and b reads it there
+one = harness.submit(x=given(harness))
+run = answer_near(harness, "a")            the worker of a answers while its device still runs the batch
+harness.receive(0, msg.Released((run.dispatch,)))
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.engine.desk import Desk, plan_of
-from weftline.engine import messages as msg
+from tests.engine.scheduler_harness import SchedulerHarness, plan_of
+from weftline.engine.protocol import messages as msg
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.plan import Plan
 from weftline.shm.block import Key
@@ -71,21 +71,21 @@ def row(ordering: str) -> Plan:
     return on_device(plan_of(p), {"a": "device", "b": "device"}, ordering)
 
 
-def given(desk: Desk) -> msg.Value:
+def given(harness: SchedulerHarness) -> msg.Value:
     """Return a tensor that a caller brings, in the ingress arena."""
-    place = desk.scheduler.try_reserve([SIZE_BYTES])[0].place(0, SIZE_BYTES)
+    place = harness.scheduler.try_reserve([SIZE_BYTES])[0].place(0, SIZE_BYTES)
     return msg.Value("tensor", "uint8", (SIZE_BYTES,), place=place)
 
 
-def small(desk: Desk) -> msg.Value:
+def small(harness: SchedulerHarness) -> msg.Value:
     """Return a tensor that a worker answers inline."""
     return msg.Value("tensor", "uint8", (1,), data=b"a")
 
 
-def answer_near(desk: Desk, step: str, unfinished: bool = True, host: bool = False) -> msg.Run:
+def answer_near(harness: SchedulerHarness, step: str, unfinished: bool = True, host: bool = False) -> msg.RunBatch:
     """The worker that runs `step` answers with tensors on the device; with `host`, in host memory too."""
-    worker = desk.at(step)
-    run = desk.inbox[worker].pop(0)
+    worker = harness.worker_running(step)
+    run = harness.inbox[worker].pop(0)
     results = []
     for position in range(len(run.items)):
         at = position * SIZE_BYTES, SIZE_BYTES
@@ -94,16 +94,16 @@ def answer_near(desk: Desk, step: str, unfinished: bool = True, host: bool = Fal
         value = msg.Value(
             "tensor", "uint8", (SIZE_BYTES,), place=place, near=run.near_room[0].place(*at), ready=ready
         )  # fmt: skip
-        results.append(msg.Given((value,)))
-    ran = (msg.Ran(1.0, 1, len(run.items)),)
-    desk.hear(worker, msg.Done(run.dispatch, tuple(results), ran, unfinished=unfinished))
+        results.append(msg.ItemResult((value,)))
+    ran = (msg.StepRun(1.0, 1, len(run.items)),)
+    harness.receive(worker, msg.BatchDone(run.dispatch, tuple(results), ran, unfinished=unfinished))
     return run
 
 
-def answer_small(desk: Desk, step: str, worker: int | None = None) -> None:
+def answer_small(harness: SchedulerHarness, step: str, worker: int | None = None) -> None:
     """The worker that runs `step` answers inline, once its device is done."""
-    desk.answer(step, lambda x: small(desk), worker=worker)
+    harness.answer(step, lambda x: small(harness), worker=worker)
 
 
-def is_leased(desk: Desk, key: Key) -> bool:
-    return desk.scheduler.ledger.hold(key) and desk.scheduler.ledger.release(key)
+def is_leased(harness: SchedulerHarness, key: Key) -> bool:
+    return harness.scheduler.ledger.hold(key) and harness.scheduler.ledger.release(key)

@@ -25,17 +25,19 @@ from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
 from tests.engine.near_world import UNSEEN, UNSEEN_AND_BEGUN, NearWorld, with_devices
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
-from weftline.engine import messages as msg
-from weftline.engine.clock import ManualClock
-from weftline.engine.crew import rest, supervisor
-from weftline.engine.crew.member import WorkerState
-from weftline.engine.scheduling import events as ev
-from weftline.engine.scheduling import request as requests_module
-from weftline.engine.scheduling.request import Request
-from weftline.engine.scheduling.scheduler import Scheduler
+from weftline.engine.protocol import messages as msg
+from weftline.engine.scheduler import events as ev
+from weftline.engine.scheduler import request as requests_module
+from weftline.engine.scheduler import request_table
+from weftline.engine.scheduler import sleep_state as rest
+from weftline.engine.scheduler import workers as supervisor
+from weftline.engine.scheduler.request import Request
+from weftline.engine.scheduler.scheduler import Scheduler
+from weftline.engine.scheduler.workers import WorkerState
 from weftline.errors import LimitReached
 from weftline.nodes.urgency import SequencePart
 from weftline.shm.block import INLINE_BYTES_MAX, Block, Place
+from weftline.testing.clock import ManualClock
 
 REQUESTS = 30
 EVENTS_MAX = 40_000
@@ -80,8 +82,8 @@ class World:
         self.wedged: set[int] = set()  # silent: no beats either
         self.endless: set[int] = set()  # at a batch for ever, and their hearts beat
         self.loads_until: dict[int, float] = {}  # silent, until they have woken a step
-        self.inbox: dict[int, list[msg.Run]] = {}
-        self.waiting_room: dict[int, msg.Run] = {}
+        self.inbox: dict[int, list[msg.RunBatch]] = {}
+        self.waiting_room: dict[int, msg.RunBatch] = {}
         self.waiting_device: set[int] = set()
         self.fetching: dict[int, msg.Fetch] = {}  # which waits for room
         self.cancelled: dict[int, set[int]] = {}
@@ -184,17 +186,17 @@ class World:
                 move(one, event)  # type: ignore[operator]
 
             cls.move = noted  # type: ignore[assignment]
-        self.own_rest = rest.Rest.move
+        self.own_rest = rest.SleepState.move
 
-        def rested(one: rest.Rest, step: int, event: str) -> None:
+        def rested(one: rest.SleepState, step: int, event: str) -> None:
             self.moves.add(("rest", one.state(step), event))
             self.own_rest(one, step, event)
 
-        rest.Rest.move = rested  # type: ignore[method-assign]
+        rest.SleepState.move = rested  # type: ignore[method-assign]
 
     def unwatch(self) -> None:
         Request.move, WorkerState.move = self.own_moves  # type: ignore[method-assign]
-        rest.Rest.move = self.own_rest  # type: ignore[method-assign]
+        rest.SleepState.move = self.own_rest  # type: ignore[method-assign]
 
     def tell(self, event: ev.Event) -> None:
         self.seen.add(type(event).__name__)
@@ -215,7 +217,7 @@ class World:
 
     def on_together(self, requests: tuple[int, ...]) -> None:
         rows = [row for request in requests if (row := self.made_up(request, job=True)) is not None]
-        self.tell(ev.Together(tuple(rows)))
+        self.tell(ev.GroupSubmitted(tuple(rows)))
         for row in rows:
             self.think_again(row.request)
 
@@ -246,7 +248,10 @@ class World:
             sequence = SequencePart(f"q{rng.randrange(4)}", rng.random() < 0.5, rng.random() < 0.2)
         pieces = rng.random() < 0.5
         seed = request if job else None
-        return ev.Submitted(request, inputs, wanted, deadline, priority, sequence, pieces, job, seed)
+        return ev.Submitted(
+            request=request, inputs=inputs, wanted=wanted, deadline_ms=deadline, priority=priority, sequence=sequence,
+            pieces=pieces, job=job, seed=seed,
+        )  # fmt: skip
 
     def think_again(self, request: int) -> None:
         """A caller may withdraw what it has brought, or read slowly."""
@@ -289,7 +294,7 @@ class World:
     def on_open(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) != arena:
             return
-        self.say(worker, arena, msg.Progress("s0", "opening", 0.5))
+        self.say(worker, arena, msg.OpenProgress("s0", "opening", 0.5))
         if self.deadly and self.rng.random() < 0.05:
             self.say(worker, arena, msg.OpenFailed("s0", msg.Failure("ModelError", "drawn")))
             self.later(("die", worker, arena))
@@ -302,7 +307,7 @@ class World:
             self.later(("die", worker, arena), 300)
 
     def on_attach(self, worker: int, arena: int) -> None:
-        """A worker comes to the arenas that it was told of."""
+        """Attach the arenas announced to a worker."""
         if self.arena_of.get(worker) == arena and worker in self.ready:
             for message in self.near.tell(worker):
                 self.say(worker, arena, message)
@@ -318,7 +323,7 @@ class World:
             self.kv.check()
 
     def on_rest(self, worker: int, arena: int, message: msg.Sleep | msg.Wake | msg.Close) -> None:
-        """A worker does as it was told: a step sleeps or wakes, or its process ends."""
+        """Execute a sleep, wake or leave command in a worker."""
         if self.arena_of.get(worker) != arena:
             return
         match message:
@@ -328,7 +333,7 @@ class World:
             case msg.Wake() if self.deadly and self.idle.hangs():
                 self.wedged.add(worker)
             case msg.Wake():
-                self.say(worker, arena, msg.Progress(self.plan.steps[message.step].name, "waking", 0.0))
+                self.say(worker, arena, msg.OpenProgress(self.plan.steps[message.step].name, "waking", 0.0))
                 self.loads_until[worker] = self.now + self.idle.load_ms()
                 self.at(self.loads_until[worker], ("woken", worker, arena, message))
             case msg.Close():
@@ -365,7 +370,7 @@ class World:
         self.tell(ev.WorkerDied(worker, arena, "signal 9"))
         if self.rng.random() < 0.3:  # and once more, and something it said, late
             self.tell(ev.WorkerDied(worker, arena, "signal 9"))
-            self.tell(ev.FromWorker(worker, arena, msg.Done(1, (), ())))
+            self.tell(ev.FromWorker(worker, arena, msg.BatchDone(1, (), ())))
             self.stale += 2
             said = self.last_said.get(worker)
             if said is not None:  # and what it had said last, when another one may stand in its place
@@ -403,12 +408,12 @@ class World:
         if self.rng.random() < 0.3:
             self.waiting_room[worker] = message
             huge = self.rng.random() < 0.05
-            self.say(worker, arena, msg.Need(((1 << 20) if huge else 20_000,), self.near.need(worker)))
+            self.say(worker, arena, msg.BufferRequest(((1 << 20) if huge else 20_000,), self.near.need(worker)))
             return
         self.finish(worker, arena, message, None)
 
     def request_of(self, task: int) -> int:
-        held = self.scheduler._tasks.live.get(task)
+        held = self.scheduler.state.live.get(task)
         return held.request.id if held is not None else 0
 
     def dies_of(self, worker: int, arena: int, step: int, tasks: list[int]) -> bool:
@@ -420,12 +425,12 @@ class World:
                 return True
         return False
 
-    def on_finish(self, worker: int, arena: int, message: msg.Run, room: msg.Room | None) -> None:
+    def on_finish(self, worker: int, arena: int, message: msg.RunBatch, room: msg.OutputBuffer | None) -> None:
         if self.arena_of.get(worker) == arena:
             self.waiting_device.discard(worker)
             self.finish(worker, arena, message, room)
 
-    def finish(self, worker: int, arena: int, message: msg.Run, room: msg.Room | None) -> None:
+    def finish(self, worker: int, arena: int, message: msg.RunBatch, room: msg.OutputBuffer | None) -> None:
         unfinished = self.near.leaves_unfinished(message)
         if not unfinished and self.near.waits(worker, "run", message.dispatch):  # for its device, and that for another
             self.waiting_device.add(worker)
@@ -433,11 +438,11 @@ class World:
             return
         self.inbox[worker].pop(0)
         if self.rng.random() < 0.01:  # an answer to something else first: the scheduler kills it for that
-            self.say(worker, arena, msg.Done(message.dispatch + 1000, (), ()))
+            self.say(worker, arena, msg.BatchDone(message.dispatch + 1000, (), ()))
             return
         chain = self.chains[worker][message.chain] if message.chain else None
         stages = chain.stages if chain else (msg.Stage(message.step, ()),)
-        results: list[msg.Given | msg.Failure] = []
+        results: list[msg.ItemResult | msg.Failure] = []
         for position, item in enumerate(message.items):
             if not self.near.sees(worker, item):
                 results.append(self.unseen(message.step, item, [stage.step for stage in stages] if chain else []))
@@ -447,11 +452,11 @@ class World:
                 continue
             ports = chain.returns if chain else [(0, at) for at in range(len(self.plan.steps[message.step].outputs))]
             results.append(
-                msg.Given(
+                msg.ItemResult(
                     tuple(self.value(stages[s].step, at, item, position, message, room, unfinished) for s, at in ports)
                 )
             )
-        ran = tuple(msg.Ran(self.rng.uniform(0.1, 3.0), 1, len(message.items)) for _ in stages)
+        ran = tuple(msg.StepRun(self.rng.uniform(0.1, 3.0), 1, len(message.items)) for _ in stages)
         short = self.rng.random() < 0.02
         if unfinished:
             self.near.left_unfinished(worker, message)
@@ -461,9 +466,9 @@ class World:
         else:
             self.near.ended(worker, "run", message.dispatch)
         out_of_memory = len(message.items) if short else 0
-        self.say(worker, arena, msg.Done(message.dispatch, tuple(results), ran, 0, out_of_memory, unfinished))
+        self.say(worker, arena, msg.BatchDone(message.dispatch, tuple(results), ran, 0, out_of_memory, unfinished))
         if self.rng.random() < 0.02:  # the same once more
-            self.say(worker, arena, msg.Done(message.dispatch, tuple(results), ran))
+            self.say(worker, arena, msg.BatchDone(message.dispatch, tuple(results), ran))
         if self.inbox.get(worker):
             self.later(("work", worker, arena))
 
@@ -483,9 +488,9 @@ class World:
             self.say(worker, arena, msg.Settled(token))
 
     def unseen(self, step: int, item: msg.Item, chain: list[int]) -> msg.Failure:
-        """Return what a worker says of an item that it cannot see: it is run elsewhere, if nothing of it was done."""
-        task = self.scheduler._tasks.live.get(item.id)
-        begun = (task is not None and task.said) or not all(self.plan.steps[one].idempotent for one in chain)
+        """Return the reply for an unreadable item; it is retried elsewhere if no output of it exists."""
+        task = self.scheduler.state.live.get(item.id)
+        begun = (task is not None and task.streamed) or not all(self.plan.steps[one].idempotent for one in chain)
         return msg.Failure("StepError", UNSEEN_AND_BEGUN if begun else UNSEEN)
 
     def on_fetch(self, worker: int, arena: int, message: msg.Fetch) -> None:
@@ -497,9 +502,9 @@ class World:
             self.later(("fetch", worker, arena, message))
             return
         self.fetching[worker] = message
-        self.say(worker, arena, msg.Need(tuple(value.size_bytes for value in message.values)))
+        self.say(worker, arena, msg.BufferRequest(tuple(value.size_bytes for value in message.values)))
 
-    def on_fetched(self, worker: int, arena: int, room: msg.Room) -> None:
+    def on_fetched(self, worker: int, arena: int, room: msg.OutputBuffer) -> None:
         if self.arena_of.get(worker) != arena or worker not in self.fetching:
             return
         message = self.fetching.pop(worker)
@@ -520,8 +525,8 @@ class World:
         port: int,
         item: msg.Item,
         position: int,
-        message: msg.Run,
-        room: msg.Room | None,
+        message: msg.RunBatch,
+        room: msg.OutputBuffer | None,
         unfinished: bool = False,
     ) -> msg.Value:
         type = self.plan.steps[step].outputs[port].type
@@ -538,7 +543,7 @@ class World:
         return near or self.leaf(step, port, item, position, message, room)
 
     def leaf(
-        self, step: int, port: int, item: msg.Item, position: int, message: msg.Run, room: msg.Room | None
+        self, step: int, port: int, item: msg.Item, position: int, message: msg.RunBatch, room: msg.OutputBuffer | None
     ) -> msg.Value:
         draw = self.rng.random()
         passed = [value for value in item.inputs if value.place is not None or value.near is not None]
@@ -573,26 +578,26 @@ class World:
             item, ports = entry[1], self.plan.steps[step].outputs
             if item.id in self.cancelled[worker]:
                 held.remove(entry)
-                pieces.append(msg.PieceOf(item.id, {}, True, msg.Failure("RequestCancelled", "dropped")))
+                pieces.append(msg.OutputChunk(item.id, {}, True, msg.Failure("RequestCancelled", "dropped")))
             elif not self.near.sees(worker, item):
                 held.remove(entry)
-                pieces.append(msg.PieceOf(item.id, {}, True, self.unseen(step, item, [])))
+                pieces.append(msg.OutputChunk(item.id, {}, True, self.unseen(step, item, [])))
             elif item.id in self.paused[worker] or self.near.waits(worker, "item", item.id):
                 continue
             elif self.rng.random() < (0.4 if self.fed.get(item.id, -1) < 0 else 0.1):  # a few end before their input
                 held.remove(entry)
-                run = msg.Run(0, step, (item,))
+                run = msg.RunBatch(0, step, (item,))
                 outputs = {at: self.value(step, at, item, 0, run, None) for at in range(len(ports))}
                 failed = msg.Failure("StepError", "drawn") if self.rng.random() < 0.1 else None
-                pieces.append(msg.PieceOf(item.id, {} if failed else outputs, True, failed))
+                pieces.append(msg.OutputChunk(item.id, {} if failed else outputs, True, failed))
             else:
                 count = self.given[item.id]
                 self.given[item.id] = count + 1
-                pieces.append(msg.PieceOf(item.id, {0: msg.Value("text", data=str(count).encode())}))
+                pieces.append(msg.OutputChunk(item.id, {0: msg.Value("text", data=str(count).encode())}))
         for piece in pieces:
             if piece.last:
                 self.near.ended(worker, "item", piece.item)
-        self.say(worker, arena, msg.Pieces(step, tuple(pieces), 1.0))
+        self.say(worker, arena, msg.OutputChunks(step, tuple(pieces), 1.0))
         if self.streams.get(worker):
             self.later(("round", worker, arena))
 
@@ -608,7 +613,7 @@ class World:
                 self.tell(event)
 
     def on_hear(self) -> None:
-        """What was held back for company is told, unless it has been with something else."""
+        """Deliver delayed messages that were not yet delivered with another event."""
         if self.unsaid:
             self.tell(self.unsaid.pop())
 
@@ -616,7 +621,7 @@ class World:
 
     def obey(self, commands: list[ev.Command]) -> None:
         sent = [command.message for command in commands if isinstance(command, ev.Send)]
-        self.taken_back = {item for message in sent if isinstance(message, msg.Cancel) for item in message.items}
+        self.taken_back = {item for message in sent if isinstance(message, msg.CancelItems) for item in message.items}
         for command in commands:
             self.seen.add(type(command).__name__)
             match command:
@@ -634,7 +639,7 @@ class World:
                     for other, incarnation in self.arena_of.items():
                         self.at(self.now + self.near.attach_ms(), ("attach", other, incarnation))
                 case ev.KillWorker():
-                    if command.worker in self.loads_until and "no sign of life" in command.why:
+                    if command.worker in self.loads_until and "no heartbeat" in command.why:
                         raise AssertionError(f"worker {command.worker} is taken for lost and wakes a step")
                     self.near.condemn(command.worker)
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))
@@ -653,10 +658,10 @@ class World:
     def send(self, worker: int, message: msg.ToWorker) -> None:
         arena = self.arena_of.get(worker, -1)
         self.seen.add(type(message).__name__)
-        if isinstance(message, msg.Run | msg.Submit):
+        if isinstance(message, msg.RunBatch | msg.Submit):
             self.check_items(worker, message)
         match message:
-            case msg.Run():
+            case msg.RunBatch():
                 self.near.sent(worker, message)
                 self.inbox[worker].append(message)
                 if len(self.inbox[worker]) > 2:
@@ -672,14 +677,14 @@ class World:
                     self.given[item.id] = 0
                     self.fed[item.id] = 0 if msg.PIECES in item.inputs else -1
                 self.later(("round", worker, arena))
-            case msg.Feed():
+            case msg.InputChunks():
                 self.check_feed(worker, message)
                 self.later(("took", worker, arena, tuple(piece.item for piece in message.pieces), message.step), 100)
             case msg.Settle():
                 self.near.asked(worker, message.token)
                 if self.near.rng.random() < 0.95:
                     self.later(("settle", worker, arena, message.token), 200)
-            case msg.GiveOnHost():
+            case msg.UseHostOutputs():
                 self.near.give_on_host(worker)
             case msg.Fetch():
                 self.near.fetches(worker, message)
@@ -690,13 +695,13 @@ class World:
                 if arena >= 0:  # else it has died, and the news be under way
                     self.idle.told(worker, message)
                     self.later(("rest", worker, arena, message))
-            case msg.Cancel():
+            case msg.CancelItems():
                 self.cancelled.get(worker, set()).update(message.items)  # it may have died, and the news be under way
-            case msg.Pause():
+            case msg.PauseItems():
                 self.paused[worker].update(message.items)
-            case msg.Resume():
+            case msg.ResumeItems():
                 self.paused[worker].difference_update(message.items)
-            case msg.Room():
+            case msg.OutputBuffer():
                 if worker in self.fetching:
                     self.at(self.now, ("fetched", worker, arena, message))
                     return
@@ -709,9 +714,9 @@ class World:
                     self.sequence_of.pop((message.step, id), None)
 
     def on_took(self, worker: int, arena: int, items: tuple[int, ...], step: int) -> None:
-        self.say(worker, arena, msg.Took(step, items))
+        self.say(worker, arena, msg.ChunkRead(step, items))
 
-    def on_room(self, worker: int, arena: int, room: msg.Room) -> None:
+    def on_room(self, worker: int, arena: int, room: msg.OutputBuffer) -> None:
         if self.arena_of.get(worker) == arena and worker in self.waiting_room:
             self.finish(worker, arena, self.waiting_room.pop(worker), room)
 
@@ -722,18 +727,18 @@ class World:
 
     # what must hold
 
-    def check_items(self, worker: int, message: msg.Run | msg.Submit) -> None:
+    def check_items(self, worker: int, message: msg.RunBatch | msg.Submit) -> None:
         if worker not in self.ready:
             raise AssertionError(f"worker {worker} was sent work and is not ready")
         if worker not in (places := self.plan.steps[message.step].workers):
             raise AssertionError(f"worker {worker} was sent step {message.step}, which is at {places}")
-        chain = self.chains[worker].get(message.chain) if isinstance(message, msg.Run) and message.chain else None
+        chain = self.chains[worker].get(message.chain) if isinstance(message, msg.RunBatch) and message.chain else None
         self.idle.check_work(worker, tuple(stage.step for stage in chain.stages) if chain else (message.step,))
-        if isinstance(message, msg.Run) and message.chain and message.chain not in self.chains[worker]:
+        if isinstance(message, msg.RunBatch) and message.chain and message.chain not in self.chains[worker]:
             raise AssertionError("a worker was not told of the chain it is to run")
         for item in message.items:
             self.near.check_sent(worker, item.inputs)
-            task = self.scheduler._tasks.live.get(item.id)
+            task = self.scheduler.state.live.get(item.id)
             if task is None or task.request.state != "open":
                 if item.id in self.taken_back:  # its request ended in the same turn
                     continue
@@ -742,10 +747,10 @@ class World:
                 raise AssertionError(f"a worker died of item {item.id}, and it is put at risk among others")
             if task.request.deadline_ms is not None and task.request.deadline_ms <= self.now:
                 raise AssertionError(f"item {item.id} was sent after its deadline")
-            if task.request.route.waits_for.get(task.place, -1) not in (-1, *task.request.called):
+            if task.request.route.waits_for.get(task.place, -1) not in (-1, *task.request.active_fallbacks):
                 raise AssertionError(f"item {item.id} is a stand-in's, and nobody has called it")
             for value in item.inputs:
-                if not self.scheduler._book.holds_all([value]):
+                if not request_table.holds_all(self.scheduler.state, [value]):
                     raise AssertionError(f"item {item.id} was sent memory that is not leased")
             if item.brought is not None and item.brought.sequence and self.plan.steps[message.step].sequence:
                 stuck = self.sequence_of.setdefault((message.step, item.brought.sequence), worker)
@@ -753,19 +758,19 @@ class World:
                     raise AssertionError(f"sequence {item.brought.sequence} moved from worker {stuck} to {worker}")
                 self.sequence_of[(message.step, item.brought.sequence)] = worker
 
-    def check_feed(self, worker: int, message: msg.Feed) -> None:
-        """Pieces come to who was given the item, in order, none is lost, and the whole ends them."""
+    def check_feed(self, worker: int, message: msg.InputChunks) -> None:
+        """Check that chunks arrive at the item's worker in order, none lost, and end with the whole value."""
         held = {item.id for step, item in self.streams.get(worker, ()) if step == message.step}  # none, if it has died
         for piece in message.pieces:
             if piece.item not in held:  # it has just ended, or is the business of another worker
-                if piece.item in self.scheduler._tasks.live:
+                if piece.item in self.scheduler.state.live:
                     raise AssertionError(f"a piece for item {piece.item} came to a worker that does not have it")
                 continue
             if self.fed[piece.item] < 0:
                 raise AssertionError(f"item {piece.item} was fed after it had the whole")
             if piece.last:
                 self.fed[piece.item] = -1
-                if not self.scheduler._book.holds_all([piece.value]):
+                if not request_table.holds_all(self.scheduler.state, [piece.value]):
                     raise AssertionError(f"item {piece.item} was fed memory that is not leased")
                 continue
             if piece.value.data != str(self.fed[piece.item]).encode():
@@ -776,13 +781,13 @@ class World:
 
     def check_sources(self) -> None:
         """Nobody works for steps that took its pieces and have ended all."""
-        live = self.scheduler._tasks.live
+        live = self.scheduler.state.live
         for task in live.values():
             request, route = task.request, task.request.route
-            if task.place in request.called or any(route.outputs_at[slot] for slot in task.unit.returns):
+            if task.place in request.active_fallbacks or any(route.outputs_at[slot] for slot in task.unit.returns):
                 continue
             readers = [reader for slot in task.unit.returns for reader in route.readers[slot]]
-            fed = [request.feeds[reader].task for reader in readers if reader in request.feeds]
+            fed = [request.stream_inputs[reader].task for reader in readers if reader in request.stream_inputs]
             if readers and len(fed) == len(readers) and all(one is not None and one.id not in live for one in fed):
                 raise AssertionError(f"item {task.id} is worked on for steps that have ended")
 
@@ -793,7 +798,7 @@ class World:
         total = c.ok + c.failed + c.cancelled + c.expired + scheduler.open_requests
         if c.admitted != total:
             raise AssertionError(f"{c.admitted} admitted, {total} accounted for")
-        if scheduler._book.admission.requests != scheduler.open_requests:
+        if scheduler.state.admission.requests != scheduler.open_requests:
             raise AssertionError("admission has lost count")
         if c.stale < self.stale:
             raise AssertionError(f"{self.stale} messages came too late, {c.stale} are counted")
@@ -809,14 +814,14 @@ class World:
         left = scheduler.ledger.stats()
         if left.blocks or left.quarantined_bytes:
             raise AssertionError(f"memory is still held at the end: {left}")
-        if scheduler.open_requests or any(scheduler.queued.values()) or scheduler._tasks.live:
+        if scheduler.open_requests or any(scheduler.queued.values()) or scheduler.state.live:
             raise AssertionError(f"still held at the end: {scheduler.open_requests} open, {left}, {scheduler.queued}")
-        for lane in scheduler._tasks.lanes:
-            if lane.sequences is not None and any(one.owed for one in lane.sequences._live.values()):
-                raise AssertionError(f"{lane.name}: a sequence still waits for items that will never come")
-        if scheduler._tasks.timers.any:
-            raise AssertionError(f"timers are still set: {scheduler._tasks.timers._at}")
-        if scheduler._book.admission.size_bytes:
+        for queue in scheduler.state.queues:
+            if queue.sequences is not None and any(one.owed for one in queue.sequences._live.values()):
+                raise AssertionError(f"{queue.name}: a sequence still waits for items that will never come")
+        if scheduler.state.timers.any:
+            raise AssertionError(f"timers are still set: {scheduler.state.timers.at}")
+        if scheduler.state.admission.size_bytes:
             raise AssertionError("admission still counts bytes")
         if len(self.ended) + len(self.refused) != self.requests:
             raise AssertionError(f"{len(self.ended)} ended, {len(self.refused)} refused, of {self.requests}")

@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine import plain_steps
+from tests.engine import plain_steps, reuse_steps
+from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, Source
+from weftline.nodes.detections import Detections
+from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.builder import Builder, constant
 from weftline.pipelines.wire import Wire
 
@@ -204,6 +207,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_pipeline_answers_as_plain_calls_do(seed: int, start: Callable[[Source], Session]) -> None:
     drawn = Draw(seed)
@@ -221,7 +225,7 @@ def test_a_random_pipeline_answers_as_plain_calls_do(seed: int, start: Callable[
         wanted = rng.sample(drawn.outputs, rng.randint(1, len(drawn.outputs)))
         requests.append(({name: value for name, value in inputs.items() if name in names}, wanted))
     with ThreadPoolExecutor(12) as callers:
-        results = list(callers.map(lambda one: session.run(outputs=one[1], **one[0]), requests))
+        results = list(callers.map(lambda one: session.run(RequestOptions(outputs=one[1]), **one[0]), requests))
     for (inputs, wanted), result in zip(requests, results):
         plain = Plain(drawn.steps, {"more": ABSENT, **inputs})
         for name in wanted:
@@ -231,3 +235,137 @@ def test_a_random_pipeline_answers_as_plain_calls_do(seed: int, start: Callable[
         failed = {timing.step for timing in result.timings if timing.outcome == "failed"}
         owners = {one.fallback: one.name for one in drawn.steps.values() if isinstance(one.fallback, str)}
         assert {owners[name] for name in ran & owners.keys()} <= failed, "a fallback runs only when its step has failed"
+
+
+FUNCTIONS = (
+    "Part", "Owned", "Weak", "Viewed", "Bytes", "common", "common_too", "same", "tail", "backwards", "Windows",
+    "Mutated", "Raw", "Boxes",
+)  # fmt: skip
+"""Functions of reuse_steps, called item by item."""
+
+IN_CHAIN = ("Part", "Owned", "Weak", "Viewed", "Bytes", "common", "common_too", "same", "tail", "Together", "Splits")
+"""Those that others read, inside one worker."""
+
+
+def reusing() -> Builder:
+    """Return a pipeline of steps that use their memory again, alone, mapped and in chains; outputs name them."""
+    p = Builder("reusing", base_dir=HERE, limits={"arena_bytes": 64 << 20})
+    x, xs = p.input("x", "float32[N]"), p.input("xs", "list[float32[?]]")
+    few = {"items_max": 3, "wait_max_ms": 1}
+
+    def step(name: str, function: str, worker: str = "", **more: Any) -> Any:
+        more |= {"batched": True} if function in ("Together", "Splits") else {}
+        more |= {"worker": worker or "u"}
+        return p.step(name, "function", function=f"reuse_steps.py:{function}", **more)
+
+    for name in (*FUNCTIONS, "Together", "Splits"):
+        batch = {"items_max": 16, "wait_max_ms": 2}
+        p.output(f"alone_{name}", step(f"alone_{name}", name, x=x, batch=batch).output)
+        p.output(f"map_{name}", step(f"map_{name}", name, x=xs, map="x", batch=few).output)
+    for first, second in zip(IN_CHAIN, (*IN_CHAIN[1:], IN_CHAIN[0])):
+        one = step(f"first_{first}", first, "v", x=x, batch=few)
+        two = step(f"second_{first}_{second}", second, "v", x=one.output, batch={"items_max": 2})
+        p.output(f"chain_{first}_{second}", two.output)
+        if first in ("Owned", "tail"):
+            p.output(f"chain_{first}", one.output)
+    both = step("pair", "Pair", x=x, batch={"items_max": 16, "wait_max_ms": 2})
+    p.output("pair_whole", both.whole)
+    p.output("pair_most", both.most)
+    for node in ("Rows", "Lazy", "Settles", "Flows"):
+        more = {} if node == "Flows" else {"batch": {"items_max": 16, "wait_max_ms": 2}}
+        p.output(f"node_{node}", p.step(f"node_{node}", f"reuse_steps.py:{node}", x=x, worker="nodes", **more).output)
+    return p
+
+
+def plainly(output: str, inputs: Mapping[str, Any]) -> Any:
+    """Return what new instances of an output's functions answer in plain Python."""
+
+    def call(name: str, x: np.ndarray) -> Any:
+        function = getattr(reuse_steps, name)
+        function = function() if isinstance(function, type) else function
+        if name in ("Together", "Splits"):
+            return function([x])[0]
+        answer = function(x)
+        return bytes(answer) if name == "Raw" else np.array(answer) if isinstance(answer, np.ndarray) else answer
+
+    mode, *names = output.replace("common_too", "commontoo").split("_")
+    names = [name.replace("commontoo", "common_too") for name in names]
+    x = inputs["x"]
+    if mode == "map":
+        return [call(names[0], one) for one in inputs["xs"]]
+    if mode == "pair":
+        return np.array(x * 2 if names == ["whole"] else (x * 2)[1:])
+    if mode == "node":
+        return np.full(3, x.sum(), np.float32) if names == ["Rows"] else x * 2
+    for name in names:
+        x = call(name, np.array(x))
+    return x
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(other, list):
+        return isinstance(one, list) and len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(other, Detections):
+        return bool(np.array_equal(one.boxes, other.boxes) and np.array_equal(one.scores, other.scores))
+    return same(one, other)
+
+
+def requests_of(seed: int, count: int) -> list[dict[str, Any]]:
+    """Return inputs whose every number tells the request: some travel inside messages, some in shared memory."""
+    rng = Random(seed)
+
+    def numbers(value: int) -> np.ndarray:
+        size = rng.choice([4, 40, 5000, 5000, 7000])
+        return np.arange(size, dtype=np.float32) % 7 + np.float32(value)
+
+    return [
+        {"x": numbers(10 * at), "xs": [numbers(10_000 + 10 * at + place) for place in range(rng.randint(0, 5))]}
+        for at in range(count)
+    ]
+
+
+@pytest.mark.slow
+def test_steps_that_use_their_memory_again_answer_as_plain_calls_do(start: Callable[[Source], Session]) -> None:
+    session = start(reusing())
+    requests = requests_of(1, 32)
+    with ThreadPoolExecutor(16) as callers:
+        results = list(callers.map(lambda inputs: session.run(**inputs), requests))
+    wrong: dict[str, int] = {}
+    for inputs, result in zip(requests, results):
+        for name in result:
+            if not alike(result[name], plainly(name, inputs)):
+                wrong[name] = wrong.get(name, 0) + 1
+    assert wrong == {}
+    answers = session.run_together(requests)  # as the blocks of a job
+    for inputs, answer in zip(requests, answers):
+        assert not isinstance(answer, Exception)
+        for name in answer:
+            if not alike(answer[name], plainly(name, inputs)):
+                wrong[name] = wrong.get(name, 0) + 1
+    assert wrong == {}
+
+
+@pytest.mark.slow
+def test_what_a_step_keeps_of_a_sequence_is_that_sequence_s_and_stays_as_it_was(
+    start: Callable[[Source], Session],
+) -> None:
+    p = Builder("keeping", base_dir=HERE, limits={"arena_bytes": 4 << 20})
+    x = p.input("x", "float32[N]")
+    batch = {"items_max": 8, "wait_max_ms": 2}
+    before = p.step("before", "function", function="reuse_steps.py:Before", x=x, sequence={}, batch=batch)
+    p.output("before", before.output)
+    p.output("count", p.step("count", "reuse_steps.py:Counted", x=x, sequence={}, batch=batch).output)
+    session = start(p)
+
+    def talk(caller: int) -> list[tuple[float, int]]:
+        found = []
+        for at in range(8):
+            part = SequencePart(f"s{caller}", start=at == 0, end=at == 7)
+            answer = session.run(RequestOptions(sequence=part), x=np.full(8000, 100 * caller + at, np.float32))
+            (value,) = set(answer["before"].tolist())
+            found.append((value, answer["count"]))
+        return found
+
+    with ThreadPoolExecutor(8) as callers:
+        for caller, found in enumerate(callers.map(talk, range(8))):
+            assert found == [(100 * caller + max(at - 1, 0), at + 1) for at in range(8)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine.fire import STEPS, Gate, ask, batches, builder, function, outputs, together
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session, Source
 from weftline.errors import StepError
@@ -31,6 +32,7 @@ def matrices(sizes: list[int]) -> list[np.ndarray]:
     return [rng.normal(size=(size, 4)).astype(np.float32) for size in sizes]
 
 
+@pytest.mark.slow
 def test_only_equal_shapes_share_a_call_where_the_step_says_so(start: Start) -> None:
     session = start(shaped({"items_max": 4, "wait_max_ms": 300, "shapes": "same"}))
     xs = matrices([3, 5, 3, 5, 3, 5, 3, 5])
@@ -41,6 +43,7 @@ def test_only_equal_shapes_share_a_call_where_the_step_says_so(start: Start) -> 
         assert answer["told"] == {"items": 4, "shape": [len(x), 4]}
 
 
+@pytest.mark.slow
 def test_padded_items_share_a_call_and_get_back_their_own_size(start: Start) -> None:
     session = start(shaped({"items_max": 6, "wait_max_ms": 300, "pad": {"T": [4, 8, 16]}}))
     alone = start(shaped({"items_max": 1}))
@@ -55,6 +58,7 @@ def test_padded_items_share_a_call_and_get_back_their_own_size(start: Start) -> 
     assert told[12:] == [{"items": 2, "shape": [20, 4]}] * 2, "a size above the last is the batch's longest"
 
 
+@pytest.mark.slow
 def test_preferred_sizes_are_kept_to(start: Start) -> None:
     session = start(shaped({"items_max": 8, "wait_max_ms": 200, "sizes": [4], "shapes": "same"}))
     answers = together(session, [{"x": x} for x in matrices([3] * 10)])
@@ -62,6 +66,7 @@ def test_preferred_sizes_are_kept_to(start: Start) -> None:
     assert sorted(batches(answers)) == [2] * 2 + [4] * 8
 
 
+@pytest.mark.slow
 def test_a_batch_leaves_when_it_is_full_and_else_when_the_wait_is_over(start: Start) -> None:
     session = start(shaped({"items_max": 4, "wait_max_ms": 400, "shapes": "same"}))
     x = matrices([3])[0]
@@ -75,6 +80,7 @@ def test_a_batch_leaves_when_it_is_full_and_else_when_the_wait_is_over(start: St
     assert batches(full) == [4] * 4 and full_ms < 350 and alone_ms >= 395
 
 
+@pytest.mark.slow
 def test_a_deadline_that_is_nearer_than_the_wait_ends_the_wait(start: Start) -> None:
     session = start(shaped({"items_max": 8, "wait_max_ms": 20_000, "shapes": "same"}))
     x = matrices([3])[0]
@@ -82,7 +88,7 @@ def test_a_deadline_that_is_nearer_than_the_wait_ends_the_wait(start: Start) -> 
     answers = []
     for _ in range(5):
         began = time.monotonic()
-        answers.append(ask(session, x=x, deadline_ms=400))
+        answers.append(ask(session, RequestOptions(deadline_ms=400), x=x))
         took_ms = (time.monotonic() - began) * 1000
         print(f"ended {took_ms:.0f} ms into 400")
         assert 100 < took_ms < 1000
@@ -93,6 +99,7 @@ def test_a_deadline_that_is_nearer_than_the_wait_ends_the_wait(start: Start) -> 
         assert timing.batch == 1 and timing.batch_wait_ms > 100, "a worker was free, and it waited for company"
 
 
+@pytest.mark.slow
 def test_automatic_waiting_gathers_batches_under_load_and_waits_for_nobody_alone(start: Start) -> None:
     p = builder()
     batch = {"items_max": 8, "wait": "auto"}
@@ -117,6 +124,7 @@ def test_automatic_waiting_gathers_batches_under_load_and_waits_for_nobody_alone
     assert sorted(waits)[5] < 5
 
 
+@pytest.mark.slow
 def test_instances_share_one_queue(start: Start, gate: Gate) -> None:
     p = builder()
     x = p.input("x", "text")
@@ -138,6 +146,7 @@ def test_instances_share_one_queue(start: Start, gate: Gate) -> None:
     assert workers == set(session.pids())
 
 
+@pytest.mark.slow
 def test_items_of_many_requests_lists_included_share_batches(start: Start, gate: Gate) -> None:
     p = builder()
     x, texts = p.input("x", "text"), p.input("texts", "list[text]")
@@ -160,6 +169,7 @@ def test_items_of_many_requests_lists_included_share_batches(start: Start, gate:
     assert any({value[0] for value in call} >= {"b", "c"} for call in gate.calls()), "two requests in one call"
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("whole", [False, True], ids=["the item", "the whole call"])
 def test_seven_mates_of_a_bad_item_are_answered_as_if_alone(start: Start, whole: bool) -> None:
     p = builder()
@@ -184,6 +194,7 @@ def test_seven_mates_of_a_bad_item_are_answered_as_if_alone(start: Start, whole:
     assert session.stats()["worker_deaths"] == 0
 
 
+@pytest.mark.slow
 def test_mates_of_an_item_that_comes_to_nan_are_answered_where_the_step_is_finite(start: Start) -> None:
     p = builder()
     x, batch = p.input("x", "float32[N]"), {"items_max": 8, "wait_max_ms": 500}
@@ -192,7 +203,9 @@ def test_mates_of_an_item_that_comes_to_nan_are_answered_where_the_step_is_finit
     session = start(p)
     good = [np.full(6000, place, np.float32) for place in range(7)]
     bad = np.append(np.zeros(5999, np.float32), np.float32("nan"))
-    answers = together(session, [{"x": one, "outputs": ["y"]} for one in [*good[:5], bad, *good[5:]]])
+    answers = together(
+        session, [{"x": one} for one in [*good[:5], bad, *good[5:]]], [RequestOptions(outputs=["y"])] * (len(good) + 1)
+    )
     error = answers.pop(5)
     assert isinstance(error, StepError) and error.step == "s"
     assert "value: found NaN or an infinite number" in str(error)
@@ -200,9 +213,12 @@ def test_mates_of_an_item_that_comes_to_nan_are_answered_where_the_step_is_finit
         assert isinstance(answer, Result)
         assert np.array_equal(answer["y"], one)
     assert set(batches(answers)) == {8}
-    assert np.isnan(session.run(x=bad, outputs=["unseen"])["unseen"][-1]), "nobody looks unless a step says so"
+    assert np.isnan(session.run(RequestOptions(outputs=["unseen"]), x=bad)["unseen"][-1]), (
+        "nobody looks unless a step says so"
+    )
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_halves_the_batch_and_later_ones_are_smaller(start: Start) -> None:
     p = builder()
     batch = {"items_max": 8, "wait_max_ms": 1000}

@@ -50,6 +50,7 @@ def gated(gate: Gate, **more: Any) -> Any:
     return p
 
 
+@pytest.mark.slow
 def test_what_waits_in_the_queue_never_reaches_the_model(start: Start, gate: Gate) -> None:
     session = start(gated(gate, batch={"items_max": 1}))
     gate.close()
@@ -70,6 +71,7 @@ def test_what_waits_in_the_queue_never_reaches_the_model(start: Start, gate: Gat
     assert session.stats()["requests"]["cancelled"] == 1
 
 
+@pytest.mark.slow
 def test_one_that_waits_for_company_leaves_the_others_to_go_without_it(start: Start, gate: Gate) -> None:
     session = start(gated(gate, batch={"items_max": 3, "wait_max_ms": 60_000}))
 
@@ -84,6 +86,7 @@ def test_one_that_waits_for_company_leaves_the_others_to_go_without_it(start: St
     assert gate.calls() == [["two", "three", "four"]]
 
 
+@pytest.mark.slow
 def test_what_was_sent_ahead_to_a_worker_that_is_busy_is_left_out(start: Start, gate: Gate) -> None:
     session = start(gated(gate, batch={"items_max": 1}))
     for _ in range(20):  # it learns that the step is quick, and gives its worker a second message from now on
@@ -105,6 +108,7 @@ def test_what_was_sent_ahead_to_a_worker_that_is_busy_is_left_out(start: Start, 
     assert gate.seen()[before:] == ["first", "third"]
 
 
+@pytest.mark.slow
 def test_a_running_node_can_ask_and_stops_early(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "function", text=p.input("x", "text"), **function("patient")).output)
@@ -123,6 +127,7 @@ def test_a_running_node_can_ask_and_stops_early(start: Start) -> None:
     assert took_s < 5, "its call would take a minute"
 
 
+@pytest.mark.slow
 def test_mates_of_a_cancelled_item_get_their_answers(start: Start, gate: Gate) -> None:
     session = start(gated(gate, gives_up=True, batch={"items_max": 2, "wait_max_ms": 5000}))
     gate.close()
@@ -139,6 +144,7 @@ def test_mates_of_a_cancelled_item_get_their_answers(start: Start, gate: Gate) -
     assert gate.seen() == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_between_two_steps_the_second_never_sees_it(start: Start, gate: Gate) -> None:
     second = Gate(gate.folder.parent / "second")
     p = builder()
@@ -158,6 +164,7 @@ def test_between_two_steps_the_second_never_sees_it(start: Start, gate: Gate) ->
     assert gate.seen() == ["gone", "stays"] and second.seen() == ["stays"]
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_left_in_the_middle_stops_its_producer_and_no_other(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "trickle", value=p.input("x", "text"), pieces=40, delay_ms=10).value)
@@ -172,6 +179,7 @@ def test_a_stream_that_is_left_in_the_middle_stops_its_producer_and_no_other(sta
     assert session.stats()["requests"]["cancelled"] == 1 and session.stats()["requests"]["ok"] == 1
 
 
+@pytest.mark.slow
 def test_after_the_end_a_cancel_changes_nothing(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "trickle", value=p.input("x", "text")).value)
@@ -188,6 +196,7 @@ def test_after_the_end_a_cancel_changes_nothing(start: Start) -> None:
     assert requests["ok"] == 2 and requests["cancelled"] == 0
 
 
+@pytest.mark.slow
 def test_elements_of_a_list_leave_their_queue_with_their_request(start: Start, gate: Gate) -> None:
     p = builder()
     x = p.input("x", "list[text]")
@@ -208,6 +217,7 @@ def test_elements_of_a_list_leave_their_queue_with_their_request(start: Start, g
     assert gate.seen() == ["a", "e"]
 
 
+@pytest.mark.slow
 def test_two_thousand_cancels_at_random_leave_every_counter_at_its_baseline(start: Start) -> None:
     p = builder(arena_bytes=32 << 20, requests_max=1000)
     x, words = p.input("x", "float32[N]"), p.input("words", "list[text]")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.engine.fire import HERE, STEPS, Gate, ask, outputs, together, wait_until
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session, Source
 from weftline.errors import DeadlineExceeded, InputError, StepError
@@ -56,6 +57,7 @@ outputs: {loud: loud.output, after: after.output, kind: kind.output}
 """
 
 
+@pytest.mark.slow
 def test_a_step_runs_where_its_condition_holds_and_is_skipped_with_what_needs_it(start: Start, write: Write) -> None:
     session = start(write(WHEN))
     said, quiet = session.run(text="shout it"), session.run(text="whisper it")
@@ -78,6 +80,7 @@ outputs: {y: chosen.value}
 """
 
 
+@pytest.mark.slow
 def test_only_the_chosen_case_of_a_switch_is_run(start: Start, write: Write, tmp_path: Path) -> None:
     one, two, other = (Gate(tmp_path / name) for name in ("one", "two", "other"))
     session = start(write(SWITCH, ONE=one.folder, TWO=two.folder, OTHER=other.folder))
@@ -97,6 +100,7 @@ outputs: {y: said.output}
 """
 
 
+@pytest.mark.slow
 def test_the_first_value_that_is_there_is_taken(start: Start, write: Write) -> None:
     session = start(write(FIRST))
     assert session.run(text="plain", better="best")["y"] == "BEST!"
@@ -116,6 +120,7 @@ outputs: {y: u.output}
 """
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_only_chooses_opens_without_a_worker(start: Start, write: Write) -> None:
     session = start(
         write(
@@ -128,6 +133,7 @@ def test_a_pipeline_that_only_chooses_opens_without_a_worker(start: Start, write
     assert session.ready
 
 
+@pytest.mark.slow
 def test_inputs_that_are_left_out_have_defaults_or_are_absent(start: Start, write: Write) -> None:
     session = start(write(OPTIONAL))
     assert session.run(text="a")["y"] == "a...!?", "the function's own default stands in for what is absent"
@@ -152,6 +158,7 @@ outputs: {best: best.value, slow: slow.value, said: said.value}
 """
 
 
+@pytest.mark.slow
 def test_a_stand_in_answers_on_an_error_on_a_time_out_and_with_a_constant(
     start: Start, write: Write, tmp_path: Path
 ) -> None:
@@ -172,6 +179,7 @@ def test_a_stand_in_answers_on_an_error_on_a_time_out_and_with_a_constant(
     assert "quick" in steps_of(late) and "slow" in steps_of(late, "lost")
 
 
+@pytest.mark.slow
 def test_without_a_stand_in_a_time_out_is_the_end_and_names_the_step(start: Start, write: Write, gate: Gate) -> None:
     text = """
 inputs: {text: text}
@@ -187,6 +195,7 @@ outputs: {y: s.value}
     assert session.run(text="b")["y"] == "b"
 
 
+@pytest.mark.slow
 def test_a_failed_item_is_tried_again_as_often_as_the_step_says(start: Start, write: Write) -> None:
     text = """
 inputs: {text: text}
@@ -226,6 +235,7 @@ def picture(levels: list[int]) -> np.ndarray:
     return np.repeat(np.array(levels, np.uint8), 10)[:, None, None].repeat(10, 1).repeat(3, 2)
 
 
+@pytest.mark.slow
 def test_photo_to_crops_to_a_step_for_each_gathered_in_order_and_two_requests_share_its_batches(
     start: Start, write: Write
 ) -> None:
@@ -241,6 +251,7 @@ def test_photo_to_crops_to_a_step_for_each_gathered_in_order_and_two_requests_sh
     assert max(timing.batch for timing in each) > 5, "crops of both photos were in one call"
 
 
+@pytest.mark.slow
 def test_one_bad_element_fails_its_request_and_no_other(start: Start, write: Write) -> None:
     text = """
 inputs: {texts: "list[text]"}
@@ -257,6 +268,7 @@ outputs: {y: each.output}
 # pipelines in pipelines, outputs nobody asked for
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_run_as_a_step_of_another(start: Start, write: Write) -> None:
     inner = """
 inputs: {text: text, ending: {type: text, default: "!!"}}
@@ -281,6 +293,7 @@ outputs: {once: twice.said, y: again.said}
     assert dict(session.run(text="once")) == {"once": "ONCE!!", "y": None}
 
 
+@pytest.mark.slow
 def test_steps_that_only_unwanted_outputs_need_are_not_run(start: Start, write: Write, gate: Gate) -> None:
     text = """
 inputs: {text: text}
@@ -290,7 +303,7 @@ steps:
 outputs: {cheap: cheap.value, dear: dear.value}
 """
     session = start(write(text, GATE=gate.folder))
-    assert dict(session.run(text="a", outputs=["cheap"])) == {"cheap": "a"}
+    assert dict(session.run(RequestOptions(outputs=["cheap"]), text="a")) == {"cheap": "a"}
     assert gate.seen() == []
     assert dict(session.run(text="b")) == {"cheap": "b", "dear": "b"} and gate.seen() == ["b"]
 
@@ -308,6 +321,7 @@ outputs: {y: c.output, between: b.output}
 """
 
 
+@pytest.mark.slow
 def test_steps_in_one_worker_answer_as_in_three_and_keep_their_own_batches(start: Start, write: Write) -> None:
     fused = start(write(CHAINED.replace(" WORKER", ", worker: shared"), "fused.yaml"))
     apart = start(write(CHAINED.replace(" WORKER", ""), "apart.yaml"))
@@ -323,6 +337,7 @@ def test_steps_in_one_worker_answer_as_in_three_and_keep_their_own_batches(start
     assert isinstance(bad[0], StepError) and bad[0].step == "a" and isinstance(bad[1], Result)
 
 
+@pytest.mark.slow
 def test_a_chain_whose_worker_is_killed_is_tried_again_from_its_start(start: Start, write: Write) -> None:
     text = """
 inputs: {text: text}

@@ -25,6 +25,7 @@ from tests.engine.fire import (
     together,
     wait_until,
 )
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session, Source
 from weftline.errors import InputError, LimitReached, WeftlineError, WorkerDied
@@ -40,6 +41,7 @@ def kill(session: Session, worker: str, how: int = signal.SIGKILL) -> int:
     return pid
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("idempotent", [True, False], ids=["may run twice", "must not run twice"])
 def test_workers_that_are_killed_under_load_cost_no_request_its_end(start: Start, idempotent: bool) -> None:
     p = builder()
@@ -88,6 +90,7 @@ def test_workers_that_are_killed_under_load_cost_no_request_its_end(start: Start
         assert retried == 0
 
 
+@pytest.mark.slow
 def test_a_request_is_told_within_a_second_of_its_workers_death_and_leases_are_back(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "function", x=p.input("x", "float32[N]"), idempotent=False, **function("stuck")).output)
@@ -113,6 +116,7 @@ def test_a_request_is_told_within_a_second_of_its_workers_death_and_leases_are_b
         assert all(isinstance(one.result(10), WorkerDied) for one in asked)
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_start_is_given_up_and_everything_else_serves(start: Start, tmp_path: Path) -> None:
     fragile = f"{STEPS}:Fragile"
     p = builder()
@@ -128,23 +132,26 @@ def test_a_step_that_cannot_start_is_given_up_and_everything_else_serves(start: 
     (tmp_path / "broken").touch()
     kill(session, "w")
     wait_until(lambda: not session.ready)
-    assert session.run(x="b", outputs=["well"])["well"] == "b"
+    assert session.run(RequestOptions(outputs=["well"]), x="b")["well"] == "b"
     waiting: list[WeftlineError | Result] = []
-    waiter = threading.Thread(target=lambda: waiting.append(ask(session, x="c", outputs=["ill"])))
+    waiter = threading.Thread(target=lambda: waiting.append(ask(session, RequestOptions(outputs=["ill"]), x="c")))
     waiter.start()
-    refused = wait_until(lambda: isinstance(ask(session, x="d", outputs=["ill"], deadline_ms=50), LimitReached), 40)
+    refused = wait_until(
+        lambda: isinstance(ask(session, RequestOptions(outputs=["ill"], deadline_ms=50), x="d"), LimitReached), 40
+    )
     waiter.join(10)
     print(f"given up after {refused:.1f} s")
     assert isinstance(waiting[0], WorkerDied) and "step ill" in str(waiting[0])
     with pytest.raises(LimitReached, match="step ill is unavailable"):
-        session.run(x="e", outputs=["ill"])
-    assert session.run(x="f", outputs=["saved"])["saved"] == "f", "its fallback answers"
-    assert session.run(x="g", outputs=["well"])["well"] == "g"
+        session.run(RequestOptions(outputs=["ill"]), x="e")
+    assert session.run(RequestOptions(outputs=["saved"]), x="f")["saved"] == "f", "its fallback answers"
+    assert session.run(RequestOptions(outputs=["well"]), x="g")["well"] == "g"
     assert other.run(x="h")["y"] == "h" and other.ready
     health = session.health()
     assert not health.ready and health.steps == {"well": True, "ill": False, "saved": False, "spare": True}
 
 
+@pytest.mark.slow
 def test_a_model_that_refuses_to_open_again_is_given_up_too(start: Start, tmp_path: Path) -> None:
     p = builder()
     p.output("y", p.step("s", f"{STEPS}:Fragile", value=p.input("x", "text"), folder=str(tmp_path)).value)
@@ -158,6 +165,7 @@ def test_a_model_that_refuses_to_open_again_is_given_up_too(start: Start, tmp_pa
     assert session.run(x="mended")["y"] == "mended"
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_killed_and_its_request_answered_by_the_next(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
@@ -170,10 +178,47 @@ def test_a_stopped_worker_is_killed_and_its_request_answered_by_the_next(start: 
     assert took_s < 5 and session.pids()["s"] != pid and session.stats()["worker_deaths"] == 1
 
 
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_daemons_of_a_step_end_with_their_worker_and_map_no_arena_meanwhile(start: Start) -> None:
+    p = builder()
+    p.output("y", p.step("s", "function", text=p.input("x", "text"), **function("daemons")).output)
+    session = start(p)
+    first = [int(one) for one in ask(session, x="a")["y"].split()]  # type: ignore[index]
+    assert all(map(lives, first))
+    assert not any("memfd:weftline" in Path(f"/proc/{pid}/maps").read_text() for pid in first)
+    kill(session, "s")
+    wait_until(lambda: not any(map(lives, first)))
+    wait_until(lambda: session.health().ready)
+    second = [int(one) for one in ask(session, x="b")["y"].split()]  # type: ignore[index]
+    assert all(map(lives, second))
+    session.close()
+    wait_until(lambda: not any(map(lives, second)))
+
+
+@pytest.mark.slow
+def test_a_ready_worker_that_says_it_could_not_open_is_ended_at_once_and_the_next_one_answers(start: Start) -> None:
+    p = builder(silence_max_ms=60_000)
+    p.output("y", p.step("s", "function", text=p.input("x", "text"), idempotent=False, **function("unopened")).output)
+    session = start(p)
+    end = ask(session, x="bad")
+    assert isinstance(end, WorkerDied) and "it sent OpenFailed while it was ready" in str(end)
+    wait_until(lambda: session.health().ready)
+    assert ask(session, x="good")["y"] == "good"  # type: ignore[index]
+    assert session.stats()["worker_deaths"] == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("node", "options", "why"),
     [
-        ("fail", {"equals": "loop", "hold_gil": True}, "no sign of life for 3 s"),
+        ("fail", {"equals": "loop", "hold_gil": True}, "no heartbeat for 3 s"),
         ("fail", {"equals": "loop", "hang": True, "run_max_ms": 500}, "run_max_ms"),
         ("function", {"function": f"{STEPS}:loops", "run_max_ms": 500}, "run_max_ms"),
     ],
@@ -199,6 +244,7 @@ def test_a_call_that_never_returns_is_ended_and_said_so(
     assert session.run(x="after")["y"].lower() == "after"
 
 
+@pytest.mark.slow
 def test_one_that_wedges_every_worker_is_kept_out_after_the_second(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "function", text=p.input("x", "text"), run_max_ms=300, **function("loops")).output)
@@ -211,6 +257,7 @@ def test_one_that_wedges_every_worker_is_kept_out_after_the_second(start: Start)
     assert session.stats()["worker_deaths"] == 2 and session.run(x="a")["y"] == "A"
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("at", [0, 3, 7])
 def test_mates_of_one_that_kills_its_worker_are_answered_and_it_is_kept_out(start: Start, at: int) -> None:
     p = builder()
@@ -235,6 +282,7 @@ def test_mates_of_one_that_kills_its_worker_are_answered_and_it_is_kept_out(star
     assert session.stats()["worker_deaths"] == stats["worker_deaths"]
 
 
+@pytest.mark.slow
 def test_what_is_kept_out_stays_so_in_the_next_worker(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "function", text=p.input("x", "text"), **function("ends")).output)
@@ -248,6 +296,7 @@ def test_what_is_kept_out_stays_so_in_the_next_worker(start: Start) -> None:
     assert session.run(x="other")["y"] == "OTHER"
 
 
+@pytest.mark.slow
 def test_two_killers_in_a_batch_are_both_found(start: Start) -> None:
     p = builder()
     batch = {"items_max": 8, "wait_max_ms": 500}
@@ -259,6 +308,7 @@ def test_two_killers_in_a_batch_are_both_found(start: Start) -> None:
     assert session.stats()["quarantined"] == 2 and session.stats()["worker_deaths"] <= 8
 
 
+@pytest.mark.slow
 def test_an_item_of_a_list_that_kills_fails_its_own_request_alone(start: Start) -> None:
     p = builder()
     x = p.input("x", "list[text]")
@@ -268,6 +318,7 @@ def test_an_item_of_a_list_that_kills_fails_its_own_request_alone(start: Start) 
     assert outputs(answers) == [["A", "B", "C"], "WorkerDied", ["F"]]
 
 
+@pytest.mark.slow
 def test_a_killer_has_a_fallback_like_any_other_failure(start: Start) -> None:
     p = builder()
     x = p.input("x", "text")
@@ -279,6 +330,7 @@ def test_a_killer_has_a_fallback_like_any_other_failure(start: Start) -> None:
     assert session.run(x="bomb")["y"] == "bomb" and session.stats()["worker_deaths"] == 2
 
 
+@pytest.mark.slow
 def test_a_stream_that_has_begun_is_not_begun_again_when_its_worker_dies(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "trickle", value=p.input("x", "text"), pieces=200, delay_ms=10).value)
@@ -292,6 +344,7 @@ def test_a_stream_that_has_begun_is_not_begun_again_when_its_worker_dies(start: 
     assert session.stats()["retried"] == 0
 
 
+@pytest.mark.slow
 def test_a_stream_whose_first_piece_has_not_come_is_begun_again(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "trickle", value=p.input("x", "text"), pieces=3, delay_ms=400).value)
@@ -318,6 +371,7 @@ def test_mates_of_a_killer_in_a_streaming_step_are_answered_and_it_is_kept_out(s
     assert session.run(x="ok")["y"] == "ok" and session.stats()["worker_deaths"] == stats["worker_deaths"]
 
 
+@pytest.mark.slow
 def test_with_two_instances_the_other_one_takes_over(start: Start, gate: Gate) -> None:
     p = builder()
     step = p.step(
@@ -338,6 +392,7 @@ def test_with_two_instances_the_other_one_takes_over(start: Start, gate: Gate) -
     assert session.stats()["worker_deaths"] == 1 and session.stats()["retried"] == 1
 
 
+@pytest.mark.slow
 def test_closing_while_workers_die_leaves_nothing(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "echo", value=p.input("x", "text"), delay_ms=20).value)

@@ -18,8 +18,7 @@ MIB = 1 << 20
 ITEM_BYTES, ITEMS_MAX = 4 * MIB, 8
 
 NODES = '''
-from weftline.nodes.contract import BatchNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import BatchNode, Ports, port
 
 
 class Takes(BatchNode):
@@ -52,6 +51,7 @@ def session(folder: Path, device_bytes: int, **more: Any) -> Session:
     return load(p, machine=Machine(2, 8 << 30, (Device("fake:0", device_bytes),)))
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_at_its_largest_batch(tmp_path: Path) -> None:
     with session(tmp_path, 1 << 30).open() as opened:
         memory = opened.stats()["device_memory"]["fake:0"]
@@ -60,6 +60,7 @@ def test_a_step_is_measured_at_its_largest_batch(tmp_path: Path) -> None:
         assert memory["left_bytes"] == (1 << 30) - 16 * MIB - memory["workers"]["s"]
 
 
+@pytest.mark.slow
 def test_a_device_that_turns_out_too_small_is_not_opened_and_it_is_said_who_took_what(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
         session(tmp_path, 40 * MIB).open()
@@ -69,6 +70,7 @@ def test_a_device_that_turns_out_too_small_is_not_opened_and_it_is_said_who_took
     assert [row[2:] for row in rows[:2]] == [["s", "weights", "and", "work", "measured"], ["reserve", "stated"]]
 
 
+@pytest.mark.slow
 def test_a_step_that_sleeps_gives_its_device_memory_back_and_answers_the_next_request(tmp_path: Path) -> None:
     with session(tmp_path, 1 << 30, idle={"after_s": 0.2, "keep": "host"}).open() as opened:
         wait_until(lambda: opened.stats()["idle"]["s"]["state"] == "asleep", 10)

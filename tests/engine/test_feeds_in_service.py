@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, load
 from weftline.errors import StepError, WorkerDied
 from weftline.pipelines.builder import Builder
@@ -21,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from weftline.nodes.contract import Piece, StreamNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import Piece, Ports, StreamNode, port
 
 @dataclass(frozen=True)
 class LogConfig:
@@ -154,6 +154,7 @@ def guarded(p: Builder, text: Any, **policy: Any) -> None:
     p.output("verdict", guard.verdict)
 
 
+@pytest.mark.slow
 def test_a_text_that_turns_bad_is_never_seen_and_its_source_is_stopped(service: Service) -> None:
     session = service.open(guarded)
     told = list(session.stream(x=GOOD + BAD + GOOD * 20))
@@ -167,17 +168,19 @@ def test_a_text_that_turns_bad_is_never_seen_and_its_source_is_stopped(service: 
     assert session.run(x=GOOD + BAD)["answer"] == wanted + "[withheld]", "for who waits for the whole, too"
 
 
+@pytest.mark.slow
 def test_a_text_that_is_fine_comes_through_in_pieces_while_it_is_written(service: Service) -> None:
     session = service.open(guarded)
     first, done_by_then = True, True
     out = ""
-    for one in session.stream(outputs=["answer"], x=GOOD * 2):
+    for one in session.stream(RequestOptions(outputs=["answer"]), x=GOOD * 2):
         if first:
             first, done_by_then = False, service.log.exists()
         out = one.value if one.last else out + one.value
     assert out == GOOD * 2 and not done_by_then
 
 
+@pytest.mark.slow
 def test_a_blocked_text_just_ends(service: Service) -> None:
     session = service.open(lambda p, text: guarded(p, text, on_violation="block"))
     result = session.run(x=GOOD + BAD)
@@ -185,9 +188,10 @@ def test_a_blocked_text_just_ends(service: Service) -> None:
     assert result["verdict"]["action"] == "block"
 
 
+@pytest.mark.slow
 def test_redacted_places_are_found_across_pieces(service: Service) -> None:
     session = service.open(lambda p, text: guarded(p, text, block=[], redact=["personal"]), {"size": 3})
-    out = "".join(one.value for one in session.stream(outputs=["answer"], x=BAD + GOOD) if not one.last)
+    out = "".join(one.value for one in session.stream(RequestOptions(outputs=["answer"]), x=BAD + GOOD) if not one.last)
     assert out == "The customer before you lives at [personal] and her card is [personal]. " + GOOD
 
 
@@ -195,16 +199,19 @@ def counted(p: Builder, text: Any, **options: Any) -> None:
     p.output("told", p.step("count", "nodes.py:Counts", text=text, **options).told)
 
 
+@pytest.mark.slow
 def test_a_node_of_ones_own_is_fed_pieces_and_then_the_whole(service: Service) -> None:
     session = service.open(counted, {"size": 10})
     assert session.run(x="x" * 95)["told"] == [10, 95, 95, ""]
 
 
+@pytest.mark.slow
 def test_whole_values_come_by_feed_too_and_large_ones_through_shared_memory(service: Service) -> None:
     session = service.open(counted, {"size": 50_000})
     assert session.run(x="x" * 120_000)["told"] == [3, 120_000, 120_000, ""]
 
 
+@pytest.mark.slow
 def test_a_slow_step_pauses_its_source_and_loses_nothing(service: Service) -> None:
     session = service.open(
         lambda p, text: counted(p, text, round_ms=5), {"size": 1_000, "round_ms": 0}, stream_bytes_max=20_000
@@ -222,6 +229,7 @@ def test_a_step_that_cannot_take_a_piece_fails_and_its_source_is_stopped(service
     assert session.run(x="good")["told"][2] == 4
 
 
+@pytest.mark.slow
 def test_a_step_that_dies_of_a_piece_fails_its_request_and_is_not_fed_again(service: Service) -> None:
     session = service.open(lambda p, text: counted(p, text, retry={"attempts": 3}), {"size": 13})
     with pytest.raises(WorkerDied):
@@ -238,6 +246,7 @@ def test_an_abandoned_stream_stops_the_source_behind_the_guard(service: Service)
     service.noted("cancelled at")
 
 
+@pytest.mark.slow
 def test_two_steps_in_one_worker_feed_each_other(service: Service) -> None:
     def build(p: Builder, text: Any) -> None:
         first = p.step("first", "guardrail", text=text, worker="both", policy={"redact": ["personal"]})
@@ -271,6 +280,7 @@ class Watched(Llm):
 '''
 
 
+@pytest.mark.slow
 def test_the_language_model_is_stopped_and_its_pages_are_free_at_once(service: Service, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from tests.engine.llm.tiny import save

@@ -10,14 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
 
 NODES = '''
 import time
 from dataclasses import dataclass
-from weftline.nodes.contract import NodeMemory, Piece, StreamNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import NodeMemory, Piece, Ports, StreamNode, port
 
 @dataclass(frozen=True, slots=True)
 class HoldsConfig:
@@ -93,13 +95,14 @@ def until(what: Callable[[], Any], most_s: float = 30.0) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_memory_follows_the_load_between_two_steps_and_a_new_worker_starts_with_its_least(tmp_path: Path) -> None:
     with opened(tmp_path) as session, ThreadPoolExecutor(64) as pool:
         assert held(session) == {"small": MIB // 2, "large": MIB // 2}
         pids = session.pids()
 
         def crowd(step: str) -> list[Any]:
-            return [pool.submit(session.run, outputs=[step], text="150") for _ in range(60)]
+            return [pool.submit(session.run, RequestOptions(outputs=[step]), text="150") for _ in range(60)]
 
         answers = crowd("small")
         until(lambda: held(session)["small"] >= MIB)
@@ -113,13 +116,14 @@ def test_memory_follows_the_load_between_two_steps_and_a_new_worker_starts_with_
         os.kill(pids["small"], signal.SIGKILL)
         until(lambda: held(session)["small"] == MIB // 2)
         until(lambda: session.ready)
-        assert session.run(outputs=["small"], text="1")["small"] == str(MIB // 2)
+        assert session.run(RequestOptions(outputs=["small"]), text="1")["small"] == str(MIB // 2)
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_change_its_size_keeps_it_and_goes_on(tmp_path: Path) -> None:
     with opened(tmp_path, "Breaks") as session, ThreadPoolExecutor(32) as pool:
         pids = session.pids()
-        answers = [pool.submit(session.run, outputs=["large"], text="80") for _ in range(24)]
+        answers = [pool.submit(session.run, RequestOptions(outputs=["large"]), text="80") for _ in range(24)]
         assert {one.result()["large"] for one in answers} == {str(MIB // 2)}
         assert session.pids() == pids
         until(lambda: held(session) == {"small": MIB // 2, "large": MIB // 2})

@@ -33,7 +33,7 @@ def opened(pipeline: Builder, device: str = "fake:0") -> Session:
 
 
 def node(name: str, **more: Any) -> dict[str, Any]:
-    return {"node": f"near_steps.py:{name}", **more}
+    return {"node": f"device_steps.py:{name}", **more}
 
 
 def everything(ordering: str) -> Builder:
@@ -41,22 +41,23 @@ def everything(ordering: str) -> Builder:
     p = builder(ordering=ordering)
     x, rows = p.input("x", "json"), p.input("rows", "json")
     fixed: dict[str, Any] = {"type": "float32[N]"}
-    made = p.step("make", "near_steps.py:Make", worker="w1", x=x, **fixed).y
-    doubled = p.step("double", "near_steps.py:Double", worker="w2", x=made, **fixed).y
-    passed = p.step("pass", "near_steps.py:Pass", worker="w2", x=doubled, **fixed).y
-    half = p.step("half", "near_steps.py:Half", worker="w2", x=made).y
-    filled = p.step("fill", "near_steps.py:DoubleAll", worker="w2", x=made, batch={"items_max": 4}, **fixed).y
-    arrays = p.step("arrays", "near_steps.py:Arrays", worker="w2", x=made, **fixed).y
+    made = p.step("make", "device_steps.py:Make", worker="w1", x=x, **fixed).y
+    doubled = p.step("double", "device_steps.py:Double", worker="w2", x=made, **fixed).y
+    passed = p.step("pass", "device_steps.py:Pass", worker="w2", x=doubled, **fixed).y
+    half = p.step("half", "device_steps.py:Half", worker="w2", x=made).y
+    filled = p.step("fill", "device_steps.py:DoubleAll", worker="w2", x=made, batch={"items_max": 4}, **fixed).y
+    arrays = p.step("arrays", "device_steps.py:Arrays", worker="w2", x=made, **fixed).y
     for name, of in (("passed", passed), ("half", half), ("filled", filled), ("arrays", arrays), ("doubled", doubled)):
-        p.output(name, p.step(f"look_{name}", "near_steps.py:Look", worker="w3", x=of).told)
-    p.output("on_host", p.step("host", "near_steps.py:HostLook", device="cpu", x=doubled).told)
-    image = p.step("paint", "near_steps.py:Paint", worker="w1", x=rows).image
-    cut = p.step("cut", "near_steps.py:Cut", worker="w2", image=image).rows
-    p.output("rows", p.step("sum", "near_steps.py:Brightness", worker="w3", rows=cut).told)
+        p.output(name, p.step(f"look_{name}", "device_steps.py:Look", worker="w3", x=of).told)
+    p.output("on_host", p.step("host", "device_steps.py:HostLook", device="cpu", x=doubled).told)
+    image = p.step("paint", "device_steps.py:Paint", worker="w1", x=rows).image
+    cut = p.step("cut", "device_steps.py:Cut", worker="w2", image=image).rows
+    p.output("rows", p.step("sum", "device_steps.py:Brightness", worker="w3", rows=cut).told)
     p.output("y", filled)
     return p
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize(
     ("device", "ordering"),
     [("fake:0", "host"), ("fake:0", "event"), ("fake-alone:0", "host"), ("fake-closed:0", "event")],
@@ -81,10 +82,10 @@ def test_every_way_a_tensor_can_go_gives_the_same_answers(device: str, ordering:
 def line(*names: str, **gpu: Any) -> Builder:
     """Return a pipeline in which each step is a process of its own: it makes a tensor, hands it on, looks at it."""
     p = builder(**gpu)
-    x = p.step("make", "near_steps.py:Make", x=p.input("x", "json")).y
+    x = p.step("make", "device_steps.py:Make", x=p.input("x", "json")).y
     for name in names:
-        x = p.step(name.lower(), f"near_steps.py:{name}", x=x).y
-    p.output("told", p.step("look", "near_steps.py:Look", x=x).told)
+        x = p.step(name.lower(), f"device_steps.py:{name}", x=x).y
+    p.output("told", p.step("look", "device_steps.py:Look", x=x).told)
     return p
 
 
@@ -99,6 +100,7 @@ def copied(session: Session) -> tuple[int, int]:
     return stats["copied_bytes"]["between"], stats["device_moved_bytes"]
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_passed_on_is_copied_once_and_never_leaves_the_device(passing: Session) -> None:
     before = copied(passing)
     told, kind, pid = passing.run(x=[3, SIZE])["told"]
@@ -106,6 +108,7 @@ def test_a_tensor_that_is_passed_on_is_copied_once_and_never_leaves_the_device(p
     assert np.subtract(copied(passing), before).tolist() == [SIZE * 4, 0]
 
 
+@pytest.mark.slow
 def test_a_full_device_arena_makes_others_wait_and_what_never_fits_is_refused_by_name(passing: Session) -> None:
     answers = together(passing, [{"x": [1, 400_000]} for _ in range(8)])  # three fit at a time
     assert [isinstance(answer, Result) for answer in answers] == [True] * 8
@@ -114,6 +117,7 @@ def test_a_full_device_arena_makes_others_wait_and_what_never_fits_is_refused_by
     wait_until(lambda: settled(passing), 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordering", ["host", "event"])
 def test_a_worker_whose_device_is_lost_ends_and_the_next_one_answers(ordering: str) -> None:
     with opened(line("Loses", ordering=ordering)) as session:

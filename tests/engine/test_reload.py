@@ -40,8 +40,7 @@ def lasting(text: str) -> str:
 
 NODES = '''
 import time
-from weftline.nodes.contract import BatchNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import BatchNode, Ports, port
 
 class Refuses(BatchNode):
     """Cannot be opened."""
@@ -91,6 +90,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_no_request_notices_five_reloads_of_which_one_fails(pipeline: Callable[..., Builder]) -> None:
     with load(pipeline("one")).open() as session:
         session.run(x="warm")
@@ -136,6 +136,7 @@ def test_a_pipeline_with_problems_leaves_everything_as_it_was(pipeline: Callable
         assert session.pids() == pids and session.version == 1 and session.run(x="a")["y"] == "a 1"
 
 
+@pytest.mark.slow
 def test_requests_are_held_against_the_version_they_meet(pipeline: Callable[..., Builder]) -> None:
     with load(pipeline("one")).open() as session:
         session.reload(pipeline("two", input="other"))
@@ -151,6 +152,7 @@ def test_open_requests_finish_in_the_old_version(pipeline: Callable[..., Builder
         assert old.result()["y"] == "a slow"
 
 
+@pytest.mark.slow
 def test_stats_say_draining_while_the_old_version_lives(pipeline: Callable[..., Builder]) -> None:
     with load(pipeline("lasting")).open() as session, ThreadPoolExecutor(2) as callers:
         old = callers.submit(session.run, x="a")
@@ -162,6 +164,7 @@ def test_stats_say_draining_while_the_old_version_lives(pipeline: Callable[..., 
         assert isinstance(old.exception(), RequestCancelled)
 
 
+@pytest.mark.slow
 def test_what_does_not_finish_in_time_is_cancelled(pipeline: Callable[..., Builder]) -> None:
     with load(pipeline("lasting")).open() as session, ThreadPoolExecutor(1) as callers:
         old = callers.submit(session.run, x="a")
@@ -175,6 +178,7 @@ def test_what_does_not_finish_in_time_is_cancelled(pipeline: Callable[..., Build
         assert session.run(x="c")["y"] == "c 1"
 
 
+@pytest.mark.slow
 def test_tasks_cross_a_reload_unharmed(pipeline: Callable[..., Builder]) -> None:
     async def ask_across(session: Session) -> list[str]:
         reload = asyncio.create_task(asyncio.to_thread(session.reload, pipeline("two")))
@@ -189,12 +193,14 @@ def test_tasks_cross_a_reload_unharmed(pipeline: Callable[..., Builder]) -> None
         assert session.run(x="a")["y"] == "a 2"
 
 
+@pytest.mark.slow
 def test_reloads_wait_for_each_other(pipeline: Callable[..., Builder]) -> None:
     with load(pipeline("one")).open() as session, ThreadPoolExecutor(3) as callers:
         reloads = [callers.submit(session.reload, pipeline("two")) for _ in range(3)]
         assert sorted(reload.result() for reload in reloads) == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_version_that_takes_too_long_to_open_is_given_up(pipeline: Callable[..., Builder]) -> None:
     with load(pipeline("one")).open() as session:
         with pytest.raises(ModelError, match=r"not open after 1\.0 s; still loading: s"):
@@ -202,6 +208,7 @@ def test_a_version_that_takes_too_long_to_open_is_given_up(pipeline: Callable[..
         assert session.run(x="a")["y"] == "a 1"
 
 
+@pytest.mark.slow
 def test_closing_while_a_reload_opens_ends_both(pipeline: Callable[..., Builder]) -> None:
     before = descriptors()
     session = load(pipeline("one")).open()
@@ -217,6 +224,7 @@ def test_closing_while_a_reload_opens_ends_both(pipeline: Callable[..., Builder]
     assert descriptors() == before
 
 
+@pytest.mark.slow
 def test_closing_while_a_session_opens_ends_the_opening(pipeline: Callable[..., Builder]) -> None:
     session = Session(load(pipeline(node="nodes.py:Loads")).plan)
     with ThreadPoolExecutor(1) as callers:
@@ -240,6 +248,7 @@ def test_closing_can_let_open_requests_finish(pipeline: Callable[..., Builder]) 
         closing.result()
 
 
+@pytest.mark.slow
 def test_closing_can_let_requests_finish_in_a_version_that_is_being_replaced(pipeline: Callable[..., Builder]) -> None:
     session = load(pipeline("long")).open()
     with ThreadPoolExecutor(2) as callers:

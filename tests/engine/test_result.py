@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from weftline.engine.messages import ABSENT, Value
+from weftline.engine.protocol.messages import ABSENT, Value
 from weftline.engine.result import OutputStream, error_of, owned, placed_bytes
-from weftline.engine.scheduling import events as ev
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler import events as ev
+from weftline.engine.scheduler.request import StepTiming
 from weftline.errors import DeadlineExceeded, InputError, LimitReached, RequestCancelled, SessionClosed, StepError
 from weftline.shm.block import Place
 
@@ -32,6 +32,13 @@ def test_a_refusal_is_of_the_class_it_names() -> None:
     assert isinstance(full, LimitReached) and full.retry_after_s == 0.25
     late = error_of(ev.Refuse(1, "cannot make it", 0.0, "DeadlineExceeded"))
     assert isinstance(late, DeadlineExceeded) and str(late) == "cannot make it"
+
+
+def test_an_unknown_error_name_becomes_a_step_error_that_names_it() -> None:
+    failed = error_of(ev.Fail(1, "KeyError", "bad", "b"))
+    assert isinstance(failed, StepError) and failed.step == "b" and str(failed) == "step b: KeyError: bad"
+    refused = error_of(ev.Refuse(1, "why", 0.5, "KeyError"))
+    assert isinstance(refused, LimitReached) and str(refused) == "KeyError: why" and refused.retry_after_s == 0.5
 
 
 def test_views_are_copied_in_lists_too() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.fire import STEPS, ask, builder, function, wait_until
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session, Source
 from weftline.errors import InputError, LimitReached, WorkerDied
@@ -31,11 +32,12 @@ def say(session: Session, id: str, *texts: str, start: bool = True, end: bool = 
     answers = []
     for place, text in enumerate(texts):
         part = SequencePart(id, start=start and place == 0, end=end and place == len(texts) - 1)
-        answer = ask(session, x=text, sequence=part)
+        answer = ask(session, RequestOptions(sequence=part), x=text)
         answers.append(answer["y"] if isinstance(answer, Result) else type(answer))
     return answers
 
 
+@pytest.mark.slow
 def test_twenty_sequences_over_two_instances_each_stay_with_one_and_in_order(start: Start) -> None:
     session = start(remembering(delay_ms=2, instances=2))
     assert len(session.pids()) == 2
@@ -44,7 +46,7 @@ def test_twenty_sequences_over_two_instances_each_stay_with_one_and_in_order(sta
         asked = []
         for place in range(10):  # all at once: the engine keeps their order
             part = SequencePart(id, start=place == 0, end=place == 9)
-            asked.append(asyncio.create_task(session.arun(x=str(place), sequence=part)))
+            asked.append(asyncio.create_task(session.arun(RequestOptions(sequence=part), x=str(place))))
             await asyncio.sleep(0)
         results = await asyncio.gather(*asked)
         return [result["y"] for result in results], {t.worker for result in results for t in result.timings}
@@ -59,15 +61,17 @@ def test_twenty_sequences_over_two_instances_each_stay_with_one_and_in_order(sta
     assert set.union(*(workers for _, workers in found)) == set(session.pids()), "both have some of them"
 
 
+@pytest.mark.slow
 def test_sequences_that_begin_one_after_the_other_are_spread_over_the_instances(start: Start) -> None:
     session = start(remembering(instances=2))
     workers = []
     for number in range(6):
-        result = session.run(x="a", sequence=SequencePart(f"q{number}", start=True))
+        result = session.run(RequestOptions(sequence=SequencePart(f"q{number}", start=True)), x="a")
         workers.append(result.timings[0].worker)
     assert sorted(workers) == sorted(list(session.pids()) * 3)
 
 
+@pytest.mark.slow
 def test_new_sequences_go_to_the_instance_that_lives(start: Start, tmp_path: Path) -> None:
     p = builder()
     x = p.input("x", "text")
@@ -83,41 +87,46 @@ def test_new_sequences_go_to_the_instance_that_lives(start: Start, tmp_path: Pat
     (tmp_path / "broken").unlink()
 
 
+@pytest.mark.slow
 def test_a_sequence_that_was_not_started_and_a_request_without_one_are_refused(start: Start) -> None:
     session = start(remembering())
     with pytest.raises(InputError, match="'q' has not been started"):
-        session.run(x="a", sequence="q")
-    with pytest.raises(InputError, match="remembers between the requests of a sequence"):
+        session.run(RequestOptions(sequence="q"), x="a")
+    with pytest.raises(InputError, match="is stateful and needs the request's sequence"):
         session.run(x="a")
     assert say(session, "q", "a", "b", end=True) == ["a", "a b"]
     with pytest.raises(InputError, match="has ended"):
-        session.run(x="c", sequence="q")
+        session.run(RequestOptions(sequence="q"), x="c")
 
 
+@pytest.mark.slow
 def test_a_second_start_begins_anew(start: Start) -> None:
     session = start(remembering())
     assert say(session, "q", "a", "b") == ["a", "a b"]
     assert say(session, "q", "c", "d", end=True) == ["c", "c d"]
 
 
+@pytest.mark.slow
 def test_one_that_brings_nothing_for_too_long_is_ended(start: Start) -> None:
     session = start(remembering(sequence={"idle_max_ms": 300, "live_max": 2}))
     assert say(session, "old", "a") == ["a"]
-    sequences = session._current.runtime.scheduler._tasks.lanes[0].sequences
+    sequences = session._current.runtime.scheduler.state.queues[0].sequences
     wait_until(lambda: sequences.live() == 0, 10)
     assert say(session, "old", "b", start=False) == [InputError]
 
 
+@pytest.mark.slow
 def test_more_than_may_live_are_refused_until_one_ends(start: Start) -> None:
     session = start(remembering(sequence={"live_max": 2}))
     assert say(session, "one", "a") == ["a"] and say(session, "two", "a") == ["a"]
     with pytest.raises(LimitReached, match=r"sequence\.live_max is 2"):
-        session.run(x="a", sequence=SequencePart("three", start=True))
+        session.run(RequestOptions(sequence=SequencePart("three", start=True)), x="a")
     assert say(session, "one", "b", start=False, end=True) == ["a b"]
     assert say(session, "three", "a", end=True) == ["a"]
     assert say(session, "two", "b", start=False, end=True) == ["a b"]
 
 
+@pytest.mark.slow
 def test_one_cancelled_request_of_a_sequence_leaves_the_others_in_order(start: Start) -> None:
     session = start(remembering(delay_ms=100))
 
@@ -125,7 +134,7 @@ def test_one_cancelled_request_of_a_sequence_leaves_the_others_in_order(start: S
         asked = []
         for place, text in enumerate("abcd"):
             part = SequencePart("q", start=place == 0, end=place == 3)
-            asked.append(asyncio.create_task(session.arun(x=text, sequence=part)))
+            asked.append(asyncio.create_task(session.arun(RequestOptions(sequence=part), x=text)))
             await asyncio.sleep(0)
         while session.stats()["requests"]["open"] < 4:
             await asyncio.sleep(0.002)
@@ -137,6 +146,7 @@ def test_one_cancelled_request_of_a_sequence_leaves_the_others_in_order(start: S
     assert [answers[place]["y"] for place in (0, 1, 3)] == ["a", "a b", "a b d"], "c was never said"
 
 
+@pytest.mark.slow
 def test_what_was_remembered_is_lost_with_its_worker_and_says_so(start: Start) -> None:
     session = start(remembering(delay_ms=50))
     assert say(session, "q", "a", "b") == ["a", "a b"]
@@ -144,10 +154,11 @@ def test_what_was_remembered_is_lost_with_its_worker_and_says_so(start: Start) -
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: session.pids().get("s") not in (None, pid) and session.ready)
     with pytest.raises(InputError, match="was lost when its worker died; start it again"):
-        session.run(x="c", sequence="q")
+        session.run(RequestOptions(sequence="q"), x="c")
     assert say(session, "q", "d", end=True) == ["d"]
 
 
+@pytest.mark.slow
 def test_who_waits_in_a_sequence_when_its_worker_dies_is_told_at_once(start: Start) -> None:
     session = start(remembering(delay_ms=30_000))
 
@@ -155,7 +166,7 @@ def test_who_waits_in_a_sequence_when_its_worker_dies_is_told_at_once(start: Sta
         asked = []
         for place in range(3):
             part = SequencePart("q", start=place == 0)
-            asked.append(asyncio.create_task(session.arun(x=str(place), sequence=part)))
+            asked.append(asyncio.create_task(session.arun(RequestOptions(sequence=part), x=str(place))))
             await asyncio.sleep(0)
         while session.stats()["dispatches"] < 1 or session.stats()["requests"]["open"] < 3:
             await asyncio.sleep(0.002)
@@ -165,6 +176,7 @@ def test_who_waits_in_a_sequence_when_its_worker_dies_is_told_at_once(start: Sta
     assert [type(answer) for answer in asyncio.run(script())] == [WorkerDied] * 3
 
 
+@pytest.mark.slow
 def test_a_function_step_can_remember_too(start: Start) -> None:
     p = builder()
     step = p.step("s", "function", text=p.input("x", "text"), sequence={}, **function("Counts"))

@@ -17,6 +17,8 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.weftline.conftest import workers_of
+from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, load
 from weftline.errors import (
     DeadlineExceeded,
@@ -94,8 +96,7 @@ def wrong(x: "float32[N]") -> "float32[N]":
 CLOSING = '''
 from pathlib import Path
 from dataclasses import dataclass
-from weftline.nodes.contract import BatchNode, Piece, StreamNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import BatchNode, Piece, Ports, StreamNode, port
 import time
 
 class Closes(BatchNode):
@@ -112,7 +113,7 @@ class Closes(BatchNode):
         self.mark.write_text("yes")
 
 class Confused(StreamNode):
-    """Answers for an item it was never given, or never answers at all."""
+    """Answer for an unknown item, or never."""
     @classmethod
     def ports(cls, config, step):
         return Ports((port("text", "text"),), (port("text", "text", pieces=True),))
@@ -225,6 +226,7 @@ def test_large_tensors_come_back_right_and_are_the_callers_own(opened: Callable[
     assert copied == {"in": 3 * x.nbytes, "between": 3 * x.nbytes, "out": 3 * x.nbytes}
 
 
+@pytest.mark.slow
 def test_a_part_of_an_input_is_passed_on_without_a_copy(opened: Callable[..., Session]) -> None:
     session = opened("float32[N]", port="x", **function("part"))
     x = np.arange(100_000, dtype=np.float32)
@@ -232,7 +234,7 @@ def test_a_part_of_an_input_is_passed_on_without_a_copy(opened: Callable[..., Se
     assert session.stats()["copied_bytes"]["between"] == 0
 
 
-def test_a_node_that_writes_into_its_input_is_told_why_it_failed(opened: Callable[..., Session]) -> None:
+def test_a_node_that_writes_into_its_input_fails_with_the_reason(opened: Callable[..., Session]) -> None:
     session = opened("float32[N]", port="x", **function("writes"))
     with pytest.raises(StepError, match="mutates_inputs"):
         session.run(x=np.zeros(100_000, np.float32))
@@ -244,6 +246,7 @@ def test_an_output_of_another_type_names_port_found_and_expected(opened: Callabl
         session.run(x=np.zeros(4, np.float32))
 
 
+@pytest.mark.slow
 def test_batch_mates_of_a_bad_item_are_answered(opened: Callable[..., Session]) -> None:
     session = opened("text", port="text", batch={"items_max": 8, "wait_max_ms": 50}, **function("picky"))
 
@@ -259,6 +262,7 @@ def test_batch_mates_of_a_bad_item_are_answered(opened: Callable[..., Session]) 
     assert session.stats()["dispatches"] < 8
 
 
+@pytest.mark.slow
 def test_a_batch_that_fails_as_a_whole_is_halved_until_only_the_bad_item_fails(opened: Callable[..., Session]) -> None:
     session = opened(
         "text", "fail", "value", "value", equals="bad", whole=True, batch={"items_max": 8, "wait_max_ms": 50}
@@ -275,11 +279,12 @@ def test_a_batch_that_fails_as_a_whole_is_halved_until_only_the_bad_item_fails(o
         assert list(callers.map(ask, texts)) == ["failed" if text == "bad" else text for text in texts]
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_a_request_and_frees_everything(opened: Callable[..., Session]) -> None:
     session = opened("text", port="text", **function("slow"))
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="unfinished steps: s"):
-        session.run(x="a", deadline_ms=50)
+        session.run(RequestOptions(deadline_ms=50), x="a")
     assert time.monotonic() - started < 0.28
     assert session.run(x="b")["y"] == "b"
 
@@ -294,6 +299,7 @@ def test_over_the_limit_is_refused_at_once_and_names_the_limit(opened: Callable[
         assert first.result()["y"] == "a"
 
 
+@pytest.mark.slow
 def test_outputs_larger_than_the_arena_fail_alone_and_name_it(opened: Callable[..., Session]) -> None:
     session = opened("float32[N]", port="x", limits={"arena_bytes": 1 << 20}, **function("double"))
     with pytest.raises((LimitReached, StepError), match="arena_bytes"):
@@ -308,9 +314,10 @@ def test_inputs_are_named_when_they_are_wrong(opened: Callable[..., Session]) ->
     with pytest.raises(InputError, match="input x"):
         session.run(x=b"\xff\xfe")
     with pytest.raises(InputError, match="no output is called q"):
-        session.run(x="a", outputs=["q"])
+        session.run(RequestOptions(outputs=["q"]), x="a")
 
 
+@pytest.mark.slow
 def test_many_tasks_share_one_session(opened: Callable[..., Session]) -> None:
     session = opened("text", port="text", **function("picky"))
 
@@ -319,6 +326,18 @@ def test_many_tasks_share_one_session(opened: Callable[..., Session]) -> None:
         return [result["y"] for result in results]
 
     assert asyncio.run(all_at_once()) == [f"T{i}" for i in range(50)]
+
+
+def test_a_session_is_opened_and_closed_by_async_with() -> None:
+    async def ask() -> tuple[Session, str]:
+        pipeline = Builder("echoed")
+        x = pipeline.input("x", "text")
+        pipeline.output("y", pipeline.step("say", "echo", value=x).value)
+        async with await load(pipeline).aopen() as session:
+            return session, (await session.arun(x="a"))["y"]
+
+    session, answer = asyncio.run(ask())
+    assert (answer, session.closed, workers_of(os.getpid())) == ("a", True, [])
 
 
 def test_pieces_come_before_the_whole_and_add_up_to_it(opened: Callable[..., Session]) -> None:
@@ -339,7 +358,7 @@ def test_leaving_a_stream_early_cancels_its_request(opened: Callable[..., Sessio
     assert session.run(x="ok")["y"] == "ok"
 
 
-def test_a_cancelled_stream_gives_back_the_leases_it_read(opened: Callable[..., Session]) -> None:
+def test_a_cancelled_stream_releases_the_leases_it_read(opened: Callable[..., Session]) -> None:
     session = opened("text", "nodes.py:Spells", "text", "text")
     for _ in range(3):
         stream = session.stream(x="a" * 100_000)
@@ -358,6 +377,7 @@ def test_streams_for_asyncio(opened: Callable[..., Session]) -> None:
     assert asyncio.run(collect()) == ["a", "b", "c", "abc"]
 
 
+@pytest.mark.slow
 def test_a_cancelled_task_withdraws_its_request(opened: Callable[..., Session]) -> None:
     session = opened("text", port="text", **function("slow"))
 
@@ -370,7 +390,7 @@ def test_a_cancelled_task_withdraws_its_request(opened: Callable[..., Session]) 
     time.sleep(0.4)  # the running item finishes, and its lease with it
 
 
-def test_nodes_are_closed_and_a_closed_session_says_so(opened: Callable[..., Session], tmp_path: Path) -> None:
+def test_nodes_are_closed_and_a_closed_session_raises_an_error(opened: Callable[..., Session], tmp_path: Path) -> None:
     session = opened("text", "nodes.py:Closes", "text", "text")
     assert session.run(x="a")["y"] == "a"
     session.close()
@@ -379,6 +399,7 @@ def test_nodes_are_closed_and_a_closed_session_says_so(opened: Callable[..., Ses
         session.run(x="a")
 
 
+@pytest.mark.slow
 def test_closing_ends_the_requests_that_wait(opened: Callable[..., Session]) -> None:
     session = opened("text", port="text", **function("slow"))
     with ThreadPoolExecutor(1) as callers:
@@ -389,6 +410,7 @@ def test_closing_ends_the_requests_that_wait(opened: Callable[..., Session]) -> 
             waiting.result(5)
 
 
+@pytest.mark.slow
 def test_what_is_passed_on_is_not_packed_again_and_a_new_value_never_mistaken_for_it(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(
         "import numpy as np\n"
@@ -407,6 +429,7 @@ def test_what_is_passed_on_is_not_packed_again_and_a_new_value_never_mistaken_fo
         assert session.stats()["arena"]["leased_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_a_caller_whose_event_loop_is_closed_loses_only_its_own_request(opened: Callable[..., Session]) -> None:
     session = opened("text", port="text", **function("slow"))
     loop = asyncio.new_event_loop()
@@ -418,7 +441,7 @@ def test_a_caller_whose_event_loop_is_closed_loses_only_its_own_request(opened: 
     assert not left_behind.done() and session.run(x="b")["y"] == "b"
 
 
-def test_a_stream_that_is_dropped_unread_gives_everything_back(opened: Callable[..., Session]) -> None:
+def test_a_stream_that_is_dropped_unread_releases_everything(opened: Callable[..., Session]) -> None:
     session = opened("float32[N]", port="x", **function("double"))
     for _ in range(3):
         session.stream(x=np.ones(100_000, np.float32))
@@ -426,6 +449,7 @@ def test_a_stream_that_is_dropped_unread_gives_everything_back(opened: Callable[
     assert session.stats()["arena"]["leased_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_a_round_that_raises_fails_its_items_and_not_the_worker(opened: Callable[..., Session]) -> None:
     session = opened("text", "nodes.py:Breaks", "text", "text")
     pids = session.pids()
@@ -438,7 +462,8 @@ def test_a_round_that_raises_fails_its_items_and_not_the_worker(opened: Callable
     assert session.run(x="ok")["y"] == "ok" and session.pids() == pids
 
 
-def test_work_that_waits_for_company_frees_room_and_nobody_is_refused_meanwhile(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_pending_batch_frees_memory_and_no_request_is_refused_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(STEPS)
     p = Builder("room", base_dir=tmp_path, limits={"arena_bytes": 256 << 10})
     x = p.input("x", "float32[N]")
@@ -450,6 +475,7 @@ def test_work_that_waits_for_company_frees_room_and_nobody_is_refused_meanwhile(
         assert [float(result["y"]) for result in results] == [25_000.0] * 6
 
 
+@pytest.mark.slow
 def test_a_chain_that_passes_8_mb_on_copies_it_in_and_out_and_nothing_between(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(STEPS)
     p = Builder("chain", base_dir=tmp_path)
@@ -477,6 +503,7 @@ def test_a_killed_workers_children_go_with_it(opened: Callable[..., Session]) ->
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
 
 
+@pytest.mark.slow
 def test_a_restarted_worker_leaves_no_descriptor_of_its_old_arena_in_the_others(tmp_path: Path) -> None:
     p = Builder("three")
     wire: Any = p.input("x", "text")
@@ -500,11 +527,12 @@ def test_a_restarted_worker_leaves_no_descriptor_of_its_old_arena_in_the_others(
 
 def answers(session: Session) -> bool:
     try:
-        return bool(session.run(x="a", deadline_ms=500)["y"])
+        return bool(session.run(RequestOptions(deadline_ms=500), x="a")["y"])
     except WeftlineError:
         return False
 
 
+@pytest.mark.slow
 def test_modules_in_the_current_folder_are_not_run_by_workers(tmp_path: Path) -> None:
     (tmp_path / "logging.py").write_text("raise SystemExit('a stranger ran')")
     script = (
@@ -525,22 +553,28 @@ def test_modules_in_the_current_folder_are_not_run_by_workers(tmp_path: Path) ->
     assert done.stdout.strip() == "fine", done.stderr
 
 
+@pytest.mark.slow
 def test_endless_lines_on_standard_error_are_cut(opened: Callable[..., Session]) -> None:
     session = opened("text", port="text", **function("bars"))
     assert session.run(x="a")["y"] == "a"
     time.sleep(0.2)
     (_, process), *_ = session._current.runtime.fleet._workers.values()
-    assert len(process._partial) <= 8192 and all(len(line) <= 8192 for line in process.last_lines)
+    assert process.last_lines and all(len(line) <= 8192 for line in process.last_lines)
+    assert session.stats()["output_dropped_bytes"]["s"] > 3_000_000
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("deadline_ms", [float("inf"), float("nan"), 1e300, -1, "soon", True])
-def test_a_deadline_that_is_none_is_refused_and_harms_nobody(opened: Callable[..., Session], deadline_ms: Any) -> None:
+def test_an_invalid_deadline_is_refused_and_affects_no_other_request(
+    opened: Callable[..., Session], deadline_ms: Any
+) -> None:
     session = opened("text", "nodes.py:Spells", "text", "text")
     with pytest.raises(InputError, match="deadline_ms"):
-        session.stream(x="a", deadline_ms=deadline_ms)
-    assert session.run(x="ok", deadline_ms=86_400_000)["y"] == "ok"
+        session.stream(RequestOptions(deadline_ms=deadline_ms), x="a")
+    assert session.run(RequestOptions(deadline_ms=86_400_000), x="ok")["y"] == "ok"
 
 
+@pytest.mark.slow
 def test_foreign_byte_order_is_converted_and_objects_are_refused(opened: Callable[..., Session]) -> None:
     session = opened("float32[N]", port="x", **function("foreign"))
     assert session.run(x=np.zeros(1, np.float32))["y"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -555,16 +589,17 @@ def test_a_message_that_utf8_cannot_hold_is_escaped(opened: Callable[..., Sessio
         session.run(x="a")
 
 
-def test_a_piece_of_nobodys_item_fails_the_step_and_says_so(opened: Callable[..., Session]) -> None:
+def test_a_chunk_of_an_unknown_item_fails_the_step_with_the_reason(opened: Callable[..., Session]) -> None:
     session = opened("text", "nodes.py:Confused", "text", "text")
-    with pytest.raises(StepError, match="which it does not have"):
-        session.run(x="a", deadline_ms=10_000)
+    with pytest.raises(StepError, match="which was not submitted"):
+        session.run(RequestOptions(deadline_ms=10_000), x="a")
 
 
+@pytest.mark.slow
 def test_a_streaming_node_that_hangs_is_killed_after_run_max_ms(opened: Callable[..., Session]) -> None:
     session = opened("text", "nodes.py:Confused", "text", "text", run_max_ms=300)
     with pytest.raises(WorkerDied, match="run_max_ms"):
-        session.run(x="hang", deadline_ms=20_000)
+        session.run(RequestOptions(deadline_ms=20_000), x="hang")
 
 
 def test_a_session_belongs_to_the_process_that_opened_it(opened: Callable[..., Session]) -> None:
@@ -572,7 +607,7 @@ def test_a_session_belongs_to_the_process_that_opened_it(opened: Callable[..., S
     child = os.fork()
     if child == 0:
         try:
-            session.run(x="a", deadline_ms=2000)
+            session.run(RequestOptions(deadline_ms=2000), x="a")
         except SessionClosed:
             os._exit(7)
         os._exit(1)
@@ -587,12 +622,93 @@ def test_a_child_that_a_step_forks_does_not_answer_for_it(opened: Callable[..., 
     assert session.pids() == pids
 
 
-def test_who_is_told_of_progress_may_ask_the_session_and_is_told_everything_before_it_is_open() -> None:
+@pytest.mark.slow
+def test_a_progress_callback_may_use_the_session_and_runs_for_every_step_before_it_is_open() -> None:
     p = Builder("one", limits={"arena_bytes": 1 << 20})
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
-    told: list[tuple[str, int]] = []
-    session = Session(load(p).plan, lambda step, phrase, share: told.append((phrase, session.stats()["queued"][step])))
+    reported: list[tuple[str, int]] = []
+    session = Session(
+        load(p).plan, lambda step, phrase, share: reported.append((phrase, session.stats()["queued"][step]))
+    )
     with ThreadPoolExecutor(1) as callers:
         callers.submit(session.open, 20.0).result(10)
-        assert told == [("opening", 0), ("warming up", 0), ("ready", 0)]
+        assert reported == [("opening", 0), ("warming up", 0), ("ready", 0)]
         session.close()
+
+
+DETECTOR = """
+import os
+from dataclasses import dataclass
+from pathlib import Path
+import numpy as np
+
+AT_IMPORT = os.environ["OMP_NUM_THREADS"], os.environ["OPENBLAS_NUM_THREADS"]
+
+@dataclass
+class Box:
+    label: str
+    corners: np.ndarray
+
+class Detector:
+    def __init__(self, labels: list[str], log: Path, least: float = 0.5):
+        self.labels, self.log, self.least = labels, log, least
+
+    def __call__(self, scores: "float32[N]", scale: int = 1) -> list[Box]:
+        found = np.flatnonzero(scores >= self.least)
+        return [Box(self.labels[at], scores[at] * np.ones(2, np.float32) * scale) for at in found]
+
+    def close(self):
+        self.log.write_text("closed")
+
+def threads(scores: "float32[N]") -> list:
+    return AT_IMPORT
+
+def wrong(scores: "float32[N]", scale: float) -> dict[str, float]:
+    return {"best": scores.max() * scale, "all": None}
+"""
+
+
+@pytest.fixture
+def detector(tmp_path: Path) -> Builder:
+    (tmp_path / "steps.py").write_text(DETECTOR)
+    return Builder("sample", base_dir=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_class_gets_arguments_answers_with_dataclasses_and_is_closed(detector: Builder, tmp_path: Path) -> None:
+    scores = detector.input("scores", "float32[N]")
+    arguments = {"labels": ["cat", "dog"], "log": "closed.txt"}
+    find = detector.step("find", "function", function="steps.py:Detector", arguments=arguments, scores=scores)
+    bad = detector.step("bad", "function", function="steps.py:wrong", arguments={"scale": 2}, scores=scores)
+    detector.output("boxes", find.output)
+    detector.output("bad", bad.output)
+    with load(detector.build()).open() as session:
+        given = np.array([0.25, 0.75], np.float32)
+        assert session.run(RequestOptions(outputs=["boxes"]), scores=given)["boxes"] == [
+            {"label": "dog", "corners": [0.75, 0.75]}
+        ]
+        with pytest.raises(StepError, match=r"output\.all: found null \(None\), expected float"):
+            session.run(RequestOptions(outputs=["bad"]), scores=given)
+    assert (tmp_path / "closed.txt").read_text() == "closed"
+
+
+@pytest.mark.slow
+def test_a_functions_threads_are_set_before_it_is_imported(detector: Builder) -> None:
+    scores = detector.input("scores", "float32[N]")
+    for name, more in (("usual", {}), ("three", {"threads": 3})):
+        step = detector.step(name, "function", function="steps.py:threads", scores=scores, **more)
+        detector.output(name, step.output)
+    with load(detector.build()).open() as session:
+        result = session.run(scores=np.zeros(1, np.float32))
+    assert (result["usual"], result["three"]) == (["1", "1"], ["3", "3"])
+
+
+@pytest.mark.slow
+def test_torch_in_a_function_has_its_steps_threads(detector: Builder, tmp_path: Path) -> None:
+    source = "import torch\ndef threads(scores: 'float32[N]') -> int:\n    return torch.get_num_threads()\n"
+    (tmp_path / "with_torch.py").write_text(source)
+    scores = detector.input("scores", "float32[N]")
+    step = detector.step("three", "function", function="with_torch.py:threads", threads=3, scores=scores)
+    detector.output("three", step.output)
+    with load(detector.build()).open() as session:
+        assert session.run(scores=np.zeros(1, np.float32))["three"] == 3

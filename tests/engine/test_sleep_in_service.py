@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.fire import ask, wait_until
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session, Source
 from weftline.errors import DeadlineExceeded
@@ -26,8 +27,7 @@ import os
 import time
 
 from weftline.errors import ModelError
-from weftline.nodes.contract import BatchNode, NodeMemory, Piece, StreamNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import BatchNode, NodeMemory, Piece, Ports, StreamNode, port
 from dataclasses import dataclass
 
 
@@ -135,19 +135,21 @@ def test_an_idle_step_is_closed_and_the_next_request_has_it_opened_again(start: 
     session = start(pipeline(tmp_path, "process"))
     first = said(session)
     fall_asleep(session)
-    assert (session.ready, session.health().told) == (True, "asleep: s")
+    assert (session.ready, session.health().summary) == (True, "asleep: s")
     second = said(session)
     assert (first[1], first[2], second[2]) == (second[1], "1", "2")
     idle = session.stats()["idle"]["s"]
     assert (idle["slept"], idle["woken"]) == (1, 1) and idle["wake_ms"] > 0
 
 
+@pytest.mark.slow
 def test_a_node_that_can_keeps_what_it_has_loaded(start: Start, tmp_path: Path) -> None:
     session = start(pipeline(tmp_path, "host", "Rests"))
     fall_asleep(session)
     assert said(session) == ["hi", str(session.pids()["s"]), "1", str(32 << 20)]
 
 
+@pytest.mark.slow
 def test_a_worker_that_keeps_nothing_ends_and_the_next_request_starts_another(start: Start, tmp_path: Path) -> None:
     session = start(pipeline(tmp_path, "nothing"))
     first = said(session)
@@ -160,6 +162,7 @@ def test_a_worker_that_keeps_nothing_ends_and_the_next_request_starts_another(st
     assert session.stats()["worker_restarts"] == 0
 
 
+@pytest.mark.slow
 def test_a_streaming_step_sleeps_with_its_memory_and_streams_again(start: Start, tmp_path: Path) -> None:
     session = start(pipeline(tmp_path, "process", "Talks"))
     assert session.run(x="a")["y"] == "1"
@@ -167,6 +170,7 @@ def test_a_streaming_step_sleeps_with_its_memory_and_streams_again(start: Start,
     assert session.run(x="a")["y"] == "2"
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_woken_is_opened_by_the_next_worker(start: Start, tmp_path: Path) -> None:
     session = start(pipeline(tmp_path, "process"))
     fall_asleep(session)
@@ -174,13 +178,14 @@ def test_a_step_that_cannot_be_woken_is_opened_by_the_next_worker(start: Start, 
     gone = tmp_path / "gone"
     gone.touch()
     with pytest.raises(DeadlineExceeded):
-        session.run(x="hi", deadline_ms=300)
+        session.run(RequestOptions(deadline_ms=300), x="hi")
     wait_until(lambda: session.stats()["worker_deaths"] >= 1, 10)
     gone.unlink()
     wait_until(lambda: session.ready and session.pids().get("s") not in (None, pid), 10)
     assert said(session)[2] == "1"
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_while_it_sleeps_is_started_on_demand(start: Start, tmp_path: Path) -> None:
     session = start(pipeline(tmp_path, "process"))
     fall_asleep(session)
@@ -191,6 +196,7 @@ def test_a_worker_that_is_killed_while_it_sleeps_is_started_on_demand(start: Sta
     assert said(session)[1] != str(pid)
 
 
+@pytest.mark.slow
 def test_requests_that_come_and_go_around_the_moment_of_sleep_are_all_answered(start: Start, tmp_path: Path) -> None:
     session = start(pipeline(tmp_path, "nothing", after_s=0.02))
     answers = []
@@ -200,6 +206,7 @@ def test_requests_that_come_and_go_around_the_moment_of_sleep_are_all_answered(s
     assert [str(answer["y"]).split()[0] for answer in answers if isinstance(answer, Result)] == list("012345")
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_started_for_a_thread_outlives_it(start: Start, tmp_path: Path) -> None:
     session = start(pipeline(tmp_path, "nothing", after_s=1.0))
     wait_until(lambda: session.pids() == {}, 10)

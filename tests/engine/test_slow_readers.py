@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from weftline.engine.reading import PIECE_BYTES, Unread
+from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES
+from weftline.engine.request import RequestOptions
+from weftline.engine.result import UnreadOutputs
 from weftline.engine.session import Session, load
 from weftline.errors import InputError, LimitReached
 from weftline.nodes.urgency import SequencePart
@@ -20,13 +22,12 @@ from weftline.pipelines.builder import Builder
 
 PIECE = 10_000
 LIMIT = 100_000
-ON_THE_WAY = 350 * (PIECE + PIECE_BYTES)
+ON_THE_WAY = 350 * (PIECE + CHUNK_OVERHEAD_BYTES)
 """What may still come after a producer is told to pause, most of a stream: a busy machine says it late."""
 
 NODES = '''
 import time
-from weftline.nodes.contract import Piece, StreamNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import Piece, Ports, StreamNode, port
 
 class Pours(StreamNode):
     """Gives as many pieces of 10 000 letters as the text says, one each round, to items that are not paused."""
@@ -84,7 +85,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Session]]:
 
 def unread() -> int:
     """Return how many bytes wait for readers in this process."""
-    return sum(one.size_bytes for one in gc.get_objects() if type(one) is Unread)  # asks no proxy
+    return sum(one.size_bytes for one in gc.get_objects() if type(one) is UnreadOutputs)  # asks no proxy
 
 
 def settled() -> int:
@@ -96,6 +97,7 @@ def settled() -> int:
     return now
 
 
+@pytest.mark.slow
 def test_a_reader_that_takes_nothing_stops_its_producer_and_reading_on_goes_on(opened: Callable[..., Session]) -> None:
     session = opened()
     stream = session.stream(x="500")
@@ -106,6 +108,7 @@ def test_a_reader_that_takes_nothing_stops_its_producer_and_reading_on_goes_on(o
     assert pieces[-1].last
 
 
+@pytest.mark.slow
 def test_other_streams_of_the_same_node_do_not_wait(opened: Callable[..., Session]) -> None:
     session = opened()
     slow = session.stream(x="500")
@@ -117,6 +120,7 @@ def test_other_streams_of_the_same_node_do_not_wait(opened: Callable[..., Sessio
     assert sum(1 for _ in slow) == 500
 
 
+@pytest.mark.slow
 def test_a_task_that_reads_slowly_is_waited_for(opened: Callable[..., Session]) -> None:
     session = opened()
 
@@ -133,6 +137,7 @@ def test_a_task_that_reads_slowly_is_waited_for(opened: Callable[..., Session]) 
     assert count == 500 and most < LIMIT + ON_THE_WAY
 
 
+@pytest.mark.slow
 def test_a_stream_that_nobody_reads_is_cut_and_says_so(opened: Callable[..., Session]) -> None:
     session = opened(stall_max_ms=500)
     stream = session.stream(x="500")
@@ -142,6 +147,7 @@ def test_a_stream_that_nobody_reads_is_cut_and_says_so(opened: Callable[..., Ses
         list(stream)
 
 
+@pytest.mark.slow
 def test_an_abandoned_stream_frees_its_producer(opened: Callable[..., Session]) -> None:
     session = opened()
     for _ in range(3):
@@ -156,20 +162,27 @@ def test_an_abandoned_stream_frees_its_producer(opened: Callable[..., Session]) 
     assert sum(1 for _ in session.stream(x="20")) == 20
 
 
+@pytest.mark.slow
 def test_who_only_wants_the_whole_is_never_stalled(opened: Callable[..., Session]) -> None:
     assert opened().run(x="300")["y"] == "end"
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("priority", [101, -101, 1.5, True, "high"])
 def test_a_priority_that_is_none_is_refused(opened: Callable[..., Session], priority: Any) -> None:
     session = opened()
     with pytest.raises(InputError, match="priority"):
-        session.run(x="1", priority=priority)
-    assert session.run(x="1", priority=100)["y"] == session.run(x="1", priority=-100)["y"] == "end"
+        session.run(RequestOptions(priority=priority), x="1")
+    assert (
+        session.run(RequestOptions(priority=100), x="1")["y"]
+        == session.run(RequestOptions(priority=-100), x="1")["y"]
+        == "end"
+    )
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("sequence", ["", "a" * 129, 3, SequencePart("")])
 def test_a_sequence_that_is_none_is_refused(opened: Callable[..., Session], sequence: Any) -> None:
     session = opened()
     with pytest.raises(InputError, match="sequence"):
-        session.run(x="1", sequence=sequence)
+        session.run(RequestOptions(sequence=sequence), x="1")

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.engine.fire import builder, settled, wait_until
+from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, Source
 from weftline.errors import DeadlineExceeded, LimitReached
 
@@ -32,13 +33,14 @@ def read(session: Session) -> tuple[int, float]:
     return count, longest_ms
 
 
+@pytest.mark.slow
 def test_streams_beside_one_that_nobody_reads_are_as_quick_as_without_it(start: Start) -> None:
     session = start(trickling(300, stream_bytes_max=100_000))
     began = time.monotonic()
     assert read(session)[0] == 301
     alone_s = time.monotonic() - began
     unread = session.stream(x="b")
-    wait_until(lambda: any(request.stalled for request in session._current.runtime.scheduler._book.requests.values()))
+    wait_until(lambda: any(request.stalled for request in session._current.runtime.scheduler.state.requests.values()))
     began = time.monotonic()
     with ThreadPoolExecutor(3) as readers:
         assert [count for count, _ in readers.map(lambda _: read(session), range(3))] == [301] * 3
@@ -48,6 +50,7 @@ def test_streams_beside_one_that_nobody_reads_are_as_quick_as_without_it(start: 
     assert sum(1 for _ in unread) == 301, "reading on goes on"
 
 
+@pytest.mark.slow
 def test_streams_that_nobody_reads_take_a_bounded_amount_of_memory_and_are_cut(start: Start) -> None:
     session = start(trickling(20_000, piece_bytes=50_000, delay_ms=1.0, stream_bytes_max=500_000, stall_max_ms=1500))
     me = psutil.Process()
@@ -62,12 +65,13 @@ def test_streams_that_nobody_reads_take_a_bounded_amount_of_memory_and_are_cut(s
             list(stream)
 
 
+@pytest.mark.slow
 def test_a_deadline_cuts_a_stream_in_the_middle(start: Start) -> None:
     session = start(trickling(1000, delay_ms=5))
     pieces = []
     began = time.monotonic()
     with pytest.raises(DeadlineExceeded):
-        for piece in session.stream(x="a", deadline_ms=500):
+        for piece in session.stream(RequestOptions(deadline_ms=500), x="a"):
             pieces.append(piece)
     took_ms = (time.monotonic() - began) * 1000
     print(f"{len(pieces)} pieces, cut after {took_ms:.0f} ms of 500")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 JUMPING = """
 import itertools, time
 jumps = itertools.cycle((0, 10 * 365 * 86400, -10 * 365 * 86400, 3600, -3600))
@@ -41,7 +43,7 @@ import weftline
 with weftline.load(folder / "timed.yaml").open() as session, ThreadPoolExecutor(4) as callers:
     pids, until, answers = session.pids(), time.monotonic() + 0.6, []
     while time.monotonic() < until:
-        answers += callers.map(lambda at: session.run(x="abc", deadline_ms=20_000), range(4))
+        answers += callers.map(lambda at: session.run(weftline.RequestOptions(deadline_ms=20_000), x="abc"), range(4))
     requests = session.stats()["requests"]
     print("the clock jumps:", all(one["jumps"] for one in answers), abs(time.time() - time.time()) > 3000)
     print("answered:", len(answers) == requests["ok"] > 4, {one["said"] for one in answers})
@@ -49,6 +51,7 @@ with weftline.load(folder / "timed.yaml").open() as session, ThreadPoolExecutor(
 """
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_jumps_by_years_is_noticed_by_nobody(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(JUMPING)
     (tmp_path / "timed.yaml").write_text(PIPELINE)
@@ -66,6 +69,7 @@ def test_a_wall_clock_that_jumps_by_years_is_noticed_by_nobody(tmp_path: Path) -
 
 NO_PROCESS = """
 import ctypes, os, resource, signal, time
+import weftline
 from weftline.engine.session import load
 from weftline.errors import ModelError
 from weftline.pipelines.builder import Builder
@@ -96,11 +100,12 @@ while session.stats()["worker_deaths"] < 3 and time.monotonic() < until:
     time.sleep(0.01)
 print("waits:", session.stats()["worker_deaths"] >= 3, session.ready, session.pids())
 resource.setrlimit(resource.RLIMIT_NPROC, most)
-print("with room again:", session.run(x="a", deadline_ms=20_000)["y"])
+print("with room again:", session.run(weftline.RequestOptions(deadline_ms=20_000), x="a")["y"])
 session.close()
 """
 
 
+@pytest.mark.slow
 def test_when_no_process_may_be_started_open_work_goes_on_and_a_dead_worker_waits_for_its_turn() -> None:
     done = subprocess.run([sys.executable, "-c", NO_PROCESS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Random plans for the simulation: every construct the scheduler knows, in combinations nobody would write.
+"""Draw random plans for the simulation: every scheduler construct, in unusual combinations.
 
 A plan is drawn from a seed and is sound by construction (types fit, fallbacks are read by nobody else), because what
 is tested is the scheduler; `pipelines.check` has tests of its own.
@@ -73,13 +73,13 @@ def random_plan(rng: random.Random) -> Plan:
     pool = [*draft.plain, *draft.lists]
     outputs = tuple(PlannedOutput(f"o{i}", _recent(rng, pool), BYTES) for i in range(rng.randint(1, 3)))
     plan = Plan(
-        "sim", inputs, {}, {}, tuple(steps), outputs, tuple(workers),
+        "sim", inputs, {one.name: PortType(one.type) for one in inputs}, {}, tuple(steps), outputs, tuple(workers),
         Limits(
             requests_max=12, arena_bytes=INGRESS_ARENA_BYTES, map_items_max=5, stall_max_ms=300.0,
             stream_bytes_max=STREAM_BYTES_MAX,
-            open_bytes_max=rng.choice((1 << 30, 100_000)),
+            open_bytes_max=rng.choice((1 << 30, 100_000)), refuse_early=rng.random() < 0.7,
         ),
-        Slo(refuse_early=rng.random() < 0.7), 2, Path(),
+        Slo(), 2, Path(),
     )  # fmt: skip
     return replace(plan, chains=chains(plan.steps, plan.inputs))
 
@@ -182,7 +182,7 @@ def _stand_in(
 
 
 def _helper(name: str, rng: random.Random, draft: _Draft, workers: list[PlannedWorker]) -> PlannedStep:
-    """Return a step or a choice that only a stand-in reads."""
+    """Return a step or a choice that only a fallback reads."""
     if rng.random() < 0.3:
         return _first(name, rng, draft, offers=False)
     reads = _reads(rng, draft, 1)

@@ -16,13 +16,15 @@ import pyarrow.parquet
 from examples.batch import make_scenes, score
 from examples.models import language
 from examples.models.language import Thing
-from weftline.engine.jobs.answering.opening import Opening, for_jobs, open_here
+from weftline.engine.jobs.answering.opening import AnswererFactory, for_jobs, open_here
 from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
 from weftline.engine.jobs.job import run_job
 from weftline.engine.jobs.progress import JobEnd, Progress
-from weftline.engine.jobs.rows import Answered, Block
+from weftline.engine.jobs.rows import BlockResult, RowBlock
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
 from weftline.engine.session import Session, plan_of
+
+pytestmark = pytest.mark.slow
 
 PIPELINE = Path(__file__).parents[2] / "examples" / "batch" / "photo_questions.yaml"
 COUNT, SPOILT, PART_ROWS = 12, 3, 4
@@ -43,7 +45,7 @@ def session() -> Iterator[Session]:
         yield session
 
 
-def opening(session: Session, kind: type[SessionAnswerer] = SessionAnswerer) -> Opening:
+def opening(session: Session, kind: type[SessionAnswerer] = SessionAnswerer) -> AnswererFactory:
     here = open_here(PIPELINE, block_rows=PART_ROWS)
     return replace(here, open=lambda progress: kind(session, shared=False, block_rows=PART_ROWS))
 
@@ -51,7 +53,7 @@ def opening(session: Session, kind: type[SessionAnswerer] = SessionAnswerer) -> 
 class Halting(SessionAnswerer):
     """Answers the first two parts, and the third never."""
 
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         return super().ask(block) if block.part < 2 else Future()
 
 
@@ -73,6 +75,7 @@ def parts(spec: JobSpec) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in [*folder.glob("*.parquet"), folder / "_errors.jsonl"]}
 
 
+@pytest.mark.slow
 def test_every_picture_that_can_be_read_is_answered_rightly(whole: tuple[JobSpec, JobEnd]) -> None:
     spec, end = whole
     scored = score.read(Path(spec.out.out))
@@ -82,6 +85,7 @@ def test_every_picture_that_can_be_read_is_answered_rightly(whole: tuple[JobSpec
     assert score.table(scored).splitlines()[-1].split()[:2] == ["all", str(COUNT - SPOILT)]
 
 
+@pytest.mark.slow
 def test_what_the_rows_came_with_is_kept_and_the_order_is_theirs(data: Path, whole: tuple[JobSpec, JobEnd]) -> None:
     spec, _ = whole
     rows = [
@@ -103,6 +107,7 @@ def test_spoilt_pictures_are_error_rows_that_say_what_is_wrong(whole: tuple[JobS
     assert "truncated" in said[cut] and f"no file {missing}" in said[missing] and "no picture" in said[other]
 
 
+@pytest.mark.slow
 def test_a_job_that_was_stopped_and_gone_on_with_gives_the_same(
     data: Path, session: Session, whole: tuple[JobSpec, JobEnd], tmp_path: Path
 ) -> None:

@@ -12,8 +12,11 @@ pytest.importorskip("ultralytics")
 pytest.importorskip("transformers")
 
 from examples.control_flow import colour, kind
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session, load
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PHOTO = EXAMPLES / "data" / "photo.png"
@@ -30,6 +33,7 @@ def ran(result: Result) -> set[str]:
     return {timing.step for timing in result.timings if timing.outcome == "ok"}
 
 
+@pytest.mark.slow
 def test_a_question_about_colours_is_answered_from_the_crops_alone(session: Session) -> None:
     result = session.run(photo=PHOTO)
     assert result["answer"] == "I see blue (2), red (2), green (1), yellow (1)."
@@ -39,6 +43,7 @@ def test_a_question_about_colours_is_answered_from_the_crops_alone(session: Sess
     assert result["verdict"]["action"] == "allow"
 
 
+@pytest.mark.slow
 def test_a_question_about_numbers_needs_no_language_model(session: Session) -> None:
     result = session.run(photo=PHOTO, question="How many objects are there?")
     assert result["answer"] == "There are 6 objects."
@@ -46,7 +51,7 @@ def test_a_question_about_numbers_needs_no_language_model(session: Session) -> N
 
 
 def test_any_other_question_goes_to_the_language_model(session: Session) -> None:
-    result = session.run(photo=PHOTO, question="How many red circles are there?", outputs=["answer"])
+    result = session.run(RequestOptions(outputs=["answer"]), photo=PHOTO, question="How many red circles are there?")
     assert result["answer"] == "There are 2 red circles."
     assert {"chat_prompt", "chat"} <= ran(result) and not ran(result) & {"colours", "count"}
 
@@ -69,6 +74,7 @@ def test_the_functions_tell_colours_and_questions_apart() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_sensor_is_judged_by_its_own_readings() -> None:
     ended = subprocess.run(
         [sys.executable, EXAMPLES / "stateful.py"], cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=100

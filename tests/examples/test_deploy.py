@@ -16,7 +16,7 @@ from weftline.engine.ingress.access.exposure import check_exposure
 from weftline.engine.ingress.access.methods import METHODS, METRICS, OPEN
 from weftline.engine.ingress.assembly import Flags, assemble, merge
 from weftline.engine.ingress.config import ServeConfig, ServedPipeline
-from weftline.engine.ingress.settings import Settings, to_settings
+from weftline.engine.ingress.settings import ServeSettings, to_settings
 from weftline.pipelines.document import read_document
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def manifest(name: str) -> dict[str, Any]:
     return dict(found[0])
 
 
-def served() -> Settings:
+def served() -> ServeSettings:
     return to_settings(read_document(manifest("kubernetes/configmap.yaml")["data"]["serve.yaml"], "map"), "map", ROOT)
 
 

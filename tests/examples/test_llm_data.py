@@ -70,6 +70,7 @@ def test_a_slip_never_turns_one_shape_or_colour_into_another() -> None:
             assert word in asked.text.lower() or word not in slipped, (asked.text, slipped)
 
 
+@pytest.mark.slow
 @needs_weights
 def test_the_shipped_model_answers_held_out_questions_about_held_out_lists() -> None:
     torch = pytest.importorskip("torch")

@@ -36,6 +36,7 @@ def test_no_seed_belongs_to_two_splits() -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_object_stays_visible_and_some_are_covered_in_part(pictures: list[Picture]) -> None:
     visible = np.concatenate([drawn.visible for drawn in pictures])
     assert visible.min() >= VISIBLE_MIN
@@ -64,6 +65,7 @@ def test_pictures_differ_in_size_count_and_background(pictures: list[Picture]) -
     assert all(SIDE_PX[0] <= side <= SIDE_PX[1] for drawn in pictures for side in drawn.image.shape[:2])
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("colour", COLOURS)
 def test_the_middle_of_an_object_has_its_colour(colour: str) -> None:
     for seed in range(30):
@@ -96,6 +98,7 @@ def test_no_things_make_an_empty_picture() -> None:
     assert drawn.boxes.shape == (0, 4)
 
 
+@pytest.mark.slow
 def test_things_that_cannot_fit_are_refused_with_the_size() -> None:
     crowd = [Thing("red", "square")] * 400
     with pytest.raises(ValueError, match="400 things do not fit into 64 x 64 px"):

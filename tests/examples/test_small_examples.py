@@ -39,6 +39,7 @@ def sharpen() -> Iterator[Session]:
         yield session
 
 
+@pytest.mark.slow
 def test_the_tiny_models_are_small_and_right_on_unseen_data() -> None:
     torch.set_num_threads(1)
     paths = {path.name: path for path in tiny_onnx.SHIPPED.glob("*.onnx")}
@@ -51,6 +52,7 @@ def test_the_tiny_models_are_small_and_right_on_unseen_data() -> None:
     assert np.mean(scores.argmax(1) == shapes.numpy()) >= 0.95
 
 
+@pytest.mark.slow
 def test_the_classifier_names_every_object_of_the_demo_picture() -> None:
     with load(EXAMPLES / "classifier.yaml").open() as session:
         for cut, shape in tiny_onnx.cut_out(demo_picture()):
@@ -84,6 +86,7 @@ def test_the_tabular_step_refuses_a_row_of_the_wrong_length(flower: Session) -> 
         flower.run(measures=[4.0, 1.2], habitat=0)
 
 
+@pytest.mark.slow
 def test_the_embedding_example_gives_the_models_mean_state_and_how_near_two_texts_are(tmp_path: Path) -> None:
     one, other = "How many red circles are there?", "Which shapes?"
     expected = _random_llama(tmp_path / "models" / "shapes-chat", (one, other))
@@ -119,6 +122,7 @@ def _random_llama(folder: Path, texts: tuple[str, ...]) -> np.ndarray:
     return torch.nn.functional.normalize(means, dim=-1).numpy()
 
 
+@pytest.mark.slow
 def test_the_users_node_sharpens_as_its_formula_says(sharpen: Session) -> None:
     photo = np.asarray(Image.open(EXAMPLES / "data" / "photo.png").convert("RGB"))
     result = sharpen.run(photo=EXAMPLES / "data" / "photo.png")
@@ -152,6 +156,7 @@ def test_a_wrong_option_of_the_users_node_is_refused_with_its_line(tmp_path: Pat
     assert (problem.path, problem.line, problem.expected) == ("steps.sharpen.radius_px", line, "1 to 16")
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("name", [*SMALL, "control_flow"])
 def test_the_readmes_command_prints_what_the_readme_says(name: str, tmp_path: Path) -> None:
     """Words are compared as they are, numbers within a hundredth, `...` with any; loading and timings are left out."""

@@ -79,6 +79,7 @@ def test_a_plain_british_voice_with_a_speaker_is_named_so_that_espeak_keeps_the_
 
 
 @needs_espeak
+@pytest.mark.slow
 def test_synthesised_speech_is_16_khz_and_as_long_as_speech_is() -> None:
     slow = synthesise("How many red circles are there?", Voice("en-us", speed_wpm=120))
     fast = synthesise("How many red circles are there?", Voice("en-us", speed_wpm=200))
@@ -89,24 +90,28 @@ def test_synthesised_speech_is_16_khz_and_as_long_as_speech_is() -> None:
 
 
 @needs_espeak
+@pytest.mark.slow
 def test_every_speaker_sounds_different_in_every_accent() -> None:
     said = {pair: synthesise("Red.", Voice(*pair)).tobytes() for pair in voice_names("held_out")}
     assert len(set(said.values())) == len(said)
 
 
 @needs_espeak
+@pytest.mark.slow
 def test_the_same_text_and_voice_give_the_same_samples() -> None:
     voice = Voice("en-029", "m5", 150, 40)
     assert np.array_equal(synthesise("A blue star.", voice), synthesise("A blue star.", voice))
 
 
 @needs_espeak
+@pytest.mark.slow
 def test_a_voice_espeak_does_not_know_is_named_in_the_error() -> None:
     with pytest.raises(RuntimeError, match="xx-nowhere"):
         synthesise("Hello.", Voice("xx-nowhere"))
 
 
 @needs_espeak
+@pytest.mark.slow
 def test_a_corpus_is_read_back_as_it_was_made(tmp_path: Path) -> None:
     corpus.build(tmp_path, "small", 3, seed=9, draw=corpus.draw_held_out)
     made = corpus.load(tmp_path, "small")
@@ -229,6 +234,7 @@ def test_stock_whisper_hears_the_demo_question() -> None:
 
 
 @needs_espeak
+@pytest.mark.slow
 def test_stock_whisper_hears_the_default_voices_saying_held_out_phrasings() -> None:
     model = whisper.load_model(str(MODEL), device="cpu")
     said = ["How many blue stars do you see here?", "Are there yellow triangles in the photo?"]

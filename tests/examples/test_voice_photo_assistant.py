@@ -15,6 +15,7 @@ from PIL import Image
 import weftline
 from examples.models import scenes
 from examples.models.language import Thing
+from weftline.engine.request import RequestOptions
 from weftline.errors import InputError, PipelineError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -57,7 +58,7 @@ def test_another_picture_gives_another_answer(session: weftline.Session) -> None
 
 
 def test_only_what_is_wanted_runs(session: weftline.Session) -> None:
-    result = session.run(question=QUESTION, photo=PHOTO, outputs=["transcript"])
+    result = session.run(RequestOptions(outputs=["transcript"]), question=QUESTION, photo=PHOTO)
     assert list(result) == ["transcript"]
     assert [timing.step for timing in result.timings] == ["hear"]
 
@@ -87,6 +88,7 @@ def test_other_models_need_only_other_names_and_a_pickle_also_trust(tmp_path: Pa
     assert [step.name for step in weftline.load(path).plan.steps] == ["hear", "see", "answer_prompt", "answer", "guard"]
 
 
+@pytest.mark.slow
 def test_the_demo_prints_the_four_answers_and_draws_the_picture(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(tmp_path)]
     demo = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)

@@ -6,11 +6,10 @@ import pytest
 
 from weftline.nodes.catalog import CATALOG, dotted, resolve
 from weftline.nodes.contract import BatchNode, ConfigError, Node
-from weftline.nodes.fakes import Echo
+from weftline.testing.nodes import Echo
 
 NODE = """
-from weftline.nodes.contract import BatchNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import BatchNode, Node, Ports, port
 
 class Shout(BatchNode):
     @classmethod
@@ -22,6 +21,29 @@ class Shout(BatchNode):
 
 class Unfinished(BatchNode):
     pass
+
+class Bare(Node):
+    @classmethod
+    def ports(cls, config, step):
+        return Ports((port("text", "text"),), (port("text", "text"),))
+
+    def run(self, batch):
+        return {"text": batch["text"]}
+
+class Rounds(Bare):
+    run = None
+
+    def round(self):
+        return []
+
+class Unpaired(Shout):
+    batch_default = 5
+
+class Empty(Shout):
+    batch_default = (0, 1.0)
+
+class Hurried(Shout):
+    batch_default = (8, -1.0)
 
 shout = Shout
 number = 3
@@ -43,8 +65,8 @@ def test_every_name_of_the_catalog_is_a_node(name: str) -> None:
 
 
 def test_a_dotted_path_is_what_it_names() -> None:
-    assert resolve("weftline.nodes.fakes:Echo", Path()) is Echo
-    assert dotted("weftline.nodes.fakes:Echo") == "weftline.nodes.fakes:Echo"
+    assert resolve("weftline.testing.nodes:Echo", Path()) is Echo
+    assert dotted("weftline.testing.nodes:Echo") == "weftline.testing.nodes:Echo"
 
 
 def test_a_class_of_a_file_is_found_beside_the_pipeline(tmp_path: Path) -> None:
@@ -73,8 +95,13 @@ def test_a_class_of_a_package_beside_the_pipeline_is_found(tmp_path: Path) -> No
         ("mine.py:Gone", "defines no Gone", ""),
         ("mine.py:number", "is no node", ""),
         ("mine.py:Unfinished", "does not define ports, run", ""),
+        ("mine.py:Bare", "is derived from neither BatchNode nor StreamNode", "class Bare(BatchNode)"),
+        ("mine.py:Rounds", "is derived from neither BatchNode nor StreamNode", "class Rounds(StreamNode)"),
+        ("mine.py:Unpaired", "batch_default of mine.py:Unpaired is 5", ""),
+        ("mine.py:Empty", "batch_default of mine.py:Empty is (0, 1.0)", ""),
+        ("mine.py:Hurried", "batch_default of mine.py:Hurried is (8, -1.0)", ""),
         ("weftline.nodes.gone:Gone", "not part of this installation", ""),
-        ("weftline.nodes.fakes:Gone", "has no class Gone", ""),
+        ("weftline.testing.nodes:Gone", "has no class Gone", ""),
         ("mine.py:", "'mine.py:'", ""),
     ],
 )

@@ -11,11 +11,10 @@ import pytest
 NODES = {
     "function": "function:Function", "torch": "torch_module:TorchModule", "onnx": "onnx:Onnx",
     "whisper": "whisper:Whisper", "yolo": "yolo:Yolo", "classify": "classify:Classify", "embed": "embed:Embed",
-    "template": "template:Template", "guardrail": "guardrail:Guardrail", "echo": "fakes:Echo", "fail": "fakes:Fail",
-    "crop": "crop:Crop", "remember": "fakes:Remember", "trickle": "fakes:Trickle",
+    "template": "template:Template", "guardrail": "guardrail:Guardrail", "crop": "crop:Crop",
 }  # fmt: skip
 FRAMEWORKS = (
-    "PIL", "cv2", "jinja2", "msgspec", "onnx", "onnxruntime", "pydantic", "scipy", "soundfile", "tokenizers", "torch",
+    "PIL", "cv2", "jinja2", "onnx", "onnxruntime", "pydantic", "scipy", "soundfile", "tokenizers", "torch",
     "transformers", "ultralytics", "whisper",
 )  # fmt: skip
 

@@ -169,6 +169,7 @@ outputs: {areas: area.output, boxes: cut.boxes}
 """
 
 
+@pytest.mark.slow
 def test_a_map_step_looks_at_every_crop(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "crops.yaml").write_text(PIPELINE)

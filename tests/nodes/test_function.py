@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import weftline
 from tests.nodes.near_values import DEVICE, Bench, bits, down
 from weftline.errors import ModelError, StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
+from weftline.nodes.current import Scope, within
 from weftline.nodes.function import Function, FunctionConfig
 from weftline.nodes.ports import Ports
 from weftline.nodes.urgency import SequencePart, Urgency
@@ -76,7 +79,8 @@ def about(text: str) -> dict:
 def about_all(text: str) -> dict:
     import weftline
     now = weftline.current()
-    one = about(text)
+    one = about(text) if len(text) == 1 else {{"cancelled": now.cancelled, "priority": now.priority,
+                                               "left_ms": now.left_ms, "items": len(now.items)}}
     each = [[item.cancelled, item.sequence.id if item.sequence else None] for item in now.items]
     return [{{**one, "each": each}} for _ in text]
 
@@ -273,9 +277,26 @@ def test_current_speaks_of_all_items_in_a_batched_function(folder: Path) -> None
     answer = node.run(told([7, 8], {8}, urgency))["output"][0]
     assert 4000 < answer.pop("left_ms") <= 5000
     assert answer == {
-        "cancelled": False, "priority": 3, "items": 2, "sequence": None, "each": [[False, "s"], [True, None]],
+        "cancelled": False, "priority": 3, "items": 2, "each": [[False, "s"], [True, None]],
     }  # fmt: skip
     assert node.run(told([7, 8], {7, 8}, urgency))["output"][0]["cancelled"]
+    assert node.run(told([7], set(), urgency[:1]))["output"][0]["sequence"] == ["s", False, False]
+
+
+@pytest.mark.parametrize("what", ["sequence", "seed"])
+def test_current_of_several_items_refuses_what_each_has_of_its_own(what: str) -> None:
+    urgency = [Urgency(sequence=SequencePart("s"), seed=1), Urgency(sequence=SequencePart("t"), seed=2)]
+    with within(Scope(told([7, 8], set(), urgency))):
+        with pytest.raises(StepError, match=rf"current\(\).{what}: this call works on 2 items(.|\n)*current\(\).items"):
+            getattr(weftline.current(), what)
+        assert [getattr(item, what) for item in weftline.current().items] == [getattr(one, what) for one in urgency]
+
+
+def test_current_in_a_thread_that_a_step_started_is_refused(folder: Path) -> None:
+    with ThreadPoolExecutor(1) as threads, within(Scope(told([7], set(), [Urgency(3)]))):
+        with pytest.raises(StepError, match="this thread was started by a step"):
+            threads.submit(weftline.current).result()
+        assert threads.submit(copy_context().run, weftline.current).result().priority == 3
 
 
 def test_current_is_of_nobody_outside_of_a_step_and_after_one(folder: Path) -> None:

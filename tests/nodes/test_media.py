@@ -184,10 +184,10 @@ def test_a_header_that_claims_less_than_it_holds_is_stopped_while_it_is_read() -
         def read(self, count: int, **_: object) -> np.ndarray:
             return np.zeros((count, 1), np.float32)
 
-    from weftline.nodes.audio import _read
+    from weftline.nodes.audio import _blocks
 
     with pytest.raises(InputError, match="more than 5 s"):
-        _read(Liar(), 5.0)
+        list(_blocks(Liar(), 5.0))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_text_and_json_are_checked() -> None:
         nested = [nested]
     for type, wrong in (
         ("text", b"\xff"), ("text", 7), ("text", "\ud800"), ("json", b"{"), ("json", b"[" * 100_000), ("json", nested),
-        ("json", {1: 2}), ("json", object()), ("bytes", "text"), ("detections", []),
+        ("json", {(1, 2): 3}), ("json", object()), ("bytes", "text"), ("detections", []),
     ):  # fmt: skip
         with pytest.raises(InputError):
             to_value(PortType(type), wrong)

@@ -2,16 +2,17 @@
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.nodes.near_values import Bench, bits, down
+from weftline import node as public
 from weftline.nodes import contract
 from weftline.nodes.contract import Batch, OpenContext, StepContext
 from weftline.nodes.near import as_array, as_torch, placed, stacked_group, stacked_torch
-from weftline.nodes.ports import Ports, port
 from weftline.shm.spec import ITEM_BYTES
 
 
@@ -60,10 +61,12 @@ def test_results_go_into_the_room_there_is_of_either_kind(bench: Bench) -> None:
     assert placed(Batch({"x": [0]}), "y", made, there=False).tolist() == room.tolist()
 
 
-def test_the_contracts_example_of_a_node_on_its_device_runs_on_every_device(bench: Bench) -> None:
-    told = contract.__doc__ or ""
-    lines = told[told.index("    from weftline.nodes.near") : told.index("\nWhat it puts on torch's")]
-    names = {"BatchNode": contract.BatchNode, "Ports": Ports, "port": port}
+def test_the_example_of_a_node_on_its_device_runs_on_every_device(bench: Bench) -> None:
+    text = public.__doc__ or ""
+    lines = text[
+        text.index("    from weftline.node import BatchNode, Ports, as_torch") : text.index("\nThe engine orders")
+    ]
+    names: dict[str, Any] = {}
     exec(textwrap.dedent(lines), names)  # noqa: S102
     node = names["Mirror"](contract.NoConfig())
     assert node.device_ports(node.config, node.ports(node.config, StepContext(Path()))) == {"image"}

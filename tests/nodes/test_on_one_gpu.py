@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 import weftline
@@ -22,7 +23,7 @@ from typing import Annotated
 
 def see(photo: "image") -> Detections:
     import numpy as np
-    from weftline.nodes.detections import Detections
+    from weftline.node import Detections
     boxes = np.array([[10, 20, 110, 100], [0, 0, 640, 480], [300.5, 200.2, 332, 231]], np.float32)
     return Detections(boxes, np.array([0.9, 0.8, 0.7], np.float32), np.zeros(3, np.int32), ("shape",))
 
@@ -53,6 +54,7 @@ def without_an_engine(photo: np.ndarray, found: Detections) -> list[np.ndarray]:
     return list(look.run(Batch({"image": scaled}))["scores"])
 
 
+@pytest.mark.slow
 def test_tensors_between_steps_stay_on_the_gpu_and_change_no_answer(tmp_path: Path) -> None:
     photo = np.asarray(Image.open(EXAMPLES / "data" / "photo.png").convert("RGB"))
     (tmp_path / "mine.py").write_text(FUNCTIONS)

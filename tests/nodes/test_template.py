@@ -160,6 +160,7 @@ def test_numbers_of_too_many_bits_are_refused_before_any_operator(operator: str)
         assert "a number of more than 4096 bits" in str(render(f"{{{{ x {operator} y }}}}", {"x": x, "y": y}))
 
 
+@pytest.mark.slow
 def test_letters_that_grow_when_their_case_changes_grow_to_three_at_most() -> None:
     letters = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     changes = [getattr(str, name) for name in ("upper", "lower", "title", "capitalize", "swapcase")]

@@ -322,3 +322,46 @@ def test_a_module_of_torchs_own_is_checked_where_torch_is_not_installed(monkeypa
     assert [port.name for port in ports.outputs] == ["y"]
     with pytest.raises(ConfigError, match="no Python module"):
         TorchModule.ports(TorchConfig(module="nowhere.nn:Flatten", **options), step)
+
+
+LINEAR = torch.nn.Linear(3, 3)
+
+
+def old(path: Path) -> None:
+    torch.save(LINEAR, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "found", "fix"),
+    [
+        ("whole.pt", lambda path: torch.save(LINEAR, path), r"\(torch.nn.modules.linear.Linear\)", "torch.export.save"),
+        ("dict.pt", lambda path: torch.save({"model": Double()}, path), r"\(.*\.Double\)", "torch.export.save"),
+        ("state.pt", lambda path: torch.save(LINEAR.state_dict(), path), "weights without the module", "`weights`"),
+        ("m.safetensors", lambda path: save_file(LINEAR.state_dict(), path), "weights without", "`weights`"),
+        ("old.pt", old, "is a pickle", "torch.export.save"),
+        ("m.onnx", lambda path: path.write_bytes(b"\x08\x09"), "an ONNX model", "node onnx"),
+    ],
+)
+def test_a_file_without_a_program_is_refused_when_checked_with_how_to_export_it(folder, name, make, found, fix) -> None:
+    make(folder / name)
+    with pytest.raises(ConfigError, match=found) as caught:
+        TorchModule.ports(TorchConfig(**ONE, model=name), StepContext(folder))
+    assert caught.value.option == "model" and fix in caught.value.fix and "torch.export" in caught.value.expected
+
+
+def test_a_program_or_a_whole_module_as_weights_is_refused_when_checked(folder) -> None:
+    torch.save(torch.nn.Linear(3, 3), folder / "whole.pt")
+    for name, fix in (("double.pt", "`model`"), ("double.pt2", "`model`"), ("whole.pt", "state_dict()")):
+        with pytest.raises(ConfigError) as caught:
+            TorchModule.ports(TorchConfig(**ONE, module="mine.py:Scale", weights=name), StepContext(folder))
+        assert caught.value.option == "weights" and fix in caught.value.fix
+    torch.save(torch.nn.Linear(3, 3).state_dict(), folder / "state.pt")
+    TorchModule.ports(TorchConfig(**ONE, module="mine.py:Scale", weights="state.pt"), StepContext(folder))
+
+
+def test_an_exported_program_under_another_name_is_opened(folder) -> None:
+    (folder / "double.pt2").rename(folder / "renamed.pt")
+    node = TorchModule(TorchConfig(**ONE, model="renamed.pt"))
+    TorchModule.ports(node.config, StepContext(folder))
+    node.open(OpenContext(folder))
+    np.testing.assert_array_equal(node.run(Batch({"x": list(X)}))["y"], X * 2)

@@ -36,6 +36,7 @@ def test_every_truncation_and_header_flip_of_safetensors_is_refused_or_harmless(
     _break_all(tmp_path / "b.safetensors", data, header)
 
 
+@pytest.mark.slow
 def test_every_truncation_and_flip_of_a_torch_file_is_refused_or_harmless(
     tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:

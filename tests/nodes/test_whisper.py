@@ -1,3 +1,4 @@
+import json
 import socket
 import time
 from dataclasses import asdict
@@ -198,6 +199,7 @@ def test_a_cached_checkpoint_of_the_wrong_hash_is_not_used(tmp_path: Path, monke
         Whisper(WhisperConfig("tiny.en")).open(OpenContext(tmp_path))
 
 
+@pytest.mark.slow
 def test_every_truncation_and_header_flip_fails_with_a_reason_in_under_a_second(folder: Path, tmp_path: Path) -> None:
     data = (folder / "model.pt").read_bytes()
     refused = 0
@@ -253,3 +255,59 @@ def test_other_checkpoints_are_no_whisper(tmp_path: Path) -> None:
 def test_a_language_that_is_none_is_a_model_error(folder: Path) -> None:
     with pytest.raises(ModelError, match="klingon"):
         Whisper(WhisperConfig("model.pt", language="klingon")).open(OpenContext(folder))
+
+
+def converted(folder: Path, **keys: object) -> torch.nn.Module:
+    """Write a random Whisper in Hugging Face's form and return its network."""
+    from transformers import WhisperConfig as HubConfig
+    from transformers import WhisperForConditionalGeneration
+
+    torch.manual_seed(3)
+    config = HubConfig(
+        vocab_size=51864, num_mel_bins=80, d_model=16, encoder_layers=2, encoder_attention_heads=2, decoder_layers=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=50,
+        max_target_positions=24,
+    )  # fmt: skip
+    network = WhisperForConditionalGeneration(config).eval()
+    network.save_pretrained(folder)
+    if keys:
+        known = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**known, **keys}))
+    return network
+
+
+def test_hugging_faces_form_of_a_model_gives_the_same_states_and_logits(tmp_path: Path) -> None:
+    wanted = converted(tmp_path / "m")
+    Whisper.ports(WhisperConfig("m"), StepContext(tmp_path))
+    node = Whisper(WhisperConfig("m"))
+    node.open(OpenContext(tmp_path))
+    mels, ids = torch.randn(2, 80, 100), torch.tensor([[50257, 7, 9], [50257, 50358, 3]])
+    with torch.inference_mode():
+        found = wanted(input_features=mels, decoder_input_ids=ids)
+        states = node._model.encoder(mels)
+        torch.testing.assert_close(states, found.encoder_last_hidden_state, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(node._model.decoder(ids, states), found.logits, atol=1e-5, rtol=1e-5)
+    assert isinstance(node.run(Batch({"audio": [tone(0.5)]}))["text"][0], str)
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [({"model_type": "wav2vec2"}, "config.json of a wav2vec2"), ({"vocab_size": 60000}, "vocab_size .* is 60000")],
+)
+def test_a_folder_of_no_whisper_is_refused_when_checked(tmp_path: Path, keys: dict[str, object], found: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty has no model.pt and no config.json"):
+        Whisper.ports(WhisperConfig("empty"), StepContext(tmp_path))
+    converted(tmp_path / "m", **keys)
+    with pytest.raises(ConfigError, match=found) as caught:
+        Whisper.ports(WhisperConfig("m"), StepContext(tmp_path))
+    assert caught.value.option == "model" and "Whisper" in caught.value.expected
+
+
+def test_files_and_names_that_are_no_checkpoint_are_refused_when_checked(tmp_path: Path) -> None:
+    (tmp_path / "ggml-base.bin").write_bytes(b"lmgg" * 100)
+    with pytest.raises(ConfigError, match="is no torch checkpoint"):
+        Whisper.ports(WhisperConfig("ggml-base.bin"), StepContext(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        Whisper.ports(WhisperConfig("openai/whisper-base.en"), StepContext(tmp_path))
+    assert "write base.en" in caught.value.fix

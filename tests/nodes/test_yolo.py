@@ -146,6 +146,7 @@ def compare(host: Detections, there: Detections) -> None:
     np.testing.assert_allclose(there.scores, host.scores, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_pictures_on_the_device_have_the_detections_of_pictures_on_the_host(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,3 +270,11 @@ def test_wrong_options_are_named(folder: Path, options: dict[str, object], optio
     with pytest.raises(ConfigError) as caught:
         Yolo.ports(YoloConfig(**{"model": "detector", **options}), StepContext(folder))
     assert caught.value.option == option
+
+
+def test_a_folder_without_config_names_the_file_inside(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "yolo11n.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"has no config\.json") as caught:
+        Yolo.ports(YoloConfig("m"), StepContext(tmp_path))
+    assert caught.value.option == "model" and caught.value.fix == "name the file, m/yolo11n.pt"

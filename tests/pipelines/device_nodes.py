@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from weftline.nodes.contract import Batch, BatchNode, Outputs, Piece, StepContext, StreamNode
-from weftline.nodes.ports import Ports, port
-from weftline.nodes.urgency import USUAL, Urgency
+from weftline.node import USUAL, Batch, BatchNode, Outputs, Piece, Ports, StepContext, StreamNode, Urgency, port
 
 OWN = ("find", "cut", "name", "blur", "count", "feel", "grow")
 CATALOG = {

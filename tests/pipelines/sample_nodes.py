@@ -6,16 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from weftline.nodes.contract import (
-    Batch,
-    BatchNode,
-    ConfigError,
-    Outputs,
-    Piece,
-    StepContext,
-    StreamNode,
-)
-from weftline.nodes.ports import Ports, port
+from weftline.node import Batch, BatchNode, ConfigError, Outputs, Piece, Ports, StepContext, StreamNode, port
 
 
 class Silent(BatchNode):
@@ -204,6 +195,38 @@ class Broken(Silent):
         return {}["ports"]
 
 
+class PortsOfNone(Silent):
+    """Returns no ports: a mistake of its author."""
+
+    @classmethod
+    def ports(cls, config: Any, step: StepContext) -> Any:
+        return None
+
+
+class PortsOfOne(Silent):
+    """Returns a port where a tuple is expected."""
+
+    @classmethod
+    def ports(cls, config: Any, step: StepContext) -> Any:
+        return Ports(port("x", "text"), (port("y", "text"),))  # type: ignore[arg-type]
+
+
+class PortsOfText(Silent):
+    """Returns the name of a port where a port is expected."""
+
+    @classmethod
+    def ports(cls, config: Any, step: StepContext) -> Any:
+        return Ports((port("x", "text"),), ("y",))  # type: ignore[arg-type]
+
+
+class PortsTwice(Silent):
+    """Has two inputs of one name."""
+
+    @classmethod
+    def ports(cls, config: Any, step: StepContext) -> Ports:
+        return Ports((port("x", "text"), port("x", "text")), (port("y", "text"),))
+
+
 class Abstract(BatchNode):
     """Forgets to define anything."""
 
@@ -217,7 +240,7 @@ CATALOG = {
     "shaped": "sample_nodes.py:Shaped",
     "recall": "sample_nodes.py:Recall",
     "broken": "sample_nodes.py:Broken",
-    "echo": "weftline.nodes.fakes:Echo",
+    "echo": "weftline.testing.nodes:Echo",
     "first": "weftline.nodes.control:First",
     "switch": "weftline.nodes.control:Switch",
 }

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
 
+from weftline.engine.protocol.first_message import open_message
 from weftline.errors import PipelineError
-from weftline.pipelines.budget import over_commit_text
+from weftline.pipelines.budget import over_commit_text, reserve_of
 from weftline.pipelines.explain import explain_text
+from weftline.pipelines.holdings import holding_of
 from weftline.pipelines.kv_memory import LEAST_BYTES
 from weftline.pipelines.load import load_yaml
-from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.machine import Device, Machine, Taken
 from weftline.pipelines.plan import Claim, DeviceBudget, Plan
 from weftline.pipelines.planning import make_plan
 from weftline.pipelines.profile_file import Measured, Profile, StepProfile, step_digest
@@ -39,6 +42,12 @@ def planned(near_catalog: dict[str, str]):
         return make_plan(pipeline, machine, near_catalog, profile)
 
     return make
+
+
+@pytest.fixture
+def filling(near_catalog: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that streams takes what is left when it opens, as an LLM does."""
+    monkeypatch.setattr(sys.modules["weftline_device_nodes"].Grow, "fills_room", True)
 
 
 def claims(budget: DeviceBudget) -> set[tuple[str, str, int, str]]:
@@ -79,6 +88,54 @@ def test_with_something_unknown_kv_memory_is_decided_when_it_opens(planned) -> N
     plan = planned(**(STATED | {"name": ""}))
     assert ("name", "weights and work", 0, "unknown") in claims(plan.budgets[0])
     assert plan.budgets[0].kv_bytes == 0 and plan.step("grow").options["kv_bytes"] is None and not plan.limits.kv_bytes
+
+
+def test_an_llm_step_that_is_all_that_is_not_known_takes_what_is_left_when_it_opens(planned, filling) -> None:
+    plan = planned(**(STATED | {"grow": ""}))
+    (budget,) = plan.budgets
+    assert budget.rest_bytes == budget.total_bytes - budget.claimed_bytes == 24 * GIB - (1024 + 768 + 512 + 3072) * MIB
+    assert plan.step("grow").options["kv_bytes"] is None and not plan.limits.kv_bytes
+    holding = holding_of(plan, budget)
+    assert (holding.bytes, holding.fills, holding.takers) == (23 * GIB, True, 0), "nobody else is given any of it"
+    assert "are left for grow, which nobody has measured" in explain_text(plan)
+    told = {
+        step.name: (step.room_bytes, step.reserve_bytes)
+        for worker in range(len(plan.workers))
+        for step in open_message(plan, worker, Path()).steps
+    }
+    assert told == {"find": (0, 0), "name": (0, 0), "grow": (budget.rest_bytes, GIB)}
+
+
+@pytest.mark.parametrize(
+    ("machine", "more", "steps"),
+    [
+        (ONE, "", {"name": "", "grow": ""}),  # another step's memory is not known
+        (ONE, "", {"grow": ", instances: 2"}),  # two take from one device
+        (ONE, f"limits: {{kv_bytes: {{cuda: {GIB}}}}}", {"grow": ""}),
+        (ONE, "", {"grow": f", kv_bytes: {GIB}"}),
+        (dataclasses.replace(ONE, devices=(dataclasses.replace(ONE.devices[0], shared=True),)), "", {"grow": ""}),
+        (
+            dataclasses.replace(
+                ONE, devices=(dataclasses.replace(ONE.devices[0], taken=(Taken("other", GIB, known=False),)),)
+            ),
+            "",
+            {"grow": ""},
+        ),
+        (dataclasses.replace(ONE, devices=(Device("fake:0", 24 * GIB),)), "", {"grow": ""}),
+    ],
+)
+def test_where_others_may_take_as_much_memory_is_given_out_as_it_is_needed(
+    planned, filling, machine, more, steps
+) -> None:
+    plan = planned(machine, more, **(STATED | steps))
+    assert [one.rest_bytes for one in plan.budgets] == [0]
+
+
+def test_other_pipelines_memory_is_no_part_of_what_is_left(planned, filling) -> None:
+    device = dataclasses.replace(ONE.devices[0], taken=(Taken("other", 5 * GIB),), reserve_bytes=2 * GIB)
+    (budget,) = planned(dataclasses.replace(ONE, devices=(device,)), **(STATED | {"grow": ""})).budgets
+    assert budget.rest_bytes == 24 * GIB - (2048 + 768 + 512 + 3072) * MIB - 5 * GIB
+    assert reserve_of(budget) == 2 * GIB
 
 
 def test_the_plan_says_what_is_left(planned) -> None:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftline.errors import PipelineError
-from weftline.nodes.fakes import Echo, EchoConfig
 from weftline.pipelines.builder import Builder, constant
 from weftline.pipelines.check import check
 from weftline.pipelines.load import load_yaml
@@ -17,6 +16,7 @@ from weftline.pipelines.planning import make_plan
 from weftline.pipelines.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.schema import STEP_KEYS
 from weftline.pipelines.wire import Wire
+from weftline.testing.nodes import Echo, EchoConfig
 
 HERE = Path(__file__).parent
 MACHINE = Machine(4, 8 << 30)
@@ -272,6 +272,7 @@ STEP = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(NAMES, st.text(max_size=20), st.dictionaries(NAMES, STEP, max_size=4), st.dictionaries(NAMES, NAMES, max_size=3))
 def test_any_pipeline_survives_its_yaml(name: str, about: str, steps: dict, outputs: dict) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from weftline.pipelines.builder import Builder
 from weftline.pipelines.check import check, examine
 from weftline.pipelines.load import load_yaml
+from weftline.pipelines.written import to_yaml
 
 HERE = Path(__file__).parent
 
@@ -63,6 +65,10 @@ def test_a_wrong_option_does_not_hide_wrong_wires(problems) -> None:
     ("node", "said"),
     [
         ("broken", "Broken.ports failed: KeyError"),
+        ("sample_nodes.py:PortsOfNone", "PortsOfNone.ports returned NoneType"),
+        ("sample_nodes.py:PortsOfOne", "PortsOfOne.ports returned inputs that are not a tuple of ports"),
+        ("sample_nodes.py:PortsOfText", "PortsOfText.ports returned outputs that are not a tuple of ports"),
+        ("sample_nodes.py:PortsTwice", "PortsTwice.ports names x twice among its inputs"),
         ("nowhere.py:Node", "there is no file nowhere.py"),
         ("sample_nodes.py:Nothing", "defines no Nothing"),
         ("sample_nodes.py:Abstract", "does not define ports, run"),
@@ -105,6 +111,7 @@ def test_two_things_of_one_name_are_refused(problems) -> None:
     assert list(found) == ["steps.a"]
 
 
+@pytest.mark.slow
 def test_checking_imports_no_framework(samples, tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(samples.ASSISTANT)
     script = (
@@ -128,11 +135,9 @@ def test_a_step_may_be_called_like_a_section_of_the_file(problems) -> None:
     assert problems(f"inputs: {{t: text}}\nsteps:\n{steps}outputs: {{y: outputs.value}}\n") == {}
 
 
-def test_names_that_run_itself_takes_are_refused_for_inputs(problems) -> None:
-    found = problems(
-        "inputs: {deadline_ms: text}\nsteps:\n  s: {node: echo, inputs: {value: deadline_ms}}\noutputs: {y: s.value}\n"
-    )
-    assert list(found) == ["inputs.deadline_ms"]
+def test_inputs_may_have_the_names_of_options(problems) -> None:
+    steps = "  s: {node: echo, inputs: {value: deadline_ms}}\n"
+    assert problems(f"inputs: {{deadline_ms: text}}\nsteps:\n{steps}outputs: {{y: s.value}}\n") == {}
 
 
 def test_a_configs_own_check_is_a_problem_with_its_place() -> None:
@@ -140,3 +145,57 @@ def test_a_configs_own_check_is_a_problem_with_its_place() -> None:
     text = f"weftline: 1\nname: x\ninputs: {{t: text}}\nsteps:\n  {step}\noutputs: {{y: s.text}}\n"
     (found,) = check(load_yaml(text, "x.yaml", HERE))
     assert (found.path, found.line) == ("steps.s.sampling.tokens_max", 5)
+
+
+ARGUMENTS = """weftline: 1
+name: sample
+inputs: {text: text, photo: image}
+steps:
+  cut:
+    node: function
+    function: steps.py:cut
+    arguments:
+      margn: 3
+      mode: 7
+    inputs: {text: text}
+  find:
+    node: function
+    function: steps.py:Find
+    arguments: {size: [1, x]}
+    inputs: {text: text, txt: text}
+outputs: {a: cut.output, b: find.output}
+"""
+STEPS = """import nothing_of_the_kind
+def cut(text: str, margin: int, mode: str = "a") -> str: ...
+class Find:
+    def __init__(self, weights: str, size: tuple[int, int] = (1, 1)): ...
+    def __call__(self, text: str) -> str: ...
+"""
+
+
+def test_wrong_arguments_of_functions_come_at_once_with_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    found = {one.path: one for one in check(load_yaml(ARGUMENTS, "x.yaml", tmp_path))}
+    assert {path: one.line for path, one in found.items()} == {
+        "steps.cut.arguments.margn": 9,
+        "steps.cut.arguments.mode": 10,
+        "steps.cut.inputs": 11,
+        "steps.find.arguments.weights": 15,
+        "steps.find.arguments.size[1]": 15,
+        "inputs.photo": 3,
+    }
+    assert found["steps.cut.arguments.margn"].found == "steps.py:2 cut has no parameter margn"
+    assert found["steps.cut.arguments.margn"].fix == "did you mean margin?"
+    assert found["steps.find.arguments.size[1]"].expected == "int"
+
+
+def test_arguments_are_the_same_from_the_builder_and_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    p = Builder("sample", base_dir=tmp_path)
+    text = p.input("text", "text")
+    cut = p.step("cut", "function", function="steps.py:cut", arguments={"margin": 3}, text=text)
+    p.output("a", cut.output)
+    built = p.build()
+    assert check(built) == []
+    assert load_yaml(to_yaml(built), "x.yaml", tmp_path) == built
+    assert built.step("cut").options["arguments"] == {"margin": 3}

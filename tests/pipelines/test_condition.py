@@ -182,7 +182,7 @@ def loosened(value: Any) -> Any:
     return [loosened(one) for one in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TEXTS, VALUES, VALUES, VALUES)
 def test_it_means_what_python_means(text: str, x: Any, y: Any, out: Any) -> None:
     values = {"x": x, "y": y, "step": out}

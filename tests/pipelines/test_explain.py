@@ -1,6 +1,7 @@
 """A plan explained in text and as a Mermaid flowchart."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from weftline.pipelines.load import load_yaml
 from weftline.pipelines.place import Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
+from weftline.pipelines.policy import Slo
 
 HERE = Path(__file__).parent
 
@@ -31,11 +33,17 @@ def test_the_text_shows_every_step_wire_worker_and_limit(plan: Plan) -> None:
         "labels: text (unread)",
         "answer      <- guard.text     text, in pieces",
         "3 threads of 8",
-        "Shared memory: 384 MiB in 6 arenas",
-        "Deadline of a request that brings none: 1500 ms",
+        "Shared memory: 415 MiB in 6 arenas",
+        "Latency objective: 99 % of answers within 1500 ms (slo.latency_p99_ms)",
     ):
         assert said in text, said
     assert not [line for line in text.splitlines() if line != line.rstrip()]
+
+
+def test_the_text_shows_the_default_deadline(plan: Plan) -> None:
+    text = explain_text(replace(plan, limits=replace(plan.limits, deadline_ms=2000), slo=Slo()))
+    assert "Deadline of requests that bring none: 2000 ms (limits.deadline_ms)\n" in text
+    assert "objective" not in text
 
 
 def test_columns_stand_under_each_other(plan: Plan) -> None:

@@ -41,5 +41,5 @@ def test_a_class_without_source_has_no_documentation() -> None:
 
 
 def test_a_summary_is_the_first_line_somebody_wrote() -> None:
-    assert summary(BatchPolicy) == "How a step groups items."
+    assert summary(BatchPolicy) == "Batching policy of one step."
     assert summary(make_dataclass("Made", [("x", int)])) == "", "the signature that dataclass writes is no summary"

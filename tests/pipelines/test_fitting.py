@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -190,6 +191,7 @@ def worlds(draw: st.DrawFn):
     return on, steps, needs, draw(st.frozensets(pair, max_size=6))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(worlds(), st.sampled_from(["grouped", "separate"]), st.randoms(use_true_random=False))
 def test_every_instance_has_one_place_and_no_order_decides_which(world, processes: str, rng) -> None:
@@ -219,6 +221,7 @@ def test_every_instance_has_one_place_and_no_order_decides_which(world, processe
     assert placed({name: dict(steps[name]) for name in order}, needs, on, edges, gpu).devices == found.devices
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(worlds())
 def test_no_gpu_is_over_committed_where_filling_them_one_by_one_fits(world) -> None:

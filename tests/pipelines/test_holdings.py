@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weftline.errors import PipelineError
 from weftline.pipelines.budget import open_kv, over_commits
 from weftline.pipelines.graph import Step
-from weftline.pipelines.holdings import Holder, Holdings, holding_of
+from weftline.pipelines.holdings import Owner, ReservationTable, holding_of
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.machine import Device, Machine, Taken
 from weftline.pipelines.needs import Need, Needs
@@ -24,7 +24,7 @@ from weftline.pipelines.policy import GpuPolicy, Limits
 GIB, MIB = 1 << 30, 1 << 20
 ONE = Machine(8, 64 * GIB, (Device("cuda:0", 24 * GIB),))
 TWO = Machine(8, 64 * GIB, (Device("cuda:0", 24 * GIB), Device("cuda:1", 24 * GIB)))
-OCR, CHAT, SEE = Holder("ocr", 1), Holder("chat", 2), Holder("see", 3)
+OCR, CHAT, SEE = Owner("ocr", 1), Owner("chat", 2), Owner("see", 3)
 NAME = "name: {{node: name, inputs: {{image: photo}}{}}}"
 GROW = "grow: {{node: grow, inputs: {{x: x}}{}}}"
 INPUTS = {NAME: ("photo: image", "label: name.label"), GROW: ('x: "float32[4, 8]"', "y: grow.y")}
@@ -58,7 +58,7 @@ def refused(planned):
 
 
 def test_where_nobody_has_anything_a_machine_and_its_plans_are_what_they_were(planned) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     assert holdings.alone(OCR) and holdings.beside(TWO, OCR) == TWO
     assert holdings.try_take(OCR, planned(NAME, Machine(8, 64 * GIB))), "without a GPU nothing is taken"
     assert holdings.alone(CHAT) and holdings.held_bytes == {}
@@ -68,7 +68,7 @@ def test_where_nobody_has_anything_a_machine_and_its_plans_are_what_they_were(pl
 
 
 def test_the_next_plan_goes_where_there_is_room(planned) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     assert holdings.try_take(OCR, planned(NAME, TWO, 20))
     there = holdings.beside(TWO, CHAT)
     assert there.devices[0].taken == (Taken("ocr", 20 * GIB + 512 * MIB),) and there.devices[1].taken == ()
@@ -113,7 +113,7 @@ def test_a_reserve_of_others_is_not_free(planned) -> None:
 
 
 def test_kv_memory_is_what_others_leave(planned) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(OCR, planned(NAME, ONE, 10))
     plan = planned(GROW, holdings.beside(ONE, CHAT), 4)
     assert plan.budgets[0].kv_bytes == planned(GROW, ONE, 4).budgets[0].kv_bytes - 10 * GIB - 512 * MIB
@@ -123,7 +123,7 @@ def test_kv_memory_is_what_others_leave(planned) -> None:
 
 
 def test_too_much_is_refused_with_a_row_for_what_others_hold_by_name(planned, refused) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(OCR, planned(NAME, ONE, 10))
     problem = refused(NAME, holdings.beside(ONE, CHAT), 14)
     assert (problem.path, problem.file, problem.line) == ("steps.name.device_bytes", "one.yaml", 5)
@@ -144,7 +144,7 @@ def test_too_much_is_refused_with_a_row_for_what_others_hold_by_name(planned, re
 
 
 def test_who_took_all_that_was_left_can_be_bounded(planned, refused) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(CHAT, planned(GROW, ONE, 4))
     problem = refused(NAME, holdings.beside(ONE, OCR), 4)
     assert "chat        another pipeline, with all that was left  claimed" in problem.found
@@ -155,7 +155,7 @@ def test_who_took_all_that_was_left_can_be_bounded(planned, refused) -> None:
 
 
 def test_the_next_version_is_planned_beside_the_one_that_serves(planned, refused) -> None:
-    holdings, new = Holdings(), dataclasses.replace(OCR, version=2)
+    holdings, new = ReservationTable(), dataclasses.replace(OCR, version=2)
     holdings.try_take(OCR, planned(NAME, ONE, 10))
     small = planned(NAME, holdings.beside(ONE, new), 8)
     assert Claim("ocr", "the version that serves", 10 * GIB + 512 * MIB, "claimed") in small.budgets[0].claims
@@ -173,7 +173,7 @@ def test_the_next_version_is_planned_beside_the_one_that_serves(planned, refused
 
 
 def test_a_reserve_is_left_once_and_as_much_as_anybody_wants(planned, refused) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     wants = "gpu: {{reserve_bytes: {}}}"
     holdings.try_take(OCR, planned(NAME, ONE, 10, wants.format(4 * GIB)))
     there = holdings.beside(ONE, CHAT)
@@ -192,7 +192,7 @@ def test_a_reserve_is_left_once_and_as_much_as_anybody_wants(planned, refused) -
 
 
 def test_a_plan_that_cannot_be_made_again_fits_as_it_is_or_says_why_not(planned) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(OCR, planned(NAME, ONE, 10))
     assert holdings.try_take(SEE, planned(NAME, ONE, 4))
     filled = planned(GROW, ONE, 4)
@@ -210,7 +210,7 @@ def test_a_plan_that_cannot_be_made_again_fits_as_it_is_or_says_why_not(planned)
 
 
 def test_what_is_measured_is_held_where_nobody_had_said_what_it_takes(planned) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(OCR, planned(NAME, ONE))
     there = holdings.beside(ONE, CHAT)
     assert there.devices[0].taken == (Taken("ocr", 512 * MIB, known=False),)
@@ -223,7 +223,7 @@ def test_what_is_measured_is_held_where_nobody_had_said_what_it_takes(planned) -
 
 
 def test_who_takes_what_is_left_holds_it_from_the_moment_it_is_known(planned) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(OCR, planned(NAME, ONE, 4))
     holdings.try_take(CHAT, planned(GROW, holdings.beside(ONE, CHAT)))
     first = holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
@@ -234,9 +234,9 @@ def test_who_takes_what_is_left_holds_it_from_the_moment_it_is_known(planned) ->
 
 
 @pytest.fixture
-def two_that_take(planned) -> Holdings:
+def two_that_take(planned) -> ReservationTable:
     """Return holdings of one that claims 4 GiB and two that nobody has measured and that take what is left."""
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(OCR, planned(NAME, ONE, 4))
     holdings.try_take(CHAT, planned(GROW, holdings.beside(ONE, CHAT)))
     holdings.try_take(SEE, planned(GROW, holdings.beside(ONE, SEE)))
@@ -246,12 +246,12 @@ def two_that_take(planned) -> Holdings:
 def test_those_that_claim_before_either_has_what_is_left_divide_it_once_both_are_measured(two_that_take) -> None:
     holdings = two_that_take
     first = holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
-    assert first.waits and holdings.told() == {} and not holdings.taken("cuda:0", SEE)[1].known
+    assert first.waits and holdings.pop_new_shares() == {} and not holdings.taken("cuda:0", SEE)[1].known
     assert holdings.held_bytes == {"cuda:0": 14 * GIB + 512 * MIB - 4 * GIB}, "it holds no more than it has"
     part = (24 - 1 - 4 - 5 - 3) * GIB // 2 - 3 * 256 * MIB
     second = holdings.settle(SEE, "cuda:0", 3 * GIB, 24 * GIB)
     assert (second.bytes, second.waits) == (part, False)
-    assert holdings.told() == {(CHAT, "cuda:0"): part} and holdings.told() == {}
+    assert holdings.pop_new_shares() == {(CHAT, "cuda:0"): part} and holdings.pop_new_shares() == {}
     assert holdings.held_bytes == {"cuda:0": 23 * GIB}, "all but the reserve"
     assert all(one.known and one.fills for one in holdings.taken("cuda:0", OCR))
 
@@ -260,7 +260,7 @@ def test_nobody_waits_for_one_that_is_gone(two_that_take) -> None:
     holdings = two_that_take
     holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
     holdings.give_back(SEE)
-    assert holdings.told() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
+    assert holdings.pop_new_shares() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
     assert holdings.held_bytes == {"cuda:0": 23 * GIB}
 
 
@@ -268,9 +268,9 @@ def test_who_is_too_much_gets_no_part_and_the_other_has_all_when_it_is_gone(two_
     holdings = two_that_take
     holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
     assert holdings.settle(SEE, "cuda:0", 15 * GIB, 24 * GIB).bytes < 0
-    assert holdings.told() == {}
+    assert holdings.pop_new_shares() == {}
     holdings.give_back(SEE)
-    assert holdings.told() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
+    assert holdings.pop_new_shares() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
 
 
 def test_what_is_divided_is_free_by_the_driver_of_who_was_measured_last(two_that_take) -> None:
@@ -278,11 +278,11 @@ def test_what_is_divided_is_free_by_the_driver_of_who_was_measured_last(two_that
     holdings.settle(CHAT, "cuda:0", 5 * GIB, 15 * GIB)
     part = (7 * GIB - GIB) // 2
     assert holdings.settle(SEE, "cuda:0", 3 * GIB, 7 * GIB).bytes == part
-    assert holdings.told() == {(CHAT, "cuda:0"): part}
+    assert holdings.pop_new_shares() == {(CHAT, "cuda:0"): part}
 
 
 def test_who_has_more_instances_gets_more_and_what_nobody_measured_is_waited_for(planned) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(CHAT, planned(GROW, ONE, options=", instances: 2"))
     holdings.try_take(SEE, planned(GROW, holdings.beside(ONE, SEE)))
     holdings.try_take(OCR, planned(NAME, holdings.beside(ONE, OCR)))
@@ -290,20 +290,20 @@ def test_who_has_more_instances_gets_more_and_what_nobody_measured_is_waited_for
         holdings.settle(CHAT, "cuda:0", 4 * GIB, 24 * GIB).waits and holdings.settle(SEE, "cuda:0", GIB, 24 * GIB).waits
     )
     holdings.settle(OCR, "cuda:0", 2 * GIB, 24 * GIB)
-    told = holdings.told()
+    shares = holdings.pop_new_shares()
     third = (24 - 1 - 4 - 1 - 2 - 2) * GIB // 3
-    assert [told[who, "cuda:0"] // MIB for who in (CHAT, SEE)] == [2 * third // MIB, third // MIB]
+    assert [shares[who, "cuda:0"] // MIB for who in (CHAT, SEE)] == [2 * third // MIB, third // MIB]
 
 
 def test_what_the_driver_has_not_is_not_left_whoever_has_it(planned) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(CHAT, planned(GROW, ONE))
     assert holdings.settle(CHAT, "cuda:0", 5 * GIB, 6 * GIB).bytes == 5 * GIB
     assert holdings.held_bytes == {"cuda:0": 10 * GIB + 512 * MIB}
 
 
 def test_what_was_claimed_and_is_not_taken_yet_stays_held(planned) -> None:
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(OCR, planned(NAME, ONE, 10))
     holdings.settle(OCR, "cuda:0", 2 * GIB, 20 * GIB)
     assert holdings.held_bytes == {"cuda:0": 10 * GIB + 512 * MIB}
@@ -327,9 +327,9 @@ def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(ev
     template = make_plan(
         load_yaml("weftline: 1\nname: p\ninputs: {x: text}\nsteps: {s: {node: echo, inputs: {value: x}}}\n"
                   "outputs: {y: s.value}\n", "p.yaml", Path()), ONE)  # fmt: skip
-    holdings, held, measured = Holdings(), dict[Holder, Plan](), set[tuple[Holder, str]]()
+    holdings, held, measured = ReservationTable(), dict[Owner, Plan](), set[tuple[Owner, str]]()
     for who, what, claims, share in events:
-        holder = Holder("p", who)
+        holder = Owner("p", who)
         if what == 0 and holder not in held:
             found = [
                 DeviceBudget(
@@ -356,11 +356,11 @@ def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(ev
             measured -= {(holder, "cuda:0"), (holder, "cuda:1")}
         for device in ("cuda:0", "cuda:1"):
             takers = {holder for holder, plan in held.items() if open_kv(plan, device)}
-            divided = all(one.known for one in holdings.taken(device, Holder("", 0)))
+            divided = all(one.known for one in holdings.taken(device, Owner("", 0)))
             assert divided == all((one, device) in measured for one in takers), (
                 "nobody waits for nothing, or not at all"
             )
         assert all(bytes + 10 <= 100 for bytes in holdings.held_bytes.values())
     for holder in held:
         holdings.give_back(holder)
-    assert holdings.held_bytes == {} and holdings.alone(Holder("p", 99))
+    assert holdings.held_bytes == {} and holdings.alone(Owner("p", 99))

@@ -44,7 +44,8 @@ def document(step: str = "{node: echo}", more: str = "") -> str:
         document("{node: echo, map: [value], retry: {attempts: 2, 'on': [error]}, fallback: {value: x}, instances: 2}"),
         document("{node: echo, instances: {'cuda:0': 2, cpu: 1}, reserved: 1, sequence: {live_max: 3}}"),
         document("{node: echo, batch: {items_max: 8, wait: auto, sizes: [4, 8], shapes: same, pad: {T: [64]}}}"),
-        document(more="limits: {silence_max_ms: 2000, retry_share: 0.5, job_batch_ms: 20}\nslo: {refuse_early: false}"),
+        document(more="limits: {silence_max_ms: 2000, retry_share: 0.5, job_batch_ms: 20}\nslo: {latency_p99_ms: 9}"),
+        document(more="limits: {deadline_ms: 20, refuse_early: false}"),
     ],
 )  # fmt: skip
 def test_sound_files_are_accepted(validator, text: str) -> None:
@@ -82,7 +83,7 @@ def test_options_carry_their_documentation() -> None:
     nodes = catalog_nodes(FAKES)
     assert list(nodes) == ["echo", "fail"]
     described = node_options(nodes["fail"])["properties"]
-    assert described["every"]["description"].startswith("every k-th item fails")
+    assert described["every"]["description"].startswith("choose every k-th item")
 
 
 def test_a_node_that_is_not_installed_is_left_out() -> None:

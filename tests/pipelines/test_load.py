@@ -37,11 +37,11 @@ def test_the_assistant_is_loaded_whole(samples) -> None:
 
 
 def test_every_key_of_a_step_is_taken() -> None:
-    keys = "worker: w, instances: 2, reserved: 1, device: cuda, run_max_ms: 5"
+    keys = "worker: w, instances: 2, reserved: 1, device: cuda, run_max_ms: 5, threads: 3"
     text = f"steps:\n  a: {{node: x, {keys}, batch: {{}}, q: [1]}}\n"
     step = load_yaml(HEAD + text + "outputs: {}\n", "x.yaml", Path()).steps[0]
     assert (step.worker, step.instances, step.reserved, step.device, step.run_max_ms) == ("w", 2, 1, "cuda", 5)
-    assert (step.batch, step.options) == (BatchPolicy(), {"q": [1]})
+    assert (step.batch, step.options, step.threads) == (BatchPolicy(), {"q": [1]}, 3)
 
 
 def test_control_flow_is_read_into_values() -> None:
@@ -208,3 +208,12 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | No
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="cannot be read"):
         load_file(tmp_path)
+
+
+@pytest.mark.parametrize(("head", "found"), [("", "missing"), ("weftline: 2\n", "is 2"), ("weftline: '1'\n", "is '1'")])
+def test_a_file_without_the_formats_version_is_told_what_to_write(tmp_path: Path, head: str, found: str) -> None:
+    (tmp_path / "p.yaml").write_text(f"{head}name: p\ninputs: {{x: text}}\nsteps: {{}}\noutputs: {{y: x}}\n")
+    with pytest.raises(PipelineError) as caught:
+        load_file(tmp_path / "p.yaml")
+    problem = next(one for one in caught.value.problems if one.path == "weftline")
+    assert found in problem.found and problem.fix == "write `weftline: 1` as the first line of the file"

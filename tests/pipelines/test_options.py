@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -79,6 +79,49 @@ def test_numbers_are_finite(samples, value: float) -> None:
 
 def test_a_whole_number_is_a_number(samples) -> None:
     assert to_config(samples.See, {"model": "m", "confidence": 1}).confidence == 1.0
+
+
+class Form(Enum):
+    A = "a"
+
+
+@dataclass(frozen=True)
+class Alike:
+    text: str
+    number: float = 1.0
+    maybe: int | None = None
+    form: Form = Form.A
+    names: tuple[str, ...] = ()
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    counts: tuple[int, ...] | int = 1
+    mode: Literal["fast", "good"] = "fast"
+
+
+@dataclass(frozen=True)
+class OtherBytes:
+    data: bytes = b""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"text": "t"},
+        {"text": "t", "number": 3, "maybe": 4, "form": "a", "names": ["x", "y"], "more": {"a": [1, {"b": None}]}},
+        {"text": "", "maybe": None, "counts": [1, 2], "mode": "good", "number": 1e300},
+    ],
+)
+def test_a_worker_makes_the_config_that_was_checked(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    node = node_with(Alike)
+    checked, problems = read_options(node, options, "")
+    assert not problems
+    monkeypatch.setattr("weftline.pipelines.options.read_options", None)  # it is not asked
+    made = to_config(node, options)
+    assert made == checked
+    assert all(type(value) is type(getattr(checked, name)) for name, value in vars(made).items())
+
+
+def test_a_type_that_is_read_in_two_ways_is_left_to_pydantic() -> None:
+    assert to_config(node_with(OtherBytes), {"data": "YQ=="}) == OtherBytes(b"YQ==")
 
 
 def test_a_node_without_options_refuses_any() -> None:

@@ -51,6 +51,26 @@ def test_a_worker_named_like_a_step_is_not_that_steps() -> None:
 
 
 @pytest.mark.parametrize(
+    ("cores", "written", "threads"),
+    [
+        (8, {"c": 3}, [3, 2, 3]),  # a and b are heavy and divide what is left
+        (8, {"a": 6}, [6, 2, 1]),
+        (2, {"a": 6}, [6, 1, 1]),
+        (8, {"a": 1, "b": 1, "c": 4}, [1, 1, 4]),
+    ],
+)
+def test_stated_threads_hold_and_the_rest_is_divided(cores: int, written: dict[str, int], threads: list[int]) -> None:
+    steps = [Step(name, "echo", threads=written.get(name)) for name in "abc"]
+    placement = placed(steps, {"a", "b"}, Machine(cores, 8 * GIB))
+    assert [worker.threads for worker in placement.workers] == threads
+
+
+def test_of_steps_that_share_a_process_the_largest_number_holds() -> None:
+    steps = [Step("a", "echo", worker="w", threads=2), Step("b", "echo", worker="w", threads=3)]
+    assert [worker.threads for worker in placed(steps, {"a"}).workers] == [3]
+
+
+@pytest.mark.parametrize(
     ("cores", "heavy", "threads"),
     [
         (4, "abc", [2, 1, 1, 1]), (16, "abc", [6, 5, 5, 1]), (2, "abcd", [1, 1, 1, 1]), (4, "", [1, 1, 1, 1]),

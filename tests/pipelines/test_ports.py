@@ -1,5 +1,7 @@
 """Types along wires: what fits what, and what a fixed size at one end says about names elsewhere."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,7 +98,7 @@ KINDS = ("text", "json", "image", "audio", "detections", "tensor", "any")
 TYPES = st.sampled_from([PortType(kind) for kind in KINDS]) | DIMS.map(lambda dims: PortType("tensor", "float32", dims))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(TYPES, st.sampled_from("ab"), TYPES, st.sampled_from("cd")), max_size=6))
 def test_settled_types_still_fit_and_stay_settled(wires: list[tuple[PortType, str, PortType, str]]) -> None:
     sizes = Sizes()
@@ -126,3 +128,32 @@ def test_another_output_that_fits_is_the_first_remedy() -> None:
     others = [("see.labels", port("labels", "text"))]
     problem = mismatch("p", PortType.parse("detections"), "see.detections", PortType.parse("text"), others)
     assert problem.fix == "read see.labels instead"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "fix"),
+    [
+        ("image", "float32[3, 224, 224]", "(np.asarray(image, np.float32) / 255).transpose(2, 0, 1)"),
+        ("image", "float32[224, 224, 3]", "np.asarray(image, np.float32) / 255, at the size"),
+        ("float32[3, H, W]", "image", "x.transpose(1, 2, 0) scaled to 0..255"),
+        ("float32[3, 8, 8]", "float32[4, 3, 8, 8]", "a batch that the model fixes at 4: export it again"),
+    ],
+)
+def test_the_remedy_between_pictures_and_tensors_and_for_a_fixed_batch_says_what_to_write(given, wanted, fix) -> None:
+    problem = mismatch("steps.s.inputs.x", PortType.parse(given), "x", PortType.parse(wanted), ())
+    assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("Image", "image"), ("Text", "text"), ("Float32[3]", "float32[3]"), ("str", "text"), ("int", "json"),
+        ("dict", "json"), ("np.ndarray", "tensor"), ("torch.float32[3]", "float32[3]"), ("List[str]", "list[text]"),
+        ("list[Image]", "list[image]"), ("PIL.Image", "image"), ("FP32[2, 2]", "float32[2, 2]"), ("list", "list[json]"),
+        ("list[dict]", "list[json]"),
+    ],
+)  # fmt: skip
+def test_a_type_by_another_name_is_refused_with_the_port_type_that_is_meant(written: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean {re.escape(meant)}\\?"):
+        PortType.parse(written)
+    PortType.parse(meant)

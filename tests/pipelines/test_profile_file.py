@@ -48,6 +48,7 @@ _steps = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     profile=st.builds(Profile, st.dictionaries(_names, _steps, max_size=3), st.dictionaries(_names, _bytes, max_size=2))

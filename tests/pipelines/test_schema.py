@@ -54,7 +54,9 @@ def test_idle_needs_its_time_and_keeps_the_process() -> None:
 @pytest.mark.parametrize("policy", [*(policy for _, policy in POLICIES), IdlePolicy])
 def test_every_number_of_a_policy_has_bounds(policy) -> None:
     hints = get_type_hints(policy)
-    assert set(BOUNDS[policy]) == {name for name, hint in hints.items() if hint in (int, float, float | None)}
+    assert set(BOUNDS[policy]) == {
+        name for name, hint in hints.items() if hint in (int, float, float | None, int | None)
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,16 @@ def test_a_jobs_batches_take_some_time(value: object, expected: str) -> None:
     limits = {"job_batch_ms": value}
     _, problems = validate({"weftline": 1, "name": "n", "steps": {}, "outputs": {}, "limits": limits})
     assert [(one.path, one.expected.startswith(expected)) for one in problems] == [("limits.job_batch_ms", True)]
+
+
+@pytest.mark.parametrize(("key", "value"), [("deadline_ms", 500), ("refuse_early", False)])
+def test_a_deadline_written_as_an_objective_is_sent_to_limits(key: str, value: object) -> None:
+    document = {"weftline": 1, "name": "n", "steps": {}, "outputs": {}}
+    _, problems = validate({**document, "slo": {key: value}})
+    assert [(one.path, one.found, one.fix) for one in problems] == [
+        (f"slo.{key}", "unknown key", f"write it as limits.{key}")
+    ]
+    assert validate({**document, "limits": {key: value}})[1] == []
 
 
 def validated(step: dict) -> dict[str, Problem]:

@@ -9,18 +9,18 @@ import pytest
 
 from weftline.errors import PipelineError
 from weftline.pipelines.graph import Pipeline
-from weftline.pipelines.holdings import Holder, Holdings
+from weftline.pipelines.holdings import Owner, ReservationTable
 from weftline.pipelines.load import load_yaml
 from weftline.pipelines.machine import Device, Machine
 from weftline.pipelines.plan import Plan
 from weftline.pipelines.planning import make_plan
-from weftline.pipelines.side_by_side import SideBySide, planner
+from weftline.pipelines.side_by_side import JointPlan, planner
 
 GIB = 1 << 30
 MACHINE = Machine(2, 8 * GIB, (Device("cuda:0", 8 * GIB), Device("cuda:1", 8 * GIB)))
 
 
-A, B, C = Holder("a", 1), Holder("b", 2), Holder("c", 3)
+A, B, C = Owner("a", 1), Owner("b", 2), Owner("c", 3)
 
 
 def taking(gib: int, device: str) -> Pipeline:
@@ -37,22 +37,22 @@ def talking(gib: float | None, device: str = "cuda", more: str = "") -> Pipeline
     return load_yaml(text, "p.yaml", Path())
 
 
-def together(pipelines: dict[Holder, Pipeline], holdings: Holdings | None = None) -> dict[Holder, Plan]:
-    side_by_side = SideBySide(MACHINE, holdings)
+def together(pipelines: dict[Owner, Pipeline], holdings: ReservationTable | None = None) -> dict[Owner, Plan]:
+    side_by_side = JointPlan(MACHINE, holdings)
     for holder, pipeline in pipelines.items():
         side_by_side.add(holder, planner(pipeline))
     return dict(side_by_side.plans())
 
 
 def test_each_is_planned_for_what_those_before_it_leave() -> None:
-    side_by_side = SideBySide(MACHINE)
+    side_by_side = JointPlan(MACHINE)
     side_by_side.add(A, planner(taking(4, "cuda")))
     with pytest.raises(PipelineError, match="a           another pipeline  claimed"):
         side_by_side.add(B, planner(taking(3, "cuda")))
     side_by_side.add(C, planner(taking(3, "cuda:1")))
-    side_by_side.add(Holder("d", 4), planner(taking(1, "cuda")))  # what was refused claims nothing
+    side_by_side.add(Owner("d", 4), planner(taking(1, "cuda")))  # what was refused claims nothing
     with pytest.raises(PipelineError) as refused:
-        side_by_side.add(Holder("e", 5), planner(taking(1, "cuda")))
+        side_by_side.add(Owner("e", 5), planner(taking(1, "cuda")))
     assert refused.value.problems[0].fix.endswith("or unload a, d")
     assert [holder.name for holder in side_by_side.plans()] == ["a", "c", "d"]
 
@@ -82,7 +82,7 @@ def test_where_one_is_not_known_nobody_is_given_a_figure_and_what_is_open_alread
     for holder in (A, B):
         assert plans[holder].budgets[0].kv_bytes == 0 and plans[holder].step("s").options["kv_bytes"] is None
     assert plans[C].budgets[0].kv_bytes > 0
-    holdings = Holdings()
+    holdings = ReservationTable()
     holdings.try_take(C, make_plan(taking(3, "cuda:0"), MACHINE))
     beside = together({A: talking(1, "cuda:0"), B: talking(1, "cuda:0")}, holdings)
     assert [plan.budgets[0].kv_bytes for plan in beside.values()] == [GIB // 4, GIB // 4]
@@ -90,12 +90,23 @@ def test_where_one_is_not_known_nobody_is_given_a_figure_and_what_is_open_alread
 
 
 def test_what_was_open_when_it_began_counts_whatever_happens_meanwhile() -> None:
-    holdings = Holdings()
-    holdings.try_take(C, make_plan(talking(None, "cuda:0"), MACHINE))
-    side_by_side = SideBySide(MACHINE, holdings)
+    holdings = ReservationTable()
+    holdings.try_take(C, make_plan(talking(None, "cuda:0", ", instances: 2"), MACHINE))
+    side_by_side = JointPlan(MACHINE, holdings)
     side_by_side.add(A, planner(talking(1, "cuda:0")))
     holdings.give_back(C)
     assert side_by_side.plans()[A].budgets[0].kv_bytes == 0, "nobody knows what c takes"
+
+
+def test_the_only_one_that_is_not_known_takes_what_the_others_leave() -> None:
+    plans = together({A: talking(None, "cuda:0"), B: taking(2, "cuda:0"), C: talking(1, "cuda:1")})
+    assert plans[A].budgets[0].rest_bytes == 8 * GIB - (1 + 2) * GIB - 2 * (GIB // 2)
+    assert [plan.budgets[0].rest_bytes for plan in (plans[B], plans[C])] == [0, 0]
+    held = ReservationTable()
+    assert held.try_take(A, plans[A]) and held.try_take(B, plans[B]), "there is room for what is planned together"
+    assert not held.try_take(Owner("late", 9), make_plan(taking(1, "cuda:0"), MACHINE))
+    both = together({A: talking(None, "cuda:0"), B: talking(None, "cuda:0")})
+    assert [plan.budgets[0].rest_bytes for plan in both.values()] == [0, 0]
 
 
 def test_who_is_known_waits_where_a_step_of_another_pipeline_waits_for_another_gpu() -> None:

@@ -80,7 +80,7 @@ def test_a_node_that_takes_pieces_and_has_no_way_to_is_reported(
     catalog: dict[str, str], problems: Callable[[str], dict[str, Problem]], tmp_path: Path
 ) -> None:
     (tmp_path / "n.py").write_text(
-        "from weftline import BatchNode, Ports, port\n"
+        "from weftline.node import BatchNode, Ports, port\n"
         "class Takes(BatchNode):\n"
         "    @classmethod\n"
         "    def ports(cls, config, step):\n"

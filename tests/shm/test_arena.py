@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,3 +84,32 @@ def test_what_is_still_looked_at_outlives_the_arena() -> None:
     assert view.tolist() == [7] * 8  # in a process whose mapping was closed under it this line would be its last
     with pytest.raises(ValueError):
         arena.buffer[0]
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return -1
+
+
+def test_a_forked_child_has_neither_the_mapping_nor_after_closing_them_a_descriptor() -> None:
+    with HostArena.create(1 << 16) as arena, HostArena.attach(os.dup(arena.fd), arena.size_bytes) as other:
+        assert other.fd >= 0
+        inode = os.fstat(arena.fd).st_ino
+        assert Path("/proc/self/maps").read_text().count(f" {inode} ") == 2
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            HostArena.close_descriptors()
+            mapped = Path("/proc/self/maps").read_text().count(f" {inode} ")
+            held = sum(_inode(one) == inode for one in Path("/proc/self/fd").iterdir())
+            os.write(into, f"{mapped} {held}".encode())
+            os._exit(0)
+        os.close(into)
+        told = os.read(out, 100)
+        os.close(out)
+        os.waitpid(child, 0)
+        assert told == b"0 0"
+        arena.buffer[0:2] = b"ok"  # the parent's are as they were
+        assert other.buffer[0:2] == b"ok"

@@ -45,7 +45,7 @@ def weft(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
         sys.stdout.flush()
         captured = capfd.readouterr()
         assert workers_of(os.getpid()) == []
-        assert "Traceback" not in captured.err
+        assert "weftline/cli" not in captured.err, "a traceback of the command line"
         return Ended(code, captured.out, captured.err)
 
     return weft

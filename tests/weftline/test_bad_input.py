@@ -127,6 +127,7 @@ def test_an_hour_of_sound_is_refused_by_its_header(weft, write, tmp_path: Path) 
     assert "loading" not in ended.err
 
 
+@pytest.mark.slow
 def test_a_folder_for_a_file_and_an_unknown_output_are_refused(weft, write, tmp_path: Path) -> None:
     file = write(ECHO.format("text"))
     assert weft("run", file, "-i", f"x=@{tmp_path}").code == 3
@@ -136,12 +137,14 @@ def test_a_folder_for_a_file_and_an_unknown_output_are_refused(weft, write, tmp_
     assert weft("run", str(tmp_path)).code == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_opened_is_named(weft, write) -> None:
     ended = weft("run", write(FAIL.format("fail_open: true, message: 'bad weights'")), "-i", "x=1")
     assert (ended.code, ended.out) == (4, "")
     assert ended.err.endswith("error: step a: bad weights\n")
 
 
+@pytest.mark.slow
 def test_one_broken_model_closes_the_others(weft, write) -> None:
     body = (
         "inputs: {x: text}\nsteps:\n  a: {node: echo, inputs: {value: x}}\n"
@@ -165,6 +168,7 @@ def test_a_missing_model_is_a_problem_of_the_pipeline(weft, write) -> None:
     assert "model.onnx" in ended.err
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_names_itself(weft, write) -> None:
     ended = weft("run", write(FAIL.format("equals: bad, message: 'not today'")), "-i", "x=bad", "--json")
     assert (ended.code, ended.out) == (5, "")
@@ -172,18 +176,21 @@ def test_a_step_that_fails_names_itself(weft, write) -> None:
     assert "not today" in ended.err
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_a_code_of_its_own(weft, write) -> None:
     ended = weft("run", write(FAIL.format("equals: bad, kill: true")), "-i", "x=bad")
     assert (ended.code, ended.out) == (6, "")
     assert "step a" in ended.err
 
 
+@pytest.mark.slow
 def test_a_deadline_that_passes_is_a_code_of_its_own(weft, write) -> None:
     slow = ECHO.format("text").replace("node: echo,", "node: echo, delay_ms: 20000,")
     ended = weft("run", write(slow), "-i", "x=1", "--deadline-ms", "100")
     assert (ended.code, ended.out) == (8, "")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_whole_command_fails(write) -> None:
     command = [sys.executable, "-m", "weftline", "run", write(FAIL.format("fail_open: true")), "-i", "x=1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -10,7 +10,9 @@ import pytest
 import weftline
 from weftline import cli, errors
 from weftline.cli_exit import exit_codes
-from weftline.nodes.catalog import CATALOG
+from weftline.nodes.catalog import CATALOG, FAKES
+
+REAL = [name for name in CATALOG if name not in FAKES]
 
 CHAIN = """
 inputs: {x: text}
@@ -49,6 +51,17 @@ def test_check_can_leave_the_machine_out(weft, write) -> None:
     huge = write(CHAIN + "limits: {arena_bytes: 1000000000000}\n")
     assert weft("check", huge).code == 2
     assert weft("check", "--file-only", huge).code == 0
+
+
+@pytest.mark.parametrize("words", [(), ("--file-only",)])
+def test_check_notes_an_objective_without_a_deadline(weft, write, words) -> None:
+    objective = CHAIN + "slo: {latency_p99_ms: 500}\n"
+    note = (
+        "  slo.latency_p99_ms is an objective and fails no request; requests of this pipeline have no deadline. "
+        "To fail late requests, set limits.deadline_ms\n"
+    )
+    assert weft("check", *words, write(objective)).out.endswith(f"output)\n{note}")
+    assert note not in weft("check", *words, write(objective + "limits: {deadline_ms: 600}\n")).out
 
 
 def test_check_works_without_torch(write, tmp_path: Path) -> None:
@@ -147,11 +160,11 @@ def test_a_wrong_command_line_ends_with_2(weft, words: tuple[str, ...]) -> None:
     assert "Usage: weftline" in ended.err
 
 
-def test_nodes_lists_the_whole_catalog(weft) -> None:
+def test_nodes_lists_the_catalog_without_fakes(weft) -> None:
     listed = weft("nodes").out
-    assert all(f"\n{name} " in listed for name in CATALOG)
+    assert {name for name in CATALOG if f"\n{name} " in listed} == set(REAL)
     assert "weftline[onnx]" in listed
-    assert [row["name"] for row in json.loads(weft("nodes", "--json").out)] == list(CATALOG)
+    assert [row["name"] for row in json.loads(weft("nodes", "--json").out)] == REAL
 
 
 def test_nodes_lists_those_whose_framework_is_missing() -> None:
@@ -161,7 +174,7 @@ def test_nodes_lists_those_whose_framework_is_missing() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=True)
     about = {row["name"]: row["about"] for row in json.loads(ended.stdout)}
-    assert list(about) == list(CATALOG)
+    assert list(about) == REAL
     assert about["onnx"].startswith("Runs an ONNX file")
 
 
@@ -231,15 +244,28 @@ def test_verbose_shows_the_traceback_of_an_unexpected_error(write, monkeypatch, 
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error_message() -> None:
     script = f"{sys.executable} -m weftline schema | head -c 10"
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert (len(ended.stdout), ended.stderr) == (10, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_are_no_error(write, closed: str) -> None:
     script = f"{sys.executable} -m weftline run {write(CHAIN)} --input x=hi {closed}"
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "error" not in ended.stderr
+
+
+def test_check_says_the_limits_of_an_llm_step_on_a_gpu(weft, write) -> None:
+    file = write(
+        "inputs: {t: text}\nsteps:\n  s: {node: llm, model: some-org/some-model, device: cuda:0, inputs: {prompt: t}}\n"
+        "outputs: {y: s.text}\n"
+    )
+    ended = weft("check", "--gpus", "1:80GiB", file)
+    assert ended.code == 0
+    assert ended.out.splitlines()[1].strip().startswith("s: at most 256 requests generate at a time (sequences_max), ")
+    assert weft("check", "--file-only", file).out.count("\n") == 1

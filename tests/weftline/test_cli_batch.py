@@ -40,6 +40,7 @@ def test_a_job_writes_its_results_and_says_where(weft, shout: str, tmp_path: Pat
     assert (again.code, again.out) == (0, f"{out}\n")
 
 
+@pytest.mark.slow
 def test_rows_are_chosen_columns_mapped_and_results_put_into_one_file(weft, shout: str, tmp_path: Path) -> None:
     table = pa.table({"word": [f"w{n}" for n in range(40)], "n": list(range(40)), "key": [f"k{n}" for n in range(40)]})
     pq.write_table(table, tmp_path / "rows.parquet")
@@ -60,6 +61,7 @@ def test_rows_are_chosen_columns_mapped_and_results_put_into_one_file(weft, shou
     assert not list(tmp_path.rglob("_report.html"))
 
 
+@pytest.mark.slow
 def test_the_figures_can_be_json(weft, shout: str, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text,n\n" + "".join(f"{word},{n}\n" for n, word in enumerate(WORDS)))
     out, report = tmp_path / "out", tmp_path / "told.html"
@@ -76,6 +78,7 @@ def test_the_figures_can_be_json(weft, shout: str, tmp_path: Path) -> None:
     assert set(results(out)[0]) == {"id", "loud", "length"}
 
 
+@pytest.mark.slow
 def test_rows_come_through_standard_input(weft, shout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = io.BytesIO(b'{"text": "one"}\n{"text": "two"}\n')
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(sent))
@@ -84,6 +87,7 @@ def test_rows_come_through_standard_input(weft, shout: str, tmp_path: Path, monk
     assert [row["loud"] for row in results(tmp_path / "out")] == ["ONE", "TWO"]
 
 
+@pytest.mark.slow
 def test_a_folder_of_pictures_gives_pictures(weft, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for name, colour in (("a.png", "red"), ("b.png", "blue")):
@@ -103,6 +107,7 @@ def test_a_folder_of_pictures_gives_pictures(weft, tmp_path: Path) -> None:
     assert (shown.size, shown.getpixel((1, 1))) == ((4, 6), (255, 0, 0))
 
 
+@pytest.mark.slow
 def test_error_rows_are_kept_aside_and_can_be_run_again(weft, shout: str, tmp_path: Path) -> None:
     strict, out = tmp_path / "strict", tmp_path / "out"
     strict.touch()
@@ -128,6 +133,7 @@ def test_error_rows_are_kept_aside_and_can_be_run_again(weft, shout: str, tmp_pa
     }
 
 
+@pytest.mark.slow
 def test_too_many_errors_stop_it_with_what_there_is(weft, shout: str, tmp_path: Path) -> None:
     (tmp_path / "strict").touch()
     command = ("batch", shout, "--data", lines(tmp_path, ["bad"] * 30), "--out", str(tmp_path / "out"))
@@ -137,6 +143,7 @@ def test_too_many_errors_stop_it_with_what_there_is(weft, shout: str, tmp_path: 
     assert (tmp_path / "out" / "_report.html").exists()
 
 
+@pytest.mark.slow
 def test_another_pipeline_or_other_data_is_refused_until_it_begins_anew(weft, shout: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ("batch", shout, "--data", lines(tmp_path, WORDS), "--out", str(out), "--no-report")
@@ -173,12 +180,14 @@ def full_disk() -> Iterator[str]:
     Full.store.clear()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_with_what_to_do(weft, shout: str, tmp_path: Path, full_disk: str) -> None:
     ended = weft("batch", shout, "--data", lines(tmp_path, WORDS), "--out", full_disk)
     assert (ended.code, ended.out) == (12, "")
     assert "no space left on device" in ended.err and "run the same command again" in ended.err
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_everything_and_writes_nothing(weft, shout: str, tmp_path: Path) -> None:
     data = lines(tmp_path, WORDS)
     before = sorted(tmp_path.iterdir())
@@ -222,6 +231,7 @@ def test_what_is_not_there_is_named(weft, shout: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_server_can_answer(shout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, data = tmp_path / "out", lines(tmp_path, WORDS)
     served = Path(shout).read_text().replace("functions.py", str(tmp_path / "functions.py"))

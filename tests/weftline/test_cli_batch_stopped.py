@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.weftline.batch_files import lines, results, shouter, visible
 from tests.weftline.conftest import workers_of
 from weftline.cli import main
@@ -53,10 +55,11 @@ def interrupt(running: subprocess.Popen[str], *signals: signal.Signals) -> tuple
         running.send_signal(number)
     told, said = running.communicate(timeout=LONGEST_S)
     assert workers_of(running.pid) == []
-    assert "Traceback" not in said, said
+    assert "weftline/cli" not in said, said  # steps may fail: their tracebacks are shown
     return running.returncode, told, said
 
 
+@pytest.mark.slow
 def test_a_job_that_is_ended_again_and_again_ends_in_the_same_bytes(tmp_path: Path) -> None:
     job = Job(tmp_path)
     undisturbed, parts = job.whole("undisturbed"), 0

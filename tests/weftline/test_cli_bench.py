@@ -27,6 +27,7 @@ outputs: {y: a.value}
 SHORT = ("--duration-s", "0.4", "--warm-up-s", "0.1")
 
 
+@pytest.mark.slow
 def test_a_closed_load_prints_all_its_parts(weft, write) -> None:
     ended = weft("bench", write(CHAIN), "--closed", "3", *SHORT)
     assert ended.code == 0, ended.err
@@ -43,6 +44,7 @@ def test_a_closed_load_prints_all_its_parts(weft, write) -> None:
     assert ended.err.endswith("measuring for 0.4 s after 0.1 s of warm-up\n")
 
 
+@pytest.mark.slow
 def test_an_open_load_with_a_deadline_tells_goodput_and_lateness(weft, write) -> None:
     ended = weft("bench", write(CHAIN), "--rate", "100", "--bursty", "--deadline-ms", "1000", *SHORT)
     assert ended.code == 0, ended.err
@@ -51,6 +53,7 @@ def test_an_open_load_with_a_deadline_tells_goodput_and_lateness(weft, write) ->
     assert "sent late   p50 " in ended.out
 
 
+@pytest.mark.slow
 def test_figures_are_written_as_json_and_add_up(weft, write, tmp_path: Path) -> None:
     figures, trace = tmp_path / "out.json", tmp_path / "trace.json"
     words = ("--input", "x=hello", "--output", "y", "--requests", "20", "--json", str(figures), "--trace", str(trace))
@@ -74,6 +77,7 @@ def test_figures_are_written_as_json_and_add_up(weft, write, tmp_path: Path) -> 
     assert {one["name"] for one in events if one.get("cat") == "batch" and one["ph"] == "X"} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_rows_of_a_file_are_taken_in_turn(weft, write, tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("from a file")
     data = tmp_path / "rows.jsonl"
@@ -123,6 +127,7 @@ def test_what_is_typed_wrong_is_refused(weft, write, words, code: int, said: str
     assert "loading" not in ended.err
 
 
+@pytest.mark.slow
 def test_made_up_inputs_that_do_not_fit_are_told_as_such(weft, write) -> None:
     limited = CHAIN.replace("{x: text,", "{x: {type: text, bytes_max: 5},")
     ended = weft("bench", write(limited))
@@ -131,6 +136,7 @@ def test_made_up_inputs_that_do_not_fit_are_told_as_such(weft, write) -> None:
     assert "    inputs were made up, seed 0: x (12 words at random), n ({})\n" in ended.err
 
 
+@pytest.mark.slow
 def test_the_bottleneck_is_named(weft, write) -> None:
     slow = CHAIN.replace("b: {node: echo,", "b: {node: fail, delay_ms: 10, batch: {items_max: 2},")
     ended = weft("bench", write(slow), *SHORT)
@@ -139,6 +145,7 @@ def test_the_bottleneck_is_named(weft, write) -> None:
     assert "of its batches are full, so a larger batch.items_max than 2 may help" in ended.out
 
 
+@pytest.mark.slow
 def test_when_nothing_is_answered_the_report_is_printed_and_the_error_is_the_end(weft, write) -> None:
     ended = weft("bench", write(FAIL), *SHORT)
     assert ended.code == 5
@@ -146,6 +153,7 @@ def test_when_nothing_is_answered_the_report_is_printed_and_the_error_is_the_end
     assert "no request was answered" in ended.err
 
 
+@pytest.mark.slow
 def test_an_interrupted_load_prints_what_was_measured_so_far(write) -> None:
     command = [sys.executable, "-m", "weftline", "bench", write(CHAIN), "--duration-s", "100", "--warm-up-s", "0.1"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -159,3 +167,13 @@ def test_an_interrupted_load_prints_what_was_measured_so_far(write) -> None:
     assert "s measured; stopped: interrupted\n" in out
     assert "steps, times in ms" in out
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_traceback_of_the_first_failure_is_printed(weft, write, tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text("def fails(x: str) -> str:\n    raise KeyError('gone')\n")
+    steps = "{a: {node: function, function: 'steps.py:fails', inputs: {x: x}}}"
+    file = write(f"inputs: {{x: text}}\nsteps: {steps}\noutputs: {{y: a.output}}\n")
+    ended = weft("bench", file, "--requests", "5", "--closed", "1", "--warm-up-s", "0", "--duration-s", "2")
+    assert ended.code == 5
+    assert ended.err.count('steps.py", line 2, in fails') == 1

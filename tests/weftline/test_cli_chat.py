@@ -21,7 +21,7 @@ from weftline.chat_figures import Figures, summary
 from weftline.chat_step import ChatStep, chat_step
 from weftline.chat_terminal import Terminal
 from weftline.cli_chat import Chat
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 from weftline.engine.session import Session, load
 from weftline.errors import InputError, StepError
 from weftline.pipelines.load import load_file
@@ -346,6 +346,7 @@ def test_the_tab_key_completes_commands_and_sampling_options(step: ChatStep) -> 
 # with the model
 
 
+@pytest.mark.slow
 def test_each_question_finds_its_conversation_in_the_cache(session: Session, step: ChatStep) -> None:
     lines = f"{PHOTO}How many red circles are there?\n{PHOTO}How many blue stars are there?\n/stats\n"
     code, out, err = talk(step, session.stream, lines)
@@ -354,6 +355,7 @@ def test_each_question_finds_its_conversation_in_the_cache(session: Session, ste
     assert cached and int(cached[1]) >= 16, err
 
 
+@pytest.mark.slow
 def test_a_full_context_says_what_to_do_and_keeps_the_conversation(session: Session, step: ChatStep) -> None:
     talked, long = Conversation(), "circle " * 450 + "\n"
     code, out, err = talk(step, session.stream, long * 3, talked)
@@ -365,6 +367,7 @@ def test_a_full_context_says_what_to_do_and_keeps_the_conversation(session: Sess
     assert talk(step, session.stream, "/reset\n" + question, talked)[:2] == (0, "There are 2 red circles.\n")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_goes_on_with_plain_text(write, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     plain = tmp_path / "model"
@@ -383,6 +386,7 @@ def test_a_model_without_a_chat_template_goes_on_with_plain_text(write, tmp_path
     assert told[0] == 1 and "error: /system: the model has no chat template" in told[2]
 
 
+@pytest.mark.slow
 def test_one_question_from_the_command_line_in_a_process_of_its_own() -> None:
     pytest.importorskip("torch")
     question = "The photo shows: 2 red circles.\nQuestion: How many red circles are there?"
@@ -392,6 +396,7 @@ def test_one_question_from_the_command_line_in_a_process_of_its_own() -> None:
     assert "loading answer: ready\n" in ended.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal_stops_one_answer_and_ctrl_d_leaves() -> None:
     pytest.importorskip("torch")
     words = ["--set", "ignore_eos=true", "--set", "tokens_max=990", "--set", "tokens_min=990"]

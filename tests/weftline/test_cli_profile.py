@@ -23,6 +23,7 @@ outputs: {y: a.value, m: b.value}
 QUICK = ("--seconds", "0.1")
 
 
+@pytest.mark.slow
 def test_each_step_is_measured_by_itself_and_written_beside_the_pipeline(weft, write) -> None:
     file = write(TWO)
     beside = Path(file).with_suffix(".profile.json")
@@ -86,6 +87,7 @@ def test_mistakes_are_told_before_anything_is_opened(weft, write, tmp_path: Path
     assert weft("profile", write("steps: 3\n")).code == 2
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_open_keeps_no_other_from_being_measured(weft, write) -> None:
     file = write(
         "inputs: {x: text, n: text}\nsteps:\n"
@@ -103,6 +105,7 @@ def test_a_step_that_does_not_open_keeps_no_other_from_being_measured(weft, writ
     assert set(read_profile(Path(file).with_suffix(".profile.json")).steps) == {"z"}
 
 
+@pytest.mark.slow
 def test_where_nothing_opens_nothing_is_written(weft, write) -> None:
     file = write(TWO.replace("every: 1", "fail_open: true"))
     beside = Path(file).with_suffix(".profile.json")
@@ -112,11 +115,12 @@ def test_where_nothing_opens_nothing_is_written(weft, write) -> None:
     assert not beside.exists()
 
 
+@pytest.mark.slow
 def test_what_was_measured_on_a_gpu_is_planned_with(
     weft, write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "held.py").write_text(
-        "from weftline.nodes.contract import BatchNode\nfrom weftline.nodes.ports import Ports, port\n\n\n"
+        "from weftline.node import BatchNode, Ports, port\n\n\n"
         "class Held(BatchNode):\n    @classmethod\n    def ports(cls, config, step):\n"
         '        return Ports((port("x", "float32[262144]"),), (port("y", "json"),))\n\n    @classmethod\n'
         '    def device_ports(cls, config, ports):\n        return frozenset({"x"})\n\n    def run(self, batch):\n'

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from weftline.cli_run import timing_rows
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 
 CHAIN = """
 inputs: {x: text, n: json}
@@ -29,7 +29,7 @@ outputs: {{y: a.value}}
 """
 FINDER = """
 import numpy as np
-from weftline.nodes.detections import Detections
+from weftline.node import Detections
 
 def find(image: "image") -> "detections":
     height, width = image.shape[:2]
@@ -43,8 +43,7 @@ steps:
 outputs: {found: see.output}
 """
 SPEAKER = """
-from weftline.nodes.contract import Piece, StreamNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import Piece, Ports, StreamNode, port
 
 class Speaker(StreamNode):
     'Says its text word by word, and in the end the whole of it, shouted when it begins with a !.'
@@ -85,10 +84,18 @@ def test_outputs_come_under_their_names_with_a_table_of_steps(weft, write) -> No
     ended = weft("run", write(CHAIN), "--input", "x=hello", "--input", 'n={"a": [1, 2.5]}')
     assert ended.code == 0
     assert ended.out.startswith('y: hello\nm:\n  {\n    "a": [\n')
-    table = [line.split() for line in ended.out.splitlines()]
+    assert "queued" not in ended.out
+    table = [line.split() for line in ended.err.splitlines()]
     assert ["step", "queued", "ms", "run", "ms", "batch"] in table
     assert {row[0] for row in table if len(row) == 4} >= {"a", "b", "c"}
-    assert ended.out.rstrip().endswith("ms in all")
+    assert ended.err.rstrip().endswith("ms in all")
+
+
+@pytest.mark.slow
+def test_a_quiet_run_prints_outputs_and_nothing_else(weft, write) -> None:
+    ended = weft("run", write(CHAIN), "--input", "x=hello", "--input", "n=1", "-q")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "y: hello\nm: 1\n"
 
 
 def test_the_table_has_one_row_for_a_list_and_says_what_was_skipped_or_failed() -> None:
@@ -109,18 +116,21 @@ def test_the_table_has_one_row_for_a_list_and_says_what_was_skipped_or_failed() 
     ]
 
 
+@pytest.mark.slow
 def test_progress_goes_to_standard_error(weft, write) -> None:
     ended = weft("run", write(CHAIN), "-i", "x=hello", "-i", "n=1", "--json")
     assert all(f"loading {step}: ready\n" in ended.err for step in "abc")
     assert "loading" not in ended.out
 
 
+@pytest.mark.slow
 def test_json_is_one_object_with_outputs_by_name(weft, write) -> None:
     ended = weft("run", write(CHAIN), "-i", "x=héllo = @you", "-i", "n=[1, null]", "--json")
     assert list(json.loads(ended.out).items()) == [("y", "héllo = @you"), ("m", [1, None])]
     assert ended.out.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_only_the_wanted_output_is_computed(weft, write) -> None:
     ended = weft("run", write(CHAIN), "-i", "x=hello", "-i", "n=1", "--output", "m")
     assert ended.out.startswith("m: 1\n")
@@ -146,11 +156,13 @@ def test_text_grows_piece_by_piece(weft, write, tmp_path: Path, text: str, print
     assert weft("run", write(SPEAK), "-i", f"x={text}", "--stream").out == printed
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize(("text", "answer"), [("@@name", "@name"), ("@@@name", "@@name"), ("", ""), ("a=b", "a=b")])
 def test_text_may_begin_with_an_at_sign(weft, write, text: str, answer: str) -> None:
     assert json.loads(weft("run", write(ONE.format("text")), "-i", f"x={text}", "--json").out) == {"y": answer}
 
 
+@pytest.mark.slow
 def test_a_file_is_read_as_the_type_of_its_input(weft, write, tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("from a file")
     (tmp_path / "x.json").write_text('{"a": 1}')
@@ -165,6 +177,7 @@ def test_a_file_is_read_as_the_type_of_its_input(weft, write, tmp_path: Path) ->
         assert json.loads(ended.out) == {"y": answer}, kind
 
 
+@pytest.mark.slow
 def test_standard_input_is_an_input(write) -> None:
     command = [sys.executable, "-m", "weftline", "run", write(ONE.format("text")), "-i", "x=@-", "--json"]
     ended = subprocess.run(command, input="piped", capture_output=True, text=True, check=True)
@@ -177,6 +190,7 @@ def test_a_tensor_is_written_as_numbers(weft, write) -> None:
     assert ended.out.startswith("y: float32[2, 2] [[1.0, 2.0], [3.0, 4.5]]\n")
 
 
+@pytest.mark.slow
 def test_a_tensor_too_large_for_json_is_refused_with_a_hint_and_saved_on_request(weft, write, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.ones((300, 300), np.float32))
     words = ("run", write(ONE.format("float32[A, B]")), "-i", f"x=@{tmp_path / 'x.npy'}", "--json")
@@ -190,6 +204,7 @@ def test_a_tensor_too_large_for_json_is_refused_with_a_hint_and_saved_on_request
     assert np.load(tmp_path / "out" / "y.npy").sum() == 90_000
 
 
+@pytest.mark.slow
 def test_detections_are_listed_and_drawn_into_their_picture(weft, write, tmp_path: Path) -> None:
     (tmp_path / "finder.py").write_text(FINDER)
     Image.new("RGB", (120, 90), (255, 255, 255)).save(tmp_path / "photo.png")
@@ -225,3 +240,15 @@ def test_the_whole_command_runs_in_a_process_of_its_own(write) -> None:
     command = [sys.executable, "-m", "weftline", "run", write(CHAIN), "-i", "x=a", "-i", "n=2", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.load(io.StringIO(ended.stdout)) == {"y": "a", "m": 2}
+
+
+@pytest.mark.slow
+def test_an_exception_of_a_step_is_printed_with_its_traceback(weft, write, tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text("def fails(x: str) -> str:\n    return {}[x]\n")
+    steps = "{a: {node: function, function: 'steps.py:fails', inputs: {x: x}}}"
+    file = write(f"inputs: {{x: text}}\nsteps: {steps}\noutputs: {{y: a.output}}\n")
+    for words in ((), ("--json",), ("--stream",)):
+        ended = weft("run", file, "-i", "x=a", *words)
+        assert ended.code == 5
+        assert 'steps.py", line 2, in fails' in ended.err
+        assert ended.err.endswith("\nKeyError: 'a'\nerror: step a: KeyError: 'a'\n")

@@ -36,7 +36,7 @@ outputs: {{said: say.value}}
 """
 SLOW_TO_OPEN = """
 import time
-from weftline.nodes.fakes import Echo
+from weftline.testing.nodes import Echo
 
 class Slow(Echo):
     def open(self, context):
@@ -81,6 +81,7 @@ def test_it_says_where_it_is_served_answers_and_leaves_nothing_behind(folder: Pa
         assert "Traceback" not in it.err
 
 
+@pytest.mark.slow
 def test_a_unix_socket_serves_and_is_gone_afterwards(folder: Path) -> None:
     with serving(folder, "shout.yaml", "--socket", "w.sock") as it:
         it.wait_up()
@@ -92,6 +93,34 @@ def test_a_unix_socket_serves_and_is_gone_afterwards(folder: Path) -> None:
         assert not (folder / "w.sock").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_a_second_server_at_a_unix_socket_is_refused_and_what_a_killed_one_left_is_replaced(
+    folder: Path, processes: str
+) -> None:
+    words = ("shout.yaml", "--socket", "w.sock", "--processes", processes)
+    with serving(folder, *words) as first:
+        first.wait_up()
+        second = weftline(folder, "serve", *words)
+        assert second.returncode == 1
+        assert "cannot listen at the socket w.sock: another process listens there" in second.stderr
+        client = triton.InferenceServerClient(f"unix:{folder / 'w.sock'}")
+        assert ask(client, "hello") == "hello"
+        client.close()
+        first.signal(signal.SIGKILL)
+        first.wait_end()
+        assert first.left() == [] and (folder / "w.sock").is_socket()
+    with serving(folder, *words) as third:
+        third.wait_up()
+        client = triton.InferenceServerClient(f"unix:{folder / 'w.sock'}")
+        assert ask(client, "again") == "again"
+        client.close()
+        third.signal()
+        assert third.wait_end() == 0
+    assert not [one.name for one in folder.iterdir() if one.name.startswith((".", "w.sock"))]
+
+
+@pytest.mark.slow
 def test_beyond_this_machine_it_serves_with_tls_and_tokens_and_probes_need_neither(folder: Path) -> None:
     certificate, key = (authority := Authority(folder, "ca")).sign("server")
     made = weftline(folder, "token", "web", "--model", "shout")
@@ -136,6 +165,7 @@ def health(address: str, authority: bytes, service: str = "") -> int:
         return int(health_pb2_grpc.HealthStub(channel).Check(asked, timeout=20).status)
 
 
+@pytest.mark.slow
 def test_models_that_wait_for_an_admin_do_not_count_for_readiness(folder: Path) -> None:
     (folder / "serve.yaml").write_text("pipelines:\n  a: shout.yaml\n  later: {file: shout.yaml, load: false}\n")
     with serving(folder, "serve.yaml", "--port", "0", "--http-port", "0") as it:
@@ -151,6 +181,7 @@ def test_models_that_wait_for_an_admin_do_not_count_for_readiness(folder: Path) 
             wait_until(lambda: it.status("/readyz") == 200, "ready without it")  # a busy machine's worker may be silent
 
 
+@pytest.mark.slow
 def test_several_processes_share_the_port_and_end_with_the_server(folder: Path) -> None:
     with (
         serving(folder, "second.yaml", "--port", "0", "--processes", "2", "--grace-s", "30") as it,
@@ -164,6 +195,7 @@ def test_several_processes_share_the_port_and_end_with_the_server(folder: Path) 
         assert it.left() == []
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_server_that_was_killed(folder: Path) -> None:
     with serving(folder, "shout.yaml", "--port", "0", "--http-port", "0") as it:
         it.wait_up()
@@ -192,6 +224,7 @@ def in_flight(it: Served, model: str, count: int, pool: ThreadPoolExecutor) -> l
     return sent
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_finishes_what_is_open_refuses_what_is_new_and_exits_with_0(folder: Path) -> None:
     with (
         serving(folder, "second.yaml", "--port", "0", "--http-port", "0", "--grace-s", "30") as it,
@@ -214,6 +247,7 @@ def test_sigterm_under_load_finishes_what_is_open_refuses_what_is_new_and_exits_
         assert it.left() == []
 
 
+@pytest.mark.slow
 def test_a_stream_that_has_begun_is_finished_before_the_server_ends(folder: Path) -> None:
     text = PIPELINE.format(name="drip", delay_ms=200)
     (folder / "drip.yaml").write_text(
@@ -248,6 +282,7 @@ def test_a_stream_that_has_begun_is_finished_before_the_server_ends(folder: Path
         assert it.left() == []
 
 
+@pytest.mark.slow
 def test_what_is_still_open_after_the_grace_time_is_told_so_and_the_exit_code_is_0(folder: Path) -> None:
     with serving(folder, "minute.yaml", "--port", "0", "--grace-s", "1") as it, ThreadPoolExecutor(1) as pool:
         it.wait_up()
@@ -259,6 +294,7 @@ def test_what_is_still_open_after_the_grace_time_is_told_so_and_the_exit_code_is
         assert it.left() == []
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_now(folder: Path) -> None:
     with serving(folder, "minute.yaml", "--port", "0", "--grace-s", "600") as it, ThreadPoolExecutor(1) as pool:
         it.wait_up()
@@ -273,6 +309,7 @@ def test_a_second_signal_ends_it_now(folder: Path) -> None:
         assert it.left() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_models_load_ends_it(folder: Path, number: int) -> None:
     (folder / "slow.py").write_text(SLOW_TO_OPEN)
@@ -289,6 +326,7 @@ def test_a_signal_while_models_load_ends_it(folder: Path, number: int) -> None:
 # what it refuses
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_said_and_nothing_is_left(folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -302,6 +340,7 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(folder: Path) -> None:
                 assert it.left() == []
 
 
+@pytest.mark.slow
 def test_two_servers_never_share_a_port(folder: Path) -> None:
     port = str(free_port())
     with serving(folder, "shout.yaml", "--port", port) as first:
@@ -314,6 +353,7 @@ def test_two_servers_never_share_a_port(folder: Path) -> None:
             assert ask(client, "still here") == "still here"
 
 
+@pytest.mark.slow
 def test_it_does_not_listen_beyond_this_machine_unguarded(folder: Path) -> None:
     for words in (("--host", "0.0.0.0"), ("--host", "::", "--http-port", "0"), ("--host", "0.0.0.0", "--print-config")):
         ended = weftline(folder, "serve", "shout.yaml", "--port", "0", *words)
@@ -323,6 +363,7 @@ def test_it_does_not_listen_beyond_this_machine_unguarded(folder: Path) -> None:
         assert "nothing was started" in ended.stderr
 
 
+@pytest.mark.slow
 def test_every_problem_is_told_before_anything_starts(folder: Path) -> None:
     (folder / "serve.yaml").write_text("pipelines:\n  a: none.yaml\n  b: {file: shout.yaml, expose: [sya]}\n")
     ended = weftline(folder, "serve", "serve.yaml", "--tokens", "none")
@@ -332,6 +373,7 @@ def test_every_problem_is_told_before_anything_starts(folder: Path) -> None:
     assert ended.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_opened_ends_it_with_the_reason(folder: Path) -> None:
     text = PIPELINE.format(name="broken", delay_ms=0)
     (folder / "broken.yaml").write_text(text.replace("echo", "fail, fail_open: true, message: the file is torn"))
@@ -343,6 +385,7 @@ def test_a_model_that_cannot_be_opened_ends_it_with_the_reason(folder: Path) -> 
 # what it prints
 
 
+@pytest.mark.slow
 def test_the_configuration_it_prints_is_one(folder: Path) -> None:
     ended = weftline(folder, "serve", "shout.yaml", "--http-port", "0", "--expose", "say", "--print-config")
     assert ended.returncode == 0
@@ -353,6 +396,7 @@ def test_the_configuration_it_prints_is_one(folder: Path) -> None:
     assert said.limits == ServeConfig({}).limits
 
 
+@pytest.mark.slow
 def test_a_token_is_shown_once_and_its_line_fits_the_token_file(folder: Path) -> None:
     ended = weftline(
         folder, "token", "web", "--model", "a", "--model", "1e3", "--requests-per-s", "2.5", "--burst", "9", "--metrics"
@@ -364,6 +408,7 @@ def test_a_token_is_shown_once_and_its_line_fits_the_token_file(folder: Path) ->
     assert (entry.requests_per_s, entry.burst, entry.metrics, entry.admin) == (2.5, 9.0, True, False)
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("words", [("a b",), ("web", "--burst", "3"), ("web", "--model", "../x")])
 def test_a_token_that_no_file_could_have_is_refused(folder: Path, words: tuple[str, ...]) -> None:
     ended = weftline(folder, "token", *words)

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.weftline.served import ask, serving, wait_until
 
@@ -25,6 +26,7 @@ def taken(pid: int) -> set[int]:
     return {int(one.name) for one in Path(f"/proc/{pid}/fd").iterdir()}
 
 
+@pytest.mark.slow
 def test_who_is_connected_is_served_while_a_flood_of_connections_takes_every_descriptor(tmp_path: Path) -> None:
     (tmp_path / "shout.yaml").write_text(PIPELINE)
     with serving(tmp_path, "shout.yaml", "--port", "0", "--http-port", "0") as it:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.weftline.served import Served, serving
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs/guides/serving.md").read_text("utf-8")
 FILES = dict(re.findall(r"^```(?:python|yaml)\n# (\w+\.(?:py|yaml))\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE))
@@ -31,12 +33,14 @@ def here(text: str, server: Served) -> str:
     return text.replace("http://127.0.0.1:8000", server.http).replace("127.0.0.1:8001", server.grpc)
 
 
+@pytest.mark.slow
 def test_what_is_printed_is_what_the_guide_says(server: Served) -> None:
     shown = re.search(r"^```text\n(grpc .*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
     assert shown
     assert server.lines == here(shown[1], server).splitlines()
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".py")])
 def test_every_client_of_the_guide_gets_an_answer(server: Served, name: str) -> None:
     script = here(FILES[name], server)

@@ -1,1 +1,1 @@
-"""Who may do what, over which connection, with which memory: the checks every door makes before anything else."""
+"""Access control of all servers: authentication, rate limits, TLS and shared-memory regions."""

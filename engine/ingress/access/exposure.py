@@ -1,4 +1,4 @@
-"""Whether a server may listen where it was told to: beyond this machine only with TLS and tokens, or with a plain yes.
+"""Exposure check: listening beyond this machine requires TLS and tokens, or an explicit opt-out.
 
 Pure: addresses are judged as they are written, and no name is looked up. What is not certainly loopback is not.
 """

@@ -1,4 +1,4 @@
-"""The one door-keeper: every call of every door asks it first, with the method's name and the token that came along.
+"""Authorisation of every call by method and token; denies unknown methods.
 
     caller = gate.admit("/inference.GRPCInferenceService/ModelInfer", authorization_values)
     caller.check("ocr")                 # once the request is read and its model known
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from weftline.engine.ingress.access.methods import ADMIN, INFER, MEMORY, METHODS, METRICS, OPEN, READ
 from weftline.engine.ingress.access.plain import one_line, redacted
-from weftline.engine.ingress.access.rate import Bucket
+from weftline.engine.ingress.access.rate import RateLimit
 from weftline.engine.ingress.access.token_entries import Token
 from weftline.engine.ingress.access.tokens import TOKEN_CHARS_MAX, TokenFile
 from weftline.engine.ingress.config import ServeLimits
@@ -101,8 +101,8 @@ class Gate:
         self._chars_max = min(TOKEN_CHARS_MAX, limits.metadata_bytes_max)
         self._clock = clock
         self._shares = max(1, shares)
-        self._buckets: dict[str, tuple[Token, Bucket]] = {}
-        self._denials = Bucket(DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE)
+        self._buckets: dict[str, tuple[Token, RateLimit]] = {}
+        self._denials = RateLimit(DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE)
         self._unlogged = 0
 
     @property
@@ -168,7 +168,7 @@ class Gate:
             return
         held = self._buckets.get(entry.name)
         if held is None or (held[0].requests_per_s, held[0].burst) != (entry.requests_per_s, entry.burst):
-            bucket = Bucket(entry.requests_per_s / self._shares, max(1.0, entry.burst / self._shares))
+            bucket = RateLimit(entry.requests_per_s / self._shares, max(1.0, entry.burst / self._shares))
             held = self._buckets[entry.name] = (entry, bucket)
         wait_s = held[1].try_take(self._clock())
         if wait_s > 0:

@@ -1,4 +1,4 @@
-"""Every method of every door, and the kind of right it takes: what is not in this table, nobody may call.
+"""Table of all methods and routes with the right each requires.
 
 gRPC methods stand under their full names, HTTP routes as `HTTP <method> <template>`. Tests compare the table with the
 descriptors of the gRPC services and with the routes of the HTTP door, so that none can be served and forgotten here.
@@ -46,6 +46,8 @@ _GRPC = {
 _HTTP = {
     "GET /livez": OPEN,
     "GET /readyz": OPEN,
+    "GET /healthz": OPEN,
+    "GET /health": OPEN,
     "GET /v2/health/live": OPEN,
     "GET /v2/health/ready": OPEN,
     "GET /metrics": METRICS,

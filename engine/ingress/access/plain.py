@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, made fit to be shown: one line, bounded, with nothing that a terminal obeys.
+"""Sanitiser of untrusted text for display: one line, bounded, no control characters.
 
 Used for whatever leaves in an answer or goes into a log. What is scrubbed goes for any text, whoever wrote it: a
 client's own value that looks like a path is shown as `(path)` too, since nobody can tell here whose it was.

@@ -1,4 +1,4 @@
-"""System shared memory that clients registered: read by copying, written by copying, and never mapped.
+"""Client-registered system shared memory, accessed by copies and never mapped.
 
 A client that maps a file and shrinks it kills whoever else has it mapped (SIGBUS); `pread` of the same file just comes
 back short. So regions are descriptors, and each tensor in them is copied once, into the arena, where it cannot change

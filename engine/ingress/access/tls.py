@@ -1,4 +1,4 @@
-"""TLS for both doors from the same PEM files, read again when they change.
+"""TLS contexts from PEM files, reloaded when they change.
 
 Each new connection is served by what the files say then; open ones keep what they began with. Files that do not fit
 together (a certificate that was replaced a moment before its key, a typing mistake) leave the last good ones in force,

@@ -1,4 +1,4 @@
-"""What a token file says, from its text to its entries, with every mistake in it at once.
+"""Parser of token files that reports every mistake at once.
 
 Pure. A digest is never quoted in a problem, nor what stands in its place: that might be the token itself.
 """

@@ -1,4 +1,4 @@
-"""The token file: who may call, with which rights and how often, without a single token in it.
+"""Token file: callers with hashed tokens, rights and rate limits.
 
     tokens:
       - {name: web, sha256: 9f86d0..., models: [assistant, ocr], requests_per_s: 100, burst: 200}

@@ -1,4 +1,4 @@
-"""How a method becomes a gRPC handler: bytes in, the message parsed, the answer serialised, every error told once.
+"""gRPC method handlers from functions: parsing, serialisation and error mapping.
 
 Handlers get bytes and give bytes, so that one wrapper sees what is wrong with a message (gRPC would tell the client
 about our classes) and the methods that carry tensors need not copy them. `handlers_of` makes the handlers of a service

@@ -1,4 +1,4 @@
-"""What clients may set of traces and logs while a server runs, under Triton's names; never a file.
+"""Trace and log settings that clients can change at run time, under Triton's names.
 
 A trace here is a line in the log (`weftline.ingress.trace`) for each request that is sampled: when it arrived, and how
 long each step kept it. Settings are for all models, or for one. Log settings move the level of the `weftline` logger.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weftline.engine.ingress.backend import Ask
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 from weftline.errors import InputError
 
 _trace_log = logging.getLogger("weftline.ingress.trace")
@@ -23,7 +23,7 @@ LogValue = bool | int | str
 
 
 @dataclass(frozen=True, slots=True)
-class Tracing:
+class GrpcTracing:
     """What is traced.
 
     on:    whether anything is.
@@ -40,8 +40,8 @@ class TraceSettings:
     """Which requests are traced. Settings of a model stand before those of all."""
 
     def __init__(self) -> None:
-        self._all = Tracing()
-        self._models: dict[str, Tracing] = {}
+        self._all = GrpcTracing()
+        self._models: dict[str, GrpcTracing] = {}
         self._seen: dict[str, int] = {}
         self.active = False
         """Whether any request may be traced: looked at before anything else, for it is nearly always False."""
@@ -63,7 +63,7 @@ class TraceSettings:
 
         InputError: an unknown setting or value, or one that only the operator has.
         """
-        fallback = self._all if model else Tracing()
+        fallback = self._all if model else GrpcTracing()
         changed = self._models.get(model, self._all) if model else self._all
         for name, values in wanted.items():
             changed = _with_trace(changed, fallback, name, tuple(values))
@@ -125,7 +125,7 @@ class LogSettings:
             self._logger.setLevel(level)
 
 
-def _with_trace(one: Tracing, fallback: Tracing, name: str, values: tuple[str, ...]) -> Tracing:
+def _with_trace(one: GrpcTracing, fallback: GrpcTracing, name: str, values: tuple[str, ...]) -> GrpcTracing:
     match name:
         case "trace_level":
             if not values:

@@ -1,4 +1,4 @@
-"""The one interceptor of the gRPC door: no call reaches a method but through it, and what it does not know it denies.
+"""gRPC interceptor: authorises every call and denies unknown methods.
 
 It asks the gate with the token that came along, before any of the call's messages is read, and leaves the caller where
 handlers find it (`calls.CALLER`; gRPC runs interceptor and handler in one task). While the door drains it lets nothing
@@ -16,16 +16,16 @@ import grpc.aio
 from weftline.engine.ingress.access.gate import Gate
 from weftline.engine.ingress.access.methods import METHODS, OPEN
 from weftline.engine.ingress.grpc_door.calls import CALLER, Context, refuse
-from weftline.engine.ingress.grpc_door.serving import Serving, closing
+from weftline.engine.ingress.grpc_door.serving import DrainSwitch, closing
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Asks the gate for every call.
 
     served: full names of the methods that are answered; another is UNIMPLEMENTED, which tells nobody anything.
     """
 
-    def __init__(self, gate: Gate, serving: Serving, served: Collection[str]) -> None:
+    def __init__(self, gate: Gate, serving: DrainSwitch, served: Collection[str]) -> None:
         self._gate = gate
         self._serving = serving
         self._served = frozenset(served)

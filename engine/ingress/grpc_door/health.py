@@ -1,4 +1,4 @@
-"""grpc.health.v1: the health of the server under '', and of each model under its name.
+"""grpc.health.v1: health of the server and of each model.
 
 Probes bring no token. Where tokens are asked for they see '' alone, since an answer tells whether a model exists;
 whoever has a token asks ModelReady.
@@ -19,7 +19,7 @@ from weftline.engine.ingress.backend import Backend
 from weftline.engine.ingress.grpc_door.calls import CALLER, Context, handlers_of, parse, refuse, request_class
 from weftline.engine.ingress.grpc_door.protos import HEALTH, HEALTH_SERVICE
 from weftline.engine.ingress.grpc_door.readiness import server_ready
-from weftline.engine.ingress.grpc_door.serving import Serving
+from weftline.engine.ingress.grpc_door.serving import DrainSwitch
 from weftline.errors import LimitReached, UnknownModel
 
 LOOK_S = 0.1
@@ -33,10 +33,10 @@ _Response = HEALTH.HealthCheckResponse
 UNKNOWN: Status = int(_Response.SERVICE_UNKNOWN)
 
 
-class Health:
+class GrpcHealth:
     """Answers Check and Watch."""
 
-    def __init__(self, backend: Backend, serving: Serving) -> None:
+    def __init__(self, backend: Backend, serving: DrainSwitch) -> None:
         self._backend = backend
         self._serving = serving
         self._statuses: dict[str, Status] = {}

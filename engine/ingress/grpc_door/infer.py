@@ -1,4 +1,4 @@
-"""ModelInfer: the bytes of a request become asks, the answers' memory becomes the bytes of a response.
+"""ModelInfer method.
 
 This is the path that every request takes, so it is short: the large tensors of a request are views of the received
 bytes until they are placed, and those of an answer are views of shared memory until one join copies them.
@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 from weftline.engine.ingress.access.gate import Caller
 from weftline.engine.ingress.backend import Answer, Ask, Backend
-from weftline.engine.ingress.config import ServeLimits
+from weftline.engine.ingress.config import FREE_BYTES, ServeLimits
 from weftline.engine.ingress.face import ModelFace
 from weftline.engine.ingress.grpc_door.calls import CALLER, Context, refuse
 from weftline.engine.ingress.grpc_door.control import TraceSettings
+from weftline.engine.ingress.json_parser import JsonParser
 from weftline.engine.ingress.regions import Regions
 from weftline.engine.ingress.v2.answering import to_response
-from weftline.engine.ingress.v2.asking import Asked, to_asks
+from weftline.engine.ingress.v2.asking import ParsedRequest, to_asks
 from weftline.engine.ingress.v2.nouns import InferRequest, InferResponse
+from weftline.engine.ingress.v2.strict_json import INLINE_BYTES
 from weftline.engine.ingress.v2.wire import parse_request, response_bytes
+from weftline.engine.runtime.byte_budget import ByteBudget
 
 
 @dataclass(slots=True)
-class Call:
+class CallContext:
     """What a request has from the call it came in.
 
     deadline_ms: time the call has left; None: no end.
@@ -39,7 +43,7 @@ class Call:
     span: str = ""
 
     @classmethod
-    def of(cls, context: Context, door: str) -> Call:
+    def of(cls, context: Context, door: str) -> CallContext:
         left_s = context.time_remaining()
         parent = ""
         for key, value in context.invocation_metadata():
@@ -50,20 +54,29 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Answers v2 requests, whatever call they came in."""
+    """Answers v2 requests, whatever call they came in.
+
+    inflight: bytes of messages that were received and are not answered yet.
+    """
 
     backend: Backend
     limits: ServeLimits
     regions: Regions
     trace: TraceSettings
+    inflight: ByteBudget = field(init=False)
+    json: JsonParser = field(default_factory=JsonParser)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inflight", ByteBudget("limits.inflight_bytes_max", self.limits.budget_bytes))
 
     async def unary(self, data: bytes, context: Context) -> bytes:
         """The handler of ModelInfer."""
         try:
-            call = Call.of(context, "grpc")
-            request = parse_request(data, self.limits)
-            face, asked = self.asked(request, call, len(data))
-            response = await self.answer(request, face, asked, call, response_bytes)
+            call = CallContext.of(context, "grpc")
+            with self.held(len(data)):
+                request = parse_request(data, self.limits)
+                face, asked = await self.asked(request, call, len(data))
+                response = await self.answer(request, face, asked, call, response_bytes)
             if call.span:
                 context.set_trailing_metadata((("traceparent", call.span),))
             return response
@@ -71,12 +84,16 @@ class Inference:
             await refuse(context, error)
             raise  # not reached: refusing ends the call
 
+    def held(self, size_bytes: int) -> AbstractContextManager[None]:
+        """Count a message that has been received, while it is answered; LimitReached where there are too many."""
+        return self.inflight.held_now(size_bytes) if size_bytes > FREE_BYTES else nullcontext()
+
     async def answer(
         self,
         request: InferRequest,
         face: ModelFace,
-        asked: Asked,
-        call: Call,
+        asked: ParsedRequest,
+        call: CallContext,
         render: Callable[[InferResponse], bytes],
         room: Callable[[], Awaitable[None]] | None = None,
     ) -> bytes:
@@ -100,11 +117,13 @@ class Inference:
                 self.trace.note(ask, answer.timings, answer.total_ms)
         return response
 
-    def asked(self, request: InferRequest, call: Call, size_bytes: int) -> tuple[ModelFace, Asked]:
+    async def asked(self, request: InferRequest, call: CallContext, size_bytes: int) -> tuple[ModelFace, ParsedRequest]:
         """Return what a request asks for, checked against its model."""
         call.caller.check(request.model)
         call.caller.check_regions(request)
         face = self.backend.face(request.model, request.version)
+        if size_bytes > INLINE_BYTES or any(one.region is not None for one in request.inputs):
+            request = await self.json.elements(request, face, self.limits, self.regions)
         return face, to_asks(
             request,
             face,

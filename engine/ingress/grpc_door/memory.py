@@ -1,4 +1,4 @@
-"""The shared-memory methods: system regions through `access.shared_memory`, and no GPU memory.
+"""Shared-memory methods: system regions; CUDA regions are refused.
 
 A CUDA IPC handle is checked for what can be checked and then refused: this server reads tensors from messages and from
 system memory, and opening a stranger's handle would map his memory into a process of ours.
@@ -20,7 +20,7 @@ HANDLE_BYTES = 64
 NO_GPU_MEMORY = "this server has no GPU memory to share; send the tensor, or register system shared memory"
 
 
-class Memory:
+class GrpcSharedMemory:
     """Answers the six shared-memory methods."""
 
     def __init__(self, memory: SharedMemory) -> None:

@@ -1,4 +1,4 @@
-"""What models there are: ready or not, described, measured, loaded and unloaded.
+"""Model methods: readiness, metadata, statistics, load and unload.
 
 Callers see the models their token allows and no others; only admins see why one is not ready.
 """
@@ -14,7 +14,7 @@ from weftline.engine.ingress.grpc_door.calls import CALLER, Unary
 from weftline.engine.ingress.grpc_door.protos import V2
 from weftline.engine.ingress.grpc_door.readiness import model_ready, server_ready
 from weftline.engine.ingress.grpc_door.rendering import render_config, render_figures, render_metadata
-from weftline.engine.ingress.grpc_door.serving import Serving
+from weftline.engine.ingress.grpc_door.serving import DrainSwitch
 from weftline.engine.ingress.identity import NAME
 from weftline.engine.ingress.replies import told
 from weftline.engine.ingress.statistics import ModelFigures
@@ -39,10 +39,10 @@ Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]
 """Returns the figures of models that are given with the version that serves, and of their steps."""
 
 
-class Models:
+class GrpcModels:
     """Answers the methods about the server and its models."""
 
-    def __init__(self, backend: Backend, serving: Serving, figures: Figures, version: str, memory: bool) -> None:
+    def __init__(self, backend: Backend, serving: DrainSwitch, figures: Figures, version: str, memory: bool) -> None:
         self._backend = backend
         self._serving = serving
         self._figures = figures

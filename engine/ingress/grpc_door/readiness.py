@@ -1,4 +1,4 @@
-"""Whether a server, or one of its models, is ready, from the index alone. Pure."""
+"""Readiness of a server and its models; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions and figures of models as v2's messages. Pure."""
+"""Model metadata and statistics as v2 messages; pure."""
 
 from __future__ import annotations
 

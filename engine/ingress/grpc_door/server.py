@@ -1,4 +1,4 @@
-"""The gRPC server: one port, every service, the guard in front, and limits that hold before anything is decoded.
+"""gRPC server: port, services, interceptor and message limits.
 
     server = GrpcServer(config, backend, gate, memory, figures=statistics.tell)
     port = await server.start()
@@ -25,17 +25,19 @@ from weftline.engine.ingress.backend import Backend
 from weftline.engine.ingress.config import ServeConfig, ServeLimits
 from weftline.engine.ingress.grpc_door.calls import Context, handlers_of, refuse
 from weftline.engine.ingress.grpc_door.control import LogSettings, TraceSettings
-from weftline.engine.ingress.grpc_door.guard import Guard
-from weftline.engine.ingress.grpc_door.health import Health
+from weftline.engine.ingress.grpc_door.guard import GrpcGuard
+from weftline.engine.ingress.grpc_door.health import GrpcHealth
 from weftline.engine.ingress.grpc_door.infer import Inference
-from weftline.engine.ingress.grpc_door.memory import Memory
-from weftline.engine.ingress.grpc_door.models import Figures, Models
+from weftline.engine.ingress.grpc_door.memory import GrpcSharedMemory
+from weftline.engine.ingress.grpc_door.models import Figures, GrpcModels
 from weftline.engine.ingress.grpc_door.protos import HEALTH_SERVICE, INFERENCE_SERVICE
 from weftline.engine.ingress.grpc_door.reflection import METHOD, SERVICES, reflection_handler
-from weftline.engine.ingress.grpc_door.serving import Serving
-from weftline.engine.ingress.grpc_door.settings import Settings
+from weftline.engine.ingress.grpc_door.serving import DrainSwitch
+from weftline.engine.ingress.grpc_door.settings import GrpcSettings
 from weftline.engine.ingress.grpc_door.stream import InferStream
+from weftline.engine.ingress.json_parser import JsonParser
 from weftline.engine.ingress.statistics import ModelFigures
+from weftline.engine.ingress.unix_socket import Identity, identity, placed, remove_own
 from weftline.errors import ModelError
 
 LAME_S = 1.0
@@ -72,24 +74,26 @@ class GrpcServer:
     ) -> None:
         self._config = config
         self._gate = gate
-        self._serving = Serving()
+        self._serving = DrainSwitch()
         self.trace = trace or TraceSettings()
-        self._inference = Inference(backend, config.limits, memory, self.trace)
-        models = Models(backend, self._serving, figures or _nothing, version, memory.enabled)
-        settings = Settings(self.trace, logs or LogSettings(), models.known)
-        answers = models.answers() | settings.answers() | Memory(memory).answers()
+        self._json = JsonParser()
+        self._inference = Inference(backend, config.limits, memory, self.trace, self._json)
+        models = GrpcModels(backend, self._serving, figures or _nothing, version, memory.enabled)
+        settings = GrpcSettings(self.trace, logs or LogSettings(), models.known)
+        answers = models.answers() | settings.answers() | GrpcSharedMemory(memory).answers()
         self.handlers: Handlers = {
             INFERENCE_SERVICE.full_name: handlers_of(INFERENCE_SERVICE, answers) | self._tensor_methods(),
-            HEALTH_SERVICE.full_name: Health(backend, self._serving).handlers(),
+            HEALTH_SERVICE.full_name: GrpcHealth(backend, self._serving).handlers(),
             **({name: {METHOD: reflection_handler()} for name in SERVICES} if config.grpc.reflection else {}),
         }
         self._server: grpc.aio.Server | None = None
+        self._socket: Identity | None = None  # what this server has put at the path of its Unix socket
 
     async def start(self) -> int:
         """Listen, and return the port; 0 for a Unix socket. ModelError when the address cannot be had."""
         served = [f"/{service}/{method}" for service, methods in self.handlers.items() for method in methods]
         self._server = grpc.aio.server(
-            interceptors=[Guard(self._gate, self._serving, served)],
+            interceptors=[GrpcGuard(self._gate, self._serving, served)],
             options=options(self._config),
             maximum_concurrent_rpcs=self._config.limits.calls_max,
         )
@@ -112,23 +116,39 @@ class GrpcServer:
         self.set_serving(False)
         if self._server is None:
             return
+        try:
+            await self._stop(self._server, grace_s)
+        finally:
+            self._json.close()
+
+    async def _stop(self, server: grpc.aio.Server, grace_s: float) -> None:
         lame_s = min(LAME_S, grace_s / 2)
         if lame_s > 0:
             await asyncio.sleep(lame_s)
-        await self._server.stop(grace_s - lame_s)
+        await server.stop(grace_s - lame_s)
+        if self._config.grpc.socket is not None:
+            remove_own(self._config.grpc.socket, self._socket)
 
     def _listen(self, server: grpc.aio.Server) -> int:
+        door = self._config.grpc
+        if door.socket is None:
+            return self._bind(server, _address(door.host, door.port))
+        with placed(door.socket, door.socket_group) as private:
+            self._bind(server, f"unix:{private}")
+        self._socket = identity(door.socket)
+        return 0
+
+    def _bind(self, server: grpc.aio.Server, address: str) -> int:
         door, tls = self._config.grpc, self._config.tls
-        address = f"unix:{door.socket}" if door.socket is not None else _address(door.host, door.port)
         try:
             if tls is None:
-                port = server.add_insecure_port(address)
-            else:
-                port = server.add_secure_port(address, server_credentials(tls))
+                return int(server.add_insecure_port(address))
+            return int(server.add_secure_port(address, server_credentials(tls)))
         except RuntimeError:
-            where = "the socket" if door.socket is not None else f"{door.host} port {door.port}"
-            raise ModelError(f"gRPC cannot listen at {where}: it is in use, or not an address of this host") from None
-        return 0 if door.socket is not None else port
+            where, wrong = f"{door.host} port {door.port}", "it is in use, or not an address of this host"
+            if door.socket is not None:
+                where, wrong = f"the socket {door.socket}", "its path may be too long"
+            raise ModelError(f"gRPC cannot listen at {where}: {wrong}") from None
 
     def _tensor_methods(self) -> dict[str, grpc.RpcMethodHandler]:
         inference, serving, gate = self._inference, self._serving, self._gate
@@ -149,6 +169,8 @@ def options(config: ServeConfig) -> list[tuple[str, Any]]:
     """Return gRPC's options for a server.
 
     Messages are measured after decompression, so the limit on them bounds what a small compressed one can become.
+    Headers are not remembered from call to call (HPACK's dynamic table): one byte would stand for 4 KB of them, and be
+    looked at 16 000 times in a frame. That holds once a client has acknowledged it, so one that does not is cut off.
     A port is shared with other processes only when there are some, else a second server would steal half the calls.
     """
     limits: ServeLimits = config.limits
@@ -167,6 +189,8 @@ def options(config: ServeConfig) -> list[tuple[str, Any]]:
         ("grpc.http2.max_ping_strikes", 4),
         ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms, 10_000)),
         ("grpc.server_handshake_timeout_ms", int(limits.header_s * 1000)),
+        ("grpc.http2.hpack_table_size.decoder", 0),
+        ("grpc.http2.settings_timeout", int(limits.header_s * 1000)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Whether a door takes new work, and who wants to know when it no longer does."""
+"""Accepting state of a server, with notification on drain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RETRY_S = 1.0
 """When a client that is turned away may come back: by then something else listens at the address, or soon will."""
 
 
-class Serving:
+class DrainSwitch:
     """A switch with listeners: long calls that have to come to their end when the door drains."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""TraceSetting and LogSettings: what `control.py` holds, in v2's messages."""
+"""TraceSetting and LogSettings methods over `control.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weftline.engine.ingress.grpc_door.protos import V2
 from weftline.errors import InputError
 
 
-class Settings:
+class GrpcSettings:
     """Answers the two settings methods. `check_model` raises UnknownModel for a name that nothing has."""
 
     def __init__(self, trace: TraceSettings, logs: LogSettings, check_model: Callable[[str], object]) -> None:

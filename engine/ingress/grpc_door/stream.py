@@ -1,4 +1,4 @@
-"""ModelStreamInfer: many requests at a time in one call, each answered by one response or by as many as it has pieces.
+"""ModelStreamInfer method: concurrent requests in one call, with streamed responses.
 
                      .-> request, a task -.
     read one by one -+-> request, a task -+-> written one at a time
@@ -30,14 +30,14 @@ import grpc.aio
 from weftline.engine.ingress.access.gate import Caller
 from weftline.engine.ingress.face import ModelFace
 from weftline.engine.ingress.grpc_door.calls import Context, refuse
-from weftline.engine.ingress.grpc_door.infer import Call, Inference
-from weftline.engine.ingress.grpc_door.serving import Serving, closing
+from weftline.engine.ingress.grpc_door.infer import CallContext, Inference
+from weftline.engine.ingress.grpc_door.serving import DrainSwitch, closing
 from weftline.engine.ingress.replies import told
 from weftline.engine.ingress.v2.answering import to_piece
-from weftline.engine.ingress.v2.asking import Asked
+from weftline.engine.ingress.v2.asking import ParsedRequest
 from weftline.engine.ingress.v2.nouns import STATUS, InferRequest, InferResponse, Parameter
 from weftline.engine.ingress.v2.wire import parse_request, stream_response_bytes
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 from weftline.errors import LimitReached
 
 FINAL, RETRY_MS = "triton_final_response", "retry_after_ms"
@@ -56,7 +56,7 @@ class InferStream:
     """One ModelStreamInfer call. `charge` counts a request of the caller, or raises LimitReached."""
 
     def __init__(
-        self, inference: Inference, serving: Serving, charge: Callable[[Caller], None], context: Context
+        self, inference: Inference, serving: DrainSwitch, charge: Callable[[Caller], None], context: Context
     ) -> None:
         self._inference = inference
         self._serving = serving
@@ -156,11 +156,12 @@ class InferStream:
     async def _answer(self, data: bytes) -> None:
         request = InferRequest("", ())
         try:
-            request = parse_request(data, self._inference.limits)
-            call = Call.of(self._context, "grpc-stream")
-            self._charge(call.caller)
-            await self._turn(request)
-            await self._respond(request, call, len(data))
+            with self._inference.held(len(data)):
+                request = parse_request(data, self._inference.limits)
+                call = CallContext.of(self._context, "grpc-stream")
+                self._charge(call.caller)
+                await self._turn(request)
+                await self._respond(request, call, len(data))
         except Exception as error:
             await self._write(_refusal(request, error))
         finally:
@@ -179,15 +180,15 @@ class InferStream:
         if before is not None:
             await asyncio.wait({before})
 
-    async def _respond(self, request: InferRequest, call: Call, size_bytes: int) -> None:
-        face, asked = self._inference.asked(request, call, size_bytes)
+    async def _respond(self, request: InferRequest, call: CallContext, size_bytes: int) -> None:
+        face, asked = await self._inference.asked(request, call, size_bytes)
         if len(asked.asks) == 1 and _decoupled(request, face):
             await self._pieces(request, face, asked)
             return
         response = await self._inference.answer(request, face, asked, call, _flagged, self._room)
         await self._write(response)
 
-    async def _pieces(self, request: InferRequest, face: ModelFace, asked: Asked) -> None:
+    async def _pieces(self, request: InferRequest, face: ModelFace, asked: ParsedRequest) -> None:
         ask = asked.asks[0]
         started_s = asyncio.get_running_loop().time()
         unknown = set(ask.outputs if ask.outputs is not None else [port.name for port in face.outputs])

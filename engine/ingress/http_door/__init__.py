@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI's paths, v2's REST protocol, probes and figures, over a Backend."""
+"""HTTP server: OpenAI API, v2 REST protocol, probes and metrics."""

@@ -1,4 +1,4 @@
-"""Work that goes on while its client is there: a client that leaves takes its request along."""
+"""Cancellation of a request when its client disconnects."""
 
 from __future__ import annotations
 

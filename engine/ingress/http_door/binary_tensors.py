@@ -1,4 +1,4 @@
-"""v2's REST bodies and its binary tensor extension: a JSON header, and behind it the tensors' bytes.
+"""Binary tensor extension of v2 REST: a JSON header followed by raw tensor bytes.
 
     POST .../infer
     Inference-Header-Content-Length: 123          how long the JSON is; without it all of the body is JSON
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from weftline.engine.ingress.config import ServeLimits
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.refusal import HttpError
 from weftline.engine.ingress.v2 import bytes_tensor
 from weftline.engine.ingress.v2.datatypes import BYTES, NUMPY
 from weftline.engine.ingress.v2.nouns import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
@@ -30,11 +30,14 @@ from weftline.engine.ingress.v2.region_parameters import parameters_of, region_o
 from weftline.engine.ingress.v2.strict_json import loads
 
 HEADER = "inference-header-content-length"
+BODY_VALUES = 1 << 16
+"""Most values of a JSON document that describes a request: of a v2 body beside its tensors' elements."""
+
 SIZE, ONE, ALL = "binary_data_size", "binary_data", "binary_data_output"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BinaryOutputs:
     """Which outputs go out as bytes: those named, and all others as `rest` says."""
 
     named: Mapping[str, bool] = field(default_factory=dict)
@@ -45,14 +48,15 @@ class Wanted:
 
 
 def read_request(
-    body: bytes, header_length: str | None, model: str, version: str, limits: ServeLimits
-) -> tuple[InferRequest, Wanted]:
+    body: bytes | bytearray, header_length: str | None, model: str, version: str, limits: ServeLimits
+) -> tuple[InferRequest, BinaryOutputs]:
     """Return what a body asks, and how its outputs are wanted; Refusal or InputError says what is wrong with it."""
     whole = memoryview(body)
-    length = _length(header_length, len(whole))
-    head = loads(whole[:length], "the JSON header" if header_length is not None else "the body")
+    length = header_bytes(header_length, len(whole))
+    what = "the JSON header" if header_length is not None else "the body"
+    head = loads(whole[:length], what, limits.elements_max + BODY_VALUES)
     if not isinstance(head, dict):
-        raise Refusal("the body: expected a JSON object with inputs")
+        raise HttpError("the body: expected a JSON object with inputs")
     behind = _Behind(whole[length:])
     inputs = tuple(_tensor(one, behind, limits) for one in _objects(head, "inputs", limits.tensors_max))
     behind.check_used_up()
@@ -62,10 +66,10 @@ def read_request(
     rest = _is(parameters.get(ALL), ALL)
     named = {one.name: _is(one.parameters[ONE], ONE) for one in outputs if ONE in one.parameters}
     asked = {name: value for name, value in parameters.items() if name != ALL}
-    return InferRequest(model, inputs, outputs, version, _text(head, "id", ""), asked), Wanted(named, rest)
+    return InferRequest(model, inputs, outputs, version, _text(head, "id", ""), asked), BinaryOutputs(named, rest)
 
 
-def response_body(response: InferResponse, wanted: Wanted) -> tuple[bytes, int | None]:
+def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes, int | None]:
     """Return a body, and how long its JSON is; None: all of it is JSON. Bytes of tensors are copied once."""
     parts: list[bytes | memoryview] = []
     outputs = []
@@ -98,29 +102,30 @@ class _Behind:
     def take(self, size: object, name: str) -> memoryview:
         if type(size) is not int or not 0 <= size <= len(self._data) - self._at:
             left = len(self._data) - self._at
-            raise Refusal(f"input {name}: {SIZE}: expected a size within the {left} bytes that are left")
+            raise HttpError(f"input {name}: {SIZE}: expected a size within the {left} bytes that are left")
         self._at += size
         return self._data[self._at - size : self._at]
 
     def check_used_up(self) -> None:
         if self._at != len(self._data):
-            raise Refusal(f"found {len(self._data) - self._at} bytes behind the last input; each says its {SIZE}")
+            raise HttpError(f"found {len(self._data) - self._at} bytes behind the last input; each says its {SIZE}")
 
 
-def _length(given: str | None, whole: int) -> int:
+def header_bytes(given: str | None, whole: int) -> int:
+    """Return how long the JSON of a body is, by its header; Refusal when that cannot be."""
     if given is None:
         return whole
     if not (given.isascii() and given.isdigit() and len(given) <= 12) or int(given) > whole:
-        raise Refusal(f"{HEADER}: expected the length of the JSON at the body's start, at most {whole}")
+        raise HttpError(f"{HEADER}: expected the length of the JSON at the body's start, at most {whole}")
     return int(given)
 
 
 def _objects(head: Mapping[str, Any], key: str, most: int) -> list[dict[str, Any]]:
     found = head.get(key, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise Refusal(f"{key}: expected a list of objects")
+        raise HttpError(f"{key}: expected a list of objects")
     if len(found) > most:
-        raise Refusal(f"{key}: found {len(found)}, expected at most {most}")
+        raise HttpError(f"{key}: found {len(found)}, expected at most {most}")
     return found
 
 
@@ -132,7 +137,7 @@ def _tensor(given: dict[str, Any], behind: _Behind, limits: ServeLimits) -> Tens
     shape, datatype, data = _shape(given, what), _text(given, "datatype"), given.get("data")
     ways = (region is not None) + (SIZE in parameters) + (data is not None)
     if ways != 1:
-        raise Refusal(f"{what}: expected its elements once: in data, behind the JSON, or in shared memory")
+        raise HttpError(f"{what}: expected its elements once: in data, behind the JSON, or in shared memory")
     if region is not None:
         return Tensor(name, datatype, shape, region=region, parameters=parameters)
     if SIZE in parameters:
@@ -141,7 +146,7 @@ def _tensor(given: dict[str, Any], behind: _Behind, limits: ServeLimits) -> Tens
     for value in _flat(data):
         values.append(value)
         if len(values) > limits.elements_max:
-            raise Refusal(f"{what}: found more than {limits.elements_max} elements in JSON, limits.elements_max")
+            raise HttpError(f"{what}: found more than {limits.elements_max} elements in JSON, limits.elements_max")
     return Tensor(name, datatype, shape, values=tuple(values), parameters=parameters)
 
 
@@ -165,30 +170,30 @@ def _output(given: dict[str, Any]) -> WantedOutput:
 def _shape(given: dict[str, Any], what: str) -> tuple[int, ...]:
     shape = given.get("shape")
     if not isinstance(shape, list) or not all(type(one) is int for one in shape):
-        raise Refusal(f"{what}: shape: expected a list of whole numbers")
+        raise HttpError(f"{what}: shape: expected a list of whole numbers")
     return tuple(shape)
 
 
 def _text(given: Mapping[str, Any], key: str, default: str | None = None) -> str:
     value = given.get(key, default)
     if not isinstance(value, str):
-        raise Refusal(f"{key}: expected a text")
+        raise HttpError(f"{key}: expected a text")
     return value
 
 
 def _parameters(given: Mapping[str, Any], what: str) -> dict[str, Parameter]:
     found = given.get("parameters", {})
     if not isinstance(found, dict):
-        raise Refusal(f"{what}: parameters: expected an object")
+        raise HttpError(f"{what}: parameters: expected an object")
     for name, value in found.items():
         if not isinstance(value, bool | int | float | str):
-            raise Refusal(f"{what}: parameters: {name!r:.80}: expected true, false, a number or a text")
+            raise HttpError(f"{what}: parameters: {name!r:.80}: expected true, false, a number or a text")
     return found
 
 
 def _is(value: object, key: str) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise Refusal(f"{key}: expected true or false")
+        raise HttpError(f"{key}: expected true or false")
     return bool(value)
 
 
@@ -204,8 +209,8 @@ def _data(one: Tensor) -> list[Any]:
         try:
             return [str(element, "utf-8") for element in bytes_tensor.decode(raw, math.prod(one.shape))]
         except UnicodeDecodeError:
-            raise Refusal(f"output {one.name} is not UTF-8: ask for it with {ONE}") from None
+            raise HttpError(f"output {one.name} is not UTF-8: ask for it with {ONE}") from None
     if one.datatype == "BF16":
-        raise Refusal(f"output {one.name} is BF16, which JSON cannot tell: ask for it with {ONE}")
+        raise HttpError(f"output {one.name} is BF16, which JSON cannot tell: ask for it with {ONE}")
     numbers: list[Any] = np.frombuffer(raw, NUMPY[one.datatype]).tolist()
     return numbers

@@ -1,4 +1,4 @@
-"""One HTTP connection with limits that hold before anything of ours runs: header size, and how long sending may take.
+"""HTTP connection limits: header size, and time to send a request and read its answer.
 
 uvicorn's protocol over httptools (llhttp) reads the bytes; it limits neither. Here:
 
@@ -26,6 +26,9 @@ BODY_BYTES_S = 256 << 10
 
 KEEPALIVE_S_MAX = 32_767
 """Longest that Linux takes for either time of a TCP keep-alive."""
+
+TARGET = "weftline.target"
+"""Where in a scope the request's target stands as it was sent: ASGI keeps its path alone."""
 
 STALL_S = 60.0
 """How long a client may take nothing of an answer, as at the gRPC door."""
@@ -134,6 +137,7 @@ def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
         def on_headers_complete(self) -> None:
             self._unparsed = 0
             if self._headers_bytes <= limits.metadata_bytes_max:
+                self.scope[TARGET] = self.url  # type: ignore[literal-required]
                 super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What every path of the HTTP door works with, and how it asks: for a caller, and as long as its client is there."""
+"""Shared state of the HTTP handlers, and requests bound to a caller and a connection."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from weftline.engine.ingress.face import ModelFace
 from weftline.engine.ingress.grpc_door.control import LogSettings, TraceSettings
 from weftline.engine.ingress.grpc_door.readiness import server_ready
 from weftline.engine.ingress.http_door.attended import while_connected
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.refusal import HttpError
+from weftline.engine.ingress.json_parser import JsonParser
 from weftline.engine.ingress.statistics import ModelFigures
-from weftline.engine.reading import StreamedOutput
-from weftline.engine.result import owned
+from weftline.engine.result import StreamedOutput, owned
 from weftline.errors import AccessDenied
 
 Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]
@@ -35,19 +35,20 @@ DEADLINE_HEADER = "x-request-timeout-ms"
 
 
 @dataclass(slots=True)
-class Serving:
+class HttpDrainState:
     """Whether new work is taken. Changed by the server alone, when it drains."""
 
     on: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class HttpContext:
     """What the paths need.
 
     shared_memory: regions that clients registered; it refuses all where it is off.
     figures:       what v2's statistics tell.
     trace, logs:   what v2 clients may set.
+    json:          reads bodies and elements that are JSON.
     now_s:         seconds since the epoch.
     """
 
@@ -57,7 +58,8 @@ class Door:
     figures: Figures
     trace: TraceSettings
     logs: LogSettings
-    serving: Serving = field(default_factory=Serving)
+    serving: HttpDrainState = field(default_factory=HttpDrainState)
+    json: JsonParser = field(default_factory=JsonParser)
     now_s: Callable[[], float] = time.time
 
     def face(self, request: Request, model: str, version: str = "") -> ModelFace:
@@ -122,7 +124,7 @@ def id_of(request: Request) -> str:
     """Return the caller's name for its request; '' without one."""
     given = request.headers.get("x-request-id", "")
     if len(given) > ID_CHARS_MAX or not given.isprintable():
-        raise Refusal(f"x-request-id: expected at most {ID_CHARS_MAX} printable characters")
+        raise HttpError(f"x-request-id: expected at most {ID_CHARS_MAX} printable characters")
     return given
 
 
@@ -132,7 +134,7 @@ def deadline_ms_of(request: Request) -> float | None:
     if given is None:
         return None
     if not (given.isascii() and given.isdigit() and len(given) <= 8):
-        raise Refusal(f"{DEADLINE_HEADER}: expected a whole number of milliseconds")
+        raise HttpError(f"{DEADLINE_HEADER}: expected a whole number of milliseconds")
     return float(given)
 
 
@@ -142,5 +144,5 @@ def priority_of(body: Mapping[str, Any]) -> int:
     if given is None:
         return 0
     if type(given) is not int or not -100 <= given <= 100:
-        raise Refusal("priority: expected a whole number from -100 (first) to 100", param="priority")
+        raise HttpError("priority: expected a whole number from -100 (first) to 100", param="priority")
     return -given

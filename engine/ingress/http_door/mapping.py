@@ -1,4 +1,4 @@
-"""Which of OpenAI's paths a model can answer, and which of its ports take what: found in its face alone.
+"""Mapping of model ports to OpenAI endpoints.
 
     chat           an input `messages` (json), or a text input, or an audio input; and a text output
     completions    a text input and a text output
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weftline.engine.ingress.face import ModelFace, PortFace
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.refusal import HttpError
 
 OWN_MEANING = ("adapter", "tenant", "language")
 """Text inputs that are never what the user says."""
@@ -186,5 +186,5 @@ def _check_rest(face: ModelFace, task: str, fed: Iterable[str | None]) -> None:
         raise _cannot(face, task, f"nothing in such a request could be its input {named}")
 
 
-def _cannot(face: ModelFace, task: str, why: str) -> Refusal:
-    return Refusal(f"model {face.name} cannot {task}: {why}", param="model")
+def _cannot(face: ModelFace, task: str, why: str) -> HttpError:
+    return HttpError(f"model {face.name} cannot {task}: {why}", param="model")

@@ -1,4 +1,4 @@
-"""Shared memory over v2 REST: system regions registered, listed and forgotten; CUDA's refused."""
+"""Shared-memory routes of v2 REST: system regions; CUDA regions are refused."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from weftline.engine.ingress.http_door.body import json_object_of
-from weftline.engine.ingress.http_door.door import Door
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.door import HttpContext
+from weftline.engine.ingress.http_door.refusal import HttpError
 from weftline.engine.ingress.http_door.replying import json_response
 
 BODY_BYTES_MAX = 64 << 10
 
 
-class Memory:
+class HttpSharedMemory:
     """The paths under /v2/systemsharedmemory and /v2/cudasharedmemory."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
 
     async def status(self, request: Request) -> ASGIApp:
@@ -32,7 +32,7 @@ class Memory:
         body = await json_object_of(request, BODY_BYTES_MAX)
         key = body.get("key")
         if not isinstance(key, str):
-            raise Refusal("key: expected a text, the name of a shared-memory object", param="key")
+            raise HttpError("key: expected a text, the name of a shared-memory object", param="key")
         self._door.shared_memory.register(
             request.path_params["region"], key, _whole(body, "offset", 0), _whole(body, "byte_size", None)
         )
@@ -50,7 +50,7 @@ class Memory:
         return json_response([])
 
     async def cuda_register(self, request: Request) -> ASGIApp:
-        raise Refusal("this server shares no CUDA memory; use system shared memory, or send the tensor itself")
+        raise HttpError("this server shares no CUDA memory; use system shared memory, or send the tensor itself")
 
     async def cuda_unregister(self, request: Request) -> ASGIApp:
         return json_response({})  # there is none, so none is left
@@ -59,5 +59,5 @@ class Memory:
 def _whole(body: Mapping[str, Any], key: str, default: int | None) -> int:
     value = body.get(key, default)
     if type(value) is not int:
-        raise Refusal(f"{key}: expected a whole number of bytes", param=key)
+        raise HttpError(f"{key}: expected a whole number of bytes", param=key)
     return value

@@ -1,7 +1,10 @@
-"""The one way into the HTTP door: every request, whatever its path, passes here and asks the gate.
+"""HTTP middleware: authorises every request.
 
-What is not a route of ours is refused like what is, so an unknown path tells nobody without a token anything. Errors of
-all paths end here too, and become answers through one mapper.
+What is not a route of ours is refused like what is, so a client without a token learns nothing from an unknown
+path. Errors of all paths end here too, and become answers through one mapper.
+
+A request has exactly one well-formed Host header: two Host headers are read as one by some and as the other by
+others, so what a proxy or a browser has checked would not be what is checked here (RFC 9112, section 3.2).
 
 Where no tokens are asked for, a web page that its user happens to look at could reach a server on loopback. Then a
 request with an `Origin` header is refused, and so is one for a host that is a name of the web (DNS rebinding).
@@ -12,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import re
 from collections.abc import Sequence
+from contextlib import closing
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -24,10 +29,12 @@ from weftline.engine.ingress.access.gate import Caller, Gate
 from weftline.engine.ingress.access.methods import ADMIN, INFER, MEMORY, METHODS, OPEN
 from weftline.engine.ingress.config import LOOPBACK
 from weftline.engine.ingress.http_door.attended import ClientGone
-from weftline.engine.ingress.http_door.body import counted
-from weftline.engine.ingress.http_door.door import ID_CHARS_MAX, SPAN, Door
+from weftline.engine.ingress.http_door.body import Body
+from weftline.engine.ingress.http_door.connection import TARGET
+from weftline.engine.ingress.http_door.door import ID_CHARS_MAX, SPAN, HttpContext
 from weftline.engine.ingress.http_door.problems import problem_response
-from weftline.engine.ingress.http_door.refusal import Refusal, too_large, unknown_path, wrong_method
+from weftline.engine.ingress.http_door.refusal import HttpError, too_large, unknown_path, wrong_method
+from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.errors import AccessDenied, LimitReached, SessionClosed
 
 WORK = (INFER, MEMORY, ADMIN)
@@ -36,13 +43,15 @@ WORK = (INFER, MEMORY, ADMIN)
 _log = logging.getLogger("weftline.ingress")
 
 
-class Guard:
+class HttpGuard:
     """ASGI middleware: gate, limits and errors.
 
     host: where the server listens; decides with the gate whether browsers are kept out.
     """
 
-    def __init__(self, app: ASGIApp, *, door: Door, gate: Gate, routes: Sequence[Route], host: str = LOOPBACK) -> None:
+    def __init__(
+        self, app: ASGIApp, *, door: HttpContext, gate: Gate, routes: Sequence[Route], host: str = LOOPBACK
+    ) -> None:
         self._app = app
         self._door = door
         self._gate = gate
@@ -50,6 +59,7 @@ class Guard:
         self._browsers = gate.asks_tokens
         self._names = not is_loopback(host)
         self._calls = 0
+        self._inflight = ByteBudget("limits.inflight_bytes_max", door.limits.budget_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,7 +68,9 @@ class Guard:
         self._calls += 1
         try:
             scope["weftline.caller"] = self._admitted(scope)
-            await self._app(scope, counted(receive, self._door.limits.message_bytes_max), told.send)
+            body = Body(receive, Headers(scope=scope), self._door.limits, self._inflight)
+            with closing(body):
+                await self._app(scope, body.receive, told.send)
         except (ClientGone, ClientDisconnect):
             return
         except asyncio.CancelledError:  # only a server whose grace time is over cancels
@@ -71,6 +83,7 @@ class Guard:
     def _admitted(self, scope: Scope) -> Caller:
         """Return who calls, or raise why they may not."""
         headers = Headers(scope=scope)
+        check_host(headers.getlist("host"), scope.get("http_version", "1.1"), scope.get(TARGET, b""))
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         template, allowed = self._matched(scope)
         name = f"HTTP {method} {template}"
@@ -109,9 +122,9 @@ class Guard:
         if self._browsers:
             return
         if "origin" in headers:
-            raise Refusal("requests of web pages are refused while this server asks for no tokens", code=403)
+            raise HttpError("requests of web pages are refused while this server asks for no tokens", code=403)
         if not self._names and not _is_local_name(headers.get("host", "")):
-            raise Refusal("the host is not this machine: call the server by its address, or by localhost", code=403)
+            raise HttpError("the host is not this machine: call the server by its address, or by localhost", code=403)
 
     def _check_limits(self, headers: Headers) -> None:
         if self._calls > self._door.limits.calls_max:
@@ -156,10 +169,43 @@ def draining() -> SessionClosed:
     return error
 
 
+def check_host(hosts: Sequence[str], version: str, target: bytes) -> None:
+    """Refuse (400) a request without one valid Host, or whose target, as proxies are sent it, is for another host."""
+    if not hosts and version == "1.0":
+        return
+    if len(hosts) != 1 or (host := _authority(hosts[0])) is None:
+        raise HttpError(
+            f"host: found {len(hosts)} headers, or no host in one; expected one name or address", close=True
+        )
+    scheme, colon, rest = target.partition(b"://")
+    if colon and not target.startswith(b"/"):
+        default = {b"http": 80, b"https": 443}.get(scheme.lower())
+        named = _authority(re.split(rb"[/?#]", rest, maxsplit=1)[0].decode("latin-1"))
+        if default is None or named is None or (named[0], named[1] or default) != (host[0], host[1] or default):
+            raise HttpError("the request's target and its host header are not the same host", close=True)
+
+
+def _authority(text: str) -> tuple[str, int] | None:
+    """Return name and port (0: none) of a host as it is written in a request; None when it is no such thing."""
+    found = _HOST.fullmatch(text)
+    if found is None or int(found[2] or 0) > 65_535:
+        return None
+    name = found[1].lower()
+    if name.startswith("["):
+        try:
+            name = f"[{ipaddress.IPv6Address(name[1:-1])}]"
+        except ValueError:
+            return None
+    return name, int(found[2] or 0)
+
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+;=-]+)(?::([0-9]{1,5}))?", re.ASCII)
+
+
 def _is_local_name(host: str) -> bool:
     """Whether a Host header is an address, or a name that no DNS server decides."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
-    name = name.strip("[]").lower()
+    found = _authority(host)
+    name = found[0].strip("[]") if found is not None else host
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: completions, chunks of a stream, usage, log-probabilities. Pure."""
+"""OpenAI response bodies: completions, stream chunks, usage and log-probabilities; pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ChunkHeader:
     """What all chunks of an answer begin with. created: seconds since the epoch."""
 
     object: str

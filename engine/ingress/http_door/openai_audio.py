@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions: a recording in, what is said in it out."""
+"""POST /v1/audio/transcriptions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from starlette.datastructures import FormData
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from weftline.engine.ingress.http_door.door import Door, ask_for
+from weftline.engine.ingress.http_door.door import HttpContext, ask_for
 from weftline.engine.ingress.http_door.mapping import SpeechPorts, speech_ports
 from weftline.engine.ingress.http_door.multipart import file_field, form_of, text_field
 from weftline.engine.ingress.http_door.openai_fields import model_of
-from weftline.engine.ingress.http_door.refusal import Refusal, unsupported
+from weftline.engine.ingress.http_door.refusal import HttpError, unsupported
 from weftline.engine.ingress.http_door.replying import json_response, text_response
 from weftline.engine.ingress.http_door.sse import DONE, EventStream, event
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 
 
 class Transcriptions:
     """The path."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
 
     async def create(self, request: Request) -> ASGIApp:
@@ -59,7 +59,7 @@ def _hints(form: FormData, ports: SpeechPorts) -> dict[str, Any]:
 def _is_plain(form: FormData) -> bool:
     format = text_field(form, "response_format")
     if format not in (None, "json", "text"):
-        raise Refusal("response_format: expected json or text; no times of words are known", param="response_format")
+        raise HttpError("response_format: expected json or text; no times of words are known", param="response_format")
     return format == "text"
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, an answer out, whole or as it grows."""
+"""POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from starlette.types import ASGIApp
 
 from weftline.engine.ingress.backend import Ask
 from weftline.engine.ingress.http_door.body import json_object_of
-from weftline.engine.ingress.http_door.door import Door, ask_for, caller_of
+from weftline.engine.ingress.http_door.door import HttpContext, ask_for, caller_of
 from weftline.engine.ingress.http_door.mapping import ChatPorts, chat_ports
 from weftline.engine.ingress.http_door.openai_answer import (
-    Head,
+    ChunkHeader,
     Usage,
     chat_choice,
     chat_delta,
@@ -38,11 +38,11 @@ from weftline.engine.ingress.http_door.openai_messages import chat_inputs
 from weftline.engine.ingress.http_door.refusal import unsupported
 from weftline.engine.ingress.http_door.replying import json_response
 from weftline.engine.ingress.http_door.sse import DONE, EventStream, event
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChatRequest:
     """A chat request as understood."""
 
     ask: Ask
@@ -55,21 +55,21 @@ class Asked:
 class Chat:
     """The path; see `docs/guides/openai.md` for what each field does."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
 
     async def create(self, request: Request) -> ASGIApp:
-        body = await json_object_of(request, self._door.limits.message_bytes_max)
+        body = await json_object_of(request, self._door.limits.message_bytes_max, json=self._door.json)
         asked = self._asked(request, body)
         if flag(body, "stream"):
             first, stream = await self._door.begin(request, asked.ask)
-            head = Head("chat.completion.chunk", asked.model, int(self._door.now_s()))
+            head = ChunkHeader("chat.completion.chunk", asked.model, int(self._door.now_s()))
             return EventStream(chunks(asked, head, first, stream))
         outputs = await self._door.answer(request, asked.ask)
-        head = Head("chat.completion", asked.model, int(self._door.now_s()))
+        head = ChunkHeader("chat.completion", asked.model, int(self._door.now_s()))
         return json_response(completion(asked, head, outputs))
 
-    def _asked(self, request: Request, body: Mapping[str, Any]) -> Asked:
+    def _asked(self, request: Request, body: Mapping[str, Any]) -> ChatRequest:
         model = model_of(body)
         ports = chat_ports(self._door.face(request, model))
         check_refused(body)
@@ -87,10 +87,10 @@ class Chat:
             inputs[ports.tenant] = caller_of(request).name  # nobody else's cached prompts can be felt in the timing
         wanted = [ports.output, ports.usage, ports.tool_calls, ports.answers if several else None]
         ask = ask_for(request, model, inputs, [name for name in wanted if name], body)
-        return Asked(ask, ports, model, logprobs is not None, wants_usage(body))
+        return ChatRequest(ask, ports, model, logprobs is not None, wants_usage(body))
 
 
-def completion(asked: Asked, head: Head, outputs: Mapping[str, Any]) -> dict[str, Any]:
+def completion(asked: ChatRequest, head: ChunkHeader, outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a whole answer as chat.completion."""
     ports = asked.ports
     choices = choices_of(outputs, ports.output, ports.usage, ports.answers, ports.tool_calls, 0)
@@ -99,7 +99,7 @@ def completion(asked: Asked, head: Head, outputs: Mapping[str, Any]) -> dict[str
 
 
 async def chunks(
-    asked: Asked, head: Head, first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]
+    asked: ChatRequest, head: ChunkHeader, first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed answer: who speaks, what is said, why it ended, what it took."""
     ports = asked.ports

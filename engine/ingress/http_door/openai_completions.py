@@ -1,4 +1,4 @@
-"""POST /v1/completions: a prompt in, the model's text out; several prompts are several answers."""
+"""POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from starlette.types import ASGIApp
 from weftline.engine.ingress.backend import Ask
 from weftline.engine.ingress.http_door.attended import while_connected
 from weftline.engine.ingress.http_door.body import json_object_of
-from weftline.engine.ingress.http_door.door import Door, ask_for, caller_of
+from weftline.engine.ingress.http_door.door import HttpContext, ask_for, caller_of
 from weftline.engine.ingress.http_door.mapping import TextPorts, completion_ports
-from weftline.engine.ingress.http_door.openai_answer import Head, Usage, choices_of, finish_of, text_choice, usage_of
+from weftline.engine.ingress.http_door.openai_answer import (
+    ChunkHeader,
+    Usage,
+    choices_of,
+    finish_of,
+    text_choice,
+    usage_of,
+)
 from weftline.engine.ingress.http_door.openai_fields import (
     check_no_sampling,
     check_refused,
@@ -25,15 +32,15 @@ from weftline.engine.ingress.http_door.openai_fields import (
     wants_usage,
 )
 from weftline.engine.ingress.http_door.openai_texts import texts_of
-from weftline.engine.ingress.http_door.refusal import Refusal, unsupported
+from weftline.engine.ingress.http_door.refusal import HttpError, unsupported
 from weftline.engine.ingress.http_door.replying import json_response
 from weftline.engine.ingress.http_door.sse import DONE, EventStream, event
 from weftline.engine.ingress.http_door.together import gathered
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionRequest:
     """A completion request as understood: one ask for each prompt, n answers to each."""
 
     asks: tuple[Ask, ...]
@@ -47,13 +54,13 @@ class Asked:
 class Completions:
     """The path."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
 
     async def create(self, request: Request) -> ASGIApp:
-        body = await json_object_of(request, self._door.limits.message_bytes_max)
+        body = await json_object_of(request, self._door.limits.message_bytes_max, json=self._door.json)
         asked = self._asked(request, body)
-        head = Head("text_completion", asked.model, int(self._door.now_s()))
+        head = ChunkHeader("text_completion", asked.model, int(self._door.now_s()))
         if flag(body, "stream"):
             if len(asked.asks) > 1:
                 raise unsupported("prompt", "one prompt streams at a time; send a request for each")
@@ -64,7 +71,7 @@ class Completions:
         )
         return json_response(completion(asked, head, answers))
 
-    def _asked(self, request: Request, body: Mapping[str, Any]) -> Asked:
+    def _asked(self, request: Request, body: Mapping[str, Any]) -> CompletionRequest:
         model = model_of(body)
         ports = completion_ports(self._door.face(request, model))
         check_refused(body)
@@ -83,10 +90,10 @@ class Completions:
             fixed[ports.tenant] = caller_of(request).name
         wanted = [name for name in (ports.output, ports.usage, ports.answers if several else None) if name]
         asks = tuple(ask_for(request, model, {ports.prompt: one} | fixed, wanted, body) for one in prompts)
-        return Asked(asks, ports, model, n, logprobs is not None, wants_usage(body))
+        return CompletionRequest(asks, ports, model, n, logprobs is not None, wants_usage(body))
 
 
-def completion(asked: Asked, head: Head, answers: list[dict[str, Any]]) -> dict[str, Any]:
+def completion(asked: CompletionRequest, head: ChunkHeader, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return whole answers as text_completion."""
     ports, choices, usage = asked.ports, [], Usage()
     for place, outputs in enumerate(answers):
@@ -99,7 +106,10 @@ def completion(asked: Asked, head: Head, answers: list[dict[str, Any]]) -> dict[
 
 
 async def chunks(
-    asked: Asked, head: Head, first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]
+    asked: CompletionRequest,
+    head: ChunkHeader,
+    first: StreamedOutput | None,
+    stream: AsyncGenerator[StreamedOutput, None],
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed completion."""
     ports = asked.ports
@@ -133,5 +143,5 @@ async def chunks(
 def _logprobs(body: Mapping[str, Any]) -> int | None:
     given = body.get("logprobs")
     if given is not None and (type(given) is not int or not 0 <= given <= 20):
-        raise Refusal("logprobs: expected a whole number from 0 to 20", param="logprobs")
+        raise HttpError("logprobs: expected a whole number from 0 to 20", param="logprobs")
     return given

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts in, a vector for each out. Each text is a request of its own; steps batch them again."""
+"""POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from starlette.types import ASGIApp
 
 from weftline.engine.ingress.http_door.attended import while_connected
 from weftline.engine.ingress.http_door.body import json_object_of
-from weftline.engine.ingress.http_door.door import Door, ask_for, caller_of
+from weftline.engine.ingress.http_door.door import HttpContext, ask_for, caller_of
 from weftline.engine.ingress.http_door.mapping import embedding_ports
 from weftline.engine.ingress.http_door.openai_answer import Usage, usage_of
 from weftline.engine.ingress.http_door.openai_fields import model_of
 from weftline.engine.ingress.http_door.openai_texts import texts_of
-from weftline.engine.ingress.http_door.refusal import Refusal, unsupported
+from weftline.engine.ingress.http_door.refusal import HttpError, unsupported
 from weftline.engine.ingress.http_door.replying import json_response
 from weftline.engine.ingress.http_door.together import gathered
 
@@ -25,11 +25,11 @@ from weftline.engine.ingress.http_door.together import gathered
 class Embeddings:
     """The path."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
 
     async def create(self, request: Request) -> ASGIApp:
-        body = await json_object_of(request, self._door.limits.message_bytes_max)
+        body = await json_object_of(request, self._door.limits.message_bytes_max, json=self._door.json)
         model = model_of(body)
         ports = embedding_ports(self._door.face(request, model))
         as_text = _as_base64(body)
@@ -54,7 +54,7 @@ class Embeddings:
 def _as_base64(body: Mapping[str, Any]) -> bool:
     format = body.get("encoding_format")
     if format not in (None, "float", "base64"):
-        raise Refusal("encoding_format: expected float or base64", param="encoding_format")
+        raise HttpError("encoding_format: expected float or base64", param="encoding_format")
     return format == "base64"
 
 

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's requests: which become sampling options, which mean nothing here, which are refused.
+"""OpenAI request fields: mapped to sampling options, ignored or refused.
 
 Three sorts of fields, so that no answer is quietly another than the one asked for:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weftline.engine.ingress.http_door.refusal import Refusal, unsupported
+from weftline.engine.ingress.http_door.refusal import HttpError, unsupported
 
 SAME_NAME = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "n")
 """OpenAI's fields that are keys of `sampling` under the same name."""
@@ -109,11 +109,11 @@ def constraint_of(format: Any) -> dict[str, Any]:
         inner = format.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if not isinstance(schema, dict):
-            raise Refusal(
+            raise HttpError(
                 "response_format.json_schema.schema: expected an object, a JSON schema", param="response_format"
             )
         return {"json_schema": schema}
-    raise Refusal("response_format.type: expected text, json_object or json_schema", param="response_format")
+    raise HttpError("response_format.type: expected text, json_object or json_schema", param="response_format")
 
 
 def check_no_sampling(body: Mapping[str, Any], sampling: Mapping[str, Any], model: str) -> None:
@@ -138,11 +138,11 @@ def chat_logprobs(body: Mapping[str, Any]) -> int | None:
     """Return how many likeliest tokens a chat request asks for; None: no log-probabilities."""
     wanted, top = body.get("logprobs"), body.get("top_logprobs")
     if wanted is not None and not isinstance(wanted, bool):
-        raise Refusal("logprobs: expected true or false", param="logprobs")
+        raise HttpError("logprobs: expected true or false", param="logprobs")
     if top is not None and (type(top) is not int or not 0 <= top <= 20):
-        raise Refusal("top_logprobs: expected a whole number from 0 to 20", param="top_logprobs")
+        raise HttpError("top_logprobs: expected a whole number from 0 to 20", param="top_logprobs")
     if top and not wanted:
-        raise Refusal("top_logprobs: wants logprobs to be true", param="top_logprobs")
+        raise HttpError("top_logprobs: wants logprobs to be true", param="top_logprobs")
     return (top or 0) if wanted else None
 
 
@@ -150,7 +150,7 @@ def flag(body: Mapping[str, Any], field: str) -> bool:
     """Return a field that is true or false; false when it is absent."""
     value = body.get(field)
     if value is not None and not isinstance(value, bool):
-        raise Refusal(f"{field}: expected true or false", param=field)
+        raise HttpError(f"{field}: expected true or false", param=field)
     return bool(value)
 
 
@@ -160,7 +160,7 @@ def wants_usage(body: Mapping[str, Any]) -> bool:
     if options is None:
         return False
     if not isinstance(options, dict):
-        raise Refusal("stream_options: expected an object", param="stream_options")
+        raise HttpError("stream_options: expected an object", param="stream_options")
     return flag(options, "include_usage")
 
 
@@ -170,7 +170,7 @@ def count_of(body: Mapping[str, Any]) -> int:
     if n is None:
         return 1
     if type(n) is not int or not 1 <= n <= 64:
-        raise Refusal("n: expected a whole number from 1 to 64", param="n")
+        raise HttpError("n: expected a whole number from 1 to 64", param="n")
     return n
 
 
@@ -178,7 +178,7 @@ def model_of(body: Mapping[str, Any]) -> str:
     """Return the model's name as the request has it."""
     model = body.get("model")
     if not isinstance(model, str) or not model:
-        raise Refusal("model: expected the name of a model, as the list of models has it", param="model")
+        raise HttpError("model: expected the name of a model, as the list of models has it", param="model")
     return model
 
 

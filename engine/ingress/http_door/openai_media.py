@@ -1,4 +1,4 @@
-"""Pictures and recordings inside a conversation: taken from the request itself, and never fetched from anywhere."""
+"""Inline pictures and recordings of a conversation; URLs are never fetched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weftline.engine.ingress.face import PortFace
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.refusal import HttpError
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 
@@ -18,15 +18,15 @@ def picture_of(part: Mapping[str, Any], where: str) -> bytes:
     inner = part.get("image_url")
     url = inner.get("url") if isinstance(inner, dict) else inner
     if not isinstance(url, str):
-        raise Refusal(f"{where}.image_url.url: expected a data: URL", param="messages")
+        raise HttpError(f"{where}.image_url.url: expected a data: URL", param="messages")
     if not url[:5].lower() == "data:":
-        raise Refusal(
+        raise HttpError(
             f"{where}.image_url.url: this server fetches nothing; send the picture itself as data:image/png;base64,...",
             param="messages",
         )
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise Refusal(f"{where}.image_url.url: expected data:image/...;base64,...", param="messages")
+        raise HttpError(f"{where}.image_url.url: expected data:image/...;base64,...", param="messages")
     return _decoded(data, f"{where}.image_url.url")
 
 
@@ -36,7 +36,7 @@ def recording_of(part: Mapping[str, Any], where: str) -> bytes:
     data = inner.get("data") if isinstance(inner, dict) else None
     if not isinstance(data, str) or (isinstance(inner, dict) and inner.get("format", "wav") not in AUDIO_FORMATS):
         formats = ", ".join(AUDIO_FORMATS)
-        raise Refusal(f"{where}.input_audio: expected data in base64, and a format of {formats}", param="messages")
+        raise HttpError(f"{where}.input_audio: expected data in base64, and a format of {formats}", param="messages")
     return _decoded(data, f"{where}.input_audio.data")
 
 
@@ -50,10 +50,10 @@ def placed(found: Sequence[bytes], ports: Sequence[PortFace], what: str) -> dict
         elif rest:
             inputs[port.name] = rest.pop(0)
         elif not port.optional:
-            raise Refusal(f"the model wants {what}s: its input {port.name} got none", param="messages")
+            raise HttpError(f"the model wants {what}s: its input {port.name} got none", param="messages")
     if rest:
         took = len(found) - len(rest)
-        raise Refusal(
+        raise HttpError(
             f"found {len(found)} {what}s in the last message with any; the model takes {took}", param="messages"
         )
     return inputs
@@ -63,4 +63,4 @@ def _decoded(data: str, where: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise Refusal(f"{where}: found no valid base64", param="messages") from None
+        raise HttpError(f"{where}: found no valid base64", param="messages") from None

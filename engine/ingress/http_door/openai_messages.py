@@ -1,4 +1,4 @@
-"""A conversation in OpenAI's words becomes the inputs of a model.
+"""Conversion of OpenAI messages to model inputs.
 
 A model with an input `messages` gets the whole conversation, texts only: system, developer, user, assistant and tool
 messages, with the tool calls that were made. One with a text input gets the text of the last user message. Pictures and
@@ -13,7 +13,7 @@ from typing import Any
 
 from weftline.engine.ingress.http_door.mapping import ChatPorts
 from weftline.engine.ingress.http_door.openai_media import picture_of, placed, recording_of
-from weftline.engine.ingress.http_door.refusal import Refusal, unsupported
+from weftline.engine.ingress.http_door.refusal import HttpError, unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -39,7 +39,7 @@ class Conversation:
 def read_conversation(messages: object) -> Conversation:
     """Return what `messages` says; Refusal tells which message is wrong, and how."""
     if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
-        raise Refusal(f"messages: expected a list of 1 to {MESSAGES_MAX} messages", param="messages")
+        raise HttpError(f"messages: expected a list of 1 to {MESSAGES_MAX} messages", param="messages")
     read: list[dict[str, Any]] = []
     images: tuple[bytes, ...] = ()
     audio: tuple[bytes, ...] = ()
@@ -58,7 +58,7 @@ def chat_inputs(body: Mapping[str, Any], ports: ChatPorts) -> dict[str, Any]:
         inputs[ports.messages] = list(said.messages)
     elif ports.prompt is not None:
         if said.question is None:
-            raise Refusal("messages: found no user message, and its text is all the model takes", param="messages")
+            raise HttpError("messages: found no user message, and its text is all the model takes", param="messages")
         inputs[ports.prompt] = said.question
     inputs |= placed(said.images, ports.images, "picture")
     inputs |= placed(said.audio, ports.audio, "recording")
@@ -72,7 +72,7 @@ def _tools(body: Mapping[str, Any], ports: ChatPorts) -> dict[str, Any]:
     if not tools or choice == "none":
         return {}
     if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise Refusal("tools: expected a list of objects", param="tools")
+        raise HttpError("tools: expected a list of objects", param="tools")
     if ports.tools is None:
         raise unsupported("tools", "the model takes none; give it an input `tools: json`")
     return {ports.tools: tools}
@@ -80,13 +80,13 @@ def _tools(body: Mapping[str, Any], ports: ChatPorts) -> dict[str, Any]:
 
 def _read_message(where: str, message: object) -> tuple[dict[str, Any], tuple[bytes, ...], tuple[bytes, ...]]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise Refusal(f"{where}: expected an object with a role of {', '.join(ROLES)}", param="messages")
+        raise HttpError(f"{where}: expected an object with a role of {', '.join(ROLES)}", param="messages")
     if message.get("function_call") is not None:
-        raise Refusal(f"{where}.function_call: not supported; use tool_calls", param="messages")
+        raise HttpError(f"{where}.function_call: not supported; use tool_calls", param="messages")
     kept = {key: message[key] for key in KEPT if message.get(key) is not None}
     content = message.get("content")
     if content is None and message["role"] != "assistant":
-        raise Refusal(f"{where}.content: expected a text, or a list of parts", param="messages")
+        raise HttpError(f"{where}.content: expected a text, or a list of parts", param="messages")
     text, images, audio = _read_content(f"{where}.content", content)
     return kept | {"content": text}, images, audio
 
@@ -95,7 +95,7 @@ def _read_content(where: str, content: object) -> tuple[str, tuple[bytes, ...], 
     if content is None or isinstance(content, str):
         return content or "", (), ()
     if not isinstance(content, list):
-        raise Refusal(f"{where}: expected a text, or a list of parts", param="messages")
+        raise HttpError(f"{where}: expected a text, or a list of parts", param="messages")
     texts: list[str] = []
     images: list[bytes] = []
     audio: list[bytes] = []
@@ -111,5 +111,5 @@ def _read_content(where: str, content: object) -> tuple[str, tuple[bytes, ...], 
         elif kind == "input_audio":
             audio.append(recording_of(part, at))
         else:
-            raise Refusal(f"{at}: expected a part of type text, image_url or input_audio", param="messages")
+            raise HttpError(f"{at}: expected a part of type text, image_url or input_audio", param="messages")
     return "".join(texts), tuple(images), tuple(audio)

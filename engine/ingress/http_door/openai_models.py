@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}: what the caller may ask, of all that is ready."""
+"""GET /v1/models and /v1/models/{model}."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from weftline.engine.ingress.http_door.door import Door, caller_of
+from weftline.engine.ingress.http_door.door import HttpContext, caller_of
 from weftline.engine.ingress.http_door.replying import json_response
 
 
-class Models:
+class OpenAiModels:
     """Both paths. created: when the door opened; models have no date of their own here."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
         self._created = int(door.now_s())
 

@@ -1,4 +1,4 @@
-"""The HTTP door described as OpenAPI 3.1: its paths, and what goes in. For tools that make clients, and for tests."""
+"""OpenAPI 3.1 description of the HTTP server."""
 
 from __future__ import annotations
 
@@ -99,6 +99,8 @@ _ANY: dict[str, Any] = {}
 _GETS = {
     "/livez": "Whether the server lives.",
     "/readyz": "Whether all models are ready and new work is taken.",
+    "/healthz": "Whether the server lives; the same as /livez.",
+    "/health": "Whether all models are ready and new work is taken; the same as /readyz.",
     "/metrics": "All figures in Prometheus' text format.",
     "/openapi.json": "This document.",
     "/v1/models": "Models that are ready.",

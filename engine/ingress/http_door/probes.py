@@ -1,4 +1,7 @@
-"""/livez, /readyz and /metrics: for whoever starts, watches and measures servers."""
+"""Serve /livez, /readyz and /metrics, for process supervisors and monitoring.
+
+Two more names for probes that are written already: /healthz is /livez, /health is /readyz.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from weftline.engine.ingress.http_door.door import Door, caller_of
+from weftline.engine.ingress.http_door.door import HttpContext, caller_of
 from weftline.engine.ingress.http_door.replying import json_response, text_response
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -15,7 +18,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Probes:
     """The paths. A server that drains lives, and is not ready."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
 
     async def live(self, request: Request) -> ASGIApp:

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: one mapper for all of them, and a body in the words of whoever's path it is."""
+"""Conversion of errors to HTTP responses in the format of the API called."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 from starlette.responses import Response
 
 from weftline.engine.ingress.http_door.openai_fields import OF_SAMPLING
-from weftline.engine.ingress.http_door.refusal import Refusal
-from weftline.engine.ingress.replies import HTTP_STATUS, Reply, told
+from weftline.engine.ingress.http_door.refusal import HttpError
+from weftline.engine.ingress.replies import HTTP_STATUS, ErrorReply, told
 from weftline.errors import UnknownModel
 
 JSON = "application/json"
@@ -32,14 +32,14 @@ def problem_response(error: BaseException, path: str) -> Response:
         headers["retry-after-ms"] = str(math.ceil(reply.retry_after_s * 1e3))
     if code == 401:
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, Refusal) and error.close:
+    if isinstance(error, HttpError) and error.close:
         headers["connection"] = "close"
     return Response(msgspec.json.encode(body), code, headers, JSON)
 
 
 def code_of(error: BaseException, status: str) -> int:
     """Return the HTTP status for an error with that gRPC status name."""
-    return error.code if isinstance(error, Refusal) else HTTP_STATUS.get(status, 500)
+    return error.code if isinstance(error, HttpError) else HTTP_STATUS.get(status, 500)
 
 
 def openai_problem(error: BaseException) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def openai_problem(error: BaseException) -> dict[str, Any]:
     return _openai(error, reply, code_of(error, reply.status))
 
 
-def _openai(error: BaseException, reply: Reply, code: int) -> dict[str, Any]:
+def _openai(error: BaseException, reply: ErrorReply, code: int) -> dict[str, Any]:
     kind = _TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
     named = "model_not_found" if isinstance(error, UnknownModel) else _CODES.get(code)
     param = "model" if isinstance(error, UnknownModel) else _param_of(error, reply.message)
@@ -56,7 +56,7 @@ def _openai(error: BaseException, reply: Reply, code: int) -> dict[str, Any]:
 
 
 def _param_of(error: BaseException, message: str) -> str | None:
-    if isinstance(error, Refusal):
+    if isinstance(error, HttpError):
         return error.param
     found = _SAMPLING.search(message)
     return OF_SAMPLING.get(found[1], found[1]) if found else None

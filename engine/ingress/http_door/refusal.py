@@ -1,11 +1,11 @@
-"""What is wrong with a request before any model sees it, with the HTTP status and the field that is to blame."""
+"""HTTP request errors with status and offending field."""
 
 from __future__ import annotations
 
 from weftline.errors import InputError
 
 
-class Refusal(InputError):
+class HttpError(InputError):
     """A request that HTTP itself refuses.
 
     code:  the HTTP status of the answer.
@@ -20,18 +20,18 @@ class Refusal(InputError):
         self.close = close
 
 
-def unknown_path() -> Refusal:
-    return Refusal("there is nothing at this path", code=404)
+def unknown_path() -> HttpError:
+    return HttpError("there is nothing at this path", code=404)
 
 
-def wrong_method(allowed: set[str]) -> Refusal:
-    return Refusal(f"this path takes {', '.join(sorted(allowed))}", code=405)
+def wrong_method(allowed: set[str]) -> HttpError:
+    return HttpError(f"this path takes {', '.join(sorted(allowed))}", code=405)
 
 
-def too_large(bytes_max: int) -> Refusal:
-    return Refusal(f"the body is larger than {bytes_max} bytes, limits.message_bytes_max; send less", code=413)
+def too_large(bytes_max: int) -> HttpError:
+    return HttpError(f"the body is larger than {bytes_max} bytes, limits.message_bytes_max; send less", code=413)
 
 
-def unsupported(field: str, why: str) -> Refusal:
+def unsupported(field: str, why: str) -> HttpError:
     """Return what to raise for a field that would change the answer, were it understood."""
-    return Refusal(f"{field}: {why}", param=field)
+    return HttpError(f"{field}: {why}", param=field)

@@ -1,4 +1,4 @@
-"""Answers that are JSON, or plain text."""
+"""JSON and plain-text responses."""
 
 from __future__ import annotations
 

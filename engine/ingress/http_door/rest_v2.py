@@ -1,4 +1,4 @@
-"""v2's REST paths beside inference: what the server and its models are and how they do, load, unload, settings."""
+"""v2 REST routes besides inference: server, models, load, unload and settings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from weftline.engine.ingress.http_door.body import json_object_of
-from weftline.engine.ingress.http_door.door import Door, caller_of
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.door import HttpContext, caller_of
+from weftline.engine.ingress.http_door.refusal import HttpError
 from weftline.engine.ingress.http_door.replying import json_response
 from weftline.engine.ingress.identity import NAME, version
 from weftline.engine.ingress.replies import told
@@ -34,10 +34,10 @@ EXTENSIONS = (
 SETTINGS_BYTES_MAX = 64 << 10
 
 
-class Server:
+class RestServer:
     """/v2, /v2/health/*, /v2/repository/*, /v2/trace/setting, /v2/logging."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
 
     async def metadata(self, request: Request) -> ASGIApp:
@@ -56,7 +56,7 @@ class Server:
         body = await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
         caller, only_ready = caller_of(request), body.get("ready", False)
         if not isinstance(only_ready, bool):
-            raise Refusal("ready: expected true or false")
+            raise HttpError("ready: expected true or false")
         return json_response(
             [
                 {
@@ -95,15 +95,15 @@ class Server:
             body = await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
             for name, value in body.items():
                 if not isinstance(value, bool | int | str):
-                    raise Refusal(f"{name!r:.80}: expected true, false, a whole number or a text")
+                    raise HttpError(f"{name!r:.80}: expected true, false, a whole number or a text")
             self._door.logs.set(body)
         return json_response(self._door.logs.get())
 
 
-class Models:
+class RestModels:
     """/v2/models/*: metadata, readiness, configuration and statistics of models."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
 
     async def metadata(self, request: Request) -> ASGIApp:
@@ -149,7 +149,7 @@ def _metadata(meta: ModelMetadata) -> dict[str, Any]:
 def _check_no_files(body: Mapping[str, Any]) -> None:
     parameters = body.get("parameters") or {}
     if not isinstance(parameters, dict) or parameters:
-        raise Refusal("parameters: a model is loaded as its operator configured it; send none")
+        raise HttpError("parameters: a model is loaded as its operator configured it; send none")
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
         return ()
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(one, str) or type(one) is int for one in values):
-        raise Refusal(f"{name!r:.80}: expected a text, a whole number or a list of them")
+        raise HttpError(f"{name!r:.80}: expected a text, a whole number or a list of them")
     return tuple(str(one) for one in values)
 
 

@@ -1,4 +1,4 @@
-"""Every path of the HTTP door, in one list, and the application made of it.
+"""Route table of the HTTP server and the ASGI application.
 
 The gate's table (`access/methods.py`) has the same paths with the right each takes; a test compares the two.
 """
@@ -17,14 +17,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weftline.engine.ingress.access.gate import Gate
 from weftline.engine.ingress.config import LOOPBACK
 from weftline.engine.ingress.http_door import rest_v2
-from weftline.engine.ingress.http_door.door import Door
-from weftline.engine.ingress.http_door.memory_v2 import Memory
-from weftline.engine.ingress.http_door.middleware import Guard
+from weftline.engine.ingress.http_door.door import HttpContext
+from weftline.engine.ingress.http_door.memory_v2 import HttpSharedMemory
+from weftline.engine.ingress.http_door.middleware import HttpGuard
 from weftline.engine.ingress.http_door.openai_audio import Transcriptions
 from weftline.engine.ingress.http_door.openai_chat import Chat
 from weftline.engine.ingress.http_door.openai_completions import Completions
 from weftline.engine.ingress.http_door.openai_embeddings import Embeddings
-from weftline.engine.ingress.http_door.openai_models import Models
+from weftline.engine.ingress.http_door.openai_models import OpenAiModels
 from weftline.engine.ingress.http_door.openapi import document
 from weftline.engine.ingress.http_door.probes import Probes
 from weftline.engine.ingress.http_door.replying import json_response
@@ -33,19 +33,19 @@ from weftline.engine.ingress.http_door.tensors_v2 import Infer
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def application(door: Door, gate: Gate, host: str = LOOPBACK) -> Starlette:
+def application(door: HttpContext, gate: Gate, host: str = LOOPBACK) -> Starlette:
     """Return the ASGI application of a door."""
     every = routes(door)
-    return Starlette(routes=every, middleware=[Middleware(Guard, door=door, gate=gate, routes=every, host=host)])
+    return Starlette(routes=every, middleware=[Middleware(HttpGuard, door=door, gate=gate, routes=every, host=host)])
 
 
-def routes(door: Door) -> list[Route]:
+def routes(door: HttpContext) -> list[Route]:
     """Return every path with what answers it."""
     return [*_openai(door), *_v2(door), *_v2_memory(door), *_probes(door)]
 
 
-def _openai(door: Door) -> list[Route]:
-    models = Models(door)
+def _openai(door: HttpContext) -> list[Route]:
+    models = OpenAiModels(door)
     return [
         _post("/v1/chat/completions", Chat(door).create),
         _post("/v1/completions", Completions(door).create),
@@ -56,8 +56,8 @@ def _openai(door: Door) -> list[Route]:
     ]
 
 
-def _v2(door: Door) -> list[Route]:
-    server, models, infer = rest_v2.Server(door), rest_v2.Models(door), Infer(door)
+def _v2(door: HttpContext) -> list[Route]:
+    server, models, infer = rest_v2.RestServer(door), rest_v2.RestModels(door), Infer(door)
     found = [
         _get("/v2", server.metadata),
         _get("/v2/health/live", server.live),
@@ -81,8 +81,8 @@ def _v2(door: Door) -> list[Route]:
     return found
 
 
-def _v2_memory(door: Door) -> list[Route]:
-    memory = Memory(door)
+def _v2_memory(door: HttpContext) -> list[Route]:
+    memory = HttpSharedMemory(door)
     found = []
     for path, status, register, unregister in (
         ("/v2/systemsharedmemory", memory.status, memory.register, memory.unregister),
@@ -98,7 +98,7 @@ def _v2_memory(door: Door) -> list[Route]:
     return found
 
 
-def _probes(door: Door) -> list[Route]:
+def _probes(door: HttpContext) -> list[Route]:
     probes = Probes(door)
 
     async def openapi(request: Request) -> ASGIApp:
@@ -107,6 +107,8 @@ def _probes(door: Door) -> list[Route]:
     return [
         _get("/livez", probes.live),
         _get("/readyz", probes.ready),
+        _get("/healthz", probes.live),
+        _get("/health", probes.ready),
         _get("/metrics", probes.metrics),
         _get("/openapi.json", openapi),
     ]

@@ -1,4 +1,4 @@
-"""The HTTP server: an ASGI application of ours in uvicorn, on a socket of ours, in whatever event loop runs.
+"""HTTP server: uvicorn on a given socket and event loop.
 
     server = HttpServer(config, backend, gate)
     port = await server.start()
@@ -25,7 +25,7 @@ from weftline.engine.ingress.backend import Backend
 from weftline.engine.ingress.config import HttpDoor, ServeConfig
 from weftline.engine.ingress.grpc_door.control import LogSettings, TraceSettings
 from weftline.engine.ingress.http_door.connection import limited, watch
-from weftline.engine.ingress.http_door.door import Door, Figures
+from weftline.engine.ingress.http_door.door import Figures, HttpContext
 from weftline.engine.ingress.http_door.routes import application
 from weftline.engine.ingress.statistics import Statistics
 
@@ -63,7 +63,7 @@ class HttpServer:
         self._tls = config.tls
         self._limits = config.limits
         self._sock = sock
-        self.door = Door(
+        self.door = HttpContext(
             backend,
             config.limits,
             shared_memory=shared_memory or SharedMemory(config.limits, False),
@@ -117,7 +117,10 @@ class HttpServer:
             return
         self._server.grace_s = grace_s
         self._server.should_exit = True
-        await asyncio.shield(self._running)
+        try:
+            await asyncio.shield(self._running)
+        finally:
+            self.door.json.close()
 
 
 class _Server(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""Server-sent events: an answer that is told while it grows.
+"""Server-sent event responses.
 
 Each event waits until the connection takes it, so a client that does not read stops the stream, and with it the step
 that writes it. A client that leaves withdraws the request.

@@ -1,4 +1,4 @@
-"""POST /v2/models/{model}/infer: one v2 request, and its batch, over REST."""
+"""POST /v2/models/{model}/infer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from starlette.types import ASGIApp
 from weftline.engine.ingress.backend import Answer, Ask
 from weftline.engine.ingress.face import ModelFace
 from weftline.engine.ingress.http_door.attended import while_connected
-from weftline.engine.ingress.http_door.binary_tensors import HEADER, Wanted, read_request, response_body
+from weftline.engine.ingress.http_door.binary_tensors import HEADER, BinaryOutputs, response_body
 from weftline.engine.ingress.http_door.body import body_of
-from weftline.engine.ingress.http_door.door import ID_CHARS_MAX, SPAN, Door, caller_of, deadline_ms_of
+from weftline.engine.ingress.http_door.door import ID_CHARS_MAX, SPAN, HttpContext, caller_of, deadline_ms_of
 from weftline.engine.ingress.http_door.problems import JSON
 from weftline.engine.ingress.http_door.together import gathered
 from weftline.engine.ingress.v2.answering import to_response
-from weftline.engine.ingress.v2.asking import Asked, to_asks
+from weftline.engine.ingress.v2.asking import ParsedRequest, to_asks
 from weftline.engine.ingress.v2.names import check_name, check_version
 from weftline.engine.ingress.v2.nouns import InferRequest
 
@@ -25,7 +25,7 @@ from weftline.engine.ingress.v2.nouns import InferRequest
 class Infer:
     """Both paths, with a version and without."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: HttpContext) -> None:
         self._door = door
 
     async def infer(self, request: Request) -> ASGIApp:
@@ -34,13 +34,14 @@ class Infer:
         version = check_version(request.path_params.get("version", ""))
         face = self._door.face(request, model, version)
         body = await body_of(request, limits.message_bytes_max)
-        asking, wanted = read_request(body, request.headers.get(HEADER), model, version, limits)
+        json, regions = self._door.json, self._door.shared_memory if self._door.shared_memory.enabled else None
+        asking, wanted = await json.rest_body(body, request.headers.get(HEADER), model, version, limits)
         caller_of(request).check_regions(asking)
         asked = to_asks(
-            asking,
+            await json.elements(asking, face, limits, regions),
             face,
             limits,
-            self._door.shared_memory if self._door.shared_memory.enabled else None,
+            regions,
             deadline_ms=deadline_ms_of(request),
             caller=caller_of(request).name,
             door="http",
@@ -50,7 +51,7 @@ class Infer:
         return await while_connected(request.receive, self._answered(request, asking, asked, face, wanted))
 
     async def _answered(
-        self, request: Request, asking: InferRequest, asked: Asked, face: ModelFace, wanted: Wanted
+        self, request: Request, asking: InferRequest, asked: ParsedRequest, face: ModelFace, wanted: BinaryOutputs
     ) -> Response:
         with ExitStack() as lent:
             answers = await gathered([self._ask(one, lent) for one in asked.asks])

@@ -1,4 +1,4 @@
-"""Several asks at once: all answers in order, or the first error and no work left behind."""
+"""Concurrent requests with sibling cancellation: all answers in order, or the first error."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ingress processes of their own: doors that reach the engine through a socket and two granted extents of memory."""
+"""Ingress processes: servers in processes of their own, connected by socket and shared memory."""

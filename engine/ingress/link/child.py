@@ -1,4 +1,4 @@
-"""An ingress process as the engine sees it: started by exec with three descriptors, and ended without remains.
+"""Handle of one ingress process: start by exec, and termination.
 
 It has a clean environment, a session of its own, the server's standard error as its log, one end of a socket pair and
 the two extents. Whether it lives is told by the socket: it ends when either side does.
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weftline.engine.ingress.link.extent import grant
-from weftline.engine.processes import KEPT_VARIABLES
+from weftline.engine.runtime.processes import KEPT_VARIABLES
 from weftline.shm.arena import HostArena
 
 ENTRY = "weftline.engine.ingress.link.process"
@@ -48,7 +48,7 @@ class Child:
                     pass_fds=passed,
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # the server's own standard output is for what it prints itself
-                    env=_environment(os.environ),
+                    env=environment(os.environ),
                     start_new_session=True,
                 )
             undo.pop_all()
@@ -72,7 +72,7 @@ class Child:
         return f"signal {-code}, {signal.Signals(-code).name}" if -code in signal.valid_signals() else f"signal {-code}"
 
 
-def _environment(parent: Mapping[str, str]) -> dict[str, str]:
+def environment(parent: Mapping[str, str]) -> dict[str, str]:
     kept = {name: parent[name] for name in KEPT_VARIABLES if name in parent}
     # Nothing here computes with many threads; libraries that start one for each core at import would only cost memory.
     kept |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")

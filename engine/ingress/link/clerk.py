@@ -1,4 +1,4 @@
-"""Serves one ingress process, beside the engine: its questions become asks of a Backend, its cancels cancels.
+"""Connection of one ingress process, on the engine's side: executes its requests.
 
 What comes from there may be hostile: an ingress process parses what strangers send. A message that does not decode, a
 place outside its extent, an id used twice, a block given back twice: each closes the connection, and with it goes all
@@ -17,13 +17,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from weftline.engine.ingress.backend import Ask, Backend
+from weftline.engine.ingress.json_parser import JsonParser
 from weftline.engine.ingress.link import messages as msg
-from weftline.engine.ingress.link.extent import NO_BLOCK, Shelf, let_go
-from weftline.engine.ingress.link.parcel import parcels_of
+from weftline.engine.ingress.link.extent import NO_BLOCK, SharedBuffer, let_go
+from weftline.engine.ingress.link.parcel import inputs_of
 from weftline.engine.ingress.link.trouble import CANCELLED, error_of, trouble_of
-from weftline.engine.ingress.link.wire import Wire
-from weftline.engine.messages import Value
-from weftline.engine.reading import PIECE_BYTES, StreamedOutput
+from weftline.engine.ingress.link.wire import FrontendTransport
+from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES, Value
+from weftline.engine.protocol.packed import Packed
+from weftline.engine.result import StreamedOutput
 from weftline.errors import LimitReached, SessionClosed
 from weftline.shm.arena import HostArena
 
@@ -53,7 +55,7 @@ class _Credit:
             await self._more.wait()
 
 
-class Clerk:
+class FrontendConnection:
     """One ingress process's side in the engine. For one event loop; takes over both extents.
 
     granted:   the extent that the ingress process writes.
@@ -72,10 +74,11 @@ class Clerk:
     ) -> None:
         self._backend = backend
         self._granted = granted
-        self._shelf = Shelf(answers)
+        self._shelf = SharedBuffer(answers)
         self._orders = orders
         self._calls_max = calls_max
-        self._wire: Wire | None = None
+        self._json = JsonParser()
+        self._wire: FrontendTransport | None = None
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._ordered: set[asyncio.Task[None]] = set()
         self._credits: dict[int, _Credit] = {}
@@ -89,7 +92,7 @@ class Clerk:
 
     async def serve(self, sock: socket.socket, frame_bytes_max: int) -> None:
         """Take over a connected socket, and serve it from now on."""
-        self._wire = await Wire.connect(sock, self._hear, self._lose, frame_bytes_max, holds_back=True)
+        self._wire = await FrontendTransport.connect(sock, self._hear, self._lose, frame_bytes_max, holds_back=True)
 
     def say(self, body: bytes) -> None:
         """Send an encoded message."""
@@ -104,6 +107,7 @@ class Clerk:
         """Wait until it is gone and nothing of it is open any more."""
         await self._closed.wait()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)  # orders outlast whoever gave them
+        self._json.close()
         let_go(self._granted)
         let_go(self._shelf.arena)
 
@@ -136,13 +140,13 @@ class Clerk:
         elif isinstance(message, msg.More):
             if (credit := self._credits.get(message.id)) is not None:
                 credit.add(message.size_bytes)
-        elif isinstance(message, msg.Taken):
+        elif isinstance(message, msg.BlockReleased):
             if message.block == NO_BLOCK:
                 raise ValueError("no block was given back")
             self._shelf.free(message.block)
         elif isinstance(message, msg.Order):
             self._hear_order(message)
-        elif isinstance(message, msg.Opened):
+        elif isinstance(message, msg.ServersOpened):
             self._opened.set_result(message.ports)
         elif isinstance(message, msg.NotOpened):
             self._opened.set_exception(error_of(message.trouble))
@@ -154,7 +158,7 @@ class Clerk:
             raise ValueError("an id was used twice")
         ask = Ask(
             question.model,
-            parcels_of(question.inputs, self._granted),
+            inputs_of(question.inputs, self._granted),
             question.outputs,
             question.deadline_ms,
             question.priority,
@@ -170,7 +174,7 @@ class Clerk:
         )
         if len(self._asked) >= self._calls_max:
             refusal = LimitReached(f"{len(self._asked)} calls are open; limits.calls_max is {self._calls_max}", 0.1)
-            self._say(msg.Failed(question.id, trouble_of(refusal)))
+            self._say(msg.RequestFailed(question.id, trouble_of(refusal)))
             return
         answering: Coroutine[Any, Any, None]
         answering = self._stream(question.id, ask) if question.stream else self._answer(question.id, ask)
@@ -180,7 +184,9 @@ class Clerk:
 
     def _hear_order(self, order: msg.Order) -> None:
         if len(self._ordered) >= ORDERS_MAX:
-            self._say(msg.Failed(order.id, trouble_of(LimitReached(f"{ORDERS_MAX} orders are being carried out", 1.0))))
+            self._say(
+                msg.RequestFailed(order.id, trouble_of(LimitReached(f"{ORDERS_MAX} orders are being carried out", 1.0)))
+            )
             return
         task = asyncio.get_running_loop().create_task(self._carry_out(order))
         self._ordered.add(task)
@@ -203,19 +209,28 @@ class Clerk:
         del self._asked[number]
         self._credits.pop(number, None)
         if task.cancelled():
-            self._say(msg.Failed(number, CANCELLED))
+            self._say(msg.RequestFailed(number, CANCELLED))
         elif (error := task.exception()) is not None:
-            self._say(msg.Failed(number, trouble_of(error)))
+            self._say(msg.RequestFailed(number, trouble_of(error)))
 
     async def _answer(self, number: int, ask: Ask) -> None:
+        ask = await self._checked(ask)
         with await self._backend.ask(ask) as answer:
             outputs, block = await self._lay(answer.outputs)
             timings, total_ms = answer.timings, answer.total_ms
             version, traceparent = answer.version, answer.traceparent
-        self._say_placed(msg.Answered(number, outputs, block, timings, total_ms, version, traceparent), block)
+        self._say_placed(msg.FrontendResponse(number, outputs, block, timings, total_ms, version, traceparent), block)
+
+    async def _checked(self, ask: Ask) -> Ask:
+        """Check the large JSON inputs of a request, which an untrusted process has parsed; return the request."""
+        for name, value in ask.inputs.items():
+            if isinstance(value, Packed):
+                await self._json.check(name, value)
+        return ask
 
     async def _stream(self, number: int, ask: Ask) -> None:
         credit = self._credits[number] = _Credit()
+        ask = await self._checked(ask)
         async with contextlib.aclosing(self._backend.stream(ask)) as pieces:
             async for piece in pieces:
                 await credit.wait()
@@ -226,8 +241,8 @@ class Clerk:
         """Send a piece and return what it takes of the reader's window."""
         values, block = await self._lay({piece.output: piece.value})
         value = values[piece.output]
-        self._say_placed(msg.Piece(number, piece.output, value, piece.last, block), block)
-        return 0 if piece.last else value.size_bytes + PIECE_BYTES
+        self._say_placed(msg.ResponseChunk(number, piece.output, value, piece.last, block), block)
+        return 0 if piece.last else value.size_bytes + CHUNK_OVERHEAD_BYTES
 
     async def _lay(self, values: Mapping[str, Any]) -> tuple[dict[str, Value], int]:
         """Copy values to where the ingress process finds them, as soon as it listens."""
@@ -244,7 +259,7 @@ class Clerk:
         try:
             self._say(await self._orders(order))
         except Exception as error:
-            self._say(msg.Failed(order.id, trouble_of(error)))
+            self._say(msg.RequestFailed(order.id, trouble_of(error)))
 
     def _say(self, message: msg.ToIngress) -> None:
         self.say(msg.encode(message))

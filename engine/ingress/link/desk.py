@@ -1,4 +1,4 @@
-"""The engine's side of its ingress processes: starts them, tells them what there is, and lets them go.
+"""Manager of all ingress processes, on the engine's side.
 
     desk = Desk(backend)
     ports = await desk.start_ingress(IngressSpec("http", ("http",), config))
@@ -23,8 +23,8 @@ import msgspec
 from weftline.engine.ingress.backend import Backend
 from weftline.engine.ingress.link import messages as msg
 from weftline.engine.ingress.link.child import ENTRY
-from weftline.engine.ingress.link.clerk import Clerk
-from weftline.engine.ingress.link.keeper import EXTENT_BYTES, Keeper, wait_all
+from weftline.engine.ingress.link.clerk import FrontendConnection
+from weftline.engine.ingress.link.keeper import EXTENT_BYTES, FrontendSupervisor, wait_all
 from weftline.engine.ingress.link.spec import IngressSpec
 from weftline.engine.ingress.statistics import Statistics
 from weftline.errors import InputError, SessionClosed
@@ -38,7 +38,7 @@ FIGURES_EVERY = 5
 """Figures are looked at every so many times."""
 
 
-class Desk:
+class FrontendManager:
     """All ingress processes of a server. For one event loop.
 
     backend:      what they ask.
@@ -52,7 +52,7 @@ class Desk:
         self._backend = backend
         self._statistics = statistics or Statistics()
         self._extent_bytes = extent_bytes
-        self._keepers: list[Keeper] = []
+        self._keepers: list[FrontendSupervisor] = []
         self._catalog: msg.Catalog | None = None
         self._figures = b""
         self._looking: asyncio.Task[None] | None = None
@@ -65,7 +65,7 @@ class Desk:
         """
         if self._ending:
             raise SessionClosed("the server is ending")
-        keeper = Keeper(spec, self._backend, self._carry_out, self._greet, self._extent_bytes, entry)
+        keeper = FrontendSupervisor(spec, self._backend, self._carry_out, self._greet, self._extent_bytes, entry)
         self._keepers.append(keeper)
         try:
             ports = await keeper.start()
@@ -140,7 +140,7 @@ class Desk:
             self._figures = figures
             self._tell(figures)
 
-    def _greet(self, clerk: Clerk) -> None:
+    def _greet(self, clerk: FrontendConnection) -> None:
         clerk.say(msg.encode(_catalog(self._backend)))
         clerk.say(self._figures or _figures(self._backend))
 

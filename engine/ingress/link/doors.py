@@ -1,4 +1,4 @@
-"""The doors of an ingress process: the servers that also serve beside the engine, over a RemoteBackend.
+"""Servers of an ingress process, over a `RemoteBackend`.
 
 What doors of one process share (the gate, registered memory, settings) is made once. Tokens and certificates are read
 here, in the process that needs them, and never travel.
@@ -17,17 +17,17 @@ from weftline.engine.ingress.link.remote import RemoteBackend
 from weftline.engine.ingress.link.spec import GRPC, HTTP, IngressSpec
 
 if TYPE_CHECKING:
-    from weftline.engine.ingress.link.process import Door
+    from weftline.engine.ingress.link.process import IngressServer
 
 
-def served_doors(spec: IngressSpec, backend: RemoteBackend) -> dict[str, Door]:
+def served_doors(spec: IngressSpec, backend: RemoteBackend) -> dict[str, IngressServer]:
     """Make the doors that a spec names; PipelineError when a file that they need is no good."""
     config = spec.config
     start_logs(config.logs)
     tokens = TokenFile(config.tokens) if config.tokens is not None else None
     gate = Gate(tokens, config.limits, shares=max(1, config.grpc.processes) + (config.http is not None))
     memory = SharedMemory(config.limits, config.shared_memory)
-    doors: dict[str, Door] = {}
+    doors: dict[str, IngressServer] = {}
     if GRPC in spec.doors:
         from weftline.engine.ingress.grpc_door.server import GrpcServer
 

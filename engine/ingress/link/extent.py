@@ -1,11 +1,11 @@
-"""Memory that one side of a link writes and the other reads, without a name.
+"""Unnamed shared buffer with one writer and one reader.
 
 The engine makes both extents of an ingress process and hands them over as inherited descriptors, so a process that is
 killed leaves nothing: the engine drops the mappings. The engine's own is sealed against any other writer. The one it
 grants is written by the ingress process; the engine reads it as what it is, bytes that may change at any time: each is
 copied once, into an arena that only the engine writes, before anyone looks at it.
 
-A `Shelf` is the writer's view of its extent: which bytes are free, and how values are laid there.
+A `SharedBuffer` is the writer's view of its extent: which bytes are free, and how values are laid there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from weftline.engine.ingress.link.messages import ARENA
 from weftline.engine.ingress.link.parcel import packed_of
-from weftline.engine.messages import Value
-from weftline.engine.packed import Layout, Packed
+from weftline.engine.protocol.messages import Value
+from weftline.engine.protocol.packed import Layout, Packed
 from weftline.errors import LimitReached
 from weftline.shm.allocator import Allocator
 from weftline.shm.arena import F_SEAL_FUTURE_WRITE, HostArena
@@ -74,7 +74,7 @@ def let_go(arena: HostArena) -> None:
         os.close(fd)
 
 
-class Shelf:
+class SharedBuffer:
     """Lays values in an extent that this process writes. For one thread, but for `Laid.write`."""
 
     def __init__(self, arena: HostArena) -> None:

@@ -1,5 +1,6 @@
-"""Messages out of a byte stream: a four-byte little-endian length, then the body. Pure; each byte is copied once or
-twice, however the stream is cut."""
+"""Message framing: four-byte little-endian length, then the body; pure.
+
+Each byte is copied once or twice, however the stream is cut."""
 
 from __future__ import annotations
 

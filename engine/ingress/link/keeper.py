@@ -1,4 +1,4 @@
-"""Keeps one ingress process running: started, watched, and started again with back-off when it ends.
+"""Supervisor of one ingress process: restarts with back-off.
 
 What it was asked for by clients is withdrawn in the moment it ends; its clients see their connections close. One that
 does not answer a Ping for SILENT_S is killed. A process that never comes up is given up after some tries.
@@ -12,12 +12,12 @@ import logging
 import os
 from collections.abc import Callable
 
-from weftline.engine.crew.supervisor import RestartPolicy, Restarts
 from weftline.engine.ingress.backend import Backend
 from weftline.engine.ingress.link import messages as msg
 from weftline.engine.ingress.link.child import END_S, ENTRY, Child
-from weftline.engine.ingress.link.clerk import Clerk, Orders
+from weftline.engine.ingress.link.clerk import FrontendConnection, Orders
 from weftline.engine.ingress.link.spec import IngressSpec, encode_spec, frame_bytes_max
+from weftline.engine.scheduler.restarts import RestartPolicy, Restarts
 from weftline.errors import SessionClosed
 
 EXTENT_BYTES = 64 << 20
@@ -35,10 +35,10 @@ SILENT_S = 10.0
 _log = logging.getLogger("weftline.ingress")
 
 
-class Keeper:
+class FrontendSupervisor:
     """One ingress process, whichever it is at the moment. For one event loop.
 
-    greet: called with each new Clerk once it is connected, to tell it what there is.
+    greet: called with each new FrontendConnection once it is connected, to tell it what there is.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Keeper:
         spec: IngressSpec,
         backend: Backend,
         orders: Orders,
-        greet: Callable[[Clerk], None],
+        greet: Callable[[FrontendConnection], None],
         extent_bytes: int = EXTENT_BYTES,
         entry: str = ENTRY,
     ) -> None:
         self.spec = spec
         self.ports: dict[str, int] = {}
-        self.clerk: Clerk | None = None
+        self.clerk: FrontendConnection | None = None
         self.given_up = False
         self._backend = backend
         self._orders = orders
@@ -105,7 +105,7 @@ class Keeper:
         loop = asyncio.get_running_loop()
         child = Child(self._extent_bytes, self._entry)
         calls_max = self.spec.config.limits.calls_max
-        clerk = Clerk(self._backend, child.granted, child.answers, self._orders, calls_max)
+        clerk = FrontendConnection(self._backend, child.granted, child.answers, self._orders, calls_max)
         self._child = child
         try:
             await clerk.serve(child.sock, frame_bytes_max(self.spec.config))
@@ -152,13 +152,17 @@ class Keeper:
                 self.given_up = True
                 _log.error("ingress process %s is given up: it keeps failing to start", self.spec.name)
 
-    async def _wait_death(self, clerk: Clerk, child: Child) -> str:
+    async def _wait_death(self, clerk: FrontendConnection, child: Child) -> str:
         """Wait until the connection ends, which its process does not outlive, and return how it ended."""
         loop = asyncio.get_running_loop()
         closed = asyncio.create_task(clerk.wait_closed())
+        heard_s, silent_s = clerk.heard_s, 0.0
         while not (await asyncio.wait([closed], timeout=msg.PING_S))[0]:
             clerk.say(msg.encode(msg.Ping()))
-            if loop.time() - clerk.heard_s > SILENT_S:
+            # Rounds are counted and not seconds: a round in which this loop stood still read nothing either.
+            silent_s = silent_s + msg.PING_S if clerk.heard_s == heard_s else 0.0
+            heard_s = clerk.heard_s
+            if silent_s > SILENT_S:
                 clerk.close(f"it was silent for {SILENT_S:g} s")
         how = await loop.run_in_executor(None, child.wait_end, END_S if clerk.drained else GOING_S)
         return clerk.why_closed or how
@@ -168,7 +172,7 @@ def _now_ms() -> float:
     return asyncio.get_running_loop().time() * 1000
 
 
-async def wait_all(keepers: list[Keeper], grace_s: float) -> None:
+async def wait_all(keepers: list[FrontendSupervisor], grace_s: float) -> None:
     """Wait until all have ended after `drain`; what is left after `grace_s` and a moment more is stopped."""
     waiting = [asyncio.create_task(keeper.wait_end()) for keeper in keepers]
     if waiting:

@@ -1,4 +1,4 @@
-"""What the engine and an ingress process say to each other.
+"""Messages between the engine and an ingress process.
 
 Small frozen structs, MessagePack on the wire, each with a four-byte length in front; never pickle. Values are the
 engine's own: small ones inside the message, large ones at a place in the extent of the side that says them (arena 0).
@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from weftline.engine.ingress.face import ModelFace, ModelState
-from weftline.engine.messages import Value
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.protocol.messages import Value
+from weftline.engine.scheduler.request import StepTiming
 from weftline.nodes.urgency import SequencePart
 
 ARENA = 0
@@ -70,7 +70,7 @@ class Figures(msgspec.Struct, frozen=True, array_like=True, tag=True):
     models: dict[str, dict[str, Any]]
 
 
-class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class FrontendResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The outputs of a Question. `block`: where the placed ones lie, to be given back by Taken; -1: none is."""
 
     id: int
@@ -82,7 +82,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     traceparent: str = ""
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ResponseChunk(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Part of a stream, a StreamedOutput; `block` as in Answered."""
 
     id: int
@@ -98,7 +98,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: int
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A Question or an Order has failed."""
 
     id: int
@@ -126,7 +126,7 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ingress -> engine
 
 
-class Opened(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ServersOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The doors stand open, at these ports by door name."""
 
     ports: dict[str, int]
@@ -172,7 +172,7 @@ class More(msgspec.Struct, frozen=True, array_like=True, tag=True):
     size_bytes: int
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class BlockReleased(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The block of an answer is not looked at any more."""
 
     block: int
@@ -195,8 +195,10 @@ class Drained(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Every call has ended and the doors are closed; the process ends."""
 
 
-ToIngress = Begin | Catalog | Figures | Answered | Piece | Finished | Failed | Ordered | Ping | Drain
-FromIngress = Opened | NotOpened | Question | Cancel | More | Taken | Order | Pong | Drained
+ToIngress = (
+    Begin | Catalog | Figures | FrontendResponse | ResponseChunk | Finished | RequestFailed | Ordered | Ping | Drain
+)
+FromIngress = ServersOpened | NotOpened | Question | Cancel | More | BlockReleased | Order | Pong | Drained
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_ingress = msgspec.msgpack.Decoder(ToIngress).decode

@@ -1,4 +1,4 @@
-"""Between what doors ask and engines answer, and what travels over a link.
+"""Wire encoding of requests and answers between an ingress process and the engine.
 
 No port types are known here: what a value is decides how it travels, and the engine judges it against the port later,
 exactly as it would judge the value itself. A PendingTensor is read into the extent and arrives as one again.
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.messages import Value
-from weftline.engine.packed import Packed
-from weftline.engine.pending import PendingTensor
-from weftline.engine.values import pack, unpack
+from weftline.engine.ingress.v2.strict_json import INLINE_BYTES
+from weftline.engine.protocol.messages import Value
+from weftline.engine.protocol.packed import Packed, PendingTensor
+from weftline.engine.protocol.values import pack, unpack
 from weftline.errors import InputError, StepError
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
@@ -45,6 +45,8 @@ def packed_of(value: Any, name: str, depth: int = 0) -> Packed:
             return _packed_bytes(value, name)
         if isinstance(value, PendingTensor):
             return Packed(PENDING, value.spec.dtype, value.spec.shape, pending=value)
+        if isinstance(value, Packed):
+            return value
         if isinstance(value, Detections):
             return pack(value, _DETECTIONS, name)
         if isinstance(value, list | tuple) and depth < DEPTH_MAX and not is_json(value):
@@ -74,6 +76,26 @@ def parcel_of(value: Value, arena: HostArena) -> Any:
 
 def parcels_of(values: Mapping[str, Value], arena: HostArena) -> dict[str, Any]:
     return {name: parcel_of(value, arena) for name, value in values.items()}
+
+
+def inputs_of(values: Mapping[str, Value], arena: HostArena) -> dict[str, Any]:
+    """Return what received inputs stand for; large json is copied and left as it travels, for `JsonParser.checked`."""
+    return {name: _json_left(value, arena) or parcel_of(value, arena) for name, value in values.items()}
+
+
+def _json_left(value: Value, arena: HostArena) -> Packed | None:
+    if value.size_bytes <= INLINE_BYTES:
+        return None
+    if value.kind == "json":
+        return _left(value, arena)
+    if value.kind == "list" and value.items and all(one.kind == "json" for one in value.items):
+        return Packed("list", items=tuple(_left(one, arena) for one in value.items))
+    return None
+
+
+def _left(value: Value, arena: HostArena) -> Packed:
+    data = bytes_view(arena, value.place) if value.place is not None else value.data or b""
+    return Packed(value.kind, data=bytes(data))
 
 
 def _packed_bytes(value: bytes | bytearray | memoryview, name: str) -> Packed:

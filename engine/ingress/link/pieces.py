@@ -1,4 +1,4 @@
-"""One stream on its way into an ingress process: what came, what was read, and how far the engine may go on.
+"""Flow control of one stream to an ingress process.
 
 Pieces are copied out of the engine's extent as they are read. The engine is told what was read a quarter of a window at
 a time; a reader that stops reading thus stops the engine's stream. The block of the request's own inputs is free with
@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Callable
 
 from weftline.engine.ingress.link import messages as msg
-from weftline.engine.ingress.link.extent import NO_BLOCK, Shelf
+from weftline.engine.ingress.link.extent import NO_BLOCK, SharedBuffer
 from weftline.engine.ingress.link.parcel import parcel_of
-from weftline.engine.reading import PIECE_BYTES, StreamedOutput
-from weftline.engine.result import owned
+from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES
+from weftline.engine.result import StreamedOutput, owned
 from weftline.shm.arena import HostArena
 
 ACKNOWLEDGE_BYTES = msg.WINDOW_BYTES // 4
 """How much of a stream is read before the engine is told."""
 
 
-class Pieces:
+class ResponseStream:
     """The stream of one question. For one event loop.
 
     block: where the question's inputs lie on the shelf.
@@ -30,14 +30,14 @@ class Pieces:
     """
 
     def __init__(
-        self, number: int, block: int, shelf: Shelf, answers: HostArena, say: Callable[[msg.FromIngress], None]
+        self, number: int, block: int, shelf: SharedBuffer, answers: HostArena, say: Callable[[msg.FromIngress], None]
     ) -> None:
         self._number = number
         self._block = block
         self._shelf = shelf
         self._answers = answers
         self._say = say
-        self._come: deque[msg.Piece | msg.Finished | Exception] = deque()
+        self._come: deque[msg.ResponseChunk | msg.Finished | Exception] = deque()
         self._news = asyncio.Event()
         self._read_bytes = 0
         self._left = False
@@ -60,14 +60,14 @@ class Pieces:
         finally:
             self._take(come)
         if not come.last:
-            self._count(come.value.size_bytes + PIECE_BYTES)
+            self._count(come.value.size_bytes + CHUNK_OVERHEAD_BYTES)
         return StreamedOutput(come.output, value, come.last)
 
     def leave(self) -> None:
         """Read no more; what the engine has not ended yet it withdraws."""
         self._left = True
         for come in self._come:
-            if isinstance(come, msg.Piece):
+            if isinstance(come, msg.ResponseChunk):
                 self._take(come)
         self._come.clear()
         if not self._ended:
@@ -75,7 +75,7 @@ class Pieces:
 
     # the engine
 
-    def hear(self, piece: msg.Piece) -> None:
+    def hear(self, piece: msg.ResponseChunk) -> None:
         self._free()
         if self._left:
             self._take(piece)
@@ -98,9 +98,9 @@ class Pieces:
             self._say(msg.More(self._number, self._read_bytes))
             self._read_bytes = 0
 
-    def _take(self, piece: msg.Piece) -> None:
+    def _take(self, piece: msg.ResponseChunk) -> None:
         if piece.block != NO_BLOCK:
-            self._say(msg.Taken(piece.block))
+            self._say(msg.BlockReleased(piece.block))
 
     def _free(self) -> None:
         block, self._block = self._block, NO_BLOCK

@@ -1,4 +1,4 @@
-"""An ingress process: doors over a RemoteBackend, and nothing else. Run by exec; never by hand.
+"""Entry point of an ingress process.
 
     python -m weftline.engine.ingress.link.process SOCKET GRANTED ANSWERS PARENT
 
@@ -21,11 +21,11 @@ from typing import Protocol
 
 from weftline.engine.ingress.link import messages as msg
 from weftline.engine.ingress.link.doors import served_doors
-from weftline.engine.ingress.link.extent import Shelf, take
+from weftline.engine.ingress.link.extent import SharedBuffer, take
 from weftline.engine.ingress.link.remote import RemoteBackend
 from weftline.engine.ingress.link.spec import IngressSpec, decode_spec, frame_bytes_max
 from weftline.engine.ingress.link.trouble import trouble_of
-from weftline.engine.ingress.link.wire import Wire
+from weftline.engine.ingress.link.wire import FrontendTransport
 from weftline.engine.worker.hardening import harden
 from weftline.errors import WeftlineError
 from weftline.shm.arena import HostArena
@@ -36,7 +36,7 @@ FROM_ENGINE_BYTES_MAX = (1 << 32) - 1
 _log = logging.getLogger("weftline.ingress")
 
 
-class Door(Protocol):
+class IngressServer(Protocol):
     """What takes requests from clients; GrpcServer and HttpServer are such."""
 
     async def start(self) -> int:
@@ -49,26 +49,26 @@ class Door(Protocol):
         """Take nothing new, let what is open finish for at most `grace_s`, and close."""
 
 
-Doors = Callable[[IngressSpec, RemoteBackend], Mapping[str, Door]]
+Doors = Callable[[IngressSpec, RemoteBackend], Mapping[str, IngressServer]]
 """Makes the doors of a process by name; they are started afterwards."""
 
 
 class IngressProcess:
     """The life of this process: told what to open, it opens it, serves, drains and ends."""
 
-    def __init__(self, doors_of: Doors, shelf: Shelf, answers: HostArena) -> None:
+    def __init__(self, doors_of: Doors, shelf: SharedBuffer, answers: HostArena) -> None:
         self._doors_of = doors_of
         self._shelf = shelf
         self._answers = answers
         self._backend: RemoteBackend | None = None
-        self._wire: Wire | None = None
+        self._wire: FrontendTransport | None = None
         self._begun: asyncio.Future[IngressSpec] = asyncio.get_running_loop().create_future()
         self._drain: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._early: list[msg.ToIngress] = []
 
     async def run(self, sock: socket.socket) -> None:
         """Serve until the engine says Drain, or is gone."""
-        self._wire = await Wire.connect(sock, self._hear, self._lose, FROM_ENGINE_BYTES_MAX)
+        self._wire = await FrontendTransport.connect(sock, self._hear, self._lose, FROM_ENGINE_BYTES_MAX)
         spec = await self._begun
         backend = RemoteBackend(self._shelf, self._answers, frame_bytes_max(spec.config))
         backend.speak(self._wire)
@@ -84,7 +84,7 @@ class IngressProcess:
             self._wire.send(msg.encode(msg.NotOpened(trouble_of(told))))
             await self._drain  # which does not come: the engine closes the connection, and with it everything
             return
-        self._wire.send(msg.encode(msg.Opened(ports)))
+        self._wire.send(msg.encode(msg.ServersOpened(ports)))
         grace_s = await self._drain
         for door in doors.values():
             door.set_serving(False)
@@ -117,7 +117,7 @@ def main(doors_of: Doors, arguments: list[str]) -> None:
     harden(parent)
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, signal.SIG_IGN)
-    shelf = Shelf(take(granted))
+    shelf = SharedBuffer(take(granted))
     read_only = HostArena.attach(answers, os.fstat(answers).st_size)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""A Backend in an ingress process: the engine is at the other end of a socket.
+"""`RemoteBackend`: the backend protocol over a socket to the engine.
 
 What models there are is known here, as the engine last said it; everything else is asked by message. Large inputs are
 written once, into the extent that the engine granted; large outputs are views of the engine's extent until `release`.
@@ -21,14 +21,14 @@ import msgspec
 from weftline.engine.ingress.backend import Answer, Ask
 from weftline.engine.ingress.face import ModelFace, ModelState
 from weftline.engine.ingress.link import messages as msg
-from weftline.engine.ingress.link.extent import Shelf
+from weftline.engine.ingress.link.extent import SharedBuffer
 from weftline.engine.ingress.link.parcel import parcels_of
-from weftline.engine.ingress.link.pieces import Pieces
+from weftline.engine.ingress.link.pieces import ResponseStream
 from weftline.engine.ingress.link.trouble import error_of
-from weftline.engine.ingress.link.wire import Wire
+from weftline.engine.ingress.link.wire import FrontendTransport
 from weftline.engine.ingress.statistics import ModelFigures
-from weftline.engine.messages import Value
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.protocol.messages import Value
+from weftline.engine.result import StreamedOutput
 from weftline.errors import LimitReached, SessionClosed, UnknownModel
 from weftline.shm.arena import HostArena
 
@@ -41,7 +41,7 @@ GONE = "the engine has ended"
 class _Waiting:
     """An ask that was sent. It stays until the engine has answered, so that its inputs are not overwritten before."""
 
-    answered: asyncio.Future[msg.Answered]
+    answered: asyncio.Future[msg.FrontendResponse]
     block: int
 
 
@@ -53,14 +53,14 @@ class RemoteBackend:
     frame_bytes_max: longest message that the engine takes.
     """
 
-    def __init__(self, shelf: Shelf, answers: HostArena, frame_bytes_max: int) -> None:
+    def __init__(self, shelf: SharedBuffer, answers: HostArena, frame_bytes_max: int) -> None:
         self._shelf = shelf
         self._answers = answers
         self._frame_bytes_max = frame_bytes_max
-        self._wire: Wire | None = None
+        self._wire: FrontendTransport | None = None
         self._ids = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
-        self._reading: dict[int, Pieces] = {}
+        self._reading: dict[int, ResponseStream] = {}
         self._orders: dict[int, asyncio.Future[msg.Ordered]] = {}
         self._index: tuple[ModelState, ...] = ()
         self._states: dict[str, ModelState] = {}
@@ -70,7 +70,7 @@ class RemoteBackend:
 
     # its owner
 
-    def speak(self, wire: Wire) -> None:
+    def speak(self, wire: FrontendTransport) -> None:
         """Use this connection."""
         self._wire = wire
 
@@ -133,7 +133,7 @@ class RemoteBackend:
     async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
         number = next(self._ids)
         block, body = await self._question(number, ask, stream=True)
-        pieces = Pieces(number, block, self._shelf, self._answers, self._say)
+        pieces = ResponseStream(number, block, self._shelf, self._answers, self._say)
         self._reading[number] = pieces
         self._send(body)
         try:
@@ -200,19 +200,19 @@ class RemoteBackend:
 
     def _give_back(self, block: int) -> None:
         if block >= 0:
-            self._say(msg.Taken(block))
+            self._say(msg.BlockReleased(block))
 
     # what is heard
 
     def hear(self, message: msg.ToIngress) -> None:
         """Take in what the engine says."""
-        if isinstance(message, msg.Answered):
+        if isinstance(message, msg.FrontendResponse):
             self._hear_answer(message)
-        elif isinstance(message, msg.Piece):
+        elif isinstance(message, msg.ResponseChunk):
             self._reading[message.id].hear(message)
         elif isinstance(message, msg.Finished):
             self._reading.pop(message.id).end(message)
-        elif isinstance(message, msg.Failed):
+        elif isinstance(message, msg.RequestFailed):
             self._hear_failure(message)
         elif isinstance(message, msg.Ordered):
             order = self._orders.pop(message.id)
@@ -242,7 +242,7 @@ class RemoteBackend:
         self._waiting.clear()
         self._orders.clear()
 
-    def _hear_answer(self, answer: msg.Answered) -> None:
+    def _hear_answer(self, answer: msg.FrontendResponse) -> None:
         waiting = self._waiting.pop(answer.id)
         self._shelf.free(waiting.block)
         if waiting.answered.done():
@@ -250,7 +250,7 @@ class RemoteBackend:
         else:
             waiting.answered.set_result(answer)
 
-    def _hear_failure(self, failed: msg.Failed) -> None:
+    def _hear_failure(self, failed: msg.RequestFailed) -> None:
         error = error_of(failed.trouble)
         if failed.id in self._reading:
             self._reading.pop(failed.id).end(error)

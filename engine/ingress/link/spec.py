@@ -1,4 +1,4 @@
-"""What an ingress process is told to do, as bytes: which doors to open, and the server's configuration."""
+"""Start parameters of an ingress process: addresses and configuration, as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors on their way over a link: what they say, their status and when to try again arrive as they were."""
+"""Wire encoding of errors: message, status and retry time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One side of the connection between the engine and an ingress process, in an event loop.
+"""Connection between the engine and an ingress process, in an event loop.
 
 Hands over whole messages as bytes, in order. Sending never waits and never fails: what the socket does not take is
 kept, and whoever sends much waits for `wait_writable` first, which is how a slow reader holds up a fast writer. What
@@ -21,7 +21,7 @@ UNSENT_BYTES = 1 << 20
 _log = logging.getLogger("weftline.ingress")
 
 
-class Wire(asyncio.Protocol):
+class FrontendTransport(asyncio.Protocol):
     """A connection.
 
     heard:  called with each message; an exception of it closes the connection.
@@ -54,7 +54,7 @@ class Wire(asyncio.Protocol):
         closed: Callable[[str], None],
         frame_bytes_max: int,
         holds_back: bool = False,
-    ) -> Wire:
+    ) -> FrontendTransport:
         """Take over a connected socket."""
         sock.setblocking(False)
         wire = cls(heard, closed, frame_bytes_max, holds_back)

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol v2 as values: requests to asks, answers to responses, and both to bytes."""
+"""Open Inference Protocol v2: values, conversion to engine requests, and wire encoding."""

@@ -1,4 +1,4 @@
-"""Answers of the engine become v2 responses: whole ones, batches, and pieces of a stream.
+"""Conversion of engine answers to v2 responses: single, batched and streamed.
 
     text                      BYTES [1], UTF-8             tensor     its datatype and shape
     json, detections, any     BYTES [1], compact JSON      image      UINT8 [H, W, 3]
@@ -31,7 +31,7 @@ from weftline.engine.ingress.v2 import bytes_tensor
 from weftline.engine.ingress.v2.datatypes import BYTES, datatype_of, trailing_dims
 from weftline.engine.ingress.v2.forms import form_of
 from weftline.engine.ingress.v2.nouns import InferRequest, InferResponse, Parameter, Region, Tensor, WantedOutput
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.shm.view import dtype_name
@@ -48,8 +48,8 @@ def to_response(
 ) -> InferResponse:
     """Return the response to a request; turn it into bytes before any of the answers is released.
 
-    answers: one for each of `Asked.asks`, in their order.
-    batch:   `Asked.batch`.
+    answers: one for each of `ParsedRequest.asks`, in their order.
+    batch:   `ParsedRequest.batch`.
 
     InputError when outputs of a batch cannot be put side by side, or one does not fit into the region it is wanted in.
     """

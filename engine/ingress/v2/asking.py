@@ -1,4 +1,4 @@
-"""A v2 request becomes one request of the engine, or one for each item of its batch.
+"""Conversion of a v2 request to engine requests, one for each batch item.
 
 Everything in a request is checked here against the model's face and the server's limits, in this order: how much of it
 there is, its names, its shapes and datatypes against the bytes there are, and its contents. Nothing is allocated on the
@@ -37,7 +37,7 @@ from weftline.errors import InputError, LimitReached
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """What a v2 request asks of the engine.
 
     asks:        one request, or one for each item of the batch.
@@ -61,7 +61,7 @@ def to_asks(
     door: str = "",
     traceparent: str = "",
     size_bytes: int = 0,
-) -> Asked:
+) -> ParsedRequest:
     """Return what a request asks; InputError says what is wrong with it, LimitReached which total it exceeds.
 
     face:        of the model the request names: look it up first.
@@ -95,7 +95,7 @@ def to_asks(
         )
         for place in ((WHOLE,) if batch is None else range(batch))
     ]
-    return Asked(tuple(asks), batch, told.empty_final)
+    return ParsedRequest(tuple(asks), batch, told.empty_final)
 
 
 def _check_outside(request: InferRequest, face: ModelFace, limits: ServeLimits) -> None:

@@ -1,4 +1,4 @@
-"""BYTES tensors as v2's raw contents have them: before each element its length, four bytes, little-endian.
+"""BYTES tensors in raw contents: length-prefixed elements.
 
     03 00 00 00 'a' 'b' 'c'  00 00 00 00  01 00 00 00 00      three elements: abc, nothing, a NUL
 

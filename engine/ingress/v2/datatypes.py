@@ -1,4 +1,4 @@
-"""v2's datatypes and ours, and what numpy sees of each.
+"""Table of v2 datatypes, Weftline dtypes and numpy dtypes.
 
     BOOL UINT8 ... UINT64 INT8 ... INT64 FP32 FP64    the same in numpy
     FP16                                              float16

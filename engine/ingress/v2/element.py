@@ -1,30 +1,47 @@
-"""One element of a BYTES tensor as the value of a port: text, JSON, detections, or bytes that stay bytes."""
+"""Decoding of one BYTES element to a port value: text, JSON, detections or bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from weftline.engine.ingress.v2 import strict_json
+from weftline.engine.protocol.packed import Packed
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 
 Element = bytes | memoryview | str
 """As it was sent: JSON has text, everything else bytes."""
 
+NEITHER = "found an element that is neither text nor bytes"
 _KEYS = {"name", "score", "box"}
 
 
-def value_of(kind: str, element: object, type: str) -> Any:
+def value_of(kind: str, element: object, type: str, values_max: int = strict_json.VALUES_MAX) -> Any:
     """Return an element as a value of a kind of port, or InputError.
 
-    type: the port's type as written, for the message.
+    type:       the port's type as written, for the message.
+    values_max: most values of an element that is a JSON document.
     """
+    if isinstance(element, Packed | list):  # parsed already, by `JsonParser`
+        return element
     if not isinstance(element, bytes | bytearray | memoryview | str):
-        raise InputError("found an element that is neither text nor bytes")
+        raise InputError(NEITHER)
+    if kind in _DOCUMENTS:
+        return _DOCUMENTS[kind](strict_json.loads(element, values_max=values_max), type)
     return _KINDS[kind](element, type)  # type: ignore[arg-type]
+
+
+def element_bytes(elements: Sequence[object]) -> list[bytes]:
+    """Return elements as the bytes that stand for them in raw contents; InputError for one that is a number."""
+    if not all(isinstance(one, bytes | str) for one in elements):
+        raise InputError(NEITHER)
+    try:
+        return [one.encode() if isinstance(one, str) else bytes(one) for one in elements]  # type: ignore[call-overload]
+    except UnicodeEncodeError:
+        raise InputError("found half of a surrogate pair, expected text") from None
 
 
 def text_of(element: Element, type: str = "text") -> str:
@@ -48,20 +65,18 @@ def _bytes(element: Element, type: str) -> bytes:
     return text_of(element).encode() if isinstance(element, str) else bytes(element)
 
 
-def _json(element: Element, type: str) -> Any:
-    return strict_json.loads(element)
+def _json(value: Any, type: str) -> Any:
+    return value
 
 
-def _list(element: Element, type: str) -> list[Any]:
-    value = strict_json.loads(element)
+def _list(value: Any, type: str) -> list[Any]:
     if not isinstance(value, list):
         raise InputError(f"found JSON that is no list in an element of {type}, expected lists")
     return value
 
 
-def detections_of(element: Element, type: str = "detections") -> Detections:
-    """Return the objects in a JSON list of {name, score, box: [x1, y1, x2, y2]}; InputError for anything else."""
-    value = strict_json.loads(element)
+def _detections(value: Any, type: str) -> Detections:
+    """Return the objects in a list of {name, score, box: [x1, y1, x2, y2]}; InputError for anything else."""
     expected = InputError(
         "found something else than detections, expected a list of {name, score, box: [x1, y1, x2, y2]}"
     )
@@ -89,5 +104,5 @@ def _is_number(value: object) -> bool:
 
 _KINDS: dict[str, Callable[[Element, str], Any]] = {
     "text": text_of, "any": text_of, "bytes": _bytes, "image": _bytes, "audio": _bytes,
-    "json": _json, "detections": detections_of, "list": _list,
 }  # fmt: skip
+_DOCUMENTS: dict[str, Callable[[Any, str], Any]] = {"json": _json, "detections": _detections, "list": _list}

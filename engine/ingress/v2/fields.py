@@ -1,4 +1,4 @@
-"""The outermost fields of a protobuf message, read by hand, so that large ones need not be copied.
+"""Zero-copy splitter of a protobuf message into its top-level fields.
 
 A message is a row of fields: a key (field number and wire type) and what the wire type says. `cut` takes one
 length-delimited field out of that row, as views of the message, and gives back the rest, which is a message too and is

@@ -1,4 +1,4 @@
-"""In which forms a value of a port travels in v2; requests and metadata read the same table.
+"""v2 representations of each port type, for requests and metadata.
 
 port             as BYTES                     as numbers
 text             UTF-8, no NUL                -
@@ -51,7 +51,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ValueForm:
     """How values of a port may be sent.
 
     element: what one element of a BYTES tensor is: a kind of SCALAR_KINDS, or 'list' for a JSON document of one; ''
@@ -70,23 +70,23 @@ class Form:
 
 
 @lru_cache(maxsize=4096)
-def form_of(type: str) -> Form:
+def form_of(type: str) -> ValueForm:
     """Return the form of a port whose type is written as `type`."""
     return _form(PortType.parse(type))
 
 
-def _form(type: PortType) -> Form:
+def _form(type: PortType) -> ValueForm:
     if type.kind == "tensor":
-        return Form("", False, _numbers(type))
+        return ValueForm("", False, _numbers(type))
     if type.kind != "list":
-        return Form(type.kind, False, _numbers(type))
+        return ValueForm(type.kind, False, _numbers(type))
     item = type.item or PortType("any")
     numbers = None if item.kind in ("list", "any", "json") else _numbers(item)
     if numbers is not None:
         dims = None if numbers.dims is None else ("?", *numbers.dims)
         numbers = Numbers(numbers.datatype, dims, True, numbers.dtype)
     element = "" if item.kind == "tensor" or (item.kind == "list" and innermost(item).kind in MEDIA) else item.kind
-    return Form(element, True, numbers)
+    return ValueForm(element, True, numbers)
 
 
 def innermost(type: PortType) -> PortType:

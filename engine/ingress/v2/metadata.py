@@ -1,4 +1,4 @@
-"""A model's face as v2 describes models: metadata and configuration, as plain values that both doors render.
+"""v2 metadata and configuration of a model.
 
     ModelMetadata    name, versions, platform, and for each port its datatype and shape, -1 for every open size
     config_of(face)  a dict with the keys of Triton's ModelConfig, which `ModelConfig(**config)` and JSON both take

@@ -1,4 +1,4 @@
-"""Which names may stand for a model, a version or anything else a client looks up.
+"""Validation of names of models, versions and other resources.
 
 A name is a key of a registry and never part of a path; that it also could not be one is the second fence.
 """

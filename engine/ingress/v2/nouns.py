@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 in plain values: what gRPC and REST requests are once their bytes are taken apart.
+"""Data types of the Open Inference Protocol v2, common to gRPC and REST.
 
 Both doors and the client speak in these; nothing here knows protobuf or JSON. (KServe, "Open Inference Protocol v2",
 and Triton's extensions: binary tensor data, parameters, sequence, shared memory.)

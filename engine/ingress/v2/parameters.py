@@ -1,4 +1,4 @@
-"""What the parameters of a request mean; Triton's names.
+"""Request parameters, under Triton's names.
 
     sequence_id               an integer or text; 0 and '' are none
     sequence_start, _end      whether the request is the first or last of its sequence
@@ -22,9 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weftline.engine.asking import SEQUENCE_CHARS_MAX
 from weftline.engine.ingress.v2.nouns import Parameter
-from weftline.engine.intake import DEADLINE_MS_MAX
+from weftline.engine.request import DEADLINE_MS_MAX, SEQUENCE_CHARS_MAX
 from weftline.errors import InputError
 from weftline.nodes.urgency import PRIORITY_MAX, SEEDS, SequencePart
 
@@ -43,12 +42,12 @@ EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RequestParameters:
     """What a request's parameters say, in our units.
 
     deadline_ms: the shorter of `timeout` and the call's deadline, at most a day; None: neither was given.
     empty_final: it wants the end of its stream as a response of its own.
-    job, seed:   as in `asking.Asked`.
+    job, seed:   as in `RequestOptions`.
     """
 
     sequence: SequencePart | None = None
@@ -59,13 +58,13 @@ class Told:
     seed: int | None = None
 
 
-def told_by(parameters: Mapping[str, Parameter], deadline_ms: float | None = None) -> Told:
+def told_by(parameters: Mapping[str, Parameter], deadline_ms: float | None = None) -> RequestParameters:
     """Return what the parameters say; InputError for a reserved one, or one of the wrong type.
 
     deadline_ms: what the call itself has left, in milliseconds; None: it has no deadline.
     """
     if not parameters:
-        return Told(None, 0, None if deadline_ms is None else _clamped(deadline_ms))
+        return RequestParameters(None, 0, None if deadline_ms is None else _clamped(deadline_ms))
     check_sizes(parameters, "parameters")
     for key in parameters:
         if key == "headers" or (key.startswith(RESERVED) and key != EMPTY_FINAL):
@@ -74,7 +73,7 @@ def told_by(parameters: Mapping[str, Parameter], deadline_ms: float | None = Non
     if timeout_us:
         left_ms = timeout_us / 1e3
         deadline_ms = left_ms if deadline_ms is None else min(left_ms, deadline_ms)
-    return Told(
+    return RequestParameters(
         _sequence(parameters),
         _priority(_count(parameters, "priority", "0 for usual, or a level from 1, the highest")),
         None if deadline_ms is None else _clamped(deadline_ms),

@@ -1,4 +1,4 @@
-"""Triton's shared-memory extension: a tensor's parameters that say in which registered region it lies.
+"""Shared-memory parameters of a tensor, of Triton's extension.
 
 shared_memory_region     the region's name
 shared_memory_byte_size  how many bytes of it

@@ -1,4 +1,4 @@
-"""One tensor of a request: checked, and turned into the value or values it stands for.
+"""Validation and decoding of one input tensor to port values.
 
 Whether a tensor is one item or a batch depends on its companions, so it first says what it could be (`Understood`), and
 gives values when the request has decided. Every number in it is held against the bytes there are, in Python's unbounded
@@ -23,10 +23,10 @@ from weftline.engine.ingress.regions import Regions
 from weftline.engine.ingress.v2 import bytes_tensor
 from weftline.engine.ingress.v2.datatypes import BYTES, DTYPES, NUMPY, array_of, number_of
 from weftline.engine.ingress.v2.element import value_of
-from weftline.engine.ingress.v2.forms import Form, Numbers, form_of
+from weftline.engine.ingress.v2.forms import Numbers, ValueForm, form_of
 from weftline.engine.ingress.v2.nouns import Tensor
-from weftline.engine.pending import PendingTensor
-from weftline.engine.values import LIST_ITEMS_MAX
+from weftline.engine.protocol.packed import Packed, PendingTensor
+from weftline.engine.protocol.values import LIST_ITEMS_MAX
 from weftline.errors import InputError
 from weftline.nodes.values import fits
 from weftline.shm.spec import TensorSpec, byte_size
@@ -71,7 +71,9 @@ def understand(tensor: Tensor, port: PortFace, limits: ServeLimits, regions: Reg
         raise InputError(f"input {port.name}: {error}") from None
 
 
-def _elements(tensor: Tensor, form: Form, port: PortFace, limits: ServeLimits, regions: Regions | None) -> Understood:
+def _elements(
+    tensor: Tensor, form: ValueForm, port: PortFace, limits: ServeLimits, regions: Regions | None
+) -> Understood:
     shape = tensor.shape
     count = byte_size("uint8", shape)
     count_max = min(limits.elements_max, LIST_ITEMS_MAX)  # no longer list may travel, so none need be taken apart
@@ -93,7 +95,7 @@ def _elements(tensor: Tensor, form: Form, port: PortFace, limits: ServeLimits, r
         if len(elements) != count:
             raise InputError(f"found {len(elements)} elements, expected {count} for shape {list(shape)}")
     else:
-        elements = bytes_tensor.decode(_bytes(tensor, regions), count)
+        elements = bytes_tensor.decode(bytes_of(tensor, regions), count)
 
     def take(place: int) -> Any:
         part = elements if place == WHOLE else elements[place * each : (place + 1) * each]
@@ -102,6 +104,8 @@ def _elements(tensor: Tensor, form: Form, port: PortFace, limits: ServeLimits, r
             values = [value_of(form.element, one, port.type) for one in part]
         except InputError as error:
             raise InputError(f"input {port.name}: {error}") from None
+        if listed and values and all(isinstance(one, Packed) for one in values):
+            return Packed("list", items=tuple(values))
         return values if listed else values[0]
 
     return Understood(item, batch, take)
@@ -168,10 +172,10 @@ def _array(tensor: Tensor, size: int, limits: ServeLimits, regions: Regions | No
     if tensor.raw is not None and len(tensor.raw) != size:
         shape = list(tensor.shape)
         raise InputError(f"found {len(tensor.raw)} bytes, expected {size} for {tensor.datatype} {shape}")
-    return np.frombuffer(_bytes(tensor, regions), np.uint8)
+    return np.frombuffer(bytes_of(tensor, regions), np.uint8)
 
 
-def _bytes(tensor: Tensor, regions: Regions | None) -> bytes | bytearray | memoryview:
+def bytes_of(tensor: Tensor, regions: Regions | None) -> bytes | bytearray | memoryview:
     """Return the bytes of a tensor; those in a region copied out of it, so that nobody changes them any more."""
     if tensor.region is None:
         return b"" if tensor.raw is None else tensor.raw

@@ -1,9 +1,11 @@
-"""JSON from strangers: what the standard says and no more, or an InputError.
+"""Strict JSON parser for untrusted input.
 
 Refused beside what is not JSON at all: a key that occurs twice in one object, NaN and Infinity, numbers that overflow a
-double, integers beyond 64 bits, halves of surrogate pairs, nesting deeper than 64, and anything but UTF-8. Depth is
-found before parsing, so no parser recurses on a stranger's word. The usual document costs one pass of a few regular
-expressions and json's own C scanner; only documents that look as if they held something of the above are read slowly.
+double, integers beyond 64 bits, halves of surrogate pairs, nesting deeper than 64, more than VALUES_MAX values, and
+anything but UTF-8. Values are counted before parsing, so a small document never becomes many objects.
+
+msgspec parses; it accepts duplicate keys, long integers and deep nesting, which are looked for in the parsed value.
+What is refused is read a second time, slowly, only to find out why.
 """
 
 from __future__ import annotations
@@ -11,75 +13,135 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
+import msgspec
+
 from weftline.errors import InputError
-from weftline.nodes.values import JSON_DEPTH_MAX
+from weftline.nodes.json_value import DEPTH_MAX
 
 INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
 """Integers that an int64 or a uint64 holds."""
+
+VALUES_MAX = 1 << 20
+"""Most values of a document, nested ones included: a million small objects take some 0.5 s to build and to read."""
+
+INLINE_BYTES = 64 << 10
+"""Up to here JSON is parsed where it arrives: the way to another process and back takes about as long."""
 
 # Possessive, and the closing quote may be missing: a string that never ends costs one pass, not one from each quote.
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-_LARGE = re.compile(rb"[0-9]{19}|[eE]\+?[0-9]{3}")  # anything less is within 64 bits, or a finite double
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_LONG = b"0" * 19  # integers of fewer digits are within 64 bits
+
+_decode = msgspec.json.Decoder().decode
 
 
-def loads(data: bytes | bytearray | memoryview | str, what: str = "json") -> Any:
+def loads(data: bytes | bytearray | memoryview | str, what: str = "json", values_max: int = VALUES_MAX) -> Any:
     """Return the value of a JSON document; InputError says what is wrong and where, never what stands there.
 
-    what: how the message begins.
+    what:       how the message begins.
+    values_max: most values, the outermost included.
     """
-    raw, text = _both(data, what)
-    if raw.count(b"[") + raw.count(b"{") > JSON_DEPTH_MAX:
-        _check_depth(raw, what)
-    large = _LARGE.search(raw) is not None
+    raw = _encoded(data, what)
+    check_count((raw,), what, values_max)
     try:
+        value = _decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise _reason(raw, what) from None
+    if not _is_strict(value, raw):
+        raise _reason(raw, what)
+    return value
+
+
+def check_count(documents: Sequence[bytes | memoryview], what: str, values_max: int) -> None:
+    """Raise InputError when documents have more than `values_max` values together, without parsing them.
+
+    Values are counted by what separates them; strings, which may hold commas too, are taken out where it matters.
+    """
+    if sum(map(_values, documents)) <= values_max:
+        return
+    count = sum(_values(_STRINGS.sub(b"", one)) for one in documents)
+    if count > values_max:
+        raise InputError(
+            f"{what}: found {count} values, expected at most {values_max} (limits.elements_max); send tensors raw"
+        )
+
+
+def _values(document: bytes | memoryview) -> int:
+    raw = bytes(document)
+    return raw.count(b",") + raw.count(b"[") + raw.count(b"{") + 1
+
+
+def _encoded(data: bytes | bytearray | memoryview | str, what: str) -> bytes:
+    try:
+        return data.encode() if isinstance(data, str) else bytes(data)
+    except UnicodeEncodeError:
+        raise InputError(f"{what}: found half of a surrogate pair, expected text that UTF-8 can hold") from None
+
+
+def _is_strict(value: Any, raw: bytes) -> bool:
+    """Whether a parsed document has each key once, only integers of 64 bits, and is not too deep."""
+    long = _LONG in raw.translate(_DIGITS)
+    colons = raw.count(b":")
+    if not long and not colons and raw.count(b"[") <= DEPTH_MAX:
+        return True
+    keys, level = 0, [value]
+    for _ in range(DEPTH_MAX + 1):
+        if long and any(type(one) is int and not INT_MIN <= one <= INT_MAX for one in level):
+            return False
+        if not set(map(type, level)) & _CONTAINERS:
+            return keys == colons or keys == _STRINGS.sub(b"", raw).count(b":")
+        lists = [one for one in level if type(one) is list]
+        objects = [one for one in level if type(one) is dict]
+        keys += sum(map(len, objects))
+        level = list(chain(chain.from_iterable(lists), chain.from_iterable(map(dict.values, objects))))
+    return False
+
+
+_CONTAINERS = {list, dict}
+
+
+def _reason(raw: bytes, what: str) -> InputError:
+    """Return why a document is refused."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        return InputError(f"{what}: found a byte that is not UTF-8 at {error.start}, expected JSON in UTF-8")
+    try:
+        _check_depth(raw, what)
         value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_constant,
-            parse_int=_int if large else None,
-            parse_float=_float if large else None,
+            text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_int, parse_float=_float
         )
         if _SURROGATE.search(raw):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise InputError(f"{what}: not valid JSON at line {error.lineno}, column {error.colno}") from None
+        return InputError(f"{what}: not valid JSON at line {error.lineno}, column {error.colno}")
     except UnicodeEncodeError:
-        raise InputError(f"{what}: found half of a surrogate pair, expected text that UTF-8 can hold") from None
+        return InputError(f"{what}: found half of a surrogate pair, expected text that UTF-8 can hold")
     except InputError as error:
-        raise InputError(f"{what}: {error}") from None
+        told = str(error)
+        return InputError(told if told.startswith(what) else f"{what}: {told}")
     except (ValueError, RecursionError):
-        raise InputError(f"{what}: not valid JSON") from None
-    return value
-
-
-def _both(data: bytes | bytearray | memoryview | str, what: str) -> tuple[bytes, str]:
-    """Return a document as bytes and as text."""
-    try:
-        if isinstance(data, str):
-            return data.encode(), data
-        raw = bytes(data)
-        return raw, raw.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{what}: found a byte that is not UTF-8 at {error.start}, expected JSON in UTF-8") from None
-    except UnicodeEncodeError:
-        raise InputError(f"{what}: found half of a surrogate pair, expected text that UTF-8 can hold") from None
+        pass
+    return InputError(f"{what}: not valid JSON")
 
 
 def _check_depth(raw: bytes, what: str) -> None:
     """Take the innermost pairs of brackets away, level by level: what is left after the deepest allowed is too deep."""
     left = _STRINGS.sub(b"", raw).translate(_BRACKETS, _NOT_BRACKETS)
-    for _ in range(JSON_DEPTH_MAX):
+    for _ in range(DEPTH_MAX):
         before = len(left)
         left = left.replace(b"[]", b"")
         if len(left) == before:
             break
     if left:
-        raise InputError(f"{what}: nested deeper than {JSON_DEPTH_MAX}, or brackets that do not match")
+        raise InputError(f"{what}: nested deeper than {DEPTH_MAX}, or brackets that do not match")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

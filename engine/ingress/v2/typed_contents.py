@@ -1,4 +1,4 @@
-"""v2's typed contents: a tensor's elements in a protobuf list of the nearest type, instead of raw bytes.
+"""Typed contents: tensor elements in protobuf lists.
 
     bool_contents    BOOL                      uint_contents    UINT8 UINT16 UINT32
     int_contents     INT8 INT16 INT32          uint64_contents  UINT64

@@ -1,4 +1,4 @@
-"""v2 messages as protobuf bytes, with large tensors neither copied nor looked at.
+"""Protobuf encoding of v2 messages, with large tensors as views.
 
     request bytes --cut--> field 7, raw contents: views of the bytes       -> Tensor.raw
                     `----> the rest, small: upb parses it                  -> names, shapes, parameters, typed contents
@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from weftline.engine.ingress.config import ServeLimits
+from weftline.engine.ingress.v2.datatypes import SIZES
 from weftline.engine.ingress.v2.fields import cut, prefix
 from weftline.engine.ingress.v2.names import check_name, check_version
 from weftline.engine.ingress.v2.nouns import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
@@ -122,6 +123,7 @@ def _parse(
 def _tensors(sent: Any, raws: list[bytes | memoryview], elements_max: int, what: str) -> tuple[Tensor, ...]:
     """Return a message's tensors, each with its own raw contents, typed contents or region."""
     tensors, place = [], 0
+    left = elements_max  # of typed contents, over all tensors: each element becomes an object
     for one in sent:
         told = _told(one.parameters)
         region = region_of(told, what) if told else None
@@ -138,7 +140,9 @@ def _tensors(sent: Any, raws: list[bytes | memoryview], elements_max: int, what:
         elif raw is not None or region is not None:
             raise InputError(f"{what} {one.name!r:.80}: found typed contents, expected raw contents or a region alone")
         else:
-            tensors.append(tensor_of_contents(one.name, one.datatype, shape, one.contents, told, elements_max))
+            tensor = tensor_of_contents(one.name, one.datatype, shape, one.contents, told, left)
+            left -= len(tensor.values or ()) or len(tensor.raw or b"") // SIZES.get(tensor.datatype, 1)
+            tensors.append(tensor)
     if place != len(raws):
         raise InputError(f"found {len(raws)} raw contents for {place} tensors, expected one for each {what}")
     return tuple(tensors)

@@ -1,1 +1,1 @@
-"""Who answers a job's rows: a session of its own, one that serves others too, or a server."""
+"""Job runners: execution of rows by a session, a remote server or Ray replicas."""

@@ -1,4 +1,4 @@
-"""Rows answered by whole blocks: each block is one request of a pipeline that is rewritten for it (blocked.py).
+"""Block runner: each block of rows is one request of a rewritten pipeline (blocked.py).
 
 A block is packed into columns, sent, and its columns are unpacked into answers, by one thread for each block that is
 under way. When a block fails as a whole, because a row of it ends the worker or its outputs find no room, its parts are
@@ -25,13 +25,13 @@ from weftline.engine.jobs.answering.columns import Column, PackedColumn, own, re
 from weftline.engine.jobs.answering.each_row import row_error, row_seed
 from weftline.engine.jobs.answering.packing import Packer, Portion
 from weftline.engine.jobs.answering.repeatable import EXACT, check_outputs
-from weftline.engine.jobs.answering.rows_node import Told
+from weftline.engine.jobs.answering.rows_node import BlockOutcome
 from weftline.engine.jobs.answering.utilisation import LATELY_MAX, busy
-from weftline.engine.jobs.rows import Answered, Block, RowError
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 from weftline.engine.jobs.tally import Tally
-from weftline.engine.pending import PendingTensor
+from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.result import owned
-from weftline.engine.runtime import Progress
+from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.session import Session, Source, plan_of
 from weftline.errors import (
     LimitReached,
@@ -105,7 +105,7 @@ class BlockAnswerer:
         self.instances = {step.name: len(step.workers) for step in self._blocked.plan.steps}
         self._lately: deque[tuple[float, Tally]] = deque(maxlen=LATELY_MAX)
         self._closed = threading.Event()
-        self._room = Room(self._blocked.plan.limits.arena_bytes)
+        self._room = ByteAllowance(self._blocked.plan.limits.arena_bytes)
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="weftline-decode")
         self._askers = ThreadPoolExecutor(self.ahead, thread_name_prefix="weftline-blocks")
         self._packer = Packer(plan, self._decoders)
@@ -121,7 +121,7 @@ class BlockAnswerer:
     def repeatable(self) -> Mapping[str, str]:
         return dict.fromkeys(self.outputs, EXACT)
 
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         return self._askers.submit(self._answer, block)
 
     def figures(self) -> Mapping[str, float]:
@@ -140,7 +140,7 @@ class BlockAnswerer:
         self._askers.shutdown(wait=True, cancel_futures=True)
         self._decoders.shutdown(wait=True, cancel_futures=True)
 
-    def _answer(self, block: Block) -> Answered:
+    def _answer(self, block: RowBlock) -> BlockResult:
         made = _Made({name: [None] * len(block) for name in self.outputs})
         refused: dict[int, RowError] = {}
         for portion in self._packer.portions(block, refused):
@@ -152,7 +152,7 @@ class BlockAnswerer:
                 values[row] = None
         made.tally.note_texts(made.outputs, self._texts)
         self._lately.append((time.monotonic(), made.tally))
-        return Answered(made.outputs, dict(sorted(made.errors.items())), made.tally)
+        return BlockResult(made.outputs, dict(sorted(made.errors.items())), made.tally)
 
     def _settle(self, portion: Portion, seeds: np.ndarray, made: _Made) -> None:
         """Get an answer or an error for every row of a portion; parts of it are asked apart where they must be."""
@@ -197,9 +197,11 @@ class BlockAnswerer:
                 if value is not None:
                     values[row] = own(value) if source is None else owned(own(value))
         for step, output in self._blocked.told.items():
-            told = msgspec.convert(answer[output], Told)
+            told = msgspec.convert(answer[output], BlockOutcome)
+            tracebacks = dict(told.tracebacks)
             for at, error, message in told.errors:
-                made.errors.setdefault(portion.rows[at], RowError(step, error, " ".join(message.split())))
+                found = RowError(step, error, " ".join(message.split()), tracebacks.get(at, ""))
+                made.errors.setdefault(portion.rows[at], found)
             count(made.tally, step, told)
 
 
@@ -212,7 +214,7 @@ class _Made:
     tally: Tally = field(default_factory=Tally)
 
 
-class Room:
+class ByteAllowance:
     """Shares out `most` bytes to those who wait for their turn; who asks for more gets all of it. Thread-safe."""
 
     def __init__(self, most: int) -> None:
@@ -257,7 +259,7 @@ def ahead_of(blocked: Blocked) -> int:
     return max(3, 2 * max(depth.values()) + 1)
 
 
-def count(tally: Tally, step: str, told: Told) -> None:
+def count(tally: Tally, step: str, told: BlockOutcome) -> None:
     """Add how a step fared with a portion."""
     of = tally.of(step)
     of.skipped += told.skipped

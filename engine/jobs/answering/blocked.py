@@ -1,4 +1,4 @@
-"""From a plan to one whose requests carry whole blocks of rows: same steps, workers and devices, other items.
+"""Plan rewrite for block requests: same steps, workers and devices, blocks as items.
 
 A request costs the scheduler some hundred microseconds whatever it carries. Where a row takes less than that, the
 scheduler is what a job waits for; a request for a thousand rows makes that nothing. It can be done where every step is
@@ -59,7 +59,7 @@ class Blocked:
 
     plan:  what is run; its inputs and outputs are columns, and tensors of seeds.
     seeds: name of the input that has the rows' seeds.
-    told:  for each step that runs, in running order, the output that has its rows_node.Told.
+    told:  for each step that runs, in running order, the output that has its rows_node.BlockOutcome.
     """
 
     plan: Plan
@@ -270,6 +270,8 @@ def _limits(limits: Limits) -> Limits:
         open_bytes_max=OPEN_BYTES_MAX,
         arena_bytes=max(limits.arena_bytes, ARENA_BYTES),
         retry_share=1.0,
+        deadline_ms=None,
+        refuse_early=True,
     )
 
 

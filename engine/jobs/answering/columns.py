@@ -1,4 +1,4 @@
-"""One port's values for a whole block of rows, as one array of bytes, so that a block travels as one request.
+"""Column encoding of one port's values for a whole block of rows.
 
     +-----------+----------------+---------+------------------+------------------+-- -
     | head size |      head      | padding |  arrays of rows  |  arrays of rows  | ...
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from weftline.engine.packed import Packed
-from weftline.engine.values import ARRAYS, live
+from weftline.engine.protocol.packed import Packed
+from weftline.engine.protocol.values import ARRAYS, live
 from weftline.nodes.ports import PortType
 from weftline.shm.block import ALIGN_BYTES, align_up
 from weftline.shm.view import numpy_dtype

@@ -1,4 +1,4 @@
-"""What every row has, whoever answers it: its inputs or why they cannot be had, its seed, its error."""
+"""Preparation common to all runners: inputs, seed and error of a row."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 import re
 from typing import Any
 
-from weftline.engine.jobs.rows import Block, RowError, Unusable
-from weftline.errors import WeftlineError
+from weftline.engine.jobs.rows import RowBlock, RowError, Unusable
+from weftline.errors import WeftlineError, traceback_of
 from weftline.nodes.urgency import SEEDS
 
 _STEP = re.compile(r"^step ([A-Za-z_][\w.-]*): ")
 
 
-def usable(block: Block, row: int, errors: dict[int, RowError]) -> dict[str, Any] | None:
+def usable(block: RowBlock, row: int, errors: dict[int, RowError]) -> dict[str, Any] | None:
     """Return a row's inputs; None when one of them cannot be had, which is then its error."""
     given = {name: values[row] for name, values in block.inputs.items()}
     for name, value in given.items():
@@ -34,4 +34,4 @@ def row_error(error: WeftlineError) -> RowError:
     found = _STEP.match(text)
     step = getattr(error, "step", "") or (found[1] if found else "")
     reason = text[found.end() :] if found and found[1] == step else text
-    return RowError(step, type(error).__name__, " ".join(reason.split()))
+    return RowError(step, type(error).__name__, " ".join(reason.split()), traceback_of(error))

@@ -1,6 +1,4 @@
-"""How a job is answered on this machine: whole blocks where the pipeline allows it, else row by row; decided before any
-model is loaded.
-"""
+"""Choice of the local runner: whole blocks where the pipeline allows it, else single rows."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from weftline.engine.jobs.answering.session_answerer import ROWS, SessionAnswere
 from weftline.engine.jobs.rows import Answerer
 from weftline.engine.jobs.spec import PART_ROWS
 from weftline.engine.machine import this_machine
-from weftline.engine.runtime import Progress
+from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.session import Session
 from weftline.pipelines.graph import Pipeline
 from weftline.pipelines.load import load_file
@@ -32,7 +30,7 @@ PART_ROWS_SLOW = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class AnswererFactory:
     """How a job will be answered; calling it loads the models.
 
     mode:       'blocks', 'rows', or who else answers ('server', 'ray').
@@ -61,7 +59,7 @@ def open_here(
     block_rows: int | None = None,
     mode: str = "auto",
     machine: Machine | None = None,
-) -> Opening:
+) -> AnswererFactory:
     """Decide how a job is answered in workers of its own; PipelineError lists every problem.
 
     mode:    'auto', 'blocks' (PipelineError where the pipeline does not allow it) or 'rows'.
@@ -78,7 +76,7 @@ def open_here(
     why = blockable(plan, wanted) if mode != ROW_BY_ROW else "row by row was asked for"
     if not why:
         rows = block_rows or block_rows_of(plan, wanted)
-        return Opening(
+        return AnswererFactory(
             BLOCKS, "", rows, PART_ROWS, repeatable(plan, wanted, False),
             lambda progress: BlockAnswerer(
                 pipeline, outputs=outputs, seed=seed, block_rows=rows, progress=progress, machine=machine
@@ -87,7 +85,7 @@ def open_here(
     if mode == BLOCKS:
         raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])
     rows = block_rows or min(ROWS, block_rows_of(plan, wanted))
-    return Opening(
+    return AnswererFactory(
         ROW_BY_ROW, why, rows, PART_ROWS_SLOW, repeatable(plan, wanted, False),
         lambda progress: _row_by_row(pipeline, plan, outputs, seed, rows, progress, machine),
     )  # fmt: skip
@@ -119,5 +117,7 @@ def for_jobs(plan: Plan, block_rows: int) -> Plan:
         requests_max=max(plan.limits.requests_max, block_rows * (2 * len(plan.workers) + 4)),
         open_bytes_max=max(plan.limits.open_bytes_max, 4 << 30),
         job_batch_ms=math.inf,
+        deadline_ms=None,
+        refuse_early=True,
     )
     return replace(plan, limits=limits, slo=Slo())

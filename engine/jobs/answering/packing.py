@@ -1,8 +1,8 @@
-"""Rows of a block made ready to travel: their inputs as the pipeline's ports carry them, or why a row is refused.
+"""Encoding of a block's rows as port values, with an error for each unusable row.
 
-What a row may bring is decided by engine/intake.py, as for a request of its own. Small values are converted column by
+The inputs of a row are checked by engine/inputs.py, as those of a request. Small values are converted column by
 column, which takes a fraction of the time; a row that raises doubts on the way is left to the intake, whose word is
-final. Pictures and recordings are decoded by a few threads, some rows at a time.
+final. Pictures and recordings are measured first and decoded by a few threads, a portion's at a time.
 
 A block is sent in portions, so that large values are never all in memory at once. Where a portion ends depends on the
 rows alone, so that the same block always has the same portions.
@@ -15,11 +15,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.intake import Intake, media_limits
+from weftline.engine.inputs import RequestInputs, media_limits
 from weftline.engine.jobs.answering.each_row import row_error, usable
-from weftline.engine.jobs.rows import Block, RowError
-from weftline.engine.packed import Packed
-from weftline.engine.values import pack
+from weftline.engine.jobs.rows import RowBlock, RowError
+from weftline.engine.protocol.packed import Packed
+from weftline.engine.protocol.values import pack
 from weftline.errors import InputError, LimitReached, StepError
 from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
@@ -30,7 +30,7 @@ PORTION_BYTES = 24 << 20
 """Most bytes of inputs in a portion of more than one row."""
 
 DECODED_AHEAD = 16
-"""Rows with pictures or recordings that are decoded at a time."""
+"""Rows with pictures or recordings that are measured at a time."""
 
 Columns = Mapping[str, Sequence[Packed | None]]
 """For each input of the pipeline one value for each row; None where it is absent."""
@@ -52,7 +52,7 @@ class Packer:
     """Makes rows ready for one plan, the pipeline's own. Thread-safe. decoders: threads for what takes long."""
 
     def __init__(self, plan: Plan, decoders: Executor) -> None:
-        self._intake = Intake(plan)
+        self._intake = RequestInputs(plan)
         self._decoders = decoders
         self._inputs = {one.name: (plan.input_types[one.name], media_limits(plan, one)) for one in plan.inputs}
         self._asked = {one.name for one in plan.inputs if not one.hidden}
@@ -61,7 +61,7 @@ class Packer:
         self._bytes_max = plan.limits.request_bytes_max
         self._slow = any(_is_media(plan.input_types[name]) for name in self._asked)
 
-    def portions(self, block: Block, errors: dict[int, RowError]) -> Iterator[Portion]:
+    def portions(self, block: RowBlock, errors: dict[int, RowError]) -> Iterator[Portion]:
         """Yield the rows that can be sent, in order; put why others cannot into `errors`."""
         size = DECODED_AHEAD if self._slow else max(len(block), 1)
         rows: list[int] = []
@@ -69,28 +69,39 @@ class Packer:
         held_bytes = 0
         for start in range(0, len(block), size):
             asked = range(start, min(start + size, len(block)))
-            columns = self._decoded(block, asked, errors) if self._slow else self._quick(block, asked, errors)
+            columns = self._measured(block, asked, errors) if self._slow else self._quick(block, asked, errors)
             sizes = [sum([one.size_bytes for one in row if one is not None]) for row in zip(*columns.values())]
             for at, row in enumerate(asked):
                 if row in errors:
                     continue
                 if rows and held_bytes + sizes[at] > PORTION_BYTES:
-                    yield Portion(rows, held)
+                    yield self._ready(rows, held, errors)
                     rows, held, held_bytes = [], {name: [] for name in self._inputs}, 0
                 rows.append(row)
                 held_bytes += sizes[at]
                 for name, column in columns.items():
                     held[name].append(column[at])
         if rows:
-            yield Portion(rows, held)
+            yield self._ready(rows, held, errors)
 
-    def _decoded(self, block: Block, rows: Sequence[int], errors: dict[int, RowError]) -> Columns:
+    def _ready(self, rows: Sequence[int], held: Columns, errors: dict[int, RowError]) -> Portion:
+        """Return a portion with its pictures and recordings decoded; rows where that fails are left out."""
+        if not self._slow:
+            return Portion(rows, held)
+        columns = {name: list(self._decoders.map(_decoded, column)) for name, column in held.items()}
+        for column in columns.values():
+            errors.update({row: one for row, one in zip(rows, column) if isinstance(one, RowError)})
+        kept = [at for at, row in enumerate(rows) if row not in errors]
+        whole: Columns = {name: [column[at] for at in kept] for name, column in columns.items()}  # type: ignore[misc]
+        return Portion([rows[at] for at in kept], whole)
+
+    def _measured(self, block: RowBlock, rows: Sequence[int], errors: dict[int, RowError]) -> Columns:
         """Return rows as the intake packs them, several at a time."""
         given = [usable(block, row, errors) for row in rows]
         packed = self._decoders.map(lambda one: None if one is None else self._taken_in(one), given)
         return self._whole(dict(zip(rows, packed)), rows, errors)
 
-    def _quick(self, block: Block, rows: Sequence[int], errors: dict[int, RowError]) -> Columns:
+    def _quick(self, block: RowBlock, rows: Sequence[int], errors: dict[int, RowError]) -> Columns:
         """Return rows converted column by column."""
         doubtful = set(rows) if block.inputs.keys() - self._asked else set()
         columns: dict[str, list[Packed | None]] = {}
@@ -159,6 +170,14 @@ class Packer:
             for name, column in columns.items():
                 column.append(one.get(name, self._usual[name]) if isinstance(one, dict) else None)
         return columns
+
+
+def _decoded(value: Packed | None) -> Packed | RowError | None:
+    """Return a value with nothing left to decode, or why it cannot be decoded."""
+    try:
+        return None if value is None else value.decoded()
+    except InputError as error:
+        return row_error(error)
 
 
 def _default(one: Input, type: PortType) -> Packed | None:

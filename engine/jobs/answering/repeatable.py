@@ -1,4 +1,4 @@
-"""Which outputs of a job are the same to the byte in every run, and which are equal within rounding. Pure."""
+"""Reproducibility of a job's outputs: byte-identical or equal within rounding; pure."""
 
 from __future__ import annotations
 

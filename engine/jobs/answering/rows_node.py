@@ -1,17 +1,17 @@
-"""A step whose items are whole blocks of rows: it holds another node, and cuts each block into that node's batches.
+"""Node wrapper whose items are blocks of rows; splits each block into the node's batches.
 
 Every port carries a column (columns.py). Rows that an earlier step failed on, or that lack what the node needs, are
 left out; the others form batches by their order, so that the same block always forms the same batches. What becomes of
-a batch is the doing of engine/worker/hosting.py: values are checked, and when the node raises, halves are run apart
-until only the row at fault fails. Beside its columns a block's answer has `Told`: which rows failed, and how long the
-batches took.
+a batch is the doing of engine/worker/batch.py: values are checked, and when the node raises, halves are run apart
+until only the row at fault fails. A block's answer is its columns and a `BlockOutcome`: the rows that failed, and the
+time of each batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,15 +19,16 @@ import msgspec
 import numpy as np
 
 from weftline.engine.jobs.answering.columns import ABSENT, COLUMN, FAILED, Column, PackedColumn, read
-from weftline.engine.messages import ABSENT as NOTHING
-from weftline.engine.messages import Brought, Failure, Item, StepToOpen
-from weftline.engine.packed import Row, Source
-from weftline.engine.values import pack
-from weftline.engine.worker.hosting import HostedStep
+from weftline.engine.protocol.messages import ABSENT as NOTHING
+from weftline.engine.protocol.messages import Failure, Item, ItemMetadata, StepToOpen
+from weftline.engine.protocol.packed import Row, Source
+from weftline.engine.protocol.values import pack
+from weftline.engine.worker.batch import HostedStep
 from weftline.engine.worker.memory import Memory
 from weftline.errors import LimitReached, RequestCancelled, StepError
 from weftline.nodes.catalog import resolve
 from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
+from weftline.nodes.grouping import group_by, shape_key
 from weftline.nodes.media import to_value
 from weftline.nodes.ports import Port, Ports, PortType
 from weftline.pipelines.options import to_config
@@ -39,17 +40,23 @@ TOLD = PortType.parse("json")
 """The type of the port that carries Told."""
 
 
-class Told(msgspec.Struct, array_like=True):
+TRACEBACKS_MAX = 4
+"""Most tracebacks that the answer to one block carries."""
+
+
+class BlockOutcome(msgspec.Struct, array_like=True):
     """How a step fared with a block.
 
     batches: of each call of the node: rows, milliseconds, and how many of the rows failed.
     errors:  of rows that failed here: the row, the error's class, and the message.
     skipped: how many rows lacked what the step needs.
+    tracebacks: of the first rows that failed here: the row, and the traceback of the exception.
     """
 
     batches: list[tuple[int, float, int]]
     errors: list[tuple[int, str, str]]
     skipped: int = 0
+    tracebacks: list[tuple[int, str]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +160,7 @@ class RowsNode(BatchNode):
             config.optional,
             self._never,
         )
-        told = Told([], [], block.marks.count(ABSENT))
+        told = BlockOutcome([], [], block.marks.count(ABSENT))
         made: list[Row | None] = [None] * block.rows
         for rows in self._batches(block):
             if batch.cancelled(position):
@@ -164,6 +171,8 @@ class RowsNode(BatchNode):
                 if isinstance(result, Failure):
                     failed += 1
                     told.errors.append((row, result.error, result.message))
+                    if result.traceback and len(told.tracebacks) < TRACEBACKS_MAX:
+                        told.tracebacks.append((row, result.traceback))
                     block.marks[row] = FAILED
                 else:
                     made[row] = result
@@ -226,7 +235,7 @@ class _Block:
         if self._seeds is None:
             return [Item(row, ()) for row in rows]
         seeds = [self._seeds[row] for row in rows]
-        return [Item(row, (), Brought(seed=seed) if seed >= 0 else None) for row, seed in zip(rows, seeds)]
+        return [Item(row, (), ItemMetadata(seed=seed) if seed >= 0 else None) for row, seed in zip(rows, seeds)]
 
     def sources(self, rows: Sequence[int], ports: Mapping[str, str], fixed: Mapping[str, Source]) -> list[Row]:
         """Return each row's inputs, in the order of `ports`."""
@@ -242,11 +251,8 @@ class _Block:
 
     def alike(self, rows: Sequence[int]) -> list[list[int]]:
         """Return rows grouped by the dtypes and shapes of their tensors; groups in order of their first row."""
-        groups: dict[Hashable, list[int]] = {}
         columns = [column.values for column in self.columns.values()]
-        for row in rows:
-            groups.setdefault(tuple([_shape_of(values[row]) for values in columns]), []).append(row)
-        return list(groups.values())
+        return group_by(rows, lambda row: tuple([shape_key(values[row]) for values in columns]))
 
 
 _EMPTY = PackedColumn(Column(())).array()
@@ -256,15 +262,6 @@ def _column(made: Sequence[Row | None], port: int, marks: bytes) -> np.ndarray:
     """Return one output of every row as a column; what a HostedStep without places gives is always Packed."""
     values: list[Any] = [None if row is None else row[port] for row in made]
     return PackedColumn(Column(values, marks)).array()
-
-
-def _shape_of(value: Any) -> Hashable:
-    """Return what values must have in common to share a call under `shapes: same` (as in engine/batching/shapes.py)."""
-    if value is None:
-        return "absent"
-    if value.items is not None:
-        return tuple(map(_shape_of, value.items))
-    return (value.dtype, value.shape) if value.dtype else None
 
 
 def _no_room(sizes: Sequence[int], near: Sequence[int]) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a server's model is the pipeline of a file, by what the server tells of it: names and types of its ports.
+"""Check that a server's model matches a pipeline file, by names and types of its ports.
 
 What is behind the ports (models, prompts, versions of weights) no server tells; that the file it serves is the same is
 the operator's word.

@@ -1,6 +1,6 @@
-"""Rows answered by a session, each as a request of its own.
+"""Row runner: each row is one request of a session.
 
-The rows of a block come in together and form their batches by their order (engine/scheduling/cohorts.py). On a session
+The rows of a block come in together and form their batches by their order (engine/scheduler/groups.py). On a session
 of its own a job has all there is; on one that answers usual requests too it stays behind them.
 """
 
@@ -15,12 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from weftline.engine.jobs.answering.each_row import row_error, row_seed, usable
 from weftline.engine.jobs.answering.repeatable import check_outputs, repeatable
 from weftline.engine.jobs.answering.utilisation import LATELY_MAX, busy
-from weftline.engine.jobs.rows import Answered, Block, RowError
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 from weftline.engine.jobs.tally import Tally
-from weftline.engine.messages import BEAT_S
+from weftline.engine.protocol.messages import BEAT_S
 from weftline.engine.result import Result
+from weftline.engine.row_groups import InputSpace
 from weftline.engine.session import Session
-from weftline.engine.together import Room
 from weftline.errors import LimitReached, RequestCancelled, SessionClosed
 
 ROWS = 128
@@ -75,7 +75,7 @@ class SessionAnswerer:
         self._texts = [name for name, type in self.outputs.items() if type.kind == "text"]
         self.repeatable = repeatable(plan, tuple(self.outputs), shared)
         self.ahead = 2 if shared else max(3, 2 * len(plan.workers) + 1)
-        self._room = Room()
+        self._input_space = InputSpace()
         self._pool = ThreadPoolExecutor(self.ahead, thread_name_prefix="weftline-rows")
         self._closed = threading.Event()
         self._answered_s: float | None = None
@@ -83,7 +83,7 @@ class SessionAnswerer:
         self._lately: deque[tuple[float, Tally]] = deque(maxlen=LATELY_MAX)
         self.instances = {step.name: len(step.workers) for step in plan.steps}
 
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         return self._pool.submit(self._answer, block)
 
     def figures(self) -> Mapping[str, float]:
@@ -106,7 +106,7 @@ class SessionAnswerer:
             self._session.close()
         self._pool.shutdown(wait=self._own, cancel_futures=True)
 
-    def _answer(self, block: Block) -> Answered:
+    def _answer(self, block: RowBlock) -> BlockResult:
         """Ask until every row has an answer or an error of its own."""
         results: dict[int, Result] = {}
         errors: dict[int, RowError] = {}
@@ -117,7 +117,7 @@ class SessionAnswerer:
             rows = {row: inputs for row, inputs in given.items() if inputs is not None}
             seeds = [row_seed(self._seed, block.place_of(row)) for row in rows]
             ends = self._session.run_together(
-                list(rows.values()), outputs=self._wanted, seeds=seeds, room=self._room, gone=self._closed
+                list(rows.values()), outputs=self._wanted, seeds=seeds, space=self._input_space, cancelled=self._closed
             )
             left = []
             for row, end in zip(rows, ends):
@@ -140,4 +140,4 @@ class SessionAnswerer:
         tally.note_texts(outputs, self._texts)
         self._answered_s = time.monotonic()
         self._lately.append((self._answered_s, tally))
-        return Answered(outputs, errors, tally)
+        return BlockResult(outputs, errors, tally)

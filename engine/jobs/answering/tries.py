@@ -1,4 +1,4 @@
-"""What becomes of a row that a server did not answer: it waits and is sent again, it is an error row, or the job stops.
+"""Retry policy for rows sent to a server: retry, error row or job failure.
 
     refused for now          again after the pause that the server asked for; an error row when others pass and it does
                              not; the job stops when nobody passes for `patience_s`

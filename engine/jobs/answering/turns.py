@@ -1,5 +1,6 @@
-"""Whose turn it is to be sent: rows wait here while the window is full, and go in their order, those that are sent
-again before those behind them. For the coroutines of one event loop.
+"""Send queue of rows for a server: waits for the window and keeps row order.
+
+A row that is sent again goes before the rows behind it. For the coroutines of one event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from weftline.engine.jobs.answering.tries import Again
 from weftline.engine.jobs.answering.window import Window
 
 
-class Turns:
+class WindowQueue:
     """A window, and who waits for room in it."""
 
     def __init__(self, window: Window) -> None:

@@ -1,4 +1,4 @@
-"""How much the steps of a job have to do, from the tallies of its last blocks."""
+"""Utilisation of a job's steps, from the tallies of its last blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows answered by a server that serves already, each by a call of its own, marked as a row of a job.
+"""Remote runner: each row is one call to a running server, marked as a row of a job.
 
 Calls are made by one thread with an event loop, as many at a time as the server takes (window.py), rows in their order
 (turns.py). What becomes of calls that fail is in tries.py. Batches are formed by the server, of whatever rows and usual
@@ -23,10 +23,11 @@ from weftline.engine.jobs.answering.each_row import row_seed, usable
 from weftline.engine.jobs.answering.repeatable import ROUNDING
 from weftline.engine.jobs.answering.served_model import check_same, described_ports, types_of
 from weftline.engine.jobs.answering.tries import PATIENCE_S, Again, Heard, Tries
-from weftline.engine.jobs.answering.turns import Turns
+from weftline.engine.jobs.answering.turns import WindowQueue
 from weftline.engine.jobs.answering.window import MOST, START, Window
-from weftline.engine.jobs.rows import Answered, Block, RowError
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 from weftline.engine.jobs.tally import Tally
+from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, WeftlineError
 from weftline.pipelines.graph import Pipeline
@@ -77,7 +78,7 @@ class ServerAnswerer:
             raise InputError(f"in_flight: found {in_flight}, expected 1 to {IN_FLIGHT_MAX} rows")
         self._address, self._model, self._seed = address, model, seed
         self._client = _client(address, token, tls, insecure)
-        self._turns = Turns(Window(in_flight or START, in_flight or MOST, in_flight is not None))
+        self._turns = WindowQueue(Window(in_flight or START, in_flight or MOST, in_flight is not None))
         self.block_rows = block_rows or BLOCK_ROWS
         self._patience_s = patience_s
         self._heard = Heard(0, time.monotonic(), time.monotonic())
@@ -94,7 +95,7 @@ class ServerAnswerer:
             if pipeline is not None:
                 check_same(pipeline, known, address)
             self._known = known
-            self._wanted = known.check_outputs(outputs) or None
+            self._wanted = known.check_outputs(RequestOptions(outputs=outputs).outputs) or None
             self.inputs = types_of(known.inputs.values(), model, address)
             every = types_of(known.outputs.values(), model, address)
         except BaseException:
@@ -117,11 +118,11 @@ class ServerAnswerer:
         """None: how many there are is the server's business."""
         return {}
 
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         with self._closing:
             if not self._closed:
                 return self._call(self._answer(block))
-        ended: Future[Answered] = Future()
+        ended: Future[BlockResult] = Future()
         ended.set_exception(SessionClosed("the job was ended"))
         return ended
 
@@ -155,7 +156,7 @@ class ServerAnswerer:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
-    async def _answer(self, block: Block) -> Answered:
+    async def _answer(self, block: RowBlock) -> BlockResult:
         errors: dict[int, RowError] = {}
         given = ((row, usable(block, row, errors)) for row in range(len(block)))
         rows = {row: inputs for row, inputs in given if inputs is not None}
@@ -176,7 +177,7 @@ class ServerAnswerer:
                 task.cancel()
         return self._answered(len(block), dict(zip(rows, ends, strict=True)), errors)
 
-    def _answered(self, count: int, ends: Mapping[int, Result | RowError], errors: dict[int, RowError]) -> Answered:
+    def _answered(self, count: int, ends: Mapping[int, Result | RowError], errors: dict[int, RowError]) -> BlockResult:
         tally = Tally()
         calls = tally.of(self._model)
         found: dict[int, Result] = {}
@@ -193,7 +194,7 @@ class ServerAnswerer:
         tally.note_texts(outputs, self._texts)
         for usage in outputs.get("usage", ()):
             self._tokens += int(usage.get("completion_tokens", 0)) if isinstance(usage, dict) else 0
-        return Answered(outputs, errors, tally)
+        return BlockResult(outputs, errors, tally)
 
     async def _row(self, inputs: Mapping[str, Any], seed: int, order: int) -> Result | RowError:
         """Ask until the row has an answer or an error; an exception when nobody can answer."""
@@ -218,7 +219,7 @@ class ServerAnswerer:
         known = await self._client.describe(self._model, again=again)
         if known is not self._known:
             self._check_unchanged(known)
-        return await self._client.run(self._model, outputs=self._wanted, job=True, seed=seed, **inputs)
+        return await self._client.run(self._model, RequestOptions(outputs=self._wanted, job=True, seed=seed), **inputs)
 
     def _check_unchanged(self, known: DescribedModel) -> None:
         """Raise JobChanged when the server describes its model otherwise than at the beginning."""

@@ -1,4 +1,4 @@
-"""How a job is answered by a server that serves already; decided before it is asked anything."""
+"""Set-up of the remote runner; checks everything before the first call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weftline.engine.client.options import ClientTls
-from weftline.engine.jobs.answering.opening import PART_ROWS_SLOW, Opening
+from weftline.engine.jobs.answering.opening import PART_ROWS_SLOW, AnswererFactory
 from weftline.engine.jobs.answering.repeatable import ROUNDING
 from weftline.engine.jobs.answering.served_model import ports_of
 from weftline.engine.jobs.answering.via import BLOCK_ROWS, ServerAnswerer
@@ -29,7 +29,7 @@ def open_via(
     seed: int = 0,
     block_rows: int | None = None,
     in_flight: int | None = None,
-) -> Opening:
+) -> AnswererFactory:
     """Return the way through a server that serves this pipeline; opening it raises InputError when it does not.
 
     PipelineError has everything that is wrong with the file.
@@ -42,7 +42,7 @@ def open_via(
     _, gives = ports_of(pipeline)
     rows = block_rows or BLOCK_ROWS
     wanted = tuple(outputs) if outputs is not None else tuple(gives)
-    return Opening(
+    return AnswererFactory(
         SERVER, "", rows, PART_ROWS_SLOW, dict.fromkeys(wanted, ROUNDING),
         lambda progress: ServerAnswerer(
             address, model or pipeline.name, token=token, tls=tls, insecure=insecure, outputs=outputs,

@@ -1,4 +1,4 @@
-"""How many rows may be under way at a server at a time: as many as it takes without refusing any.
+"""Congestion window of a remote runner: limits the rows in flight, adapted to refusals.
 
 The rule is that of congestion windows (RFC 5681): the window grows by one with each answer until the first refusal,
 then by one with each windowful of answers; a refusal halves it, once for all rows that were under way together. Pure.

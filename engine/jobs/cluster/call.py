@@ -1,4 +1,4 @@
-"""A call that came through Ray Serve's proxy, with the face that the gRPC door's handlers know.
+"""Adapter from Ray Serve's gRPC context to the context of the gRPC handlers.
 
 Ray Serve hands a replica the request's bytes, or an iterator of them, and a context that travels back with the answer.
 The proxy does not pass a call's deadline on: when it ends there, the call is cancelled here.
@@ -31,7 +31,7 @@ class Message:
         return self._data
 
 
-class Call:
+class RayCallContext:
     """Stands for a grpc.aio.ServicerContext.
 
     context:  Ray Serve's.

@@ -1,4 +1,4 @@
-"""Blocks, answers and what a replica says of itself as bytes, and back: MessagePack with four kinds of our own.
+"""MessagePack codec of blocks, answers and replica reports.
 
 Columns that are kept in the output stay with the driver: a replica gets a block without them. What MessagePack cannot
 hold (text with a lone surrogate, numbers beyond 64 bits, a value of no known kind) arrives as Unusable, so that its row
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from weftline.engine.jobs.rows import Answered, Answerer, Block, RowError, Unusable
+from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError, Unusable
 from weftline.engine.jobs.tally import Tally
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
@@ -25,7 +25,7 @@ ARRAY, DETECTIONS, UNUSABLE, SCALAR = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class AnswererInfo:
     """What an answerer says of itself; as in `Answerer`."""
 
     ahead: int
@@ -35,7 +35,7 @@ class Facts:
     repeatable: Mapping[str, str]
 
     @classmethod
-    def of(cls, answerer: Answerer) -> Facts:
+    def of(cls, answerer: Answerer) -> AnswererInfo:
         return cls(
             answerer.ahead,
             answerer.block_rows,
@@ -54,11 +54,11 @@ class Sent:
     """
 
     replica: str
-    answered: Answered
+    answered: BlockResult
     figures: Mapping[str, float]
 
 
-def encode_facts(facts: Facts) -> bytes:
+def encode_facts(facts: AnswererInfo) -> bytes:
     return _encode(
         {
             "ahead": facts.ahead,
@@ -70,25 +70,25 @@ def encode_facts(facts: Facts) -> bytes:
     )
 
 
-def decode_facts(data: bytes) -> Facts:
+def decode_facts(data: bytes) -> AnswererInfo:
     said = _decode(data)
     inputs, outputs = ({name: PortType.parse(one) for name, one in said[of].items()} for of in ("inputs", "outputs"))
-    return Facts(said["ahead"], said["block_rows"], inputs, outputs, said["repeatable"])
+    return AnswererInfo(said["ahead"], said["block_rows"], inputs, outputs, said["repeatable"])
 
 
-def encode_block(block: Block) -> bytes:
+def encode_block(block: RowBlock) -> bytes:
     """Return a block without its table."""
     places = None if block.places is None else list(block.places)
     head = [block.part, block.place, list(block.ids), places]
     return _encode([head, {name: _column(values) for name, values in block.inputs.items()}])
 
 
-def decode_block(data: bytes) -> Block:
+def decode_block(data: bytes) -> RowBlock:
     import pyarrow as pa
 
     (part, place, ids, places), columns = _decode(data)
     inputs = {name: _decode(column) for name, column in columns.items()}
-    return Block(part, place, ids, inputs, pa.table({}), places)
+    return RowBlock(part, place, ids, inputs, pa.table({}), places)
 
 
 def encode_sent(sent: Sent) -> bytes:
@@ -102,7 +102,7 @@ def decode_sent(data: bytes) -> Sent:
     replica, figures, columns, errors, tally = _decode(data)
     outputs = {name: _decode(column) for name, column in columns.items()}
     rows = {row: RowError(step, error, reason) for row, step, error, reason in errors}
-    return Sent(replica, Answered(outputs, rows, Tally.from_json(tally)), figures)
+    return Sent(replica, BlockResult(outputs, rows, Tally.from_json(tally)), figures)
 
 
 def _column(values: Sequence[Any]) -> bytes:

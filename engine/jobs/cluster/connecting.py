@@ -1,4 +1,4 @@
-"""A process's connection to a Ray cluster: an existing one, or one of this machine that ends with the process.
+"""Connection to a Ray cluster: an existing one, or a local one for this process.
 
 Ray's own log lines are kept off the terminal, and its usage statistics off the network, unless the environment says
 otherwise.

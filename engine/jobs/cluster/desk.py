@@ -1,4 +1,4 @@
-"""Between the driver and the replicas of a job: which blocks there are, what was tried of them, who has opened.
+"""Coordinator actor between driver and replicas: offered blocks, attempts and ready replicas.
 
 One actor, on the driver's machine. Blocks themselves lie in Ray's object store; only references to them pass here.
 

@@ -1,4 +1,4 @@
-"""A Ray data set of block numbers, from 0, each as soon as the desk has been offered that block.
+"""Ray data set of block numbers, produced as blocks become available.
 
 Ray Data pulls what it reads, and a job pushes blocks: the feed waits between the two. The numbers are the same whoever
 reads them and however often, which Ray relies on when it reads again what a lost machine held.

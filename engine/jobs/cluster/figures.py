@@ -1,4 +1,4 @@
-"""Figures of replicas added up. Pure but for the times it is told."""
+"""Aggregation of replica statistics; pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SILENT_S = 30.0
 
 
 @dataclass(slots=True)
-class Fleet:
+class ReplicaStats:
     """What replicas last said of themselves. One that was started again has another name, and its old totals count on.
 
     replicas: how many there are at a time.

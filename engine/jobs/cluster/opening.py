@@ -1,4 +1,4 @@
-"""How a job is answered on a Ray cluster: decided on a machine of it, before any model is loaded there.
+"""Set-up of the Ray runner, on the cluster and before a model is loaded.
 
 The driver's machine need not have what a replica has (a head node has no GPU), so the plan is made by a task that asks
 for what a replica takes.
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from weftline.engine.jobs.answering.opening import Opening, open_here
+from weftline.engine.jobs.answering.opening import AnswererFactory, open_here
 from weftline.engine.jobs.cluster.connecting import Need, check_room, connected
 from weftline.engine.jobs.cluster.replicas import ReplicaAnswerer
 from weftline.engine.jobs.rows import Answerer
@@ -36,7 +36,7 @@ def open_on_cluster(
     replicas: int = 1,
     need: Need = Need(),  # noqa: B008  frozen
     address: str | None = None,
-) -> Opening:
+) -> AnswererFactory:
     """Connect to a cluster and decide how a job is answered there; as `open_here`, with whole-pipeline replicas.
 
     The pipeline's file, and what it names, lie under the same paths on every machine. Calling what is returned opens
@@ -62,7 +62,7 @@ def open_on_cluster(
     def open_replicas(progress: object) -> Answerer:
         return ReplicaAnswerer(OPENER, arguments, replicas=replicas, need=need, connection=connection)
 
-    return Opening(
+    return AnswererFactory(
         said["mode"], said["why"], said["block_rows"], said["part_rows"], said["repeatable"], open_replicas
     )  # fmt: skip
 

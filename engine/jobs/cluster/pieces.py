@@ -1,4 +1,4 @@
-"""A block cut into spans of rows, and their answers put together again. Pure."""
+"""Split of a block into spans of rows, and merge of their answers; pure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from weftline.engine.jobs.cluster.trials import ROW_DEATHS_MAX, Span
-from weftline.engine.jobs.rows import Answered, Block, RowError
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 from weftline.engine.jobs.tally import Tally
 
 LOST = RowError("", "WorkerDied", f"the row ended the replica that answered it, alone, {ROW_DEATHS_MAX} times")
 
 
-def cut(block: Block, span: Span) -> Block:
+def cut(block: RowBlock, span: Span) -> RowBlock:
     """Return the rows of a span as a block; the block itself when that is all of it."""
     start, stop = span
     if (start, stop) == (0, len(block)):
         return block
-    return Block(
+    return RowBlock(
         block.part,
         block.place_of(start),
         block.ids[start:stop],
@@ -28,8 +28,8 @@ def cut(block: Block, span: Span) -> Block:
 
 
 def joined(
-    rows: int, outputs: Iterable[str], answers: Mapping[Span, Answered], lost: Sequence[int], reason: RowError = LOST
-) -> Answered:
+    rows: int, outputs: Iterable[str], answers: Mapping[Span, BlockResult], lost: Sequence[int], reason: RowError = LOST
+) -> BlockResult:
     """Return the answer to a block of so many rows from those to its spans; rows that were given up get `reason`.
 
     outputs: names of the outputs, for a block of which nothing was answered.
@@ -42,4 +42,4 @@ def joined(
             columns.setdefault(name, [None] * rows)[start:stop] = values
         errors |= {start + row: error for row, error in answered.errors.items()}
         tally.merge(answered.tally)
-    return Answered(columns, dict(sorted(errors.items())), tally)
+    return BlockResult(columns, dict(sorted(errors.items())), tally)

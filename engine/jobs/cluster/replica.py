@@ -1,4 +1,4 @@
-"""A replica of a pipeline on a cluster: an actor of Ray Data's that has an answerer of its own and answers blocks.
+"""Replica actor of Ray Data: owns a runner and executes blocks.
 
 What it is told travels as text and numbers: which function opens the answerer, and with what. Files that the pipeline
 names are read where the replica runs.
@@ -17,12 +17,12 @@ import msgspec
 import pyarrow as pa
 import ray
 
-from weftline.engine.jobs.cluster.codec import Facts, Sent, decode_block, encode_facts, encode_sent
+from weftline.engine.jobs.cluster.codec import AnswererInfo, Sent, decode_block, encode_facts, encode_sent
 from weftline.engine.jobs.cluster.feed import NUMBER
 from weftline.engine.jobs.cluster.figures import STARTED
 from weftline.engine.jobs.cluster.pieces import cut, joined
 from weftline.engine.jobs.cluster.trials import Attempt, Span
-from weftline.engine.jobs.rows import Answered, Answerer, Block
+from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock
 from weftline.errors import ModelError, WeftlineError
 
 ANSWER = "answer"
@@ -83,7 +83,7 @@ class Replica:
             raise ModelError(why)
         with self._reporting("could not open the pipeline"):
             self._answerer = named(opener)(**msgspec.json.decode(arguments))
-        facts = Facts.of(self._answerer)
+        facts = AnswererInfo.of(self._answerer)
         self._outputs = tuple(facts.outputs)
         self._started = float(ray.get(desk.opened.remote(encode_facts(facts))))
 
@@ -103,11 +103,11 @@ class Replica:
         ray.get(self._desk.end.remote(number))
         return encode_sent(Sent(self._name, answered, {**self._answerer.figures(), STARTED: self._started}))
 
-    def _attempt(self, number: int, block: Block, attempt: Attempt) -> Answered:
+    def _attempt(self, number: int, block: RowBlock, attempt: Attempt) -> BlockResult:
         if not attempt.alone:
             with self._company.joined():
                 return self._answerer.ask(block).result()
-        answers: dict[Span, Answered] = {}
+        answers: dict[Span, BlockResult] = {}
         with self._company.alone():
             for span in attempt.spans:
                 ray.get(self._desk.trying.remote(number, span))

@@ -1,4 +1,4 @@
-"""Blocks answered by replicas of a pipeline on a Ray cluster, by way of Ray Data.
+"""Ray runner: executes blocks on replicas of a pipeline through Ray Data.
 
     ask --block--> object store             Ray Data:  feed of numbers --> Replica, as many as were asked for
      |                  ^                                                      |
@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
-from weftline.engine.jobs.cluster.codec import Facts, Sent, decode_facts, decode_sent, encode_block
+from weftline.engine.jobs.cluster.codec import AnswererInfo, Sent, decode_facts, decode_sent, encode_block
 from weftline.engine.jobs.cluster.connecting import Need, check_room, connected
-from weftline.engine.jobs.cluster.figures import Fleet
-from weftline.engine.jobs.rows import Answered, Block
+from weftline.engine.jobs.cluster.figures import ReplicaStats
+from weftline.engine.jobs.rows import BlockResult, RowBlock
 from weftline.errors import ModelError, SessionClosed, WeftlineError
 from weftline.nodes.ports import PortType
 
@@ -63,11 +63,11 @@ class ReplicaAnswerer:
         connection: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self._asked: dict[int, tuple[Future[Answered], Any]] = {}  # by number: who waits, and what keeps the block
+        self._asked: dict[int, tuple[Future[BlockResult], Any]] = {}  # by number: who waits, and what keeps the block
         self._next = 0
         self._failure: WeftlineError | None = None
         self._closed = False
-        self._fleet = Fleet(replicas)
+        self._fleet = ReplicaStats(replicas)
         self._open = ExitStack()
         self._thread: threading.Thread | None = None
         try:
@@ -106,8 +106,8 @@ class ReplicaAnswerer:
     def repeatable(self) -> Mapping[str, str]:
         return self._facts.repeatable
 
-    def ask(self, block: Block) -> Future[Answered]:
-        future: Future[Answered] = Future()
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
+        future: Future[BlockResult] = Future()
         with self._lock:
             if self._closed or self._failure is not None:
                 future.set_exception(self._failure or SessionClosed(CLOSED))
@@ -187,7 +187,7 @@ class ReplicaAnswerer:
             told = f"the replicas on the Ray cluster ended: {found}"
         return ModelError(told)
 
-    def _wait_facts(self) -> Facts:
+    def _wait_facts(self) -> AnswererInfo:
         """Wait for the first replica; models may take their time, so only what cannot end is given up."""
         asking = self._desk.wait_facts.remote()
         while self._thread is not None and self._thread.is_alive():
@@ -248,7 +248,7 @@ def _mapped(desk: Any, opener: str, arguments: str, replicas: int, need: Need) -
     )
 
 
-def _resolve(future: Future[Answered], end: Answered | WeftlineError) -> None:
+def _resolve(future: Future[BlockResult], end: BlockResult | WeftlineError) -> None:
     """Resolve a future whose owner may have given up on it."""
     try:
         if isinstance(end, WeftlineError):

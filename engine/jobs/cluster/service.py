@@ -1,4 +1,4 @@
-"""A replica of a service: Ray Serve's deployment class, with an engine of its own and the gRPC door's own methods.
+"""Ray Serve deployment class: an engine with the gRPC handlers of `weftline serve`.
 
     client --gRPC--> Ray Serve's proxy --bytes--> PipelineReplica --> Guard --> GrpcServer.handlers --> sessions
 
@@ -25,14 +25,14 @@ from weftline.engine.ingress.access.tokens import TokenFile
 from weftline.engine.ingress.backend import Observer
 from weftline.engine.ingress.config import ServeConfig
 from weftline.engine.ingress.grpc_door.calls import refuse
-from weftline.engine.ingress.grpc_door.guard import Guard
+from weftline.engine.ingress.grpc_door.guard import GrpcGuard
 from weftline.engine.ingress.grpc_door.readiness import server_ready
 from weftline.engine.ingress.grpc_door.server import GrpcServer
-from weftline.engine.ingress.grpc_door.serving import Serving
+from weftline.engine.ingress.grpc_door.serving import DrainSwitch
 from weftline.engine.ingress.identity import version
 from weftline.engine.ingress.local import LocalBackend
 from weftline.engine.ingress.statistics import Statistics
-from weftline.engine.jobs.cluster.call import Aborted, Call, Message
+from weftline.engine.jobs.cluster.call import Aborted, Message, RayCallContext
 from weftline.engine.jobs.cluster.servicer import CHECK, STREAM, UNARY, full_name
 from weftline.engine.repository import Repository
 from weftline.errors import LimitReached, ModelError, WeftlineError
@@ -62,7 +62,7 @@ class PipelineReplica:
             self._config, self._backend, gate, memory, figures=self._statistics.tell, version=version()
         )  # fmt: skip
         methods = (*UNARY, STREAM, CHECK)
-        self._guard = Guard(gate, Serving(), [full_name(name) for name in methods])
+        self._guard = GrpcGuard(gate, DrainSwitch(), [full_name(name) for name in methods])
         self._handlers = {name: server.handlers[full_name(name).split("/")[1]][name] for name in methods}
         try:
             await self._backend.open()
@@ -82,7 +82,7 @@ class PipelineReplica:
 
     async def answer(self, method: str, data: bytes, context: Any) -> Message:
         """Answer a method with one request; what is wrong becomes the status of the call."""
-        call = Call(context)
+        call = RayCallContext(context)
         try:
             handler = await self._handler(method, call)
             if len(data) > self._config.limits.message_bytes_max:
@@ -97,7 +97,7 @@ class PipelineReplica:
 
     async def answers(self, method: str, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[Message, None]:
         """Answer a method with streams in both directions; leaving it early withdraws its requests."""
-        call = Call(context, aiter(requests))
+        call = RayCallContext(context, aiter(requests))
         running = asyncio.ensure_future(self._stream(method, call))
         try:
             async for message in call.written():
@@ -108,7 +108,7 @@ class PipelineReplica:
             with suppress(asyncio.CancelledError, Exception):
                 await running
 
-    async def _stream(self, method: str, call: Call) -> None:
+    async def _stream(self, method: str, call: RayCallContext) -> None:
         try:
             handler = await self._handler(method, call)
             await handler.stream_stream(None, call)
@@ -117,7 +117,7 @@ class PipelineReplica:
         finally:
             call.end()
 
-    async def _handler(self, method: str, call: Call) -> Any:
+    async def _handler(self, method: str, call: RayCallContext) -> Any:
         """Return what answers a call, or what refuses it."""
         details = Details(full_name(method), call.invocation_metadata())
 

@@ -1,4 +1,4 @@
-"""What Ray Serve's gRPC proxy is told of the v2 protocol: its methods, and that their messages pass as they came.
+"""Registration of the v2 protocol with Ray Serve's gRPC proxy, with messages as raw bytes.
 
 Ray Serve imports `add_to_server` by name in every proxy and puts its own handlers in the place of these. What it keeps
 of them is that requests are not parsed: the proxy hands the bytes of a message to a replica, which parses them once.

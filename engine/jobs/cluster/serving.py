@@ -1,4 +1,4 @@
-"""A service's life on a Ray cluster: replicas deployed through Ray Serve, announced, watched, and taken down again.
+"""Life cycle of a Ray Serve service: deploy, watch and delete.
 
 The first SIGTERM or Ctrl-C takes the application down: Ray Serve sends no new requests to replicas and gives open ones
 the grace time. Serve itself is shut down when it was started here. A second signal ends this process at once.
@@ -62,8 +62,8 @@ class Deployed:
     replicas: int
 
 
-class Asked(BaseException):
-    """A signal asks this process to end."""
+class StopSignal(BaseException):
+    """Raised in the main thread at SIGTERM or SIGINT."""
 
 
 def machine_for(need: Need) -> Machine:
@@ -121,7 +121,7 @@ def serve_on_ray(config: ServeConfig, on: OnRay, announce: Callable[[Deployed], 
             with _deployed(config, on) as where:
                 announce(where)
                 _wait()
-        except Asked:
+        except StopSignal:
             return 0 if len(heard) == 1 else 128 + heard[-1]
     return 0  # not reached: waiting ends with an error or a signal
 
@@ -269,12 +269,12 @@ def _free_port() -> int:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Raise Asked in this thread at SIGTERM and SIGINT, and list them; Ray's own handlers are put aside meanwhile."""
+    """Raise StopSignal in this thread at SIGTERM and SIGINT, and list them; restores Ray's handlers at the end."""
     heard: list[int] = []
 
     def hear(signum: int, frame: FrameType | None) -> None:
         heard.append(signum)
-        raise Asked
+        raise StopSignal
 
     before = {signum: signal.signal(signum, hear) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:

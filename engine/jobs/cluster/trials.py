@@ -1,4 +1,4 @@
-"""What is tried next of a block whose replica died: all of it alone, then pieces, then single rows, then never again.
+"""Retry policy after a replica's death: bisection of the block down to single rows; pure.
 
     in company --died--> alone, whole --died--> PIECES pieces --died--> their pieces ... --> a row, ROW_DEATHS_MAX times
 

@@ -1,1 +1,1 @@
-"""How a job is told: while it runs, and when it is over."""
+"""Job reporting: live progress, the summary and the HTML report."""

@@ -1,4 +1,4 @@
-"""What became of a job in one phrase, and what its owner can do next."""
+"""Outcome of a job in one phrase, and suggested next steps."""
 
 from __future__ import annotations
 

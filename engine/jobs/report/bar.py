@@ -1,4 +1,4 @@
-"""Live progress of a job on standard error: two lines that are drawn again on a terminal, plain lines anywhere else.
+"""Live progress on standard error: redrawn on a terminal, plain lines elsewhere.
 
 `Teller.update` is meant to be called often, at least once a second: it draws only when it is time. It may be called
 from any thread. A standard error that is closed, or whose reader has gone, silences the teller and not the job.
@@ -17,7 +17,7 @@ from weftline.engine.jobs.report.pace import (
     DRAW_EVERY_S,
     LINE_EVERY_S,
     Every,
-    Pace,
+    ProgressRate,
     Standing,
     busy_of,
     line,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 BAR_CELLS = 20
-NOTE_CHARS_MAX = 2000
+NOTE_CHARS_MAX = 20_000
 
 
 class Teller:
@@ -39,7 +39,7 @@ class Teller:
     def __init__(self, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds that never go back."""
         self._err, self._clock, self._lock = err, clock, threading.Lock()
-        self._pace = Pace()
+        self._pace = ProgressRate()
         self._last: Standing | None = None
         self._said = ""
         self._closed = False

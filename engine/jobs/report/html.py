@@ -1,4 +1,4 @@
-"""A job's report as one html file that needs nothing else: figures, plots, errors, samples with their pictures, facts.
+"""HTML report of a job in one self-contained file.
 
 Everything that comes from data, models or users is bounded here, made harmless and escaped by the template. The page
 has no more than about PAGE_BYTES_MAX: pictures and texts of samples that would not fit are left out, and say so.
@@ -16,8 +16,8 @@ from weftline.engine.jobs.progress import ErrorKind, JobEnd, Sample
 from weftline.engine.jobs.report import plots
 from weftline.engine.jobs.report.advice import next_steps, outcome
 from weftline.engine.jobs.report.page import PAGE
-from weftline.engine.jobs.report.samples import Piece, Shown, small
-from weftline.engine.jobs.report.steps import StepFigures, rows_per_s, step_figures, tokens_per_s
+from weftline.engine.jobs.report.samples import SampleCell, Shown, small
+from weftline.engine.jobs.report.steps import StepReport, rows_per_s, step_figures, tokens_per_s
 from weftline.engine.jobs.report.summary import HEADINGS, cells
 from weftline.engine.jobs.report.words import as_name, duration, one_line, rate
 from weftline.engine.jobs.tally import bucket_of
@@ -29,7 +29,7 @@ SAMPLES_MAX, KINDS_MAX, STEPS_MAX, FACTS_MAX = 24, 51, 200, 100
 IDS_MAX = 5
 NAME_CHARS_MAX, ID_CHARS_MAX, REASON_CHARS_MAX, PATH_CHARS_MAX = 80, 80, 300, 500
 
-LEFT_OUT = Shown((Piece("left out: the page would be too large"),), absent=True)
+LEFT_OUT = Shown((SampleCell("left out: the page would be too large"),), absent=True)
 
 
 def report(end: JobEnd) -> str:
@@ -64,7 +64,7 @@ def _headlines(end: JobEnd) -> list[tuple[str, str, bool]]:
     return told
 
 
-def _plots(end: JobEnd, steps: Sequence[StepFigures]) -> Iterator[tuple[str, Any]]:
+def _plots(end: JobEnd, steps: Sequence[StepReport]) -> Iterator[tuple[str, Any]]:
     from markupsafe import Markup
 
     busy = [(one.name, one.busy, one.busy_s) for one in steps if one.busy is not None]

@@ -1,4 +1,4 @@
-"""Error rows by what they have in common, so that ten thousand of them are told in a few lines.
+"""Grouping of error rows by similarity.
 
 Reasons that differ only in numbers and quoted parts are one kind. Memory is bounded, whatever the reasons are: of many
 kinds the most frequent are told, and the rest is counted together.

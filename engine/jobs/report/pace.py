@@ -1,4 +1,4 @@
-"""How fast a job goes, how long it still takes, and when that is told: functions of values and times.
+"""Throughput, remaining time and reporting interval of a job; pure.
 
 Nothing here knows a clock or a terminal. Times are seconds on any clock that does not go back. Rows that earlier runs
 answered count as done, and never as fast.
@@ -71,7 +71,7 @@ class Standing:
     eta_s: float | None = None
 
 
-class Pace:
+class ProgressRate:
     """Sees a job's progress and says how fast it is now."""
 
     def __init__(self) -> None:

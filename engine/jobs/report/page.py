@@ -1,4 +1,4 @@
-"""The report's page as a jinja2 template: one file, without scripts, that asks nobody for anything.
+"""Jinja2 template of the HTML report.
 
 Every value is escaped; `plots` and pictures' data are markup and base64 of our own making. Colours follow the reader's
 choice of light or dark; the plots have the same variables. A policy in the page forbids what it does not need.

@@ -1,4 +1,4 @@
-"""Pictures small enough for a page: shrunk to a thumbnail, with frames for detections, and sound as its waveform."""
+"""Thumbnails with detections, and waveforms, for the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report's plots, as SVG to stand inside a page: drawn by matplotlib, coloured by the page.
+"""SVG plots of the report, drawn by matplotlib.
 
 Equal figures give equal bytes. Text stays text, in the page's font, and colours are the page's variables, so that one
 drawing serves light and dark. A plot without data is ''. Values come as plain numbers and short names.

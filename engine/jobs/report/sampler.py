@@ -1,4 +1,4 @@
-"""Which rows of a job are kept for its report: the first, the first that failed, and some spread over all of it.
+"""Selection of sample rows for the report: first rows, first failures and a spread.
 
 What is kept depends on the rows' places and the seed alone, not on the order in which they are offered: each place has
 a number drawn from the seed, and of the rows at large those with the smallest numbers stay (bottom-k sampling, which
@@ -56,7 +56,7 @@ class _Lowest:
         self._highest = max(self.kept, key=lambda one: self.kept[one][0])
 
 
-class Sampler:
+class RowSampler:
     """Keeps rows. Not thread-safe."""
 
     def __init__(self, most: int = MOST, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Rows kept for the report, as what a page shows of them: short texts and small pictures.
+"""Sample rows of the report: short texts and thumbnails.
 
 `small` turns a sample's values into `Shown` ones, and leaves those that already are; so rows are made small when they
 are kept, and a report takes them either way. Samples do not say the types of their values, so they are told by
@@ -49,7 +49,7 @@ JSON_DEPTH_MAX, JSON_ITEMS_MAX, JSON_CHARS_MAX = 4, 20, 120
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SampleCell:
     """A text, a picture, or a picture with its text below."""
 
     text: str = ""
@@ -60,7 +60,7 @@ class Piece:
 class Shown:
     """What a page shows of one value. absent: there is none, and the text says so."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SampleCell, ...]
     absent: bool = False
 
 
@@ -89,7 +89,7 @@ def _is_small(sample: Sample) -> bool:
 def _all_shown(values: Mapping[str, Any], beneath: np.ndarray | None) -> dict[str, Shown]:
     told = {harmless(name, NAME_CHARS_MAX): shown(value, beneath) for name, value in list(values.items())[:VALUES_MAX]}
     if len(values) > VALUES_MAX:
-        told["…"] = Shown((Piece(f"{len(values) - VALUES_MAX} more"),))
+        told["…"] = Shown((SampleCell(f"{len(values) - VALUES_MAX} more"),))
     return told
 
 
@@ -98,21 +98,23 @@ def shown(value: Any, beneath: np.ndarray | None = None) -> Shown:
     if isinstance(value, Shown):
         return value
     if value is None:
-        return Shown((Piece("absent"),), absent=True)
+        return Shown((SampleCell("absent"),), absent=True)
     try:
         return Shown(tuple(_pieces(value, beneath)))
     except Exception as error:  # a job of hours does not end without a report because a node gave something odd
-        return Shown((Piece(f"{type(value).__name__} that cannot be shown ({type(error).__name__})"),), absent=True)
+        return Shown(
+            (SampleCell(f"{type(value).__name__} that cannot be shown ({type(error).__name__})"),), absent=True
+        )
 
 
-def _pieces(value: Any, beneath: np.ndarray | None) -> Iterator[Piece]:
+def _pieces(value: Any, beneath: np.ndarray | None) -> Iterator[SampleCell]:
     match value:
         case str():
-            yield Piece(harmless(value, TEXT_CHARS_MAX))
+            yield SampleCell(harmless(value, TEXT_CHARS_MAX))
         case Unusable():
-            yield Piece(f"not usable: {harmless(value.reason, TEXT_CHARS_MAX)}")
+            yield SampleCell(f"not usable: {harmless(value.reason, TEXT_CHARS_MAX)}")
         case Detections():
-            yield Piece(_detections(value), None if beneath is None else thumbnail(beneath, value))
+            yield SampleCell(_detections(value), None if beneath is None else thumbnail(beneath, value))
         case np.ndarray() | np.generic():
             yield _array(np.asarray(value))
         case bytes() | bytearray() | memoryview():
@@ -120,9 +122,9 @@ def _pieces(value: Any, beneath: np.ndarray | None) -> Iterator[Piece]:
         case list() | tuple() if any(isinstance(one, np.ndarray | bytes | Detections) for one in value[:ELEMENTS_MAX]):
             yield from (piece for one in value[:ELEMENTS_MAX] for piece in _pieces(one, None))
             if len(value) > ELEMENTS_MAX:
-                yield Piece(f"and {len(value) - ELEMENTS_MAX} more")
+                yield SampleCell(f"and {len(value) - ELEMENTS_MAX} more")
         case _:
-            yield Piece(harmless(json.dumps(_cut(value), ensure_ascii=False, default=repr), TEXT_CHARS_MAX))
+            yield SampleCell(harmless(json.dumps(_cut(value), ensure_ascii=False, default=repr), TEXT_CHARS_MAX))
 
 
 def _picture_in(value: Any) -> np.ndarray | None:
@@ -137,21 +139,21 @@ def _picture_in(value: Any) -> np.ndarray | None:
     return None
 
 
-def _array(array: np.ndarray) -> Piece:
+def _array(array: np.ndarray) -> SampleCell:
     what = f"{array.dtype}[{', '.join(map(str, array.shape))}]"
     if is_picture(array):
-        return Piece(f"{array.shape[1]} x {array.shape[0]} pixels", thumbnail(array))
+        return SampleCell(f"{array.shape[1]} x {array.shape[0]} pixels", thumbnail(array))
     if array.size <= NUMBERS_MAX:
-        return Piece(one_line(f"{what} {array.tolist()}", TEXT_CHARS_MAX))
+        return SampleCell(one_line(f"{what} {array.tolist()}", TEXT_CHARS_MAX))
     if array.dtype.kind not in "iuf":
-        return Piece(what)
+        return SampleCell(what)
     low, high, mean = float(array.min()), float(array.max()), float(array.mean(dtype=np.float64))
     if array.ndim == 1 and array.dtype.kind == "f" and len(array) >= SOUND_SAMPLES_MIN and -1 <= low <= high <= 1:
-        return Piece(f"sound of {len(array) / AUDIO_HZ:.1f} s", waveform(array))
-    return Piece(f"{what}, {low:.4g} to {high:.4g}, mean {mean:.4g}")
+        return SampleCell(f"sound of {len(array) / AUDIO_HZ:.1f} s", waveform(array))
+    return SampleCell(f"{what}, {low:.4g} to {high:.4g}, mean {mean:.4g}")
 
 
-def _bytes(data: bytes) -> Piece:
+def _bytes(data: bytes) -> SampleCell:
     """Return encoded bytes as the picture or the sound that they are; the decoders check every size first."""
     for decode in (decode_image, decode_audio):
         try:
@@ -160,8 +162,8 @@ def _bytes(data: bytes) -> Piece:
             continue
         if decode is decode_image:
             return _array(array)
-        return Piece(f"sound of {len(array) / AUDIO_HZ:.1f} s", waveform(array))
-    return Piece(f"{len(data)} bytes")
+        return SampleCell(f"sound of {len(array) / AUDIO_HZ:.1f} s", waveform(array))
+    return SampleCell(f"{len(data)} bytes")
 
 
 def _detections(found: Detections) -> str:

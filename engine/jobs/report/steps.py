@@ -1,4 +1,4 @@
-"""How each step of a job fared, in the figures that people read: what the summary's table and the report's show."""
+"""Statistics of each step for the summary and the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weftline.engine.jobs.progress import JobEnd
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigures:
+class StepReport:
     """One step.
 
     items:      answered, elements of a `map:` one by one.
@@ -30,7 +30,7 @@ class StepFigures:
     busy: float | None
 
 
-def step_figures(end: JobEnd) -> list[StepFigures]:
+def step_figures(end: JobEnd) -> list[StepReport]:
     """Return the figures of all steps, in the tally's order."""
     spent = end.tally if end.spent is None else end.spent
     fresh = end.rows > end.resumed
@@ -38,7 +38,7 @@ def step_figures(end: JobEnd) -> list[StepFigures]:
     for name, tally in end.tally.steps.items():
         room_ms = end.elapsed_s * 1000 * max(end.instances.get(name, 1), 1)
         found.append(
-            StepFigures(
+            StepReport(
                 name=name,
                 items=tally.rows,
                 failed=tally.failed,

@@ -1,4 +1,4 @@
-"""What a terminal shows when a job is over: rows, rates, a table of the steps, errors, files, and what to do next."""
+"""Summary of a job on the terminal: rows, rates, steps, errors and files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from weftline.engine.jobs.progress import JobEnd
 from weftline.engine.jobs.report.advice import next_steps, outcome
-from weftline.engine.jobs.report.steps import StepFigures, rows_per_s, step_figures, tokens_per_s
+from weftline.engine.jobs.report.steps import StepReport, rows_per_s, step_figures, tokens_per_s
 from weftline.engine.jobs.report.words import as_name, counted, duration, milliseconds, one_line, percent, rate
 
 WIDTH = 100
@@ -44,7 +44,7 @@ def _headlines(end: JobEnd) -> Iterator[str]:
         yield f"  tokens  {end.figures['tokens']:.0f}, {rate(tokens_per_s(end))} tokens/s"
 
 
-def _table(steps: Iterable[StepFigures], width: int) -> list[str]:
+def _table(steps: Iterable[StepReport], width: int) -> list[str]:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -61,7 +61,7 @@ def _table(steps: Iterable[StepFigures], width: int) -> list[str]:
     return [f"  {line}".rstrip() for line in text.getvalue().splitlines()]
 
 
-def cells(one: StepFigures) -> tuple[str, ...]:
+def cells(one: StepReport) -> tuple[str, ...]:
     """Return a step's figures as the table's cells: nothing where there is nothing to tell."""
     return (
         str(one.items),

@@ -1,4 +1,4 @@
-"""How figures and texts of strangers are written for people: times, rates, shares, counts, and texts made harmless.
+"""Formatting of figures for people, and escaping of untrusted text.
 
 Ids, reasons and values come from data sets. `harmless` gives them as one bounded text without characters that move a
 cursor, turn the reading direction or cannot be encoded; it does not escape html, which is the page's business.

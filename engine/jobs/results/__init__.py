@@ -1,1 +1,1 @@
-"""What a job leaves behind: parts that are committed one by one, and what is known of each."""
+"""Job results: atomically committed parts and their metadata."""

@@ -1,4 +1,4 @@
-"""Values of one output, one for each row, as an Arrow array of the type that columns.py gives them. Vectorised; pure.
+"""Arrow arrays from the values of one output; vectorised, pure.
 
 A value that is None becomes null. A value that does not fit its type raises ValueError, TypeError, KeyError or an error
 of pyarrow's; values.py finds out which row it was.

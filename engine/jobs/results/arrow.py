@@ -1,4 +1,4 @@
-"""pyarrow, which every table of a job is made of: imported here, so that a missing one is said in one place."""
+"""Import of pyarrow with a single error message when it is missing."""
 
 try:
     import pyarrow as pa

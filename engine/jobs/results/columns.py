@@ -1,4 +1,4 @@
-"""The columns of a job's results: which there are, what they are called, and of which Arrow type each is.
+"""Schema of a job's results: column names and Arrow types.
 
 First the row's id, then the input columns that are kept, then the outputs. Types come from the ports alone, never from
 values, so that every part of a job has the same columns:
@@ -53,7 +53,7 @@ FOUND = pa.struct(
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ResultColumn:
     """One column of the results.
 
     name:   in the results.
@@ -72,7 +72,7 @@ class Column:
 class Columns:
     """All columns in their order, their schema, and where media go."""
 
-    each: tuple[Column, ...]
+    each: tuple[ResultColumn, ...]
     schema: pa.Schema
     media: str
 
@@ -98,16 +98,16 @@ def columns_of(outputs: Mapping[str, PortType], kept: pa.Schema, id_name: str = 
     taken = {*outputs, *(name for name in kept.names if name not in outputs)}
     id_is = _free(id_name, "row_id", taken)
     taken.add(id_is)
-    columns, fields = [Column(id_is, "id", "")], [pa.field(id_is, pa.string())]
+    columns, fields = [ResultColumn(id_is, "id", "")], [pa.field(id_is, pa.string())]
     for one in kept:
         name = one.name
         if name in outputs:
             name = _free(f"input_{name}", f"input_{name}", taken)
             taken.add(name)
-        columns.append(Column(name, "kept", one.name))
+        columns.append(ResultColumn(name, "kept", one.name))
         fields.append(_foreign(one).with_name(name))
     for name, type in outputs.items():
-        columns.append(Column(name, "output", name, type))
+        columns.append(ResultColumn(name, "output", name, type))
         fields.append(field_of(name, type, media))
     return Columns(tuple(columns), pa.schema(fields, _metadata(columns, kept, media)), media)
 
@@ -199,7 +199,7 @@ def _free(wanted: str, otherwise: str, taken: set[str]) -> str:
     return name
 
 
-def _metadata(columns: Iterable[Column], kept: pa.Schema, media: str) -> dict[bytes, bytes] | None:
+def _metadata(columns: Iterable[ResultColumn], kept: pa.Schema, media: str) -> dict[bytes, bytes] | None:
     """Return what `datasets` needs to see pictures as pictures: its features of kept columns, and of inline media."""
     known = _hf_features(kept)
     features: dict[str, Any] = {}

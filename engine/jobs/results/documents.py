@@ -1,4 +1,4 @@
-"""Small JSON documents of a job, read strictly. Text that is no proper Unicode, as in names of files, survives."""
+"""Strict reader of small JSON documents; keeps file names that are not valid Unicode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures and recordings of a part that is not committed yet, written as they come."""
+"""Media files of an uncommitted part, written as they arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is put together when all parts are there, and how it is known later that it was.
+"""Finalisation of results after the last part, with a completion marker.
 
 `done.json` is written last. It holds a digest of the records it was made from: when a part is amended, a done.json that
 stayed behind would no longer fit.
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from weftline.engine.jobs.results.documents import Unreadable, decode, encode
 from weftline.engine.jobs.results.files import Lock, copy, put, put_bytes, read
-from weftline.engine.jobs.results.place import Place
+from weftline.engine.jobs.results.place import ResultFolder
 from weftline.engine.jobs.results.records import Done, PartRecord, digest
 
 Opener = Callable[[], BinaryIO]
@@ -19,7 +19,7 @@ Join = Callable[[Sequence[Opener], BinaryIO], None]
 """Puts parts together, in order, into one file."""
 
 
-def is_finished(place: Place, records: Sequence[PartRecord]) -> bool:
+def is_finished(place: ResultFolder, records: Sequence[PartRecord]) -> bool:
     """Whether everything is there that was put together from these records; OSError when it cannot be read."""
     if place.files.size(place.layout.done) is None:
         return False
@@ -32,7 +32,7 @@ def is_finished(place: Place, records: Sequence[PartRecord]) -> bool:
 
 
 def put_together(
-    place: Place, records: Sequence[PartRecord], lock: Lock, join: Join | None, extras: Mapping[str, bytes]
+    place: ResultFolder, records: Sequence[PartRecord], lock: Lock, join: Join | None, extras: Mapping[str, bytes]
 ) -> None:
     """Write what stands beside the parts, and that all is done; OSError when it cannot be written."""
     files, layout = place.files, place.layout
@@ -56,7 +56,7 @@ def put_together(
     put_bytes(files, layout.done, encode(done))
 
 
-def what_lies_where(place: Place, records: Sequence[PartRecord]) -> dict[str, str]:
+def what_lies_where(place: ResultFolder, records: Sequence[PartRecord]) -> dict[str, str]:
     """Return the names of what a finished job leaves, as the user would write them."""
     found = {"results": place.out, "manifest": place.shown(place.layout.manifest)}
     if any(one.error_places for one in records):
@@ -66,11 +66,11 @@ def what_lies_where(place: Place, records: Sequence[PartRecord]) -> dict[str, st
     return found
 
 
-def _opener(place: Place, record: PartRecord) -> Opener:
+def _opener(place: ResultFolder, record: PartRecord) -> Opener:
     return lambda: place.files.open(place.layout.work + record.file)
 
 
-def _join_errors(place: Place, records: Sequence[PartRecord], out: BinaryIO) -> None:
+def _join_errors(place: ResultFolder, records: Sequence[PartRecord], out: BinaryIO) -> None:
     for one in records:
         if one.errors_file:
             with place.files.open(place.layout.state + one.errors_file) as part:

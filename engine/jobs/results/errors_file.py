@@ -1,4 +1,4 @@
-"""Error rows on disk: one JSON object in a line, in the order of rows."""
+"""Error rows as JSON lines on disk, in row order."""
 
 from __future__ import annotations
 

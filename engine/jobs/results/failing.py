@@ -1,4 +1,4 @@
-"""How a failure to write is told: what could not be written, why, what is safe, and what to do."""
+"""Error messages for failed writes: cause, state of the results and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store asks of a file system, and a sink that measures what is written through it.
+"""File system interface of the result store, and a counting sink.
 
 A `Files` is a folder, local or in an object store. Names in it are relative, with `/`; folders end in `/`. A write is
 whole or did not happen, and has reached the disk when it returns. Whatever goes wrong there is an OSError.
@@ -81,7 +81,7 @@ class Written:
     sha256: str
 
 
-class Measured(io.RawIOBase):
+class HashingWriter(io.RawIOBase):
     """Passes on what is written, and knows its size, its SHA-256 and what went wrong below."""
 
     def __init__(self, below: BinaryIO) -> None:
@@ -115,10 +115,10 @@ class Measured(io.RawIOBase):
 
 def put(files: Files, name: str, write: Write, *, settled: bool = True) -> Written:
     """Write a file and return what it holds; OSError also where a library between made another error of it."""
-    sinks: list[Measured] = []
+    sinks: list[HashingWriter] = []
 
     def through(below: BinaryIO) -> None:
-        sinks.append(Measured(below))
+        sinks.append(HashingWriter(below))
         write(cast(BinaryIO, sinks[-1]))
         if sinks[-1].failure is not None:  # a library that was told and went on
             raise sinks[-1].failure

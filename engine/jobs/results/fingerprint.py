@@ -1,10 +1,12 @@
-"""What makes a pipeline give the results it gives, as a digest; and the versions of what runs it.
+"""Fingerprint of a pipeline's result-determining inputs, and software versions.
 
 In it: the graph, nodes and their options (prompts are options), wires, conditions, fallbacks, `map:`, how batches are
 made up, inputs with their defaults and limits, the limits that refuse a row; and what the files hold that it names:
 Python files of nodes and functions, models and weights. Not in it: where the pipeline's file lies and what it is
 called, comments, `about:`, devices, workers, instances and KV memory, waiting times, retries and timeouts: these move
 work about, or decide whether a row is answered at all, and a job may go on, or run its error rows again, with others.
+
+Secrets that came from the environment count as the name of their variable: a new token does not change a job.
 
 What a Python file imports is not looked at, nor is what a hub name stands for.
 """
@@ -25,6 +27,7 @@ from weftline.nodes.contract import ConfigError
 from weftline.nodes.model_file import find_model
 from weftline.nodes.user_code import locate
 from weftline.pipelines.plan import Plan, PlannedStep
+from weftline.pipelines.variables import without_secrets
 
 WHOLE_BYTES_MAX = 64 << 20
 """Larger files are known by their size, their beginning and their end."""
@@ -52,7 +55,7 @@ def pipeline_parts(plan: Plan) -> dict[str, str]:
 
     InputError when a file that it names cannot be read.
     """
-    parts = {"graph": hashlib.sha256(encode(_graph(plan))).hexdigest()}
+    parts = {"graph": hashlib.sha256(encode(without_secrets(_graph(plan), plan.secrets))).hexdigest()}
     for step in plan.steps:
         base_dir = plan.base_dir if step.base_dir is None else step.base_dir
         try:

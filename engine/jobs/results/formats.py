@@ -1,4 +1,4 @@
-"""The formats that results are written in, and which one a name asks for. Pure; knows nothing of tables."""
+"""Output formats and their selection by name; pure."""
 
 from __future__ import annotations
 

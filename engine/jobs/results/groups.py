@@ -1,4 +1,4 @@
-"""How rows are cut into groups: a row group of Parquet, a record batch of Arrow.
+"""Grouping of rows into Parquet row groups and Arrow record batches.
 
 Where a group ends depends on the rows alone, never on the batches they came in: with the row that makes it GROUP_ROWS
 long, or GROUP_BYTES large. So memory is bounded whatever rows hold, and equal rows give equal files.

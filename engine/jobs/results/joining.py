@@ -1,4 +1,4 @@
-"""Parts put together: into a single file, or into a data set that `datasets.load_from_disk` opens."""
+"""Concatenation of parts into one file or a Hugging Face data set folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values as JSON text, always in valid UTF-8 and always valid JSON.
+"""JSON serialisation of values: always valid JSON in valid UTF-8.
 
 NaN and the infinities become null, as JSON has none; half of a surrogate pair becomes U+FFFD, as UTF-8 has none;
 whole numbers of any size stay exact. Where nodes give more than JSON (ports of type `any`), arrays become lists,

@@ -1,4 +1,4 @@
-"""Rows as JSON lines: one object a row, its keys in the order of the columns.
+"""Rows as JSON lines with keys in column order.
 
 Columns of JSON text are JSON values there, and no texts that hold JSON. Bytes are base64. NaN and the infinities are
 null. Times and dates are texts, such as 2026-03-01 12:00:00.000000, time spans whole numbers of their unit, decimals

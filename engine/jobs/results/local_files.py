@@ -1,4 +1,4 @@
-"""Files in a folder of this machine, written so that neither a crash nor a power cut leaves half of one.
+"""Crash-safe writes to a local folder: temporary file, fsync, rename.
 
 A file is written under another name, synced, renamed, and its folder synced. The few calls to the operating system
 that this needs stand in `Disk`, so that a test can let any one of them fail.

@@ -1,4 +1,4 @@
-"""What a job is: its pipeline, its data, its settings. Resuming compares it with what the command says now. Pure."""
+"""Job manifest: pipeline, data and settings, compared on resume; pure."""
 
 from __future__ import annotations
 

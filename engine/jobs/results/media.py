@@ -1,4 +1,4 @@
-"""Pictures as PNG and recordings as WAV, encoded in a few threads. The same values give the same bytes.
+"""Deterministic PNG and WAV encoding in a thread pool.
 
 A picture loses nothing. A recording is 16-bit PCM at 16 kHz, as `--save` writes it: samples beyond -1 to 1 are cut off,
 samples that are not numbers are silence. A file is called ROW-OUTPUT.png, and ROW-OUTPUT-INDEX.png where the output is

@@ -1,4 +1,4 @@
-"""The names of everything a job leaves behind, and which names are a job's at all. Pure.
+"""File names of a job's results; pure.
 
     OUT/                          or x.parquet.job/ beside a single file x.parquet
       part-00000.parquet          rows of a part
@@ -36,7 +36,7 @@ _STAGED = re.compile(r"\.(part-\d{5,}\.[A-Za-z0-9.]+)\.new")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ResultLayout:
     """Where a job's files lie, relative to the folder in which its results lie.
 
     work:   folder of parts and state: '' for the results' folder itself.

@@ -1,4 +1,4 @@
-"""One list for each row, cut from what all rows hold together."""
+"""Split of concatenated values into one list for each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's folder is opened: begun, gone on with, or begun anew. Nothing is made or removed before that is decided.
+"""Opening of a result folder: create, resume or overwrite.
 
 Beginning anew is decided by a note on disk, `_weftline/restart`. From then on whoever opens the folder first removes
 all that the old job wrote; the new manifest takes the old one's place, and the note goes last.
@@ -13,12 +13,12 @@ from weftline.engine.jobs.results.documents import Unreadable, decode, encode
 from weftline.engine.jobs.results.failing import told
 from weftline.engine.jobs.results.files import Files, Held, Lock, Written, measure, put_bytes, read
 from weftline.engine.jobs.results.manifest import VERSION, Manifest, differences, version_differences
-from weftline.engine.jobs.results.naming import Layout
-from weftline.engine.jobs.results.place import Place
+from weftline.engine.jobs.results.naming import ResultLayout
+from weftline.engine.jobs.results.place import ResultFolder
 from weftline.engine.jobs.results.records import PartRecord, gaps, in_order
 from weftline.engine.jobs.results.recovery import (
-    Found,
     Leftovers,
+    ResultNames,
     by_part,
     damage,
     everything,
@@ -35,7 +35,7 @@ PROBLEMS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedResults:
     """manifest: as it stands on disk; warnings: what differs and is no reason to refuse."""
 
     manifest: Manifest
@@ -44,7 +44,7 @@ class Opened:
     warnings: tuple[str, ...]
 
 
-def open_place(place: Place, manifest: Manifest, restart: bool) -> Opened:
+def open_place(place: ResultFolder, manifest: Manifest, restart: bool) -> OpenedResults:
     """Return what is there, with the lock held.
 
     JobChanged when another job's results are there, or these are damaged; InputError when somebody else's files are;
@@ -69,21 +69,21 @@ def open_place(place: Place, manifest: Manifest, restart: bool) -> Opened:
                 _begin_anew(files, layout, manifest)
             else:
                 return _resume(place, manifest, lock)
-            return Opened(manifest, [], lock, ())
+            return OpenedResults(manifest, [], lock, ())
         except BaseException:
             lock.release()
             raise
 
 
-def _begun(files: Files, layout: Layout) -> bool:
+def _begun(files: Files, layout: ResultLayout) -> bool:
     return files.size(layout.manifest) is not None or files.size(layout.restart) is not None
 
 
-def _look(files: Files, layout: Layout) -> Found:
-    return Found(files.entries(layout.work), files.entries(layout.state), files.entries(layout.media))
+def _look(files: Files, layout: ResultLayout) -> ResultNames:
+    return ResultNames(files.entries(layout.work), files.entries(layout.state), files.entries(layout.media))
 
 
-def _refuse_final(place: Place) -> None:
+def _refuse_final(place: ResultFolder) -> None:
     if place.layout.final and place.files.size(place.layout.final) is not None:
         raise InputError(
             f"{place.out}: is there already, and no job in {place.shown(place.layout.work)} wrote it\n"
@@ -91,7 +91,7 @@ def _refuse_final(place: Place) -> None:
         )
 
 
-def _refuse_foreign(place: Place, found: Found) -> None:
+def _refuse_foreign(place: ResultFolder, found: ResultNames) -> None:
     _refuse_final(place)
     if strangers := foreign(found):
         shown = ", ".join(strangers[:3]) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
@@ -101,7 +101,7 @@ def _refuse_foreign(place: Place, found: Found) -> None:
         )
 
 
-def _begin_anew(files: Files, layout: Layout, manifest: Manifest) -> None:
+def _begin_anew(files: Files, layout: ResultLayout, manifest: Manifest) -> None:
     try:
         old = decode(read(files, layout.manifest), Manifest).extras
     except (Unreadable, FileNotFoundError):
@@ -117,7 +117,7 @@ def _begin_anew(files: Files, layout: Layout, manifest: Manifest) -> None:
     files.settle(layout.state)
 
 
-def _resume(place: Place, manifest: Manifest, lock: Lock) -> Opened:
+def _resume(place: ResultFolder, manifest: Manifest, lock: Lock) -> OpenedResults:
     files, layout = place.files, place.layout
     try:
         old = decode(read(files, layout.manifest), Manifest)
@@ -131,7 +131,7 @@ def _resume(place: Place, manifest: Manifest, lock: Lock) -> Opened:
             raise _changed(place, changes, "run the command as it was when the job began")
         _refuse_final(place)
         _begin_anew(files, layout, manifest)  # nothing is lost: the job that began here has committed nothing
-        return Opened(manifest, [], lock, ())
+        return OpenedResults(manifest, [], lock, ())
     records = _read_records(place, found)
     for data, base in staged_files(found).items():
         _settle_staged(files, layout.work + base, layout.work + data, [one for one in records if one.file == data])
@@ -140,10 +140,10 @@ def _resume(place: Place, manifest: Manifest, lock: Lock) -> Opened:
     _remove(files, leftovers(layout, found, records))
     for folder in (layout.work, layout.state):
         files.settle(folder)  # what was seen is now on disk, should the last run have ended before it had settled
-    return Opened(old, records, lock, tuple(version_differences(old, manifest)))
+    return OpenedResults(old, records, lock, tuple(version_differences(old, manifest)))
 
 
-def _read_records(place: Place, found: Found) -> list[PartRecord]:
+def _read_records(place: ResultFolder, found: ResultNames) -> list[PartRecord]:
     records, problems = {}, []
     for part, base in by_part(found.state).items():
         try:
@@ -163,7 +163,7 @@ def _settle_staged(files: Files, name: str, to: str, records: Sequence[PartRecor
         files.remove(name)
 
 
-def _damages(files: Files, layout: Layout, records: Sequence[PartRecord]) -> list[str]:
+def _damages(files: Files, layout: ResultLayout, records: Sequence[PartRecord]) -> list[str]:
     read_all = files.reads_cheap and sum(one.size_bytes for one in records) <= READ_AGAIN_BYTES_MAX
     problems = []
     for one in records:
@@ -176,7 +176,7 @@ def _damages(files: Files, layout: Layout, records: Sequence[PartRecord]) -> lis
     return [one for one in problems if one]
 
 
-def _damaged_errors(files: Files, layout: Layout, record: PartRecord) -> str:
+def _damaged_errors(files: Files, layout: ResultLayout, record: PartRecord) -> str:
     if not record.errors_file:
         return ""
     name = layout.state + record.errors_file
@@ -193,7 +193,9 @@ def _remove(files: Files, what: Leftovers) -> None:
         files.remove_folder(name)
 
 
-def _changed(place: Place, problems: Sequence[str], remedy: str = "put its files back as they were") -> JobChanged:
+def _changed(
+    place: ResultFolder, problems: Sequence[str], remedy: str = "put its files back as they were"
+) -> JobChanged:
     shown = [f"    {one}" for one in problems[:PROBLEMS_MAX]]
     more = [f"    and {len(problems) - PROBLEMS_MAX} more"] if len(problems) > PROBLEMS_MAX else []
     where = place.shown(place.layout.work) or place.out

@@ -1,4 +1,4 @@
-"""Where results go: from what the user wrote to a folder and the names in it."""
+"""Output location: from `--out` to a folder and file names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weftline.engine.jobs.results.files import Files
 from weftline.engine.jobs.results.local_files import LocalFiles
-from weftline.engine.jobs.results.naming import Layout
+from weftline.engine.jobs.results.naming import ResultLayout
 from weftline.engine.jobs.results.remote_files import RemoteFiles
 from weftline.engine.jobs.sources.shown import shown_url
 from weftline.errors import InputError, MissingPackage
@@ -18,7 +18,7 @@ LOCAL = ("file", "local")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ResultFolder:
     """A folder, the names in it, and how the user wrote them.
 
     out:    as the user wrote it, without a password.
@@ -28,14 +28,14 @@ class Place:
     out: str
     folder: str
     files: Files
-    layout: Layout
+    layout: ResultLayout
 
     def shown(self, name: str) -> str:
         """Return a name as the user would write it."""
         return posixpath.join(self.folder, name).rstrip("/") if self.folder else name.rstrip("/")
 
 
-def find(out: str, single_file: bool, suffix: str, storage: Mapping[str, str]) -> Place:
+def find(out: str, single_file: bool, suffix: str, storage: Mapping[str, str]) -> ResultFolder:
     """Return the place that `out` names; InputError when it names none that can be written to."""
     told = shown_url(out)
     protocol, _, path = out.rpartition("://")
@@ -43,12 +43,12 @@ def find(out: str, single_file: bool, suffix: str, storage: Mapping[str, str]) -
     if single_file and not final:
         raise InputError(f"--out {told}: names no file")
     folder += "//" if folder.endswith(":") else ""
-    layout = Layout(f"{final}.job/", final, suffix) if single_file else Layout("", "", suffix)
+    layout = ResultLayout(f"{final}.job/", final, suffix) if single_file else ResultLayout("", "", suffix)
     if protocol and protocol not in LOCAL:
-        return Place(told, shown_url(folder), _remote(told, folder, storage), layout)
+        return ResultFolder(told, shown_url(folder), _remote(told, folder, storage), layout)
     root = Path(posixpath.dirname(path) if single_file else path).expanduser()
     _refuse_misfits(out, root, root / final if final else None)
-    return Place(out, folder, LocalFiles(root), layout)
+    return ResultFolder(out, folder, LocalFiles(root), layout)
 
 
 def _refuse_misfits(out: str, root: Path, final: Path | None) -> None:

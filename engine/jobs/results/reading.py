@@ -1,4 +1,4 @@
-"""Parts read again, batch by batch, as they were written."""
+"""Reader of committed parts, batch by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a part once it is committed. Its record is written last: a part without one does not exist."""
+"""Commit record of a part, written last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run finds where an earlier one was stopped, and what follows from it. Pure: names and records in, names out.
+"""Recovery plan after an interrupted run: from the files found to the actions; pure.
 
 A part is committed in this order, each step on disk before the next:
 
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 from weftline.engine.jobs.results import naming
 from weftline.engine.jobs.results.files import Written
-from weftline.engine.jobs.results.naming import Layout
+from weftline.engine.jobs.results.naming import ResultLayout
 from weftline.engine.jobs.results.records import PartRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResultNames:
     """Names in the job's folder, in its state folder, and in its media folder."""
 
     work: Sequence[str]
@@ -45,12 +45,12 @@ class Leftovers:
     folders: Sequence[str]
 
 
-def staged_files(found: Found) -> dict[str, str]:
+def staged_files(found: ResultNames) -> dict[str, str]:
     """Return the data files whose next revision is staged, with its name."""
     return {of: base for base in found.work if (of := naming.staged_of(base))}
 
 
-def leftovers(layout: Layout, found: Found, records: Iterable[PartRecord]) -> Leftovers:
+def leftovers(layout: ResultLayout, found: ResultNames, records: Iterable[PartRecord]) -> Leftovers:
     """Return what belongs to no record; staged revisions are not looked at."""
     records = list(records)
     kept = {one.file for one in records}
@@ -64,7 +64,7 @@ def leftovers(layout: Layout, found: Found, records: Iterable[PartRecord]) -> Le
     return Leftovers(files, folders)
 
 
-def everything(layout: Layout, found: Found, extras: Iterable[str]) -> Leftovers:
+def everything(layout: ResultLayout, found: ResultNames, extras: Iterable[str]) -> Leftovers:
     """Return all that a job wrote but its manifest, its lock and the note that it is being thrown away."""
     ours = {"_errors.jsonl", *extras}
     files = [layout.final] if layout.final else []
@@ -82,7 +82,7 @@ def everything(layout: Layout, found: Found, extras: Iterable[str]) -> Leftovers
     return Leftovers(files, [layout.media + base for base in found.media if naming.is_media_folder(base)])
 
 
-def foreign(found: Found) -> list[str]:
+def foreign(found: ResultNames) -> list[str]:
     """Return the names that stand in the way of a new job, hidden ones aside; its own first steps do not."""
     state = [base for base in found.state if base not in ("lock", naming.OWNER) and not naming.is_being_written(base)]
     strangers = [base for base in found.work if base != naming.STATE and not base.startswith(".")]

@@ -1,4 +1,4 @@
-"""Files in an object store, or anything else that fsspec can write to.
+"""Files in object stores through fsspec.
 
 A file is written to this machine first and then sent, so that a failure on the way leaves nothing there. Object stores
 show an object when all of it has arrived; elsewhere it is sent under another name and renamed. There is nothing to

@@ -1,4 +1,4 @@
-"""The results of a job, committed part by part, so that whatever happens each row is there once or not at all.
+"""Result store: exactly-once commits of parts.
 
     with Store.open("out", manifest) as store:
         for part in range(store.next_part, parts):
@@ -27,8 +27,8 @@ from weftline.engine.jobs.results.failing import told
 from weftline.engine.jobs.results.files import Write, Written, put, put_bytes
 from weftline.engine.jobs.results.manifest import Manifest
 from weftline.engine.jobs.results.naming import staged
-from weftline.engine.jobs.results.opening import Opened, open_place
-from weftline.engine.jobs.results.place import Place
+from weftline.engine.jobs.results.opening import OpenedResults, open_place
+from weftline.engine.jobs.results.place import ResultFolder
 from weftline.engine.jobs.results.records import PartRecord
 from weftline.errors import JobChanged, OutputFailed
 
@@ -39,7 +39,7 @@ class Store:
     warnings: what differs from when the job began and is no reason to refuse, one sentence each.
     """
 
-    def __init__(self, place: Place, opened: Opened) -> None:
+    def __init__(self, place: ResultFolder, opened: OpenedResults) -> None:
         self._place, self._files, self._layout = place, place.files, place.layout
         self._lock, self._records = opened.lock, opened.records
         self._failed = self._closed = False
@@ -71,7 +71,9 @@ class Store:
         return cls.open_at(places.find(out, single_file, suffix, storage or {}), manifest, restart, extras)
 
     @classmethod
-    def open_at(cls, place: Place, manifest: Manifest, restart: bool = False, extras: Sequence[str] = ()) -> Store:
+    def open_at(
+        cls, place: ResultFolder, manifest: Manifest, restart: bool = False, extras: Sequence[str] = ()
+    ) -> Store:
         """`open`, where the place is known."""
         layout = place.layout
         form = {"suffix": layout.suffix, "single_file": bool(layout.final), "extras": tuple(extras)}

@@ -1,4 +1,4 @@
-"""Rows that failed before, and have been answered since, put into the part they belong to, in the order of places.
+"""Merge of retried rows into their committed part, in row order.
 
 What comes out is the part that would have been written had they not failed.
 """

@@ -1,4 +1,4 @@
-"""Tensors of one output, one for each row, as an Arrow array; see columns.py for its type. Pure."""
+"""Arrow arrays from the tensors of one output; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From answers to the rows of the results: a block's rows without an error, in order, as one record batch.
+"""Record batch of a block's successful rows.
 
 Values are looked at all together. Only when that fails are they tried one by one, and those that do not fit their
 output's type are told apart as error rows.
@@ -14,9 +14,9 @@ import numpy as np
 
 from weftline.engine.jobs.results.arrays import array_of, texts
 from weftline.engine.jobs.results.arrow import pa
-from weftline.engine.jobs.results.columns import Column, Columns
+from weftline.engine.jobs.results.columns import Columns, ResultColumn
 from weftline.engine.jobs.results.media import MediaEncoder, Write, inline, written
-from weftline.engine.jobs.rows import Answered, Block, RowError
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import mismatch
@@ -35,8 +35,12 @@ class Unwritable(InputError):
 
 
 def settled(
-    columns: Columns, answered: Answered, block: Block, encoder: MediaEncoder | None = None, write: Write | None = None
-) -> tuple[Answered, pa.RecordBatch]:
+    columns: Columns,
+    answered: BlockResult,
+    block: RowBlock,
+    encoder: MediaEncoder | None = None,
+    write: Write | None = None,
+) -> tuple[BlockResult, pa.RecordBatch]:
     """Return what became of a block and its rows without an error; rows that cannot be written have become errors."""
     try:
         return answered, to_columns(columns, answered, block, encoder, write)
@@ -46,7 +50,11 @@ def settled(
 
 
 def to_columns(
-    columns: Columns, answered: Answered, block: Block, encoder: MediaEncoder | None = None, write: Write | None = None
+    columns: Columns,
+    answered: BlockResult,
+    block: RowBlock,
+    encoder: MediaEncoder | None = None,
+    write: Write | None = None,
 ) -> pa.RecordBatch:
     """Return the rows without an error, in order; Unwritable names rows whose values do not fit.
 
@@ -81,7 +89,7 @@ def _chosen(values: Sequence[Any], rows: list[int], of: int) -> Sequence[Any]:
     return values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
 
 
-def _given(column: Column, columns: Columns, block: Block, rows: list[int]) -> pa.Array:
+def _given(column: ResultColumn, columns: Columns, block: RowBlock, rows: list[int]) -> pa.Array:
     """Return the ids, or a kept column; InputError when it cannot be written at all."""
     if column.origin == "id":
         return texts(list(_chosen(block.ids, rows, len(block))))
@@ -97,7 +105,7 @@ def _given(column: Column, columns: Columns, block: Block, rows: list[int]) -> p
 
 
 def _converted(
-    column: Column, values: Sequence[Any], arrow_type: pa.DataType
+    column: ResultColumn, values: Sequence[Any], arrow_type: pa.DataType
 ) -> tuple[pa.Array | None, dict[int, RowError]]:
     """Return the array of an output's values, or which of them do not fit."""
     type = column.type or ANY
@@ -121,7 +129,7 @@ def _converted(
 
 
 def _encoded(
-    column: Column, values: Sequence[Any], places: Sequence[int], encoder: MediaEncoder | None
+    column: ResultColumn, values: Sequence[Any], places: Sequence[int], encoder: MediaEncoder | None
 ) -> tuple[list[Any], dict[int, RowError]]:
     """Return an output's media as files' names and contents, and which of them cannot be encoded."""
     if encoder is None:
@@ -130,7 +138,7 @@ def _encoded(
     return encoded, {row: _error(column, str(one)) for row, one in enumerate(encoded) if isinstance(one, ValueError)}
 
 
-def _error(column: Column, why: str) -> RowError:
+def _error(column: ResultColumn, why: str) -> RowError:
     return RowError("", "StepError", f"output {column.of}: {why}")
 
 

@@ -1,4 +1,4 @@
-"""Rows onto a file: Parquet, JSON lines, Arrow, and Arrow as the `datasets` library keeps it.
+"""Table writers: Parquet, JSON lines, Arrow and the `datasets` format.
 
 The same rows give the same bytes, in whatever batches they come. The file is the caller's: it is written from front to
 back, neither flushed nor closed, and what it raises is raised here. Versions of pyarrow may differ in their bytes.

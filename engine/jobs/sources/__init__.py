@@ -1,1 +1,1 @@
-"""Data sets as a job reads them: rows in a fixed order, from files, folders, archives and streams."""
+"""Data sources of jobs: files, folders, archives and streams as ordered rows."""

@@ -1,4 +1,4 @@
-"""Arrow files and streams (Feather is one): read through memory maps where files are local.
+"""Arrow file and stream reader (Feather included), memory-mapped for local files.
 
 A whole file is one piece; for another order a piece is one record batch of a file, and a stream stays whole.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from weftline.engine.jobs.sources import fingerprint
-from weftline.engine.jobs.sources.finding import Found, origins, unreadable
-from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, Piece, rows_at_a_time
+from weftline.engine.jobs.sources.finding import SourceFile, origins, unreadable
+from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, RowRange, rows_at_a_time
 from weftline.engine.jobs.sources.schemas import check_names, fitted, lacking, plain
 from weftline.errors import InputError
 
@@ -23,7 +23,7 @@ FEATHER_1 = b"FEA1"
 class ArrowReader:
     """Looks at every file's schema when it is made."""
 
-    def __init__(self, files: Sequence[Found]) -> None:
+    def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
         self.origins: Sequence[Origin] = origins(files)
         self._schema: pa.Schema | None = None
@@ -45,20 +45,20 @@ class ArrowReader:
         counts = [self._counts(one) for one in self._files]
         return None if any(one is None for one in counts) else sum(sum(one or ()) for one in counts)
 
-    def pieces(self, fine: bool) -> Sequence[Piece]:
-        found: list[Piece] = []
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
+        found: list[RowRange] = []
         for origin, file in enumerate(self._files):
             counts = self._counts(file) if fine else None
             if counts is None:
-                found.append(Piece(origin, -1))
+                found.append(RowRange(origin, -1))
                 continue
             row = 0
             for part, rows in enumerate(counts):
-                found.append(Piece(origin, part, row, rows))
+                found.append(RowRange(origin, part, row, rows))
                 row += rows
         return found
 
-    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         """Yield batches; a mark is a record batch, a row in it, and that row's number in the file."""
         file = self._files[piece.origin]
         first, start, row = at or (max(piece.part, 0), 0, piece.row)
@@ -79,14 +79,14 @@ class ArrowReader:
     def close(self) -> None:
         """Nothing stays open between reads."""
 
-    def _described(self, file: Found) -> pa.Schema:
+    def _described(self, file: SourceFile) -> pa.Schema:
         try:
             with _Opened(file) as opened:
                 return opened.schema
         except (pa.ArrowException, OSError) as error:
             raise unreadable(file.shown, error) from None
 
-    def _counts(self, file: Found) -> list[int] | None:
+    def _counts(self, file: SourceFile) -> list[int] | None:
         """Return the rows of each record batch of a file; None for a stream."""
         try:
             with _Opened(file) as opened:
@@ -98,7 +98,7 @@ class ArrowReader:
 class _Opened:
     """An open file or stream; let go of when the block ends."""
 
-    def __init__(self, file: Found) -> None:
+    def __init__(self, file: SourceFile) -> None:
         self._source: Any = pa.memory_map(file.path) if file.local else file.open()
         try:
             magic = self._source.read(len(MAGIC))

@@ -1,4 +1,4 @@
-"""Which column gives which pipeline input its values, and those values, row by row."""
+"""Mapping of columns to pipeline inputs, and iteration over the bound values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from weftline.engine.jobs.rows import Unusable
 from weftline.engine.jobs.sources.converting import converted
-from weftline.engine.jobs.sources.fitting import holds_bytes, misfit
+from weftline.engine.jobs.sources.fitting import MEDIA, holds_bytes, means, misfit
 from weftline.engine.jobs.sources.loading import Loader
 from weftline.engine.jobs.sources.piece import FOLDER, HIDDEN, UNUSABLE
 from weftline.errors import InputError
@@ -62,7 +62,8 @@ def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[st
 
     ports:  types of all inputs; an input without a column of its name, or a mapping, is left out.
     needed: inputs that may not be left out.
-    maps:   columns by input, for those that are called otherwise.
+    maps:   columns by input, for those that are called otherwise. The only picture, recording or text file of a row
+            needs none where only one input of that kind lacks a column.
     """
     names = [name for name in schema.names if name not in HIDDEN]
     problems = []
@@ -72,6 +73,7 @@ def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[st
             problems.append(f"--map {name}={column}: the pipeline has no input {name}{_near(name, ports)}")
         elif column not in names:
             problems.append(f"--map {name}={column}: there is no column {column}{_near(column, names)}")
+    maps = {**_only_media(schema, names, ports, needed, maps), **maps}
     for name, port in ports.items():
         column = maps.get(name, name)
         if column in names:
@@ -87,6 +89,33 @@ def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[st
         problems += [f"    inputs: {inputs}", f"    columns: {listed(names)}", "    fix: --map INPUT=COLUMN"]
         raise InputError("\n".join(problems))
     return Binding(columns, schema, {name: ports[name] for name in columns}, frozenset(needed))
+
+
+def _only_media(
+    schema: pa.Schema,
+    names: Collection[str],
+    ports: Mapping[str, PortType],
+    needed: Collection[str],
+    maps: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the column of each input that lacks one, where kind and number leave no choice."""
+    taken = {maps.get(name, name) for name in ports}
+    lacking = [name for name in ports if name in needed and name not in maps and name not in names]
+    found: dict[str, str] = {}
+    for name in lacking:
+        kind = ports[name].kind
+        alike = [one for one in lacking if ports[one].kind == kind]
+        columns = [one for one in names if one not in taken and _is_of_kind(schema.field(one), kind)]
+        if len(alike) == len(columns) == 1:
+            found[name] = columns[0]
+    return found
+
+
+def _is_of_kind(field: pa.Field, kind: str) -> bool:
+    """Return whether a column holds files of a port's kind: a folder's by its name, any other's by its type."""
+    if means(field) == "path":
+        return bool(field.name == kind)
+    return kind in MEDIA and holds_bytes(field.type)
 
 
 def _near(name: str, known: Collection[str]) -> str:

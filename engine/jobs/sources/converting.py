@@ -1,4 +1,4 @@
-"""Arrow columns as the values that a session takes: one a row, None for null, Unusable for what cannot be had."""
+"""Conversion of Arrow columns to input values; null becomes None."""
 
 from __future__ import annotations
 

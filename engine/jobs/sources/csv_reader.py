@@ -1,4 +1,4 @@
-"""CSV and TSV by pyarrow, in blocks of whole records; the first record names the columns.
+"""CSV and TSV reader in blocks of whole records, by pyarrow.
 
 A column is whole numbers, numbers, true/false or text, as the first LEARN_BYTES of the first file have it; dates are
 text. A record with too many or too few values, or with a value that does not fit, is a row whose columns are all null
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 
 from weftline.engine.jobs.sources.formats import suffixes_of
-from weftline.engine.jobs.sources.lines import BOM, Block, Cut, is_utf8
+from weftline.engine.jobs.sources.lines import BOM, Cut, LineBlock, is_utf8
 from weftline.engine.jobs.sources.schemas import check_names, lacking
 from weftline.engine.jobs.sources.text_reader import HIDDEN_FIELD, TextReader
 from weftline.errors import InputError
@@ -75,7 +75,7 @@ class CsvReader(TextReader):
             return pa.schema([(name, pa.string()) for name in names])
         return pa.schema([(field.name, _kept(field.type)) for field in table.schema])
 
-    def _parsed(self, block: Block, origin: int) -> pa.Table:
+    def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
         names, delimiter = self._headers[origin][1], self._delimiter(origin)
         table = _table(block.data, names, self.schema, delimiter)
         if isinstance(table, pa.Table):
@@ -134,7 +134,7 @@ def _quoted(data: bytes, delimiter: bytes) -> Iterator[tuple[int, int, bool]]:
 
 
 def _halved(
-    block: Block, ends: Sequence[int], names: Sequence[str], schema: pa.Schema, delimiter: bytes
+    block: LineBlock, ends: Sequence[int], names: Sequence[str], schema: pa.Schema, delimiter: bytes
 ) -> Iterator[pa.Table]:
     """Yield the rows of records, by halves until those at fault stand alone."""
     data = block.data[ends[0] : ends[-1]]

@@ -1,4 +1,4 @@
-"""Which files a user means: paths, folders, globs and URLs become a list of files, always in the same order.
+"""File discovery: paths, folders, globs and URLs to a sorted list of files.
 
 What was named first comes first; the files of a folder or a glob are sorted by path. A folder is read with everything
 below it; names that begin with a dot or an underscore are passed over there.
@@ -28,7 +28,7 @@ CHANGED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SourceFile:
     """A file.
 
     base:       the folder that its argument named.
@@ -78,7 +78,7 @@ class Listing:
     kind: str
     fs: Any
     base: str
-    files: tuple[Found, ...]
+    files: tuple[SourceFile, ...]
     hidden: tuple[str, ...] = ()
 
 
@@ -119,9 +119,9 @@ def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]
     return Listing(written, kind, fs, base, tuple(files), tuple(hidden))
 
 
-def _found(fs: Any, path: str, shown: str, base: str, info: Mapping[str, Any]) -> Found:
+def _found(fs: Any, path: str, shown: str, base: str, info: Mapping[str, Any]) -> SourceFile:
     about = {} if is_local(fs) else {key: info[key] for key in CHANGED if info.get(key)}
-    return Found(fs, path, shown_url(shown), base, info.get("size"), about)
+    return SourceFile(fs, path, shown_url(shown), base, info.get("size"), about)
 
 
 def _is_file(fs: Any, path: str, info: Mapping[str, Any]) -> bool:
@@ -136,7 +136,7 @@ def _before_glob(path: str) -> str:
     return "/".join(parts[:first]) or ("/" if path.startswith("/") else "")
 
 
-def origins(files: Sequence[Found]) -> tuple[Origin, ...]:
+def origins(files: Sequence[SourceFile]) -> tuple[Origin, ...]:
     """Return one origin for each file: its name is its path below the folder that all of them lie in."""
     common = _common({(str(one.fs.protocol), one.base) for one in files})
     plain = [without_query(one.path) for one in files]

@@ -1,4 +1,4 @@
-"""What identifies files: their sizes and what is in them, so far as reading that is cheap beside running the job."""
+"""Fingerprint of input files: sizes and sampled contents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from weftline.engine.jobs.sources.finding import CHANGED, Found, unreadable
+from weftline.engine.jobs.sources.finding import CHANGED, SourceFile, unreadable
 from weftline.engine.jobs.sources.piece import Origin
 
 WHOLE_BYTES = 64 << 20
@@ -24,19 +24,21 @@ ENTRIES_MAX = 1_000
 _READ_BYTES = 1 << 20
 
 
-def of_tables(files: Sequence[Found], origins: Sequence[Origin]) -> dict[str, str]:
+def of_tables(files: Sequence[SourceFile], origins: Sequence[Origin]) -> dict[str, str]:
     """Return an entry for each file of rows."""
     return _entries(files, origins, _of_table)
 
 
-def of_media(files: Sequence[Found], origins: Sequence[Origin]) -> dict[str, str]:
+def of_media(files: Sequence[SourceFile], origins: Sequence[Origin]) -> dict[str, str]:
     """Return entries for files that are one value each: with what is in them unless that is much to read."""
     sizes = [one.size_bytes for one in files]
     whole = None not in sizes and sum(size or 0 for size in sizes) <= ALL_BYTES
     return _entries(files, origins, (lambda one: f"{one.size_bytes} bytes {_sha256(one)}") if whole else _outside)
 
 
-def _entries(files: Sequence[Found], origins: Sequence[Origin], tell: Callable[[Found], str]) -> dict[str, str]:
+def _entries(
+    files: Sequence[SourceFile], origins: Sequence[Origin], tell: Callable[[SourceFile], str]
+) -> dict[str, str]:
     told = ((origin.name, tell(one)) for one, origin in zip(files, origins, strict=True))
     if len(files) <= ENTRIES_MAX:
         return dict(told)
@@ -50,14 +52,14 @@ def _together(told: Iterable[tuple[str, str]]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _of_table(file: Found) -> str:
+def _of_table(file: SourceFile) -> str:
     size = file.size_bytes
     if size is None or size <= WHOLE_BYTES:
         return f"{'?' if size is None else size} bytes {_sha256(file)}"
     return f"{_outside(file)} ends {_sha256_of_ends(file, size)}"
 
 
-def _outside(file: Found) -> str:
+def _outside(file: SourceFile) -> str:
     """Return what the file system says of a file."""
     if file.local:
         return f"{file.size_bytes} bytes mtime_ns {Path(file.path).stat().st_mtime_ns}"
@@ -65,7 +67,7 @@ def _outside(file: Found) -> str:
     return f"{file.size_bytes} bytes{'' if key is None else f' {key} {file.about[key]}'}"
 
 
-def _sha256(file: Found) -> str:
+def _sha256(file: SourceFile) -> str:
     digest = hashlib.sha256()
     try:
         with file.open() as stream:
@@ -76,7 +78,7 @@ def _sha256(file: Found) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _sha256_of_ends(file: Found, size_bytes: int) -> str:
+def _sha256_of_ends(file: SourceFile, size_bytes: int) -> str:
     digest = hashlib.sha256()
     try:
         with file.open() as stream:

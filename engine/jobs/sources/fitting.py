@@ -1,4 +1,4 @@
-"""Which columns can give an input its values: types on both sides come in, a reason against it goes out."""
+"""Type compatibility of columns and pipeline inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which format a data set has, told from the names of its files. Nothing is opened."""
+"""Format and compression of a data set by file name; pure."""
 
 from __future__ import annotations
 

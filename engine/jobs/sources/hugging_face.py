@@ -1,4 +1,4 @@
-"""Hugging Face data sets, on disk (`save_to_disk`) or by name, read as Arrow: pictures and recordings stay encoded."""
+"""Hugging Face data sets, from disk (`save_to_disk`) or by name, read as Arrow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, Piece, rows_at_a_time
+from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, RowRange, rows_at_a_time
 from weftline.engine.jobs.sources.schemas import check_names, fitted, plain
 from weftline.engine.jobs.sources.shown import shown_url
 from weftline.errors import InputError
@@ -37,12 +37,12 @@ class HuggingFaceReader:
     def rows(self) -> int | None:
         return len(self._dataset)
 
-    def pieces(self, fine: bool) -> Sequence[Piece]:
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
         total = len(self._dataset)
         size = min(PIECE_ROWS, self._batch_rows) if fine else max(total, 1)
-        return [Piece(0, 0, row, min(size, total - row)) for row in range(0, total, size)]
+        return [RowRange(0, 0, row, min(size, total - row)) for row in range(0, total, size)]
 
-    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         """Yield batches; a mark is the number of a row in the data set."""
         shown, end = self.origins[0].shown, piece.row + (piece.rows or 0)
         for row in range(piece.row if at is None else at, end, self._batch_rows):

@@ -1,4 +1,4 @@
-"""JSONL: every line that is not blank is one row. pyarrow reads blocks; Python reads those that pyarrow cannot.
+"""JSONL reader: pyarrow with a fallback to Python for blocks pyarrow rejects.
 
 The columns and their types are those of the first LEARN_ROWS lines of the first file. A key that comes up later is left
 out. A line that is no JSON object, or has a value that does not fit its column, is a row whose columns are all null and
@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json as pj
 
-from weftline.engine.jobs.sources.lines import BOM, LINE_BYTES_MAX, Block, is_utf8
+from weftline.engine.jobs.sources.lines import BOM, LINE_BYTES_MAX, LineBlock, is_utf8
 from weftline.engine.jobs.sources.text_reader import HIDDEN_FIELD, TextReader
 from weftline.errors import InputError
 
@@ -57,7 +57,7 @@ class JsonlReader(TextReader):
                 raise InputError(f"{self.origins[0].shown}:1: more than {LINE_BYTES_MAX} bytes without an end of line")
             size = min(2 * size, LINE_BYTES_MAX)
 
-    def _parsed(self, block: Block, origin: int) -> pa.Table:
+    def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
         table = _at_once(block.data, self.schema)
         if table is not None:
             return table.append_column(HIDDEN_FIELD, pa.nulls(table.num_rows, pa.string()))
@@ -106,7 +106,7 @@ def _at_once(data: bytes, schema: pa.Schema) -> pa.Table | None:
     return table.cast(schema) if table.num_rows == lines and table.schema.names == schema.names else None
 
 
-def _one_by_one(block: Block, schema: pa.Schema) -> pa.Table:
+def _one_by_one(block: LineBlock, schema: pa.Schema) -> pa.Table:
     rows = [(line, _object(text)) for line, text in _numbered(block)]
     reasons: list[str | None] = [None if isinstance(row, dict) else f"line {line}: {row}" for line, row in rows]
     good = [(place, row) for place, (_, row) in enumerate(rows) if isinstance(row, dict)]
@@ -124,7 +124,7 @@ def _one_by_one(block: Block, schema: pa.Schema) -> pa.Table:
     return pa.table([*columns, pa.array(reasons, pa.string())], schema=pa.schema(fields))
 
 
-def _numbered(block: Block) -> Iterator[tuple[int, bytes]]:
+def _numbered(block: LineBlock) -> Iterator[tuple[int, bytes]]:
     for number, text in enumerate(block.data.split(b"\n"), block.line):
         if text.strip():
             yield number, text

@@ -1,4 +1,4 @@
-"""Bytes of text files in blocks that end where a line ends, so that each can be understood alone.
+"""Block reader for text files, with blocks cut at line ends.
 
 Where blocks end follows from where the first begins: a file read anew from the beginning of any block is cut as before.
 """
@@ -27,7 +27,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LineBlock:
     """Whole lines of a file.
 
     byte: where they begin, in the file or in what it unpacks to.
@@ -84,7 +84,7 @@ def seek(stream: BinaryIO, byte: int, packed: bool) -> None:
         byte -= got
 
 
-def blocks(stream: Any, shown: str, byte: int = 0, line: int = 1, cut: Cut = whole_lines) -> Iterator[Block]:
+def blocks(stream: Any, shown: str, byte: int = 0, line: int = 1, cut: Cut = whole_lines) -> Iterator[LineBlock]:
     """Yield a stream's blocks; it stands at `byte` of its file already. InputError when it cannot be read.
 
     A block is cut from the next BLOCK_BYTES, and from twice as much as long as no line ends in them: never from what
@@ -102,7 +102,7 @@ def blocks(stream: Any, shown: str, byte: int = 0, line: int = 1, cut: Cut = who
         size = cut(held[:wanted], end)
         if size:
             data, held, wanted = held[:size], held[size:], BLOCK_BYTES
-            yield Block(data, byte, line)
+            yield LineBlock(data, byte, line)
             byte, line = byte + size, line + data.count(b"\n")
         elif end:
             raise InputError(f"{shown}:{line}: a quoted value begins here or below and never ends")

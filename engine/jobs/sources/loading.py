@@ -1,4 +1,4 @@
-"""Files that rows name: pictures, recordings, texts, read by several threads and given back in order."""
+"""Threaded, ordered loading of files that rows name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder or a list of pictures, recordings and texts: one row for each file, with its path; nothing is opened here.
+"""Media folder reader: one row for each picture, recording or text file.
 
 Columns are `path` and `name`, and one for each kind of file there is (image, audio, text, bytes) with the path again,
 null for files of another kind: whoever binds it to an input reads the file.
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import pyarrow as pa
 
 from weftline.engine.jobs.sources import fingerprint
-from weftline.engine.jobs.sources.finding import Found, origins
+from weftline.engine.jobs.sources.finding import SourceFile, origins
 from weftline.engine.jobs.sources.formats import media_kind
-from weftline.engine.jobs.sources.piece import MEANS, Batch, Mark, Origin, Piece
+from weftline.engine.jobs.sources.piece import MEANS, Batch, Mark, Origin, RowRange
 from weftline.engine.jobs.sources.shown import shown_url
 
 PIECE_ROWS = 1_000
@@ -22,7 +22,7 @@ KINDS = ("image", "audio", "text", "bytes")
 
 
 class MediaReader:
-    def __init__(self, files: Sequence[Found]) -> None:
+    def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
         self._names = [one.name for one in origins(files)]
         self.origins: Sequence[Origin] = (Origin("files", "files"),)
@@ -35,11 +35,11 @@ class MediaReader:
     def rows(self) -> int | None:
         return len(self._files)
 
-    def pieces(self, fine: bool) -> Sequence[Piece]:
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
         total = len(self._files)
-        return [Piece(0, 0, row, min(PIECE_ROWS, total - row)) for row in range(0, total, PIECE_ROWS)]
+        return [RowRange(0, 0, row, min(PIECE_ROWS, total - row)) for row in range(0, total, PIECE_ROWS)]
 
-    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         """Yield the one batch of a piece."""
         here = slice(piece.row, piece.row + (piece.rows or 0))
         paths, names, kinds = [one.url for one in self._files[here]], self._names[here], self._kinds[here]

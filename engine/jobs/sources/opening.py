@@ -1,4 +1,4 @@
-"""From what a user wrote to a data set that can be read: finds the files, tells their format, opens the right reader.
+"""Opening of a data set: discovery, format detection and choice of reader.
 
 Nothing optional is imported before it is needed, and what is missing is a MissingPackage.
 """
@@ -17,9 +17,9 @@ from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError, MissingPackage
 
 if TYPE_CHECKING:
-    from weftline.engine.jobs.sources.finding import Found, Listing
+    from weftline.engine.jobs.sources.finding import Listing, SourceFile
     from weftline.engine.jobs.sources.loading import Loader
-    from weftline.engine.jobs.sources.piece import Reader
+    from weftline.engine.jobs.sources.piece import DatasetReader
 
 STDIN = "-"
 HUB = "hf:"
@@ -62,7 +62,7 @@ def source_over(dataset: Any, spec: DataSpec) -> Source:
     from weftline.engine.jobs.sources.selection import SelectedSource
     from weftline.engine.jobs.sources.table_reader import TableReader
 
-    reader: Reader
+    reader: DatasetReader
     if hasattr(dataset, "with_format") and hasattr(dataset, "_fingerprint"):
         from weftline.engine.jobs.sources.hugging_face import HuggingFaceReader
 
@@ -99,7 +99,7 @@ def need(package: str) -> Any:
         raise MissingPackage(error.name or package, "batch") from None
 
 
-def _reader(spec: DataSpec, stdin: BinaryIO | None) -> Reader:
+def _reader(spec: DataSpec, stdin: BinaryIO | None) -> DatasetReader:
     hub = [one for one in spec.data if one.startswith(HUB) and not one.startswith("hf://")]
     if len(spec.data) > 1 and (hub or STDIN in spec.data):
         raise InputError(f"{hub[0] if hub else STDIN} stands alone; found {_shown(spec)}")
@@ -119,7 +119,7 @@ def _shown(spec: DataSpec) -> str:
     return ", ".join(map(shown_url, spec.data))
 
 
-def _of_stdin(format: str, stream: BinaryIO) -> Reader:
+def _of_stdin(format: str, stream: BinaryIO) -> DatasetReader:
     from weftline.engine.jobs.sources.csv_reader import CsvReader
     from weftline.engine.jobs.sources.jsonl_reader import JsonlReader
     from weftline.engine.jobs.sources.standard_input import StandardInput
@@ -135,7 +135,7 @@ def _of_stdin(format: str, stream: BinaryIO) -> Reader:
     raise InputError(f"standard input: --format {format} cannot be read from it; expected jsonl, csv or arrow")
 
 
-def _of_files(spec: DataSpec) -> Reader:
+def _of_files(spec: DataSpec) -> DatasetReader:
     from weftline.engine.jobs.sources.finding import look
 
     listings = [look(argument, spec.storage) for argument in spec.data]
@@ -166,7 +166,7 @@ def _is_saved(listing: Listing, format: str | None) -> bool:
     return format in (None, "hf") and any(name in here for name in SAVED)
 
 
-def _usable(listing: Listing, format: str | None) -> tuple[str, list[Found]]:
+def _usable(listing: Listing, format: str | None) -> tuple[str, list[SourceFile]]:
     files = listing.files
     if any(path.startswith(JOB_FOLDER) for path in listing.hidden):
         files = tuple(file for file in files if file.path != f"{listing.base}/errors.jsonl")
@@ -175,9 +175,9 @@ def _usable(listing: Listing, format: str | None) -> tuple[str, list[Found]]:
     return found, [files[place] for place in places]
 
 
-def _check_twice(arguments: Sequence[Sequence[Found]]) -> None:
+def _check_twice(arguments: Sequence[Sequence[SourceFile]]) -> None:
     """Refuse a file that several arguments mean; links in one folder may well lead to one file."""
-    before: dict[str, Found] = {}
+    before: dict[str, SourceFile] = {}
     for files in arguments:
         for file in files:
             if other := before.get(file.same):
@@ -186,7 +186,7 @@ def _check_twice(arguments: Sequence[Sequence[Found]]) -> None:
         before |= {file.same: file for file in files}
 
 
-def _of_format(format: str, files: Sequence[Found]) -> Reader:
+def _of_format(format: str, files: Sequence[SourceFile]) -> DatasetReader:
     if format == "parquet":
         from weftline.engine.jobs.sources.parquet_reader import ParquetReader
 

@@ -1,4 +1,4 @@
-"""Which rows come when: an order made from a seed, shares, and how many that leaves. Numbers in, numbers out.
+"""Row order: seeded shuffle, shards and limits; pure.
 
 The order of a shuffle is made twice: pieces change places, and then rows inside windows of WINDOW_ROWS selected rows.
 It is the same wherever and whenever the same seed is used, and needs no more room than one window. It is no draw from

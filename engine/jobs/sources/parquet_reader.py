@@ -1,4 +1,4 @@
-"""Parquet files: a piece is a row group, and its batches are cut by how many bytes its rows take on average."""
+"""Parquet reader by row group, with batches sized by average row bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weftline.engine.jobs.sources import fingerprint
-from weftline.engine.jobs.sources.finding import Found, origins, unreadable
-from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, Piece, rows_at_a_time
+from weftline.engine.jobs.sources.finding import SourceFile, origins, unreadable
+from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, RowRange, rows_at_a_time
 from weftline.engine.jobs.sources.schemas import check_names, fitted, lacking, plain
 
 FOOTERS_AT_A_TIME = 8
@@ -30,7 +30,7 @@ class _Footer:
 class ParquetReader:
     """Reads every file's footer when it is made; rows only when they are asked for."""
 
-    def __init__(self, files: Sequence[Found]) -> None:
+    def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
         self.origins: Sequence[Origin] = origins(files)
         with ThreadPoolExecutor(FOOTERS_AT_A_TIME) as threads:
@@ -45,16 +45,16 @@ class ParquetReader:
     def rows(self) -> int | None:
         return sum(sum(footer.rows) for footer in self._footers)
 
-    def pieces(self, fine: bool) -> Sequence[Piece]:
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
         found = []
         for origin, footer in enumerate(self._footers):
             row = 0
             for part, rows in enumerate(footer.rows):
-                found.append(Piece(origin, part, row, rows))
+                found.append(RowRange(origin, part, row, rows))
                 row += rows
         return found
 
-    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         """Yield batches; a mark is the number of a batch in its row group."""
         footer, shown = self._footers[piece.origin], self._files[piece.origin].shown
         size = rows_at_a_time(footer.rows[piece.part], footer.size_bytes[piece.part])
@@ -97,11 +97,11 @@ def _roots(columns: Sequence[str]) -> Sequence[str] | None:
     return None if any("." in name for name in columns) else columns
 
 
-def _opened(file: Found) -> pq.ParquetFile:
+def _opened(file: SourceFile) -> pq.ParquetFile:
     return pq.ParquetFile(file.path if file.local else file.open())
 
 
-def _footer(file: Found) -> _Footer:
+def _footer(file: SourceFile) -> _Footer:
     try:
         with _opened(file) as opened:
             about = opened.metadata

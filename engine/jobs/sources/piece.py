@@ -1,4 +1,4 @@
-"""The nouns of reading: where rows come from, pieces of a data set, and batches of rows as they lie there.
+"""Data types of reading: sources, pieces of a data set and batches of rows.
 
     data set --Piece--> pieces --Batch--> selection --Rows-->
 
@@ -50,7 +50,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowRange:
     """A run of rows that can be read alone.
 
     origin: index in Reader.origins.
@@ -81,7 +81,7 @@ class Batch:
     names: Sequence[str] | None = None
 
 
-class Reader(Protocol):
+class DatasetReader(Protocol):
     """A data set of one format, as it lies there. Every error is an InputError that names the file."""
 
     @property
@@ -95,10 +95,10 @@ class Reader(Protocol):
     def rows(self) -> int | None:
         """How many there are; None when only reading everything would tell."""
 
-    def pieces(self, fine: bool) -> Sequence[Piece]:
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
         """Return all pieces in the data set's own order; small ones when `fine`, to be put in another order."""
 
-    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         """Yield the batches of a piece, from a mark on."""
 
     def fingerprint(self) -> Mapping[str, str]:
@@ -109,10 +109,10 @@ class Reader(Protocol):
 
 
 @runtime_checkable
-class ColumnReader(Reader, Protocol):
+class ColumnReader(DatasetReader, Protocol):
     """One that need not read all columns."""
 
-    def only(self, names: Collection[str]) -> Reader:
+    def only(self, names: Collection[str]) -> DatasetReader:
         """Return another reader, of these columns alone: it gives the same batches, and has files open of its own."""
 
 

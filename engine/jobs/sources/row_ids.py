@@ -1,4 +1,4 @@
-"""Row ids: from a column, or from file and row; and a check that none comes twice."""
+"""Row ids from a column or from file and row, checked for uniqueness."""
 
 from __future__ import annotations
 

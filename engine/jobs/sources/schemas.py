@@ -1,4 +1,4 @@
-"""Columns that stay the same from batch to batch and from file to file."""
+"""Schema consistency across batches and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows a job means, out of a data set: filters, then order, then share, then limit.
+"""Row selection: filter, order, shard and limit.
 
 Rows are gathered into *windows* until there are enough of them; a window is put in order, its share is taken, and it is
 given out in tables. A position names where the window in hand begins and how much of it was given out, so that reading
@@ -24,14 +24,14 @@ from weftline.engine.jobs.sources.piece import (
     UNUSABLE,
     Batch,
     ColumnReader,
+    DatasetReader,
     Mark,
-    Piece,
-    Reader,
+    RowRange,
     rows_at_a_time,
 )
 from weftline.engine.jobs.sources.row_ids import IdCheck, check_id, ids_of
 from weftline.engine.jobs.sources.standard_input import StandardInput
-from weftline.engine.jobs.sources.where import Where
+from weftline.engine.jobs.sources.where import RowFilter
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -63,12 +63,12 @@ class _Window:
 class SelectedSource:
     """A Source: what a reader gives, with a DataSpec's selection applied. Read by one thread at a time."""
 
-    def __init__(self, reader: Reader, spec: DataSpec) -> None:
+    def __init__(self, reader: DatasetReader, spec: DataSpec) -> None:
         _check(spec)
         if taken := sorted(set(HIDDEN) & set(reader.schema.names)):
             raise InputError(f"columns called {', '.join(taken)}: these names are Weftline's own; rename them")
         self._reader, self._spec = reader, spec
-        self._where = Where(spec.where, reader.schema)
+        self._where = RowFilter(spec.where, reader.schema)
         if spec.id is not None:
             check_id(spec.id, reader.schema)
         self._pieces = _ordered(reader.pieces(spec.shuffle is not None), spec.shuffle)
@@ -162,7 +162,7 @@ class SelectedSource:
         if window is not None:
             yield window
 
-    def _selected(self, batch: Batch, piece: Piece) -> tuple[pa.Table, Sequence[str] | tuple[str, np.ndarray]]:
+    def _selected(self, batch: Batch, piece: RowRange) -> tuple[pa.Table, Sequence[str] | tuple[str, np.ndarray]]:
         """Return the rows of a batch that the filters keep, and what their ids are made from."""
         table, origin = batch.table, self._reader.origins[piece.origin]
         if self._folders:
@@ -215,7 +215,7 @@ class SelectedSource:
         return ids_of(table, self._spec.id, made, broken)
 
 
-def _ordered(pieces: Sequence[Piece], seed: int | None) -> Sequence[Piece]:
+def _ordered(pieces: Sequence[RowRange], seed: int | None) -> Sequence[RowRange]:
     return pieces if seed is None else [pieces[place] for place in permutation(len(pieces), seed, 0).tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Addresses as people may see them: without passwords, and without what signs them."""
+"""Redaction of passwords and signatures in URLs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard input as a data set: it can be looked into, and then read once, from its start."""
+"""Standard input as a data set, with look-ahead and a single pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An Arrow stream on standard input."""
+"""Arrow stream reader for standard input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from weftline.engine.jobs.sources.arrow_reader import slices
 from weftline.engine.jobs.sources.finding import unreadable
-from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, Piece
+from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, RowRange
 from weftline.engine.jobs.sources.schemas import check_names, fitted, plain
 from weftline.engine.jobs.sources.standard_input import StandardInput
 
@@ -31,10 +31,10 @@ class StreamReader:
     def rows(self) -> int | None:
         return None
 
-    def pieces(self, fine: bool) -> Sequence[Piece]:
-        return [Piece(0)]
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
+        return [RowRange(0)]
 
-    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         """Yield batches, once."""
         if self._read:
             self._stdin.open()  # refuses

@@ -1,4 +1,4 @@
-"""A table that is in memory already, for `pipeline.map`."""
+"""Reader of in-memory tables, for `pipeline.map`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
-from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, Piece, rows_at_a_time
+from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, RowRange, rows_at_a_time
 from weftline.engine.jobs.sources.schemas import check_names, fitted, plain
 
 PIECE_ROWS = 1_000
@@ -25,12 +25,12 @@ class TableReader:
     def rows(self) -> int | None:
         return int(self._table.num_rows)
 
-    def pieces(self, fine: bool) -> Sequence[Piece]:
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
         size = min(PIECE_ROWS, self._size) if fine else max(self._table.num_rows, 1)
         total = self._table.num_rows
-        return [Piece(0, 0, row, min(size, total - row)) for row in range(0, total, size)]
+        return [RowRange(0, 0, row, min(size, total - row)) for row in range(0, total, size)]
 
-    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         """Yield batches; a mark is the number of a row."""
         end = piece.row + (piece.rows or 0)
         for row in range(piece.row if at is None else at, end, self._size):

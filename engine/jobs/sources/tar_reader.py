@@ -1,4 +1,4 @@
-"""WebDataset archives by webdataset's own reader: files with a name in common are one row, a column for each suffix.
+"""WebDataset reader: files with a common stem form one row.
 
 The suffixes are those of the first LEARN_ROWS rows of the first archive; others that come up later are left out. Texts
 are text, `cls` and `index` whole numbers, `json` written JSON, everything else bytes; `__key__` is the name in common.
@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow as pa
 
 from weftline.engine.jobs.sources import fingerprint
-from weftline.engine.jobs.sources.finding import Found, origins, unreadable
+from weftline.engine.jobs.sources.finding import SourceFile, origins, unreadable
 from weftline.engine.jobs.sources.formats import compression_of
 from weftline.engine.jobs.sources.lines import unpacked
-from weftline.engine.jobs.sources.piece import BATCH_BYTES, MEANS, UNUSABLE, Batch, Mark, Origin, Piece
+from weftline.engine.jobs.sources.piece import BATCH_BYTES, MEANS, UNUSABLE, Batch, Mark, Origin, RowRange
 from weftline.errors import InputError
 
 LEARN_ROWS = 100
@@ -35,7 +35,7 @@ Sample = Mapping[str, Any]
 class TarReader:
     """A piece is an archive; a mark is the number of a row in it."""
 
-    def __init__(self, files: Sequence[Found]) -> None:
+    def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
         self.origins: Sequence[Origin] = origins(files)
         with self._samples(0) as samples:
@@ -49,10 +49,10 @@ class TarReader:
     def rows(self) -> int | None:
         return None
 
-    def pieces(self, fine: bool) -> Sequence[Piece]:
-        return [Piece(origin) for origin in range(len(self._files))]
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
+        return [RowRange(origin) for origin in range(len(self._files))]
 
-    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         name = self.origins[piece.origin].name
         with self._samples(piece.origin) as samples:
             row, held, size_bytes = 0, list[Sample](), 0

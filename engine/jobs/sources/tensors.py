@@ -1,4 +1,4 @@
-"""Arrow columns of numbers as numpy arrays, one for each row; those that share one length are views of one array."""
+"""Conversion of numeric Arrow columns to numpy arrays, zero-copy where possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What formats of lines share: files read from front to back, block by block, as long as they are plain text."""
+"""Base of line-oriented readers: sequential reading in blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from weftline.engine.jobs.sources import fingerprint
-from weftline.engine.jobs.sources.finding import Found, origins
+from weftline.engine.jobs.sources.finding import SourceFile, origins
 from weftline.engine.jobs.sources.formats import compression_of
-from weftline.engine.jobs.sources.lines import BOM, Block, Cut, blocks, seek, unpacked, whole_lines
-from weftline.engine.jobs.sources.piece import UNUSABLE, Batch, Mark, Origin, Piece
+from weftline.engine.jobs.sources.lines import BOM, Cut, LineBlock, blocks, seek, unpacked, whole_lines
+from weftline.engine.jobs.sources.piece import UNUSABLE, Batch, Mark, Origin, RowRange
 from weftline.engine.jobs.sources.standard_input import StandardInput
 
 HIDDEN_FIELD = pa.field(UNUSABLE, pa.string())
@@ -25,7 +25,7 @@ class TextReader(ABC):
     files: what is read; or standard input, which can be read once.
     """
 
-    def __init__(self, files: Sequence[Found] | StandardInput) -> None:
+    def __init__(self, files: Sequence[SourceFile] | StandardInput) -> None:
         self._stdin = files if isinstance(files, StandardInput) else None
         self._files = () if isinstance(files, StandardInput) else files
         self.origins: Sequence[Origin] = origins(self._files) if self._stdin is None else (self._stdin.origin,)
@@ -35,10 +35,10 @@ class TextReader(ABC):
     def rows(self) -> int | None:
         return None
 
-    def pieces(self, fine: bool) -> Sequence[Piece]:
-        return [Piece(origin) for origin in range(len(self.origins))]
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
+        return [RowRange(origin) for origin in range(len(self.origins))]
 
-    def read(self, piece: Piece, at: Mark | None = None) -> Iterator[Batch]:
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         """Yield batches, a block each."""
         shown = self.origins[piece.origin].shown
         with self._opened(piece.origin) as stream:
@@ -64,7 +64,7 @@ class TextReader(ABC):
         """Return the columns, from the beginning of the first file."""
 
     @abstractmethod
-    def _parsed(self, block: Block, origin: int) -> pa.Table:
+    def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
         """Return a block's rows, with the hidden column UNUSABLE last."""
 
     def _cut(self, origin: int) -> Cut:

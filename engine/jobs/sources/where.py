@@ -1,4 +1,4 @@
-"""Which rows `--where` keeps: the language of `when:` over columns, worked out for a whole table at once.
+"""Row filter of `--where`: conditions evaluated over whole columns.
 
 A comparison with null is null, `x == null` asks for nulls, and a row whose condition comes to null is left out. What a
 condition asks of a column is tried on an empty table first, so that a wrong type is known before the first row.
@@ -26,7 +26,7 @@ _COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
 _REFUSED = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
 
-class Where:
+class RowFilter:
     """Conditions that all must hold. Rows that could not be read are kept, so that they are told as errors."""
 
     def __init__(self, texts: Sequence[str], schema: pa.Schema) -> None:

@@ -1,1 +1,1 @@
-"""Rounds on a CPU."""
+"""CPU backend of the LLM."""

@@ -1,4 +1,4 @@
-"""Attention over pages on a CPU; also the form that others are compared with.
+"""Paged attention on a CPU; the reference for the other backends.
 
 Rows of two kinds, each done in the way that is quickest for it:
 

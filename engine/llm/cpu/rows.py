@@ -1,4 +1,4 @@
-"""Attention of single rows over pages on a CPU, compiled by numba.
+"""Paged attention of single rows on a CPU, compiled by numba.
 
 Decoding is one row for each sequence: little arithmetic, much reading, and a call of torch's attention for each of
 them would cost more than what it computes. Here all rows of a round are one call; each pair of a row and a key head is

@@ -1,4 +1,4 @@
-"""The small steps of a decoder on a CPU in float32, compiled by numba; see `weftline.engine.llm.fusion.rows`.
+"""Fused element-wise operations for float32 on a CPU, compiled by numba.
 
 For a few rows, torch spends more on starting these operations than on computing them: each is some loops here, on one
 core. The compiled code is kept on disk beside this file, or in the user's cache where that cannot be written.

@@ -1,4 +1,4 @@
-"""A decoder's forward with nothing in it that a packed row of tokens does not need.
+"""Fused forward of a decoder's attention, MLP, layer and stack for packed rows.
 
 Each function here makes the lean form of one kind of module: attention, MLP, whole layer, whole stack of layers. The
 modules stay where they are with their weights and children; what changes is their `forward`. Linear layers are looked
@@ -182,7 +182,7 @@ def layer_forward(step: Step) -> Callable[..., Tensor]:
     return forward
 
 
-class Turns:
+class RotaryTable:
     """Rotary embeddings by place. On a CPU they are computed ahead as far as they were needed, at most TABLE_BYTES."""
 
     def __init__(self, module: Any) -> None:
@@ -213,7 +213,7 @@ class Turns:
 def stack_forward(module: Any, steps: Sequence[Step], norms: Norms, result: Callable[..., Any]) -> Callable[..., Any]:
     """Return the forward of a decoder around its layers' lean forms; `result` makes what it returns."""
     own = type(module).forward
-    embed, turns = module._modules["embed_tokens"], Turns(module._modules["rotary_emb"])
+    embed, turns = module._modules["embed_tokens"], RotaryTable(module._modules["rotary_emb"])
     close = norms.after_add(module._modules["norm"])
 
     def forward(

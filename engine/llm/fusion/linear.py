@@ -1,7 +1,7 @@
-"""Linear layers with one input, merged into one product.
+"""Merged linear layers: several projections of one input as one matrix product.
 
-`merge` puts a `MergedLinear` beside them and leaves a `Part` in the place of each, so that the model's own code goes on
-calling `q_proj`, `k_proj` and `v_proj` and finds one product computed for all three. Every merged linear says in
+`merge` adds a `MergedLinear` and replaces each layer by a `MergedSlice`, so that the model's own code goes on calling
+`q_proj`, `k_proj` and `v_proj` and finds one product computed for all three. Every merged linear says in
 `parts` which of its outputs belong to whom, for adapters and checkpoints that know the old names. `split` puts plain
 linear layers back; their weights are then views of the merged one.
 
@@ -62,7 +62,7 @@ class _Product:
         return piece
 
 
-class Part(nn.Module):
+class MergedSlice(nn.Module):
     """Stands where a merged linear layer stood; has no weights of its own.
 
     Its siblings must be called with the same tensor object, unchanged, for the product to be shared; another object
@@ -122,7 +122,7 @@ def merge(owner: nn.Module, names: Sequence[str], merged: str) -> None:
     setattr(owner, merged, MergedLinear(weight, bias, tuple(parts)))
     product = _Product(owner, merged)
     for at, (name, begin, stop) in enumerate(parts):
-        setattr(owner, name, Part(product, at, begin, stop))
+        setattr(owner, name, MergedSlice(product, at, begin, stop))
 
 
 def split(owner: nn.Module, merged: str) -> None:

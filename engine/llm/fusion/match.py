@@ -1,4 +1,4 @@
-"""Which modules of a decoder can be fused, by what they are made of; pure.
+"""Pattern matching of fusible modules in a decoder; pure.
 
 A pattern is recognised by the names of a module's children, by its parameters, and by the names that its class's
 `forward` uses: a model that does anything else (clips its queries, scales its residual, has sinks) uses a name that is

@@ -1,4 +1,4 @@
-"""RMS norms recognised by what they do.
+"""Detection of RMS norms by their behaviour.
 
 A module is one when it has a weight of one dimension, an epsilon, nothing else, and gives what one of the four usual
 forms gives. Which form, is read off its results: with its own weight or one more, rounded before or after it is

@@ -1,4 +1,4 @@
-"""What fused modules are compared with: the calls and results of a small pass before anything was fused.
+"""Numerical verification of fused modules against recorded calls.
 
 The pass has PROBE_ROWS tokens of one made-up sequence, at places that also reach far into the rotary embedding.
 Attention is computed plainly among these rows, without pages, by whatever model code calls `weftline_paged`; how it is
@@ -22,7 +22,9 @@ PROBE_ROWS = 9
 FAR_TOKENS = 2048
 """The farthest place of the probe, where the model reaches that far."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-9}
-"""By dtype, relative to the largest number of a row: some roundings of it, one after the other."""
+"""By dtype, relative to the largest number of a row: some roundings of it, one after the other, as one layer makes.
+
+They do not add up over layers: `fuse` compares the stack with the same layers called by the model's own code."""
 SMALL = 1e-3
 """Norms are also shown the same numbers so much smaller, where their epsilon matters."""
 

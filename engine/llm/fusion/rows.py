@@ -1,4 +1,4 @@
-"""The small steps between a decoder's matrix products, as few operations as the device allows.
+"""Fused element-wise operations between matrix products: torch, numba or Triton.
 
     rms_norm      root mean square norm (Zhang and Sennrich 2019)
     add_rms_norm  the residual added first

@@ -1,1 +1,1 @@
-"""Rounds on a GPU."""
+"""GPU backend of the LLM."""

@@ -1,4 +1,4 @@
-"""Attention over pages on a GPU: a form that keeps a round's facts in device buffers and calls the kernels.
+"""Paged attention on a GPU: metadata in device buffers, computed by Triton kernels.
 
 All layers read the same view of the buffers, so a round is told once. Nothing here looks at a value on the device, and
 no number that changes from round to round is an argument of a kernel: a round of a given padded size can be captured
@@ -7,6 +7,7 @@ as a CUDA graph and replayed for any lengths (`weftline.engine.llm.gpu.graphs`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,8 +18,7 @@ from weftline.engine.llm.attention import LayerPages, Span
 from weftline.engine.llm.gpu.buffers import BufferLimits, RoundBuffers, RoundView
 from weftline.engine.llm.gpu.plain import PlainOps
 
-SEQUENCES_MAX = 512
-"""Default for the most sequences of a round; a table of 512 lines costs 2 kB for each page a sequence may have."""
+_log = logging.getLogger(__name__)
 
 
 class PagedOps(Protocol):
@@ -63,11 +63,7 @@ class TritonOps:
         self, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, row_starts: Tensor, starts: Tensor,
         page_tokens: int, scale: float, window: int | None, softcap: float | None,
     ) -> Tensor:  # fmt: skip
-        # the kernel leaves padding rows as they are, and NaN from fresh memory could spoil the scale of a whole tensor
-        out = query.new_zeros(query.shape[0], query.shape[1], values.shape[2])
-        return self._attend(
-            query, keys, values, tables, row_starts, starts, page_tokens, scale, window, softcap, out=out
-        )
+        return self._attend(query, keys, values, tables, row_starts, starts, page_tokens, scale, window, softcap)
 
 
 def ops_for(device: torch.device) -> tuple[PagedOps, str | None]:
@@ -89,11 +85,24 @@ class GpuAttention:
 
     @classmethod
     def make(
-        cls, page_tokens: int, context_max: int, rows_max: int, device: torch.device, ops: PagedOps | None = None
+        cls,
+        page_tokens: int,
+        context_max: int,
+        rows_max: int,
+        device: torch.device,
+        ops: PagedOps | None = None,
+        sequences_max: int = 512,
     ) -> GpuAttention:
-        """Return a form for rounds of `rows_max` tokens, of sequences of at most `context_max`."""
-        limits = BufferLimits(rows_max, min(SEQUENCES_MAX, rows_max), -(-context_max // page_tokens))
-        return cls(RoundBuffers(limits, page_tokens, device), ops_for(device)[0] if ops is None else ops)
+        """Return a form for rounds of `rows_max` tokens, of `sequences_max` sequences of at most `context_max`.
+
+        Tables have a line of 16 bytes for each page a sequence may have, for each of the sequences.
+        """
+        limits = BufferLimits(rows_max, min(sequences_max, rows_max), -(-context_max // page_tokens))
+        if ops is None:
+            ops, reason = ops_for(device)
+            if reason is not None and device.type == "cuda":
+                _log.warning("attention, norms and sampling run by torch's operations, which is slow: %s", reason)
+        return cls(RoundBuffers(limits, page_tokens, device), ops)
 
     def fill(self, spans: Sequence[Span]) -> None:
         """Take in a round whose tokens the caller brings itself; nothing is padded."""

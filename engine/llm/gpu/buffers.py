@@ -1,12 +1,14 @@
-"""A round's integers and settings on the device, at addresses that never change.
+"""Device buffers of a round's inputs at fixed addresses, as CUDA graphs require.
 
 Everything a round needs besides weights and pages lies in one piece of memory: filled on the host, in memory that the
 device reads by itself, and sent with one copy. What kernels and CUDA graphs see are views of its counterpart on the
-device. Page tables are sent as wide as the round's longest one and spread out to lines of full width there.
+device. Page tables stay on the device from round to round, each in a line of `stored`: only pages that are new in a
+table are sent, and the lines of the round's sequences are collected there.
 
-    host    [ tokens | positions | slots | ... | seeds | tables, packed ]   two of these, in turns
+    host    [ tokens | positions | slots | ... | seeds | lines | changes ]   two of these, in turns
                          one copy
-    device  [ tokens | positions | slots | ... | seeds | tables, packed ] -> tables [sequences_max, pages_max]
+    device  [ tokens | positions | slots | ... | seeds | lines | changes ]
+            changes -> stored [sequences_max, pages_max];  stored[lines] -> tables [sequences_max, pages_max]
 
 Rows and sequences that a round does not have are padding: a padding row has slot -1 and is written nowhere, a padding
 sequence has no rows. Two host pieces let the next round be filled while the last one is still being sent.
@@ -14,6 +16,7 @@ sequence has no rows. Two host pieces let the next round be filled while the las
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +42,7 @@ class BufferLimits:
     pages_max: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each stream and round, which takes a third of the time
 class Draw:
     """How one sequence's next token is drawn; as `SamplingParams` has it. position: how many tokens are known."""
 
@@ -83,7 +86,8 @@ class RoundView:
 class RoundBuffers:
     """The buffers of one model on one device.
 
-    drawn: int64 [sequences_max] on the device, the tokens that the newest round drew; `tokens_from` points into it.
+    drawn:      int64 [sequences_max] on the device, the tokens of the newest round; `tokens_from` points into it.
+    pages_sent: entries of page tables that were converted and sent, of all rounds so far.
     """
 
     def __init__(self, limits: BufferLimits, page_tokens: int, device: torch.device) -> None:
@@ -93,7 +97,7 @@ class RoundBuffers:
             ("tokens_from", torch.int64, rows), ("adapters", torch.int64, rows), ("keep", torch.int64, rows),
             ("row_starts", torch.int32, sequences + 1), ("starts", torch.int32, sequences),
             *((name, dtype, sequences) for name, dtype in DRAW_DTYPES.items()),
-            ("packed", torch.int32, sequences * limits.pages_max),
+            ("lines", torch.int32, sequences), ("changes", torch.int32, 2 * sequences * limits.pages_max),
         ]  # fmt: skip
         self.limits, self.page_tokens, self.device = limits, page_tokens, device
         self._places: dict[str, slice] = {}
@@ -113,12 +117,19 @@ class RoundBuffers:
         self._device_bytes = torch.zeros(at, dtype=torch.uint8, device=device)
         self._parts = {n: self._device_bytes[place].view(self._dtypes[n]) for n, place in self._places.items()}
         self._tables = torch.zeros(sequences, limits.pages_max, dtype=torch.int32, device=device)
+        self._stored = torch.zeros_like(self._tables)
+        self._lines = _TableLines(sequences, limits.pages_max)
+        self.pages_sent = 0
         self.drawn = torch.zeros(sequences, dtype=torch.int64, device=device)
 
     @property
     def on_device(self) -> tuple[Tensor, ...]:
-        """What the buffers have of the device. Between rounds its content matters to nobody, as long as it is zeros."""
-        return self._device_bytes, self._tables, self.drawn
+        """Tensors on the device. Their content may be zeroed between rounds; call `forget` then."""
+        return self._device_bytes, self._tables, self._stored, self.drawn
+
+    def forget(self) -> None:
+        """Send all page tables anew: those on the device are lost."""
+        self._lines.forget()
 
     def fill(
         self,
@@ -152,18 +163,25 @@ class RoundBuffers:
             self._sent[self._turn].synchronize()
         host = self._arrays[self._turn]
         self._fill_rows(host, spans, count, rows)
-        self._fill_sequences(host, spans, count, sequences, width, draws)
+        self._fill_sequences(host, spans, count, sequences, draws)
         for name, given, padding in (
             ("tokens", tokens, 0), ("tokens_from", tokens_from, NOWHERE), ("adapters", adapters, 0), ("keep", keep, 0),
         ):  # fmt: skip
             host[name][: len(given)] = given
             host[name][len(given) : rows] = padding
-        self._send(sequences * width, sequences, width)
+        try:
+            self._send(self._lines.update(spans, host["lines"], host["changes"]), len(spans), sequences)
+        except BaseException:  # the lines may not be what they are said to be
+            self.forget()
+            raise
         return self._view(rows, sequences, max(len(keep), 1))
 
-    def fixed(self, size: int) -> RoundView:
-        """Return what a round of one row for each of `size` sequences sees, whatever the pages: for a CUDA graph."""
-        return self._view(size, size, size)
+    def fixed(self, rows: int, sequences: int | None = None, kept: int | None = None) -> RoundView:
+        """Return what a round padded to these sizes sees, whatever its pages: for a CUDA graph.
+
+        sequences, kept: None: as many as rows. `kept` rows have logits.
+        """
+        return self._view(rows, rows if sequences is None else sequences, rows if kept is None else kept)
 
     def _fill_rows(self, host: dict[str, Any], spans: Sequence[Span], count: int, rows: int) -> None:
         size = self.page_tokens
@@ -175,15 +193,16 @@ class RoundBuffers:
             row = 0
             for span in spans:
                 places = np.arange(span.start, span.start + span.count)
-                pages = np.asarray(span.table.pages, np.int64)
+                first = span.start // size
+                pages = np.array(span.table.pages[first : (span.start + span.count - 1) // size + 1], np.int64)
                 host["positions"][row : row + span.count] = places
-                host["slots"][row : row + span.count] = pages[places // size] * size + places % size
+                host["slots"][row : row + span.count] = pages[places // size - first] * size + places % size
                 row += span.count
         host["positions"][count:rows] = 0
         host["slots"][count:rows] = NOWHERE
 
     def _fill_sequences(
-        self, host: dict[str, Any], spans: Sequence[Span], count: int, sequences: int, width: int, draws: Sequence[Draw]
+        self, host: dict[str, Any], spans: Sequence[Span], count: int, sequences: int, draws: Sequence[Draw]
     ) -> None:
         known = len(spans)
         host["starts"][:known] = [span.start for span in spans]
@@ -193,18 +212,19 @@ class RoundBuffers:
         for name in DRAW_DTYPES:
             host[name][: len(draws)] = [getattr(draw, name) for draw in draws]
             host[name][len(draws) : sequences] = getattr(_GREEDY, name)
-        packed = host["packed"][: sequences * width].reshape(sequences, width)
-        for line, span in enumerate(spans):
-            pages = span.table.pages
-            packed[line, : len(pages)] = pages
 
-    def _send(self, tables: int, sequences: int, width: int) -> None:
-        stop = self._places["packed"].start + tables * torch.int32.itemsize
+    def _send(self, changed: int, known: int, sequences: int) -> None:
+        self._arrays[self._turn]["lines"][known:sequences] = 0  # padding: its table is not read
+        stop = self._places["changes"].start + 2 * changed * torch.int32.itemsize
         self._device_bytes[:stop].copy_(self._hosts[self._turn][:stop], non_blocking=True)
         if self._sent[self._turn] is not None:
             self._sent[self._turn].record()
-        # entries behind a sequence's pages keep what they had: nobody reads them
-        self._tables[:sequences, :width].copy_(self._parts["packed"][:tables].view(sequences, width))
+        if changed:
+            changes = self._parts["changes"]
+            self._stored.view(-1).index_copy_(0, changes[:changed].long(), changes[changed : 2 * changed])
+        # entries behind a sequence's pages may be anything: they are not read
+        torch.index_select(self._stored, 0, self._parts["lines"][:sequences], out=self._tables[:sequences])
+        self.pages_sent += changed
 
     def _view(self, rows: int, sequences: int, kept: int) -> RoundView:
         part = self._parts
@@ -222,6 +242,56 @@ class RoundBuffers:
             raise ValueError(f"{known} sequences, padded to {sequences}; the buffers hold {limits.sequences_max}")
         if width > limits.pages_max:
             raise ValueError(f"a sequence of {width} pages; the buffers hold {limits.pages_max}")
+
+
+class _TableLines:
+    """Which page tables lie in which line of the device's, and how much of each.
+
+    A table is known by its epoch, which is never another table's and changes whenever its pages change other than by
+    adding some: of the same epoch, only pages behind those that are there can be new. When lines run out, the least
+    recently used is given to another table.
+    """
+
+    def __init__(self, lines: int, width: int) -> None:
+        self._count, self._width = lines, width
+        self.forget()
+
+    def forget(self) -> None:
+        self._known: OrderedDict[int, list[int]] = (
+            OrderedDict()
+        )  # epoch: [line, pages in it]; least recently used first
+        self._free = list(range(self._count))
+
+    def update(self, spans: Sequence[Span], lines: Any, changes: Any) -> int:
+        """Put the line of each span's table into `lines`; return how many entries of lines have to change.
+
+        changes: their places in the flattened lines, and behind these their pages.
+        """
+        known = self._known
+        for span in spans:  # none of the round's own may give up its line
+            if span.table.epoch in known:
+                known.move_to_end(span.table.epoch)
+        new: list[tuple[int, list[int]]] = []
+        changed = 0
+        for at, span in enumerate(spans):
+            pages = span.table.pages
+            entry = known.get(span.table.epoch)
+            if entry is None:
+                line = self._free.pop() if self._free else known.popitem(last=False)[1][0]
+                entry = known[span.table.epoch] = [line, 0]
+            line, there = entry
+            lines[at] = line
+            if len(pages) > there:
+                new.append((line * self._width + there, pages[there:]))
+                changed += len(pages) - there
+                entry[1] = len(pages)
+        place = 0
+        for start, added in new:
+            stop = place + len(added)
+            changes[place:stop] = np.arange(start, start + len(added))
+            changes[changed + place : changed + stop] = added
+            place = stop
+        return changed
 
 
 _GREEDY = Draw()

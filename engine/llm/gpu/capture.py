@@ -1,4 +1,4 @@
-"""Recording a computation once, to be repeated by one call: as a CUDA graph, and a fake of one for tests.
+"""CUDA graph capture and replay, and a fake for tests.
 
 Both promise the same: what `record` returns repeats the operations that ran, on the same tensors, with the numbers
 that Python gave them then. What is to change must be in tensors that the computation reads.
@@ -7,10 +7,11 @@ that Python gave them then. What is to change must be in tensors that the comput
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WARM_UPS = 2
@@ -20,37 +21,84 @@ WARM_UPS = 2
 class Capture(Protocol):
     """A way of recording computations; all that one records may share memory, and are repeated one at a time."""
 
-    def record(self, compute: Callable[[], Tensor], prepare: Callable[[], None]) -> tuple[Callable[[], None], Tensor]:
-        """Run and record `compute`; return what repeats it, and its result, which every repetition writes anew.
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Run and record `compute`; return the function that repeats it, and its result.
 
-        prepare: called before every run, and after the recording, outside of what is recorded: puts back what a run
-                 changes.
+        Every repetition writes the result anew. `compute` runs more than once: it must not read what it wrote.
         Raises whatever `compute` or the recording raises; nothing is kept then.
         """
 
+    def forget(self) -> None:
+        """Note that every recording was dropped; called before the next one is made."""
+
 
 class CudaCapture:
-    """CUDA graphs in one pool of memory: `record` from the largest to the smallest, and they share most of it."""
+    """CUDA graphs of one model: one side stream, and one memory pool until `forget`.
+
+    Record from the largest to the smallest: a graph's temporary memory is reused by those recorded after it.
+
+    All graphs of a model are recorded on one stream, because cuBLAS keeps a workspace of 32 MiB for each stream and its
+    address becomes part of the graph. Graphs of another model may run at the same time, so they have another stream.
+    The runs before a capture are on that stream too, so its workspace is outside of the pool and outlives the graphs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._side: Any = None
 
-    def record(self, compute: Callable[[], Tensor], prepare: Callable[[], None]) -> tuple[Callable[[], None], Tensor]:
-        with torch.cuda.device(self._device):
-            side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
-                    prepare()
-                    compute()
-                prepare()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        with cuda.device(self._device):
+            if self._side is None:
+                self._side = cuda.Stream()  # type: ignore[no-untyped-call]
+            if self._pool is None:
+                self._pool = cuda.graph_pool_handle()
+            self._side.wait_stream(cuda.current_stream())
+            try:
+                with cuda.stream(self._side):
+                    for _ in range(WARM_UPS):
+                        compute()
+                    return self._capture(compute)
+            except BaseException:
+                with suppress(Exception):  # the round is computed on the current stream, behind what was started here
+                    cuda.current_stream().wait_stream(self._side)
+                raise
+
+    def forget(self) -> None:
+        # The allocator refuses a pool whose last graph is gone (its assertion: use_count > 0).
+        self._pool = None
+
+    def _capture(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Capture on the current stream. Unlike with `torch.cuda.graph`, the stream before is current again after an
+        error: that one does not restore it when the capture's end raises.
+        """
+        cuda.synchronize()  # what the runs before have written is there for all streams
+        cuda.empty_cache()  # during a capture the allocator returns no memory to CUDA
+        graph = cuda.CUDAGraph()
+        try:
             # other threads may allocate meanwhile, in a worker that hosts more than one model
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                result = compute()
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            result = compute()
+            graph.capture_end()
+        except BaseException:
+            self._unwind(graph)
+            raise
         return graph.replay, result
+
+    def _unwind(self, graph: Any) -> None:
+        """End a failed capture for the stream, the allocator and the random numbers, whichever torch left in it.
+
+        torch before 2.12 skips the allocator's part when the capture's end raises, and `empty_cache` then ends the
+        process by an assertion. No torch resets the generator, whose numbers are refused outside of a capture then.
+        """
+        index = cuda.current_device()
+        with suppress(Exception):
+            graph.capture_end()
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        with suppress(Exception):
+            generator = cuda.default_generators[index]
+            generator.graphsafe_set_state(generator.clone_state())
 
 
 class FakeCapture:
@@ -60,25 +108,26 @@ class FakeCapture:
     results here as it would there. Reading a value off a tensor raises, as it does there. Operations that do not go
     through torch's dispatcher (numpy, numba) would be missed: keep them out of what is recorded.
 
-    recorded: how many recordings were made.   fail: raise at the next recording, for tests of what follows.
+    recorded:  how many recordings were made.   forgotten: how often all of them were dropped.
+    fail:      raise at the next recording, for tests of what follows.
     """
 
     def __init__(self) -> None:
-        self.recorded = 0
+        self.recorded = self.forgotten = 0
         self.fail = False
 
-    def record(self, compute: Callable[[], Tensor], prepare: Callable[[], None]) -> tuple[Callable[[], None], Tensor]:
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         if self.fail:
             raise RuntimeError("this fake was told to fail")
-        prepare()
         compute()
-        prepare()
         tape = _Tape()
         with tape:
             result = compute()
-        prepare()
         self.recorded += 1
         return tape.play, result
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
 
 _aten = torch.ops.aten

@@ -1,116 +1,108 @@
-"""Checks and times everything of the LLM engine that is different on a GPU, in one command.
+"""LLM part of the GPU check, in a process of its own; `weftline.engine.gpu_check` runs it.
 
-    python -m weftline.engine.llm.gpu.check [--json FILE] [--only NAME ...] [--quick]
+    python -m weftline.engine.llm.gpu.check --only PART [--device cuda:0] [--json FILE] [--quick | --full]
 
-Needs torch, triton, transformers, numpy and safetensors; models have random weights and nothing is downloaded. Each
-part runs in a process of its own, so that one that fails, or loses the device, hides none of the others. Prints a table
-and one line of JSON; ends with 1 when a part is wrong, with 0 and the reasons where parts had to be skipped.
-
-Where a part gives tokens a second, `bound` is what reading all weights once a round, and all keys and values, allows at
-the GPU's nominal bandwidth: nobody decodes faster without reading less.
+Needs torch, triton, transformers and numpy; models have random weights and nothing is downloaded. Prints the part's
+outcome, and writes it to FILE; ends with 1 when the part is wrong. On a fake device ('fake:0') the GPU's code runs on
+the CPU with tiny models, and what needs a card is skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.gpu_check import running
-from weftline.engine.gpu_check.running import SKIPPED, Outcome, as_json, describe, failed, outcome_of
-
-PART_MAX_S = 900
-"""Longest a part may take: models of 70 billion weights are made and compiled kernels are not kept."""
+from weftline.engine.gpu_check.running import SKIPPED, WRONG, CheckOutcome, as_json, describe, failed, outcome_of
 
 
-def parts() -> dict[str, Callable[[bool], dict[str, Any]]]:
-    """Return the parts by name; each is told whether to be quick and returns figures."""
-    from weftline.engine.llm.gpu import parts as gpu_parts
-    from weftline.engine.llm.gpu.sleep import check_sleep
+def parts() -> dict[str, Callable[[Any], CheckOutcome | dict[str, Any]]]:
+    """Return the parts by name; each is given a `Setup`."""
+    from weftline.engine.llm.gpu import engine_parts, parts
 
     return {
-        "kernels": gpu_parts.check_kernels,
-        "fused": gpu_parts.check_fused,
-        "graphs": gpu_parts.check_graphs,
-        "sleep": check_sleep,
-        "decode 8b": gpu_parts.time_decode_8b,
-        "together 8b": gpu_parts.time_together_8b,
-        "transformers 8b": gpu_parts.time_transformers_8b,
-        "together 70b fp8": gpu_parts.time_together_70b,
+        "kernels": parts.check_kernels,
+        "graphs": parts.check_graphs,
+        "fused": parts.check_fused,
+        "decode 8b": parts.time_decode_8b,
+        "together 8b": engine_parts.time_together_8b,
+        "transformers 8b": parts.time_transformers_8b,
+        "profile 8b": parts.profile_8b,
+        "sleep": engine_parts.check_sleep,
+        "refused prompt": engine_parts.check_refused,
+        "KV resize": engine_parts.check_resize,
+        "mixed rounds": engine_parts.check_rounds,
+        "long prompt": engine_parts.check_long_prompt,
+        "families": parts.check_families,
+        "together 70b fp8": engine_parts.time_together_70b,
     }
 
 
-def why_not() -> str | None:
-    """Return why nothing can be checked on this machine, or None."""
+def why_not(device: str) -> str | None:
+    """Return why nothing can be checked on `device`, or None."""
     try:
         import torch
         import transformers
     except ImportError as error:
         return f"package {error.name} is not installed"
     from weftline.engine.llm.kernels.availability import available
+    from weftline.shm.device.names import is_fake
 
     del transformers
-    return available(torch.device("cuda:0"))
+    return None if is_fake(device) else available(torch.device(device))
 
 
-def run_part(name: str, quick: bool) -> Outcome:
+def run_part(name: str, device: str, quick: bool = False, full: bool = False) -> CheckOutcome:
     """Run one part in this process."""
-    return outcome_of(name, lambda: parts()[name](quick))
+    reason = why_not(device)
+    if reason is not None:
+        return CheckOutcome(name, SKIPPED, reason)
+    from weftline.engine.llm.gpu.models import Setup
+
+    if device != "cpu" and not device.startswith("cuda"):
+        sys.modules["torch"].set_num_threads(1)  # a fake's models are tiny: two threads wait for each other
+    return outcome_of(name, lambda: parts()[name](Setup.of(device, quick, full)))
 
 
-def run_apart(name: str, quick: bool) -> Outcome:
-    """Run one part in a process of its own."""
-    command = [sys.executable, "-m", "weftline.engine.llm.gpu.check", "--part", name, *["--quick"] * quick]
-    return running.run_apart(name, command, PART_MAX_S)
+def serve(reply: int) -> None:
+    """Run the parts that are asked for on standard input; see `PartsProcess`."""
+    with os.fdopen(reply, "wb", 0) as out:
+        for line in sys.stdin:
+            outcome = run_part(**json.loads(line))
+            gc.collect()  # a fused model is freed no sooner: its forwards refer to its modules
+            torch = sys.modules.get("torch")
+            if torch is not None and outcome.state != WRONG and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            out.write(json.dumps(as_json(outcome)).encode() + b"\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns what the process ends with."""
-    names = list(parts())
-    parser = argparse.ArgumentParser(
-        prog="python -m weftline.engine.llm.gpu.check", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--json", type=Path, help="write the outcomes to this file as well")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: for a first look")
-    parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog="python -m weftline.engine.llm.gpu.check")
+    parser.add_argument("--only", metavar="PART", help="which part; a wrong name lists them")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--json", type=Path, help="write the outcome to this file")
+    parser.add_argument("--serve", type=int, metavar="FD", help=argparse.SUPPRESS)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="smaller counts: for a first look")
+    size.add_argument("--full", action="store_true", help="more rounds")
     given = parser.parse_args(arguments)
-    reason = why_not()
-    if given.part is not None:
-        one = run_part(given.part, given.quick) if reason is None else Outcome(given.part, SKIPPED, reason)
-        given.json.write_text(json.dumps(as_json(one)), encoding="utf-8")
+    if given.serve is not None:
+        serve(given.serve)
         return 0
-    outcomes = []
-    for name in given.only:
-        started = time.monotonic()
-        outcome = Outcome(name, SKIPPED, reason) if reason is not None else run_apart(name, given.quick)
-        outcome.seconds = round(time.monotonic() - started, 3)
-        print(describe(outcome), flush=True)
-        outcomes.append(outcome)
-    report = {**_machine(), "parts": [as_json(outcome) for outcome in outcomes]}
-    print(json.dumps(report))
+    reason = why_not(given.device)
+    if reason is None and given.only not in parts():
+        parser.error(f"no part is called {given.only!r}; there are {', '.join(parts())}")
+    outcome = run_part(given.only, given.device, given.quick, given.full)
+    print(describe(outcome), flush=True)
     if given.json is not None:
-        given.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    return failed(outcomes)
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    found: dict[str, Any] = {"python": sys.version.split()[0], "torch": torch.__version__}
-    for name in ("transformers", "triton"):
-        try:
-            found[name] = __import__(name).__version__
-        except ImportError:
-            found[name] = None
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(0)
-        found["memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
-    return found
+        given.json.write_text(json.dumps(as_json(outcome)), encoding="utf-8")
+    return failed([outcome])
 
 
 if __name__ == "__main__":

@@ -1,22 +1,32 @@
-"""Decoding rounds as CUDA graphs: one launch for a whole round, drawing included.
+"""CUDA graphs of rounds, from tokens to logits, at padded sizes.
 
-A round in which every sequence has one row, and wants one token drawn by settings alone, is padded to one of SIZES and
-repeated from a graph, which is recorded when a size is first needed. All that differs between rounds (tokens, lengths,
-page tables, adapters, settings) lies in `RoundBuffers`, so no step's number is frozen in a graph; a test lets lengths
-grow beyond those of the recording.
+A round is padded to one of SIZES tokens and repeated from the graph of that size. One graph serves rounds that decode,
+rounds that read prompts, and rounds that do both or check guesses: which rows belong to which sequence lies in
+`RoundBuffers`, as does everything else that differs between rounds (tokens, lengths, page tables, adapters, which rows
+have logits). So no step's number is frozen in a graph; a test lets lengths grow beyond those of the recording.
 
-    launch   fills the buffers, starts the round, and returns at once
+    rows       a round of 73 tokens       padded to 80
+    sequences  of at most sequences_max   padded to the fewer of 80 and sequences_max
+    kept       rows with logits           padded to the fewer of 80 and kept_max
+
+Tokens are drawn outside of the graph, from its logits:
+
+    launch   starts a round of one row for each sequence, draws on the device, and returns at once
     tokens   waits for what was drawn
+    logits   starts a round of any kind and returns its logits, for callers that draw on the host
 
-Between the two the host is free: to turn the last round's tokens into text, to plan. The next round may even be
+Between the first two the host is free: to turn the last round's tokens into text, to plan. The next round may even be
 launched before: its rows take their tokens from the newest ones on the device (`tokens_from`).
 
-A size whose recording fails is computed without a graph from then on, and `failures` says why. Graphs know the
-addresses of the KV memory: after it moved they must be dropped.
+`record` makes the graphs of all sizes, largest first, before requests come. A size that is missing is recorded when a
+round first needs it. A size whose recording fails is computed without a graph, and `failures` says why. Graphs contain
+the addresses of the KV memory: after it moved they must be dropped.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,18 +41,28 @@ from weftline.engine.llm.gpu.buffers import Draw, RoundView, input_tokens
 from weftline.engine.llm.gpu.capture import Capture
 from weftline.engine.llm.sampling.drawing import DrawSettings, draw
 from weftline.nodes.hugging_face import first_line
+from weftline.nodes.out_of_memory import is_out_of_memory
 
-SIZES = (1, 2, 4, *range(8, 257, 8))
-"""Padded sizes of rounds: padding costs at most 7 rows, which hardly shows where weights are read for all rows once."""
+_log = logging.getLogger(__name__)
+
+ROWS_MAX = 2048
+"""Largest size: from about a thousand tokens on, the device takes longer for a round than Python for starting it."""
+SIZES = (1, 2, 4, *range(8, 64, 8), *(part << octave for octave in range(3, 8) for part in range(8, 16)), ROWS_MAX)
+"""Padded sizes. Up to 64 rows padding hardly shows, where weights are read for all rows once; beyond, eight sizes for
+each power of two pad at most one row in eight."""
+KEPT_MIN = 256
+"""Rows with logits that large sizes have at least: guesses to be checked have one each, beside their sequence's own."""
 UNSOUND = -1
 """In the place of a token whose row of logits has a NaN or nothing finite."""
 
 Forward = Callable[[Tensor, Tensor, RoundView], Tensor]
-"""(tokens [rows], positions [rows], what the round sees) to logits [rows, vocabulary]."""
+"""(tokens [rows], positions [rows], what the round sees) to logits [kept, vocabulary], of the rows in `keep`."""
 DrawTokens = Callable[[Tensor, str, dict[str, Tensor]], Tensor]
 """(float32 logits [rows, vocabulary], one of KINDS, settings by name [rows]) to tokens int64 [rows]."""
+Report = Callable[[int, int], None]
+"""Called with how many graphs are recorded, and how many there will be."""
 KINDS = ("greedy", "warm", "narrow")
-"""What a round's draws need: the likeliest token; noise; noise among what top-k and the like leave, which is a sort."""
+"""Kinds of draws: the likeliest token; with noise; with noise among the tokens that top-k and the like leave."""
 
 
 @dataclass(slots=True)
@@ -64,20 +84,14 @@ class Handle:
 
 
 @dataclass(slots=True)
-class _Graph:
-    replay: Callable[[], None]
-    drawn: Tensor
-
-
-@dataclass(slots=True)
 class DecodeGraphs:
-    """Decoding rounds of one model.
+    """Rounds of one model.
 
     form:     its attention, with the buffers.      forward: its pass, from tokens to logits.
     draw:     from logits to tokens; must not wait for the device.
     capture:  how rounds are recorded; None: they are computed each time.
-    sizes:    padded sizes, ascending.
-    failures: why there is no graph, by size and kind.
+    sizes:    padded sizes in rows, ascending.
+    failures: why there is no graph, by size.
     """
 
     form: GpuAttention
@@ -85,34 +99,61 @@ class DecodeGraphs:
     draw: DrawTokens = field(default_factory=lambda: draw_tokens)
     capture: Capture | None = None
     sizes: Sequence[int] = SIZES
-    failures: dict[tuple[int, str], str] = field(default_factory=dict)
-    _graphs: dict[tuple[int, str], _Graph] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    _graphs: dict[int, Callable[[], None]] = field(default_factory=dict)
+    _out: Tensor | None = None  # float32 [kept_max, vocabulary]: every graph leaves its logits here, and keeps none
     _results: list[tuple[Tensor, Any]] = field(default_factory=list)
     _turn: int = 0
+    _warned: bool = False
 
     def __post_init__(self) -> None:
-        limits = self.form.buffers.limits
-        most = min(limits.sequences_max, limits.rows_max)
-        self.sizes = tuple(size for size in self.sizes if size <= most) or (most,)
+        most = min(self.form.buffers.limits.rows_max, max(self.sizes))
+        self.sizes = tuple(sorted({*(size for size in self.sizes if size < most), most}))
         on_gpu = self.form.buffers.device.type == "cuda"
         for _ in range(2):
-            host = torch.zeros(max(self.sizes), dtype=torch.int64, pin_memory=on_gpu)
+            host = torch.zeros(self.sequences_max, dtype=torch.int64, pin_memory=on_gpu)
             self._results.append((host, _event() if on_gpu else None))
 
     @property
     def sequences_max(self) -> int:
-        """Most sequences of a round; larger ones are somebody else's."""
-        return self.sizes[-1]
+        """Most sequences of a round."""
+        return min(self.form.buffers.limits.sequences_max, self.sizes[-1])
 
     @property
-    def recorded(self) -> tuple[tuple[int, str], ...]:
-        """The sizes and kinds that have a graph."""
+    def kept_max(self) -> int:
+        """Most rows of a round whose logits are wanted."""
+        return min(max(self.sequences_max, KEPT_MIN), self.sizes[-1])
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """The sizes that have a graph."""
         return tuple(sorted(self._graphs))
+
+    @property
+    def complete(self) -> bool:
+        """Return whether nothing is left for `record`."""
+        return self.capture is None or len(self._graphs) + len(self.failures) == len(self.sizes)
 
     def drop(self) -> None:
         """Forget all graphs: the memory they know has moved. Sizes that failed are tried again."""
         self._graphs.clear()
         self.failures.clear()
+        self._out = None
+        if self.capture is not None:
+            self.capture.forget()
+
+    @torch.inference_mode()
+    def record(self, report: Report = lambda done, all: None, most: int | None = None) -> None:
+        """Record the sizes that are missing, or the `most` largest of them, from a round of padding.
+
+        Writes to no page. Failures are in `failures`.
+        """
+        sizes = self._missing()[:most]
+        for done, size in enumerate(sizes):
+            report(done, len(sizes))
+            if size not in self.failures:  # the one before may have shown that no size can be recorded
+                self._fill(size, (), (), (), (), (), ())
+                self._graph(size)
 
     @torch.inference_mode()
     def launch(
@@ -123,7 +164,7 @@ class DecodeGraphs:
         tokens_from: Sequence[int] = (),
         adapters: Sequence[int] = (),
     ) -> Handle:
-        """Start a round of one row for each sequence and return at once.
+        """Start a round of one row for each sequence, draw its tokens on the device, and return at once.
 
         tokens:      the newest token of each.     draws: how its next one is drawn.
         tokens_from: for each NOWHERE, or its place in the round before, whose token is then taken on the device.
@@ -131,58 +172,116 @@ class DecodeGraphs:
 
         Pages to be copied must have been copied. ValueError: more sequences than `sequences_max`.
         """
-        size = self._size(len(spans))
-        buffers = self.form.buffers
-        buffers.fill(spans, size, size, tokens, tokens_from, adapters, range(len(spans)), draws)
-        self.form.view = buffers.fixed(size)
-        kind = KINDS[max(map(_kind, draws), default=0)]
-        graph = self._graph(size, kind)
-        if graph is None:
-            drawn = self._compute(size, kind)
-        else:
-            graph.replay()
-            drawn = graph.drawn
+        if not 0 < len(spans) <= self.sequences_max:
+            raise ValueError(f"a round of {len(spans)} sequences, expected 1 to {self.sequences_max}")
+        size = self.sizes[bisect_left(self.sizes, len(spans))]
+        view = self._fill(size, spans, tokens, tokens_from, adapters, range(len(spans)), draws)
+        logits = self._pass(size)[: len(view.starts)]
+        chosen = self.draw(logits, KINDS[max(map(_kind, draws), default=0)], view.draws)
+        drawn = torch.where(torch.isfinite(logits.amax(dim=-1)), chosen, UNSOUND)
+        # the next round's input must be a token, whatever became of this one
+        self.form.buffers.drawn[: len(drawn)].copy_(drawn.clamp_min(0))
         host, event = self._results[self._turn]
         self._turn = 1 - self._turn
-        host[:size].copy_(drawn, non_blocking=True)
+        host[: len(drawn)].copy_(drawn, non_blocking=True)
         if event is not None:
             event.record()
         return Handle(host, len(spans), event)
 
-    def _size(self, count: int) -> int:
-        at = bisect_left(self.sizes, count)
-        if at == len(self.sizes) or count == 0:
-            raise ValueError(f"a round of {count} sequences, expected 1 to {self.sizes[-1]}")
-        return self.sizes[at]
+    @torch.inference_mode()
+    def logits(
+        self,
+        spans: Sequence[Span],
+        tokens: Sequence[int],
+        keep: Sequence[int],
+        adapters: Sequence[int] = (),
+    ) -> Tensor | None:
+        """Start a round of any kind by a graph; return the logits of the rows in `keep`, float32 [kept, vocabulary].
 
-    def _graph(self, size: int, kind: str) -> _Graph | None:
-        key = (size, kind)
-        if self.capture is None or key in self.failures:
+        None where there is no graph for it, nothing was started then, and the caller computes the round as it is.
+        The tensor may be written to, and is valid until the next round.
+
+        tokens, adapters: of each row.   Pages to be copied must have been copied.
+        """
+        fits = len(tokens) <= self.sizes[-1] and len(spans) <= self.sequences_max and len(keep) <= self.kept_max
+        if self.capture is None or not fits:
             return None
-        if key not in self._graphs:
-            # recording runs the round more than once: keys and values are written again as they are, but tokens that
-            # come from the round before must not come from this one
-            drawn = self.form.buffers.drawn
-            before = drawn.clone()
-            try:
-                recorded = self.capture.record(lambda: self._compute(size, kind), lambda: _put(drawn, before))
-            except Exception as error:  # whatever the model's code does that cannot be recorded
-                self.failures[key] = f"{type(error).__name__}: {first_line(error)}"
-                drawn.copy_(before)
-                return None
-            self._graphs[key] = _Graph(*recorded)
-        return self._graphs[key]
+        size = self.sizes[bisect_left(self.sizes, len(tokens))]
+        if size in self.failures:
+            return None
+        self._fill(size, spans, tokens, (), adapters, keep, ())
+        graph = self._graph(size)
+        if graph is None or self._out is None:
+            return None
+        graph()
+        return self._out[: len(keep)]
 
-    def _compute(self, size: int, kind: str) -> Tensor:
-        buffers = self.form.buffers
-        view = buffers.fixed(size)
-        logits = self.forward(input_tokens(view, buffers.drawn), view.positions, view).float()
-        tokens = self.draw(logits, kind, view.draws)
-        sound = torch.isfinite(logits.amax(dim=-1))
-        drawn = torch.where(sound, tokens, UNSOUND)
-        # the next round's input must be a token, whatever became of this one
-        buffers.drawn[:size].copy_(drawn.clamp_min(0))
-        return drawn
+    def _missing(self) -> list[int]:
+        """Return the sizes that may be recorded yet, largest first."""
+        if self.capture is None:
+            return []
+        return [size for size in reversed(self.sizes) if size not in self._graphs and size not in self.failures]
+
+    def _fill(
+        self, size: int, spans: Sequence[Span], tokens: Sequence[int], tokens_from: Sequence[int],
+        adapters: Sequence[int], keep: Sequence[int], draws: Sequence[Draw],
+    ) -> RoundView:  # fmt: skip
+        """Send a round padded to `size` to the device; return what its graph sees."""
+        buffers, sequences = self.form.buffers, min(size, self.sequences_max)
+        buffers.fill(spans, size, sequences, tokens, tokens_from, adapters, keep, draws)
+        view = self.form.view = buffers.fixed(size, sequences, min(size, self.kept_max))
+        return view
+
+    def _pass(self, size: int) -> Tensor:
+        """Start the round that was filled in, by a graph where there is one; return its logits [kept, vocabulary]."""
+        graph = self._graph(size)
+        if graph is None or self._out is None:
+            return self._compute().float()
+        graph()
+        return self._out
+
+    def _graph(self, size: int) -> Callable[[], None] | None:
+        if self.capture is None or size in self.failures:
+            return None
+        if size not in self._graphs:
+            # recording runs the round that is filled in more than once: keys and values are written again as they are
+            try:
+                self._graphs[size] = self._record(self.capture)
+            except Exception as error:  # whatever the model's code does that cannot be recorded
+                self._fail(size, error)
+        return self._graphs.get(size)
+
+    def _record(self, capture: Capture) -> Callable[[], None]:
+        if self._out is None:
+            width = self._compute().shape[1]  # what the graphs leave behind is no part of their memory
+            self._out = torch.empty(self.kept_max, width, dtype=torch.float32, device=self.form.buffers.device)
+        out = self._out
+
+        def compute() -> Tensor:
+            logits = self._compute()
+            return out[: len(logits)].copy_(logits)
+
+        return capture.record(compute)[0]
+
+    def _fail(self, size: int, error: Exception) -> None:
+        """Note that a size has no graph. Without memory for it there may be some for smaller ones, else for none."""
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        short = is_out_of_memory(error)
+        self.failures |= dict.fromkeys([size] if short else self._missing(), reason)
+        if not self._warned:
+            self._warned = True
+            which = f"of {size}" if short else "of any number of"
+            _log.warning(
+                "rounds %s tokens are computed without a CUDA graph, and take longer; recording one of %d failed: %s",
+                which, size, reason,
+            )  # fmt: skip
+
+    def _compute(self) -> Tensor:
+        """Compute the round that was filled in; return its logits."""
+        view = self.form.view
+        if view is None:
+            raise RuntimeError("there is no round to compute")
+        return self.forward(input_tokens(view, self.form.buffers.drawn), view.positions, view)
 
 
 def draw_tokens(logits: Tensor, kind: str, settings: dict[str, Tensor]) -> Tensor:
@@ -200,25 +299,23 @@ def _kind(given: Draw) -> int:
     return 2 if given.top_k or given.top_p < 1 or given.min_p > 0 or given.typical_p < 1 else 1
 
 
-def _put(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
-
-
 def _event() -> Any:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def model_forward(model: Any, choose: Callable[[Tensor], None] | None = None) -> Forward:
-    """Return the pass of a transformers decoder from tokens to the logits of every row.
+    """Return the pass of a transformers decoder from tokens to the logits of the rows in `RoundView.keep`.
 
     choose: told the LoRA slots int64 [rows] before each pass; must not look at their values.
     """
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(tokens: Tensor, positions: Tensor, view: RoundView) -> Tensor:
         if choose is not None:
             choose(view.adapters)
-        out = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        options = {"logits_to_keep": view.keep} if keeps else {}
+        out = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
         logits: Tensor = out.logits[0]
-        return logits
+        return logits if keeps else logits[view.keep]
 
     return forward

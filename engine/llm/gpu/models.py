@@ -1,7 +1,7 @@
-"""Models with random weights, made on the device, and decoding with them: for checks and times on a GPU.
+"""Randomly initialised models for GPU checks and benchmarks.
 
 Nothing is downloaded: shapes are those of published models, weights are noise. A model in fp8 is made layer by layer,
-so that one whose weights would not fit in bfloat16 can be timed as well.
+so that one whose weights would not fit in bfloat16 can be timed as well. On a fake every shape is made tiny.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion.fuse import GROUPS, fuse
 from weftline.engine.llm.gpu.attention import GpuAttention, PagedOps
 from weftline.engine.llm.gpu.buffers import Draw
-from weftline.engine.llm.gpu.capture import Capture
+from weftline.engine.llm.gpu.capture import Capture, CudaCapture, FakeCapture
 from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, model_forward
+from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.pages import PageTable
+from weftline.shm.device.names import is_fake
 
 PAGE_TOKENS = 16
 PROMPT_ROWS = 2048
@@ -44,30 +46,91 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def config_of(shape: str) -> Any:
-    """Return the config of one of SHAPES."""
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
+"""Sizes of every shape on a fake."""
+PROMPT_TOKENS = (3, 500)
+"""Prompts are made of tokens from the first to below the last: every shape's vocabulary has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The device of a check's part, and how much the part does.
+
+    device: of torch. A fake's is the CPU.
+    fake:   models are tiny, pages are handled by torch's operations, and graphs are recorded by a fake.
+    quick:  smaller counts.   full: the largest.
+    """
+
+    device: torch.device
+    fake: bool = False
+    quick: bool = False
+    full: bool = False
+
+    @classmethod
+    def of(cls, device: str, quick: bool = False, full: bool = False) -> Setup:
+        """Return the setup for a device by Weftline's name of it: 'cuda:0', 'fake:0'."""
+        fake = is_fake(device)
+        return cls(torch.device("cpu" if fake else device), fake, quick, full)
+
+    @property
+    def ops(self) -> PagedOps | None:
+        """Operations on pages; None for the device's own."""
+        return PlainOps() if self.fake else None
+
+    def capture(self) -> Capture:
+        return FakeCapture() if self.fake else CudaCapture(self.device)
+
+    def build(self, shape: str, dtype: torch.dtype, implementation: str = attention.NAME) -> Any:
+        """Return a model of one of SHAPES on the device; see `build`."""
+        return build(shape, self.device, dtype, implementation, self.fake)
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def config_of(shape: str, tiny: bool = False) -> Any:
+    """Return the config of one of SHAPES; tiny: of its family, in the sizes of TINY."""
     import transformers
 
     family, sizes = SHAPES[shape]
-    if shape.startswith("small"):  # with less, attention is all but even, and what turns queries hardly shows
+    if tiny:
+        sizes = {**sizes, **TINY, **({"head_dim": 16} if "head_dim" in sizes else {})}
+    if tiny or shape.startswith("small"):  # with less, attention is all but even, and what turns queries hardly shows
         sizes = {"initializer_range": 0.1, **sizes}
     ends = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
     return getattr(transformers, f"{family}Config")(max_position_embeddings=8192, **ends, **sizes)
 
 
-def build(shape: str, device: torch.device, dtype: torch.dtype, implementation: str = attention.NAME) -> Any:
+def token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values."""
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim) * dtype.itemsize
+
+
+def made_prompts(count: int, shortest: int, longest: int, seed: int = 9) -> list[list[int]]:
+    """Return `count` prompts of random lengths and tokens; the same for the same seed."""
+    rng = random.Random(seed)
+    return [[rng.randrange(*PROMPT_TOKENS) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+
+
+def build(
+    shape: str, device: torch.device, dtype: torch.dtype, implementation: str = attention.NAME, tiny: bool = False
+) -> Any:
     """Return a model of one of SHAPES in eval mode; the same noise each time, on the same device."""
     from transformers import AutoModelForCausalLM
 
     attention.register()
     torch.manual_seed(7)
+    config = config_of(shape, tiny)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype, attn_implementation=implementation)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def build_fp8(shape: str, device: torch.device) -> Any:
+def build_fp8(shape: str, device: torch.device, tiny: bool = False) -> Any:
     """Return a model whose layers are merged and then in fp8; no more than one layer is there in bfloat16 at a time."""
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +138,7 @@ def build_fp8(shape: str, device: torch.device) -> Any:
 
     attention.register()
     torch.manual_seed(7)
-    config = config_of(shape)
+    config = config_of(shape, tiny)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
     for layer in model.model.layers:
@@ -179,11 +242,14 @@ class Decoding:
             tokens += prompts[at]
             places += range(len(prompts[at]))
             last.append(len(tokens) - 1)
-        self.graphs.form.fill(spans)
-        ids = torch.tensor([tokens, places], device=self.device)
-        keep = torch.tensor(last, device=self.device)
-        out = self.model(input_ids=ids[:1], position_ids=ids[1:], use_cache=False, logits_to_keep=keep)
-        self.newest += out.logits[0].argmax(-1).tolist()
+        logits = self.graphs.logits(spans, tokens, last)
+        if logits is None:  # no graph holds it
+            self.graphs.form.fill(spans)
+            ids = torch.tensor([tokens, places], device=self.device)
+            keep = torch.tensor(last, device=self.device)
+            out = self.model(input_ids=ids[:1], position_ids=ids[1:], use_cache=False, logits_to_keep=keep)
+            logits = out.logits[0]
+        self.newest += logits.argmax(-1).tolist()
 
     def launch(self, chained: bool = False) -> Handle:
         """Start the next round. chained: its tokens are still on the device."""

@@ -1,4 +1,4 @@
-"""Attention over pages in torch's operations alone, driven by tensors only.
+"""Paged attention in torch operations only, driven by device tensors.
 
 It takes what the Triton kernels take and gives what they give, a round in one go and without looking at a value on the
 host, so that tests on a CPU run the GPU's code with it, and a GPU on which the kernels cannot be used still has a form.

@@ -1,1 +1,1 @@
-"""Answers that must be of a form."""
+"""Structured output: constrained decoding by JSON schema, regular expression or grammar."""

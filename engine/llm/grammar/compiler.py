@@ -1,4 +1,4 @@
-"""Structured output: constraints made ready for use, beside the rounds and within limits.
+"""Asynchronous, bounded compilation and cache of structured-output constraints.
 
     compiler = GrammarCompiler(tokenizer, vocabulary, ends)     # once for a model; starts nothing yet
     pending = compiler.submit(Constraint.read({"regex": "[0-9]+"}))     # at once; LimitReached when too many wait

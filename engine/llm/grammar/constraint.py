@@ -1,4 +1,4 @@
-"""What an answer's text must be like: JSON of a schema, a regular expression, a grammar, one of some texts.
+"""Structured-output constraint of a request: JSON schema, regex, grammar or choice.
 
 A `Constraint` is what a request says about it, checked for size and shape and nothing else; what it means is found out
 by `weftline.engine.llm.grammar.compiler`.

@@ -1,4 +1,4 @@
-"""Masks of a round: which tokens each sequence may have next, on their way from matchers to logits.
+"""Token masks of a round, from matchers to logits.
 
 `fill_masks` needs no logits, so it can run while the device computes them; `Masks.apply` waits for nothing but the copy
 of its bits. A row of 150 000 tokens is 19 KB of bits.

@@ -1,4 +1,4 @@
-"""Where one sequence stands in its grammar: which tokens may come next, and which have come.
+"""Grammar matcher of one sequence: state and permitted next tokens.
 
 llguidance does the parsing, and bounds the memory and the steps of each move (`LIMITS`). What it does not bound is
 bounded here: the processor time of a move, and of all moves together by their number. A matcher over a limit raises

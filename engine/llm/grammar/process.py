@@ -1,4 +1,4 @@
-"""The parent's side of `grammar_trial`: starts the process, asks it, and kills it when it takes too long.
+"""Parent side of the grammar trial process: start, request, timeout and kill.
 
 One question at a time, from one thread; `close` may be called from another one. The process ends when that thread does.
 """

@@ -1,4 +1,4 @@
-"""What is wrong with a constraint, as its caller may read it.
+"""Error messages for invalid structured-output constraints.
 
 The parser's messages name its own parts, limits and lines of code. Here they are put into words for whoever wrote the
 constraint: what is wrong with it and what to do, nothing of how the parser is made.

@@ -1,4 +1,4 @@
-"""A process that tries grammars out before anybody relies on them, so that one which hangs or crashes ends only it.
+"""Trial process that compiles untrusted grammars in isolation.
 
     python -m weftline.engine.llm.grammar.trial <pid of its parent> <memory in bytes>
 

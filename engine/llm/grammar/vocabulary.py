@@ -1,4 +1,4 @@
-"""A model's tokens as the parser of constraints knows them, and which of them are text.
+"""Tokenizer vocabulary in the form that llguidance expects.
 
 Control tokens and the padding of the logits are no text: no constraint ever allows them, whatever it says.
 """

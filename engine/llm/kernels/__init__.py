@@ -1,1 +1,1 @@
-"""Triton kernels of the LLM: attention over pages, writing pages, norms and gates; nothing here is loaded on a CPU."""
+"""Triton kernels of the LLM: paged attention, KV writes, norms, gates and sampling."""

@@ -1,4 +1,4 @@
-"""How large the pieces of paged attention are on which GPU: one small table, with reasons.
+"""Tile sizes of paged attention for each GPU.
 
 Two kinds of rounds: *decode*, where the padded round has few rows for each sequence, so that tiles are small and the
 time goes into reading keys and values; and *prefill*, where tiles are large and the time goes into multiplying. A
@@ -20,12 +20,17 @@ PROGRAMS = 1024
 """Programs that keep a large GPU busy: about eight for each of its 108 to 132 multiprocessors."""
 SPLITS_MIN, SPLITS_MAX = 4, 64
 """Splits of a sequence: some even when sequences are many, since one of them may be much longer than the rest."""
-SPLIT_KEYS = 256
-"""Fewest keys worth a split: its part (4 bytes a number) is then about a hundredth of what it reads."""
+SEQUENCES_TILE = 512
+"""Sequences that a program looks at in one go to find its own: as many as rounds have, so that one is enough."""
+_SPLIT_KEYS = ((16, 64), (64, 128))
+"""(pairs of a sequence and a key head, fewest keys worth a split): few pairs leave most of a GPU idle at 256."""
+SPLIT_KEYS_MANY = 256
+"""Fewest keys worth a split of many: its part (4 bytes a number) is about a hundredth of what it reads."""
 SPLIT_ROWS = 8
 """Sequences of more rows are not split: they have several tiles, and the parts of many rows would be much to write."""
-DECODE_ROWS = 4
-"""Padded rounds of so many rows for each sequence, or fewer, run with decode's sizes."""
+DECODE_ROWS = 1
+"""Padded rounds of so many rows for each sequence, or fewer, run with decode's sizes. A CUDA graph of more rows than a
+round may have sequences is padded to all of those, so its rows for each say little: it serves prompts too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,11 @@ _AMPERE = {
     (True, 128): AttentionConfig(16, 64, 4, 5),
     (True, 256): AttentionConfig(16, 32, 4, 3),
     (False, 64): AttentionConfig(128, 64, 8, 3),
-    (False, 128): AttentionConfig(128, 32, 8, 5),  # 64 keys spill with keys of 8 bits
+    (False, 128): AttentionConfig(128, 32, 8, 5),
     (False, 256): AttentionConfig(64, 32, 8, 3),
 }
+# keys of 8 bits that are read bit by bit take more registers: 128 lanes spill
+_BITS = {(False, 128): AttentionConfig(64, 32, 8, 5)}
 # float32 is for comparing, not for speed: small tiles, since each multiplication is done as three of shorter numbers
 _FLOAT32 = {
     (True, 64): AttentionConfig(16, 32, 4, 3),
@@ -80,16 +87,17 @@ def width_tile(width: int) -> int:
 
 
 def attention_config(
-    rows: int, sequences: int, group: int, width: int, number_bytes: int, arch: int
+    rows: int, sequences: int, group: int, width: int, number_bytes: int, arch: int, bits: bool = False
 ) -> AttentionConfig:
     """Return the sizes for a padded round.
 
     rows, sequences: of the padded round.   group: query heads that share a key head.   width: the larger of a head's.
-    number_bytes:    of the query's numbers, 2 or 4.   arch: such as 80 or 90.
+    number_bytes:    of the query's numbers, 2 or 4.   arch: such as 80 or 90.   bits: float8 is read bit by bit.
     """
     table = _FLOAT32 if number_bytes == 4 else _HOPPER if arch >= 90 else _AMPERE
     tile = min(max(width_tile(width), 64), 256)
-    found = table[rows <= DECODE_ROWS * sequences, tile]
+    row = (rows <= DECODE_ROWS * sequences, tile)
+    found = _BITS[row] if bits and row in _BITS and number_bytes == 2 else table[row]
     lanes = max(found.lanes, power_of_two(group))
     return AttentionConfig(lanes, found.step_keys, found.warps, found.stages)
 
@@ -98,3 +106,9 @@ def splits_for(sequences: int, kv_heads: int) -> int:
     """Return into how many splits a sequence can be cut at most, a power of two."""
     wanted = max(PROGRAMS // (sequences * kv_heads), 1)
     return min(max(1 << (wanted.bit_length() - 1), SPLITS_MIN), SPLITS_MAX)
+
+
+def split_keys_for(sequences: int, kv_heads: int) -> int:
+    """Return the fewest keys worth a split: the fewer programs there are, the shorter their walks."""
+    pairs = sequences * kv_heads
+    return next((keys for most, keys in _SPLIT_KEYS if pairs <= most), SPLIT_KEYS_MANY)

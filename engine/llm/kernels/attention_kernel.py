@@ -1,10 +1,11 @@
-"""Attention over pages as two Triton kernels: one over tiles of rows, one that puts split sequences together.
+"""Paged attention kernels: tiles of rows, and the reduction of split sequences.
 
 A *tile* is up to `TILE_ROWS` neighbouring rows of one sequence with all query heads that share a key head. Sequence i
 owns the tiles from row_starts[i] // TILE_ROWS + i on: these numbers never collide, leave few gaps, and can be found
-from `row_starts` alone, so that the grid depends on padded sizes only. A program walks over the keys that its tile
-sees, `STEP_KEYS` at a time, and keeps the running maximum, sum and weighted values (online softmax: Milakov and
-Gimelshein 2018; FlashAttention: Dao and others 2022).
+from `row_starts` alone, so that the grid depends on padded sizes only. Padding rows count as one more sequence behind
+the last, whose result is 0. Padded sizes are arguments, so that all share one compiled form. A program walks over the
+keys that its tile sees, `STEP_KEYS` at a time, and keeps the running maximum, sum and weighted values (online softmax:
+Milakov and Gimelshein 2018; FlashAttention: Dao and others 2022).
 
 A sequence of few rows has few tiles; its keys are cut into *splits*, each walked by a program of its own that leaves
 its part and the logarithm of its weight, and `join_splits` puts the parts together (Flash-Decoding: Dao and others
@@ -18,7 +19,7 @@ from __future__ import annotations
 import triton.language as tl  # type: ignore[import-untyped]
 
 from weftline.engine.llm.kernels.float8 import read_numbers
-from weftline.engine.llm.kernels.launch import jit
+from weftline.engine.llm.kernels.launch import jit, jit_unspecialised
 
 
 @jit
@@ -35,10 +36,10 @@ def seen_steps(
 
 @jit
 def split_plan(
-    rows: tl.tensor, steps: tl.tensor, SPLITS: tl.constexpr, SPLIT_ROWS: tl.constexpr, SPLIT_STEPS: tl.constexpr
+    rows: tl.tensor, steps: tl.tensor, splits: tl.tensor, split_steps: tl.tensor, SPLIT_ROWS: tl.constexpr
 ) -> tl.tensor:
     """Return (splits in use, steps of each) for a sequence's tile of `rows` that walks over `steps`."""
-    wanted = tl.minimum((steps + SPLIT_STEPS - 1) // SPLIT_STEPS, SPLITS)
+    wanted = tl.minimum((steps + split_steps - 1) // split_steps, splits)
     wanted = tl.where(rows <= SPLIT_ROWS, tl.maximum(wanted, 1), 1)
     each = (steps + wanted - 1) // wanted
     return (steps + each - 1) // each, each
@@ -55,7 +56,7 @@ def product(
         return tl.dot(a, b, sum_so_far, input_precision=PRECISION)
 
 
-@jit
+@jit_unspecialised("sequences", "padded_rows", "splits", "split_steps", "parts_by_row")
 def attend_tiles(
     query: tl.tensor,
     keys: tl.tensor,
@@ -71,6 +72,10 @@ def attend_tiles(
     scale: tl.tensor,
     softcap: tl.tensor,
     sequences: tl.tensor,
+    padded_rows: tl.tensor,
+    splits: tl.tensor,
+    split_steps: tl.tensor,
+    parts_by_row: tl.tensor,
     query_row: tl.tensor,
     query_head: tl.tensor,
     keys_head: tl.tensor,
@@ -82,7 +87,7 @@ def attend_tiles(
     tables_row: tl.tensor,
     key_scale_head: tl.tensor,
     value_scale_head: tl.tensor,
-    SEQUENCES: tl.constexpr,
+    SEQUENCES_TILE: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
@@ -94,10 +99,7 @@ def attend_tiles(
     STEP_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLIT_ROWS: tl.constexpr,
-    SPLIT_STEPS: tl.constexpr,
-    PARTS_BY_ROW: tl.constexpr,
     PRECISION: tl.constexpr,
     BITS: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -107,29 +109,40 @@ def attend_tiles(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
 
-    numbers = tl.arange(0, SEQUENCES)
-    firsts = tl.load(row_starts + numbers, mask=numbers < sequences, other=0)
-    owned = (numbers < sequences) & (firsts // TILE_ROWS + numbers <= tile)
-    sequence = tl.sum(owned.to(tl.int32), 0) - 1
+    sequence = tl.full((), -1, tl.int32)
+    for first in tl.range(0, sequences + 1, SEQUENCES_TILE):
+        numbers = first + tl.arange(0, SEQUENCES_TILE)
+        firsts = tl.load(row_starts + numbers, mask=numbers <= sequences, other=0)
+        owned = (numbers <= sequences) & (firsts // TILE_ROWS + numbers <= tile)
+        sequence += tl.sum(owned.to(tl.int32), 0)
     row_start = tl.load(row_starts + sequence)
-    rows = tl.load(row_starts + sequence + 1) - row_start
+    # padding rows are those of one more sequence, behind the last
+    rows = tl.load(row_starts + sequence + 1, mask=sequence < sequences, other=padded_rows) - row_start
     row = (tile - row_start // TILE_ROWS - sequence) * TILE_ROWS
     if row >= rows:
         return
-    position = tl.load(starts + sequence) + row
-    last_position = position + tl.minimum(TILE_ROWS, rows - row) - 1
-    low, begin, steps = seen_steps(position, last_position, WINDOW, STEP_KEYS)
-    used, each = split_plan(rows, steps, SPLITS, SPLIT_ROWS, SPLIT_STEPS)
-    if split >= used:
-        return
-
     lanes = tl.arange(0, LANES)
     lane_row = lanes // GROUP
     lane_head = kv_head * GROUP + lanes % GROUP
     alive = (lane_row < TILE_ROWS) & (row + lane_row < rows)
     packed_row = (row_start + row + lane_row).to(tl.int64)
-    widths = tl.arange(0, WIDTH_TILE)
     value_widths = tl.arange(0, VALUE_TILE)
+    if sequence == sequences:
+        if split == 0:
+            nothing = tl.zeros([LANES, VALUE_TILE], out.dtype.element_ty)
+            place = out + packed_row[:, None] * out_row + lane_head[:, None] * out_head
+            tl.store(
+                place + value_widths[None, :], nothing, mask=alive[:, None] & (value_widths < VALUE_WIDTH)[None, :]
+            )
+        return
+    position = tl.load(starts + sequence) + row
+    last_position = position + tl.minimum(TILE_ROWS, rows - row) - 1
+    low, begin, steps = seen_steps(position, last_position, WINDOW, STEP_KEYS)
+    used, each = split_plan(rows, steps, splits, split_steps, SPLIT_ROWS)
+    if split >= used:
+        return
+
+    widths = tl.arange(0, WIDTH_TILE)
     asked = tl.load(
         query + packed_row[:, None] * query_row + lane_head[:, None] * query_head + widths[None, :],
         mask=alive[:, None] & (widths < WIDTH)[None, :],
@@ -191,31 +204,31 @@ def attend_tiles(
         place = out + packed_row[:, None] * out_row + lane_head[:, None] * out_head
         tl.store(place + value_widths[None, :], answer.to(out.dtype.element_ty), mask=shown)
     else:
-        first_part = row_start if PARTS_BY_ROW else sequence * SPLIT_ROWS
+        first_part = tl.where(parts_by_row != 0, row_start, sequence * SPLIT_ROWS)
         heads = tl.num_programs(1) * GROUP
-        part = ((first_part + row + lane_row).to(tl.int64) * heads + lane_head) * SPLITS + split
+        part = ((first_part + row + lane_row).to(tl.int64) * heads + lane_head) * splits + split
         tl.store(part_out + part[:, None] * VALUE_WIDTH + value_widths[None, :], answer, mask=shown)
         tl.store(part_weight + part, best + tl.log2(total), mask=alive)
 
 
-@jit
+@jit_unspecialised("splits", "split_steps", "parts_by_row")
 def join_splits(
     out: tl.tensor,
     part_out: tl.tensor,
     part_weight: tl.tensor,
     row_starts: tl.tensor,
     starts: tl.tensor,
+    splits: tl.tensor,
+    split_steps: tl.tensor,
+    parts_by_row: tl.tensor,
     out_row: tl.tensor,
     out_head: tl.tensor,
     VALUE_WIDTH: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     STEP_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_TILE: tl.constexpr,
     SPLIT_ROWS: tl.constexpr,
-    SPLIT_STEPS: tl.constexpr,
-    PARTS_BY_ROW: tl.constexpr,
 ) -> None:
     """Put together the parts of all rows of one sequence (program axis 0) and query head (1), if it was split."""
     sequence = tl.program_id(0)
@@ -226,19 +239,19 @@ def join_splits(
         return
     position = tl.load(starts + sequence)
     _low, _begin, steps = seen_steps(position, position + rows - 1, WINDOW, STEP_KEYS)
-    used, _each = split_plan(rows, steps, SPLITS, SPLIT_ROWS, SPLIT_STEPS)
+    used, _each = split_plan(rows, steps, splits, split_steps, SPLIT_ROWS)
     if used == 1:
         return
-    splits = tl.arange(0, SPLITS_TILE)
+    numbers = tl.arange(0, SPLITS_TILE)
     widths = tl.arange(0, VALUE_TILE)
     for row in tl.range(0, rows):
-        first_part = row_start if PARTS_BY_ROW else sequence * SPLIT_ROWS
-        parts = ((first_part + row).to(tl.int64) * tl.num_programs(1) + head) * SPLITS + splits
-        weight = tl.load(part_weight + parts, mask=splits < used, other=float("-inf"))
+        first_part = tl.where(parts_by_row != 0, row_start, sequence * SPLIT_ROWS)
+        parts = ((first_part + row).to(tl.int64) * tl.num_programs(1) + head) * splits + numbers
+        weight = tl.load(part_weight + parts, mask=numbers < used, other=float("-inf"))
         share = tl.exp2(weight - tl.max(weight, 0))
         part = tl.load(
             part_out + parts[:, None] * VALUE_WIDTH + widths[None, :],
-            mask=(splits < used)[:, None] & (widths < VALUE_WIDTH)[None, :],
+            mask=(numbers < used)[:, None] & (widths < VALUE_WIDTH)[None, :],
             other=0.0,
         )
         answer = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)

@@ -1,11 +1,15 @@
-"""Whether the Triton kernels can be used on a device, and if not, why not.
+"""Availability check of the Triton kernels on a device.
 
 Answers without loading Triton where the device rules it out already, and without compiling anything.
 """
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 
 import torch
 
@@ -30,4 +34,21 @@ def available(device: torch.device | str) -> str | None:
     if capability < ARCH_MIN:
         found, needed = (".".join(map(str, pair)) for pair in (capability, ARCH_MIN))
         return f"the GPU has compute capability {found}, the kernels need {needed}"
+    return _cannot_build()
+
+
+def _cannot_build() -> str | None:
+    """Return why Triton cannot build the C code that starts its kernels, None when it can.
+
+    It looks for a compiler as `triton.runtime.build` does, and its code includes Python's header.
+    """
+    chosen = os.environ.get("CC")
+    if chosen is not None and which(chosen) is None:
+        return f"Triton needs a C compiler, and CC names {chosen!r}, which is not there; fix: set CC to gcc or clang"
+    if chosen is None and which("gcc") is None and which("clang") is None:
+        return "Triton needs a C compiler and finds none; fix: install gcc or clang, or set CC"
+    scheme = sysconfig.get_default_scheme()
+    include = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    if not Path(include, "Python.h").is_file():
+        return f"Triton needs {include}/Python.h, which is not there; fix: install Python's headers (python3-dev)"
     return None

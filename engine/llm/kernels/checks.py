@@ -1,4 +1,4 @@
-"""Every kernel against the reference, as one list of named checks.
+"""List of all kernel checks against the reference.
 
 Run twice: in Triton's interpreter by the tests, and on a GPU by `weftline.engine.llm.kernels.gpu_check`.
 """
@@ -13,8 +13,10 @@ import torch
 
 from weftline.engine.llm.kernels import reference
 from weftline.engine.llm.kernels.attention_cases import ATTENTION, attention_error, random_attention
+from weftline.engine.llm.kernels.draw_cases import draw_cases, draw_error
 from weftline.engine.llm.kernels.launch import FLOAT8, FLOAT8_ARCH, FLOAT8_MAX, arch_of
 from weftline.engine.llm.kernels.norms import add_rms_norm, rms_norm
+from weftline.engine.llm.kernels.quantise_rows import quantise_launch
 from weftline.engine.llm.kernels.rotate import rotate_launch
 from weftline.engine.llm.kernels.silu_mul import silu_mul
 from weftline.engine.llm.kernels.write_pages import write_launch
@@ -44,6 +46,7 @@ def all_checks(device: torch.device, random_rounds: int) -> list[Check]:
     for arch in archs:
         how = "instructions" if arch >= FLOAT8_ARCH else "bits"
         checks.append(Check(f"float8 by {how} equals torch's", partial(float8_error, arch, device), 0))
+        checks.append(Check(f"quantise rows by {how}", partial(quantise_error, arch, device), 0))
         checks.append(Check(f"write: float8 by {how}", partial(write_error, torch.bfloat16, FLOAT8, arch, device), 0))
     for dtype, allowed in TOLERANCE.items():
         kind = str(dtype).removeprefix("torch.")
@@ -60,6 +63,8 @@ def all_checks(device: torch.device, random_rounds: int) -> list[Check]:
             for tanh_gelu in (False, True):
                 name = f"gate {inner}{' gelu' if tanh_gelu else ''}: {kind}"
                 checks.append(Check(name, partial(gate_error, dtype, inner, tanh_gelu, device), allowed))
+    for name, made in draw_cases().items():
+        checks.append(Check(f"draw: {name}", partial(drawn_error, made, device), 0))
     return checks
 
 
@@ -94,6 +99,27 @@ def float8_error(arch: int, device: torch.device) -> float:
     pages = [torch.zeros(1, len(fresh), 64).to(FLOAT8).to(device) for _ in range(2)]
     write_launch(fresh, fresh, pages[0], pages[1], torch.arange(len(fresh)).to(device), arch=arch).run()
     return float((pages[0].view(torch.uint8) != fresh.transpose(0, 1).to(FLOAT8).view(torch.uint8)).sum())
+
+
+def drawn_error(made: Callable[[], list[tuple[torch.Tensor, dict[str, float]]]], device: torch.device) -> float:
+    """Return how many tokens of the round that `made` returns are not the reference's."""
+    return draw_error(made(), device)
+
+
+def quantise_error(arch: int, device: torch.device) -> float:
+    """Return how many scales and float8 numbers of rows are not what torch gives."""
+    wrong = 0
+    for dtype, width in ((torch.bfloat16, 96), (torch.float16, 256), (torch.float32, 9000)):
+        x = torch.randn(5, width, generator=torch.Generator().manual_seed(9)).mul(30).to(dtype)
+        x[1], x[2, 5:], x[3, 7] = 0, 0, 60000
+        out, scales, launch = quantise_launch(x.to(device), arch)
+        launch.run()
+        largest = x.float().abs().amax(1, keepdim=True)
+        expected = torch.where(largest == 0, 1.0, largest / FLOAT8_MAX)
+        wrong += int((scales.cpu() != expected).sum())
+        rounded = (x.float() / expected).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+        wrong += int((out.cpu().float() != rounded.float()).sum())
+    return float(wrong)
 
 
 def rotate_error(dtype: torch.dtype, rotary: int, device: torch.device) -> float:

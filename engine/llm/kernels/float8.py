@@ -1,4 +1,4 @@
-"""float8_e4m3fn inside kernels: reading and rounding, with and without instructions for it.
+"""float8_e4m3fn conversion inside kernels, with and without hardware support.
 
 GPUs before compute capability 8.9 have none, and Triton refuses the type there. Pages then come as uint8, and the
 conversions are done on bits. Both ways give the same numbers: reading is exact, writing rounds to the nearest, ties to

@@ -1,4 +1,4 @@
-"""Checks all kernels against the reference on a GPU, and times attention there.
+"""Kernel checks and attention timings on a GPU.
 
     python -m weftline.engine.llm.kernels.gpu_check [--random 40]
 
@@ -31,7 +31,7 @@ MEMORY_BYTES = 24 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class KernelTiming:
     """One line: `rate` is in GB/s of keys and values read when decoding, in TFLOP/s of two products for prompts."""
 
     name: str
@@ -108,12 +108,12 @@ def time_us(call: Callable[[int], object], bytes_each: int) -> tuple[float, floa
     return median, low, high
 
 
-def time_copy(device: torch.device) -> Measured:
+def time_copy(device: torch.device) -> KernelTiming:
     """Measure a copy of 1 GiB: what reading and writing reach on this GPU."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = time_us(lambda i: target.copy_(source), 0)
-    return Measured("copy of 1 GiB", *times, 2 * source.numel() / times[0] / 1e3, "GB/s")
+    return KernelTiming("copy of 1 GiB", *times, 2 * source.numel() / times[0] / 1e3, "GB/s")
 
 
 def _pages(device: torch.device, slots: int, dtype: torch.dtype, copies: int) -> list[tuple[Tensor, Tensor]]:
@@ -124,7 +124,7 @@ def _pages(device: torch.device, slots: int, dtype: torch.dtype, copies: int) ->
     return made
 
 
-def time_decode(device: torch.device, batch: int, context: int, page_dtype: torch.dtype) -> Measured:
+def time_decode(device: torch.device, batch: int, context: int, page_dtype: torch.dtype) -> KernelTiming:
     """Measure one row for each of `batch` sequences of `context` tokens, over pages in random order."""
     from weftline.engine.llm.kernels.paged_attention import paged_attention
 
@@ -145,10 +145,10 @@ def time_decode(device: torch.device, batch: int, context: int, page_dtype: torc
 
     times = time_us(call, bytes_each)
     name = f"decode {batch} x {context}, pages of {str(page_dtype).removeprefix('torch.')}"
-    return Measured(name, *times, bytes_each / times[0] / 1e3, "GB/s")
+    return KernelTiming(name, *times, bytes_each / times[0] / 1e3, "GB/s")
 
 
-def time_prefill(device: torch.device, batch: int, length: int) -> list[Measured]:
+def time_prefill(device: torch.device, batch: int, length: int) -> list[KernelTiming]:
     """Measure `batch` prompts of `length` tokens from their start; ours, and torch's attention without pages."""
     from weftline.engine.llm.kernels.paged_attention import paged_attention
 
@@ -168,8 +168,8 @@ def time_prefill(device: torch.device, batch: int, length: int) -> list[Measured
     attend = torch.nn.functional.scaled_dot_product_attention
     peer = time_us(lambda i: attend(q, k, v, is_causal=True), MEMORY_BYTES)
     return [
-        Measured(f"prefill {batch} x {length}", *ours, work / ours[0] / 1e6, "TFLOP/s"),
-        Measured(f"prefill {batch} x {length}, torch without pages", *peer, work / peer[0] / 1e6, "TFLOP/s"),
+        KernelTiming(f"prefill {batch} x {length}", *ours, work / ours[0] / 1e6, "TFLOP/s"),
+        KernelTiming(f"prefill {batch} x {length}, torch without pages", *peer, work / peer[0] / 1e6, "TFLOP/s"),
     ]
 
 

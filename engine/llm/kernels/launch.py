@@ -1,4 +1,4 @@
-"""A kernel's launch as a value: the kernel, its grid, and everything it is given.
+"""Kernel launch as a value: kernel, grid and arguments.
 
 What a kernel is launched with is decided apart from launching it, so that the same decision can be run on a GPU, run in
 Triton's interpreter, or compiled ahead of time for a GPU that is not there (`weftline.engine.llm.kernels.report`).
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ from torch import Tensor
 
 jit: Callable[[Callable[..., Any]], Any] = triton.jit
 """`triton.jit`, with a type."""
+
+
+def jit_unspecialised(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return `triton.jit` for a kernel whose arguments `names` differ between rounds.
+
+    Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, and for an address that is one or is
+    not; serving must not wait for a compiler.
+    """
+    return partial(triton.jit, do_not_specialize=names, do_not_specialize_on_alignment=names)
+
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Numbers that a model computes in."""

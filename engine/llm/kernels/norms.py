@@ -1,4 +1,4 @@
-"""Root-mean-square norms of a round's rows, alone or with the sum that comes before them.
+"""RMS norm kernels, with an optional fused residual addition.
 
 Zhang and Sennrich 2019. Sums are done in float32, and rounding happens where transformers' models do it, so that both
 give the same numbers but for the order of a sum:

@@ -1,8 +1,9 @@
-"""Attention of a round's rows over the pages of a layer: prompts, decoding and both at once, in one launch.
+"""Paged attention call: prefill, decode and mixed rounds in one launch.
 
 What changes from round to round is read from tensors; the launch depends on the padded sizes of the round only and can
 be captured in a CUDA graph. Padded sequences have no rows and cost nothing; padded rows belong to no sequence, and
-their part of the result is not written.
+their part of the result is 0. A model has two compiled forms for each kind of layer, decode's and prefill's, whatever
+the sizes of its rounds.
 
     row_starts  0 3 4 4        sequence 0 has rows 0 to 2, sequence 1 has row 3, sequence 2 is padding
     starts      7 20 0         row 0 is token 7 of its sequence, row 3 is token 20; row 0 sees tokens 0 to 7
@@ -14,15 +15,17 @@ import torch
 from torch import Tensor
 
 from weftline.engine.llm.kernels.attention_config import (
-    SPLIT_KEYS,
+    SEQUENCES_TILE,
     SPLIT_ROWS,
+    SPLITS_MAX,
     AttentionConfig,
     attention_config,
+    split_keys_for,
     splits_for,
     width_tile,
 )
 from weftline.engine.llm.kernels.attention_kernel import attend_tiles, join_splits
-from weftline.engine.llm.kernels.launch import FLOAT8, FLOATS, Launch, arch_of, as_bytes, need, power_of_two, run_all
+from weftline.engine.llm.kernels.launch import FLOAT8, FLOATS, Launch, arch_of, as_bytes, need, run_all
 
 WIDTH_MAX = 256
 """Widest head; wider ones would not fit into registers."""
@@ -99,11 +102,13 @@ def attention_launches(
         out = query.new_empty(rows, heads, value_width)
     need(out.shape == (rows, heads, value_width) and out.stride(2) == 1, f"out is {tuple(out.shape)}")
     arch = arch_of(query.device) if arch is None else arch
+    bits = as_bytes(keys, arch).dtype == torch.uint8
     if config is None:
         widest = max(width, value_width)
-        config = attention_config(rows, sequences, group, widest, query.dtype.itemsize, arch)
+        config = attention_config(rows, sequences, group, widest, query.dtype.itemsize, arch, bits)
     tile_rows = config.lanes // group
     splits = splits_for(sequences, kv_heads) if splits is None else splits
+    need(0 < splits <= SPLITS_MAX, f"splits is {splits}, 1 to {SPLITS_MAX}")
     split_rows = min(tile_rows, SPLIT_ROWS)
     part_rows = min(rows, sequences * split_rows)
     shared = {
@@ -118,10 +123,10 @@ def attention_launches(
         "VALUE_TILE": width_tile(value_width),
         "STEP_KEYS": config.step_keys,
         "WINDOW": window or 0,
-        "SPLITS": splits,
         "SPLIT_ROWS": split_rows,
-        "SPLIT_STEPS": max(SPLIT_KEYS // config.step_keys, 1),
-        "PARTS_BY_ROW": part_rows == rows,
+        "splits": splits,
+        "split_steps": max(split_keys_for(sequences, kv_heads) // config.step_keys, 1),
+        "parts_by_row": int(part_rows == rows),
     }
     attend = {
         **shared,
@@ -134,6 +139,7 @@ def attention_launches(
         "scale": float(scale),
         "softcap": float(softcap or 0.0),
         "sequences": sequences,
+        "padded_rows": rows,
         "query_row": query.stride(0),
         "query_head": query.stride(1),
         "keys_head": keys.stride(0),
@@ -143,7 +149,7 @@ def attention_launches(
         "tables_row": tables.stride(0),
         "key_scale_head": int(key_scale is not None and key_scale.shape[0] > 1),
         "value_scale_head": int(value_scale is not None and value_scale.shape[0] > 1),
-        "SEQUENCES": power_of_two(sequences),
+        "SEQUENCES_TILE": SEQUENCES_TILE,
         "GROUP": group,
         "WIDTH": width,
         "WIDTH_TILE": width_tile(width),
@@ -152,13 +158,13 @@ def attention_launches(
         "LANES": config.lanes,
         "SOFTCAP": bool(softcap),
         "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
-        "BITS": as_bytes(keys, arch).dtype == torch.uint8,
+        "BITS": bits,
         "WIDEN": query.dtype == torch.bfloat16 and query.device.type == "cpu",
     }
-    tiles = rows // tile_rows + sequences
+    tiles = rows // tile_rows + sequences + 1
     launches = [Launch(attend_tiles, (tiles, kv_heads, splits), attend, config.warps, config.stages)]
     if splits > 1:
-        join = {**shared, "SPLITS_TILE": power_of_two(splits)}
+        join = {**shared, "SPLITS_TILE": SPLITS_MAX}
         launches.append(Launch(join_splits, (sequences, heads), join))
     return out, launches if rows else []
 

@@ -1,4 +1,4 @@
-"""What the kernels should give, computed plainly in float64 with torch: for their tests, on any device.
+"""Reference implementations of the kernels in float64.
 
 Nothing here is quick, and nothing shares code with the kernels.
 """

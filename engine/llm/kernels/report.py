@@ -1,4 +1,4 @@
-"""Compiles every form of the kernels and writes what each takes of a GPU to docs/kernels.md.
+"""Generator of docs/kernels.md: registers and shared memory of every compiled kernel.
 
     python -m weftline.engine.llm.kernels.report [docs/kernels.md]
 
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import triton  # type: ignore[import-untyped]
 
-from weftline.engine.llm.kernels.forms import ARCHS, Form, forms
+from weftline.engine.llm.kernels.forms import ARCHS, KernelForm, forms
 from weftline.engine.llm.kernels.resources import Resources, resources
 
 _ROW = re.compile(r"^\| ([^|]+) \| sm_(\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
 _HEAD = """# Triton kernels
 
 The kernels of the language model for NVIDIA GPUs of compute capability 8.0 and newer: `engine/llm/kernels`. This page
-is written by `python -m weftline.engine.llm.kernels.report`, which compiles every form that production uses for two
-architectures without needing either, and reads the assembler's report.
+is written by `python -m weftline.engine.llm.kernels.report`, which compiles every form that production uses for three
+architectures without needing any of them, and reads the assembler's report.
 
 **What was checked, and what was not.** The kernels' numbers are compared with a float64 reference in Triton's
 interpreter, on a CPU. That each form compiles, and what it takes, is below. They have not run on a GPU: nothing is said
@@ -37,7 +37,34 @@ python -m weftline.engine.llm.kernels.gpu_check
 **float8 pages** (float8_e4m3fn) are read and written by instructions from compute capability 8.9 on, and bit by bit
 before; the numbers are the same, but for a stored NaN, which is read as 480 bit by bit. Numbers beyond 448 become 448.
 
+**Few forms.** Sizes of rounds (rows, sequences, splits) are arguments that Triton does not specialise on. A model with
+one kind of attention layer has two forms of it, for decoding and for rounds with prompts, and serving compiles no
+others.
+
+**Short walks for few sequences.** Up to 16 pairs of a sequence and a key head, keys are split at 64 tokens, up to 64
+pairs at 128, and at 256 beyond: one sequence of 1,024 tokens on 8 key heads has 128 programs. Parts of splits are
+joined by a second kernel. The last program of a sequence could join them instead, and would save that launch; but it
+would read the parts of all its heads alone (128 KiB at 64 splits of 4 heads), where the join spreads them over a
+program for each head, and each split would first wait for a counter in memory. Which is faster has to be measured on a
+GPU.
+
+**Sampling** does not sort: top-k, top-p, min-p and typical sampling are thresholds. Where at most 4,096 tokens can be
+kept, one program collects them in three passes over its row, and searches and draws among these; otherwise each
+threshold takes up to 17 passes. Tokens are those of the reference on a CPU,
+but for two cases: logarithms may differ in the last bit, and a share within a few 1e-7 of the goal may fall on the
+other side. Of equal scores the lowest token wins.
+
+**Weights in fp8** have their inputs scaled and rounded by one kernel before each product. Weights in int8 have no
+kernel of ours and are expected to be slower than plain ones: see [weights](guides/llm-weights.md).
+
+**A C compiler** (gcc or clang, or what `CC` names) and Python's headers must be installed: Triton builds the code that
+starts kernels with them. Without them torch's operations are used, and one line of the log says so.
+
 **float32** is multiplied as three products of shorter numbers (`tf32x3`), with an error near float32's own.
+
+**Triton 3.6** spills 8 bytes a thread in 3 of 112 forms, all for sm_90: decoding at width 128 with keys of 16 bits
+(bf16 and fp16), and prompts at width 256 over fp8. Four stages instead of five would avoid the first two, but leave one
+step of keys under way instead of two, which costs more where a multiprocessor has one program, as at batch 1.
 
 """
 _COLUMNS = """| form | for | warps | registers of a thread | bytes spilled | shared memory, bytes | stages |
@@ -45,7 +72,7 @@ _COLUMNS = """| form | for | warps | registers of a thread | bytes spilled | sha
 """
 
 
-def page(found: Iterable[tuple[Form, Resources]]) -> str:
+def page(found: Iterable[tuple[KernelForm, Resources]]) -> str:
     """Return docs/kernels.md."""
     lines = [
         f"| {form.name} | sm_{form.arch} | {form.launch.warps} | {taken.registers} | {taken.spill_bytes} "

@@ -1,4 +1,4 @@
-"""What a kernel takes of a GPU, found by compiling it for one that need not be there.
+"""Resource usage of a kernel, by ahead-of-time compilation without a GPU.
 
 A launch made of `meta` tensors is compiled just as Triton would compile it on its first call on the GPU, under the
 assumption that tensors begin at multiples of 16 bytes, as torch's do. The assembler, which comes with Triton, then says
@@ -56,11 +56,12 @@ def resources(launch: Launch, arch: int) -> Resources:
     attributes: dict[tuple[int], Any] = {}
     for at, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        kind = "constexpr" if parameter.is_constexpr else _kind(value)
+        special = not parameter.do_not_specialize
+        kind = "constexpr" if parameter.is_constexpr else _kind(value, special)
         signature[parameter.name] = kind
         if kind == "constexpr":
             constants[parameter.name] = value
-        elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        elif special and (isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)):
             attributes[(at,)] = _ALIGNED
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
@@ -69,9 +70,9 @@ def resources(launch: Launch, arch: int) -> Resources:
     return Resources(registers, spill_bytes, made.metadata.shared)
 
 
-def _kind(value: Any) -> str:
-    """Return Triton's name for the type of an argument; 1 and None are compiled in, as Triton does by itself."""
-    if value is None or (isinstance(value, int) and value == 1):
+def _kind(value: Any, special: bool) -> str:
+    """Return Triton's name for the type of an argument; 1, if `special`, and None are compiled in, as Triton does."""
+    if value is None or (special and isinstance(value, int) and value == 1):
         return "constexpr"
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
@@ -84,7 +85,9 @@ def _assembled(ptx: str, arch: int) -> tuple[int, int]:
         written = Path(folder, "kernel.ptx")
         written.write_text(ptx)
         target = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
-        command = [triton.knobs.nvidia.ptxas.path, "-v", target, str(written), "-o", str(written.with_suffix(".cubin"))]
+        tools = triton.knobs.nvidia
+        assembler = tools.ptxas_blackwell if arch >= 100 else tools.ptxas  # as Triton chooses
+        command = [assembler.path, "-v", target, str(written), "-o", str(written.with_suffix(".cubin"))]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores", said)

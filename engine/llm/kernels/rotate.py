@@ -1,4 +1,4 @@
-"""Rotary positions of a round's queries and keys, and writing its keys and values to pages, in one launch.
+"""Fused rotary embedding and KV write kernel.
 
 The rotation is that of transformers' Llama and its relatives: number i of a head turns with number i + half of the
 rotary width (Su and others 2021, RoFormer, with the halves in that order). Products and their sum are rounded to the

@@ -1,4 +1,4 @@
-"""The gate of a transformer's feed-forward layer: act(gate) * up, read from one merged product.
+"""Gated activation kernel: act(gate) * up from one merged product.
 
 Shazeer 2020, GLU variants. Rounding is transformers': the activation is computed in float32 and rounded to the model's
 dtype, then multiplied there.

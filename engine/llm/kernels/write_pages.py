@@ -1,4 +1,4 @@
-"""Writing a round's keys and values to the pages of a layer.
+"""KV write kernel: keys and values of a round into pages.
 
 Each row has its slot, or a negative number: it is padding then, and nothing is written. Float8 pages hold numbers
 divided by a scale, which attention multiplies them with again.

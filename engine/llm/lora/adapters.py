@@ -1,4 +1,4 @@
-"""LoRA adapters on a loaded model: loaded and dropped while it serves, several at once in one round.
+"""LoRA adapter registry of a loaded model, with several adapters in one round.
 
     adapters = Adapters(model, slots_max=8)
     slot = adapters.load("poems", Path("adapters/poems"))
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from weftline.engine.llm.lora.file import RANK_MAX, Adapter, read_adapter
-from weftline.engine.llm.lora.linear import Choice, LoraLinear
-from weftline.engine.llm.lora.places import Place, find_places, like_computed
+from weftline.engine.llm.lora.linear import AdapterRows, LoraLinear
+from weftline.engine.llm.lora.places import AdapterPlace, find_places, like_computed
 from weftline.errors import InputError, LimitReached, ModelError
 
 SLOTS_MAX = 8
@@ -53,7 +53,7 @@ class Adapters:
         self.version = 0
         self._model = model
         self._like = like_computed(model)
-        self._choice = Choice()
+        self._choice = AdapterRows()
         self._layers: dict[str, LoraLinear] = {}
         self._loaded: dict[str, _Loaded] = {}
         self._serial = 0
@@ -141,13 +141,13 @@ class Adapters:
         As a tensor, int64 [rows] of slots on the model's device: nothing looks at its values on the host. A CUDA graph
         must be captured with this call inside, since it compares the slots; a replay follows what the tensor holds.
         """
-        chosen = Choice.by_slots(rows, self.slots_max) if isinstance(rows, Tensor) else self._segments(rows)
+        chosen = AdapterRows.by_slots(rows, self.slots_max) if isinstance(rows, Tensor) else self._segments(rows)
         choice = self._choice
         choice.rows, choice.segments, choice.slots, choice.owned = (
             chosen.rows, chosen.segments, chosen.slots, chosen.owned,
         )  # fmt: skip
 
-    def _segments(self, rows: Sequence[tuple[int, int, int]]) -> Choice:
+    def _segments(self, rows: Sequence[tuple[int, int, int]]) -> AdapterRows:
         spans: dict[int, list[tuple[int, int]]] = {}
         for start, stop, slot in rows:
             if slot and stop > start:
@@ -157,7 +157,7 @@ class Adapters:
                 else:
                     ours.append((start, stop))
         segments = [(_where(ours, self._like.device), slot) for slot, ours in spans.items()]
-        return Choice(rows[-1][1] if rows else 0, segments)
+        return AdapterRows(rows[-1][1] if rows else 0, segments)
 
     def _check_name(self, name: str) -> None:
         if len(name) > NAME_MAX or not _NAME.fullmatch(name):
@@ -189,7 +189,7 @@ class Adapters:
         for layer in self._layers.values():
             layer.clear(slot)
 
-    def _fit(self, name: str, adapter: Adapter) -> dict[str, Place]:
+    def _fit(self, name: str, adapter: Adapter) -> dict[str, AdapterPlace]:
         """Return where the adapter's layers are; ModelError when one is not there or of another size."""
         places = dict(find_places(self._model))
         for module, (a, b) in adapter.pairs.items():
@@ -208,7 +208,7 @@ class Adapters:
                 )
         return places
 
-    def _layer(self, place: Place, rank: int) -> LoraLinear:
+    def _layer(self, place: AdapterPlace, rank: int) -> LoraLinear:
         layer = self._layers.get(place.path)
         if layer is None:
             layer = LoraLinear.make(

@@ -1,4 +1,4 @@
-"""A LoRA adapter as PEFT writes it: read, checked, and taken apart into pairs of matrices.
+"""LoRA adapter files in PEFT's format: reading, validation and splitting.
 
 An adapter is a folder with adapter_config.json and adapter_model.safetensors. It promises that what `read_adapter`
 returns is complete and finite, has the shapes that its own config says, and means what plain LoRA means (Hu et al.

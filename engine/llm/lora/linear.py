@@ -1,4 +1,4 @@
-"""One linear layer with the LoRA matrices of several adapters: rows of a round get what their own adapter adds.
+"""Multi-adapter LoRA linear layer: each row uses its own adapter.
 
 The matrices of all adapters lie in one stack per layer, so that loading and dropping writes in place and an address
 never changes while a CUDA graph may know it. There are two ways to add:
@@ -23,7 +23,7 @@ from weftline.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputSlice:
     """Columns `start` to `stop` of a layer's output are what the layer `name` of the model as it was trained gives."""
 
     name: str
@@ -32,7 +32,7 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class AdapterRows:
     """Which rows of the coming round have which adapter; shared by all layers.
 
     rows:     rows of the round; a layer that is given another number is no layer over the round's rows.
@@ -51,7 +51,7 @@ class Choice:
         return not self.segments and self.slots is None
 
     @classmethod
-    def by_slots(cls, slots: Tensor, slots_max: int) -> Choice:
+    def by_slots(cls, slots: Tensor, slots_max: int) -> AdapterRows:
         """Return the choice for rows whose slots are known on the device only: int64 [rows]."""
         known = torch.arange(1, slots_max + 1, device=slots.device)
         return cls(slots.shape[0], (), slots, slots[:, None] == known)
@@ -68,15 +68,15 @@ class LoraLinear:
 
     path: str
     base: Callable[[Tensor], Tensor]
-    parts: tuple[Part, ...]
-    choice: Choice
+    parts: tuple[OutputSlice, ...]
+    choice: AdapterRows
     down: Tensor
     up: list[Tensor] = field(default_factory=list)
     users: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @classmethod
     def make(
-        cls, path: str, base: Callable[[Tensor], Tensor], parts: Sequence[Part], choice: Choice, width: int,
+        cls, path: str, base: Callable[[Tensor], Tensor], parts: Sequence[OutputSlice], choice: AdapterRows, width: int,
         slots_max: int, rank_max: int, like: Tensor,
     ) -> LoraLinear:  # fmt: skip
         """Return a layer with room for `slots_max` adapters; `width` is its input's, `like` has dtype and device."""

@@ -1,4 +1,4 @@
-"""Where a model's linear layers are, under the names that they had when adapters were trained.
+"""Mapping of trained layer names to a model's linear layers.
 
 As transformers made it, a layer is where its name says. Merged with others (`weftline.engine.llm.fusion.fuse`), it is
 some columns of what the merged layer gives; the merged layer's `parts` say which.
@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weftline.engine.llm.lora.linear import Part
+from weftline.engine.llm.lora.linear import OutputSlice
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AdapterPlace:
     """One layer: columns `parts[part]` of the output of `module`, which lies at `path` and has inputs of `width`."""
 
     path: str
     module: nn.Module
-    parts: tuple[Part, ...]
+    parts: tuple[OutputSlice, ...]
     part: int
     width: int
 
 
-def find_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
+def find_places(model: nn.Module) -> Iterator[tuple[str, AdapterPlace]]:
     """Yield the layers that adapters can change, under the names that they had when the model was trained.
 
     A merged layer comes after the ones it was made of, should these still be there. The output layer is left out: it
@@ -35,7 +35,7 @@ def find_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
     """
     whole: Any = model
     head = whole.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    merged: list[tuple[str, Place]] = []
+    merged: list[tuple[str, AdapterPlace]] = []
     for path, module in model.named_modules():
         if module is head:
             continue
@@ -44,11 +44,11 @@ def find_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
         if sizes is None:
             continue
         if not parts:
-            yield path, Place(path, module, (Part(path, 0, sizes[1]),), 0, sizes[0])
+            yield path, AdapterPlace(path, module, (OutputSlice(path, 0, sizes[1]),), 0, sizes[0])
             continue
         above = path.rpartition(".")[0]
-        named = tuple(Part(_whole(above, name), start, stop) for name, start, stop in parts)
-        merged += [(part.name, Place(path, module, named, at, sizes[0])) for at, part in enumerate(named)]
+        named = tuple(OutputSlice(_whole(above, name), start, stop) for name, start, stop in parts)
+        merged += [(part.name, AdapterPlace(path, module, named, at, sizes[0])) for at, part in enumerate(named)]
     yield from merged
 
 

@@ -1,1 +1,1 @@
-"""One model on several devices."""
+"""Tensor parallelism."""

@@ -1,4 +1,4 @@
-"""The processes that hold the other ranks of a model: started, told what to do, watched, and ended.
+"""Processes of the other tensor-parallel ranks: start, commands, supervision and end.
 
 A follower is started by exec, never by fork, and has one end of a socket pair. It is gone when its end of the pair is:
 the first rank sees that at once, and a follower whose first rank is gone ends itself, whatever it is waiting for.

@@ -1,4 +1,4 @@
-"""What the first rank of a model on several devices tells the others, as bytes.
+"""Messages from the first tensor-parallel rank to the others.
 
     frame    kind uint32 | payload bytes uint32 | payload
     round    int32: copies | shares | (from, to) for each copy
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class FollowerSettings:
     """What a follower is told first.
 
     source, shown: the model's folder or name, and how its user calls it.
@@ -61,7 +61,7 @@ class Settings:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, payload: bytes) -> Settings:
+    def decode(cls, payload: bytes) -> FollowerSettings:
         return cls(**json.loads(payload))
 
 

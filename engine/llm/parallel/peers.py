@@ -1,4 +1,4 @@
-"""The ranks of one model as a group: sums and pieces put together over all of them.
+"""Collective operations over tensor-parallel ranks.
 
 NCCL between GPUs, gloo between CPU processes. The ranks find each other through a file that only their user can read;
 nothing listens beyond this machine. A process can be in one such group at a time, as torch keeps it in one place.

@@ -1,4 +1,4 @@
-"""One model on several devices: each rank has its heads and its part of every MLP, and the pages of its own key heads.
+"""Tensor-parallel model runner: heads, MLP shards and KV pages of each rank.
 
     runner = ParallelRunner.open("models/large", ["cuda:0", "cuda:1"])
     engine = Engine(runner, ...)
@@ -28,7 +28,7 @@ from torch import Tensor
 from weftline.engine.llm.cpu import attention as attention_cpu
 from weftline.engine.llm.loading import RunnerOptions, load_model
 from weftline.engine.llm.parallel.followers import LOAD_MAX_S, START_MAX_S, Followers, end_with
-from weftline.engine.llm.parallel.messages import Kind, Settings, decode_round, encode_round, receive, send
+from weftline.engine.llm.parallel.messages import FollowerSettings, Kind, decode_round, encode_round, receive, send
 from weftline.engine.llm.parallel.peers import COLLECTIVE_MAX_S, Peers
 from weftline.engine.llm.parallel.shards import shard
 from weftline.engine.llm.rounds import Share
@@ -48,6 +48,12 @@ class ParallelRunner(Runner):
     lost: str | None = None
     _peers: Peers
     _followers: Followers
+
+    def __init__(self, model: Any, options: RunnerOptions) -> None:
+        """Take this rank's part of a model. Its rounds are computed each time, on all ranks at once: there are no
+        CUDA graphs, since those of one rank would wait in their sums for ranks that have no such round.
+        """
+        super().__init__(model, replace(options, graphs=False))
 
     @classmethod
     def open_on(
@@ -76,7 +82,7 @@ class ParallelRunner(Runner):
         try:
             for rank in range(1, ranks):
                 told = asdict(replace(options, device=devices[rank]))
-                settings = Settings(
+                settings = FollowerSettings(
                     str(source), shown, told, str(followers.meeting), torch.get_num_threads(), timeout_s
                 )
                 followers.tell(Kind.SETTINGS, settings.encode(), rank)
@@ -149,7 +155,7 @@ class ParallelRunner(Runner):
 
 def _load(source: str | Path, options: RunnerOptions, peers: Peers, progress: Any, shown: str) -> Any:
     """Return this rank's part of a model, on its device."""
-    model, _ = load_model(source, options, progress, shown)
+    model = load_model(source, options, progress, shown, whole=True).model
     shard(model, peers)
     return model.to(peers.device)
 
@@ -157,10 +163,10 @@ def _load(source: str | Path, options: RunnerOptions, peers: Peers, progress: An
 def follow(channel: socket.socket, rank: int, ranks: int) -> None:
     """Be rank `rank` of a model until the first rank closes `channel`."""
     _, payload = receive(channel)
-    settings = Settings.decode(payload)
+    settings = FollowerSettings.decode(payload)
     torch.set_num_threads(settings.threads)
     attention_cpu.set_threads(settings.threads)
-    options = RunnerOptions(**settings.options)
+    options = replace(RunnerOptions(**settings.options), graphs=False)  # as on the first rank
     peers = Peers(rank, ranks, torch.device(options.device))
     send(channel, Kind.READY)
     runner: Runner | None = None

@@ -1,4 +1,4 @@
-"""One rank's part of a model whose matrices are split over several devices (Megatron-LM, Shoeybi et al. 2019).
+"""Weight sharding for tensor parallelism (Megatron-LM, Shoeybi et al. 2019).
 
 What is split how is not ours to guess: each model of transformers says it in its `tp_plan`, pattern by pattern.
 

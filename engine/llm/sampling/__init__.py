@@ -1,1 +1,1 @@
-"""From logits to tokens."""
+"""Sampling: from logits to tokens."""

@@ -1,17 +1,20 @@
-"""From logits to one token a row, by each row's own temperature and narrowing.
+"""Batched draw of one token for each row, by its temperature and filters.
 
     settings = DrawSettings(temperature, seed, position, top_p=top_p)
     tokens = draw(logits, settings)
 
 A draw is the token with the largest logit / temperature + Gumbel noise (`weftline.engine.llm.sampling.noise`), among
-those that narrowing leaves (`weftline.engine.llm.sampling.narrowing`). `draw` waits for nothing and has no shape that
-depends on data, so a CUDA graph can hold it. Sorting whole rows is what narrowing costs; `try_draw` sorts their
-beginnings, and says for which rows that was enough.
+those that narrowing leaves (`weftline.engine.llm.sampling.narrowing`); of equal ones the lowest. `draw` waits for
+nothing and has no shape that depends on data, so a CUDA graph can hold it. On a GPU it is one kernel that sorts nothing
+(`weftline.engine.llm.kernels.draw`). In torch's operations, which define the result, narrowing costs sorting whole
+rows; `try_draw` sorts their beginnings, and says for which rows that was enough.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -45,8 +48,26 @@ class DrawSettings:
         return any(one is not None for one in (self.top_k, self.top_p, self.min_p, self.typical_p))
 
 
+@cache
+def draw_kernel(device: torch.device) -> Callable[..., Tensor] | None:
+    """Return the kernel that draws on `device`, None where torch's operations do."""
+    from weftline.engine.llm.kernels.availability import available
+
+    if available(device) is not None:
+        return None
+    from weftline.engine.llm.kernels.draw import draw_tokens
+
+    return draw_tokens
+
+
 def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
     """Return int64 [rows], a token for each row of `logits`, float32 [rows, vocabulary], which is left as it is."""
+    kernel = draw_kernel(logits.device)
+    if kernel is not None:
+        return kernel(
+            *(logits, settings.temperature, settings.seed, settings.position),
+            *(settings.top_k, settings.top_p, settings.min_p, settings.typical_p),
+        )
     if settings.narrows:
         return try_draw(logits, settings, logits.shape[1])[0]
     keys = to_keys(settings.seed, settings.position)
@@ -62,9 +83,11 @@ def try_draw(logits: Tensor, settings: DrawSettings, count: int) -> tuple[Tensor
     Where it was not, the token is of no use. It always is enough when `count` is the vocabulary.
     """
     warm = settings.temperature >= COLD
+    if draw_kernel(logits.device) is not None:
+        return draw(logits, settings), torch.ones_like(warm)
     scale = torch.where(warm, settings.temperature, 1.0)[:, None]
     whole = count >= logits.shape[1]
-    ordered, tokens = logits.sort(dim=-1, descending=True) if whole else logits.topk(count)
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True) if whole else logits.topk(count)
     ordered = ordered / scale
     mass = None if whole or settings.top_p is None else log_mass(logits, scale)
     ordered = keep_likely(ordered, mass, settings.top_k, settings.top_p, settings.min_p)

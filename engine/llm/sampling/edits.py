@@ -1,4 +1,4 @@
-"""What options change in a round's logits before a token is chosen: penalties, biases, and tokens that cannot come.
+"""Logits processing of a round: penalties, biases and masks.
 
 In this order, each for all rows at once, and touching no more logits than there are entries:
 

@@ -1,4 +1,4 @@
-"""Log-probabilities that are told to the caller: the model's own, before any option changes them.
+"""Log-probabilities returned to the caller, before logits processing.
 
 A row's are its logits less the log of the sum of their exps; only the chosen token's and the likeliest ones' ever
 leave the device.

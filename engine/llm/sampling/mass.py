@@ -1,4 +1,4 @@
-"""Passes over whole rows of logits, cut so that a CPU's cache holds what is in between; a GPU takes all at once."""
+"""Cache-blocked passes over rows of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens a draw is among: top-k, top-p, min-p and typical sampling.
+"""Sampling filters: top-k, top-p, min-p and typical.
 
 Each leaves out what it does not want of what the ones before it left, in this order, as transformers does; shares are
 of what is left at that time. Tokens with the same logit stay or go together, so the outcome does not depend on the

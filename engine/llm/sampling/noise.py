@@ -1,4 +1,4 @@
-"""The noise that draws tokens: a number for each seed, place and token, and for nothing else.
+"""Counter-based random numbers for sampling: a hash of seed, position and token.
 
 It is a hash, not a generator: there is no state to carry along, so a draw is the same in any company, after a
 preemption, behind guesses or without them, and on any device. All of it is whole-number arithmetic that wraps around;

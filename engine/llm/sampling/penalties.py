@@ -1,4 +1,4 @@
-"""How often which token has been said, kept up while a sequence grows.
+"""Token counts of a sequence for penalties, updated incrementally.
 
 Counting a long text anew in each round would cost more than the model's own arithmetic on a CPU. A `History` counts
 what is new. When a sequence comes with another list of tokens, which differs from what was counted (a draft model's

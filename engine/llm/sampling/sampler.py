@@ -1,4 +1,4 @@
-"""From a round's logits to its next tokens, all rows at once.
+"""Sampler: next tokens of all rows of a round.
 
 What a row costs depends on what it asks for: nothing special, an argmax; a temperature, some noise
 (`weftline.engine.llm.sampling.drawing`); a penalty, as many logits as its text has different tokens
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weftline.engine.llm.sampling.drawing import DrawSettings, draw, try_draw
+from weftline.engine.llm.sampling.drawing import DrawSettings, draw, draw_kernel, try_draw
 from weftline.engine.llm.sampling.edits import Edits
 from weftline.engine.llm.sampling.logprobs import tell
 from weftline.engine.llm.sampling.staging import stage
@@ -48,7 +48,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TokenChoice:
     """A row's token.
 
     sound:   false when the row has a NaN or nothing finite, or options leave no token; `token` is then of no use.
@@ -73,7 +73,7 @@ class Sampler:
         self._wants: OrderedDict[int, Wants] = OrderedDict()
 
     @torch.inference_mode()
-    def pick(self, logits: Tensor, rows: SequenceOf[Row]) -> list[Choice]:
+    def pick(self, logits: Tensor, rows: SequenceOf[Row]) -> list[TokenChoice]:
         """Return the choice of each row of `logits`, float32 [rows, vocabulary], which may be changed."""
         wants = [self._wanted(row.sequence) for row in rows]
         while len(self._wants) > max(KEPT_MIN, 2 * len(rows)):
@@ -86,7 +86,7 @@ class Sampler:
         errors = self._edit(logits, rows, wants, masked) if edited else {}
         choices = _choose(logits, rows, wants, sound)
         for at, error in errors.items():
-            choices[at] = Choice(choices[at].token, False, error=error)
+            choices[at] = TokenChoice(choices[at].token, False, error=error)
         if told:
             tokens = stage(np.array([choices[at].token for at in told], np.int64), logits.device)
             tops = [rows[at].sequence.params.logprobs or 0 for at in told]
@@ -95,14 +95,14 @@ class Sampler:
         return choices
 
     @torch.inference_mode()
-    def prompt_logprobs(self, logits: Tensor, tokens: list[int], top: int) -> list[Choice]:
+    def prompt_logprobs(self, logits: Tensor, tokens: list[int], top: int) -> list[TokenChoice]:
         """Return each of `tokens` with its log-probability in its row of `logits` [tokens, vocabulary], and the `top`
         likeliest tokens there with theirs.
         """
         if not tokens:
             return []
         told = tell(logits, stage(np.array(tokens, np.int64), logits.device), [top] * len(tokens))
-        return [Choice(token, True, *one) for token, one in zip(tokens, told, strict=True)]
+        return [TokenChoice(token, True, *one) for token, one in zip(tokens, told, strict=True)]
 
     def is_plain(self, sequence: Sequence) -> bool:
         """Whether a sequence's tokens are drawn from the logits as they are, and nothing is told but the token."""
@@ -132,13 +132,16 @@ class Sampler:
         return apply_masks(logits, [row.matcher for row in rows])
 
 
-def _choose(logits: Tensor, rows: SequenceOf[Row], wants: SequenceOf[Wants], sound: Tensor | None) -> list[Choice]:
+def _choose(logits: Tensor, rows: SequenceOf[Row], wants: SequenceOf[Wants], sound: Tensor | None) -> list[TokenChoice]:
     """Return what is drawn from `logits`, or their largest; `sound` says which rows were sound before."""
     greedy = [at for at, one in enumerate(wants) if not one.draws]
     drawn: dict[int, list[int]] = {}
     for at, one in enumerate(wants):
         if one.draws:
             drawn.setdefault(one.first, []).append(at)
+    if len(drawn) > 1 and draw_kernel(logits.device) is not None:
+        # one launch: each row pays only for its own narrowing, and whatever is sorted elsewhere is not here
+        drawn = {logits.shape[1]: sorted(at for group in drawn.values() for at in group)}
     tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     if greedy:
         _put(tokens, greedy, _rows(logits, greedy).argmax(-1))
@@ -150,7 +153,7 @@ def _choose(logits: Tensor, rows: SequenceOf[Row], wants: SequenceOf[Wants], sou
         fetched = torch.stack([tokens, best if sound is None else sound & best, enough]).tolist()
         short = [at for at, one in enumerate(fetched[2]) if not one and fetched[1][at]]
         if not short:
-            return [Choice(token, bool(one)) for token, one in zip(fetched[0], fetched[1], strict=True)]
+            return [TokenChoice(token, bool(one)) for token, one in zip(fetched[0], fetched[1], strict=True)]
         counts = {at: next_count(count, logits.shape[1]) for count, group in drawn.items() for at in group}
         drawn = {}
         for at in short:

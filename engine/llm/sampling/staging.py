@@ -1,4 +1,4 @@
-"""Small arrays made on the host, on their way to the device without anybody waiting for them."""
+"""Asynchronous host-to-device copies of small arrays."""
 
 from __future__ import annotations
 

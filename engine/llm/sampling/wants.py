@@ -1,4 +1,4 @@
-"""What one sequence's options ask of the logits, made ready once so that a round has little to do for it.
+"""Precomputed logits-processing settings of one sequence.
 
 Here stands who asks for what; `weftline.engine.llm.sampling.edits` carries it out for all rows of a round together.
 """

@@ -6,9 +6,9 @@ from typing import Any
 
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from weftline.engine.client.decoder import values_of
 from weftline.engine.client.described import DescribedModel, described
-from weftline.engine.client.receiving import values_of
-from weftline.engine.client.sending import tensor_of
+from weftline.engine.client.encoder import tensor_of
 from weftline.engine.ingress.backend import Answer
 from weftline.engine.ingress.config import ServeLimits
 from weftline.engine.ingress.face import ModelFace, PortFace

@@ -44,6 +44,17 @@ EVERYTHING = {
     "found": "detections",
 }
 
+OPTION_NAMES = ("options", "outputs", "job", "seed", "deadline_ms", "priority", "sequence", "self", "model")
+"""Inputs of the pipeline `named`."""
+
+NAMED = f"""weftline: 1
+name: named
+inputs: {{{", ".join(f"{name}: text" for name in OPTION_NAMES)}}}
+steps:
+  only: {{node: echo, inputs: {{value: job}}}}
+outputs: {{job_out: only.value, {", ".join(f"{name}_out: {name}" for name in OPTION_NAMES if name != "job")}}}
+"""
+
 PIPELINES = {
     "everything": echo("everything", **EVERYTHING),
     "bytes": of_one_step("bytes", 'echo, type: "uint8[N]"', "uint8[N]"),
@@ -51,6 +62,7 @@ PIPELINES = {
     "endless": of_one_step("endless", "trickle, pieces: 100000, delay_ms: 10"),
     "slow": of_one_step("slow", "echo, delay_ms: 400"),
     "fails": of_one_step("fails", "fail, equals: bad"),
+    "named": NAMED,
     "remember": of_one_step("remember", "remember"),
 }
 

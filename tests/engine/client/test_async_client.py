@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from tests.engine.client.flaky import Refuse, flaky
-from tests.engine.client.pipelines import plain
+from tests.engine.client.pipelines import OPTION_NAMES, plain
 from tests.engine.ingress.grpc_door.served import Served
 from weftline import errors
 from weftline.engine.client.async_client import AsyncClient
 from weftline.engine.client.refusal import Unavailable
+from weftline.engine.request import RequestOptions
 
 
 def run(url: str, go: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:
@@ -24,6 +25,16 @@ def run(url: str, go: Callable[[AsyncClient], Awaitable[None]], **options: Any) 
     asyncio.run(main())
 
 
+def test_inputs_may_have_the_names_of_options(server: Served) -> None:
+    async def go(client: AsyncClient) -> None:
+        inputs = {name: name.upper() for name in OPTION_NAMES}
+        wanted = {f"{name}_out": name.upper() for name in OPTION_NAMES}
+        assert dict(await client.run("named", **inputs)) == wanted
+        assert {one.output: one.value async for one in client.stream("named", RequestOptions(), **inputs)} == wanted
+
+    run(server.address, go)
+
+
 async def eventually(true: Callable[[], bool]) -> None:
     until = time.monotonic() + 20
     while not true():
@@ -31,17 +42,19 @@ async def eventually(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_requests_run_side_by_side(server: Served) -> None:
     async def go(client: AsyncClient) -> None:
         answers = await asyncio.gather(*(client.run("fails", x=f"t{i}") for i in range(8)))
         assert [one["y"] for one in answers] == [f"t{i}" for i in range(8)]
-        assert dict(await client.run("everything", **plain(), outputs=["words"])) == {"words": "a"}
+        assert dict(await client.run("everything", RequestOptions(outputs=["words"]), **plain())) == {"words": "a"}
         sent = np.arange(1 << 20, dtype=np.uint8)
         assert np.array_equal((await client.run("bytes", x=sent))["y"], sent)
 
     run(server.address, go)
 
 
+@pytest.mark.slow
 def test_a_stream_gives_pieces_and_then_the_whole(server: Served) -> None:
     async def go(client: AsyncClient) -> None:
         pieces = [one async for one in client.stream("trickle", x="go")]
@@ -50,6 +63,7 @@ def test_a_stream_gives_pieces_and_then_the_whole(server: Served) -> None:
     run(server.address, go)
 
 
+@pytest.mark.slow
 def test_cancelling_the_task_cancels_the_request(server: Served) -> None:
     async def go(client: AsyncClient) -> None:
         await client.describe("slow")
@@ -80,15 +94,16 @@ def test_errors_are_those_of_a_session(server: Served) -> None:
             await client.run("fails", x="bad")
         assert failed.value.step == "only"
         with pytest.raises(errors.DeadlineExceeded):
-            await client.run("slow", x="a", deadline_ms=150)
+            await client.run("slow", RequestOptions(deadline_ms=150), x="a")
         with pytest.raises(errors.DeadlineExceeded):
-            [one async for one in client.stream("endless", x="a", deadline_ms=200)]
+            [one async for one in client.stream("endless", RequestOptions(deadline_ms=200), x="a")]
         with pytest.raises(errors.UnknownModel):
             await client.run("nobody")
 
     run(server.address, go)
 
 
+@pytest.mark.slow
 def test_the_server_is_asked_about_itself(server: Served) -> None:
     async def go(client: AsyncClient) -> None:
         assert await client.live() and await client.ready() and await client.ready("fails")

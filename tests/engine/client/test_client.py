@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.engine.client.pipelines import plain
-from tests.engine.client.test_sending import FOUND, PNG, WAV
+from tests.engine.client.pipelines import OPTION_NAMES, plain
+from tests.engine.client.test_encoder import FOUND, PNG, WAV
 from tests.engine.ingress.grpc_door.served import Served
 from weftline import errors
 from weftline.engine.client.client import Client
 from weftline.engine.client.refusal import Unavailable
+from weftline.engine.request import RequestOptions
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import to_value
 from weftline.nodes.ports import PortType
@@ -31,6 +32,7 @@ def eventually(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_every_kind_of_value_goes_there_and_comes_back(client: Client) -> None:
     facts = {"a": [1, 2.5, None, "ü"]}
     numbers = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -61,17 +63,22 @@ def test_every_kind_of_value_goes_there_and_comes_back(client: Client) -> None:
     assert result.total_ms > 0
 
 
+@pytest.mark.slow
 def test_eight_megabytes_inline(client: Client) -> None:
     sent = np.random.default_rng(1).integers(0, 255, 8 << 20, np.uint8)
     assert np.array_equal(client.run("bytes", x=sent)["y"], sent)
 
 
+@pytest.mark.slow
 def test_only_the_wanted_outputs_come(client: Client) -> None:
-    assert dict(client.run("everything", **plain(), outputs=["words", "facts"])) == {"words": "a", "facts": 1}
+    assert dict(client.run("everything", RequestOptions(outputs=["words", "facts"]), **plain())) == {
+        "words": "a",
+        "facts": 1,
+    }
 
 
 def test_null_is_a_value_of_json_and_of_nothing_else(client: Client) -> None:
-    assert client.run("everything", **plain() | {"facts": None}, outputs=["facts"])["facts"] is None
+    assert client.run("everything", RequestOptions(outputs=["facts"]), **plain() | {"facts": None})["facts"] is None
     with pytest.raises(errors.InputError, match="input words: wants text"):
         client.run("everything", **plain() | {"words": None})
 
@@ -126,7 +133,7 @@ def test_a_killed_client_frees_its_request(server: Served) -> None:
 def test_a_deadline_reaches_the_engine(server: Served, client: Client) -> None:
     client.describe("slow")
     with pytest.raises(errors.DeadlineExceeded):
-        client.run("slow", x="a", deadline_ms=100)
+        client.run("slow", RequestOptions(deadline_ms=100), x="a")
     eventually(lambda: server.open_requests("slow") == 0)
     # another test's request may be the last that was recorded, and this one's is recorded when it has ended
     eventually(
@@ -136,7 +143,7 @@ def test_a_deadline_reaches_the_engine(server: Served, client: Client) -> None:
 
 def test_a_deadline_ends_a_stream(client: Client) -> None:
     with pytest.raises(errors.DeadlineExceeded):
-        list(client.stream("endless", x="a", deadline_ms=150))
+        list(client.stream("endless", RequestOptions(deadline_ms=150), x="a"))
 
 
 def test_closing_the_client_ends_a_request_that_waits(server: Served) -> None:
@@ -151,18 +158,20 @@ def test_closing_the_client_ends_a_request_that_waits(server: Served) -> None:
 
 
 def test_priority_and_sequence_mean_what_they_mean_in_a_session(server: Served, client: Client) -> None:
-    client.run("fails", x="priority", priority=-7)
+    client.run("fails", RequestOptions(priority=-7), x="priority")
     eventually(lambda: any(one.model == "fails" and one.ask.priority == -7 for one in server.records))
     said = [
-        client.run("remember", x=text, sequence=SequencePart("s", start=text == "a", end=text == "c"))["y"]
+        client.run("remember", RequestOptions(sequence=SequencePart("s", start=text == "a", end=text == "c")), x=text)[
+            "y"
+        ]
         for text in "abc"
     ]
     assert said == ["a", "a b", "a b c"]
 
 
 def test_a_row_of_a_job_says_so_and_brings_its_seed(server: Served, client: Client) -> None:
-    client.run("fails", x="job", job=True, seed=7)
-    list(client.stream("fails", x="jobs", job=True, seed=8))
+    client.run("fails", RequestOptions(job=True, seed=7), x="job")
+    list(client.stream("fails", RequestOptions(job=True, seed=8), x="jobs"))
     client.run("fails", x="none")
     eventually(lambda: [(one.ask.job, one.ask.seed) for one in server.records[-3:]]
                == [(True, 7), (True, 8), (False, None)])  # fmt: skip
@@ -176,18 +185,41 @@ def test_a_row_of_a_job_says_so_and_brings_its_seed(server: Served, client: Clie
         ({"x": 5}, errors.InputError, "input x: wants text"),
         ({}, errors.InputError, "missing: x; the inputs of fails are x (text)"),
         ({"x": "a", "z": 1}, errors.InputError, "unknown: z"),
-        ({"x": "a", "outputs": ["z"]}, errors.InputError, "no output is called z; outputs: y"),
-        ({"x": "a", "outputs": "y"}, errors.InputError, "a list of names"),
-        ({"x": "a", "priority": 1000}, errors.InputError, "priority"),
-        ({"x": "a", "seed": -1}, errors.InputError, "seed"),
-        ({"x": "a", "deadline_ms": -1}, errors.InputError, "deadline_ms"),
-        ({"x": "a", "deadline_ms": "1"}, errors.InputError, "deadline_ms"),
+        (
+            {"x": "a", "deadline_ms": 1},
+            errors.InputError,
+            "fix: pass options in one value: RequestOptions(deadline_ms=",
+        ),
     ],
 )
 def test_errors_are_those_of_a_session(client: Client, inputs: dict, kind: type[Exception], told: str) -> None:
     with pytest.raises(kind) as refused:
         client.run("fails", **inputs)
     assert told in str(refused.value)
+
+
+def test_inputs_may_have_the_names_of_options(client: Client) -> None:
+    inputs = {name: name.upper() for name in OPTION_NAMES}
+    wanted = {f"{name}_out": name.upper() for name in OPTION_NAMES}
+    assert dict(client.run("named", **inputs)) == wanted
+    assert dict(client.run("named", RequestOptions(outputs=["seed_out"]), **inputs)) == {"seed_out": "SEED"}
+    assert {one.output: one.value for one in client.stream("named", **inputs)} == wanted
+
+
+def test_an_output_that_the_model_does_not_have_is_named(client: Client) -> None:
+    with pytest.raises(errors.InputError, match="no output is called z; outputs: y"):
+        client.run("fails", RequestOptions(outputs=["z"]), x="a")
+
+
+@pytest.mark.parametrize("model", [RequestOptions(), None, ["small"]])
+def test_a_model_that_is_no_name_is_refused(client: Client, model: object) -> None:
+    with pytest.raises(errors.InputError, match=f"model: found {type(model).__name__}, expected the name of a model"):
+        client.run(model, text="x")  # type: ignore[arg-type]
+
+
+def test_options_of_another_type_are_refused(client: Client) -> None:
+    with pytest.raises(errors.InputError, match=r"options: found dict, expected weftline\.RequestOptions"):
+        client.run("fails", {"deadline_ms": 1}, x="a")  # type: ignore[arg-type]
 
 
 def test_a_failed_step_is_named_in_a_stream_too(client: Client) -> None:
@@ -214,7 +246,7 @@ def test_an_answer_over_the_clients_limit_says_so(server: Served) -> None:
 def test_where_no_server_is_the_address_is_named() -> None:
     with Client("localhost:1", retries=0) as client:
         with pytest.raises(Unavailable, match="cannot reach a server at localhost:1"):
-            client.run("a", x=1, deadline_ms=5000)
+            client.run("a", RequestOptions(deadline_ms=5000), x=1)
         assert not client.live() and not client.ready()
 
 

@@ -50,7 +50,7 @@ def test_wrong_names_are_told_all_at_once() -> None:
 
 
 def test_wanted_outputs_are_names_of_outputs() -> None:
-    assert told(FACE).check_outputs(None) == () and told(FACE).check_outputs(["y", "y"]) == ("y",)
-    for wrong in ([], ["z"], "y", [1]):
+    assert told(FACE).check_outputs(None) == () and told(FACE).check_outputs(("y", "y")) == ("y",)
+    for wrong in ((), ("z",)):
         with pytest.raises(InputError):
             told(FACE).check_outputs(wrong)

@@ -8,6 +8,7 @@ from tests.engine.client.flaky import Refuse, flaky
 from weftline import errors
 from weftline.engine.client.client import Client
 from weftline.engine.client.refusal import Unavailable
+from weftline.engine.request import RequestOptions
 
 
 def test_a_request_the_server_cannot_take_now_is_sent_again() -> None:
@@ -56,7 +57,7 @@ def test_a_request_of_a_sequence_is_sent_once() -> None:
     with flaky() as server, Client(server.url) as client:
         server.always = Refuse("UNAVAILABLE")
         with pytest.raises(Unavailable):
-            client.run("m", x="a", sequence="s")
+            client.run("m", RequestOptions(sequence="s"), x="a")
         assert len(server.seen) == 1
 
 
@@ -76,7 +77,7 @@ def test_retries_end_with_the_deadline() -> None:
         server.always = Refuse("UNAVAILABLE", pushback_ms="60000")
         started_s = time.monotonic()
         with pytest.raises(Unavailable):
-            client.run("m", x="a", deadline_ms=2000)
+            client.run("m", RequestOptions(deadline_ms=2000), x="a")
         assert time.monotonic() - started_s < 20 and len(server.seen) == 1
 
 

@@ -26,6 +26,7 @@ def server() -> Iterator[Served]:
         yield one
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_prints_what_is_shown(server: Served, name: str) -> None:
     program, shown = PROGRAMS[name]

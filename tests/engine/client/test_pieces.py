@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.client.faces import told
+from weftline.engine.client.decoder import Garbled
 from weftline.engine.client.pieces import STATUS, Pieces
-from weftline.engine.client.receiving import Garbled
 from weftline.engine.client.refusal import Refused
 from weftline.engine.ingress.face import ModelFace, PortFace
 from weftline.engine.ingress.v2.answering import to_piece
 from weftline.engine.ingress.v2.nouns import InferRequest, InferResponse
 from weftline.engine.ingress.v2.wire import stream_response_bytes
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 
 FACE = ModelFace("m", 2, (), (PortFace("text", "text", pieces=True), PortFace("facts", "json")))
 

@@ -14,6 +14,7 @@ from weftline.engine.client.options import ClientTls
 from weftline.engine.client.refusal import Unavailable
 from weftline.engine.ingress.access.tokens import digest
 from weftline.engine.ingress.config import Tls
+from weftline.engine.request import RequestOptions
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def tls(authority: Authority) -> ClientTls:
     return ClientTls(authority.file, *authority.sign("client"))
 
 
+@pytest.mark.slow
 def test_a_token_opens_what_it_is_for(secured: Served, tls: ClientTls) -> None:
     with Client(secured.address, token="wl_web", tls=tls) as client:
         assert client.run("bytes", x=[1, 2])["y"].tolist() == [1, 2]
@@ -52,6 +54,7 @@ def test_a_token_opens_what_it_is_for(secured: Served, tls: ClientTls) -> None:
             client.load("bytes")
 
 
+@pytest.mark.slow
 def test_an_admins_token_loads(secured: Served, tls: ClientTls) -> None:
     with Client(secured.address, token="wl_ops", tls=tls) as client:
         assert client.load("bytes") > 1
@@ -69,24 +72,24 @@ def test_without_a_valid_token_nothing_opens(secured: Served, tls: ClientTls, to
 def test_a_limit_of_the_token_says_when_to_come_back(secured: Served, tls: ClientTls) -> None:
     with Client(secured.address, token="wl_slow", tls=tls) as client, pytest.raises(errors.LimitReached) as refused:
         for _ in range(10):
-            client.run("bytes", x=[1], deadline_ms=5000)
+            client.run("bytes", RequestOptions(deadline_ms=5000), x=[1])
     assert refused.value.retry_after_s > 1
 
 
 def test_a_server_that_somebody_else_signed_is_not_spoken_to(secured: Served, tmp_path: Path, tls: ClientTls) -> None:
     stranger = ClientTls(Authority(tmp_path, "stranger").file, tls.certificate, tls.key)
     with Client(secured.address, token="wl_web", tls=stranger, retries=0) as client, pytest.raises(Unavailable):
-        client.run("bytes", x=[1], deadline_ms=5000)
+        client.run("bytes", RequestOptions(deadline_ms=5000), x=[1])
 
 
 def test_a_client_without_a_certificate_is_turned_away(secured: Served, authority: Authority) -> None:
     with Client(secured.address, token="wl_web", tls=authority.file, retries=0) as client, pytest.raises(Unavailable):
-        client.run("bytes", x=[1], deadline_ms=5000)
+        client.run("bytes", RequestOptions(deadline_ms=5000), x=[1])
 
 
 def test_a_client_without_tls_is_turned_away(secured: Served) -> None:
     with Client(secured.address, retries=0) as client, pytest.raises((Unavailable, errors.DeadlineExceeded)):
-        client.run("bytes", x=[1], deadline_ms=5000)
+        client.run("bytes", RequestOptions(deadline_ms=5000), x=[1])
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.engine.gpu_check.planting import planted
-from weftline.engine.gpu_check import copies, kills, leases, mps, programs
+from weftline.engine.gpu_check import copies, flagship, kills, leases, mps, programs
 from weftline.engine.gpu_check.parts import PARTS
 from weftline.engine.gpu_check.processes import Crew, Process
-from weftline.engine.gpu_check.running import Outcome, Wrong, outcome_of
+from weftline.engine.gpu_check.running import CheckOutcome, Wrong, outcome_of
 from weftline.engine.gpu_check.trial import OVERTIME_S, Trial
 
-DRIVER = "from weftline.shm.device.driver import DriverError\nfrom weftline.shm.device.fake import FakeGpu\n"
+DRIVER = "from weftline.shm.device.driver import DriverError\nfrom weftline.testing.fake_gpu.gpu import FakeGpu\n"
 SHORT_COPIES = f"""{DRIVER}
 whole = FakeGpu.copy
 FakeGpu.copy = lambda gpu, to, source, size, stream: whole(gpu, to, source, max(size - 1, 1), stream)
@@ -76,12 +76,13 @@ class WritersDie(random.Random):
         return 0.3
 
 
-def run(name: str, environment: dict[str, str] | None = None, left_s: float = 60.0) -> Outcome:
+def run(name: str, environment: dict[str, str] | None = None, left_s: float = 60.0) -> CheckOutcome:
     part = next(part for part in PARTS if part.name == name)
     trial = Trial(name, "fake:0", True, False, time.monotonic() + left_s, environment)
     return outcome_of(name, lambda: part.run(trial))
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize(
     ("name", "mistake", "said"),
     [
@@ -110,6 +111,7 @@ def test_a_planted_mistake_is_found(
     assert (found.state, said in found.why) == ("wrong", True), found.why
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_wrong_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("weftline.engine.gpu_check.trial.OVERTIME_S", 0.0)
     hangs = HANG.replace("import writing", "import hands").replace(
@@ -137,6 +139,7 @@ def test_processes_are_all_ended_even_when_one_is_there_for_good(monkeypatch: py
     first.kill()
 
 
+@pytest.mark.slow
 def test_a_reader_that_waits_for_a_dead_writer_for_ever_is_ended_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -155,7 +158,7 @@ def test_a_slow_copy_into_an_arena_misses_its_bar_on_a_card(monkeypatch: pytest.
     monkeypatch.setattr(
         "weftline.engine.gpu_check.processes.Process.ask", lambda process, verb, **about: {"fds": [], **slow}
     )
-    trial = Trial("copy-in", "cuda:0", True, False, time.monotonic() + 60)
+    trial = Trial("copy-in", "cuda:0", False, False, time.monotonic() + 60)
     (bar,) = copies.check_copies(trial).bars
     assert (bar.found, bar.met) == (0.75, False)
     assert str(bar).endswith("missed by 12%")
@@ -204,9 +207,9 @@ def test_the_service_is_started_used_and_ended(monkeypatch: pytest.MonkeyPatch, 
     on_path(monkeypatch, tmp_path)
     seen: list[str] = []
 
-    def part(trial: Trial) -> Outcome:
+    def part(trial: Trial) -> CheckOutcome:
         seen.append(dict(trial.environment or {})["CUDA_MPS_PIPE_DIRECTORY"])
-        return Outcome("a part", "right")
+        return CheckOutcome("a part", "right")
 
     monkeypatch.setattr(mps, "check_share", lambda trial: part(trial).figures)
     monkeypatch.setattr(mps, "check_leases", part)
@@ -229,7 +232,7 @@ def test_a_pipeline_that_cannot_be_read_is_wrong(monkeypatch: pytest.MonkeyPatch
     broken = tmp_path / "broken.yaml"
     broken.write_text("steps: 3\n")
     monkeypatch.setattr(programs, "FLAGSHIP", broken)
-    trial = Trial("pipeline", "fake:0", False, False, time.monotonic() + 60)
+    trial = Trial("pipeline", "fake:0", False, True, time.monotonic() + 60)
     found = outcome_of("pipeline", lambda: programs.check_pipeline(trial))
     assert found.state == "wrong"
     assert found.why.startswith("PipelineError: ")
@@ -245,3 +248,43 @@ Hands.do_poke = poke
 """
     found = run("fault", planted(tmp_path, ends))
     assert (found.state, found.why) == ("wrong", "the doomed lost the device and ended with 3; a worker ends with 70")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [("raise SystemExit('no such device')", "ended with 1: no such device"), ("print('nothing')", "gave no figure")],
+)
+def test_engine_hops_that_fail_or_say_nothing_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, said: str
+) -> None:
+    script = tmp_path / "hops.py"
+    script.write_text(body)
+    monkeypatch.setattr(programs, "ENGINE_HOPS", script)
+    trial = Trial("engine hops", "fake:0", False, True, time.monotonic() + 60)
+    found = outcome_of("engine hops", lambda: programs.check_engine_hops(trial))
+    assert (found.state, said in found.why) == ("wrong", True), found.why
+
+
+def test_engine_hops_are_figures_by_way_size_and_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "hops.py"
+    script.write_text("print(f\"{'in place':9} {65536:>11} B  {'cuda:0, ordering host':26} 0.061 [0.060-0.064]\")")
+    monkeypatch.setattr(programs, "ENGINE_HOPS", script)
+    trial = Trial("engine hops", "fake:0", False, True, time.monotonic() + 60)
+    assert programs.check_engine_hops(trial) == {
+        "in place 65536 bytes, cuda:0, ordering host: one more hop, ms": "0.061 [0.060-0.064]"
+    }
+
+
+@pytest.mark.slow
+def test_two_models_on_one_device_answer_as_on_the_cpu(tmp_path: Path) -> None:
+    trial = Trial("llm step", "fake:0", True, True, time.monotonic() + 500)
+    found = outcome_of("llm step", lambda: programs.check_llm_step(trial))
+    assert (found.state, found.why) == ("right", "")
+    assert found.figures["steps on the device"] == "answer, embed"
+
+
+def test_an_answer_that_is_not_the_cpus_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"answers": "other than the CPU's: answer"}
+    monkeypatch.setattr(flagship, "check", lambda *given: CheckOutcome("llm step", "right", figures=figures))
+    with pytest.raises(Wrong, match="its answers are other than the CPU's: answer"):
+        flagship.check_shared("fake:0", 1)

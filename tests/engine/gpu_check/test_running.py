@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from weftline.engine.gpu_check import running
-from weftline.engine.gpu_check.running import Outcome, describe, judged, outcome_of, run_apart, run_limited, spread
+from weftline.engine.gpu_check.running import CheckOutcome, describe, judged, outcome_of, run_apart, run_limited, spread
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,9 @@ def test_a_spread_is_a_median_and_a_tail_by_nearest_rank() -> None:
 
 def test_the_table_shows_figures_and_bars() -> None:
     bar = judged("hop", 0.1, 0.15, "ms")
-    outcome = Outcome("hops", "right", figures={"pass": spread([0.1], "ms"), "rate": 1.23456}, bars=[bar], seconds=2)
+    outcome = CheckOutcome(
+        "hops", "right", figures={"pass": spread([0.1], "ms"), "rate": 1.23456}, bars=[bar], seconds=2
+    )
     head, first, second, last = describe(outcome).splitlines()
     assert head.split() == ["hops", "right", "2.0", "s"]
     assert first.split(None, 1)[1] == "0.1 ms (p99 0.1; 1 times)"
@@ -60,7 +63,7 @@ def test_the_table_shows_figures_and_bars() -> None:
     ],
 )  # fmt: skip
 def test_a_figures_unit_comes_after_its_value(name: str, value: object, shown: str) -> None:
-    (_, line) = describe(Outcome("x", "right", figures={name: value})).splitlines()
+    (_, line) = describe(CheckOutcome("x", "right", figures={name: value})).splitlines()
     assert " ".join(line.split()) == shown
 
 
@@ -84,6 +87,7 @@ def test_a_process_that_writes_nothing_is_wrong_with_its_last_words() -> None:
     assert (found.state, found.why) == ("wrong", "its process ended with 1: no such card")
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_long_is_killed_with_what_it_started(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     script = (
@@ -101,6 +105,34 @@ def test_a_process_that_takes_too_long_is_killed_with_what_it_started(tmp_path: 
     assert not Path(f"/proc/{pid}").exists() or _state(pid) == "Z"
 
 
+SERVES = """
+import json, os, sys, time
+reply = int(sys.argv[sys.argv.index("--serve") + 1])
+for line in sys.stdin:
+    asked = json.loads(line)["name"]
+    if asked == "dies":
+        sys.exit("no such card")
+    if asked == "hangs":
+        time.sleep(60)
+    state = "wrong" if asked == "wrong" else "right"
+    made = {"name": asked, "state": state, "figures": {"pid": os.getpid()}, "bars": []}
+    os.write(reply, json.dumps(made).encode() + b"\\n")
+"""
+
+
+def test_parts_share_a_process_until_one_is_wrong_or_dies_or_hangs() -> None:
+    with contextlib.closing(running.PartsProcess([sys.executable, "-c", SERVES])) as process:
+        first, second, wrong, third, dead, late, last = (
+            process.run(f"llm: {name}", {"name": name}, 2.0 if name == "hangs" else 30.0)
+            for name in ("a", "b", "wrong", "c", "dies", "hangs", "d")
+        )
+    assert first.figures == second.figures == wrong.figures
+    assert first.figures["pid"] != third.figures["pid"] != last.figures["pid"]
+    assert (first.name, first.state, wrong.state, last.state) == ("llm: a", "right", "wrong", "right")
+    assert (dead.state, dead.why) == ("wrong", "its process ended with 1: no such card")
+    assert (late.state, late.why) == ("wrong", "took more than 2 s")
+
+
 def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     with monkeypatch.context() as patch:
@@ -112,7 +144,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.Monk
 
 
 def test_what_a_part_raises_belongs_to_it_alone() -> None:
-    def broken() -> Outcome:
+    def broken() -> CheckOutcome:
         raise OSError("the card fell out")
 
     assert outcome_of("x", broken).why == "OSError: the card fell out"

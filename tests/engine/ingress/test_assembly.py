@@ -133,6 +133,14 @@ def test_problems_of_flags_name_the_flag(write: Writer) -> None:
     assert "broken.yaml" in both
 
 
+def test_a_unix_socket_belongs_to_one_process_and_its_group_wants_a_socket(write: Writer) -> None:
+    file = write("shout")
+    both = wrong([file], flags=Flags(socket=Path("w.sock"), processes=2))
+    assert "--processes: a Unix socket belongs to one process, and there are 2" in both
+    serve = write("serve", "pipelines: {loud: shout.yaml}\ngrpc: {socket_group: web}\n")
+    assert "grpc.socket_group: a group for a Unix socket, and there is none" in wrong([serve])
+
+
 def test_two_files_of_one_name_and_two_serve_files_are_refused(write: Writer, tmp_path: Path) -> None:
     file = write("shout")
     (tmp_path / "copy.yaml").write_text(PIPELINE.format(name="shout"))

@@ -50,6 +50,7 @@ def server() -> Iterator[Served]:
         yield one
 
 
+@pytest.mark.slow
 def test_clients_that_vanished_take_their_requests_along_at_the_grpc_door(server: Served) -> None:
     def ask(client: Client, quiet: bool) -> None:
         with contextlib.suppress(errors.WeftlineError):
@@ -70,6 +71,7 @@ def test_clients_that_vanished_take_their_requests_along_at_the_grpc_door(server
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_client_whose_server_vanished_is_told(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "KEEPALIVE_MS", 300)
     monkeypatch.setattr(channel, "KEEPALIVE_WAIT_MS", 300)
@@ -99,6 +101,7 @@ def eventually_told(stream: Iterator[Any]) -> float:
     return took_s
 
 
+@pytest.mark.slow
 def test_clients_that_vanished_take_their_requests_along_at_the_http_door() -> None:
     async def never(ask: Ask) -> dict[str, Any]:
         await asyncio.sleep(600)

@@ -77,7 +77,7 @@ def test_a_step_that_was_given_up_is_unavailable_rather_than_busy() -> None:
 
 
 def test_the_words_of_that_refusal_are_still_the_schedulers() -> None:
-    from weftline.engine.scheduling import scheduler
+    from weftline.engine.scheduler import scheduler
 
     assert "its worker keeps failing to start" in Path(scheduler.__file__).read_text()
 

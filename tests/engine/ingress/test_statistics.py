@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from weftline.engine.ingress.backend import Ask, Record
 from weftline.engine.ingress.statistics import Batches, ModelFigures, Spent, Statistics
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 
 MS = 1_000_000
 

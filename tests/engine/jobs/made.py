@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from weftline.engine.jobs.answering.each_row import row_seed, usable
-from weftline.engine.jobs.answering.opening import Opening
-from weftline.engine.jobs.rows import Answered, Block, RowError
+from weftline.engine.jobs.answering.opening import AnswererFactory
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
 from weftline.engine.jobs.tally import Tally
 from weftline.nodes.ports import PortType
@@ -87,11 +87,11 @@ class Plain:
         self._answer = answer
         self._pool = ThreadPoolExecutor(3)
 
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         self.asked.append([block.place_of(row) for row in range(len(block))])
         return self._pool.submit(self._block, block)
 
-    def _block(self, block: Block) -> Answered:
+    def _block(self, block: RowBlock) -> BlockResult:
         errors: dict[int, RowError] = {}
         answers: list[str | None] = []
         for row in range(len(block)):
@@ -105,7 +105,7 @@ class Plain:
                 errors[row] = RowError("work", "StepError", str(error))
         tally = Tally()
         tally.of("work").add(1.0, 0.5, 4, len(block))
-        return Answered({"answer": answers}, errors, tally)
+        return BlockResult({"answer": answers}, errors, tally)
 
     def figures(self) -> Mapping[str, float]:
         return {}
@@ -123,8 +123,8 @@ def answer_plainly(text: str, seed: int) -> str:
     return f"{text.upper()} {seed}."
 
 
-def plain(answer: Callable[[str, int], str] = answer_plainly, block_rows: int = 4) -> Opening:
-    return Opening("rows", "", block_rows, 10, {"answer": "exact"}, lambda progress: Plain(answer, block_rows))
+def plain(answer: Callable[[str, int], str] = answer_plainly, block_rows: int = 4) -> AnswererFactory:
+    return AnswererFactory("rows", "", block_rows, 10, {"answer": "exact"}, lambda progress: Plain(answer, block_rows))
 
 
 def visible(folder: Path, out: str = "out") -> dict[str, bytes]:

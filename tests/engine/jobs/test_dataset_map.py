@@ -22,7 +22,7 @@ from weftline import errors
 from weftline.engine.jobs.answering.opening import open_here
 from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
 from weftline.engine.jobs.dataset_map import map_plan, map_rows
-from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
 from weftline.engine.machine import this_machine
 from weftline.engine.session import load
 from weftline.nodes.ports import PortType
@@ -44,18 +44,18 @@ class Shouter:
         self.ahead, self.block_rows = ahead, block_rows
         self.inputs = {"text": TEXT}
         self.outputs = {output: TEXT}
-        self.blocks: list[Block] = []
+        self.blocks: list[RowBlock] = []
         self.closed = threading.Event()
 
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         assert not self.closed.is_set()
         self.blocks.append(block)
         values = block.inputs["text"]
         failed = {row: _error(value) for row, value in enumerate(values) if value == "bad" or _unusable(value)}
         (output,) = self.outputs
-        future: Future[Answered] = Future()
+        future: Future[BlockResult] = Future()
         future.set_result(
-            Answered({output: [None if row in failed else one.upper() for row, one in enumerate(values)]}, failed)
+            BlockResult({output: [None if row in failed else one.upper() for row, one in enumerate(values)]}, failed)
         )
         return future
 
@@ -77,11 +77,11 @@ class Looker(Shouter):
         super().__init__()
         self.inputs, self.outputs = {"photo": IMAGE}, {"size": PortType("json"), "same": IMAGE}
 
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         self.blocks.append(block)
         pictures = [np.asarray(Image.open(io.BytesIO(one)).convert("RGB")) for one in block.inputs["photo"]]
-        future: Future[Answered] = Future()
-        future.set_result(Answered({"size": [list(one.shape) for one in pictures], "same": pictures}))
+        future: Future[BlockResult] = Future()
+        future.set_result(BlockResult({"size": [list(one.shape) for one in pictures], "same": pictures}))
         return future
 
 
@@ -154,6 +154,18 @@ def test_a_column_that_is_called_like_an_output_gives_way() -> None:
     ]
 
 
+def test_a_source_may_use_a_row_s_memory_again_for_the_next() -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        row: dict[str, Any] = {"n": np.zeros(1)}
+        for place, word in enumerate(["the", "quick", "brown"]):
+            row["text"] = word
+            row["n"][0] = place
+            yield row
+
+    found = list(map_rows(Shouter(), rows(), keep=["n"]))
+    assert [(row["loud"], row["n"].tolist()) for row in found] == [("THE", [0]), ("QUICK", [1]), ("BROWN", [2])]
+
+
 def test_no_more_is_read_than_is_in_flight() -> None:
     read = itertools.count()
     endless = ({"text": f"row {next(read)}"} for _ in itertools.repeat(None))
@@ -167,6 +179,7 @@ def test_no_more_is_read_than_is_in_flight() -> None:
     assert shouter.closed.is_set()
 
 
+@pytest.mark.slow
 def test_dropping_the_rows_closes_everything() -> None:
     shouter = Shouter()
     rows = map_rows(shouter, ROWS)
@@ -236,10 +249,10 @@ def test_a_file_that_is_not_there_fails_its_row(tmp_path: Path) -> None:
 
 
 class _Careful(Looker):
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         failed = {row: _error(one) for row, one in enumerate(block.inputs["photo"]) if _unusable(one)}
-        future: Future[Answered] = Future()
-        future.set_result(Answered({"size": [None], "same": [None]}, failed))
+        future: Future[BlockResult] = Future()
+        future.set_result(BlockResult({"size": [None], "same": [None]}, failed))
         return future
 
 
@@ -331,6 +344,7 @@ def shout(text: "text", mark: "text") -> "text":
 """
 
 
+@pytest.mark.slow
 def test_a_real_pipeline_is_opened_once_the_data_fits_and_closed_with_the_rows(tmp_path: Path) -> None:
     (tmp_path / "shout.py").write_text(SHOUT_PY)
     (tmp_path / "shout.yaml").write_text(SHOUT)

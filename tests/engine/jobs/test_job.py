@@ -128,6 +128,7 @@ def stopped_after(folder: Path, rows: int, **more: Any) -> None:
     assert end.finished is (end.why == "")
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("rows", [1, 9, 14, 25, 40, 46])
 def test_a_job_that_was_stopped_goes_on_to_the_same_end(folder: Path, rows: int) -> None:
     run_job(spec_of(folder, folder / "rows.jsonl", "whole", shuffle=3), plain())
@@ -182,6 +183,7 @@ def seen_on(disk: MemoryDisk) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [errno.ENOSPC, errno.EIO])
 def test_r17_a_disk_that_fails_at_any_call(tmp_path: Path, on_disk: OnDisk, kind: int) -> None:
     whole = FaultyDisk(MemoryDisk())
@@ -201,6 +203,7 @@ def test_r17_a_disk_that_fails_at_any_call(tmp_path: Path, on_disk: OnDisk, kind
     assert told and all(words in one for one in told), told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after", "torn"])
 def test_r18_killed_at_any_call_each_row_is_there_once(tmp_path: Path, on_disk: OnDisk, when: Any) -> None:
     whole = FaultyDisk(MemoryDisk())
@@ -214,6 +217,7 @@ def test_r18_killed_at_any_call_each_row_is_there_once(tmp_path: Path, on_disk: 
         assert seen_on(disk) == expected, at
 
 
+@pytest.mark.slow
 def test_running_error_rows_again_survives_a_kill_at_any_call(tmp_path: Path, on_disk: OnDisk) -> None:
     whole = FaultyDisk(MemoryDisk())
     on_disk.run(tmp_path, whole)
@@ -233,6 +237,7 @@ def test_running_error_rows_again_survives_a_kill_at_any_call(tmp_path: Path, on
 # what is refused
 
 
+@pytest.mark.slow
 def test_a_changed_pipeline_data_set_or_setting_is_refused_with_what_changed(folder: Path) -> None:
     data = folder / "rows.jsonl"
     stopped_after(folder, 25)
@@ -285,6 +290,7 @@ def test_a_share_of_errors_is_looked_at_when_there_are_enough_rows(folder: Path)
         run_job(spec_of(folder, folder / "many.jsonl", "strict", errors_max=ErrorsMax(share=0.05)), plain())
 
 
+@pytest.mark.slow
 def test_error_rows_are_run_again_and_nothing_else(folder: Path) -> None:
     write_rows(folder / "fine.jsonl", TEXTS)
     texts = dict(enumerate(TEXTS))
@@ -335,6 +341,7 @@ def test_nobody_answers_any_more(folder: Path) -> None:
 # with real workers
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("mode", ["rows", "blocks"])
 def test_r19_poison_rows_are_error_rows_and_the_job_finishes(folder: Path, mode: str) -> None:
     texts: list[Any] = [f"row {n}" for n in range(30)]
@@ -352,6 +359,7 @@ def test_r19_poison_rows_are_error_rows_and_the_job_finishes(folder: Path, mode:
     assert seen[-1].rows == 30 and seen[-1].errors == 3
 
 
+@pytest.mark.slow
 def test_both_ways_of_answering_give_the_same_rows_and_so_does_going_on(folder: Path) -> None:
     spec = spec_of(folder, folder / "rows.jsonl", "rows")
     run_job(spec, open_here(spec.pipeline, mode="rows", block_rows=5))

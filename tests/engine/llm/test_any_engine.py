@@ -44,6 +44,7 @@ def _engine(rng: random.Random) -> Engine:
     return Engine(runner, None, limits, rng.random() < 0.8, Speculation(guesser(), 4) if guesser else None)
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("seed", range(5))
 def test_any_engine_gives_each_request_the_answer_it_gives_alone(seed):
     rng, asked, answers, cancelled = random.Random(seed), {}, {}, set()

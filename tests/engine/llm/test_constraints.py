@@ -57,6 +57,7 @@ def _finish(engine: Engine) -> tuple[dict[tuple[int, int], str], dict[int, Excep
     return texts, errors
 
 
+@pytest.mark.slow
 def test_answers_of_many_forms_side_by_side_are_of_their_forms(engine):
     wanted = [
         {"regex": "(ab|cd){3,5}x"},

@@ -22,6 +22,7 @@ PROMPTS = 10
 """Of each family; the models are tiny, and generate is the slow part."""
 
 
+@pytest.mark.slow(but_first=3)
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
 def test_a_family_answers_as_generate_does_under_joins_preemptions_prefix_hits_and_cancels(family):
     tally = coverage.drive(family, PROMPTS, seed=5)

@@ -22,6 +22,8 @@ DRAWN = {"tokens_max": 40, "ignore_eos": True, "temperature": 0.7, "top_p": 0.9,
 class Wrong:
     """Guesses at random: nearly always wrong."""
 
+    runners = ()
+
     def __init__(self) -> None:
         self._rng = random.Random(1)
 
@@ -34,6 +36,8 @@ class Wrong:
 
 class Right:
     """Knows the answers beforehand."""
+
+    runners = ()
 
     def __init__(self, prompts, answers) -> None:
         self._texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
@@ -70,6 +74,7 @@ def _answers(prompts, params, guesser=None, pages=64):
     return answers, engine.stats()
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_answers_are_the_same_with_guesses_that_are_wrong_right_or_looked_up(params):
     prompts = tiny.prompts(8, seed=4, longest=40)
@@ -82,6 +87,7 @@ def test_answers_are_the_same_with_guesses_that_are_wrong_right_or_looked_up(par
     assert stats.rounds < 60
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_draft_model_that_is_the_model_itself_guesses_right_also_when_it_draws(params):
     prompts = tiny.prompts(6, seed=5, longest=40)
@@ -126,6 +132,7 @@ def _second_token(prompt: list[int]) -> torch.Tensor:
     return first @ model(each).logits[:, -1].double().softmax(-1)
 
 
+@pytest.mark.slow
 def test_drawn_tokens_have_the_models_own_distribution_when_a_draft_model_guesses():
     prompt, answers = [5, 9, 17], 1800
     guesser = _other_model()
@@ -151,6 +158,8 @@ def test_drawn_tokens_have_the_models_own_distribution_when_a_draft_model_guesse
 
 class Failing:
     """Guesses until it raises, as a draft model without memory would."""
+
+    runners = ()
 
     def propose(self, sequences):
         raise MemoryError("no room")

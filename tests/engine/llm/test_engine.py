@@ -25,6 +25,7 @@ def _at_baseline(engine: Engine) -> None:
     assert (stats.pages_used, stats.running, stats.waiting) == (0, 0, 0)
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize(("pages", "budget", "sequences"), [(64, 48, 12), (22, 13, 6)])
 def test_greedy_answers_equal_generate_under_joins_leaves_preemption_and_cancels(family, pages, budget, sequences):

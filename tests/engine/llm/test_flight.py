@@ -58,6 +58,7 @@ def _asks(seed: int):
     return asks
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("pages", [80, 20])
 def test_answers_are_those_of_rounds_one_after_the_other(pages):
     asks = _asks(3)
@@ -117,3 +118,48 @@ def test_a_device_that_fails_fails_the_round_and_not_the_engine():
     updates = [update for _ in range(2) for update in engine.step()]
     assert [(update.id, update.last) for update in updates if update.error] == [(1, True)]
     assert len(_answers(engine, [([5, 6], SamplingParams(tokens_max=4, ignore_eos=True))])[0, 0]) == 4
+
+
+class Clock:
+    """A device on which a decoding round takes 6 ms and any other 15 ms, and that works beside the host."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.now_ms = self.idle_ms = 0.0
+        self.noted: list[tuple[int, float]] = []
+        runner, launch, run = engine.runner, engine.runner.launch, engine.runner.run
+
+        def later(shares, copies=()):
+            self.idle_ms = max(self.idle_ms, self.now_ms) + 6
+            return Landing(self, launch(shares, copies), self.idle_ms)
+
+        def now(shares, copies=()):
+            self.now_ms = self.idle_ms = max(self.idle_ms, self.now_ms) + 15
+            return run(shares, copies)
+
+        runner.launch, runner.run = later, now
+        engine._pace.note = lambda decoding, chunk, ms: self.noted.append((chunk, ms))
+
+
+class Landing:
+    def __init__(self, clock: Clock, handle, at_ms: float) -> None:
+        self._clock, self._handle, self._at_ms = clock, handle, at_ms
+
+    def tokens(self) -> list[int]:
+        self._clock.now_ms = max(self._clock.now_ms, self._at_ms)
+        return self._handle.tokens()
+
+
+def test_the_pace_learns_of_whole_rounds_only():
+    engine = _engine()
+    clock = Clock(engine)
+    engine.add(1, [5, 6], SamplingParams(tokens_max=40, ignore_eos=True))
+    step = 0
+    while engine.busy:
+        if step in (5, 9, 10, 20):
+            engine.add(1 + step, list(range(3, 60)), SamplingParams(tokens_max=1, ignore_eos=True))
+        engine.step(clock.now_ms)
+        step += 1
+    quiet = [ms for chunk, ms in clock.noted if not chunk]
+    mixed = [ms for chunk, ms in clock.noted if chunk]
+    assert quiet and set(quiet) == {6.0}, "no launch without a landing counts as a round"
+    assert mixed and set(mixed) == {15.0}, "nor what was left of the round before"

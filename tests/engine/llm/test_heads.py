@@ -86,6 +86,7 @@ def _pooled(runner: Runner, prompts: list[list[int]], seed: int = 0) -> tuple[di
     return found, engine
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("pooling", ["last", "mean", "first"])
 def test_an_embedding_in_chunks_and_company_is_the_one_computed_alone(embedder, pooling):
     runner = open_head(embedder, "embed", RunnerOptions(page_tokens=8), pooling=pooling)
@@ -125,6 +126,21 @@ def test_scores_of_a_classifier_are_those_of_transformers(classifier):
         with torch.inference_mode():
             wanted = model(torch.tensor([prompt])).logits[0].softmax(-1)
         np.testing.assert_allclose(found[at], wanted.numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("task", ["embed", "classify"])
+def test_quantised_weights_give_nearly_the_same(embedder, classifier, task):
+    pytest.importorskip("torchao")
+    prompts, found = tiny.prompts(3, seed=7, longest=30), []
+    for weights in ("auto", "int8"):
+        runner = open_head(
+            embedder if task == "embed" else classifier, task, RunnerOptions(page_tokens=8, weights=weights)
+        )
+        found.append(_pooled(runner, prompts)[0])
+    plain, quantised = found
+    for at in range(len(prompts)):
+        assert not np.array_equal(plain[at], quantised[at])
+        np.testing.assert_allclose(quantised[at], plain[at], atol=0.05)
 
 
 def test_a_reward_is_one_number_as_the_model_gives_it(tmp_path):

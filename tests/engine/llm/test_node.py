@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +68,32 @@ def test_the_same_system_prompt_is_computed_once(node):
     _finish(node)
     node.submit(2, {"prompt": "second"})
     assert _finish(node)[2][-1].outputs["usage"]["cached_tokens"] >= 16
+
+
+def test_callers_share_the_steps_own_pages_and_nothing_else(folder):
+    system = "be brief and kind and say what the photo shows in one line and then stop at once " * 2
+    sampling = {"tokens_max": 4, "ignore_eos": True, "n": 2}
+    made = Llm(LlmConfig(model=folder.name, system=system, sampling=sampling, round_tokens_max=32))
+    made.open(OpenContext(base_dir=folder.parent))
+    prompt = {"prompt": "the user asks what nobody else may learn of and goes on asking for a while longer " * 2}
+
+    def cached(caller: str, **more: Any) -> int:
+        made.submit(1, {**prompt, **more}, Urgency(caller=caller))
+        return int(_finish(made)[1][-1].outputs["usage"]["cached_tokens"])
+
+    fixed = made._fixed(made._prompt_tokens(prompt))
+    assert fixed > 16
+    assert cached("one") == 0
+    own = cached("one")
+    assert own > fixed
+    assert (cached("two"), cached("two"), cached("")) == (fixed, own, fixed)
+    assert (cached("two", tenant="one"), cached("two", tenant="one"), cached("two")) == (fixed, own, own)
+    said = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]
+    made.submit(
+        1, {"messages": said}, Urgency(caller="three")
+    )  # a conversation is the caller's from its first token on
+    assert _finish(made)[1][-1].outputs["usage"]["cached_tokens"] == 0
+    made.close()
 
 
 def _deep(levels: int) -> Any:
@@ -147,7 +175,8 @@ def test_config_problems_name_the_option():
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"page_tokens": 0}, "page_tokens"), ({"dtype": "int4"}, "dtype"), ({"model": ""}, "model"),
         ({"kv_bytes": -1}, "kv_bytes"), ({"sequences_max": 1.5}, "sequences_max"),
-        ({"context_max": 1}, "context_max"),
+        ({"context_max": 1}, "context_max"), ({"sequences_max": 4097}, "sequences_max"),
+        ({"round_tokens_max": 1 << 18}, "round_tokens_max"),
     ]  # fmt: skip
     for options, option in wrong:
         with pytest.raises(ConfigError) as caught:
@@ -188,7 +217,7 @@ def test_a_model_without_a_chat_template_takes_raw_prompts_only(tmp_path):
 
 def test_ports_and_the_deciding_files_import_neither_torch_nor_transformers():
     code = (
-        "import sys; from pathlib import Path; from weftline.nodes.contract import StepContext\n"
+        "import sys; from pathlib import Path; from weftline.node import StepContext\n"
         "from weftline.engine.llm.node import Llm; import weftline.engine.llm.rounds\n"
         "Llm.ports(Llm.Config(model='m'), StepContext(Path()))\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
@@ -302,3 +331,97 @@ def test_asleep_it_holds_no_pages_and_awake_it_answers_and_counts_on(folder, dev
 
 def test_of_several_ranks_it_cannot_rest(folder):
     assert not Llm(LlmConfig(model=folder.name, ranks=2)).sleep("host")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "found", "fix"),
+    [
+        ({"architectures": ["BertModel"]}, {}, "a BertModel, which has no head", "use node embed"),
+        ({"architectures": ["BertForSequenceClassification"]}, {}, "gives a label to a whole text", "node classify"),
+        ({"architectures": ["BertForTokenClassification"]}, {}, "labels single tokens", "node of your own"),
+        (
+            {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "is_encoder_decoder": True},
+            {}, "an encoder and a decoder \\(whisper\\)", "node whisper",
+        ),
+        ({"architectures": ["LlamaForCausalLM"]}, {"task": "classify"}, "a language model", "node llm"),
+        ({"architectures": ["BertForMaskedLM"], "hidden_size": 8}, {"task": "embed"}, "masked words", "node embed"),
+    ],
+)  # fmt: skip
+def test_a_folder_of_another_kind_is_refused_when_checked_with_the_node_that_runs_it(
+    tmp_path, config, options, found, fix
+):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=found) as caught:
+        Llm.ports(LlmConfig(model="m", **options), StepContext(tmp_path))
+    assert caught.value.option == "model" and fix in caught.value.fix
+
+
+def test_a_folder_without_weights_or_tokenizer_is_refused_when_checked(folder, tmp_path):
+    for kept, found in (("*.json", "no \\*.safetensors"), ("[!t]*", "no tokenizer")):
+        shutil.rmtree(tmp_path / "m", ignore_errors=True)
+        (tmp_path / "m").mkdir()
+        for path in folder.glob(kept):
+            shutil.copy(path, tmp_path / "m")
+        for option in ("model", "draft_model"):
+            names = {"model": folder.name, "speculation": "draft"} if option == "draft_model" else {}
+            if names:
+                shutil.copytree(folder, tmp_path / folder.name, dirs_exist_ok=True)
+            with pytest.raises(ConfigError, match=found) as caught:
+                Llm.ports(LlmConfig(**{**names, option: "m"}), StepContext(tmp_path))
+            assert caught.value.option == option
+
+
+@pytest.fixture
+def shared(folder):
+    """A step with 20 pages of 16 tokens that others' memory may come to: at most 28 pages."""
+    sampling = {"tokens_max": 4, "ignore_eos": True}
+    made = Llm(LlmConfig(model=folder.name, sampling=sampling, kv_bytes=20 * 16 * 512))
+    made.open(OpenContext(base_dir=folder.parent, kv_most_bytes=28 * 16 * 512))
+    return made
+
+
+def _message(tokens: int) -> dict[str, Any]:
+    """Return a conversation of about so many tokens of the tiny model."""
+    words = tiny.tokenizer()
+    text = "again "
+    while len(words.encode(text)) < tokens - 20:
+        text += "again "
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+LONG = _message(390)
+
+
+def test_a_prompt_longer_than_the_first_memory_waits_for_more_and_is_answered(shared):
+    page_bytes = shared._opened()[0].runner.page_bytes
+    shared.submit(1, LONG)
+    assert not shared.busy and shared.memory().waiting == 1
+    wanted = shared.memory().wanted_bytes
+    assert 20 * page_bytes < wanted <= 28 * page_bytes
+    assert shared.resize_memory(21 * page_bytes) == 21 * page_bytes
+    assert not shared.busy, "there may be still more"
+    assert shared.resize_memory(wanted) == wanted and shared.memory().wanted_bytes == 0
+    assert _finish(shared)[1][-1].outputs["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("how", ["an order that changes nothing", "no memory to be had"])
+def test_it_is_refused_in_words_when_there_is_no_more(shared, monkeypatch, how):
+    page_bytes = shared._opened()[0].runner.page_bytes
+    shared.submit(1, LONG)
+    if how == "no memory to be had":
+        monkeypatch.setattr(shared._opened()[0], "resize", lambda pages: (_ for _ in ()).throw(ModelError("none")))
+        with pytest.raises(ModelError):
+            shared.resize_memory(28 * page_bytes)
+    else:
+        shared.resize_memory(20 * page_bytes)
+    piece = _finish(shared)[1][0]
+    assert "expected at most 319; shorten it" in str(piece.error)
+
+
+def test_one_that_waits_for_memory_can_be_dropped_and_one_that_never_fits_does_not_wait(shared):
+    shared.submit(1, LONG)
+    shared.cancel(1)
+    assert shared.memory().wanted_bytes == 0 and shared.resize_memory(20 * 16 * 512) and not shared.busy
+    shared.submit(2, _message(490))
+    assert "shorten it" in str(_finish(shared)[2][0].error)

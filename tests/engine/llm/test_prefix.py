@@ -46,6 +46,42 @@ def test_tenants_do_not_share():
     assert (other.computed, same.computed) == (0, 8)
 
 
+def _own(id: int, tokens: list[int], owner: bytes, shared: int, salt: bytes = b"") -> Sequence:
+    sequence = _sequence(id, tokens, salt)
+    sequence.own_salt, sequence.shared = owner, shared
+    return sequence
+
+
+def test_callers_share_whole_pages_of_the_operators_tokens_and_nothing_after_them():
+    cache = PrefixCache(64, 4)
+    tokens = list(range(21))
+    _compute(cache, _own(1, tokens, b"one", 10))
+    for owner, shared, found in (
+        (b"one", 10, 20),
+        (b"one", 8, 20),  # the same whole pages
+        (b"two", 10, 8),
+        (b"", 10, 8),
+        (b"two", 3, 0),  # no whole page
+        (b"one", 0, 0),
+        (b"one", 12, 8),  # a longer operator's text: its third page is another one
+    ):
+        other = _own(2, tokens, owner, shared)
+        cache.join(other)
+        assert other.computed == found, (owner, shared)
+        cache.pool.drop(other.table)
+
+
+def test_an_adapters_pages_are_its_own_from_the_first_one_on():
+    cache = PrefixCache(64, 4)
+    tokens = list(range(21))
+    _compute(cache, _own(1, tokens, b"one", 10, b"adapter"))
+    for salt, owner, found in ((b"", b"one", 0), (b"adapter", b"two", 8), (b"adapter", b"one", 20)):
+        other = _own(2, tokens, owner, 10, salt)
+        cache.join(other)
+        assert other.computed == found
+        cache.pool.drop(other.table)
+
+
 def test_what_was_evicted_is_not_found():
     cache = PrefixCache(3, 4)
     first = _sequence(1, list(range(12)))

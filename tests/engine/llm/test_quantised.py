@@ -153,6 +153,7 @@ def test_a_fused_engine_with_adapters_answers_as_the_same_weights_in_full_would(
     assert answers(serving) == answers(engine(full))
 
 
+@pytest.mark.slow
 def test_the_bundled_model_answers_in_int8_as_it_does_in_float32() -> None:
     from transformers import AutoTokenizer
 
@@ -238,3 +239,28 @@ def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(quantised, "find_spec", nothing)
     with pytest.raises(MissingPackage, match=r"weftline\[quantised\]"):
         plan_weights("int8", "auto", "cuda", PLAIN, "m")
+
+
+def test_fp8_inputs_are_scaled_by_one_kernel_where_there_is_one(
+    fp8_anywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(tuple(x.shape))
+        scales = x.float().abs().amax(1, keepdim=True) / 448
+        return (x.float() / scales).to(torch.float8_e4m3fn), scales
+
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16).requires_grad_(False)
+    theirs = nn.Linear(64, 32, dtype=torch.bfloat16).requires_grad_(False)
+    theirs.load_state_dict(linear.state_dict())
+    quantised.quantise_linear(theirs, "fp8", "cpu")
+    monkeypatch.setattr("weftline.engine.llm.kernels.availability.available", lambda device: None)
+    monkeypatch.setattr("weftline.engine.llm.kernels.quantise_rows.quantise_rows", quantise_rows)
+    quantised.quantise_linear(linear, "fp8", "cpu")
+    given = torch.randn(1, 5, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        # torchao rounds scales to bfloat16
+        torch.testing.assert_close(linear(given), theirs(given), rtol=0.02, atol=0.1)
+    assert calls == [(5, 64)]

@@ -7,7 +7,7 @@ import pytest
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.reply import Reply
 from weftline.engine.llm.sequence import Sequence
-from weftline.engine.llm.stream import TextStream
+from weftline.engine.llm.stream import TextStream, WindowDecoder
 
 END = 99
 
@@ -15,7 +15,7 @@ END = 99
 def _reply(text: bool = True, echo: str = "", **params) -> tuple[Reply, Sequence]:
     made = SamplingParams(**{"tokens_max": 20, **params})
     sequence = Sequence(1, [1, 2, 3], 3, 3 + made.tokens_max, made, 1)
-    stream = TextStream(lambda ids: "".join(chr(97 + id) for id in ids), made.stop) if text else None
+    stream = TextStream(WindowDecoder(lambda ids: "".join(chr(97 + id) for id in ids)), made.stop) if text else None
     return Reply(sequence, frozenset([END]), stream, echo), sequence
 
 
@@ -57,6 +57,17 @@ def test_one_token_at_a_time_says_the_same_as_taking_it_alone():
             assert one.take_one(token) == (taken.text, taken.finish)
             if taken.finish:
                 break
+
+
+def test_text_that_is_held_back_may_complete_a_stop_text_at_the_last_token():
+    ended = []
+    for alone in (True, False):
+        made = SamplingParams(tokens_max=1, stop=("X",))
+        stream = TextStream(WindowDecoder(lambda ids: "X\ufffd" if ids else ""), made.stop)
+        reply = Reply(Sequence(1, [1, 2, 3], 3, 4, made, 1), frozenset([END]), stream)
+        taken = reply.take((7,)) if not alone else None
+        ended.append(reply.take_one(7) if taken is None else (taken.text, taken.finish))
+    assert ended == [("", "stop")] * 2
 
 
 def test_what_is_echoed_comes_once_and_first():

@@ -46,7 +46,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse_rows, "_compiled", lambda: None)
     monkeypatch.setattr(fuse_layer, "_STEADY_ROPES", frozenset())
     monkeypatch.setattr("weftline.engine.llm.runner.is_elsewhere", lambda device: True)
-    monkeypatch.setattr(resting, "PIECE_BYTES", 10_000)  # so that tensors lie across pieces
+    monkeypatch.setattr(resting, "HOST_BUFFER_BYTES", 10_000)  # so that tensors lie across pieces
 
 
 def answer(engine: Engine, adapter: str = "") -> list[int]:
@@ -81,7 +81,7 @@ def left_bytes(engine: Engine) -> int:
 
 
 def test_tensors_stay_who_they_are_and_have_their_bytes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resting, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(resting, "HOST_BUFFER_BYTES", 1000)
     whole = torch.randn(37, 41)
     kept = [whole, whole[3:9], whole.T, torch.arange(300).to(torch.int8), torch.randn(5).bfloat16(), torch.tensor(2.5)]
     buffer = torch.ones(77, dtype=torch.int32)
@@ -106,7 +106,7 @@ def test_a_host_without_memory_for_all_of_it_leaves_everything_as_it_was(monkeyp
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return torch.empty(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(resting, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(resting, "HOST_BUFFER_BYTES", 1000)
     monkeypatch.setattr(resting, "_host_piece", host_piece)
     tensor = torch.arange(1000.0)
     with pytest.raises(RuntimeError, match="allocate"):
@@ -160,6 +160,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("kind", MODELS)
 def test_asleep_a_model_has_nothing_left_and_awake_it_answers_as_before(kind: str, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.engine.fire import wait_until
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
@@ -16,6 +18,7 @@ def state(session: Session) -> str:
     return str(session.stats()["idle"]["talk"]["state"])
 
 
+@pytest.mark.slow
 def test_an_llm_sleeps_with_its_weights_and_whoever_comes_at_any_moment_is_answered_as_before() -> None:
     p = Builder("sleeps", base_dir=Path(__file__).parents[3] / "examples")
     talk = p.step(

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, normalizers
 
 from tests.engine.llm import tiny
-from weftline.engine.llm.stream import TextStream
+from weftline.engine.llm.stream import TextStream, WindowDecoder
 from weftline.engine.llm.tokens import Tokens
 from weftline.errors import InputError
 
@@ -105,14 +105,14 @@ def _letters(ids: list[int]) -> str:
 
 
 def test_a_stop_text_across_pieces_is_held_back_and_never_given():
-    stream = TextStream(_letters, ["STOP", "\n\n"])
+    stream = TextStream(WindowDecoder(_letters), ["STOP", "\n\n"])
     given = [stream.push(ord(c)) for c in "aSTbSTO"]
     assert given == ["a", "", "", "STb", "", "", ""]
     assert (stream.push(ord("P")), stream.stopped, stream.finish()) == ("", True, "")
 
 
 def test_what_only_looked_like_a_stop_is_given_at_the_end():
-    stream = TextStream(_letters, ["STOP"])
+    stream = TextStream(WindowDecoder(_letters), ["STOP"])
     assert "".join([*(stream.push(ord(c)) for c in "xSTO"), stream.finish()]) == "xSTO"
 
 
@@ -121,7 +121,7 @@ def test_streams_equal_a_search_of_the_whole_text():
     for _ in range(300):
         text = "".join(rng.choices("ab", k=rng.randint(0, 30)))
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 3))]
-        stream, pieces = TextStream(_letters, stops), []
+        stream, pieces = TextStream(WindowDecoder(_letters), stops), []
         for char in text:
             pieces.append(stream.push(ord(char)))
             if stream.stopped:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.llm import tiny
-from weftline.engine.figures import take
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.request import Update
 from weftline.engine.llm.totals import Totals
+from weftline.engine.protocol.figures import take
 from weftline.errors import InputError
 from weftline.nodes.contract import OpenContext
 

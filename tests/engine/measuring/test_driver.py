@@ -15,7 +15,7 @@ from tests.engine.loads import one_request
 from weftline.engine.measuring import driver as driving
 from weftline.engine.measuring.driver import Driver
 from weftline.engine.measuring.load import run_closed, run_open
-from weftline.engine.measuring.outcome import Outcome
+from weftline.engine.measuring.outcome import RequestOutcome
 from weftline.errors import LimitReached, StepError
 
 
@@ -52,6 +52,7 @@ def test_a_closed_load_has_as_many_open_requests_as_callers() -> None:
     assert all(one.ok and one.latency_ms >= 5 and one.timings == one_request().timings for one in run.outcomes)
 
 
+@pytest.mark.slow
 def test_an_open_load_does_not_wait_for_answers() -> None:
     server = Server(ms=200)
     run = Driver(server, number, None)
@@ -62,6 +63,7 @@ def test_an_open_load_does_not_wait_for_answers() -> None:
     assert max(one.late_ms for one in run.outcomes) < 150
 
 
+@pytest.mark.slow
 def test_latency_counts_from_the_intended_moment_and_the_deadline_too() -> None:
     given = []
 
@@ -77,6 +79,7 @@ def test_latency_counts_from_the_intended_moment_and_the_deadline_too() -> None:
     assert given[1] == pytest.approx(100 - second.late_ms)
 
 
+@pytest.mark.slow
 def test_errors_are_outcomes_with_what_is_known_of_them() -> None:
     async def fails(inputs: Mapping[str, Any], deadline_ms: float | None) -> None:
         error = StepError("no luck", "see") if inputs["number"] else ValueError("odd")
@@ -91,6 +94,7 @@ def test_errors_are_outcomes_with_what_is_known_of_them() -> None:
     assert run.outcomes[1].timings == one_request().timings
 
 
+@pytest.mark.slow
 def test_a_caller_that_is_refused_waits_as_long_as_it_is_told() -> None:
     async def refuses(inputs: Mapping[str, Any], deadline_ms: float | None) -> None:
         raise LimitReached("full", retry_after_s=0.04)
@@ -100,6 +104,7 @@ def test_a_caller_that_is_refused_waits_as_long_as_it_is_told() -> None:
     assert 1 <= len(run.outcomes) <= 3
 
 
+@pytest.mark.slow
 def test_a_load_ends_after_so_many_measured_requests() -> None:
     run = Driver(Server(ms=1), number, None)
     asyncio.run(run.closed(2, 10_000, warm_up_ms=50, requests_max=7))
@@ -107,6 +112,7 @@ def test_a_load_ends_after_so_many_measured_requests() -> None:
     assert len(measured) == 7 < len(run.outcomes)
 
 
+@pytest.mark.slow
 def test_an_open_load_holds_so_many_requests_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "OPEN_MAX", 2)
     server = Server(ms=50)
@@ -116,6 +122,7 @@ def test_an_open_load_holds_so_many_requests_and_no_more(monkeypatch: pytest.Mon
     assert sorted(one.error for one in run.outcomes) == ["", "", "LimitReached"]
 
 
+@pytest.mark.slow
 def test_what_is_not_answered_in_time_is_withdrawn_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "DRAIN_S", 0.05)
     server = Server(ms=60_000)
@@ -129,6 +136,7 @@ def test_what_is_not_answered_in_time_is_withdrawn_and_told(monkeypatch: pytest.
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["closed", "open"])
 def test_an_interrupted_load_keeps_what_was_measured(kind: str) -> None:
     answer = Server(ms=1)
@@ -146,6 +154,7 @@ def test_an_interrupted_load_keeps_what_was_measured(kind: str) -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_progress_is_told_and_nothing_stays_frozen() -> None:
     told: list[tuple[float, int]] = []
     before = gc.get_freeze_count()
@@ -159,6 +168,7 @@ def test_progress_is_told_and_nothing_stays_frozen() -> None:
 # any function
 
 
+@pytest.mark.slow
 def test_a_function_can_be_loaded_as_a_session_is() -> None:
     running = most = 0
     counting = threading.Lock()
@@ -179,6 +189,6 @@ def test_a_function_can_be_loaded_as_a_session_is() -> None:
     outcomes = run_open(plain, [float(at) for at in range(50)], number)
     assert most > 4, "calls of a plain function run side by side"
     assert [one.ok for one in outcomes] == [True] * 50
-    assert all(isinstance(one, Outcome) and one.latency_ms >= 50 for one in outcomes)
+    assert all(isinstance(one, RequestOutcome) and one.latency_ms >= 50 for one in outcomes)
     assert [one.ok for one in run_open(quick, [0.0, 1.0], number)] == [True] * 2
     assert all(one.ok for one in run_closed(quick, 2, number, duration_s=0.05))

@@ -7,20 +7,20 @@ import pytest
 from tests.engine.loads import joined, one_request, ran
 from weftline.engine.measuring.arrivals import Closed, Open
 from weftline.engine.measuring.hints import hints
-from weftline.engine.measuring.outcome import Outcome
+from weftline.engine.measuring.outcome import RequestOutcome
 from weftline.engine.measuring.report import Report, report
 
 PLAN = joined()
 
 
-def of(*outcomes: Outcome) -> Report:
+def of(*outcomes: RequestOutcome) -> Report:
     return report(outcomes, PLAN, "a load")
 
 
-def busy_load(batch: int) -> list[Outcome]:
+def busy_load(batch: int) -> list[RequestOutcome]:
     """see is busy all the time and the others hardly ever."""
     return [
-        Outcome(
+        RequestOutcome(
             n, n + 10, timings=(ran("see", n + 0.5, n + 9, n + 10, batch=batch), ran("say", n + 10, n + 10, n + 10))
         )
         for n in range(100)
@@ -57,7 +57,7 @@ def test_no_instance_is_suggested_where_the_cores_are_taken() -> None:
     ids=["node", "hand-over", "company", "queue", "outside"],
 )
 def test_the_largest_part_of_the_latency_is_named(timing, said: str) -> None:
-    apart = [Outcome(1000, 1020, timings=(timing,)), Outcome(2000, 2000, ok=False, error="StepError")]
+    apart = [RequestOutcome(1000, 1020, timings=(timing,)), RequestOutcome(2000, 2000, ok=False, error="StepError")]
     first, *_ = hints(of(*apart), PLAN, Open(1))
     assert first.startswith(said)
 
@@ -74,5 +74,5 @@ def test_a_load_that_was_late_itself_says_so_first() -> None:
 
 
 def test_a_load_without_answers_suggests_nothing() -> None:
-    assert hints(of(Outcome(0, 1, ok=False, error="StepError")), PLAN, Closed()) == ()
+    assert hints(of(RequestOutcome(0, 1, ok=False, error="StepError")), PLAN, Closed()) == ()
     assert hints(of(), PLAN, Closed()) == ()

@@ -13,7 +13,7 @@ from weftline.pipelines.builder import Builder
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    pipeline = Builder("two", limits={"requests_max": 4}, slo={"latency_p99_ms": 5000})
+    pipeline = Builder("two", limits={"requests_max": 4, "deadline_ms": 5000}, slo={"latency_p99_ms": 4000})
     first = pipeline.step("first", "echo", value=pipeline.input("x", "text"))
     second = pipeline.step("second", "fail", value=first.value, equals="bad", delay_ms=2)
     pipeline.output("y", first.value)
@@ -34,7 +34,7 @@ def test_a_closed_load_reports_every_step(session: Session) -> None:
     second = report.steps[1]
     assert second.run.p50 >= second.node.p50 >= 2
     assert 0.3 <= report.seconds < 1
-    assert report.deadline_ms == 5000  # the pipeline's own
+    assert (report.deadline_ms, report.objective_ms, report.objective_met) == (5000, 4000, True)  # the pipeline's own
     busy = {worker.worker: worker.busy for worker in report.workers}
     assert busy["second"] > busy["first"] > 0
     assert sum(step.total_ms for step in report.where.steps) + sum(report.where.outside.values()) == pytest.approx(
@@ -43,6 +43,7 @@ def test_a_closed_load_reports_every_step(session: Session) -> None:
     assert [path.steps for path in report.where.paths] == [("first", "second")]
 
 
+@pytest.mark.slow
 def test_an_open_load_over_the_limit_is_refused_and_goes_on(session: Session) -> None:
     report = bench(session, hello, Open(2000), duration_s=0.2, warm_up_s=0.0)
     assert report.refused > 0 and report.ok > 0
@@ -50,6 +51,7 @@ def test_an_open_load_over_the_limit_is_refused_and_goes_on(session: Session) ->
     assert report.errors[0].message.startswith("4 requests are open; limits.requests_max is 4")
 
 
+@pytest.mark.slow
 def test_failed_requests_bring_the_timings_of_what_had_run(session: Session) -> None:
     report = bench(session, lambda number: {"x": "bad"}, Closed(1), duration_s=0.1, warm_up_s=0.0)
     assert report.ok == 0
@@ -58,6 +60,7 @@ def test_failed_requests_bring_the_timings_of_what_had_run(session: Session) -> 
     assert report.steps[1].failed == report.sent
 
 
+@pytest.mark.slow
 def test_only_the_wanted_outputs_are_loaded_and_the_load_can_be_cut_short(session: Session) -> None:
     report = bench(session, hello, Closed(1), duration_s=60, warm_up_s=0.0, requests_max=5, outputs=["y"], priority=3)
     assert [(step.step, step.count) for step in report.steps] == [("first", 5)]
@@ -66,6 +69,7 @@ def test_only_the_wanted_outputs_are_loaded_and_the_load_can_be_cut_short(sessio
     assert (report.sent, report.stopped) == (5, "after 5 requests")
 
 
+@pytest.mark.slow
 def test_outcomes_are_what_became_of_each_request(session: Session) -> None:
     outcomes = run_open(session, [0.0, 5.0, 10.0], hello, deadline_ms=1000)
     assert [one.ok for one in outcomes] == [True] * 3

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.loads import joined, one_request, ran
-from weftline.engine.measuring.outcome import Outcome
+from weftline.engine.measuring.outcome import RequestOutcome
 from weftline.engine.measuring.report import Report, Spread, covered_ms, report
+from weftline.pipelines.policy import Slo
 
 PLAN = joined()
 
 
-def of(*outcomes: Outcome, **options: float) -> Report:
+def of(*outcomes: RequestOutcome, **options: float) -> Report:
     return report(outcomes, PLAN, "closed, 1 caller", **options)
 
 
@@ -25,14 +26,24 @@ def test_quantiles_are_values_that_were_seen() -> None:
 
 
 def test_requests_are_counted_by_how_they_ended() -> None:
-    refused = Outcome(1000, 1001, ok=False, error="LimitReached", message="256 are open")
-    expired = Outcome(1000, 1050, ok=False, error="DeadlineExceeded", message="first")
+    refused = RequestOutcome(1000, 1001, ok=False, error="LimitReached", message="256 are open")
+    expired = RequestOutcome(1000, 1050, ok=False, error="DeadlineExceeded", message="first")
     found = of(one_request(), refused, expired, replace(expired, message="second"))
     assert (found.sent, found.ok, found.refused, found.expired) == (4, 1, 1, 2)
     assert [(one.error, one.count, one.message) for one in found.errors] == [
         ("DeadlineExceeded", 2, "first"), ("LimitReached", 1, "256 are open"),
     ]  # fmt: skip
     assert found.latency == Spread(20, 20, 20, 20, 20)
+
+
+def test_the_latency_objective_is_met_when_the_p99_of_answers_is_within_it() -> None:
+    assert (of(one_request()).objective_ms, of(one_request()).objective_met) == (None, None)
+    plan = replace(PLAN, slo=Slo(latency_p99_ms=20))
+    met = report([one_request()], plan, "closed, 1 caller")
+    assert (met.objective_ms, met.objective_met) == (20, True)
+    missed = report([one_request()], replace(PLAN, slo=Slo(latency_p99_ms=19)), "closed, 1 caller")
+    assert missed.objective_met is False and missed.as_json()["objective_ms"] == 19
+    assert report([], plan, "closed, 1 caller").objective_met is None
 
 
 def test_throughput_is_over_the_time_from_the_first_sending_to_the_last_end() -> None:
@@ -50,7 +61,7 @@ def test_an_open_load_that_pauses_is_measured_for_as_long_as_it_was_meant_to() -
 
 def test_goodput_counts_answers_within_the_deadline_only() -> None:
     late = replace(one_request(1000), ended_ms=1500)
-    failed = Outcome(1000, 1001, ok=False, error="StepError")
+    failed = RequestOutcome(1000, 1001, ok=False, error="StepError")
     found = of(one_request(1000), late, failed, deadline_ms=100.0)
     assert (found.ok, found.good, found.good_per_s) == (2, 1, pytest.approx(2))
     assert of(one_request(), late).good == 2
@@ -71,7 +82,7 @@ def test_a_step_has_its_waits_apart() -> None:
 def test_batches_are_counted_as_calls_not_as_items() -> None:
     alone = [ran("hear", 0, 1, 2, batch=1) for _ in range(3)]
     together = [ran("hear", 0, 5, 6, batch=3) for _ in range(3)]
-    hear = of(Outcome(0, 9, timings=(*alone, *together))).steps[0]
+    hear = of(RequestOutcome(0, 9, timings=(*alone, *together))).steps[0]
     assert hear.batches == {1: pytest.approx(0.75), 3: pytest.approx(0.25)}
     assert hear.batch_mean == pytest.approx(6 / 4)
 
@@ -84,7 +95,7 @@ def test_skipped_failed_and_further_attempts_are_counted_apart() -> None:
         ran("hear", 0, 3, 4, attempts=2),
         ran("hear", 0, 9, 9, outcome="failed", worker="", batch=0),  # its time ran out in the queue
     )
-    hear = of(Outcome(0, 9, timings=timings)).steps[0]
+    hear = of(RequestOutcome(0, 9, timings=timings)).steps[0]
     assert (hear.count, hear.skipped, hear.failed, hear.lost, hear.again) == (3, 1, 2, 1, 1)
 
 
@@ -94,7 +105,7 @@ def test_overlapping_spans_are_covered_once() -> None:
 
 
 def test_a_worker_is_busy_while_anything_of_it_runs_and_within_the_measured_time() -> None:
-    before = Outcome(900, 1002, timings=(ran("hear", 900, 990, 1004),))  # warming up, and still running
+    before = RequestOutcome(900, 1002, timings=(ran("hear", 900, 990, 1004),))  # warming up, and still running
     found = of(before, one_request(1000), since_ms=1000)
     busy = {worker.worker: worker.busy for worker in found.workers}
     assert busy == {"hear": pytest.approx(6 / 20), "see": pytest.approx(8 / 20), "say": pytest.approx(5 / 20)}

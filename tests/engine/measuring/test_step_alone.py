@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from weftline.engine.measuring.step_alone import opened, sizes
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.graph import Pipeline
@@ -18,8 +20,7 @@ FAKE = Machine(2, 8 << 30, (Device("fake:0", 1 << 30),))
 NODES = '''
 import time
 
-from weftline.nodes.contract import BatchNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import BatchNode, Ports, port
 
 
 class Counts(BatchNode):
@@ -66,6 +67,7 @@ def test_sizes_double_up_to_the_most_and_have_it() -> None:
     assert [sizes(most) for most in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
+@pytest.mark.slow
 def test_calls_have_the_items_asked_for_and_device_memory_is_measured(tmp_path: Path) -> None:
     made = graph(tmp_path, "Counts", "float32[262144]", "fake:0")
     with opened(made, planned(made, FAKE), FAKE) as alone:
@@ -104,6 +106,7 @@ def test_a_step_that_remembers_is_asked_one_after_the_other(tmp_path: Path) -> N
         assert (alone.failure, set(alone.times_ms)) == ("", {1})
 
 
+@pytest.mark.slow
 def test_a_call_that_its_worker_did_not_survive_has_no_time(tmp_path: Path) -> None:
     p = Builder("test", base_dir=tmp_path)
     step = p.step("s", "fail", value=p.input("x", "text"), every=3, kill=True, batch={"items_max": 1})

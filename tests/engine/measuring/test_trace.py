@@ -7,13 +7,13 @@ from collections import defaultdict
 import pytest
 
 from tests.engine.loads import joined, one_request, ran
-from weftline.engine.measuring.outcome import Outcome
+from weftline.engine.measuring.outcome import RequestOutcome
 from weftline.engine.measuring.trace import REQUESTS_PID, lanes, trace
 
 PLAN = joined()
 
 
-def events(*outcomes: Outcome, **options: int) -> list[dict]:
+def events(*outcomes: RequestOutcome, **options: int) -> list[dict]:
     """Return the events of a trace that was written and read again."""
     return json.loads(json.dumps(trace(outcomes, PLAN, **options), allow_nan=False))["traceEvents"]
 
@@ -22,7 +22,7 @@ def slices(found: list[dict], category: str) -> list[dict]:
     return [one for one in found if one["ph"] == "X" and one["cat"] == category]
 
 
-def many(seed: int = 0) -> list[Outcome]:
+def many(seed: int = 0) -> list[RequestOutcome]:
     """Requests that overlap, whose batches hold items of several of them, some of which fail."""
     draw = random.Random(seed)
     outcomes = []
@@ -36,7 +36,7 @@ def many(seed: int = 0) -> list[Outcome]:
         timings += [ran("see", left + 15, left + 15.1, left + 99)] if number == 50 else []  # it outlived its request
         draw.shuffle(timings)
         failed = number % 7 == 0
-        outcomes.append(Outcome(at, left + 15.5, not failed, "StepError" if failed else "", tuple(timings), 0.2))
+        outcomes.append(RequestOutcome(at, left + 15.5, not failed, "StepError" if failed else "", tuple(timings), 0.2))
     return outcomes
 
 

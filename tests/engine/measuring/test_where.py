@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.loads import joined, one_request, ran
-from weftline.engine.measuring.outcome import Outcome
+from weftline.engine.measuring.outcome import RequestOutcome
 from weftline.engine.measuring.where import (
     AFTER,
     BATCH_WAIT,
@@ -24,7 +24,7 @@ from weftline.engine.measuring.where import (
 PLAN = joined()
 
 
-def spent(outcome: Outcome, plan=PLAN) -> dict[tuple[str, str], float]:
+def spent(outcome: RequestOutcome, plan=PLAN) -> dict[tuple[str, str], float]:
     """Return the parts of a request that are not nothing, by step and kind."""
     parts = parts_of(outcome, Before(plan))
     assert sum(part.ms for part in parts) == pytest.approx(outcome.latency_ms)
@@ -49,7 +49,7 @@ def test_a_step_that_ended_earlier_is_not_on_the_path() -> None:
 
 def test_the_means_add_up_to_the_mean_latency() -> None:
     slow = replace(one_request(5000), ended_ms=5040, late_ms=0.0)
-    found = where([one_request(), slow, Outcome(0, 99, ok=False, error="StepError")], PLAN)
+    found = where([one_request(), slow, RequestOutcome(0, 99, ok=False, error="StepError")], PLAN)
     assert found.mean_ms == pytest.approx(30)
     assert sum(step.total_ms for step in found.steps) + sum(found.outside.values()) == pytest.approx(30)
     assert found.outside[AFTER] == pytest.approx(11)
@@ -70,13 +70,13 @@ def test_time_between_a_step_and_the_next_is_outside_of_both() -> None:
 
 def test_of_a_mapped_step_the_last_element_counts() -> None:
     elements = tuple(ran("see", 1001, 1002, 1002 + ms, element=place) for place, ms in enumerate((3, 9, 5)))
-    outcome = Outcome(1000, 1020, timings=(*elements, ran("say", 1011, 1012, 1020)))
+    outcome = RequestOutcome(1000, 1020, timings=(*elements, ran("say", 1011, 1012, 1020)))
     assert spent(outcome)[("see", HAND_OVER)] == 9
 
 
 def test_an_earlier_attempt_of_the_step_is_part_of_the_path() -> None:
     lost = ran("hear", 1001, 1002, 1006, outcome="lost")
-    outcome = Outcome(1000, 1012, timings=(lost, ran("hear", 1008, 1008, 1012, attempts=2)))
+    outcome = RequestOutcome(1000, 1012, timings=(lost, ran("hear", 1008, 1008, 1012, attempts=2)))
     assert spent(outcome) == {
         ("", BEFORE): 1, ("hear", QUEUE): 1, ("hear", HAND_OVER): 4, ("", BETWEEN): 2,
     }  # fmt: skip
@@ -86,7 +86,7 @@ def test_an_earlier_attempt_of_the_step_is_part_of_the_path() -> None:
 
 def test_waiting_counts_from_the_end_of_the_earlier_attempt() -> None:
     lost = ran("hear", 1001, 1002, 1006, outcome="lost")
-    outcome = Outcome(1000, 1012, timings=(lost, ran("hear", 1001, 1008, 1012, attempts=2)))
+    outcome = RequestOutcome(1000, 1012, timings=(lost, ran("hear", 1001, 1008, 1012, attempts=2)))
     assert spent(outcome) == {("", BEFORE): 1, ("hear", QUEUE): 2, ("hear", HAND_OVER): 4}
     parts = parts_of(outcome, Before(PLAN))
     assert sum(part.ms for part in parts if part.kind == QUEUE) == pytest.approx(3)
@@ -96,14 +96,14 @@ def test_a_skipped_step_is_looked_through() -> None:
     skipped = ran("say", 1012, 1012.5, 1012.5, outcome="skipped")
     before = Before(PLAN)
     assert before.timed("say", {"see"}) == {"see"}
-    outcome = Outcome(1000, 1013, timings=(*one_request().timings[:2], skipped))
+    outcome = RequestOutcome(1000, 1013, timings=(*one_request().timings[:2], skipped))
     assert [path.steps for path in where([outcome], PLAN).paths] == [("see",)]
 
 
 def test_a_step_that_reads_a_stream_counts_from_the_streams_end() -> None:
     streaming = replace(PLAN, steps=tuple(replace(step, streams=step.name == "see") for step in PLAN.steps))
     reads = ran("say", 1005, 1005, 1014, node_ms=1.0)  # it began while see was still giving pieces
-    outcome = Outcome(1000, 1015, timings=(*one_request().timings[:2], reads))
+    outcome = RequestOutcome(1000, 1015, timings=(*one_request().timings[:2], reads))
     spent(outcome, streaming)
     parts = parts_of(outcome, Before(streaming))
     assert sum(part.ms for part in parts if part.step == "say") == pytest.approx(2)
@@ -111,7 +111,7 @@ def test_a_step_that_reads_a_stream_counts_from_the_streams_end() -> None:
 
 
 def test_a_request_without_timings_is_all_outside() -> None:
-    assert spent(Outcome(1000, 1005)) == {("", BEFORE): 5}
+    assert spent(RequestOutcome(1000, 1005)) == {("", BEFORE): 5}
 
 
 def test_parts_add_up_whatever_the_timings_say() -> None:
@@ -126,5 +126,5 @@ def test_parts_add_up_whatever_the_timings_say() -> None:
             )
             for _ in range(draw.randrange(6))
         )  # fmt: skip
-        outcome = Outcome(1000, 1000 + draw.uniform(0, 60), timings=timings, late_ms=draw.uniform(0, 80))
+        outcome = RequestOutcome(1000, 1000 + draw.uniform(0, 60), timings=timings, late_ms=draw.uniform(0, 80))
         spent(outcome)

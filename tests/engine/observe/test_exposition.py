@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.engine.observe.made import record, timing
+from tests.engine.observe.made import install_nvml, record, timing
 from tests.engine.observe.test_snapshots import LLM, PIDS, Shown
 from weftline.engine.observe import series
 from weftline.engine.observe.exposition import exposition
@@ -48,7 +49,8 @@ def test_a_histogram_has_its_buckets_their_sum_and_their_count() -> None:
     assert (at("weftline_step_batch_items_sum"), at("weftline_step_batch_items_count")) == (1009, 4)
 
 
-def test_both_formats_say_the_same() -> None:
+def test_both_formats_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvml(monkeypatch)
     metrics = Metrics(lambda: {"ocr": Shown({"answer": {"answer": LLM}})}, callers=("line-3",), ingress=lambda: PIDS)
     usage = {"prompt_tokens": 100, "completion_tokens": 20}
     for at in range(20):

@@ -35,6 +35,7 @@ outputs: {text: slow.value}
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
+@pytest.mark.slow
 def test_what_a_backend_tells_becomes_series_and_spans(tmp_path: Path) -> None:
     sent = InMemorySpanExporter()
     tracing = Tracing(sent)

@@ -125,6 +125,7 @@ def test_series_stay_few_whatever_clients_ask_for() -> None:
     assert len(read(metrics)) == few
 
 
+@pytest.mark.slow
 def test_a_language_model_is_shown_in_vllms_series(warm: None) -> None:
     pytest.importorskip("torch")
     p = Builder("chat", base_dir=ROOT, limits={"arena_bytes": 4 << 20})

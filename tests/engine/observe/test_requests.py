@@ -9,11 +9,11 @@ import pytest
 from tests.engine.observe.made import record, timing
 from weftline.engine.observe import requests, series
 from weftline.engine.observe.histogram import Histogram
-from weftline.engine.observe.requests import Requests
+from weftline.engine.observe.requests import RequestMetrics
 from weftline.engine.observe.series import Series
 
 
-def of(sums: Requests, one: Series) -> dict[tuple[str, ...], Any]:
+def of(sums: RequestMetrics, one: Series) -> dict[tuple[str, ...], Any]:
     """Return a series' samples by labels; of a histogram its count and its sum."""
     found = {labels: value for told, labels, value in sums.samples() if told is one}
     return {
@@ -23,7 +23,7 @@ def of(sums: Requests, one: Series) -> dict[tuple[str, ...], Any]:
 
 
 def test_requests_count_by_model_door_and_status() -> None:
-    sums = Requests()
+    sums = RequestMetrics()
     for status in ("OK", "OK", "UNAVAILABLE"):
         sums.take(record(status=status, size_bytes=100))
     sums.take(record("answer", door="http"))
@@ -39,7 +39,7 @@ def test_requests_count_by_model_door_and_status() -> None:
 
 
 def test_names_that_clients_make_up_become_no_labels() -> None:
-    sums = Requests()
+    sums = RequestMetrics()
     for at in range(1000):
         sums.take(record(f"made-up-{at}", "NOT_FOUND", version=0, door=f"door-{at}", caller=f"caller-{at}"))
     sums.take(record(status="MADE_UP"))
@@ -48,7 +48,7 @@ def test_names_that_clients_make_up_become_no_labels() -> None:
 
 
 def test_a_model_that_was_served_once_keeps_its_name_when_it_cannot_be_asked() -> None:
-    sums = Requests()
+    sums = RequestMetrics()
     sums.take(record())
     sums.take(record(status="UNAVAILABLE", version=0))
     assert of(sums, series.REQUESTS) == {("ocr", "grpc", "OK"): 1, ("ocr", "grpc", "UNAVAILABLE"): 1}
@@ -56,14 +56,14 @@ def test_a_model_that_was_served_once_keeps_its_name_when_it_cannot_be_asked() -
 
 def test_there_is_a_most_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "MODELS_MAX", 2)
-    sums = Requests()
+    sums = RequestMetrics()
     for name in ("a", "b", "c", "d"):
         sums.take(record(name))
     assert sorted(of(sums, series.REQUESTS)) == [("", "grpc", "OK"), ("a", "grpc", "OK"), ("b", "grpc", "OK")]
 
 
 def test_callers_count_where_the_token_file_names_them() -> None:
-    sums = Requests(callers=("line-3",))
+    sums = RequestMetrics(callers=("line-3",))
     sums.take(record(caller="line-3"))
     sums.take(record(caller="line-3", status="NOT_FOUND"))
     sums.take(record(caller="unknown"))
@@ -71,7 +71,7 @@ def test_callers_count_where_the_token_file_names_them() -> None:
 
 
 def test_steps_count_by_outcome_and_skipped_ones_have_no_times() -> None:
-    sums = Requests()
+    sums = RequestMetrics()
     sums.take(record(timings=(timing("see"), timing("read", "lost"), timing("read"), timing("fix", "skipped"))))
     assert of(sums, series.STEP_ITEMS) == {
         ("ocr", "see", "ok"): 1, ("ocr", "read", "lost"): 1, ("ocr", "read", "ok"): 1, ("ocr", "fix", "skipped"): 1,
@@ -83,7 +83,7 @@ def test_steps_count_by_outcome_and_skipped_ones_have_no_times() -> None:
 
 
 def test_the_items_of_a_batch_make_up_one_call() -> None:
-    sums = Requests()
+    sums = RequestMetrics()
     for _ in range(4):  # a batch of 4
         sums.take(record(timings=(timing(),)))
     sums.take(record(timings=(timing("see", "lost")._replace(batch=0),)))  # its worker died: nobody knows
@@ -92,7 +92,7 @@ def test_the_items_of_a_batch_make_up_one_call() -> None:
 
 
 def test_streamed_answers_have_a_first_piece() -> None:
-    sums = Requests()
+    sums = RequestMetrics()
     sums.take(record(first_ms=5.0, pieces=7))
     sums.take(record())
     assert of(sums, series.FIRST_PIECE) == {("ocr",): (1, 0.005)}
@@ -100,7 +100,7 @@ def test_streamed_answers_have_a_first_piece() -> None:
 
 
 def test_a_language_models_answer_counts_each_gap_between_two_tokens() -> None:
-    sums = Requests()
+    sums = RequestMetrics()
     usage = {"prompt_tokens": 100, "completion_tokens": 11, "finish_reason": "stop"}
     sums.take(record("chat", total_ms=1100.0, first_ms=100.0, pieces=11, usage=usage))
     sums.take(record("chat", total_ms=500.0, usage=usage))  # nobody saw when it began
@@ -115,13 +115,13 @@ def test_a_language_models_answer_counts_each_gap_between_two_tokens() -> None:
 
 @pytest.mark.parametrize("usage", [{"prompt_tokens": "many"}, {"prompt_tokens": -1}, {"tokens": 5}, {"a": None}])
 def test_a_usage_that_says_nothing_counts_nothing(usage: dict[str, Any]) -> None:
-    sums = Requests()
+    sums = RequestMetrics()
     sums.take(record("chat", usage=usage))
     assert of(sums, series.LLM_E2E) == {}
 
 
 def test_what_was_read_stays_as_it_was() -> None:
-    sums = Requests()
+    sums = RequestMetrics()
     sums.take(record(timings=(timing(),)))
     before = list(sums.samples())
     sums.take(record(timings=(timing(),)))

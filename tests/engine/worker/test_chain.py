@@ -1,4 +1,4 @@
-"""Steps that hand over inside one worker: live values, batches of their own, nothing copied but the answer."""
+"""Chains: live values between steps, batches of their own, and copies of the results only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.engine.hosted import Bench, run_of
-from weftline.engine import messages as msg
+from weftline.engine.protocol import messages as msg
+from weftline.engine.worker.batch import HostedStep
 from weftline.engine.worker.chain import HostedChain
-from weftline.engine.worker.hosting import HostedStep
 from weftline.nodes.contract import Batch, Outputs
 
 X, Y = {"x": "float32[N]"}, {"y": "float32[N]"}
@@ -37,15 +37,15 @@ def numbers(value: float, size: int = BIG) -> np.ndarray:
 
 
 def test_stages_hand_over_live_arrays_and_only_the_answer_is_placed(bench: Bench) -> None:
-    made: list[np.ndarray] = []
+    made: list[int] = []  # addresses: a node that kept the arrays could write them
 
     def double(batch: Batch) -> Outputs:
-        made.extend(x * 2 for x in batch["x"])
-        return {"y": made}
+        doubled = [x * 2 for x in batch["x"]]
+        made.extend(x.ctypes.data for x in doubled)
+        return {"y": doubled}
 
     def add(batch: Batch) -> Outputs:
-        for given, own in zip(batch["x"], made, strict=True):
-            assert np.shares_memory(given, own) and not given.flags.writeable
+        assert [x.ctypes.data for x in batch["x"]] == made and not any(x.flags.writeable for x in batch["x"])
         return {"y": [x + 1 for x in batch["x"]]}
 
     both = chain([bench.step(double, X, Y), bench.step(add, X, Y)], [[(ITEM, 0)], [(0, 0)]], (1, 0))
@@ -102,7 +102,7 @@ def test_an_input_that_comes_through_is_not_copied(bench: Bench) -> None:
     texts = bench.step(lambda batch: {"text": batch["text"]}, TEXT, TEXT)
     through = chain([same, same, texts, texts], [[(ITEM, 0)], [(0, 0)], [(ITEM, 1)], [(2, 0)]], (1, 0), (3, 0), (0, 0))
     [result] = through.run(run_of([[value, text]])).results
-    assert isinstance(result, msg.Given) and result.outputs == (value, text, value) and bench.asked == []
+    assert isinstance(result, msg.ItemResult) and result.outputs == (value, text, value) and bench.asked == []
 
 
 def test_a_stage_may_read_the_item_and_several_stages(bench: Bench) -> None:
@@ -145,16 +145,17 @@ def test_json_is_handed_over_as_a_copy_of_its_own_to_every_reader(bench: Bench) 
 
 
 def test_rows_of_one_array_are_one_array_for_the_next_stage(bench: Bench) -> None:
-    made: list[np.ndarray] = []
+    made: list[int] = []  # addresses
 
     def together(batch: Batch) -> Outputs:
-        made.append(batch.stacked("x") * 2)
-        return {"y": made[0]}
+        whole = batch.stacked("x") * 2
+        made.append(whole.ctypes.data)
+        return {"y": whole}
 
     shared: list[bool] = []
 
     def reads(batch: Batch) -> Outputs:
-        shared.append(np.shares_memory(batch.stacked("x"), made[0]))
+        shared.append(batch.stacked("x").ctypes.data == made[0])
         return {"y": batch.stacked("x")}
 
     both = chain([bench.step(together, X, Y), bench.step(reads, X, Y)], [[(ITEM, 0)], [(0, 0)]], (1, 0))
@@ -164,7 +165,7 @@ def test_rows_of_one_array_are_one_array_for_the_next_stage(bench: Bench) -> Non
 
 def test_items_cancelled_on_the_way_are_left_out_of_later_stages(bench: Bench) -> None:
     def first(batch: Batch) -> Outputs:
-        bench.cancels.gone = {101}
+        bench.cancels.cancelled = {101}
         return {"text": batch["text"]}
 
     reached: list[Any] = []
@@ -180,7 +181,7 @@ def test_items_cancelled_on_the_way_are_left_out_of_later_stages(bench: Bench) -
     assert a == "a" and (b.error, b.stage) == ("RequestCancelled", 1) and c == refused and reached == ["a"]
 
 
-def test_memory_that_ran_out_in_any_stage_is_told(bench: Bench) -> None:
+def test_memory_that_ran_out_in_any_stage_is_reported(bench: Bench) -> None:
     def hungry(batch: Batch) -> Outputs:
         if len(batch) > 1:
             raise MemoryError
@@ -193,7 +194,7 @@ def test_memory_that_ran_out_in_any_stage_is_told(bench: Bench) -> None:
     assert done.out_of_memory == 4 and bench.answers(done) == ["a"] * 4
 
 
-def test_an_answer_without_room_fails_its_item_in_the_last_stage(bench: Bench) -> None:
+def test_an_answer_without_a_buffer_fails_its_item_in_the_last_stage(bench: Bench) -> None:
     same = bench.step(lambda batch: {"y": batch["x"]}, X, Y)
     grows = bench.step(lambda batch: {"y": [numbers(1, int(x[0])) for x in batch["x"]]}, X, Y)
     done = chain([same, grows], [[(ITEM, 0)], [(0, 0)]], (1, 0)).run(

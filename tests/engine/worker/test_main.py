@@ -1,4 +1,4 @@
-"""A worker process, spoken to as the runtime speaks to it."""
+"""A worker process, driven by messages as from the runtime."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from weftline.engine import messages as msg
-from weftline.engine.processes import WorkerProcess
-from weftline.engine.values import pack, unpack
+from weftline.engine.protocol import messages as msg
+from weftline.engine.protocol.values import pack, unpack
+from weftline.engine.runtime.processes import WorkerProcess
 from weftline.nodes.ports import PortType
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block
@@ -30,8 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weftline.nodes.contract import BatchNode, Piece, StreamNode
-from weftline.nodes.ports import Ports, port
+from weftline.node import BatchNode, Piece, Ports, StreamNode, port
 
 
 class Waits(BatchNode):
@@ -66,7 +65,7 @@ class Waits(BatchNode):
 
 
 class Holds(BatchNode):
-    """Holds the interpreter, for as many seconds as it is told."""
+    """Hold the interpreter lock for the seconds in the input."""
 
     @classmethod
     def ports(cls, config, step):
@@ -122,7 +121,7 @@ class Ticks(StreamNode):
 
 
 class Urgent(Ticks):
-    """Answers with the priority it was given."""
+    """Answer with the priority of the item."""
 
     def submit(self, item, inputs, urgency):
         self.left[item] = urgency.priority
@@ -140,7 +139,7 @@ class Talk:
         self.channel = self.process.channel
         self.heard: deque[msg.FromWorker] = deque()
         self.beats = 0
-        self.say(msg.Open("w", arena_bytes, 1, str(folder), str(folder / "cache"), tuple(steps)))
+        self.say(msg.OpenSteps("w", arena_bytes, 1, str(folder), str(folder / "cache"), tuple(steps)))
         hello = self.wait_for(msg.Hello)
         self.arena = HostArena.attach(self.channel.take_descriptor(), hello.arena_bytes)
         self.arenas = {OWN: self.arena}
@@ -151,7 +150,7 @@ class Talk:
         self.channel.send(msg.encode(message))
 
     def wait_for(self, kind: type[Any], seconds: float = PATIENCE_S) -> Any:
-        """Return the next message of `kind`; earlier ones of other kinds are kept for those who ask for them."""
+        """Return the next message of `kind`; earlier ones of other kinds are kept for later calls."""
         until = time.monotonic() + seconds
         while True:
             for message in self.heard:
@@ -163,14 +162,14 @@ class Talk:
             select.select([self.channel.fileno()], [], [], left)
             for body in self.channel.receive():
                 message = msg.decode_from_worker(body)
-                if isinstance(message, msg.Beat):
+                if isinstance(message, msg.Heartbeat):
                     self.beats += 1
-                if not isinstance(message, msg.Beat | msg.Progress) or kind is type(message):
+                if not isinstance(message, msg.Heartbeat | msg.OpenProgress) or kind is type(message):
                     self.heard.append(message)
 
-    def run(self, items: list[msg.Item], **more: Any) -> msg.Done:
-        self.say(msg.Run(1, 0, tuple(items), **more))
-        return self.wait_for(msg.Done)  # type: ignore[no-any-return]
+    def run(self, items: list[msg.Item], **more: Any) -> msg.BatchDone:
+        self.say(msg.RunBatch(1, 0, tuple(items), **more))
+        return self.wait_for(msg.BatchDone)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         self.say(msg.Close())
@@ -206,14 +205,14 @@ PORT = {"Waits": ("text", "text"), "Holds": ("seconds", "json"), "Ticks": ("text
 
 def text(item: int, value: str, **brought: Any) -> msg.Item:
     packed = pack(value, PortType("text"), "x").inline()
-    return msg.Item(item, (packed,), msg.Brought(**brought) if brought else None)
+    return msg.Item(item, (packed,), msg.ItemMetadata(**brought) if brought else None)
 
 
-def answers(done: msg.Done) -> list[Any]:
-    return [unpack(one.outputs[0], {}) if isinstance(one, msg.Given) else one.error for one in done.results]
+def answers(done: msg.BatchDone) -> list[Any]:
+    return [unpack(one.outputs[0], {}) if isinstance(one, msg.ItemResult) else one.error for one in done.results]
 
 
-def test_a_worker_opens_answers_and_says_how_long_warming_up_took(start: Start) -> None:
+def test_a_worker_opens_answers_and_reports_its_warm_up_time(start: Start) -> None:
     talk = start("Waits", "Holds")
     assert set(talk.ready.opened_ms) == {"waits", "holds"}
     assert list(talk.ready.warm_ms) == ["waits"] and talk.ready.warm_ms["waits"] >= 20
@@ -222,59 +221,60 @@ def test_a_worker_opens_answers_and_says_how_long_warming_up_took(start: Start) 
     assert [(one.batches, one.items) for one in done.ran] == [(1, 2)] and done.ran[0].run_ms > 0
 
 
-def test_a_running_batch_is_told_that_one_of_its_items_is_cancelled(start: Start, tmp_path: Path) -> None:
+def test_a_running_batch_receives_the_cancel_of_one_of_its_items(start: Start, tmp_path: Path) -> None:
     talk = start("Waits")
-    talk.say(msg.Run(1, 0, (text(1, "wait"), text(2, "b"))))
+    talk.say(msg.RunBatch(1, 0, (text(1, "wait"), text(2, "b"))))
     wait_until(lambda: (tmp_path / "begun").exists())
-    talk.say(msg.Cancel(0, (1,)))
-    assert answers(talk.wait_for(msg.Done)) == ["cancelled", "kept"]
+    talk.say(msg.CancelItems(0, (1,)))
+    assert answers(talk.wait_for(msg.BatchDone)) == ["cancelled", "kept"]
 
 
 def test_a_batch_that_has_not_begun_leaves_cancelled_items_out_and_a_later_attempt_runs(
     start: Start, tmp_path: Path
 ) -> None:
     talk = start("Waits", items_max=2)
-    talk.say(msg.Run(1, 0, (text(1, "wait"), text(2, "b"), text(3, "c"), text(4, "d"))))
+    talk.say(msg.RunBatch(1, 0, (text(1, "wait"), text(2, "b"), text(3, "c"), text(4, "d"))))
     wait_until(lambda: (tmp_path / "begun").exists())
-    talk.say(msg.Cancel(0, (1, 3)))
-    talk.say(msg.Run(2, 0, (text(3, "again"),)))
-    assert answers(talk.wait_for(msg.Done)) == ["cancelled", "kept", "RequestCancelled", "d 2 0"]
-    assert answers(talk.wait_for(msg.Done)) == ["again 3 0"]
+    talk.say(msg.CancelItems(0, (1, 3)))
+    talk.say(msg.RunBatch(2, 0, (text(3, "again"),)))
+    assert answers(talk.wait_for(msg.BatchDone)) == ["cancelled", "kept", "RequestCancelled", "d 2 0"]
+    assert answers(talk.wait_for(msg.BatchDone)) == ["again 3 0"]
 
 
-def test_what_killed_a_worker_is_told_before_it_runs_and_refused_afterwards(start: Start) -> None:
+def test_a_killer_is_logged_before_it_runs_and_refused_afterwards(start: Start) -> None:
     talk = start("Waits")
     done = talk.run([text(1, "good"), text(2, "poison")], suspect=True)
-    told = talk.wait_for(msg.Suspected)
-    assert answers(done) == ["good 1 0", "poison 1 0"] and len(set(told.digests)) == 2 and told.dispatch == 1
-    talk.say(msg.Quarantine(0, (told.digests[1],)))
+    reported = talk.wait_for(msg.Suspected)
+    assert answers(done) == ["good 1 0", "poison 1 0"] and len(set(reported.digests)) == 2 and reported.dispatch == 1
+    talk.say(msg.QuarantineItems(0, (reported.digests[1],)))
     done = talk.run([text(3, "good"), text(4, "poison")])
     assert answers(done) == ["good 2 0", "InputError"]
     assert done.results[1] == msg.Failure("InputError", "this input killed its worker before; it is refused")
-    talk.say(msg.Quarantine(0, ()))
+    talk.say(msg.QuarantineItems(0, ()))
     assert answers(talk.run([text(5, "poison")])) == ["poison 3 0"]
 
 
-def test_streaming_items_are_told_and_refused_in_the_same_way(start: Start) -> None:
+def test_streaming_items_are_logged_and_refused_in_the_same_way(start: Start) -> None:
     talk = start("Urgent")
     talk.say(msg.Submit(0, (text(5, "poison"),), suspect=True))
-    told = talk.wait_for(msg.Suspected)
-    assert told.streams == (5,) and told.dispatch == 0 and len(told.digests) == 1
-    assert talk.wait_for(msg.Pieces).pieces[0].failure is None
-    talk.say(msg.Quarantine(0, told.digests))
+    reported = talk.wait_for(msg.Suspected)
+    assert reported.streams == (5,) and reported.dispatch == 0 and len(reported.digests) == 1
+    assert talk.wait_for(msg.OutputChunks).pieces[0].failure is None
+    talk.say(msg.QuarantineItems(0, reported.digests))
     talk.say(msg.Submit(0, (text(6, "poison"),)))
-    [piece] = talk.wait_for(msg.Pieces).pieces
+    [piece] = talk.wait_for(msg.OutputChunks).pieces
     assert piece.last and piece.failure is not None and piece.failure.error == "InputError"
 
 
+@pytest.mark.slow
 def test_a_worker_beats_while_it_works_and_while_it_idles_but_not_while_the_interpreter_is_held(start: Start) -> None:
     talk = start("Holds")
-    talk.wait_for(msg.Beat, 3 * msg.BEAT_S)
-    talk.say(msg.Run(1, 0, (msg.Item(1, (pack(2.5 * msg.BEAT_S, PortType("json"), "x").inline(),)),)))
+    talk.wait_for(msg.Heartbeat, 3 * msg.BEAT_S)
+    talk.say(msg.RunBatch(1, 0, (msg.Item(1, (pack(2.5 * msg.BEAT_S, PortType("json"), "x").inline(),)),)))
     before = talk.beats
-    talk.wait_for(msg.Done)
+    talk.wait_for(msg.BatchDone)
     assert talk.beats - before <= 1
-    talk.wait_for(msg.Beat, 3 * msg.BEAT_S)
+    talk.wait_for(msg.Heartbeat, 3 * msg.BEAT_S)
 
 
 def test_sequences_end_and_a_node_that_cannot_end_one_does_no_harm(start: Start, tmp_path: Path) -> None:
@@ -284,49 +284,49 @@ def test_sequences_end_and_a_node_that_cannot_end_one_does_no_harm(start: Start,
     assert (tmp_path / "ended-s1").exists()
 
 
-def test_a_paused_item_gives_no_pieces_until_it_is_resumed(start: Start) -> None:
+def test_a_paused_item_sends_no_chunks_until_it_is_resumed(start: Start) -> None:
     talk = start("Waits", "Ticks")
-    talk.say(msg.Run(1, 0, (text(1, "wait"),)))  # all that follows has come before the first round
+    talk.say(msg.RunBatch(1, 0, (text(1, "wait"),)))  # all that follows has come before the first round
     talk.say(msg.Submit(1, (text(5, "x"), text(13, "its node cannot pause it"))))
-    talk.say(msg.Pause(1, (99, 13, 5)))
+    talk.say(msg.PauseItems(1, (99, 13, 5)))
     talk.say(msg.Submit(1, (text(6, "y"),)))
-    talk.say(msg.Cancel(0, (1,)))
+    talk.say(msg.CancelItems(0, (1,)))
     ends: list[int] = []
     while 6 not in ends:
-        ends += [piece.item for piece in talk.wait_for(msg.Pieces).pieces if piece.last]
+        ends += [piece.item for piece in talk.wait_for(msg.OutputChunks).pieces if piece.last]
     assert set(ends) == {6, 13}
-    talk.say(msg.Resume(1, (5,)))
+    talk.say(msg.ResumeItems(1, (5,)))
     while 5 not in ends:
-        ends += [piece.item for piece in talk.wait_for(msg.Pieces).pieces if piece.last]
+        ends += [piece.item for piece in talk.wait_for(msg.OutputChunks).pieces if piece.last]
 
 
-def test_a_stream_node_is_told_the_urgency_if_it_asks_for_it(start: Start) -> None:
+def test_a_stream_node_receives_the_urgency_if_it_has_a_parameter_for_it(start: Start) -> None:
     talk = start("Urgent")
     talk.say(msg.Submit(0, (text(5, "x", priority=42),)))
-    [piece] = talk.wait_for(msg.Pieces).pieces
+    [piece] = talk.wait_for(msg.OutputChunks).pieces
     assert unpack(piece.outputs[0], {}) == "42"
 
 
 def test_a_cancelled_stream_ends_with_a_last_piece(start: Start) -> None:
     talk = start("Ticks")
     talk.say(msg.Submit(0, (text(5, "x"),)))
-    talk.say(msg.Cancel(0, (5,)))
+    talk.say(msg.CancelItems(0, (5,)))
     failures: list[msg.Failure] = []
     while not failures:
-        failures += [one.failure for one in talk.wait_for(msg.Pieces).pieces if one.failure]
+        failures += [one.failure for one in talk.wait_for(msg.OutputChunks).pieces if one.failure]
     assert failures[0].error == "RequestCancelled"
 
 
-def test_room_that_was_asked_for_in_the_middle_of_a_dispatch_comes_before_later_messages(start: Start) -> None:
+def test_a_buffer_requested_during_a_dispatch_comes_before_later_messages(start: Start) -> None:
     talk = start("Waits")
     big = "x" * 40_000
-    talk.say(msg.Run(1, 0, (text(1, big),)))
-    asked = talk.wait_for(msg.Need)
-    talk.say(msg.Run(2, 0, (text(2, "later"),)))
-    talk.say(msg.Room((Block(OWN, 4096, asked.sizes[0], 1),)))
-    done = talk.wait_for(msg.Done)
+    talk.say(msg.RunBatch(1, 0, (text(1, big),)))
+    asked = talk.wait_for(msg.BufferRequest)
+    talk.say(msg.RunBatch(2, 0, (text(2, "later"),)))
+    talk.say(msg.OutputBuffer((Block(OWN, 4096, asked.sizes[0], 1),)))
+    done = talk.wait_for(msg.BatchDone)
     assert unpack(done.results[0].outputs[0], talk.arenas) == f"{big} 1 0" and done.copied_bytes == asked.sizes[0]
-    assert answers(talk.wait_for(msg.Done)) == ["later 2 0"]
+    assert answers(talk.wait_for(msg.BatchDone)) == ["later 2 0"]
 
 
 def test_a_worker_ends_when_the_runtime_closes_its_socket(start: Start) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from weftline.shm.device.driver import GpuDriver
-from weftline.shm.device.fake import GRANULARITY_BYTES, FakeGpu
+from weftline.testing.fake_gpu.gpu import GRANULARITY_BYTES, FakeGpu
 
 
 def made(gpu: GpuDriver, size_bytes: int = GRANULARITY_BYTES) -> tuple[int, int]:

@@ -23,8 +23,8 @@ from concurrent.futures import ProcessPoolExecutor
 from tests.shm.device.simulation_runtime import Runtime, Task
 from tests.shm.device.simulation_worker import SCRATCH_BYTES, Worker
 from weftline.shm.block import Block, Key
-from weftline.shm.device.fake_machine import FakeMachine
 from weftline.shm.lease import Ledger
+from weftline.testing.fake_gpu.machine import FakeMachine
 
 REQUESTS = 10
 ACTS_MAX = 20_000

@@ -31,8 +31,8 @@ from tests.shm.device.simulation_worker import (
     written_by,
 )
 from weftline.shm.block import Block, Key
-from weftline.shm.device.fake_watch import Watch
 from weftline.shm.lease import DEVICE_ALIGN_BYTES, EVENT_BYTES, Ledger
+from weftline.testing.fake_gpu.watch import Watch
 
 
 @dataclass(eq=False, slots=True)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weftline.shm.block import Block
-from weftline.shm.device.fake import GRANULARITY_BYTES, FakeGpu
 from weftline.shm.lease import EVENT_BYTES
+from weftline.testing.fake_gpu.gpu import GRANULARITY_BYTES, FakeGpu
 
 SCRATCH_BYTES = 1024
 """Room for one dispatch in a worker's own memory, and the most that it writes."""

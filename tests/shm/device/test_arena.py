@@ -13,9 +13,9 @@ import pytest
 from weftline.shm.block import Block
 from weftline.shm.device.arena import DeviceArena
 from weftline.shm.device.driver import DriverError
-from weftline.shm.device.fake import FakeGpu
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import TensorSpec
+from weftline.testing.fake_gpu.gpu import FakeGpu
 
 MIB = 1 << 20
 FOUR = TensorSpec("float32", (2, 2))
@@ -214,7 +214,7 @@ def test_nothing_is_left_behind_when_the_driver_refuses() -> None:
 def test_another_process_sees_it_by_the_descriptor_and_after_its_maker_closed_it() -> None:
     child = (
         "import socket,sys;from weftline.shm.block import Block;from weftline.shm.spec import TensorSpec;"
-        "from weftline.shm.device.fake import FakeGpu;from weftline.shm.device.arena import DeviceArena;"
+        "from weftline.testing.fake_gpu.gpu import FakeGpu;from weftline.shm.device.arena import DeviceArena;"
         "s=socket.socket(fileno=int(sys.argv[1]));_,fds,_,_=socket.recv_fds(s,1,1);d=FakeGpu('fake:0');"
         f"a=DeviceArena.attach(d,{2 * MIB},'descriptor',fds[0]);s.send(b'attached');s.recv(1);"
         "t=a.view(Block(1,256,16,1).place(0,16),TensorSpec('float32',(4,)));print(t.host(d,d.stream()).tolist())"

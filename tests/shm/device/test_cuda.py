@@ -18,9 +18,9 @@ from tests.shm.device.bindings import StandIn, kinds_of  # noqa: E402 - after th
 from weftline.errors import MissingPackage  # noqa: E402
 from weftline.shm.device import cuda  # noqa: E402
 from weftline.shm.device.cuda import CudaDriver  # noqa: E402
-from weftline.shm.device.cuda_errors import LOST, NO_DRIVER, error_of  # noqa: E402
+from weftline.shm.device.cuda_errors import LOST, NO_DRIVER, NUMBERS, OUT_OF_MEMORY, error_of  # noqa: E402
 from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError, GpuDriver  # noqa: E402
-from weftline.shm.device.recorder import ROLES  # noqa: E402
+from weftline.testing.recorder import ROLES  # noqa: E402
 
 MIB = 1 << 20
 
@@ -288,6 +288,21 @@ def test_a_refusal_says_what_it_means(code: str, kind: type[DriverError], says: 
 def test_every_error_that_loses_a_device_is_one_of_cudas() -> None:
     assert set(LOST) <= {code.name for code in driver.CUresult}
     assert {type(error_of("x", code)) for code in LOST} == {DeviceLost}
+
+
+def test_every_error_that_cudas_documentation_calls_final_loses_the_device() -> None:
+    final = {code.name for code in driver.CUresult if "must be terminated and relaunched" in " ".join(_about(code))}
+    assert len(final) > 9 and final <= set(LOST)
+    assert {"CUDA_ERROR_UNKNOWN", "CUDA_ERROR_ASSERT", "CUDA_ERROR_ECC_UNCORRECTABLE"} <= set(LOST)
+
+
+def test_numbers_of_errors_are_cudas_own() -> None:
+    assert set(NUMBERS.values()) == {*LOST, OUT_OF_MEMORY}
+    assert {number: driver.CUresult(number).name for number in NUMBERS} == NUMBERS
+
+
+def _about(code: Any) -> list[str]:
+    return (code.__doc__ or "").split()
 
 
 def test_a_machine_without_the_driver_or_the_bindings_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

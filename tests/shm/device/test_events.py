@@ -5,9 +5,9 @@ import pytest
 from weftline.shm.block import Block, Place
 from weftline.shm.device.driver import DriverError
 from weftline.shm.device.events import EVENTS_MAX, SharedEvents, index_of
-from weftline.shm.device.fake import FakeGpu
-from weftline.shm.device.fake_machine import FakeMachine
 from weftline.shm.lease import EVENT_BYTES, Ledger
+from weftline.testing.fake_gpu.gpu import FakeGpu
+from weftline.testing.fake_gpu.machine import FakeMachine
 
 
 def place(index: int) -> Place:

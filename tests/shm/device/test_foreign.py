@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from weftline.shm.device import dlpack
-from weftline.shm.device.fake import FakeGpu
 from weftline.shm.device.foreign import as_device
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import TensorSpec
+from weftline.testing.fake_gpu.gpu import FakeGpu
 
 FOUR = TensorSpec("float32", (2, 2))
 

@@ -6,8 +6,8 @@ import pytest
 
 from weftline.shm.device.arena import DeviceArena
 from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError
-from weftline.shm.device.fake import FakeGpu
 from weftline.shm.device.ladder import RUNGS, probe
+from weftline.testing.fake_gpu.gpu import FakeGpu
 
 MIB = 1 << 20
 

@@ -13,6 +13,7 @@ REACHED = {"host", "event", "Done", "Released", "Settled", "death", "quarantine"
 ENDS = {"answered", "a worker died", "no room"}
 
 
+@pytest.mark.slow
 def test_every_read_is_whole_and_nothing_is_left_in_three_hundred_worlds() -> None:
     seen: set[str] = set()
     for seed in range(SEEDS):
@@ -26,6 +27,7 @@ def test_every_read_is_whole_and_nothing_is_left_in_three_hundred_worlds() -> No
     assert seen >= REACHED | ENDS
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str) -> None:
     """The simulation itself can fail: each of these bugs is found within three hundred seeds."""
@@ -42,7 +44,7 @@ def test_a_world_is_the_same_again_by_its_seed() -> None:
     assert acts[0] == acts[1]
 
 
-def test_a_failing_world_says_how_to_replay_it() -> None:
+def test_a_failing_world_reports_how_to_replay_it() -> None:
     with planted("no wait on ready"):
         told = next(filter(None, map(replay, range(SEEDS))))
     assert told.startswith("seed ")

@@ -9,11 +9,11 @@ import pytest
 from weftline.shm.block import Block
 from weftline.shm.device import dlpack
 from weftline.shm.device.arena import DeviceArena
-from weftline.shm.device.fake import FakeGpu
-from weftline.shm.device.recorder import Recorder
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import ITEM_BYTES, STAND_INS, TensorSpec
 from weftline.shm.view import numpy_dtype
+from weftline.testing.fake_gpu.gpu import FakeGpu
+from weftline.testing.recorder import Recorder
 
 MIB = 1 << 20
 

@@ -2,17 +2,24 @@ import io
 import json
 import logging
 from collections.abc import Iterator
-from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.ingress.access.logs import JsonLines, RequestLog, TextLines, start_logs
+from weftline.engine.ingress.access.logs import (
+    TRACEBACKS_BURST,
+    TRACEBACKS_PER_S,
+    JsonLines,
+    RequestLog,
+    TextLines,
+    start_logs,
+)
 from weftline.engine.ingress.access.tokens import new_token
 from weftline.engine.ingress.backend import Ask, Record
 from weftline.engine.ingress.config import Logs
-from weftline.engine.processes import WorkerProcess
+from weftline.engine.runtime.output import show
 
 HOSTILE = "id\r\nERROR fake: all is lost\x1b[2J\x1b]0;pwn\x07\u2028\u202e\x9b31m\0"
 
@@ -136,17 +143,30 @@ def test_starting_again_replaces_where_lines_go() -> None:
     assert (first.getvalue(), second.getvalue().count("once")) == ("", 1)
 
 
-def test_what_a_worker_writes_is_escaped_line_by_line(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_what_a_step_prints_is_logged_and_hidden_by_level(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO, "weftline.worker")
     monkeypatch.setattr(logging.getLogger("weftline"), "propagate", True)
-    said = [b"50%\rdone\nsaid \x1b[2Jhere\x00\xff \xe2\x80\xae\nERROR", b" whole\n", b""]
-    monkeypatch.setattr("weftline.engine.processes.os.read", lambda *_: said.pop(0))
-    process = WorkerProcess.__new__(WorkerProcess)
-    vars(process).update(SimpleNamespace(name="see", log_fd=-1, _lines=[], _partial=b"").__dict__)
-    while process.read_log():
-        pass
-    assert [one.getMessage() for one in caplog.records] == [
-        "see: 50%", "see: done", "see: said \\x1b[2Jhere\\x00\\ufffd \\u202e", "see: ERROR whole",
-    ]  # fmt: skip
+    caplog.set_level(logging.INFO, "weftline.worker")
+    show("see", "a line")
+    assert [one.getMessage() for one in caplog.records] == ["see: a line"]
+    caplog.set_level(logging.WARNING, "weftline.worker")
+    show("see", "hidden")
+    assert len(caplog.records) == 1 and capsys.readouterr().err == ""
+
+
+def test_tracebacks_of_failed_requests_are_logged_at_a_limited_rate() -> None:
+    for form in ("json", "text"):
+        stream = started(Logs(form))
+        times_s = iter([*[0.0] * 100, 2 / TRACEBACKS_PER_S])
+        log = RequestLog(Logs(), times_s.__next__)
+        failing = msgspec.structs.replace(
+            record("INTERNAL", error="step a: KeyError: 'x'"), traceback="Traceback\n  in user_code\x1b[2J\nKeyError"
+        )
+        for _ in range(100):
+            log(failing)
+        told = stream.getvalue()
+        assert told.count("in user_code") == TRACEBACKS_BURST and "\x1b" not in told
+        assert told.count("step a: KeyError") == 100, "the line itself is always there"
+        log(failing)
+        assert "(90 tracebacks of other failures" in stream.getvalue()

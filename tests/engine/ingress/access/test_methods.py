@@ -40,6 +40,8 @@ def test_every_kind_is_known_and_only_probes_are_open() -> None:
         "/grpc.health.v1.Health/Watch",
         "HTTP GET /livez",
         "HTTP GET /readyz",
+        "HTTP GET /healthz",
+        "HTTP GET /health",
         "HTTP GET /v2/health/live",
         "HTTP GET /v2/health/ready",
     }

@@ -33,7 +33,7 @@ def test_controls_are_shown_as_escapes() -> None:
 
 def test_paths_of_every_kind_are_scrubbed() -> None:
     for path in (
-        "/etc/passwd", "/", "/root", "//srv//x", "../secret", "../../a/b", "./run.sh", "~/x.pt", "~ana/x.pt",
+        "/etc/passwd", "/", "/boot", "//srv//x", "../secret", "../../a/b", "./run.sh", "~/x.pt", "~ana/x.pt",
         "models/best.pt", "a/b/c.onnx", "'/home/my user/a file.txt'", '"/with space/x"', "C:\\Users\\x.txt",
         "\\\\server\\share\\x", "file:///etc/hosts", "/dev/shm/psm_1f", "/proc/self/fd/7", "/tmp/ü/x", "=/opt/x",
     ):  # fmt: skip

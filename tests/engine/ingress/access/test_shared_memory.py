@@ -55,7 +55,7 @@ def refused(memory: SharedMemory, key: object, name: object = "r", offset: objec
     with pytest.raises(InputError) as caught:
         memory.register(name, key, offset, size)  # type: ignore[arg-type]
     assert memory.status() == ()
-    assert descriptors() == before
+    assert descriptors() <= before
     said = str(caught.value)
     assert FOLDER not in said and "\0" not in said and len(said) < 500
     return said
@@ -377,6 +377,7 @@ def test_a_full_file_system_is_told_without_its_name(
     assert FOLDER not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_memory_of_our_own_processes_has_no_name_to_register(memory: SharedMemory, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     head = "weftline: 1\nname: p\ninputs: {x: text}\noutputs: {y: say.value}\n"

@@ -23,12 +23,14 @@ def server() -> Iterator[Served]:
         yield one
 
 
+@pytest.mark.slow
 def test_the_blocking_client(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     grpc_sync.main(server.address)
     printed = capsys.readouterr().out
     assert "wants measures: FP32 [4]" in printed and "answered so far: " in printed and "species" in printed
 
 
+@pytest.mark.slow
 def test_the_asyncio_client(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(grpc_aio.main(server.address))
     printed = capsys.readouterr().out

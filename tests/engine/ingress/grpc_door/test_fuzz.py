@@ -109,12 +109,14 @@ def check(server: Served, method: str, data: bytes) -> None:
             assert method in ("ModelInfer", "LogSettings", "TraceSetting") or b"Traceback" not in answer
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(method=st.sampled_from([one.name for one in METHODS]), data=st.binary(max_size=300))
 def test_any_bytes_to_any_method(server: Served, method: str, data: bytes) -> None:
     check(server, method, data)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(method=st.sampled_from(METHODS), draw=st.data())
 def test_any_message_to_any_method(server: Served, method: Any, draw: st.DataObject) -> None:

@@ -5,18 +5,29 @@ The figures of a healthy client beside thousands of them are a benchmark's, `ben
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from benchmarks.ingress_hostile import CANCEL, HEADERS, PREFACE, RST_STREAM, SETTINGS, frame, headers
+from benchmarks.ingress_hostile import (
+    CANCEL,
+    HEADERS,
+    PREFACE,
+    REFERENCE,
+    RST_STREAM,
+    SETTINGS,
+    frame,
+    headers,
+    remembered,
+)
 from tests.engine.ingress.grpc_door.asking import METHOD, call_bytes, request, text_request, wait_until
 from tests.engine.ingress.grpc_door.served import ECHO, ENDLESS, Served, served_in_thread
 from weftline.engine.ingress.config import ServeLimits
 
-DATA = 0
+DATA, SETTINGS_FRAME, PING, ACK = 0, 4, 6, 1
 LIMITS = ServeLimits(header_s=1.0, keepalive_s=0.5, keepalive_wait_s=0.3)
 
 
@@ -68,6 +79,7 @@ SILENT = {
 """What connections say before they fall silent, and answer no ping."""
 
 
+@pytest.mark.slow
 def test_connections_that_fall_silent_are_ended_and_hold_up_nobody(server: Served) -> None:
     with ExitStack() as stack:
         opened = {what: stack.enter_context(connections(server, said, 20)) for what, said in SILENT.items()}
@@ -97,3 +109,25 @@ def test_calls_that_are_taken_back_at_once_leave_nothing(server: Served) -> None
         wait_until(lambda: server.open_requests("endless") == 0)
     requests = server.backend.stats("endless")["requests"]
     assert requests["admitted"] == requests["cancelled"] >= len(first)
+
+
+def test_a_header_cannot_be_sent_once_and_referred_to_thousands_of_times(server: Served) -> None:
+    call = headers(METHOD.encode() + b"ModelInfer")
+    acknowledged = frame(SETTINGS_FRAME, ACK, 0, b"")
+    once = frame(HEADERS, 4, 1, call + remembered())
+    often = frame(HEADERS, 4, 3, call + 16_000 * REFERENCE)
+    with connections(server, PREFACE + SETTINGS + acknowledged + once + often, 5) as opened:
+        wait_until(lambda: all(map(is_closed, opened)))
+    assert is_well(server)
+
+
+def test_a_client_that_does_not_acknowledge_settings_is_cut_off_though_it_answers_pings(server: Served) -> None:
+    with connections(server, PREFACE + SETTINGS, 1) as (one,):
+        one.setblocking(True)
+        one.settimeout(30)
+        with contextlib.suppress(ConnectionError):
+            while said := one.recv(65536):
+                for at in range(0, len(said) - 8):
+                    if said[at : at + 9] == frame(PING, 0, 0, bytes(8))[:9]:
+                        one.sendall(frame(PING, ACK, 0, said[at + 9 : at + 17]))
+    assert is_well(server)

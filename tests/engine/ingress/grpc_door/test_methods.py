@@ -133,6 +133,7 @@ def test_the_index_lists_models_and_can_leave_out_those_that_are_not_ready(clien
     assert {one.name for one in ready} == {"echo", "echo.same", "words"}
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_reloaded_and_unloaded(client: Any) -> None:
     client.load_model("spare")
     assert client.is_model_ready("spare")

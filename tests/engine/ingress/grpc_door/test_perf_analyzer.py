@@ -1,4 +1,4 @@
-"""Triton's own load generator, unchanged, against the gRPC door. `make bench-peers` fetches it; without it, skipped."""
+"""Triton's own load generator, unchanged, against the gRPC door. `make setup-slow` fetches it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ steps:
 outputs: {y: again.value}
 """
 
-pytestmark = pytest.mark.skipif(perf_analyzer() is None, reason="perf_analyzer is not built: make bench-peers")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(perf_analyzer() is None, reason="perf_analyzer is not built: make setup-slow"),
+]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import stat
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ async def until(server: Served, model: str, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_drain_lets_open_requests_finish_and_turns_new_ones_away(tmp_path: Path) -> None:
     async def go() -> None:
         async with (
@@ -68,6 +71,7 @@ def test_a_drain_lets_open_requests_finish_and_turns_new_ones_away(tmp_path: Pat
     run(go())
 
 
+@pytest.mark.slow
 def test_what_is_not_finished_within_the_grace_is_cancelled(tmp_path: Path) -> None:
     async def go() -> None:
         async with served({"endless": ENDLESS}) as server, grpc.aio.insecure_channel(server.address) as channel:
@@ -83,12 +87,29 @@ def test_what_is_not_finished_within_the_grace_is_cancelled(tmp_path: Path) -> N
     run(go())
 
 
+@pytest.mark.slow
 def test_it_listens_at_a_unix_socket(tmp_path: Path) -> None:
     async def go() -> None:
         door = GrpcDoor(socket=tmp_path / "weftline.sock")
         async with served({"echo": ECHO}, grpc=door) as server, grpc.aio.insecure_channel(server.address) as channel:
             answer = await channel.unary_unary(METHOD + "ModelInfer")(request().SerializeToString(), timeout=20)
             assert b"\1\2\3" in answer
+            assert stat.S_IMODE((tmp_path / "weftline.sock").stat().st_mode) == 0o600
+        assert list(tmp_path.iterdir()) == []
+
+    run(go())
+
+
+@pytest.mark.slow
+def test_a_socket_that_took_its_place_is_left_alone_when_it_stops(tmp_path: Path) -> None:
+    async def go() -> None:
+        path = tmp_path / "weftline.sock"
+        async with served({"echo": ECHO}, grpc=GrpcDoor(socket=path)):
+            path.unlink()
+            other = socket.socket(socket.AF_UNIX)
+            other.bind(str(path))
+        with other:
+            assert path.is_socket()
 
     run(go())
 

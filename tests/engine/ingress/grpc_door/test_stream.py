@@ -219,6 +219,7 @@ def test_the_stock_clients_cancel_of_a_stream_reaches_the_engine(server: Served)
         wait_until(lambda: server.open_requests("endless") == 0)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_up_its_own_stream_and_nothing_else(server: Served) -> None:
     with Stream(server) as slow:
         slow.send(text_request("large", "go"))
@@ -234,6 +235,7 @@ def test_a_slow_reader_holds_up_its_own_stream_and_nothing_else(server: Served) 
     assert count == 2001
 
 
+@pytest.mark.slow
 def test_nothing_more_is_taken_from_a_client_that_does_not_read(server: Served) -> None:
     def admitted() -> int:
         return int(server.backend.stats("echo")["requests"]["admitted"])
@@ -258,6 +260,7 @@ def test_a_client_that_vanishes_while_answers_wait_leaves_nothing(server: Served
     wait_until(lambda: server.open_requests("echo") == 0)
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_nothing_for_too_long_loses_the_call(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

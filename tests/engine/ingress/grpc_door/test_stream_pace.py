@@ -16,7 +16,7 @@ from weftline.engine.ingress.config import ServeLimits
 from weftline.engine.ingress.grpc_door.calls import CALLER
 from weftline.engine.ingress.grpc_door.control import TraceSettings
 from weftline.engine.ingress.grpc_door.infer import Inference
-from weftline.engine.ingress.grpc_door.serving import Serving
+from weftline.engine.ingress.grpc_door.serving import DrainSwitch
 from weftline.engine.ingress.grpc_door.stream import UNSENT_BYTES_MAX, InferStream
 
 
@@ -34,7 +34,7 @@ def test_a_sequence_waits_for_its_own_and_for_nobody_else() -> None:
                 text_request("text", "x", "free"),
             ]
         )
-        running = asyncio.ensure_future(InferStream(inference, Serving(), lambda caller: None, call).run())
+        running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), lambda caller: None, call).run())
         for id in ("free", "b1"):
             backend.end(id)
         await asyncio.sleep(0.05)
@@ -52,7 +52,7 @@ def test_a_sequence_waits_for_its_own_and_for_nobody_else() -> None:
 def test_a_drain_ends_the_call_only_for_those_who_would_send_more(half_closed: bool) -> None:
     async def go() -> None:
         backend: Any = Slow()
-        limits, serving = ServeLimits(), Serving()
+        limits, serving = ServeLimits(), DrainSwitch()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
         CALLER.set(EVERYBODY)
         call = Call([text_request("text", "x", "a")])
@@ -90,7 +90,7 @@ def test_a_cancelled_call_withdraws_what_is_open() -> None:
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
         CALLER.set(EVERYBODY)
         call = Call([text_request("text", "x", id) for id in ("a", "b")])
-        running = asyncio.ensure_future(InferStream(inference, Serving(), lambda caller: None, call).run())
+        running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), lambda caller: None, call).run())
         await asyncio.sleep(0.05)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -117,7 +117,7 @@ def test_answers_stay_lent_while_enough_bytes_are_on_their_way() -> None:
             await write(response)
 
         call.write = slowly  # type: ignore[method-assign]
-        running = asyncio.ensure_future(InferStream(inference, Serving(), lambda caller: None, call).run())
+        running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), lambda caller: None, call).run())
         await asyncio.sleep(0.05)
         for id in ids:
             backend.end(id)

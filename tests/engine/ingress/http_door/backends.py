@@ -9,7 +9,7 @@ from typing import Any
 
 from weftline.engine.ingress.backend import Answer, Ask
 from weftline.engine.ingress.face import READY, ModelFace, ModelState, PortFace
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 from weftline.errors import UnknownModel
 
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftline.engine.ingress.config import ServeLimits
-from weftline.engine.ingress.http_door.binary_tensors import Wanted, read_request, response_body
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.binary_tensors import BinaryOutputs, read_request, response_body
+from weftline.engine.ingress.http_door.refusal import HttpError
 from weftline.engine.ingress.v2.nouns import InferResponse, Region, Tensor
 from weftline.errors import InputError
 
@@ -43,27 +43,27 @@ def test_a_response_has_bytes_behind_its_json_and_says_how_many() -> None:
         Tensor("t", "BYTES", (1,), b"\x02\0\0\0hi"),
         Tensor("s", "FP32", (4,), region=Region("r", 8, 16)),
     )
-    body, length = response_body(InferResponse("m", "1", "r1", tensors), Wanted({"t": False}, True))
+    body, length = response_body(InferResponse("m", "1", "r1", tensors), BinaryOutputs({"t": False}, True))
     assert length is not None
     assert body[length:] == RAW
     y, t, s = msgspec.json.decode(body[:length])["outputs"]
     assert y["parameters"] == {"binary_data_size": 16}
     assert t["data"] == ["hi"]
     assert s["parameters"]["shared_memory_offset"] == 8
-    assert response_body(InferResponse("m", "1", "", tensors[1:2]), Wanted())[1] is None
+    assert response_body(InferResponse("m", "1", "", tensors[1:2]), BinaryOutputs())[1] is None
 
 
 def test_text_that_is_none_goes_out_as_bytes_only() -> None:
     response = InferResponse("m", "1", "", (Tensor("t", "BYTES", (1,), b"\x01\0\0\0\xff"),))
-    with pytest.raises(Refusal, match="binary_data"):
-        response_body(response, Wanted())
+    with pytest.raises(HttpError, match="binary_data"):
+        response_body(response, BinaryOutputs())
 
 
 def test_elements_and_tensors_are_counted() -> None:
     many = {"inputs": [{"name": "a", "datatype": "FP32", "shape": [101], "data": [[0] * 50, [0] * 51]}]}
-    with pytest.raises(Refusal, match="elements_max"):
+    with pytest.raises(HttpError, match="elements_max"):
         read_request(msgspec.json.encode(many), None, "m", "", LIMITS)
-    with pytest.raises(Refusal, match="at most 4"):
+    with pytest.raises(HttpError, match="at most 4"):
         read_request(msgspec.json.encode({"inputs": [{}] * 5}), None, "m", "", LIMITS)
 
 

@@ -5,7 +5,7 @@ import zlib
 import pytest
 
 from weftline.engine.ingress.http_door.body import _WINDOW, decompressed
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.refusal import HttpError
 
 GZIP, DEFLATE = _WINDOW["gzip"], _WINDOW["deflate"]
 LIMIT = 1 << 20
@@ -22,7 +22,7 @@ def test_a_bomb_is_never_unpacked(inside_bytes: int) -> None:
     bomb = gzip.compress(bytes(inside_bytes), 1)
     tracemalloc.start()
     try:
-        with pytest.raises(Refusal, match="message_bytes_max") as refused:
+        with pytest.raises(HttpError, match="message_bytes_max") as refused:
             decompressed(bomb, GZIP, LIMIT)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
@@ -35,5 +35,5 @@ def test_a_bomb_is_never_unpacked(inside_bytes: int) -> None:
     "body", [b"", b"hello", gzip.compress(b"hello", mtime=0)[:-4], gzip.compress(b"hello", mtime=0) + b"more"]
 )
 def test_what_is_no_gzip_is_refused(body: bytes) -> None:
-    with pytest.raises(Refusal):
+    with pytest.raises(HttpError):
         decompressed(body, GZIP, LIMIT)

@@ -2,7 +2,7 @@ import pytest
 
 from tests.engine.ingress.http_door.backends import face
 from weftline.engine.ingress.http_door.mapping import chat_ports, completion_ports, embedding_ports, speech_ports
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.refusal import HttpError
 
 
 def test_a_model_with_messages_chats_and_its_other_ports_are_found_by_name() -> None:
@@ -43,7 +43,7 @@ def test_a_model_that_hears_and_sees_chats_too() -> None:
     ],
 )
 def test_a_model_that_cannot_chat_says_why(inputs: dict[str, str], outputs: dict[str, str], why: str) -> None:
-    with pytest.raises(Refusal, match=why) as refused:
+    with pytest.raises(HttpError, match=why) as refused:
         chat_ports(face("m", inputs, outputs))
     assert (refused.value.code, refused.value.param) == (400, "model")
 
@@ -51,15 +51,15 @@ def test_a_model_that_cannot_chat_says_why(inputs: dict[str, str], outputs: dict
 def test_embeddings_come_from_the_one_float_vector() -> None:
     ports = embedding_ports(face("m", {"text": "text"}, {"v": "float32[D]", "usage": "json", "ids": "int64[N]"}))
     assert (ports.prompt, ports.output, ports.usage) == ("text", "v", "usage")
-    with pytest.raises(Refusal, match="float vectors are none"):
+    with pytest.raises(HttpError, match="float vectors are none"):
         embedding_ports(face("m", {"text": "text"}, {"v": "float32[3, H]"}))
-    with pytest.raises(Refusal, match="float vectors are a, b"):
+    with pytest.raises(HttpError, match="float vectors are a, b"):
         embedding_ports(face("m", {"text": "text"}, {"a": "float32[D]", "b": "float32[D]"}))
 
 
 def test_completions_want_a_prompt_and_not_messages_alone() -> None:
     assert completion_ports(face("m", {"prompt": "text"}, {"text": "text"})).output == "text"
-    with pytest.raises(Refusal):
+    with pytest.raises(HttpError):
         completion_ports(face("m", {"messages": "json"}, {"text": "text"}))
 
 
@@ -67,5 +67,5 @@ def test_transcription_wants_one_audio_input() -> None:
     ports = speech_ports(face("m", {"speech": "audio", "language": "text?"}, {"transcript": "text", "words": "text"}))
     assert (ports.audio, ports.output, ports.language, ports.prompt) == ("speech", "transcript", "language", None)
     for inputs in ({"text": "text"}, {"a": "audio", "b": "audio"}):
-        with pytest.raises(Refusal, match="one is needed"):
+        with pytest.raises(HttpError, match="one is needed"):
             speech_ports(face("m", inputs, {"text": "text"}))

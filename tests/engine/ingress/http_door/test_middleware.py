@@ -195,6 +195,41 @@ def test_names_and_addresses_are_told_apart() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("target", "hosts", "status"),
+    [
+        ("/v1/models", ["localhost"], 200), ("/v1/models", ["[::1]:80"], 200), ("/v1/models", ["127.0.0.1:8000"], 200),
+        ("http://localhost/v1/models", ["localhost"], 200), ("http://LOCALHOST:80/v1/models", ["localhost"], 200),
+        ("http://[::1]:9/v1/models", ["[0:0::1]:9"], 200),
+        ("/v1/models", ["localhost", "evil.example"], 400), ("/v1/models", ["localhost", "localhost"], 400),
+        ("/livez", ["localhost", "evil.example"], 400), ("/v1/models", [], 400), ("/v1/models", [""], 400),
+        ("/v1/models", ["localhost, evil.example"], 400), ("/v1/models", ["localhost evil.example"], 400),
+        ("/v1/models", ["localhost:x"], 400), ("/v1/models", ["localhost:"], 400), ("/v1/models", ["::1"], 400),
+        ("/v1/models", ["localhost:99999"], 400), ("/v1/models", ["[::1"], 400), ("/v1/models", ["[::g]"], 400),
+        ("/v1/models", ["user@localhost"], 400), ("/v1/models", ["localhost/evil.example"], 400),
+        ("http://evil.example/v1/models", ["localhost"], 400), ("http://localhost:1/v1/models", ["localhost"], 400),
+        ("http://u@localhost/v1/models", ["localhost"], 400), ("ftp://localhost/v1/models", ["localhost"], 400),
+        ("/v1/models", ["evil.example"], 403), ("http://evil.example/v1/models", ["evil.example"], 403),
+        ("/v1/models", ["127.1"], 403), ("/v1/models", ["2130706433"], 403),
+    ],
+)  # fmt: skip
+def test_a_request_names_one_host_and_its_target_no_other(
+    door: Hosted, target: str, hosts: list[str], status: int
+) -> None:
+    headers = "".join(f"Host: {one}\r\n" for one in hosts)
+    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+        raw.settimeout(20)
+        raw.sendall(f"GET {target} HTTP/1.1\r\n{headers}\r\n".encode())
+        assert raw.recv(4096).split(b"\r\n")[0].split()[1] == str(status).encode()
+
+
+def test_a_request_of_http_1_0_needs_no_host(door: Hosted) -> None:
+    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+        raw.settimeout(20)
+        raw.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert raw.recv(4096).split()[1] == b"200"
+
+
 # limits
 
 
@@ -271,6 +306,7 @@ def test_a_refused_request_does_not_keep_its_connection_by_sending_on(door: Host
         assert time.monotonic() - began < 9
 
 
+@pytest.mark.slow
 def test_a_resting_connection_is_kept_for_the_next_request(door: Hosted) -> None:
     with httpx.Client() as client:
         for _ in range(2):
@@ -279,6 +315,7 @@ def test_a_resting_connection_is_kept_for_the_next_request(door: Hosted) -> None
         assert client.get(f"{door.url}/livez").status_code == 200
 
 
+@pytest.mark.slow
 def test_calls_over_the_limit_are_refused_and_probes_are_not(door: Hosted) -> None:
     def ask(found: list[int]) -> None:
         told = httpx.post(f"{door.url}/v1/chat/completions", json={"model": "slow", "messages": HI})

@@ -11,7 +11,7 @@ from weftline.engine.ingress.http_door.openai_fields import (
     sampling_of,
     wants_usage,
 )
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.refusal import HttpError
 from weftline.engine.llm.params import SamplingParams
 
 
@@ -44,7 +44,7 @@ def test_fields_become_sampling_options_that_the_llm_step_takes(body: dict[str, 
     "format", [1, "json", {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": []}]
 )
 def test_a_response_format_that_is_none_is_refused_by_name(format: Any) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(HttpError) as refused:
         sampling_of({"response_format": format}, None)
     assert refused.value.param == "response_format"
 
@@ -63,7 +63,7 @@ def test_a_response_format_that_is_none_is_refused_by_name(format: Any) -> None:
     ],
 )
 def test_a_field_that_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(HttpError) as refused:
         check_refused({field: value})
     assert refused.value.param == field
 
@@ -76,13 +76,13 @@ def test_a_model_without_sampling_options_takes_only_what_asks_for_nothing() -> 
     body = {"temperature": 1.0, "top_p": 1, "n": 1, "presence_penalty": 0, "stop": []}
     check_no_sampling(body, sampling_of(body, None), "m")
     for field, value in {"temperature": 0.5, "max_completion_tokens": 4, "stop": "x"}.items():
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(HttpError) as refused:
             check_no_sampling({field: value}, sampling_of({field: value}, None), "m")
         assert refused.value.param == field
 
 
 def test_true_is_not_one_and_one_is_not_true() -> None:
-    with pytest.raises(Refusal):
+    with pytest.raises(HttpError):
         check_no_sampling({}, {"temperature": True}, "m")
 
 
@@ -92,7 +92,7 @@ def test_log_probabilities_are_asked_for_by_two_fields() -> None:
     assert chat_logprobs({"logprobs": True}) == 0
     assert chat_logprobs({"logprobs": True, "top_logprobs": 4}) == 4
     for wrong in ({"logprobs": 1}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
-        with pytest.raises(Refusal):
+        with pytest.raises(HttpError):
             chat_logprobs(wrong)
 
 
@@ -101,10 +101,10 @@ def test_counts_names_and_options_of_streams_are_checked() -> None:
     assert wants_usage({"stream_options": {"include_usage": True}})
     assert not wants_usage({"stream_options": {}})
     for wrong in (0, 65, True, 1.5, "2"):
-        with pytest.raises(Refusal):
+        with pytest.raises(HttpError):
             count_of({"n": wrong})
     for wrong in (None, "", 3, ["a"]):
-        with pytest.raises(Refusal):
+        with pytest.raises(HttpError):
             model_of({"model": wrong})
-    with pytest.raises(Refusal):
+    with pytest.raises(HttpError):
         wants_usage({"stream_options": True})

@@ -6,7 +6,7 @@ import pytest
 from tests.engine.ingress.http_door.backends import face
 from weftline.engine.ingress.http_door.mapping import chat_ports
 from weftline.engine.ingress.http_door.openai_messages import chat_inputs, read_conversation
-from weftline.engine.ingress.http_door.refusal import Refusal
+from weftline.engine.ingress.http_door.refusal import HttpError
 from weftline.engine.llm.messages import check_messages
 
 LLM = chat_ports(face("m", {"messages": "json", "tools": "json?", "photo": "image?"}, {"text": "text"}))
@@ -49,7 +49,7 @@ def test_a_model_with_a_text_input_gets_the_last_user_message() -> None:
         {"role": "user", "content": "3"},
     ]
     assert chat_inputs({"messages": said}, PLAIN) == {"question": "3"}
-    with pytest.raises(Refusal, match="no user message"):
+    with pytest.raises(HttpError, match="no user message"):
         chat_inputs({"messages": said[1:2]}, PLAIN)
 
 
@@ -70,13 +70,13 @@ def test_recordings_go_to_the_audio_inputs() -> None:
     ports = chat_ports(face("m", {"question": "audio"}, {"text": "text"}))
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(b"RIFF").decode(), "format": "wav"}}
     assert chat_inputs({"messages": [user(part)]}, ports) == {"question": b"RIFF"}
-    with pytest.raises(Refusal, match="its input question got none"):
+    with pytest.raises(HttpError, match="its input question got none"):
         chat_inputs({"messages": [user({"type": "text", "text": "?"})]}, ports)
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1/x.png", "https://host/x.png", "file:///etc/passwd", "ftp://x/y", "x"])
 def test_nothing_is_ever_fetched(url: str) -> None:
-    with pytest.raises(Refusal, match="fetches nothing"):
+    with pytest.raises(HttpError, match="fetches nothing"):
         chat_inputs({"messages": [user(picture(url))]}, LLM)
 
 
@@ -104,22 +104,22 @@ def test_nothing_is_ever_fetched(url: str) -> None:
     ],
 )
 def test_a_message_that_is_none_is_refused_with_its_place(messages: Any) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(HttpError) as refused:
         read_conversation(messages)
     assert refused.value.param == "messages"
     assert str(refused.value).startswith("messages")
 
 
 def test_too_many_pictures_are_refused_rather_than_forgotten() -> None:
-    with pytest.raises(Refusal, match="found 2 pictures"):
+    with pytest.raises(HttpError, match="found 2 pictures"):
         chat_inputs({"messages": [user(picture(), picture())]}, LLM)
 
 
 def test_tools_are_refused_where_none_can_be_called_and_never_forced() -> None:
     said = [{"role": "user", "content": "x"}]
     for body in ({"tools": [{}], "tool_choice": "required"}, {"tools": "x"}, {"tools": ["x"]}):
-        with pytest.raises(Refusal):
+        with pytest.raises(HttpError):
             chat_inputs({"messages": said} | body, LLM)
-    with pytest.raises(Refusal, match="takes none"):
+    with pytest.raises(HttpError, match="takes none"):
         chat_inputs({"messages": said, "tools": [{}]}, PLAIN)
     assert "tools" not in chat_inputs({"messages": said, "tools": [{}], "tool_choice": "none"}, LLM)

@@ -205,6 +205,7 @@ def test_requests_are_counted(client: triton.InferenceServerClient) -> None:
     assert {"other.s"} <= {one["name"] for one in client.get_inference_statistics("other")["model_stats"]}
 
 
+@pytest.mark.slow
 def test_models_are_unloaded_and_loaded(client: triton.InferenceServerClient) -> None:
     client.unload_model("other")
     assert not client.is_model_ready("other")

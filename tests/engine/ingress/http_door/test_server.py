@@ -23,7 +23,7 @@ from tests.engine.ingress.http_door.hosted import Hosted, hosted
 from weftline.engine.ingress.access.gate import Gate
 from weftline.engine.ingress.config import HttpDoor, ServeConfig, Tls
 from weftline.engine.ingress.http_door.server import HttpServer
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -74,10 +74,10 @@ def test_a_drain_is_seen_at_once_refuses_new_work_and_lets_open_work_finish() ->
         wait_asked(served, 1)
         door.loop.call_soon_threadsafe(door.server.set_serving, False)
         client = httpx.Client(base_url=door.url)
-        assert client.get("/readyz").status_code == 503
+        assert client.get("/readyz").status_code == client.get("/health").status_code == 503
         assert client.get("/v2/health/ready").status_code == 503
         assert client.get("/v2/models/chat/ready").status_code == 503
-        assert client.get("/livez").status_code == 200
+        assert client.get("/livez").status_code == client.get("/healthz").status_code == 200
         told = client.post("/v1/chat/completions", json={"model": "chat", "messages": HI})
         assert (told.status_code, told.headers["retry-after"]) == (503, "1")
         assert "shutting down" in told.json()["error"]["message"]
@@ -159,6 +159,7 @@ def test_figures_come_from_the_backend() -> None:
         assert told.text == "weftline_up 1\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_holds_its_stream_back() -> None:
     served = backend()
     pieces = 0

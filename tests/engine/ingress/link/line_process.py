@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from weftline.engine.ingress.backend import Ask
-from weftline.engine.ingress.link.process import Door, main
+from weftline.engine.ingress.link.process import IngressServer, main
 from weftline.engine.ingress.link.remote import RemoteBackend
 from weftline.engine.ingress.link.spec import IngressSpec
 from weftline.errors import ModelError, WeftlineError
@@ -105,7 +105,7 @@ def _say(writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
     writer.write(json.dumps(told).encode() + b"\n")
 
 
-def line_doors(spec: IngressSpec, backend: RemoteBackend) -> dict[str, Door]:
+def line_doors(spec: IngressSpec, backend: RemoteBackend) -> dict[str, IngressServer]:
     return {"grpc": LineDoor(backend, spec.config.grpc.port)}  # under this name, a restart finds its port again
 
 

@@ -1,4 +1,4 @@
-"""A RemoteBackend and the Clerk that serves it, in one event loop: the whole link but for the second process."""
+"""A RemoteBackend and its FrontendConnection in one event loop: the link without the second process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from weftline.engine.ingress.backend import Backend
 from weftline.engine.ingress.link import messages as msg
-from weftline.engine.ingress.link.clerk import Clerk
-from weftline.engine.ingress.link.desk import Desk
-from weftline.engine.ingress.link.extent import Shelf, grant, let_go, take
+from weftline.engine.ingress.link.clerk import FrontendConnection
+from weftline.engine.ingress.link.desk import FrontendManager
+from weftline.engine.ingress.link.extent import SharedBuffer, grant, let_go, take
 from weftline.engine.ingress.link.remote import RemoteBackend
-from weftline.engine.ingress.link.wire import Wire
+from weftline.engine.ingress.link.wire import FrontendTransport
 from weftline.engine.ingress.statistics import Statistics
 from weftline.shm.arena import HostArena
 
@@ -25,10 +25,10 @@ FRAME_BYTES_MAX = 144 << 20
 @dataclass
 class Linked:
     remote: RemoteBackend
-    clerk: Clerk
-    wire: Wire
-    shelf: Shelf
-    desk: Desk
+    clerk: FrontendConnection
+    wire: FrontendTransport
+    shelf: SharedBuffer
+    desk: FrontendManager
 
     @property
     def at_rest(self) -> bool:
@@ -49,15 +49,15 @@ async def linked(
     """Connect a RemoteBackend to a backend of this process."""
     ours, theirs = socket.socketpair()
     granted, answers = grant(extent_bytes), HostArena.create(extent_bytes)
-    desk = Desk(backend, statistics=statistics)
-    clerk = Clerk(backend, granted, answers, desk._carry_out, calls_max)
-    shelf = Shelf(take(os.dup(granted.fd)))
+    desk = FrontendManager(backend, statistics=statistics)
+    clerk = FrontendConnection(backend, granted, answers, desk._carry_out, calls_max)
+    shelf = SharedBuffer(take(os.dup(granted.fd)))
     read_only = HostArena.attach(os.dup(answers.fd), answers.size_bytes)
     await clerk.serve(ours, frame_bytes_max)
     desk._keepers.append(_Kept(clerk))  # type: ignore[arg-type]
     desk._greet(clerk)
     remote = RemoteBackend(shelf, read_only, frame_bytes_max)
-    wire = await Wire.connect(
+    wire = await FrontendTransport.connect(
         theirs, lambda body: remote.hear(msg.decode_to_ingress(body)), lambda why: remote.lose(), FRAME_BYTES_MAX
     )
     remote.speak(wire)
@@ -73,9 +73,9 @@ async def linked(
 
 @dataclass
 class _Kept:
-    """As much of a Keeper as a Desk needs to tell its clerk something."""
+    """The part of a FrontendSupervisor that a FrontendManager needs to reach its connection."""
 
-    clerk: Clerk
+    clerk: FrontendConnection
 
 
 async def settle(linked: Linked, within_s: float = 2.0) -> None:

@@ -24,16 +24,16 @@ from hypothesis import strategies as st
 from tests.engine.fire import Gate, descriptors, memory_maps, settled, wait_until
 from tests.engine.fire import builder as base
 from tests.engine.ingress.link.linked import linked
-from weftline.engine.crew.supervisor import RestartPolicy
 from weftline.engine.ingress.backend import Ask
 from weftline.engine.ingress.config import GrpcDoor, ServeConfig, ServedPipeline
 from weftline.engine.ingress.link import keeper
 from weftline.engine.ingress.link import messages as msg
-from weftline.engine.ingress.link.desk import Desk
+from weftline.engine.ingress.link.desk import FrontendManager
 from weftline.engine.ingress.link.spec import IngressSpec
 from weftline.engine.ingress.local import LocalBackend
-from weftline.engine.messages import Value
+from weftline.engine.protocol.messages import Value
 from weftline.engine.repository import Repository
+from weftline.engine.scheduler.restarts import RestartPolicy
 from weftline.errors import LimitReached, SessionClosed, WeftlineError
 from weftline.nodes.urgency import SequencePart
 from weftline.shm.block import Place
@@ -77,8 +77,8 @@ def spec(name: str = "line", port: int = 0, **more: Any) -> IngressSpec:
 
 
 @asynccontextmanager
-async def desk(repository: Repository) -> AsyncIterator[Desk]:
-    desk = Desk(LocalBackend(repository, {}), EXTENT_BYTES)
+async def desk(repository: Repository) -> AsyncIterator[FrontendManager]:
+    desk = FrontendManager(LocalBackend(repository, {}), EXTENT_BYTES)
     try:
         yield desk
     finally:
@@ -137,6 +137,7 @@ def leased(repository: Repository) -> int:
 # life
 
 
+@pytest.mark.slow
 def test_an_ingress_process_answers_and_ends_with_nothing_left(repository: Repository) -> None:
     async def script() -> None:
         async with desk(repository) as d:
@@ -157,6 +158,7 @@ def test_an_ingress_process_answers_and_ends_with_nothing_left(repository: Repos
     assert (descriptors(), memory_maps()) == before
 
 
+@pytest.mark.slow
 def test_it_has_neither_privileges_nor_secrets_nor_frameworks(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_it_has_neither_privileges_nor_secrets_nor_frameworks(
     run(script())
 
 
+@pytest.mark.slow
 def test_a_door_that_cannot_open_is_an_error_that_says_so_and_leaves_nothing(repository: Repository) -> None:
     async def script() -> None:
         async with desk(repository) as d:
@@ -186,6 +189,7 @@ def test_a_door_that_cannot_open_is_an_error_that_says_so_and_leaves_nothing(rep
     run(script())
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes_up_is_an_error(repository: Repository) -> None:
     async def script() -> None:
         async with desk(repository) as d:
@@ -196,6 +200,7 @@ def test_a_process_that_never_comes_up_is_an_error(repository: Repository) -> No
     run(script())
 
 
+@pytest.mark.slow
 def test_a_drain_lets_open_calls_finish_and_ends_the_process(repository: Repository, gate: Gate) -> None:
     async def script() -> None:
         async with desk(repository) as d:
@@ -218,6 +223,7 @@ def test_a_drain_lets_open_calls_finish_and_ends_the_process(repository: Reposit
     run(script())
 
 
+@pytest.mark.slow
 def test_a_drain_cuts_what_takes_longer_than_the_grace(repository: Repository, gate: Gate) -> None:
     async def script() -> None:
         async with desk(repository) as d:
@@ -248,6 +254,7 @@ def test_signals_to_end_are_for_the_engine(repository: Repository, signum: signa
     run(script())
 
 
+@pytest.mark.slow
 def test_processes_learn_of_models_that_change_and_of_none_that_could_not_be_looked_at(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +283,7 @@ def test_processes_learn_of_models_that_change_and_of_none_that_could_not_be_loo
 # deaths
 
 
+@pytest.mark.slow
 def test_a_killed_ingress_frees_what_it_held_within_a_second_and_harms_no_other(
     repository: Repository, gate: Gate
 ) -> None:
@@ -312,6 +320,7 @@ def test_a_killed_ingress_frees_what_it_held_within_a_second_and_harms_no_other(
     assert run(script()) < 1.0
 
 
+@pytest.mark.slow
 def test_it_is_started_again_where_it_was(repository: Repository) -> None:
     async def script() -> None:
         async with desk(repository) as d:
@@ -342,6 +351,7 @@ def test_stopping_does_not_wait_for_a_back_off(repository: Repository, monkeypat
     run(script())
 
 
+@pytest.mark.slow
 def test_one_that_never_comes_up_again_is_given_up_and_others_serve_on(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +370,7 @@ def test_one_that_never_comes_up_again_is_given_up_and_others_serve_on(
     run(script())
 
 
+@pytest.mark.slow
 def test_one_that_says_nothing_any_more_is_killed_and_started_again(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,23 +383,44 @@ def test_one_that_says_nothing_any_more_is_killed_and_started_again(
             await asyncio.sleep(1.0)
             pid = d.pids()["line"]  # it answers, so it lives
             (await Client.connect(ports["grpc"])).say(do="hang")
-            await until(lambda: d.ready and d.pids().get("line") not in (None, pid))
+            await until(lambda: d.ready and d.pids().get("line") not in (None, pid), 30)
             assert await (await Client.connect(ports["grpc"])).ask(ask="text", x="a") == {"y": "a"}
 
     run(script())
 
 
+@pytest.mark.slow
+def test_one_that_could_not_be_heard_because_the_engine_stood_still_is_not_killed(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "SILENT_S", 1.0)
+    monkeypatch.setattr(msg, "PING_S", 0.2)
+
+    async def script() -> None:
+        async with desk(repository) as d:
+            await d.start_ingress(spec(), ENTRY)
+            pid = d.pids()["line"]
+            for _ in range(3):
+                await asyncio.sleep(0.1)
+                time.sleep(1.5)  # the loop reads nothing meanwhile
+            await asyncio.sleep(0.5)
+            assert d.ready and d.pids() == {"line": pid}
+
+    run(script())
+
+
+@pytest.mark.slow
 def test_it_ends_within_a_second_when_the_engine_is_killed(tmp_path: Path) -> None:
     script = """
 import asyncio, sys
 from pathlib import Path
-from weftline.engine.ingress.link.desk import Desk
+from weftline.engine.ingress.link.desk import FrontendManager
 from weftline.engine.ingress.local import LocalBackend
 from weftline.engine.repository import Repository
 from tests.engine.ingress.link.test_desk import ENTRY, spec
 
 async def main():
-    desk = Desk(LocalBackend(Repository(), {}), 1 << 20)
+    desk = FrontendManager(LocalBackend(Repository(), {}), 1 << 20)
     await desk.start_ingress(spec(), ENTRY)
     print(desk.pids()["line"], flush=True)
     await asyncio.sleep(60)
@@ -432,9 +464,9 @@ HOSTILE: dict[str, list[bytes]] = {
     "json that is none": [_question({"x": Value("json", data=b"\xdd\xff\xff\xff\xff")})],
     "a pending tensor of another size": [_question({"x": Value("pending", "float32", (1 << 40,), b"1234")})],
     "an id used twice": [_question({"x": Value("text", data=b"a")})] * 2,
-    "a block that was not lent": [msg.encode(msg.Taken(0))],
-    "no block at all": [msg.encode(msg.Taken(-1))],
-    "doors opened twice": [msg.encode(msg.Opened({"grpc": 1}))],
+    "a block that was not lent": [msg.encode(msg.BlockReleased(0))],
+    "no block at all": [msg.encode(msg.BlockReleased(-1))],
+    "doors opened twice": [msg.encode(msg.ServersOpened({"grpc": 1}))],
 }
 
 
@@ -456,6 +488,7 @@ def test_a_hostile_ingress_is_cut_off_and_harms_nothing(repository: Repository, 
     run(script())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.floats(0, 1, exclude_max=True), to=st.integers(0, 255), cut=st.booleans())
 def test_a_question_with_any_byte_changed_harms_nothing(repository: Repository, at: float, to: int, cut: bool) -> None:
@@ -494,6 +527,7 @@ def test_a_frame_too_long_is_refused_when_it_is_announced(repository: Repository
     run(script())
 
 
+@pytest.mark.slow
 def test_a_process_that_babbles_is_started_anew(repository: Repository) -> None:
     async def script() -> None:
         async with desk(repository) as d:
@@ -527,6 +561,7 @@ def test_more_calls_than_the_limit_are_refused(repository: Repository, gate: Gat
 # over time
 
 
+@pytest.mark.slow
 def test_three_hundred_large_requests_leave_the_memory_where_it_was(repository: Repository) -> None:
     async def script() -> None:
         async with desk(repository) as d:

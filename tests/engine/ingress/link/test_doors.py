@@ -22,7 +22,7 @@ import tritonclient.http as triton_http
 from tests.engine.fire import builder as base
 from tests.engine.fire import settled, wait_until
 from weftline.engine.ingress.config import GrpcDoor, HttpDoor, ServeConfig
-from weftline.engine.ingress.link.desk import Desk
+from weftline.engine.ingress.link.desk import FrontendManager
 from weftline.engine.ingress.link.spec import GRPC, HTTP, IngressSpec
 from weftline.engine.ingress.local import LocalBackend
 from weftline.engine.ingress.statistics import Statistics
@@ -46,10 +46,12 @@ def repository() -> Iterator[Repository]:
 
 
 @asynccontextmanager
-async def served(repository: Repository, *doors: str, **config: Any) -> AsyncIterator[tuple[Desk, dict[str, int]]]:
+async def served(
+    repository: Repository, *doors: str, **config: Any
+) -> AsyncIterator[tuple[FrontendManager, dict[str, int]]]:
     statistics = Statistics()
     backend = LocalBackend(repository, {}, observers=[statistics], metrics=lambda: b"up 1\n")
-    desk = Desk(backend, 64 << 20, statistics=statistics)
+    desk = FrontendManager(backend, 64 << 20, statistics=statistics)
     told = ServeConfig({}, grpc=GrpcDoor(port=0), http=HttpDoor(port=0), **config)
     try:
         yield desk, await desk.start_ingress(IngressSpec("doors", doors, told))
@@ -85,6 +87,7 @@ def test_tritonclient_is_answered_through_a_grpc_ingress(repository: Repository)
     run(script())
 
 
+@pytest.mark.slow
 def test_tritonclient_is_answered_through_an_http_ingress(repository: Repository) -> None:
     async def script() -> None:
         async with served(repository, HTTP) as (_, ports):
@@ -106,6 +109,7 @@ def test_tritonclient_is_answered_through_an_http_ingress(repository: Repository
     run(script())
 
 
+@pytest.mark.slow
 def test_clients_of_a_killed_ingress_see_unavailable_and_the_next_one_serves_them(repository: Repository) -> None:
     """R5, with the real door: a stream and a stuck client on it, kill -9, and the same address again."""
     session = repository.get("flood")
@@ -146,9 +150,10 @@ def test_clients_of_a_killed_ingress_see_unavailable_and_the_next_one_serves_the
     wait_until(lambda: settled(session), 5)
 
 
+@pytest.mark.slow
 def test_two_ingress_processes_share_a_port(repository: Repository) -> None:
     async def script() -> None:
-        desk = Desk(LocalBackend(repository, {}), 16 << 20)
+        desk = FrontendManager(LocalBackend(repository, {}), 16 << 20)
         try:
             config = ServeConfig({}, grpc=GrpcDoor(port=0, processes=2))
             spec = IngressSpec("grpc-0", (GRPC,), config)

@@ -18,7 +18,7 @@ from weftline.engine.ingress.backend import Ask, Backend
 from weftline.engine.ingress.config import ServedPipeline
 from weftline.engine.ingress.local import LocalBackend
 from weftline.engine.ingress.statistics import Statistics
-from weftline.engine.pending import PendingTensor
+from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.repository import Repository
 from weftline.engine.result import owned
 from weftline.errors import (
@@ -123,6 +123,7 @@ def error_of(run: Run, ask: Ask) -> WeftlineError:
 # answers
 
 
+@pytest.mark.slow(but_first=1)
 def test_a_seed_goes_with_a_row_of_a_job_to_its_step(run: Run) -> None:
     async def script(backend: Backend) -> None:
         seeded = {"y": f"{seed_of(7, 's')} -100"}
@@ -161,6 +162,7 @@ def test_values_of_every_kind_come_back_equal(run: Run, model: str, value: Any) 
     assert run(lambda backend: outputs_of(backend, Ask(model, {"x": value})))["y"] == value
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "float64", ">f4"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 1), (64, 1024)])
 def test_arrays_of_every_dtype_and_shape_come_back_equal(run: Run, dtype: str, shape: tuple[int, ...]) -> None:
@@ -217,6 +219,7 @@ def test_errors_arrive_as_they_were(run: Run) -> None:
     assert [timing.outcome for timing in error.timings] == ["failed"]
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize(
     ("ask", "kind"),
     [
@@ -339,6 +342,7 @@ def test_a_stream_that_is_left_is_withdrawn(run: Run, repository: Repository) ->
     run(script)
 
 
+@pytest.mark.slow(but_first=1)
 def test_a_reader_that_stops_reading_stops_the_steps(run: Run, repository: Repository) -> None:
     """32 MB would come; a window of 1 MiB is on its way and 1 MiB waits in the engine, each and one round more."""
     session = repository.get("flood")
@@ -398,6 +402,7 @@ def test_index_faces_and_figures_are_the_same(run: Run, repository: Repository) 
     run(script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["local", "remote"])
 def test_who_loads_a_model_finds_it_and_who_unloads_it_does_not(where: str, tmp_path: Path) -> None:
     (tmp_path / "echo.yaml").write_text(ECHO)

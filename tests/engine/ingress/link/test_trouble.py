@@ -5,7 +5,7 @@ import pytest
 from weftline import errors
 from weftline.engine.ingress.link import messages as msg
 from weftline.engine.ingress.link.trouble import error_of, trouble_of
-from weftline.engine.scheduling.request import StepTiming
+from weftline.engine.scheduler.request import StepTiming
 
 WITH_TIMINGS = errors.StepError("it broke", "see")
 WITH_TIMINGS.timings = (StepTiming("see", 1.0, 2.0, 3),)
@@ -28,8 +28,8 @@ WITH_TIMINGS.timings = (StepTiming("see", 1.0, 2.0, 3),)
     ],
 )
 def test_an_error_arrives_as_it_left(error: errors.WeftlineError) -> None:
-    sent = msg.decode_to_ingress(msg.encode(msg.Failed(1, trouble_of(error))))
-    assert isinstance(sent, msg.Failed)
+    sent = msg.decode_to_ingress(msg.encode(msg.RequestFailed(1, trouble_of(error))))
+    assert isinstance(sent, msg.RequestFailed)
     found = error_of(sent.trouble)
     assert type(found) is type(error)
     assert (str(found), found.status, found.retry_after_s) == (str(error), error.status, error.retry_after_s)

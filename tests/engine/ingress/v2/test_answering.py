@@ -18,7 +18,7 @@ from weftline.engine.ingress.v2.bytes_tensor import decode, encode
 from weftline.engine.ingress.v2.datatypes import datatype_of
 from weftline.engine.ingress.v2.nouns import InferRequest, Region, Tensor, WantedOutput
 from weftline.engine.ingress.v2.wire import response_bytes
-from weftline.engine.reading import StreamedOutput
+from weftline.engine.result import StreamedOutput
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.shm.spec import ITEM_BYTES, STAND_INS

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.engine.ingress.v2.held import HeldRegions, face
 from weftline.engine.ingress.config import ServeLimits
 from weftline.engine.ingress.face import ModelFace
-from weftline.engine.ingress.v2.asking import Asked, to_asks
+from weftline.engine.ingress.v2.asking import ParsedRequest, to_asks
 from weftline.engine.ingress.v2.bytes_tensor import encode
 from weftline.engine.ingress.v2.datatypes import DTYPES, NUMPY, datatype_of
 from weftline.engine.ingress.v2.nouns import InferRequest, Region, Tensor, WantedOutput
-from weftline.engine.pending import PendingTensor
+from weftline.engine.protocol.packed import PendingTensor
 from weftline.errors import InputError, LimitReached
 from weftline.nodes.detections import Detections
 from weftline.nodes.urgency import SequencePart
@@ -35,7 +35,7 @@ def words(name: str, *elements: bytes, shape: tuple[int, ...] | None = None) -> 
     return Tensor(name, "BYTES", (len(elements),) if shape is None else shape, encode(elements))
 
 
-def ask(model: ModelFace, *inputs: Tensor, regions: HeldRegions | None = None, **more: Any) -> Asked:
+def ask(model: ModelFace, *inputs: Tensor, regions: HeldRegions | None = None, **more: Any) -> ParsedRequest:
     return to_asks(InferRequest("m", inputs, **more), model, LIMITS, regions)
 
 

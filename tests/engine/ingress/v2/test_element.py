@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weftline.engine.ingress.v2.element import detections_of, text_of, value_of
+from weftline.engine.ingress.v2.element import text_of, value_of
 from weftline.errors import InputError
 
 
@@ -22,12 +22,14 @@ def test_what_is_no_text_is_refused(element: bytes | str) -> None:
 
 def test_detections_come_back_as_they_went_out() -> None:
     sent = b'[{"name":"star","score":0.5,"box":[1,2,3,4.5]},{"name":"dot","score":1,"box":[0,0,1,1]}]'
-    found = detections_of(sent)
+    found = value_of("detections", sent, "detections")
     assert found.to_json() == [
         {"name": "star", "score": 0.5, "box": [1.0, 2.0, 3.0, 4.5]},
         {"name": "dot", "score": 1.0, "box": [0.0, 0.0, 1.0, 1.0]},
     ]
-    assert len(detections_of(b"[]")) == 0 and detections_of(b"[]").boxes.shape == (0, 4)
+    assert len(value_of("detections", b"[]", "detections")) == 0 and value_of(
+        "detections", b"[]", "detections"
+    ).boxes.shape == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_detections_come_back_as_they_went_out() -> None:
 )  # fmt: skip
 def test_what_are_no_detections_is_refused(json: bytes) -> None:
     with pytest.raises(InputError, match="expected a list of"):
-        detections_of(json)
+        value_of("detections", json, "detections")
 
 
 def test_bytes_stay_bytes() -> None:

@@ -17,6 +17,7 @@ from weftline.engine.ingress.v2.answering import to_response
 from weftline.engine.ingress.v2.asking import to_asks
 from weftline.engine.ingress.v2.bytes_tensor import encode
 from weftline.engine.ingress.v2.nouns import InferRequest, InferResponse, Region, Tensor, WantedOutput
+from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, load
 from weftline.pipelines.builder import Builder
 
@@ -41,7 +42,7 @@ def served(session: Session, *inputs: Tensor, regions: HeldRegions | None = None
     asked = to_asks(request, face, ServeLimits(), regions)
 
     async def answer() -> list[Answer]:
-        runs = [session.arun(outputs=one.outputs, **one.inputs) for one in asked.asks]
+        runs = [session.arun(RequestOptions(outputs=one.outputs), **one.inputs) for one in asked.asks]
         return [Answer(result, version=session.version) for result in await asyncio.gather(*runs)]
 
     return wire.parse_response(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from weftline.engine.ingress.v2.parameters import EMPTY_FINAL, Told, told_by
+from weftline.engine.ingress.v2.parameters import EMPTY_FINAL, RequestParameters, told_by
 from weftline.errors import InputError
 from weftline.nodes.urgency import SequencePart
 
 
 def test_nothing_said_is_nothing_meant() -> None:
-    assert told_by({}) == Told()
-    assert told_by({"priority": 0, "timeout": 0, "sequence_id": 0, "sequence_start": False}) == Told()
-    assert told_by({"sequence_id": ""}) == Told()
+    assert told_by({}) == RequestParameters()
+    assert told_by({"priority": 0, "timeout": 0, "sequence_id": 0, "sequence_start": False}) == RequestParameters()
+    assert told_by({"sequence_id": ""}) == RequestParameters()
 
 
 @pytest.mark.parametrize(("id", "meant"), [(7, "7"), ("chat-1", "chat-1"), (2**64 - 1, str(2**64 - 1))])
@@ -53,7 +53,7 @@ def test_the_empty_final_response_can_be_asked_for() -> None:
 
 
 def test_parameters_of_the_clients_own_are_ignored() -> None:
-    assert told_by({"colour": "red", "n": 3, "x": 0.5, "binary_data_output": True}) == Told()
+    assert told_by({"colour": "red", "n": 3, "x": 0.5, "binary_data_output": True}) == RequestParameters()
 
 
 def test_a_request_may_be_a_row_of_a_job_and_bring_its_seed() -> None:

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.engine.fire import Gate, descriptors, memory_maps, wait_until
-from weftline.engine.crew import crew
-from weftline.engine.crew.supervisor import RestartPolicy
 from weftline.engine.jobs.answering import blocked as blocked_module
 from weftline.engine.jobs.answering import packing
 from weftline.engine.jobs.answering.block_answerer import (
     BlockAnswerer,
-    Room,
+    ByteAllowance,
     ahead_of,
     block_rows_of,
     count,
@@ -30,9 +28,11 @@ from weftline.engine.jobs.answering.block_answerer import (
 )
 from weftline.engine.jobs.answering.blocked import blocked
 from weftline.engine.jobs.answering.each_row import row_error, row_seed
-from weftline.engine.jobs.answering.rows_node import Told
-from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
+from weftline.engine.jobs.answering.rows_node import BlockOutcome
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
 from weftline.engine.jobs.tally import Tally
+from weftline.engine.scheduler import workers as crew
+from weftline.engine.scheduler.restarts import RestartPolicy
 from weftline.engine.session import load
 from weftline.errors import InputError, PipelineError, SessionClosed, WeftlineError
 from weftline.nodes.detections import Detections
@@ -74,12 +74,12 @@ def function(name: str, **more: Any) -> dict[str, Any]:
     return {"function": f"plain_steps.py:{name}", **more}
 
 
-def block_of(inputs: Mapping[str, Sequence[Any]], place: int = 0) -> Block:
+def block_of(inputs: Mapping[str, Sequence[Any]], place: int = 0) -> RowBlock:
     rows = len(next(iter(inputs.values()), ()))
-    return Block(0, place, [str(row) for row in range(rows)], inputs, None)
+    return RowBlock(0, place, [str(row) for row in range(rows)], inputs, None)
 
 
-def answered(answerer: BlockAnswerer, inputs: Mapping[str, Sequence[Any]], place: int = 0) -> Answered:
+def answered(answerer: BlockAnswerer, inputs: Mapping[str, Sequence[Any]], place: int = 0) -> BlockResult:
     return answerer.ask(block_of(inputs, place)).result(HUNG_S)
 
 
@@ -105,7 +105,7 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, list) else value
 
 
-def by_row(answer: Answered) -> list[Mapping[str, Any] | RowError]:
+def by_row(answer: BlockResult) -> list[Mapping[str, Any] | RowError]:
     rows = len(next(iter(answer.outputs.values())))
     for row in answer.errors:
         assert all(values[row] is None for values in answer.outputs.values())
@@ -148,6 +148,7 @@ def drawn(seed: int) -> Pipeline:
     return p.build()
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_pipelines_answer_and_fail_as_row_by_row(seed: int, start: Start) -> None:
     built, rng = drawn(seed), Random(seed)
@@ -195,6 +196,7 @@ def chain() -> Iterator[tuple[BlockAnswerer, Callable[[list[Any]], list[Any]]]]:
     answerer.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 13), max_size=30))
 def test_whichever_rows_fail_the_others_are_answered(lengths: list[int], chain: Any) -> None:
@@ -203,6 +205,7 @@ def test_whichever_rows_fail_the_others_are_answered(lengths: list[int], chain: 
     same(by_row(answered(answerer, {"x": texts})), rows(texts))
 
 
+@pytest.mark.slow
 def test_an_error_names_the_step_and_the_reason(chain: Any) -> None:
     answer = answered(chain[0], {"x": ["abc", "a", "abcde"]})
     assert answer.errors == {
@@ -236,6 +239,7 @@ def examples() -> dict[str, tuple[Path, dict[str, list[Any]]]]:
     }  # fmt: skip
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("name", examples())
 def test_examples_answer_as_row_by_row(name: str) -> None:
     pytest.importorskip("onnxruntime")
@@ -258,6 +262,7 @@ def test_examples_answer_as_row_by_row(name: str) -> None:
                 assert plain(value) == plain(other[key])
 
 
+@pytest.mark.slow
 def test_a_subpipeline_a_constant_a_default_and_what_is_absent(start: Start, tmp_path: Path) -> None:
     inner = Builder("inner", base_dir=STEPS)
     a, b = inner.input("a", "text"), inner.input("b", "text", optional=True)
@@ -283,6 +288,7 @@ def test_a_subpipeline_a_constant_a_default_and_what_is_absent(start: Start, tmp
     assert answer.tally.steps["t"].skipped == 2
 
 
+@pytest.mark.slow
 def test_templates_detections_and_lists_travel(start: Start) -> None:
     p = pipeline()
     x = p.input("x", "json")
@@ -301,6 +307,7 @@ def test_templates_detections_and_lists_travel(start: Start) -> None:
 # batches
 
 
+@pytest.mark.slow
 def test_the_same_block_forms_the_same_batches_by_row_order(start: Start, gate: Gate) -> None:
     p = pipeline()
     x = p.input("x", "text")
@@ -314,6 +321,7 @@ def test_the_same_block_forms_the_same_batches_by_row_order(start: Start, gate: 
     assert gate.calls() == right * 2
 
 
+@pytest.mark.slow
 def test_every_row_has_its_own_seed_by_its_place(start: Start, tmp_path: Path) -> None:
     (tmp_path / "seeds.py").write_text(
         "import weftline\n\n\ndef seed(a: str) -> str:\n    return str(weftline.current().seed)\n"
@@ -329,13 +337,14 @@ def test_every_row_has_its_own_seed_by_its_place(start: Start, tmp_path: Path) -
         of(7),
         of(8),
     ]
-    block = Block(0, 0, ["p", "q"], {"x": ["a", "b"]}, None, places=[5, 90])
+    block = RowBlock(0, 0, ["p", "q"], {"x": ["a", "b"]}, None, places=[5, 90])
     assert answerer.ask(block).result(HUNG_S).outputs["y"] == [
         of(5),
         of(90),
     ]
 
 
+@pytest.mark.slow
 def test_blocks_are_answered_whatever_their_order_and_size(start: Start) -> None:
     p = pipeline()
     p.output("y", p.step("s", "function", **function("mark", a=p.input("x", "text"))).output)
@@ -346,6 +355,7 @@ def test_blocks_are_answered_whatever_their_order_and_size(start: Start) -> None
         assert future.result(HUNG_S).outputs["y"] == [f"({place}.{row})" for row in range(place)]
 
 
+@pytest.mark.slow
 def test_what_steps_did_is_counted(start: Start) -> None:
     p = pipeline()
     x, o = p.input("x", "text"), p.input("o", "text", optional=True)
@@ -382,6 +392,7 @@ def test_only_what_is_wanted_runs_and_comes(start: Start, gate: Gate) -> None:
 # what goes wrong
 
 
+@pytest.mark.slow
 def test_values_that_cannot_be_had_are_error_rows(start: Start) -> None:
     p = pipeline()
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
@@ -390,6 +401,7 @@ def test_values_that_cannot_be_had_are_error_rows(start: Start) -> None:
     assert answer.outputs["y"] == ["a", None, "c"]
 
 
+@pytest.mark.slow
 def test_a_block_without_a_usable_row_is_answered(start: Start) -> None:
     p = pipeline()
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
@@ -398,6 +410,7 @@ def test_a_block_without_a_usable_row_is_answered(start: Start) -> None:
     assert answered(answerer, {"x": []}).outputs == {"y": []}
 
 
+@pytest.mark.slow
 def test_large_rows_travel_in_portions(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PORTION_BYTES", 100_000)
     p = pipeline()
@@ -424,6 +437,7 @@ def test_outputs_that_find_no_room_together_are_made_apart(
     assert "limits.arena_bytes" in answer.errors[4].reason
 
 
+@pytest.mark.slow
 def test_a_row_that_ends_its_worker_is_the_only_one_that_fails(start: Start) -> None:
     p = pipeline()
     x = p.input("x", "text")
@@ -439,6 +453,7 @@ def test_a_row_that_ends_its_worker_is_the_only_one_that_fails(start: Start) -> 
     assert answer.outputs["y"] == [None if text == "poison" else text for text in texts]
 
 
+@pytest.mark.slow
 def test_a_worker_killed_within_a_block_changes_nothing(start: Start, gate: Gate) -> None:
     p = pipeline()
     x = p.input("x", "text")
@@ -456,6 +471,7 @@ def test_a_worker_killed_within_a_block_changes_nothing(start: Start, gate: Gate
     assert gate.calls()[1:] == [list("abcd"), list("ef")]
 
 
+@pytest.mark.slow
 def test_a_step_that_never_comes_back_stops_the_job(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +486,7 @@ def test_a_step_that_never_comes_back_stops_the_job(
         answerer.ask(block_of({"x": ["a", "b"]})).result(HUNG_S)
 
 
+@pytest.mark.slow
 def test_closing_ends_what_is_under_way(start: Start, gate: Gate) -> None:
     p = pipeline()
     x = p.input("x", "text")
@@ -498,6 +515,7 @@ def test_an_output_that_does_not_exist_is_refused() -> None:
         BlockAnswerer(p, outputs=["z"])
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_opened_leaves_nothing_behind(start: Start) -> None:
     p = pipeline()
     p.output("y", p.step("s", "fail", fail_open=True, value=p.input("x", "text")).value)
@@ -536,14 +554,14 @@ def test_as_many_blocks_are_under_way_as_keep_all_workers_busy() -> None:
 
 def test_failed_rows_are_counted_apart() -> None:
     tally = Tally()
-    count(tally, "s", Told([(4, 8.0, 1), (2, 5.0, 2)], [], 3))
+    count(tally, "s", BlockOutcome([(4, 8.0, 1), (2, 5.0, 2)], [], 3))
     step = tally.steps["s"]
     assert (step.rows, step.failed, step.skipped) == (3, 3, 3)
     assert step.busy_ms == pytest.approx(6.0)
 
 
 def test_room_is_shared_out_and_the_largest_gets_all_of_it() -> None:
-    room = Room(10)
+    room = ByteAllowance(10)
     with room.take(6), room.take(4):
         pass
     with ThreadPoolExecutor() as pool, room.take(6):
@@ -558,6 +576,7 @@ def test_room_is_shared_out_and_the_largest_gets_all_of_it() -> None:
     assert waiting.result(HUNG_S)
 
 
+@pytest.mark.slow
 def test_a_block_that_finds_no_room_for_now_waits(start: Start, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked_module, "ARENA_BYTES", 1 << 20)
     p = pipeline(arena_bytes=1 << 20)
@@ -571,6 +590,7 @@ def test_a_block_that_finds_no_room_for_now_waits(start: Start, gate: Gate, monk
     assert [future.result(HUNG_S).outputs["y"] == [text] for future in futures] == [True] * 3
 
 
+@pytest.mark.slow
 def test_closing_ends_those_that_wait_for_room(start: Start, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked_module, "ARENA_BYTES", 1 << 20)
     p = pipeline(arena_bytes=1 << 20)

@@ -40,6 +40,12 @@ def one_step(**more: Any) -> Plan:
     return plan_of(lambda p, x: p.step("s", "echo", value=x, **more).value)
 
 
+def test_the_deadline_of_the_pipeline_does_not_apply_to_blocks() -> None:
+    plan = plan_of(lambda p, x: p.step("s", "echo", value=x).value, deadline_ms=5.0, refuse_early=False)
+    limits = blocked(plan).plan.limits
+    assert (limits.deadline_ms, limits.refuse_early) == (None, True)
+
+
 HINDRANCES: dict[str, Any] = {
     "step s has a condition": lambda p, x: p.step("s", "echo", value=x, when="x == 'a'").value,
     "step s has a fallback": lambda p, x: p.step("s", "echo", value=x, fallback={"value": "sorry"}).value,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weftline.engine.jobs.answering.columns import ABSENT, FAILED, Column, PackedColumn, own, read
-from weftline.engine.packed import Packed
-from weftline.engine.values import pack
+from weftline.engine.protocol.packed import Packed
+from weftline.engine.protocol.values import pack
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 from weftline.shm.block import ALIGN_BYTES
@@ -40,6 +40,7 @@ def test_texts_come_back(values: list[str]) -> None:
     ]
 
 
+@pytest.mark.slow
 @given(st.lists(JSON))
 def test_json_comes_back(values: list[Any]) -> None:
     assert back(values, "json") == values

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from weftline.engine.intake import Intake
+from weftline.engine.inputs import RequestInputs
 from weftline.engine.jobs.answering import packing
 from weftline.engine.jobs.answering.columns import own
 from weftline.engine.jobs.answering.packing import Packer, Portion
-from weftline.engine.jobs.rows import Block, RowError, Unusable
+from weftline.engine.jobs.rows import RowBlock, RowError, Unusable
 from weftline.errors import InputError, LimitReached
 from weftline.pipelines.builder import Builder
 from weftline.pipelines.place import Machine
@@ -33,9 +33,9 @@ def plan_of(inputs: dict[str, Any], **limits: Any) -> Plan:
     return make_plan(p.build(), MACHINE)
 
 
-def block_of(inputs: dict[str, list[Any]]) -> Block:
+def block_of(inputs: dict[str, list[Any]]) -> RowBlock:
     rows = len(next(iter(inputs.values()), ()))
-    return Block(0, 0, [str(row) for row in range(rows)], inputs, None)
+    return RowBlock(0, 0, [str(row) for row in range(rows)], inputs, None)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ VALUES = st.sampled_from(
 def test_a_row_is_taken_or_refused_as_a_request_of_its_own_would_be(xs: list[Any], js: list[Any]) -> None:
     optional = {"type": "text", "optional": True}
     plan = plan_of({"x": "text", "j": {"type": "json", "default": "usual"}, "o": optional}, request_bytes_max=250)
-    intake = Intake(plan)
+    intake = RequestInputs(plan)
     given = {"x": xs, "j": js[: len(xs)], "o": js[::-1][: len(xs)]}
     portions, errors = packed(plan, given, None)
     found = {name: rows_of(portions, name) for name in given}
@@ -76,7 +76,7 @@ def test_a_row_is_taken_or_refused_as_a_request_of_its_own_would_be(xs: list[Any
         try:
             right = {name: own(value) for name, value in intake.pack(values).items()}
         except (InputError, LimitReached) as error:
-            assert errors[row] == RowError("", type(error).__name__, str(error))
+            assert errors[row] == RowError("", type(error).__name__, " ".join(str(error).split()))
         else:
             assert row not in errors
             assert {name: found[name][row] for name in given} == {"j": "usual", "o": None, **right}

@@ -9,10 +9,9 @@ import pytest
 
 from weftline.engine.jobs.answering.columns import ABSENT, COLUMN, FAILED, Column, PackedColumn, own, read
 from weftline.engine.jobs.answering.rows_node import HeavyRowsNode, RowsConfig, RowsNode
-from weftline.engine.values import pack
-from weftline.errors import RequestCancelled, StepError
-from weftline.nodes.contract import Batch, BatchNode, OpenContext, Outputs, StepContext
-from weftline.nodes.ports import Ports, PortType, port
+from weftline.engine.protocol.values import pack
+from weftline.errors import RequestCancelled
+from weftline.node import Batch, BatchNode, OpenContext, Outputs, Ports, PortType, StepContext, StepError, port
 from weftline.nodes.urgency import seed_of
 
 HERE = Path(__file__).parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from weftline.engine.jobs.answering.each_row import row_seed
 from weftline.engine.jobs.answering.opening import for_jobs
 from weftline.engine.jobs.answering.repeatable import repeatable
 from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
-from weftline.engine.jobs.rows import Block, RowError, Unusable
+from weftline.engine.jobs.rows import RowBlock, RowError, Unusable
 from weftline.engine.session import Session, load
 from weftline.errors import InputError, SessionClosed
 from weftline.nodes.urgency import seed_of
+from weftline.pipelines.policy import Slo
 
 BRANCHES = """
 weftline: 1
@@ -91,15 +93,16 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield opened
 
 
-def block(numbers: list[Any], place: int = 0, **more: list[Any]) -> Block:
+def block(numbers: list[Any], place: int = 0, **more: list[Any]) -> RowBlock:
     ids = [f"row-{place + n}" for n in range(len(numbers))]
-    return Block(0, place, ids, {"numbers": numbers, **more}, pa.table({"id": ids}))
+    return RowBlock(0, place, ids, {"numbers": numbers, **more}, pa.table({"id": ids}))
 
 
 def answerer(session: Session, **more: Any) -> SessionAnswerer:
     return SessionAnswerer(session, shared=False, **more)
 
 
+@pytest.mark.slow
 def test_each_row_is_answered_as_it_would_be_alone(session: Session) -> None:
     numbers: list[Any] = [[1, 2], [3, 4, 5], [], [13], [6, 7, 13, 8], [9]]
     answered = (
@@ -130,6 +133,7 @@ def test_the_same_block_forms_the_same_batches(session: Session) -> None:
     assert one.tally.steps["each"].batches == 9  # 36 elements of all rows, in fours
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_its_worker_is_one_error_row(session: Session) -> None:
     answered = answerer(session).ask(block([[1], [66], [2], [3, 4]])).result(60)
     assert answered.outputs["sum"] == [2, None, 4, 14]
@@ -175,6 +179,13 @@ def test_unknown_outputs_are_refused(session: Session) -> None:
         SessionAnswerer(session, outputs=["total"])
 
 
+def test_the_deadline_of_a_pipeline_does_not_apply_to_a_job_of_its_own(session: Session) -> None:
+    limits = replace(session.plan.limits, deadline_ms=5.0, refuse_early=False)
+    plan = for_jobs(replace(session.plan, limits=limits, slo=Slo(5.0)), 32)
+    assert (plan.limits.deadline_ms, plan.limits.refuse_early, plan.slo) == (None, True, Slo())
+
+
+@pytest.mark.slow
 def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text("import time\ndef slow(x: str) -> str:\n    time.sleep(0.2)\n    return x\n")
     (tmp_path / "slow.yaml").write_text(
@@ -186,7 +197,7 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
     opened.open()
     pids = opened.pids()
     asked = SessionAnswerer(opened, shared=False, own=True)
-    future = asked.ask(Block(0, 0, ["a"] * 100, {"x": ["a"] * 100}, pa.table({"id": ["a"] * 100})))
+    future = asked.ask(RowBlock(0, 0, ["a"] * 100, {"x": ["a"] * 100}, pa.table({"id": ["a"] * 100})))
     closer = threading.Timer(0.5, asked.close)
     closer.start()
     with pytest.raises(SessionClosed):
@@ -222,11 +233,12 @@ def size(x: "uint8[N]") -> int:
 """
 
 
+@pytest.mark.slow
 def test_rows_whose_values_do_not_all_fit_at_once_are_answered_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(LARGE_STEPS)
     (tmp_path / "large.yaml").write_text(LARGE)
     with load(tmp_path / "large.yaml").open() as opened:
-        block = Block(0, 0, [str(n) for n in range(40)], {"n": list(range(40))}, pa.table({}))
+        block = RowBlock(0, 0, [str(n) for n in range(40)], {"n": list(range(40))}, pa.table({}))
         answered = answerer(opened).ask(block).result(60)
     assert answered.errors == {}
     assert answered.outputs["size"] == [500_000 + n for n in range(40)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from weftline.engine.jobs.answering.tries import Again
-from weftline.engine.jobs.answering.turns import Turns
+from weftline.engine.jobs.answering.turns import WindowQueue
 from weftline.engine.jobs.answering.window import Window
 
 
@@ -16,7 +16,7 @@ async def settle() -> None:
 
 def test_rows_go_in_their_order_whenever_they_came() -> None:
     async def go() -> None:
-        turns, gone = Turns(Window(1, 1, fixed=True)), list[int]()
+        turns, gone = WindowQueue(Window(1, 1, fixed=True)), list[int]()
 
         async def row(order: int) -> None:
             number = await turns.take(order)
@@ -37,7 +37,7 @@ def test_rows_go_in_their_order_whenever_they_came() -> None:
 
 def test_one_that_gives_up_takes_nobodys_turn() -> None:
     async def go() -> None:
-        turns = Turns(Window(1, 1, fixed=True))
+        turns = WindowQueue(Window(1, 1, fixed=True))
         number = await turns.take(0)
         waiting = [asyncio.create_task(turns.take(order)) for order in (1, 2, 3)]
         await settle()
@@ -52,7 +52,7 @@ def test_one_that_gives_up_takes_nobodys_turn() -> None:
 
 def test_ends_are_told_to_the_window() -> None:
     async def go() -> None:
-        turns = Turns(Window(4))
+        turns = WindowQueue(Window(4))
         numbers = [await turns.take(order) for order in range(4)]
         turns.give(numbers[0], False, Again(0.1, "half"))
         assert turns.window.size == 2

@@ -23,7 +23,7 @@ from weftline.engine.ingress.backend import Record
 from weftline.engine.ingress.config import GrpcDoor
 from weftline.engine.jobs.answering.each_row import row_seed
 from weftline.engine.jobs.answering.via import ServerAnswerer
-from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
 from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, Unavailable, UnknownModel
 from weftline.nodes.ports import PortType
 from weftline.pipelines.load import load_yaml
@@ -48,9 +48,9 @@ def gated(gate: Gate) -> str:
     return of_one_step("gated", f"'{HERE}/fire_steps.py:Gated', folder: '{gate.folder}'")
 
 
-def block(place: int = 0, count: int | None = None, **inputs: Sequence[Any]) -> Block:
+def block(place: int = 0, count: int | None = None, **inputs: Sequence[Any]) -> RowBlock:
     length = len(next(iter(inputs.values()))) if count is None else count
-    return Block(0, place, [f"r{place + row}" for row in range(length)], inputs, pa.table({}))
+    return RowBlock(0, place, [f"r{place + row}" for row in range(length)], inputs, pa.table({}))
 
 
 def texts(count: int, first: int = 0) -> list[str]:
@@ -79,6 +79,7 @@ def of_model(server: Served, model: str) -> list[Record]:
     return [one for one in server.records if one.model == model]
 
 
+@pytest.mark.slow
 def test_every_row_is_answered_once_in_its_place(server: Served) -> None:
     server.records.clear()
     answerer = ServerAnswerer(server.address, "wide", seed=3)
@@ -106,11 +107,12 @@ def test_every_row_is_answered_once_in_its_place(server: Served) -> None:
     assert {one.inputs["words"]: one.seed for one in asked} == {f"t{place}": row_seed(3, place) for place in range(150)}
 
 
+@pytest.mark.slow
 def test_seeds_belong_to_places_wherever_a_row_stands(server: Served) -> None:
     server.records.clear()
     answerer = ServerAnswerer(server.address, "fails")
     rows = block(x=["a", "b"])
-    answerer.ask(Block(0, 0, rows.ids, rows.inputs, rows.table, places=[7, 40])).result(60)
+    answerer.ask(RowBlock(0, 0, rows.ids, rows.inputs, rows.table, places=[7, 40])).result(60)
     answerer.close()
     assert {one.ask.seed for one in of_model(server, "fails")} == {row_seed(0, 7), row_seed(0, 40)}
 
@@ -188,12 +190,13 @@ def serving(port: int, **pipelines: str) -> Any:
     return served_in_thread(pipelines, grpc=GrpcDoor(port=port))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_restarted_in_the_middle_loses_no_row(tmp_path: Path) -> None:
     gate, port = Gate(tmp_path), free_port()
     gate.close()
     with serving(port, gated=gated(gate)) as server:
         answerer = ServerAnswerer(f"127.0.0.1:{port}", "gated")
-        answer: Future[Answered] = answerer.ask(block(x=texts(30)))
+        answer: Future[BlockResult] = answerer.ask(block(x=texts(30)))
         wait_until(lambda: server.open_requests("gated") > 0)
     gate.open()
     assert not answer.done()
@@ -203,6 +206,7 @@ def test_a_server_that_is_restarted_in_the_middle_loses_no_row(tmp_path: Path) -
     assert not found.errors and list(found.outputs["y"]) == texts(30)
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_stops_the_job(tmp_path: Path) -> None:
     gate, port = Gate(tmp_path), free_port()
     gate.close()
@@ -216,6 +220,7 @@ def test_a_server_that_stays_away_stops_the_job(tmp_path: Path) -> None:
     answerer.close()
 
 
+@pytest.mark.slow
 def test_another_model_at_the_same_place_stops_the_job(tmp_path: Path) -> None:
     gate, port = Gate(tmp_path), free_port()
     gate.close()

@@ -10,12 +10,13 @@ import pytest
 from tests.engine.client.pipelines import of_one_step
 from tests.engine.ingress.grpc_door.served import served_in_thread
 from weftline.engine.jobs.answering.via_opening import open_via
-from weftline.engine.jobs.rows import Block
+from weftline.engine.jobs.rows import RowBlock
 from weftline.errors import InputError, PipelineError, Unavailable
 
 ECHO = of_one_step("said", "echo")
 
 
+@pytest.mark.slow
 def test_a_job_goes_through_a_server(tmp_path: Path) -> None:
     file = tmp_path / "said.yaml"
     file.write_text(ECHO)
@@ -25,7 +26,7 @@ def test_a_job_goes_through_a_server(tmp_path: Path) -> None:
         assert opening.repeatable == {"y": "rounding"}
         answerer = opening(None)
         assert answerer.block_rows == 5
-        found = answerer.ask(Block(0, 0, ["a", "b"], {"x": ["1", "2"]}, pa.table({}))).result(60)
+        found = answerer.ask(RowBlock(0, 0, ["a", "b"], {"x": ["1", "2"]}, pa.table({}))).result(60)
         answerer.close()
         assert list(found.outputs["y"]) == ["1", "2"]
         with pytest.raises(InputError, match=r"model other at .* is not the pipeline"):

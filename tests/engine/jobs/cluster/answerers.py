@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
 from weftline.errors import ModelError
 from weftline.nodes.ports import PortType
 
@@ -27,10 +27,10 @@ class Doubler:
         self._pool = ThreadPoolExecutor(2)
         self._rows = 0
 
-    def ask(self, block: Block) -> Future[Answered]:
+    def ask(self, block: RowBlock) -> Future[BlockResult]:
         return self._pool.submit(self._answer, block)
 
-    def _answer(self, block: Block) -> Answered:
+    def _answer(self, block: RowBlock) -> BlockResult:
         values = block.inputs["n"]
         if self._kills.intersection(one for one in values if isinstance(one, int)):
             os._exit(1)
@@ -41,7 +41,7 @@ class Doubler:
         }
         twice = [None if row in errors else 2 * one for row, one in enumerate(values)]
         self._rows += len(values)
-        answered = Answered({"twice": twice, "pid": [os.getpid()] * len(values)}, errors)
+        answered = BlockResult({"twice": twice, "pid": [os.getpid()] * len(values)}, errors)
         answered.tally.of("double").add(1.0, 1.0, len(values), len(values))
         return answered
 

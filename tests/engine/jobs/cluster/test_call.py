@@ -10,12 +10,12 @@ import grpc.aio
 import pytest
 
 from tests.engine.jobs.cluster.test_service import Context
-from weftline.engine.jobs.cluster.call import Aborted, Call
+from weftline.engine.jobs.cluster.call import Aborted, RayCallContext
 
 
 def test_aborting_gives_the_call_its_status_and_ends_the_handler() -> None:
     context = Context(authorization="x")
-    call = Call(context)
+    call = RayCallContext(context)
     assert list(call.invocation_metadata()) == [("authorization", "x")] and call.time_remaining() is None
 
     with pytest.raises(Aborted):
@@ -29,9 +29,9 @@ def test_messages_are_read_until_their_end() -> None:
         yield b"one"
 
     async def script() -> None:
-        call = Call(Context(), sent())
+        call = RayCallContext(Context(), sent())
         assert [await call.read(), await call.read()] == [b"one", grpc.aio.EOF]
-        assert await Call(Context()).read() is grpc.aio.EOF
+        assert await RayCallContext(Context()).read() is grpc.aio.EOF
 
     asyncio.run(script())
 
@@ -39,7 +39,7 @@ def test_messages_are_read_until_their_end() -> None:
 @pytest.mark.parametrize("ahead", [True, False])
 def test_what_was_written_is_read_to_the_last_whoever_is_first(ahead: bool) -> None:
     async def script() -> None:
-        call = Call(Context())
+        call = RayCallContext(Context())
 
         async def write() -> None:
             for number in range(3):
@@ -58,7 +58,7 @@ def test_what_was_written_is_read_to_the_last_whoever_is_first(ahead: bool) -> N
 
 def test_ending_never_waits_for_a_reader_that_is_gone() -> None:
     async def script() -> None:
-        call = Call(Context())
+        call = RayCallContext(Context())
         await call.write(b"unread")
         call.end()
 

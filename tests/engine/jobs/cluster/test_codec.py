@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.engine.jobs.cluster.answerers import Doubler
 from weftline.engine.jobs.cluster.codec import (
-    Facts,
+    AnswererInfo,
     Sent,
     decode_block,
     decode_facts,
@@ -22,7 +22,7 @@ from weftline.engine.jobs.cluster.codec import (
     encode_facts,
     encode_sent,
 )  # fmt: skip
-from weftline.engine.jobs.rows import Answered, Block, RowError, Unusable
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
 from weftline.engine.jobs.tally import Tally
 from weftline.nodes.detections import Detections
 
@@ -44,14 +44,15 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def block_of(values: list[Any], places: list[int] | None = None) -> Block:
-    return Block(1, 5, [str(n) for n in range(len(values))], {"x": values}, pa.table({"kept": values[:0]}), places)
+def block_of(values: list[Any], places: list[int] | None = None) -> RowBlock:
+    return RowBlock(1, 5, [str(n) for n in range(len(values))], {"x": values}, pa.table({"kept": values[:0]}), places)
 
 
+@pytest.mark.slow
 @given(st.lists(VALUES, max_size=5))
 def test_values_of_every_kind_arrive_as_they_were(values: list[Any]) -> None:
     assert same(values, decode_block(encode_block(block_of(values))).inputs["x"])
-    assert same(values, decode_sent(encode_sent(Sent("r", Answered({"x": values}), {}))).answered.outputs["x"])
+    assert same(values, decode_sent(encode_sent(Sent("r", BlockResult({"x": values}), {}))).answered.outputs["x"])
 
 
 def test_a_block_keeps_part_place_ids_and_places_and_leaves_its_table() -> None:
@@ -62,7 +63,7 @@ def test_a_block_keeps_part_place_ids_and_places_and_leaves_its_table() -> None:
 
 def test_objects_in_a_picture_arrive() -> None:
     found = Detections(np.ones((2, 4), np.float32), np.ones(2, np.float32), np.array([0, 1], np.int32), ("a", "b"))
-    (back,) = decode_sent(encode_sent(Sent("r", Answered({"x": [found]}), {}))).answered.outputs["x"]
+    (back,) = decode_sent(encode_sent(Sent("r", BlockResult({"x": [found]}), {}))).answered.outputs["x"]
     assert back.to_json() == found.to_json() and back.names == found.names
 
 
@@ -76,7 +77,7 @@ def test_a_value_that_cannot_travel_makes_its_row_unusable_and_no_other(value: A
 def test_errors_tally_and_figures_arrive() -> None:
     tally = Tally()
     tally.of("a").add(12.0, 3.0, 4, 4)
-    sent = Sent("me", Answered({"x": [None]}, {0: RowError("a", "StepError", "bad \ud800")}, tally), {"tokens": 3.0})
+    sent = Sent("me", BlockResult({"x": [None]}, {0: RowError("a", "StepError", "bad \ud800")}, tally), {"tokens": 3.0})
     back = decode_sent(encode_sent(sent))
     assert back.replica == "me" and back.figures == {"tokens": 3.0}
     assert back.answered.errors == {0: RowError("a", "StepError", "bad ?")}
@@ -84,5 +85,5 @@ def test_errors_tally_and_figures_arrive() -> None:
 
 
 def test_what_an_answerer_says_of_itself_arrives() -> None:
-    facts = Facts.of(Doubler())
+    facts = AnswererInfo.of(Doubler())
     assert decode_facts(encode_facts(facts)) == facts

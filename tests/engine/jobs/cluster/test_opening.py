@@ -14,17 +14,18 @@ pytest.importorskip("ray")
 from tests.engine.jobs.cluster.conftest import BODY, ENGINE, family
 from weftline.engine.jobs.answering.opening import open_here
 from weftline.engine.jobs.cluster.opening import open_on_cluster
-from weftline.engine.jobs.rows import Block, Unusable
+from weftline.engine.jobs.rows import RowBlock, Unusable
 from weftline.errors import ModelError, PipelineError
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 
-def block_of(number: int) -> Block:
+def block_of(number: int) -> RowBlock:
     texts = [f"{number} {row}" for row in range(16)]
-    return Block(0, number * 16, texts, {"text": [*texts[:-1], Unusable("no file")]}, pa.table({}))
+    return RowBlock(0, number * 16, texts, {"text": [*texts[:-1], Unusable("no file")]}, pa.table({}))
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_decided_and_answered_on_the_cluster_as_here(greet: Callable[..., Path]) -> None:
     path = greet()
     here, there = open_here(path), open_on_cluster(path)

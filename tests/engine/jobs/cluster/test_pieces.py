@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from weftline.engine.jobs.cluster.pieces import LOST, cut, joined
 from weftline.engine.jobs.cluster.trials import divided
-from weftline.engine.jobs.rows import Answered, Block, RowError
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 
 
-def block_of(rows: int, places: list[int] | None = None) -> Block:
+def block_of(rows: int, places: list[int] | None = None) -> RowBlock:
     numbers = list(range(rows))
     table = pa.table({"kept": numbers})
-    return Block(3, 100, [f"row {n}" for n in numbers], {"n": numbers}, table, places)
+    return RowBlock(3, 100, [f"row {n}" for n in numbers], {"n": numbers}, table, places)
 
 
-def answer_of(block: Block) -> Answered:
+def answer_of(block: RowBlock) -> BlockResult:
     errors = {row: RowError("a", "StepError", "bad") for row, n in enumerate(block.inputs["n"]) if n % 5 == 3}
-    answered = Answered({"y": [None if row in errors else 2 * n for row, n in enumerate(block.inputs["n"])]}, errors)
+    answered = BlockResult({"y": [None if row in errors else 2 * n for row, n in enumerate(block.inputs["n"])]}, errors)
     answered.tally.of("a").add(1.0, 1.0, 1, len(block))
     return answered
 

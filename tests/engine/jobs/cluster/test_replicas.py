@@ -16,10 +16,10 @@ pytest.importorskip("ray")
 from weftline.engine.jobs.cluster.connecting import Need
 from weftline.engine.jobs.cluster.pieces import LOST
 from weftline.engine.jobs.cluster.replicas import ReplicaAnswerer
-from weftline.engine.jobs.rows import Answered, Block, Unusable
+from weftline.engine.jobs.rows import BlockResult, RowBlock, Unusable
 from weftline.errors import InputError, ModelError, SessionClosed
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 ROWS, WAIT_S = 8, 60.0
 
@@ -40,17 +40,17 @@ def replicas(
         opened.close()
 
 
-def block_of(number: int) -> Block:
+def block_of(number: int) -> RowBlock:
     numbers = list(range(number * ROWS, number * ROWS + ROWS))
-    return Block(0, numbers[0], [str(n) for n in numbers], {"n": numbers}, pa.table({"kept": numbers}))
+    return RowBlock(0, numbers[0], [str(n) for n in numbers], {"n": numbers}, pa.table({"kept": numbers}))
 
 
-def answers(opened: ReplicaAnswerer, blocks: range) -> list[Answered]:
+def answers(opened: ReplicaAnswerer, blocks: range) -> list[BlockResult]:
     asked = [opened.ask(block_of(number)) for number in blocks]
     return [one.result(WAIT_S) for one in asked]
 
 
-def twice(answered: list[Answered]) -> list[Any]:
+def twice(answered: list[BlockResult]) -> list[Any]:
     return [value for one in answered for value in one.outputs["twice"]]
 
 
@@ -59,6 +59,7 @@ def expected(blocks: range, lost: frozenset[int] = frozenset()) -> list[int | No
     return [None if n % 100 == 13 or n in lost else 2 * n for n in rows]
 
 
+@pytest.mark.slow
 def test_a_job_with_deaths_has_every_row_once_and_the_row_that_kills_is_an_error() -> None:
     with replicas(kills=[21]) as opened:
         assert opened.block_rows == 4 and opened.ahead == 2 * 3
@@ -80,12 +81,13 @@ def test_a_job_with_deaths_has_every_row_once_and_the_row_that_kills_is_an_error
 
         # a value that cannot be had
         block = block_of(70)
-        bad = Block(0, 0, block.ids, {"n": [Unusable("no file"), *block.inputs["n"][1:]]}, block.table)
+        bad = RowBlock(0, 0, block.ids, {"n": [Unusable("no file"), *block.inputs["n"][1:]]}, block.table)
         assert list(opened.ask(bad).result(WAIT_S).errors) == [0]
     with pytest.raises(SessionClosed):
         opened.ask(block_of(0)).result(0)
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize(
     ("opener", "arguments", "told"),
     [
@@ -107,6 +109,7 @@ def test_what_no_machine_can_hold_is_refused_at_once() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_blocks_that_wait_when_a_job_is_closed_end_with_an_error() -> None:
     with replicas(count=1) as opened:
         asked = [opened.ask(block_of(number)) for number in range(200)]

@@ -96,6 +96,7 @@ def text_of(text: str) -> list[Any]:
     return [given]
 
 
+@pytest.mark.slow
 def test_a_stock_client_is_served_and_a_killed_replica_is_replaced(service: Served) -> None:
     with triton.InferenceServerClient(service.grpc.replace("0.0.0.0", "127.0.0.1")) as client:
         _methods(client)

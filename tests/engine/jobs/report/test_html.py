@@ -11,7 +11,7 @@ import pytest
 from tests.engine.jobs.report.made import HOSTILE, job, samples, tally
 from weftline.engine.jobs.progress import ErrorKind, JobEnd, RatePoint, Sample
 from weftline.engine.jobs.report.html import report
-from weftline.engine.jobs.report.sampler import Sampler
+from weftline.engine.jobs.report.sampler import RowSampler
 from weftline.engine.jobs.tally import StepTally, Tally
 from weftline.nodes.detections import Detections
 
@@ -69,6 +69,7 @@ def ordinary() -> str:
     return report(job())
 
 
+@pytest.mark.slow
 def test_a_page_has_every_part_and_needs_nothing_else(ordinary: str) -> None:
     page = check_alone(ordinary)
     assert page.count("svg") == 5 and page.count("article") == 24
@@ -83,6 +84,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(ordinary: str) -> None:
         assert said in page.text, said
 
 
+@pytest.mark.slow
 def test_equal_jobs_have_equal_pages(ordinary: str) -> None:
     assert report(job()) == ordinary
 
@@ -139,6 +141,7 @@ def hostile() -> JobEnd:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_hostile_texts_are_text() -> None:
     text = report(hostile())
     page = check_alone(text)
@@ -148,6 +151,7 @@ def test_hostile_texts_are_text() -> None:
     assert "\\u202eevil" in page.text, "what would turn the reading direction is written out"
 
 
+@pytest.mark.slow
 def test_a_page_is_bounded_whatever_the_job_was() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8)
     long = {f"{n}": "<" * 10_000 for n in range(20)}
@@ -166,8 +170,9 @@ def test_a_page_is_bounded_whatever_the_job_was() -> None:
     assert "left out: the page would be too large" in check_alone(text).text
 
 
+@pytest.mark.slow
 def test_samples_may_be_small_already(ordinary: str) -> None:
-    sampler = Sampler()
+    sampler = RowSampler()
     for place, row in enumerate(samples()):
         sampler.offer(place, lambda row=row: row, bool(row.error))  # type: ignore[misc]
     assert report(job(samples=sampler.samples())) == ordinary

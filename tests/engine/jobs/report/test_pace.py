@@ -9,7 +9,7 @@ from weftline.engine.jobs.report.pace import (
     RATE_POINTS_MAX,
     Every,
     Moving,
-    Pace,
+    ProgressRate,
     Rates,
     Standing,
     eta_s,
@@ -34,14 +34,14 @@ def test_a_line_has_tokens_and_busy_steps_where_there_are_any() -> None:
 
 
 def test_without_an_expected_number_there_is_no_share_and_no_time_left() -> None:
-    pace = Pace()
+    pace = ProgressRate()
     pace.see(at(0, 0.0, None), 50.0)
     assert line(pace.see(at(500, 5.0, None), 55.0)) == "rows 500  100 rows/s  errors 3  committed 0"
     assert line(Standing(at(0, 1.0, 0), 0.0, None, 0.0)) == "rows 0/0  0 rows/s  errors 3  committed 0  ETA 0.0s"
 
 
 def test_rows_of_earlier_runs_are_done_and_not_fast() -> None:
-    pace = Pace()
+    pace = ProgressRate()
     pace.see(at(60_000, 0.0, resumed=60_000), 7.0)
     standing = pace.see(at(60_400, 4.0, resumed=60_000), 11.0)
     assert standing.rows_per_s == pytest.approx(100.0)
@@ -77,7 +77,7 @@ def test_a_window_keeps_few_points_however_often_it_is_told() -> None:
 
 def test_nothing_is_divided_by_nothing() -> None:
     assert Moving(5.0).per_s(1.0) == 0.0
-    assert Pace().see(at(0, 0.0), 3.0).rows_per_s == 0.0
+    assert ProgressRate().see(at(0, 0.0), 3.0).rows_per_s == 0.0
     moving = Moving(5.0)
     moving.add(1.0, 10.0)
     moving.add(2.0, 4.0)
@@ -92,7 +92,7 @@ def test_the_time_left_is_known_when_rest_and_rate_are() -> None:
 
 
 def test_the_time_left_does_not_jump_with_one_slow_second() -> None:
-    pace, standing = Pace(), None
+    pace, standing = ProgressRate(), None
     for second in range(61):
         standing = pace.see(at(100 * second, float(second)), float(second))
     before = standing.eta_s if standing else None

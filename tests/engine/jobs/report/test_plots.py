@@ -44,6 +44,7 @@ def test_histograms_keep_every_item_and_bars_stand_at_their_values() -> None:
     assert "100" in labels, "bucket 40 ends at 100 characters"
 
 
+@pytest.mark.slow
 def test_many_steps_are_cut_to_the_busiest_and_axes_say_what_they_are() -> None:
     svg = plots.utilisation([(f"step{n}", n / 100, float(n)) for n in range(40)])
     words = texts(svg)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from weftline.engine.jobs.progress import Sample
-from weftline.engine.jobs.report.sampler import Sampler
+from weftline.engine.jobs.report.sampler import RowSampler
 from weftline.engine.jobs.report.samples import Shown
 
 
 def offered(order: Sequence[int], failed: Sequence[int] = (), seed: int = 0, most: int = 24) -> list[int]:
     """Return the places that are kept when rows are offered in this order."""
-    sampler, bad = Sampler(most, seed), set(failed)
+    sampler, bad = RowSampler(most, seed), set(failed)
     for place in order:
         sampler.offer(place, lambda place=place: Sample(str(place), {}, {}), place in bad)  # type: ignore[misc]
     return [int(one.id) for one in sampler.samples()]
@@ -53,6 +53,7 @@ def test_a_row_that_is_offered_twice_is_kept_once() -> None:
     assert [offered([*range(300), place]) for place in range(8)] == [offered(range(300))] * 8
 
 
+@pytest.mark.slow
 def test_rows_at_large_are_spread_evenly() -> None:
     tenths = [0] * 10
     for seed in range(100):
@@ -62,13 +63,13 @@ def test_rows_at_large_are_spread_evenly() -> None:
 
 
 def test_what_is_kept_is_small() -> None:
-    sampler = Sampler()
+    sampler = RowSampler()
     sampler.offer(0, lambda: Sample("0", {"image": np.zeros((2000, 2000, 3), np.uint8)}, {}))
     assert all(isinstance(value, Shown) for value in sampler.samples()[0].inputs.values())
 
 
 def test_rows_that_are_not_kept_are_not_made() -> None:
-    sampler, made = Sampler(), []
+    sampler, made = RowSampler(), []
     for place in range(20_000):
         sampler.offer(place, lambda place=place: made.append(place) or Sample(str(place), {}, {}))  # type: ignore[misc]
     assert 24 <= len(made) < 400
@@ -76,7 +77,7 @@ def test_rows_that_are_not_kept_are_not_made() -> None:
 
 @pytest.mark.parametrize("block", [1, 7, 1000])
 def test_a_block_says_at_once_which_of_its_rows_are_worth_an_offer(block: int) -> None:
-    sampler, failed = Sampler(seed=4), {3, 1500, 2500}
+    sampler, failed = RowSampler(seed=4), {3, 1500, 2500}
     offers = 0
     for start in range(0, 3000, block):
         places = range(start, min(start + block, 3000))

@@ -82,6 +82,7 @@ def test_lists_show_their_first_elements() -> None:
     assert shown([found(), None]).pieces[1].text == "null"
 
 
+@pytest.mark.slow
 def test_a_sample_is_bounded_whatever_its_values_are() -> None:
     deep: list[Any] = []
     for _ in range(900):

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from weftline.engine.jobs.results.columns import Columns, columns_of
 from weftline.engine.jobs.results.values import to_columns
-from weftline.engine.jobs.rows import Answered, Block, RowError
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 
@@ -87,11 +87,11 @@ def columns(types: Mapping[str, str], kept: pa.Table | None = None, media: str =
     return columns_of({name: PortType.parse(type) for name, type in types.items()}, schema, media=media)
 
 
-def block(rows: int, kept: pa.Table | None = None, part: int = 0, place: int = 0, **more: Any) -> Block:
+def block(rows: int, kept: pa.Table | None = None, part: int = 0, place: int = 0, **more: Any) -> RowBlock:
     table = kept if kept is not None else pa.table({})
-    return Block(part, place, [f"d#{place + row}" for row in range(rows)], {}, table, **more)
+    return RowBlock(part, place, [f"d#{place + row}" for row in range(rows)], {}, table, **more)
 
 
 def one_column(type: str, values: Sequence[Any]) -> pa.Array:
     """Return the array that values of an output become."""
-    return to_columns(columns({"x": type}), Answered({"x": values}), block(len(values))).column("x")
+    return to_columns(columns({"x": type}), BlockResult({"x": values}), block(len(values))).column("x")

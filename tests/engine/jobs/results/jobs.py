@@ -9,8 +9,8 @@ from weftline.engine.jobs.results.ending import Opener
 from weftline.engine.jobs.results.errors_file import ErrorRow
 from weftline.engine.jobs.results.local_files import Disk, LocalFiles
 from weftline.engine.jobs.results.manifest import Manifest
-from weftline.engine.jobs.results.naming import Layout
-from weftline.engine.jobs.results.place import Place
+from weftline.engine.jobs.results.naming import ResultLayout
+from weftline.engine.jobs.results.place import ResultFolder
 from weftline.engine.jobs.results.store import Store
 
 ROWS = (4, 2, 3)
@@ -23,10 +23,12 @@ MANIFEST = Manifest(
 )
 
 
-def place_on(disk: Disk, single_file: bool = False, root: str = "/data", suffix: str = ".jsonl") -> Place:
+def place_on(disk: Disk, single_file: bool = False, root: str = "/data", suffix: str = ".jsonl") -> ResultFolder:
     if single_file:
-        return Place("data/x.jsonl", "data", LocalFiles(root, disk), Layout("x.jsonl.job/", "x.jsonl", suffix))
-    return Place("data/out", "data/out", LocalFiles(f"{root}/out", disk), Layout("", "", suffix))
+        return ResultFolder(
+            "data/x.jsonl", "data", LocalFiles(root, disk), ResultLayout("x.jsonl.job/", "x.jsonl", suffix)
+        )
+    return ResultFolder("data/out", "data/out", LocalFiles(f"{root}/out", disk), ResultLayout("", "", suffix))
 
 
 def data(part: int, revision: int = 0) -> bytes:
@@ -70,7 +72,7 @@ def join(parts: Sequence[Opener], out: BinaryIO) -> None:
             out.write(part.read())
 
 
-def run(place: Place, amend: bool = False, restart: bool = False, manifest: Manifest = MANIFEST) -> None:
+def run(place: ResultFolder, amend: bool = False, restart: bool = False, manifest: Manifest = MANIFEST) -> None:
     """Do whatever is left of the job."""
     with Store.open_at(place, manifest, restart, extras=("state.json",)) as store:
         commit_rest(store)

@@ -25,15 +25,14 @@ outputs: {said: own.text}
 
 NODE = """\
 from dataclasses import dataclass
-from weftline.nodes.contract import *
-from weftline.nodes.ports import *
+from weftline.node import *
 
 @dataclass(frozen=True)
 class Config:
     weights: str = ""
     kv_bytes: int = 0
 
-class Own(Node):
+class Own(BatchNode):
     Config = Config
     @classmethod
     def ports(cls, config, step):
@@ -97,6 +96,17 @@ def test_what_decides_results_is_in_it(folder: Path, found: str, instead: str) -
     before = of(folder)
     assert found in PIPELINE
     assert of(written(folder, PIPELINE.replace(found, instead))) != before
+
+
+def test_arguments_of_a_function_are_in_it(folder: Path) -> None:
+    (folder / "own.py").write_text("def add(text: str, mark: str = '!') -> str:\n    return text + mark\n")
+    step = '  own: {node: function, function: "own.py:add", inputs: {text: ask.text}ARGUMENTS}\n'
+    whole = PIPELINE[: PIPELINE.index("  own:")] + step + "outputs: {said: own.output}\n"
+    found = []
+    for arguments in ("", ", arguments: {mark: '?'}", ", arguments: {mark: '.'}"):
+        (folder / "p.yaml").write_text(whole.replace("ARGUMENTS", arguments))
+        found.append(of(folder))
+    assert len(set(found)) == 3
 
 
 def test_the_files_it_names_are_in_it_one_by_one(folder: Path) -> None:

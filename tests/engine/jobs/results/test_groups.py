@@ -23,6 +23,7 @@ def cut(lengths, sizes, rows_max, bytes_max):
     return [len(one) for one in found]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 50), max_size=40),
     st.lists(st.integers(0, 9), max_size=9),

@@ -13,7 +13,7 @@ from weftline.engine.jobs.results.joining import hf_files, join_parts
 from weftline.engine.jobs.results.media import MediaEncoder
 from weftline.engine.jobs.results.reading import batches
 from weftline.engine.jobs.results.values import to_columns
-from weftline.engine.jobs.rows import Answered
+from weftline.engine.jobs.rows import BlockResult
 from weftline.errors import OutputFailed
 
 
@@ -23,6 +23,7 @@ def joined(format, schema, parts):
     return out.getvalue()
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "arrow"])
 def test_parts_together_are_what_one_part_would_have_been(format):
     schema, batch = everything()
@@ -91,7 +92,7 @@ def test_a_folder_of_parts_is_a_data_set(tmp_path):
 def test_inline_pictures_of_a_data_set_are_pictures(tmp_path):
     what = columns({"p": "image", "l": "list[image]"}, media="inline")
     with MediaEncoder() as encoder:
-        batch = to_columns(what, Answered({"p": [PICTURE, None], "l": [[PICTURE], None]}), block(2), encoder)
+        batch = to_columns(what, BlockResult({"p": [PICTURE, None], "l": [[PICTURE], None]}), block(2), encoder)
     (tmp_path / "part-00000.arrow").write_bytes(written("hf", what.schema, [batch]))
     for name, data in hf_files(["part-00000.arrow"], what.schema, "f").items():
         (tmp_path / name).write_bytes(data)

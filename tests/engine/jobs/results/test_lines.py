@@ -9,7 +9,7 @@ import pytest
 from tests.engine.jobs.results.answers import EVERY, block, columns
 from weftline.engine.jobs.results.lines import lines
 from weftline.engine.jobs.results.values import to_columns
-from weftline.engine.jobs.rows import Answered
+from weftline.engine.jobs.rows import BlockResult
 
 
 def written(array, name="x"):
@@ -20,7 +20,7 @@ def written(array, name="x"):
 
 def answered(type, values):
     what = columns({"x": type})
-    batch = to_columns(what, Answered({"x": values}), block(len(values)))
+    batch = to_columns(what, BlockResult({"x": values}), block(len(values)))
     text = b"".join(lines(what.schema, batch))
     return [json.loads(line)["x"] for line in text.splitlines()]
 

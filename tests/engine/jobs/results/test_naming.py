@@ -6,12 +6,12 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from weftline.engine.jobs.results import naming
-from weftline.engine.jobs.results.naming import Layout
+from weftline.engine.jobs.results.naming import ResultLayout
 
 
 @given(st.integers(0, 10**7), st.integers(0, 12), st.sampled_from([".parquet", ".jsonl", ".arrow"]))
 def test_names_are_recognised(part: int, revision: int, suffix: str) -> None:
-    layout = Layout("", "", suffix)
+    layout = ResultLayout("", "", suffix)
     data = layout.data_base(part)
     assert naming.is_data(data, suffix) and naming.is_data(data) and not naming.is_data(data, ".csv")
     assert naming.staged_of(posixpath.basename(naming.staged(data))) == data

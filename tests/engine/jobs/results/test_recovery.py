@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from weftline.engine.jobs.results.files import Written
-from weftline.engine.jobs.results.naming import Layout
+from weftline.engine.jobs.results.naming import ResultLayout
 from weftline.engine.jobs.results.records import MediaRecord, PartRecord
-from weftline.engine.jobs.results.recovery import Found, damage, everything, foreign, leftovers, staged_files
+from weftline.engine.jobs.results.recovery import ResultNames, damage, everything, foreign, leftovers, staged_files
 
-LAYOUT = Layout("x.parquet.job/", "x.parquet", ".parquet")
+LAYOUT = ResultLayout("x.parquet.job/", "x.parquet", ".parquet")
 
 
 def record(part: int = 0, place: int = 0, rows: int = 3, revision: int = 0, errors: str = "") -> PartRecord:
@@ -19,7 +19,7 @@ def record(part: int = 0, place: int = 0, rows: int = 3, revision: int = 0, erro
 
 
 def test_only_what_no_record_names_is_left_over() -> None:
-    found = Found(
+    found = ResultNames(
         work=["part-00000.parquet", "part-00001.parquet", ".part-00001.parquet.tmp", "part-1.parquet",
               "part-00002.csv", "_report.html", "_errors.jsonl", ".part-00000.parquet.new"],
         state=["errors-00000.jsonl", "errors-00000.r1.jsonl", ".done.json.tmp", "part-00000.json", "lock"],
@@ -35,12 +35,12 @@ def test_only_what_no_record_names_is_left_over() -> None:
 
 
 def test_everything_is_what_a_job_names_and_no_more() -> None:
-    found = Found(
+    found = ResultNames(
         work=["part-00000.jsonl", "_report.html", "state.json", "_errors.jsonl", "_media/", "partial.jsonl"],
         state=["manifest.json", "lock", "restart", "part-00000.json", "done.json", "mine.json"],
         media=["part-00000/", "mine/"],
     )
-    all_of_it = everything(Layout(), found, ["state.json"])
+    all_of_it = everything(ResultLayout(), found, ["state.json"])
     assert set(all_of_it.files) == {
         "part-00000.jsonl", "state.json", "_errors.jsonl", "_weftline/part-00000.json", "_weftline/done.json"
     }  # fmt: skip
@@ -48,8 +48,11 @@ def test_everything_is_what_a_job_names_and_no_more() -> None:
 
 
 def test_first_steps_of_a_job_are_not_foreign() -> None:
-    assert foreign(Found(["_weftline/", ".gitignore"], ["lock", ".manifest.json.tmp", "owner.json"], [])) == []
-    assert foreign(Found(["_weftline/", "a.txt"], ["part-00000.json"], [])) == ["a.txt", "_weftline/part-00000.json"]
+    assert foreign(ResultNames(["_weftline/", ".gitignore"], ["lock", ".manifest.json.tmp", "owner.json"], [])) == []
+    assert foreign(ResultNames(["_weftline/", "a.txt"], ["part-00000.json"], [])) == [
+        "a.txt",
+        "_weftline/part-00000.json",
+    ]
 
 
 def test_damage_is_said_by_what_was_found() -> None:

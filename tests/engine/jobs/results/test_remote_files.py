@@ -12,8 +12,8 @@ import pytest
 from tests.engine.jobs.results import jobs
 from weftline.engine.jobs.results.files import Files, Held, read
 from weftline.engine.jobs.results.local_files import LocalFiles
-from weftline.engine.jobs.results.naming import Layout
-from weftline.engine.jobs.results.place import Place
+from weftline.engine.jobs.results.naming import ResultLayout
+from weftline.engine.jobs.results.place import ResultFolder
 from weftline.engine.jobs.results.remote_files import RemoteFiles
 from weftline.engine.jobs.results.store import Store
 from weftline.errors import JobChanged, OutputFailed
@@ -88,8 +88,8 @@ def test_where_files_are_seen_while_they_arrive_they_are_renamed(tmp_path: Path)
             super().put_file(local, path, *given, **named)
             raise ConnectionResetError(104, "connection reset by peer")
 
-    jobs.run(Place("out", "out", Renaming(tmp_path / "a"), Layout("", "", ".jsonl")), amend=True)
-    jobs.run(Place("out", "out", LocalFiles(tmp_path / "b"), Layout("", "", ".jsonl")), amend=True)
+    jobs.run(ResultFolder("out", "out", Renaming(tmp_path / "a"), ResultLayout("", "", ".jsonl")), amend=True)
+    jobs.run(ResultFolder("out", "out", LocalFiles(tmp_path / "b"), ResultLayout("", "", ".jsonl")), amend=True)
     ours, theirs = ({str(path.relative_to(tmp_path / one)) for path in (tmp_path / one).rglob("*") if path.is_file()}
                     for one in "ab")  # fmt: skip
     assert ours == theirs - {"_weftline/lock"}

@@ -52,6 +52,7 @@ def check_visible(disk: MemoryDisk) -> None:
     assert len(visible) == len(set(visible))
 
 
+@pytest.mark.slow(but_first=1)
 @KINDS
 @pytest.mark.parametrize("when", ["before", "after", "torn"])
 def test_killed_at_any_call_the_next_run_ends_the_same(single: bool, when: When) -> None:
@@ -68,6 +69,7 @@ def test_killed_at_any_call_the_next_run_ends_the_same(single: bool, when: When)
         assert disk.all_files() == expected, faulty.log[at]
 
 
+@pytest.mark.slow(but_first=1)
 @KINDS
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_power_cut_at_any_call_the_next_run_ends_the_same(single: bool, seed: int | None) -> None:
@@ -88,6 +90,7 @@ def test_power_cut_at_any_call_the_next_run_ends_the_same(single: bool, seed: in
         assert disk.all_files() == expected, at
 
 
+@pytest.mark.slow(but_first=1)
 @KINDS
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("when", ["before", "after", "torn"])
@@ -109,6 +112,7 @@ def test_an_error_at_any_call_stops_clearly_and_the_next_run_ends_the_same(
         assert disk.all_files() == expected, faulty.log[at]
 
 
+@pytest.mark.slow(but_first=1)
 @KINDS
 def test_killed_again_while_it_recovers_it_still_ends_the_same(single: bool) -> None:
     expected, calls = uninterrupted(single)
@@ -177,6 +181,7 @@ def test_what_the_next_run_finds_is_on_disk() -> None:
         assert found[0] == found[1]
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("seed", [None, 5])
 def test_killed_while_it_begins_anew_it_begins_anew_all_the_same(single: bool, seed: int | None) -> None:
@@ -209,6 +214,7 @@ def quick_folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_kill_9_of_a_process_at_any_call_the_next_run_ends_the_same(quick_folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.jobs.results.kill_9", str(quick_folder)],

@@ -25,6 +25,7 @@ def test_places_that_do_not_fit_the_rows_are_refused():
         merge_rows(table, [0, 1], table, [1, 2])
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=25)
 @given(failed=st.sets(st.integers(0, 29)), still=st.sets(st.integers(0, 29)))

@@ -19,12 +19,12 @@ from weftline.engine.jobs.results.media import MediaEncoder
 from weftline.engine.jobs.results.reading import batches
 from weftline.engine.jobs.results.values import to_columns
 from weftline.engine.jobs.results.writers import check_columns, part_writer, write_part
-from weftline.engine.jobs.rows import Answered
+from weftline.engine.jobs.rows import BlockResult
 from weftline.errors import InputError
 
 TYPES = {f"x{place}": type for place, type in enumerate(EVERY)}
 KEPT = pa.table({"q": pa.array([1, None, 3]), "s": pa.array(["a", "b", None])})
-ROWS = Answered({name: [EVERY[type][0][0], None, EVERY[type][0][2]] for name, type in TYPES.items()})
+ROWS = BlockResult({name: [EVERY[type][0][0], None, EVERY[type][0][2]] for name, type in TYPES.items()})
 
 
 def everything():
@@ -88,7 +88,7 @@ def test_parquet_is_what_datasets_loads(tmp_path):
 def test_inline_pictures_are_pictures_for_datasets(tmp_path):
     what = columns({"p": "image", "l": "list[image]"}, media="inline")
     with MediaEncoder() as encoder:
-        batch = to_columns(what, Answered({"p": [PICTURE, None], "l": [[PICTURE], []]}), block(2), encoder)
+        batch = to_columns(what, BlockResult({"p": [PICTURE, None], "l": [[PICTURE], []]}), block(2), encoder)
     (tmp_path / "part-00000.parquet").write_bytes(written("parquet", what.schema, [batch]))
     found = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", cache_dir=str(tmp_path / "cache")
@@ -156,6 +156,7 @@ class Full(io.RawIOBase):
         return len(data)
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("room", [0, 10, 300])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_full_disk_is_raised_as_it_is_and_nothing_is_written_after_it(format, room):
@@ -168,6 +169,7 @@ def test_a_full_disk_is_raised_as_it_is_and_nothing_is_written_after_it(format, 
     assert out.tries == 1
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_abandoned_file_gets_no_footer_and_stays_open(format):
     out, batch = io.BytesIO(), simple(10)

@@ -57,6 +57,32 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     ]
 
 
+def folder_of(*kinds: str) -> pa.Schema:
+    fields = [pa.field(kind, pa.string(), metadata={MEANS: b"path"}) for kind in kinds]
+    return pa.schema([pa.field("path", pa.string()), pa.field("name", pa.string()), *fields])
+
+
+def columns_of(schema: pa.Schema, **types: str) -> dict[str, str]:
+    ports = {name: PortType.parse(text) for name, text in types.items()}
+    return dict(bind(schema, ports, set(ports), {}).columns)
+
+
+def test_the_only_picture_needs_no_mapping() -> None:
+    assert columns_of(folder_of("image"), photo="image") == {"photo": "image"}
+    assert columns_of(folder_of("image", "text"), photo="image", note="text") == {"photo": "image", "note": "text"}
+    table = pa.schema([("id", pa.int64()), ("picture", pa.binary())])
+    assert columns_of(table, photo="image") == {"photo": "picture"}
+
+
+def test_a_picture_that_could_be_either_input_is_not_mapped() -> None:
+    with pytest.raises(InputError, match="there is no column before"):
+        columns_of(folder_of("image"), before="image", after="image")
+    with pytest.raises(InputError, match="there is no column sound"):
+        columns_of(folder_of("image"), sound="audio")
+    with pytest.raises(InputError, match="there is no column photo"):
+        columns_of(pa.schema([("one", pa.binary()), ("other", pa.binary())]), photo="image")
+
+
 def test_inputs_get_columns_by_name_or_mapping_and_may_be_left_out() -> None:
     table = pa.table({"a": ["x"], "b": ["y"]})
     ports = {"a": PortType("text"), "c": PortType("text"), "d": PortType("text")}

@@ -90,6 +90,7 @@ def test_tabs_part_the_columns_of_tsv(tmp_path: Path) -> None:
 CELLS = st.text(st.sampled_from('ab ,"\n'), max_size=5).filter(lambda text: text.strip(' \n"') != "")
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=12), block=st.integers(1, 40))
 def test_what_python_writes_is_read_wherever_blocks_end(rows: list[tuple[str, str]], block: int) -> None:
@@ -105,6 +106,7 @@ def test_what_python_writes_is_read_wherever_blocks_end(rows: list[tuple[str, st
     assert cuts <= {0, *ends}
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=12), block=st.integers(1, 40))
 def test_reading_on_from_any_mark_gives_the_same_batches(rows: list[tuple[str, str]], block: int) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weftline.engine.jobs.sources import lines
-from weftline.engine.jobs.sources.lines import Block, blocks
+from weftline.engine.jobs.sources.lines import LineBlock, blocks
 from weftline.errors import InputError
 
 
@@ -37,7 +37,7 @@ def test_a_file_is_cut_the_same_from_every_block_on(lengths: list[int], end: boo
 def test_blocks_are_no_larger_than_they_need_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "BLOCK_BYTES", 4)
     assert list(blocks(io.BytesIO(b"a\nb\nc\nlonger\ndd"), "a")) == [
-        Block(b"a\nb\n", 0, 1), Block(b"c\n", 4, 3), Block(b"longer\n", 6, 4), Block(b"dd", 13, 5),
+        LineBlock(b"a\nb\n", 0, 1), LineBlock(b"c\n", 4, 3), LineBlock(b"longer\n", 6, 4), LineBlock(b"dd", 13, 5),
     ]  # fmt: skip
 
 

@@ -59,6 +59,7 @@ SELECTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("format", MAKERS)
 @settings(
     max_examples=12,
@@ -196,6 +197,7 @@ def test_a_selection_that_means_nothing_is_refused(selected: dict[str, Any], sai
         source_over([{"n": 1}], DataSpec((), **selected))
 
 
+@pytest.mark.slow
 def test_large_rows_come_in_small_tables(tmp_path: Path) -> None:
     picture = bytes(1 << 20)
     pq.write_table(pa.table({"picture": [picture] * 40}), tmp_path / "a.parquet")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.sources.where import Where
+from weftline.engine.jobs.sources.where import RowFilter
 from weftline.errors import InputError
 from weftline.pipelines import condition
 
@@ -67,12 +67,12 @@ TABLE = pa.table(
     ],
 )
 def test_rows_are_kept_where_the_condition_holds(text: str, kept: list[int]) -> None:
-    mask = Where([text], TABLE.schema).mask(TABLE)
+    mask = RowFilter([text], TABLE.schema).mask(TABLE)
     assert [row for row, one in enumerate(mask.to_pylist()) if one] == kept
 
 
 def test_all_conditions_must_hold() -> None:
-    assert Where(["n > 1", "ok"], TABLE.schema).mask(TABLE).to_pylist() == [False, False, False, True]
+    assert RowFilter(["n > 1", "ok"], TABLE.schema).mask(TABLE).to_pylist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_all_conditions_must_hold() -> None:
 )
 def test_what_cannot_be_asked_is_refused_before_the_first_row(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Where([text], TABLE.schema)
+        RowFilter([text], TABLE.schema)
 
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(InputError) as told:
-        Where(["x > 1", "y > 1", "n >"], TABLE.schema)
+        RowFilter(["x > 1", "y > 1", "n >"], TABLE.schema)
     assert str(told.value).count("--where") == 3
 
 
@@ -121,9 +121,10 @@ TEXTS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(text=TEXTS, rows=st.lists(st.fixed_dictionaries({"a": NUMBERS, "b": NUMBERS}), min_size=1))
 def test_without_nulls_a_column_is_asked_as_a_value_is(text: str, rows: list[dict[str, Any]]) -> None:
     table = pa.Table.from_pylist(rows)
     asked = condition.parse(text)
     one_by_one = [asked.holds([row[wire.port] for wire in asked.wires]) for row in rows]
-    assert Where([text], table.schema).mask(table).to_pylist() == one_by_one
+    assert RowFilter([text], table.schema).mask(table).to_pylist() == one_by_one

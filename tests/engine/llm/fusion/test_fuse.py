@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.engine.llm import tiny
 from weftline.engine.llm import attention
 from weftline.engine.llm.engine import Engine
+from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion.fuse import FusionReport, fuse
 from weftline.engine.llm.fusion.linear import merged_linears
@@ -90,6 +93,7 @@ def logits(model: Any, rows: int = 0) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("dtype", ALLOWED, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_model_says_the_same_and_the_report_counts_what_was_fused(family: str, dtype: torch.dtype) -> None:
@@ -190,6 +194,81 @@ def test_old_weights_are_freed_as_they_merge(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(weight.nbytes for weight in model.parameters()) == bytes_before
 
 
+DEEP: dict[str, Any] = {"num_hidden_layers": 32, "hidden_size": 32, "intermediate_size": 48}
+
+
+def rounds_once(product: Tensor, activate: Callable[[Tensor], Tensor], name: str = "") -> Tensor:
+    """Return what a GPU's kernel does: it rounds after the activation was multiplied, and not before as well."""
+    gate, up = product.float().chunk(2, dim=-1)
+    return (activate(gate) * up).to(product.dtype)
+
+
+def test_a_deep_model_in_bfloat16_is_fused_whole_though_its_layers_round_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against the original layers the stack's difference grows with the depth, to more than any tolerance."""
+    monkeypatch.setattr(fuse_layer, "gated", rounds_once)
+    report = fuse(build("Llama", DEEP, torch.bfloat16))
+    assert (report.counts["layer"], report.counts.get("model")) == (32, 1), str(report)
+
+
+def skips(steps: list[Any]) -> list[Any]:
+    return [*steps[:17], *steps[18:]]
+
+
+def swaps(steps: list[Any]) -> list[Any]:
+    return [*steps[:3], steps[4], steps[3], *steps[5:]]
+
+
+def repeats(steps: list[Any]) -> list[Any]:
+    return [*steps, steps[-1]]
+
+
+@pytest.mark.slow(but_first=1)
+@pytest.mark.parametrize("bug", [skips, swaps, repeats])
+@pytest.mark.parametrize("spread", [0.02, 0.3])
+def test_a_deep_stack_that_computes_something_else_is_put_back(
+    bug: Callable[[list[Any]], list[Any]], spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = fuse_layer.stack_forward
+    monkeypatch.setattr(fuse_layer, "gated", rounds_once)
+    monkeypatch.setattr(fuse_layer, "stack_forward", lambda base, steps, *rest: stack(base, bug(steps), *rest))
+    model = build("Llama", {**DEEP, "initializer_range": spread}, torch.bfloat16)
+    report = fuse(model)
+    assert report.counts["layer"] == 32 and "model" not in report.counts
+    assert [(left.pattern, left.path) for left in report.left] == [("model", "model")]
+    assert "forward" not in model.model.__dict__
+
+
+def test_each_layer_is_brought_before_its_turn_and_handed_on_after_it() -> None:
+    model = build("Llama", {})
+    layers = list(model.model.layers)
+    weights = [{name: w.clone() for name, w in layer.state_dict().items()} for layer in layers]
+    for layer in layers:
+        layer.to_empty(device="meta")
+    told: list[str] = []
+
+    def ready(layer: Any) -> None:
+        told.append(f"ready {layers.index(layer)}")
+        layer.load_state_dict(weights[layers.index(layer)], assign=True)
+
+    def done(layer: Any) -> None:
+        told.append(f"done {layers.index(layer)}")
+        assert "forward" in layer.__dict__
+        assert all(weight.is_meta for later in layers[layers.index(layer) + 1 :] for weight in later.parameters())
+
+    assert fuse(model, ready, done).counts == WHOLE
+    assert told == [f"{what} {at}" for at in range(LAYERS) for what in ("ready", "done")]
+
+
+def test_what_bringing_a_layer_raises_is_not_taken_for_a_model_that_fails() -> None:
+    def ready(layer: Any) -> None:
+        raise OSError("the file is gone")
+
+    with pytest.raises(OSError, match="the file is gone"):
+        fuse(build("Llama", {}), ready)
+
+
 def test_merged_linears_say_which_outputs_are_whose() -> None:
     model = build("Llama", {})
     wanted = model.model.layers[0].self_attn.k_proj.weight.clone()
@@ -239,12 +318,13 @@ def test_with_another_attention_only_its_linears_norms_and_mlps_are_fused() -> N
     assert torch.allclose(model(ids).logits, before, atol=1e-3)
 
 
-def test_a_model_without_decoder_layers_or_that_fails_is_left_alone() -> None:
-    model = build("Llama", {})
+def test_a_model_without_decoder_layers_or_where_it_fails_is_left_alone() -> None:
+    model, told = build("Llama", {}), []
     model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    report = fuse(model)
-    assert report.counts == {}
+    report = fuse(model, told.append, told.append)
+    assert report.counts["layer"] == 1 and "model" not in report.counts  # layer 0 was compared before layer 1 failed
     assert "ZeroDivisionError" in report.left[0].reason
+    assert sorted(map(id, told)) == sorted(2 * [id(layer) for layer in model.model.layers])  # brought all the same
     model.config.num_hidden_layers = 77
     assert fuse(model).left[0].reason == "no list of decoder layers was found"
 

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.engine.llm.fusion.test_fuse import build, logits
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion.fuse import fuse
-from weftline.engine.llm.fusion.layer import Turns
+from weftline.engine.llm.fusion.layer import RotaryTable
 
 
 class Counted(torch.nn.Module):
@@ -45,7 +45,7 @@ ROPES: list[dict[str, Any]] = [
 @torch.inference_mode()
 def test_embeddings_of_places_are_those_of_the_model(rope: dict[str, Any], dtype: torch.dtype) -> None:
     module, like = Counted(rope), torch.zeros(1, dtype=dtype)
-    turns = Turns(module)
+    turns = RotaryTable(module)
     for places in ([0, 1, 2], [5, 250, 3], [7], [300, 12, 4000], [4000]):
         asked = torch.tensor([places])
         cos, sin = turns.at(asked, like)
@@ -59,7 +59,7 @@ def test_embeddings_of_places_are_those_of_the_model(rope: dict[str, Any], dtype
 def test_places_beyond_the_table_are_computed_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse_layer, "TABLE_BYTES", 40_000)  # 256 places are 32 kB
     module, like = Counted({"rope_type": "default"}), torch.zeros(1)
-    turns = Turns(module)
+    turns = RotaryTable(module)
     for places in ([200], [201], [300], [301]):
         asked = torch.tensor([places])
         assert torch.equal(turns.at(asked, like)[0], module.inner(like, asked)[0][0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weftline.engine.llm.fusion.linear import MergedLinear, Part, merge, split, unlike
+from weftline.engine.llm.fusion.linear import MergedLinear, MergedSlice, merge, split, unlike
 
 NAMES = ("q", "k", "v")
 
@@ -75,7 +75,7 @@ def test_parts_name_the_outputs_and_show_the_old_weights() -> None:
     plain, owner = Owner(), Owner()
     merge(owner, NAMES, "qkv")
     assert owner.qkv.parts == (("q", 0, 6), ("k", 6, 10), ("v", 10, 12))  # type: ignore[union-attr]
-    assert isinstance(owner.k, Part)
+    assert isinstance(owner.k, MergedSlice)
     assert torch.equal(owner.k.weight, plain.k.weight)
     assert owner.k.bias is not None and torch.equal(owner.k.bias, plain.k.bias)
     assert [name for name, _ in owner.named_parameters()] == ["qkv.weight", "qkv.bias"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -15,7 +16,9 @@ from weftline.engine.llm.attention import LayerPages, Span
 from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion.rows import turn
+from weftline.engine.llm.gpu import attention as gpu_attention
 from weftline.engine.llm.gpu.attention import GpuAttention, ops_for
+from weftline.engine.llm.gpu.buffers import BufferLimits, RoundBuffers
 from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.loading import RunnerOptions
 from weftline.engine.llm.pages import PageTable
@@ -112,6 +115,18 @@ def test_without_a_gpu_the_plain_operations_are_used_and_the_reason_is_given() -
     assert reason is not None and "cpu" in reason
 
 
+def test_a_gpu_without_the_kernels_logs_one_line_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu_attention, "ops_for", lambda device: (PlainOps(), "no compiler; fix: install gcc"))
+    monkeypatch.setattr(gpu_attention, "RoundBuffers", lambda limits, page_tokens, device: gpu_buffers)
+    gpu_buffers = RoundBuffers(BufferLimits(4, 4, 4), PAGE, CPU)
+    with caplog.at_level(logging.WARNING):
+        GpuAttention.make(PAGE, 32, 64, torch.device("cuda"))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["no compiler; fix: install gcc"]
+
+
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_the_engine_gives_the_same_answers_with_the_gpus_form(family: str, fused: bool) -> None:

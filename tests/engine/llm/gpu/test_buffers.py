@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from weftline.engine.llm.attention import Span
 from weftline.engine.llm.gpu.buffers import NOWHERE, BufferLimits, Draw, RoundBuffers, input_tokens
-from weftline.engine.llm.pages import PageTable
+from weftline.engine.llm.pages import PagePool, PageTable
 
 LIMITS = BufferLimits(rows_max=32, sequences_max=8, pages_max=6)
 
@@ -75,3 +77,90 @@ def test_a_round_beyond_the_limits_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         buffers().fill(spans, rows, sequences)
+
+
+def seen(made: RoundBuffers, tables: list[PageTable]) -> list[list[int]]:
+    """Return what a round of one row for each table sees of it."""
+    spans = [Span(row, len(table.pages) * 4 - 1, 1, table) for row, table in enumerate(tables)]
+    view = made.fill(spans, tokens=[1] * len(spans))
+    return [view.tables[line, : len(table.pages)].tolist() for line, table in enumerate(tables)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_after_any_history_a_round_sees_the_pages_of_its_tables(seed: int) -> None:
+    chance = random.Random(seed)
+    made = RoundBuffers(BufferLimits(rows_max=32, sequences_max=4, pages_max=8), 4, torch.device("cpu"))
+    pool = PagePool(64, 4)
+    tables = [PageTable() for _ in range(7)]  # more than there are lines
+    for _ in range(120):
+        table = chance.choice(tables)
+        move = chance.choice(("grow", "grow", "grow", "drop", "fork", "own", "resize", "forget"))
+        if move == "grow" and len(table.pages) < 7:
+            pool.try_grow(table, chance.randrange(1, 3))
+        elif move == "drop":  # it was preempted or has ended; the table is another's from now on
+            pool.drop(table)
+        elif move == "fork" and not table.pages:
+            for page in chance.choice(tables).pages[:5]:
+                pool.share(table, page)
+        elif move == "own" and table.pages:
+            pool.try_own(table, chance.randrange(len(table.pages)))
+        elif move == "resize":
+            pool.resize(chance.randrange(40, 64))
+        elif move == "forget" and chance.random() < 0.2:
+            for tensor in made.on_device:
+                tensor.zero_()
+            made.forget()
+        there = [one for one in tables if one.pages]
+        chosen = chance.sample(there, min(len(there), chance.randrange(1, 5)))
+        assert seen(made, chosen) == [one.pages for one in chosen]
+
+
+def test_only_pages_that_are_new_in_a_table_are_sent() -> None:
+    made = RoundBuffers(BufferLimits(rows_max=64, sequences_max=64, pages_max=300), 4, torch.device("cpu"))
+    tables = [PageTable(list(range(at, at + 250))) for at in range(0, 16 * 250, 250)]
+    seen(made, tables)
+    assert made.pages_sent == 16 * 250
+    for table in tables[:3]:
+        table._append(9000)
+    assert seen(made, tables) == [table.pages for table in tables]
+    assert made.pages_sent == 16 * 250 + 3
+    del tables[5], tables[0]  # the lines of all others move up
+    tables.reverse()
+    assert seen(made, tables) == [table.pages for table in tables]
+    assert made.pages_sent == 16 * 250 + 3
+    tables[4]._replace(7, 8000)
+    assert seen(made, tables) == [table.pages for table in tables]
+    assert made.pages_sent == 16 * 250 + 3 + 250
+
+
+def test_a_chunk_of_a_prompt_converts_the_pages_it_writes_and_no_others() -> None:
+    class Pages(list):
+        read = 0
+
+        def __getitem__(self, at):
+            found = super().__getitem__(at)
+            Pages.read += len(found) if isinstance(at, slice) else 1
+            return found
+
+    made = RoundBuffers(BufferLimits(rows_max=32, sequences_max=4, pages_max=300), 4, torch.device("cpu"))
+    long, other = PageTable(Pages(range(7, 257))), PageTable([0])
+    spans = [Span(0, 950, 7, long), Span(7, 3, 1, other)]
+    made.fill(spans)
+    Pages.read = 0
+    view = made.fill(spans)
+    assert view.slots.tolist() == [4 * (7 + place // 4) + place % 4 for place in range(950, 957)] + [3]
+    assert Pages.read == 3
+
+
+def test_a_round_that_could_not_be_sent_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = buffers()
+    tables = [PageTable([3, 1]), PageTable([4])]
+
+    def broken(*given: object) -> None:
+        raise RuntimeError("no copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_send", broken)
+        with pytest.raises(RuntimeError, match="no copy"):
+            seen(made, tables)
+    assert seen(made, tables) == [[3, 1], [4]]

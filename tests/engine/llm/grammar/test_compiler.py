@@ -133,6 +133,7 @@ def test_the_least_recently_used_one_is_forgotten_first(counted: tuple[GrammarCo
     assert len(compiler._known) == 3
 
 
+@pytest.mark.slow
 def test_what_failed_for_a_passing_reason_is_tried_again() -> None:
     broken = Counted(command=("-c", "raise SystemExit"))
     compiler = compiler_with(broken)
@@ -186,6 +187,7 @@ def test_callers_in_many_threads_share_one_preparation(counted: tuple[GrammarCom
     assert trials.trials == 1
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_refused_and_those_behind_it_are_served() -> None:
     stand_in = (
         "import sys, json\n"
@@ -307,6 +309,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow(but_first=8)
 @pytest.mark.parametrize(("wanted", "expected"), HOSTILE, ids=lambda value: str(value)[:45].replace("\n", " "))
 def test_hostile_constraints_are_prepared_or_refused_in_bounded_time(
     compiler: GrammarCompiler, wanted: dict[str, Any], expected: str

@@ -133,6 +133,7 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
 def test_random_logits_under_the_mask_give_json_of_the_schema(model: Model, schema: dict[str, Any]) -> None:
     grammar = model.grammar(json_schema=schema)
@@ -318,6 +319,7 @@ def test_two_sequences_of_one_grammar_do_not_disturb_each_other(model: Model) ->
 AMBIGUOUS = 'start: e\ne: e e e | e e | "a" | "aa" |\n'
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize(
     ("kind", "value", "text"),
     [

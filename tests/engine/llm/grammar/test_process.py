@@ -92,6 +92,7 @@ def test_one_that_takes_too_long_is_killed_and_the_next_one_is_tried(hasty: Tria
     assert pid_of(hasty) != first
 
 
+@pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("what", ["eat", "crash", "babble", "nonsense"])
 def test_one_that_ends_its_process_is_refused_and_the_next_one_is_tried(stand_in: TrialProcess, what: str) -> None:
     with pytest.raises(InputError, match="it ended the process that prepares them, which may use 256 MiB"):
@@ -107,6 +108,7 @@ def test_a_process_that_died_between_two_trials_is_replaced(stand_in: TrialProce
     assert stand_in.wait_trial("fine") == "fine"
 
 
+@pytest.mark.slow
 def test_one_that_does_not_read_is_not_waited_for(hasty: TrialProcess) -> None:
     assert hasty.wait_trial("fine") == "fine"
     os.kill(pid_of(hasty), signal.SIGSTOP)

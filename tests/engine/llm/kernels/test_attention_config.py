@@ -8,13 +8,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from weftline.engine.llm.kernels.attention_config import attention_config, splits_for, width_tile
+from weftline.engine.llm.kernels.attention_config import attention_config, split_keys_for, splits_for, width_tile
 
 
-def test_few_rows_for_each_sequence_are_decoding() -> None:
+def test_one_row_for_each_sequence_is_decoding() -> None:
     assert attention_config(64, 64, 4, 128, 2, 90).lanes == 16
-    assert attention_config(64 * 4, 64, 4, 128, 2, 90).lanes == 16
-    assert attention_config(64 * 4 + 1, 64, 4, 128, 2, 90).lanes == 128
+    assert attention_config(72, 64, 4, 128, 2, 90).lanes == 128
 
 
 def test_all_heads_of_a_key_head_fit_into_a_tile() -> None:
@@ -33,3 +32,11 @@ def test_widths_are_powers_of_two_and_at_least_16() -> None:
 
 def test_few_sequences_are_cut_more_often_than_many() -> None:
     assert [splits_for(sequences, 8) for sequences in (1, 4, 16, 64, 500)] == [64, 32, 8, 4, 4]
+
+
+def test_few_sequences_have_short_splits_so_that_most_of_a_gpu_works() -> None:
+    assert [split_keys_for(sequences, 8) for sequences in (1, 2, 4, 8, 9, 64)] == [64, 64, 128, 128, 256, 256]
+    # programs of Llama 8B's attention at 1 024 and 4 096 tokens, on 132 multiprocessors
+    for sequences, tokens, least, most in ((1, 1024, 128, 128), (1, 4096, 512, 512), (8, 1024, 512, 512)):
+        splits = min(tokens // split_keys_for(sequences, 8), splits_for(sequences, 8))
+        assert least <= sequences * 8 * splits <= most

@@ -32,6 +32,7 @@ def found() -> dict[str, list]:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernel_gives_what_the_reference_gives(found: dict[str, list], name: str) -> None:
@@ -40,6 +41,7 @@ def test_the_kernel_gives_what_the_reference_gives(found: dict[str, list], name:
     assert error <= allowed
 
 
+@pytest.mark.slow
 def test_the_interpreter_ran_every_check_there_is(found: dict[str, list]) -> None:
     assert list(found) == NAMES
 

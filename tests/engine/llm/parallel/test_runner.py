@@ -60,6 +60,7 @@ def _check_equal(one: Runner, two: ParallelRunner) -> None:
     assert two.token_bytes * 2 == one.token_bytes  # each rank has the pages of its own key heads only
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_tokens_of_one_and_closing_leaves_no_process(tmp_path):
     one, two = _open_both("llama", tmp_path)
     pids = two.follower_pids
@@ -74,6 +75,7 @@ def test_two_ranks_give_the_tokens_of_one_and_closing_leaves_no_process(tmp_path
         two.resize(4)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_fails_the_round_at_once_and_every_later_one(tmp_path):
     one, two = _open_both("qwen3", tmp_path)
     try:
@@ -95,6 +97,27 @@ def test_a_killed_rank_fails_the_round_at_once_and_every_later_one(tmp_path):
         assert isinstance(engine.step()[0].error, WorkerDied)
     finally:
         two.close()
+
+
+@pytest.mark.slow
+def test_on_two_ranks_rounds_that_decode_are_computed_by_both_where_one_device_would_draw_by_itself(tmp_path):
+    """A rank that launched a round alone would wait in its first sum for the other, which was told of none."""
+    folder = _saved("llama", tmp_path)
+    options = RunnerOptions(page_tokens=8, form="gpu")
+    one = Runner.open(folder, options)
+    two = ParallelRunner.open_on(["cpu", "cpu"], folder, options, timeout_s=20.0)
+    prompts, params = tiny.prompts(4, seed=3, longest=30), SamplingParams(tokens_max=6, ignore_eos=True)
+    try:
+        assert one.graphs is not None
+        assert Engine(two).generate(prompts, params) == Engine(one).generate(prompts, params)
+    finally:
+        two.close()
+
+
+def test_a_rank_records_no_graphs():
+    alone = tiny.fresh_runner("llama", form="gpu")
+    assert alone.graphs is not None
+    assert ParallelRunner(alone.model, RunnerOptions(page_tokens=8, form="gpu")).graphs is None
 
 
 class _Told:

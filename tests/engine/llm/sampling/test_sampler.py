@@ -12,7 +12,7 @@ import torch
 from tests.engine.llm import plain_sampling
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.sampling import sampler as sampling
-from weftline.engine.llm.sampling.sampler import Choice, Row, Sampler
+from weftline.engine.llm.sampling.sampler import Row, Sampler, TokenChoice
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import InputError
 
@@ -25,7 +25,7 @@ def _sequence(tokens: list[int] | None = None, prompt: int = 2, order: int = 0, 
     return Sequence(1, tokens or [1, 2], prompt, 99, SamplingParams(**params), order, seed=seed)
 
 
-def _pick(logits: torch.Tensor, *rows: Sequence | Row, ends: frozenset[int] = frozenset()) -> list[Choice]:
+def _pick(logits: torch.Tensor, *rows: Sequence | Row, ends: frozenset[int] = frozenset()) -> list[TokenChoice]:
     made = [row if isinstance(row, Row) else Row(row) for row in rows]
     return Sampler(ends, logits.shape[1]).pick(logits.clone(), made)
 

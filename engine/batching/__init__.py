@@ -1,1 +1,0 @@
-"""Where work waits for a step, and when a batch leaves with whom; pure."""

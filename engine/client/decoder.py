@@ -1,0 +1,144 @@
+"""Decode v2 tensors into Python values, for both clients. Pure.
+
+A value has the type that `Session.run` returns for its port: text is str, json is parsed, detections are Detections,
+arrays belong to the caller. Without a Weftline type, numbers are arrays and BYTES is an array of bytes objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from weftline.engine.client.described import DescribedPort
+from weftline.engine.client.encoder import ARRAYS
+from weftline.engine.ingress.v2.bytes_tensor import decode
+from weftline.engine.ingress.v2.datatypes import BYTES, DTYPES, NUMPY
+from weftline.engine.ingress.v2.nouns import Tensor
+from weftline.errors import InputError, WeftlineError
+from weftline.nodes.detections import Detections
+from weftline.nodes.ports import PortType
+from weftline.shm.spec import byte_size
+from weftline.shm.view import numpy_dtype
+
+ABSENT = "absent"
+"""Parameter of an output tensor that marks an absent value."""
+
+
+_MEDIA = {"image": np.uint8, "audio": np.float32}
+
+
+class Garbled(WeftlineError):
+    """A response that violates the protocol."""
+
+
+def values_of(tensors: Iterable[Tensor], ports: Mapping[str, DescribedPort]) -> dict[str, Any]:
+    """Return the values of a response by name; arrays are copies that belong to the caller."""
+    return {one.name: value_of(one, ports.get(one.name)) for one in tensors}
+
+
+def value_of(tensor: Tensor, port: DescribedPort | None) -> Any:
+    """Return one output's value; Garbled if its bytes do not match its shape and datatype."""
+    if tensor.parameters.get(ABSENT):
+        return None
+    type = port.type if port is not None else None
+    if tensor.datatype != BYTES:
+        return _shaped(_numbers(tensor), type)
+    elements = _elements(tensor)
+    if type is None or type.kind == "tensor":
+        array = np.empty(len(elements), object)
+        array[:] = elements
+        return array.reshape(tensor.shape)
+    if type.kind != "list" and len(elements) == 1:
+        return _read(type, elements[0])
+    item = type.item or type
+    if item.kind in ARRAYS and len(elements) == 1:  # arrays of several shapes, as nested lists
+        dtype = numpy_dtype(item.dtype) if item.dtype else _MEDIA.get(item.kind)
+        return [np.array(one, dtype) for one in _parsed(elements[0])]
+    return [_read(item, one) for one in elements]
+
+
+def _shaped(array: np.ndarray, type: PortType | None) -> Any:
+    if type is None:
+        return array
+    inner = type.item or type if type.kind == "list" else type
+    if inner.dtype == "complex64" and array.dtype == np.float32 and array.shape[-1:] == (2,):
+        array = array.view(np.complex64).reshape(array.shape[:-1])
+    if type.kind == "list":
+        if not array.ndim:
+            raise Garbled("the answer has a single number where a list belongs")
+        return list(array) if inner.kind in ARRAYS else array.tolist()
+    return array.tolist() if type.kind == "json" else array
+
+
+def _read(type: PortType, data: bytes) -> Any:
+    if type.kind in ("bytes", *ARRAYS):
+        return data
+    if type.kind in ("json", "list"):
+        return _parsed(data)
+    if type.kind == "detections":
+        return detections_of(_parsed(data))
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        if type.kind == "any":
+            return data
+        raise Garbled("the answer has text that is not UTF-8") from None
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise Garbled("the answer has a json value that is none") from None
+
+
+def detections_of(found: Any) -> Detections:
+    """Return detections from a list of {"name", "score", "box"}, as they travel."""
+    try:
+        names = tuple(dict.fromkeys(str(one["name"]) for one in found))
+        boxes = np.array([one["box"] for one in found], np.float32).reshape(len(found), 4)
+        scores = np.array([one["score"] for one in found], np.float32).reshape(len(found))
+        classes = np.array([names.index(str(one["name"])) for one in found], np.int32)
+    except (TypeError, KeyError, ValueError, IndexError):
+        raise Garbled("the answer has detections that are none") from None
+    return Detections(boxes, scores, classes, names)
+
+
+def _numbers(tensor: Tensor) -> np.ndarray:
+    dtype = DTYPES.get(tensor.datatype)
+    if dtype is None:
+        raise Garbled(f"output {tensor.name} has datatype {tensor.datatype:.20}, which this client does not know")
+    held = NUMPY[tensor.datatype]
+    if tensor.values is not None:
+        flat = np.array(tensor.values, held)
+    else:
+        raw = tensor.raw if tensor.raw is not None else b""
+        if len(raw) % held.itemsize:
+            raise Garbled(f"output {tensor.name} has {len(raw)} bytes, its datatype is {tensor.datatype}")
+        flat = np.frombuffer(raw, held).copy()  # of the caller's own: aligned, and nothing else of the message is kept
+    if _size_bytes(tensor, dtype) != flat.nbytes:
+        raise Garbled(f"output {tensor.name} has {flat.size} elements, its shape is {list(tensor.shape)}")
+    return flat.reshape(tensor.shape)
+
+
+def _size_bytes(tensor: Tensor, dtype: str) -> int:
+    try:
+        return byte_size(dtype, tensor.shape)
+    except InputError as error:
+        raise Garbled(f"output {tensor.name}: {error}") from None
+
+
+def _elements(tensor: Tensor) -> list[bytes]:
+    count = _size_bytes(tensor, "uint8")
+    if tensor.values is not None:
+        elements = [one if isinstance(one, bytes) else str(one).encode() for one in tensor.values]
+        if len(elements) != count:
+            raise Garbled(f"output {tensor.name} has {len(elements)} elements, its shape is {list(tensor.shape)}")
+        return elements
+    try:
+        return [bytes(one) for one in decode(tensor.raw or b"", count)]
+    except InputError as error:
+        raise Garbled(f"output {tensor.name}: {error}") from None

@@ -1,0 +1,160 @@
+"""KV cache size of an llm step alone on its GPU: the remainder after its largest round.
+
+The plan of an unmeasured step does not contain what its weights and work leave for KV memory. A step that is the
+only one yet to be measured on its GPU finds out when it opens, before its CUDA graphs are recorded:
+
+    1. the model opens with little KV memory, which this gives back
+    2. the largest round is computed: all the tokens and sequences that limits allow, drawn from the whole vocabulary
+    3. KV memory = the lesser of what the step may have and what is free, less the work of such a round, twice: for
+       rounds computed eagerly, and for the pool of the graphs, which torch keeps apart
+
+A resize while requests are served would move every page and drop every graph; a memory that is too small refuses long
+prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.rounds import RoundLimits, Share
+from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.sampling.sampler import Row, Sampler
+from weftline.engine.llm.sequence import Sequence as SequenceState
+from weftline.errors import ModelError
+from weftline.nodes.contract import DeviceRoom
+from weftline.nodes.out_of_memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from weftline.engine.llm.engine import Engine
+
+_log = logging.getLogger(__name__)
+
+WORK_BYTES = 256 << 20
+"""Left besides: workspaces of cuBLAS for each stream, kernels that are loaded later, graphs themselves."""
+BLOCK_BYTES = 2 << 20
+"""CUDA's allocations are rounded up to this: for each layer's keys, and its values."""
+LESS, TRIES = 0.97, 8
+"""Where memory is in pieces, so much less is tried, so often."""
+USES = 2
+"""More pages than so many times what all sequences of a round can have at full length are of no use."""
+
+
+class Meter(Protocol):
+    """Memory of a device as the framework and the driver report it, in bytes."""
+
+    def free(self) -> int:
+        """Return the free memory of the device, after freeing what the framework caches."""
+
+    def held(self) -> int:
+        """Return what this process has of it."""
+
+    def peak(self, compute: Callable[[], None]) -> int:
+        """Return the most that `compute` takes beyond what was held before."""
+
+
+class TorchMeter:
+    """A CUDA device as torch sees it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def held(self) -> int:
+        return int(torch.cuda.memory_reserved(self._device))
+
+    def peak(self, compute: Callable[[], None]) -> int:
+        self.free()
+        before = self.held()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        compute()
+        torch.cuda.synchronize(self._device)
+        return max(0, int(torch.cuda.max_memory_reserved(self._device)) - before)
+
+
+def fill_device(runners: Sequence[Runner], limits: RoundLimits, room: DeviceRoom, meter: Meter) -> None:
+    """Give runners the KV memory that is left of their device, in the proportion of what they have, and never less.
+
+    ModelError: there is none for as much as they had.
+    """
+    shares = [runner.pages * runner.page_bytes for runner in runners]
+    work = max(meter.peak(lambda runner=runner: compute_largest(runner, limits)) for runner in runners)  # type: ignore[misc]
+    for runner in runners:
+        runner.release_pages()
+    rounding = sum(2 * runner.layers * BLOCK_BYTES for runner in runners)
+    free = min(meter.free() - room.reserve_bytes, room.bytes - meter.held())
+    left = free - 2 * work - WORK_BYTES - rounding
+    for runner, share in zip(runners, shares, strict=True):
+        _bind(runner, max(share, left * share // sum(shares)) // runner.page_bytes, limits, free, work)
+
+
+def keep_room(engine: Engine, room: DeviceRoom, meter: Meter) -> bool:
+    """Give pages back where less is free than was foreseen, and return whether that was so.
+
+    For when all graphs are recorded: they may have taken more than a round's work. They are dropped then.
+    """
+    missing = max(room.reserve_bytes - meter.free(), meter.held() - room.bytes)
+    if missing <= 0:
+        return False
+    runner = engine.runner
+    # a layer that changes its size lies there twice meanwhile, and blocks are rounded up
+    pages = runner.pages - -(-(missing + 2 * runner.layers * BLOCK_BYTES) // runner.page_bytes)
+    _log.warning("%d bytes too many are taken with CUDA graphs: %d pages instead of %d", missing, pages, runner.pages)
+    engine.open_with(engine.resize(pages))
+    return True
+
+
+def compute_largest(runner: Runner, limits: RoundLimits) -> None:
+    """Compute the largest round that the limits allow, and draw all its tokens; what comes out is of no use.
+
+    All its sequences have the same page: what they write there does not matter, and how many there are costs nothing.
+    Where there is no memory for it, rounds in service will be smaller (`weftline.nodes.out_of_memory`).
+    """
+    count = max(1, min(limits.sequences_max, limits.tokens_max))
+    each, more = divmod(limits.tokens_max, count)
+    sizes = [min(each + (at < more), runner.context_max) for at in range(count)]
+    shares = [Share(_made_up(runner, at, tokens), 0, tokens) for at, tokens in enumerate(sizes)]
+    try:
+        logits = runner.run_eagerly(shares)
+        if runner.head is None:
+            sampler = Sampler(runner.ends, runner.vocabulary)
+            sampler.pick(logits, [Row(share.sequence) for share in shares])
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        _log.warning("no memory for a round of %d tokens: rounds will be smaller", limits.tokens_max)
+
+
+def _made_up(runner: Runner, order: int, tokens: int) -> SequenceState:
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=order, logprobs=None if runner.head is not None else 1)
+    made = SequenceState(order, [0] * tokens, tokens, tokens + 1, params, order)
+    made.table.pages.extend([0] * -(-tokens // runner.page_tokens))
+    return made
+
+
+def _bind(runner: Runner, pages: int, limits: RoundLimits, free: int, work: int) -> None:
+    longest = -(-runner.context_max // runner.page_tokens)
+    pages = min(pages, USES * longest * limits.sequences_max)
+    error: Any = None
+    for _ in range(TRIES):
+        if pages < 2:
+            break
+        try:
+            runner.bind_pages(pages)
+        except ModelError as refused:
+            error, pages = refused, int(pages * LESS)
+            continue
+        return
+    raise ModelError(
+        f"{runner.device} has no room for KV memory: {max(0, free)} bytes are free beside the weights, and a round of "
+        f"{limits.tokens_max} tokens of {limits.sequences_max} sequences takes {work}\n"
+        "    fix: lower round_tokens_max or sequences_max, or keep the weights in fewer bits (weights)"
+    ) from error

@@ -1,0 +1,1 @@
+"""Values and messages that cross a process boundary."""

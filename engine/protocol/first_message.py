@@ -1,0 +1,65 @@
+"""Build OpenSteps, the first message to a worker: its steps, device and memory sizes from the plan."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from weftline.engine.protocol import messages as msg
+from weftline.pipelines.budget import reserve_of
+from weftline.pipelines.kv_memory import kv_most, takes_rest
+from weftline.pipelines.plan import Plan, PlannedStep
+from weftline.pipelines.threads import step_threads
+
+
+def open_message(plan: Plan, worker: int, cache_dir: Path) -> msg.OpenSteps:
+    """Return the OpenSteps of one worker of a plan. cache_dir: cache of compiled engines and similar files of nodes."""
+    planned, threads = plan.workers[worker], step_threads(plan, worker)
+    steps = tuple(
+        _step_to_open(index, step, worker, threads.get(index, 0), plan)
+        for index, step in enumerate(plan.steps)
+        if step.name in planned.steps
+    )
+    folders = str(plan.base_dir.absolute()), str(cache_dir.absolute())
+    return msg.OpenSteps(
+        planned.name,
+        planned.arena_bytes,
+        planned.threads,
+        *folders,
+        steps,
+        planned.device,
+        planned.device_arena_bytes,
+        plan.ordering,
+        logging.getLogger().getEffectiveLevel(),  # workers follow this process's root logger
+        plan.nvtx and bool(planned.device),
+    )
+
+
+def _step_to_open(index: int, step: PlannedStep, worker: int, thread: int, plan: Plan) -> msg.StepToOpen:
+    device = step.devices[step.workers.index(worker)] if step.devices else step.device
+    room = next((one for one in plan.budgets if one.device == device and takes_rest(step, one)), None)
+    return msg.StepToOpen(
+        index,
+        step.name,
+        step.node,
+        dict(step.options),
+        tuple((given.port, str(given.type)) for given in step.inputs),
+        tuple((port.name, str(port.type)) for port in step.outputs),
+        device,
+        step.batch.items_max,
+        step.mutates_inputs,
+        dict(step.batch.pad),
+        step.batch.pad_value,
+        str(step.base_dir.absolute()) if step.base_dir is not None else "",
+        step.streams,
+        step.fed,
+        step.near_inputs,
+        dict(step.near_outputs),
+        step.finite,
+        step.sequence is not None,
+        room_bytes=room.rest_bytes if room is not None else 0,
+        reserve_bytes=reserve_of(room) if room is not None else 0,
+        kv_most_bytes=kv_most(plan, step, device),
+        thread=thread,
+        sizes=step.batch.sizes,
+    )

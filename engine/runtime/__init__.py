@@ -1,0 +1,1 @@
+"""The event loop, worker processes, clock and sockets around the scheduler."""

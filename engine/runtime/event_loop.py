@@ -1,0 +1,703 @@
+"""Run one plan: one lock, one thread, and the messages between the scheduler, its workers and its callers.
+
+The loop decides nothing. It turns requests, worker messages, deaths and time into events, passes them to the scheduler,
+and carries out the commands that come back: messages to workers, results to waiting requests, process starts and kills.
+
+One lock guards the scheduler and everything below that does not state otherwise. The thread of a caller takes it to
+submit a request and carries out the commands itself, so a request reaches its first worker without a thread switch. The
+loop's own thread reads worker messages and advances time. While all open requests wait in one asyncio loop, that loop
+reads the messages instead, and the thread only advances time (`AsyncioReader`).
+
+One turn: read everything that has arrived, add events that finalizers posted, pass them to the scheduler together, and
+only then let time advance. A thread that was suspended therefore reads waiting messages before any timeout fires. The
+listeners of finished requests are called last, right before the thread sleeps: a caller that is woken earlier competes
+with it for the interpreter lock, which costs two more thread switches for each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weftline.engine.gpus import Reservation
+from weftline.engine.protocol import messages as msg
+from weftline.engine.runtime.byte_budget import Ticket, WaitQueue
+from weftline.engine.runtime.clock import Clock, MonotonicClock
+from weftline.engine.runtime.descriptors import shortage
+from weftline.engine.runtime.health import Health, judge
+from weftline.engine.runtime.stats import snapshot
+from weftline.engine.runtime.timer import WakeTimer
+from weftline.engine.runtime.worker_processes import WorkerProcesses
+from weftline.engine.scheduler import events as ev
+from weftline.engine.scheduler.scheduler import INGRESS_ARENA, Scheduler
+from weftline.errors import LimitReached, ModelError, RemoteTraceback, SessionClosed
+from weftline.pipelines.plan import Plan
+from weftline.shm.arena import HostArena
+from weftline.shm.block import Block, Key
+
+_log = logging.getLogger("weftline.runtime")
+
+DRAINS_MAX = 64
+"""Most reads before time advances after a late wake-up; one read takes 64 KiB, a socket holds some MB."""
+
+SHORT_RETRY_S = 1.0
+"""Retry delay of requests that are refused while file descriptors are short."""
+
+ASYNCIO_LATE_S = 0.02
+"""Longest time a message may wait for the asyncio loop before the thread reads again."""
+
+REPORTS_MAX = 256
+"""Most progress reports that wait for the callback; the oldest are dropped."""
+
+CLOSED = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
+
+Progress = Callable[[str, str, float], None]
+"""Called with step, phrase and fraction while models load."""
+
+Listener = Callable[[ev.ForCaller], ev.Event | None]
+"""Called under the lock with the commands of one request (OutputReady, ChunkReady; last Finish, Fail or Refuse).
+
+For the first two it may return an event, which goes to the scheduler next."""
+
+
+class Runtime:
+    """The event loop of one plan. Thread-safe.
+
+    hold:   the plan's GPU memory reservation, released by `close`; None: the plan has none.
+    fleet:  its worker processes and the arenas mapped here.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        cache_dir: Path,
+        clock: Clock | None = None,
+        progress: Progress | None = None,
+        hold: Reservation | None = None,
+    ) -> None:
+        self.plan = plan
+        self.clock = clock or MonotonicClock()
+        self.scheduler = Scheduler(plan, os.getpid(), hold.settle if hold is not None else None)
+        self.fleet = WorkerProcesses(plan, cache_dir, self._on_message, self._on_death)
+        self._hold = hold
+        if hold is not None:
+            hold.notify = lambda device, bytes: self.post_soon(ev.DeviceLeft(device, bytes))
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._ending = threading.RLock()
+        self._is_open = False
+        self._closing = False
+        self._opening = Opening(progress)
+        self._listeners: dict[int, Listener] = {}  # by request
+        self._received: list[ev.Event] = []  # read in this turn, not yet passed to the scheduler
+        self._posted: deque[ev.Event] = deque()  # for the next turn; needs no lock
+        self._finished: list[tuple[Listener, ev.ForCaller]] = []  # to be called at the end of this turn
+        self._input_queue: WaitQueue[list[Block]] = WaitQueue(
+            self._lock,
+            self.scheduler.give_up,
+            plan.limits.requests_max,
+            "shared memory for inputs is full (limits.arena_bytes)",
+        )
+        self._copied_in_bytes = 0
+        self._copied_out_bytes = 0
+        self._timer = WakeTimer()
+        self._asyncio_reader = AsyncioReader(self._read_in_asyncio_loop)
+        self._asyncio_error: Exception | None = None  # raised while the asyncio loop read messages
+        self._actions: dict[type, Callable[[Any], None]] = {
+            ev.OutputReady: self._notify,
+            ev.ChunkReady: self._notify,
+            ev.Finish: self._finish,
+            ev.Fail: self._finish,
+            ev.Refuse: self._finish,
+            ev.StartWorker: lambda command: self.fleet.start(command.worker, command.arena),
+            ev.ShareArena: lambda command: self.fleet.share(command.worker, command.arena),
+            ev.KillWorker: lambda command: self.fleet.kill(command.worker),
+            ev.ForgetArena: lambda command: self.fleet.forget(command.arena),
+            ev.LogWarning: lambda command: _log.warning("%s", command.message),
+        }
+        self._thread = threading.Thread(target=self._run_thread, name="weftline-runtime", daemon=True)
+
+    # open and close
+
+    def open(self, timeout_s: float | None = None) -> None:
+        """Start every worker and wait until all are ready; ModelError when a step cannot be opened.
+
+        After an error no process and no memory is left.
+
+        timeout_s: longest wait; None: no limit.
+        """
+        try:
+            with self._lock:
+                if self._closing or self._thread.ident is not None:
+                    raise SessionClosed("a session is opened once; open a new one")
+                self.fleet.open()
+                self.fleet.arenas[INGRESS_ARENA] = HostArena.create(self.plan.ingress_arena_bytes)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # Python's error when the system starts no more threads
+                    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+            in_time = self._opening.wait(timeout_s)
+        except SessionClosed:
+            raise
+        except OSError as error:
+            self.close()
+            raise ModelError(f"the pipeline could not be opened: {self.fleet.reason(error)}") from None
+        except BaseException:
+            self.close()
+            raise
+        if self._opening.failed is None and not in_time:
+            loading = [name for name, ready in self._steps_ready().items() if not ready]
+            self._opening.failed = ("", f"not open after {timeout_s} s; still loading: {', '.join(loading)}")
+        if (failure := self._opening.error()) is not None:
+            self.close()
+            raise failure
+        with self._lock:
+            self._is_open = not self._closing and self._opening.failed is None
+        if not self._is_open:
+            self.close()
+            raise SessionClosed("the session was closed while it was being opened")
+
+    def close(self, end: ev.Fail = CLOSED) -> None:
+        """Fail every open request with `end`; end every process and arena. Thread-safe, and safe to call twice."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closing = True
+            self._end_requests(end)
+        self._opening.end()
+        with self._lock:
+            self._asyncio_reader.close()
+        with self._ending:
+            self.fleet.wake()
+            if self._thread.ident is not None:
+                self._thread.join()
+            if self._hold is not None:
+                self._hold.stop_notifying()
+            try:
+                self.fleet.close()  # descriptors of device arenas keep their memory allocated until here
+            finally:
+                if self._hold is not None:
+                    self._hold.release()
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
+    def _end_requests(self, end: ev.Fail) -> None:
+        self._is_open = False
+        ended = [*self._finished, *((listener, end) for listener in self._listeners.values())]
+        self._finished, self._listeners = [], {}
+        for listener, command in ended:
+            try:
+                listener(command)
+            except Exception:
+                _log.debug("a listener failed while the session was closed", exc_info=True)
+        self._input_queue.refuse_all(SessionClosed(end.message))
+
+    def _closed_error(self) -> SessionClosed:
+        if os.getpid() != self._pid:
+            return SessionClosed("the session was opened in another process; open one in this process")
+        return SessionClosed("the session is not open")
+
+    def _check_open(self) -> None:
+        if not self._is_open or os.getpid() != self._pid:
+            raise self._closed_error()
+
+    # requests
+
+    def check_descriptors(self) -> None:
+        """Raise LimitReached while this process is short of file descriptors."""
+        if self.fleet.short:
+            with self._lock:
+                if self.fleet.is_short():
+                    self.scheduler.counters.refused += 1
+                    raise LimitReached(shortage(), SHORT_RETRY_S)
+
+    def reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:
+        """Lease blocks of the ingress arena for inputs; LimitReached when it is full, SessionClosed when not open.
+
+        job: the request is a row of a job.
+        """
+        with self._lock:
+            self._check_open()
+            blocks = self.scheduler.try_reserve(sizes, job)
+            self._copied_in_bytes += sum(sizes)
+            return blocks
+
+    def reserve_in_turn(self, sizes: Sequence[int]) -> Ticket[list[Block]]:
+        """Queue for blocks of the ingress arena, first in first out; LimitReached when the queue is full."""
+        with self._lock:
+            self._check_open()
+            self.scheduler.check_room(sizes)
+            return self._input_queue.enter(lambda: self._try_lease(sizes))
+
+    def _try_lease(self, sizes: Sequence[int]) -> list[Block] | None:
+        blocks = self.scheduler.room_for(sizes)
+        self._copied_in_bytes += sum(sizes) if blocks is not None else 0
+        return blocks
+
+    def give_up(self, blocks: Sequence[Block]) -> None:
+        """Release blocks of inputs whose request was never submitted."""
+        with self._lock:
+            self.scheduler.give_up(blocks)
+            self._input_queue.stir()
+
+    def give_up_keys(self, keys: Sequence[Key]) -> None:
+        """Release leases of inputs whose request was never submitted."""
+        with self._lock:
+            for key in keys:
+                self.scheduler.ledger.release(key)
+            self._input_queue.stir()
+
+    def submit(self, event: ev.Submitted, listener: Listener, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Submit a request; `listener` receives its commands.
+
+        loop: the asyncio loop that waits for the result, when called in its thread. While only requests of one loop are
+              open, that loop reads worker messages itself.
+        """
+        with self._lock:
+            if not self._is_open or os.getpid() != self._pid:
+                raise self._closed_error()
+            if loop is not None or self._asyncio_reader.active:
+                self._choose_reader(loop)
+            else:
+                self._asyncio_reader.others = True
+            self._listeners[event.request] = listener
+            self._apply((event,))
+
+    def submit_together(self, rows: Sequence[ev.Submitted], listeners: Mapping[int, Listener]) -> None:
+        """Submit an ordered group of rows, whose batches depend on their order alone; listeners by request."""
+        with self._lock:
+            self._check_open()
+            self._choose_reader(None)
+            self._listeners.update(listeners)
+            self._apply((ev.GroupSubmitted(tuple(rows)),))
+
+    def deliver(self, request: int, copied_bytes: int) -> None:
+        """Release the outputs of a finished request, after `copied_bytes` of them were copied from shared memory."""
+        with self._lock:
+            self._copied_out_bytes += copied_bytes
+            if not self._closing and os.getpid() == self._pid:
+                self._apply((ev.Delivered(request),))
+
+    def post(self, *events: ev.Event) -> None:
+        """Pass events of requests to the scheduler; no-op once closed."""
+        with self._lock:
+            if not self._closing and os.getpid() == self._pid:
+                self._apply(events)
+
+    def post_if(self, decide: Callable[[], ev.Event | None]) -> None:
+        """Call `decide` under the lock and pass the event that it returns, if any, to the scheduler."""
+        with self._lock:
+            event = decide()
+            if event is not None and not self._closing:
+                self._apply((event,))
+
+    def post_soon(self, *events: ev.Event) -> None:
+        """Queue events for the next turn without the lock: for finalizers, which may run while it is held."""
+        if os.getpid() == self._pid and not self._closing:
+            self._posted.extend(events)
+            self.fleet.wake()
+
+    def _choose_reader(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Let `loop` read worker messages if no other loop or thread waits for a request, else the thread."""
+        reader = self._asyncio_reader
+        if loop is not None and (not self._listeners or not (reader.others or reader.serves_another(loop))):
+            reader.others = False
+            changed = reader.start(loop, self.fleet.epoll_fd)
+        else:
+            reader.others = True
+            changed = reader.stop()
+        if changed:
+            self.fleet.wake()
+
+    # events and commands
+
+    def _apply(self, events: Sequence[ev.Event]) -> None:
+        """Pass events to the scheduler outside of a turn, and wake the thread when something is due sooner."""
+        self._carry_out(self.scheduler.on_all(events, self.clock.now_ms()))
+        self._wake_if_sooner()
+        if self._finished:
+            self._call_finished()
+
+    def _wake_if_sooner(self) -> None:
+        if self._timer.asleep and self._timer.wakes_for(self.scheduler.wake_at_ms()):
+            self.fleet.wake()
+
+    def _carry_out(self, commands: Sequence[ev.Command]) -> None:
+        for command in commands:
+            if type(command) is ev.Send:
+                self.fleet.send(command.worker, command.message)
+            else:
+                self._actions[type(command)](command)
+        if self._input_queue.waiting:
+            self._input_queue.stir()  # any event may have released blocks
+
+    def _notify(self, command: ev.ForCaller) -> None:
+        listener = self._listeners.get(command.request)
+        if listener is not None:
+            self._call(listener, command)
+
+    def _finish(self, command: ev.ForCaller) -> None:
+        listener = self._listeners.pop(command.request, None)
+        if listener is not None:
+            self._finished.append((listener, command))
+
+    def _call_finished(self) -> None:
+        while self._finished:
+            finished, self._finished = self._finished, []
+            for listener, command in finished:
+                self._call(listener, command)
+
+    def _call(self, listener: Listener, command: ev.ForCaller) -> None:
+        """Call a listener; cancel its request when it fails, for example because its asyncio loop was closed."""
+        try:
+            event = listener(command)
+        except Exception:
+            _log.debug("request %d: its listener failed", command.request, exc_info=True)
+            self._listeners.pop(command.request, None)
+            self.post_soon(ev.Withdrawn(command.request), ev.Delivered(command.request))
+        else:
+            if event is not None:
+                self._carry_out(self.scheduler.on_all((event,), self.clock.now_ms()))
+
+    def _on_message(self, worker: int, arena: int, message: msg.FromWorker) -> None:
+        self._received.append(ev.FromWorker(worker, arena, message))
+        if type(message) in OPENING:
+            if isinstance(message, msg.Ready):
+                self._process_received()
+                self._opening.note_ready(self.scheduler.all_ready(), self.scheduler.over_commit)
+            elif isinstance(message, msg.OpenProgress | msg.OpenFailed):
+                self._opening.note(message)
+
+    def _on_death(self, worker: int, arena: int, name: str, how: str, last: str, refused: bool) -> None:
+        self._opening.note_death(name, how, last)
+        self._received.append(ev.WorkerDied(worker, arena, how, refused))
+
+    def _process_received(self) -> None:
+        """Pass what was read to the scheduler, and what its commands lead to."""
+        while self._received:
+            events, self._received = self._received, []
+            self._carry_out(self.scheduler.on_all(events, self.clock.now_ms()))
+
+    # one turn
+
+    def _read(self, ready: Sequence[tuple[int, int]], *, wakes: bool = True) -> None:
+        """Read ready descriptors and process the messages together, with events that were posted."""
+        self.fleet.read(ready, wakes=wakes)
+        while self._posted:
+            self._received.append(self._posted.popleft())
+        self._process_received()
+
+    def _turn(self, ready: Sequence[tuple[int, int]]) -> float:
+        """Read, then advance time where something is due; return the longest sleep in seconds, -1: no limit."""
+        self._read(ready)
+        wake_at_ms, now_ms = self.scheduler.wake_at_ms(), self.clock.now_ms()
+        if wake_at_ms is not None and wake_at_ms <= now_ms:
+            wake_at_ms = self._advance_time(now_ms)
+            now_ms = self.clock.now_ms()
+        sleep_s = self._timer.sleep_s(wake_at_ms, now_ms)
+        if self._finished:
+            self._call_finished()
+        return sleep_s
+
+    def _advance_time(self, now_ms: float) -> float | None:
+        """Send a Tick, unless workers get a grace period first; return when time is due next."""
+        if self._timer.late(now_ms):
+            for _ in range(DRAINS_MAX):
+                if not (ready := self.fleet.wait_ready(0)):
+                    break
+                self._read(ready)
+            if (grace_until_ms := self._timer.grace_until_ms(now_ms)) is not None:
+                return grace_until_ms
+        self._timer.advanced()
+        self._received.append(ev.Tick())
+        self._process_received()
+        return self.scheduler.wake_at_ms()
+
+    # the thread
+
+    def _run_thread(self) -> None:
+        """Run the loop until it is closed; an error in it closes the session, so that no request waits for ever."""
+        try:
+            self._run()
+        except Exception:
+            _log.exception("the runtime failed; the session is closed")
+            self._opening.failed = ("", "the runtime failed; its log has the details")
+            with self._lock:
+                self._end_requests(CLOSED)
+            self._opening.end()
+        with self._lock:
+            self.fleet.dismiss()
+        self.fleet.end_workers()  # without the lock: callers must not wait for a node that closes slowly
+
+    def _run(self) -> None:
+        with self._lock:
+            self._carry_out(self.scheduler.start(self.clock.now_ms()))
+            self._process_received()
+            self._call_finished()
+            if self.scheduler.all_ready():  # a plan without workers: the scheduler runs every step itself
+                self._opening.end()
+        sleep_s = 0.0
+        while not self._closing:
+            reads = not self._asyncio_reader.active
+            ready = self.fleet.wait_ready(sleep_s) if reads else self._watch_asyncio_loop(sleep_s)
+            self._timer.asleep = False
+            if self._asyncio_error is not None:
+                raise self._asyncio_error
+            with self._lock:
+                sleep_s = self._turn(ready)
+            if self._opening.pending:
+                self._opening.report()
+                sleep_s = 0.0  # the callback may have taken long
+
+    def _watch_asyncio_loop(self, sleep_s: float) -> list[tuple[int, int]]:
+        """Advance time while an asyncio loop reads messages; return what it left unread for too long."""
+        with self._lock:
+            self.fleet.set_wake_apart(True)
+        ready: list[tuple[int, int]] = []
+        while self._asyncio_reader.active and not self._closing and not ready:
+            self.fleet.wait_wake(min(sleep_s, ASYNCIO_LATE_S) if sleep_s >= 0 else ASYNCIO_LATE_S)
+            self._timer.asleep = False
+            if self._asyncio_error is not None:
+                break
+            with self._lock:
+                unread = self.fleet.wait_ready(0)
+                if not self._listeners or (unread and self._asyncio_reader.is_late()):
+                    self._asyncio_reader.stop()
+                    ready = unread
+                sleep_s = self._turn(())
+            if self._opening.pending:
+                self._opening.report()
+        with self._lock:
+            self.fleet.set_wake_apart(False)
+        return ready
+
+    def _read_in_asyncio_loop(self) -> None:
+        """Read and process messages in the asyncio loop's thread; an error is raised again in the runtime's thread."""
+        with self._lock:
+            if self._closing or self._asyncio_error is not None:
+                return
+            try:
+                self._read(self.fleet.wait_ready(0), wakes=False)
+                self._wake_if_sooner()
+                self._call_finished()
+            except Exception as error:
+                self._asyncio_error = error
+                self._asyncio_reader.stop()
+                self.fleet.wake()
+
+    # state
+
+    def pids(self) -> dict[str, int]:
+        """Return the pid of every running worker by name."""
+        with self._lock:
+            return self.fleet.pids()
+
+    def health(self) -> Health:
+        """Return for every step whether it is ready, and why not."""
+        silence_max_ms = self.plan.limits.silence_max_ms
+        try:
+            self._check_open()
+        except SessionClosed as error:
+            return judge(dict.fromkeys((step.name for step in self.plan.steps), False), silence_max_ms, str(error))
+        with self._lock:
+            asleep = self.scheduler.asleep_steps()
+            sharing = self.scheduler.device_sharing().items()
+        on_host = tuple(worker for worker, how in sharing if how["rung"] == "host")
+        return judge(self._steps_ready(), silence_max_ms, "", asleep, on_host)
+
+    def _steps_ready(self) -> dict[str, bool]:
+        with self._lock:
+            return dict(self.scheduler.health(self.clock.now_ms()))
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return a snapshot: counters, ledger, queues, and bytes copied in, between workers and out."""
+        with self._lock:
+            seen = snapshot(self.scheduler, self._copied_in_bytes, self._copied_out_bytes)
+        return {**seen, "output_dropped_bytes": self.fleet.output.dropped_bytes()}
+
+
+OPENING = frozenset({msg.OpenProgress, msg.OpenFailed, msg.Ready})
+"""Messages about the opening of steps."""
+
+
+class Opening:
+    """Progress and outcome of opening one plan.
+
+    It is open once every worker has been ready; the first failure is the one that is raised. All methods but `report`
+    and `wait` are called under the lock.
+
+    failed:    the step, '' where it is unknown, and why it cannot be opened; None: no failure so far.
+    traceback: of the exception that the step's code raised; '' where there is none.
+    pending:   `report` has something to do.
+    """
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.failed: tuple[str, str] | None = None
+        self.traceback = ""
+        self.pending = False
+        self._progress = progress
+        self._reports: deque[msg.OpenProgress] = deque(maxlen=REPORTS_MAX)
+        self._all_ready = False
+        self._over = threading.Event()
+
+    @property
+    def over(self) -> bool:
+        """True once it is open, has failed, or was closed."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until it is over; False after the timeout."""
+        return self._over.wait(timeout_s)
+
+    def end(self) -> None:
+        """Wake the thread that waits."""
+        self._over.set()
+
+    def note(self, message: msg.OpenProgress | msg.OpenFailed) -> None:
+        """Record a worker's progress or failure."""
+        if isinstance(message, msg.OpenProgress):
+            self._reports.append(message)
+            self.pending = True
+        elif not self.over and self.failed is None:
+            self.failed = (message.step, message.failure.message)
+            self.traceback = message.failure.traceback
+
+    def note_ready(self, all_ready: bool, over_commit: str) -> None:
+        """Record that a worker is ready. over_commit: why measured GPU memory does not suffice; '' when it does."""
+        self._all_ready = self._all_ready or all_ready
+        self.pending = True
+        if self._all_ready and not self.over and self.failed is None and over_commit:
+            self.failed = ("", over_commit)
+
+    def note_death(self, name: str, how: str, last: str) -> None:
+        """Record a worker's death, which fails the opening while it goes on."""
+        if not self.over and self.failed is None:
+            _log.error("worker %s ended while opening: %s; its last line: %s", name, how, last)
+            self.failed = ("", f"worker {name} ended while opening: {how}; the weftline.runtime log has its last line")
+        if self.failed is not None:
+            self._over.set()
+
+    def error(self) -> ModelError | None:
+        """Return the error to raise; None when there was no failure."""
+        if self.failed is None:
+            return None
+        step, message = self.failed
+        error = ModelError(f"step {step}: {message}" if step else message)
+        if self.traceback:
+            error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
+    def report(self) -> None:
+        """Call the progress callback, then wake the waiting thread when all workers are ready.
+
+        Without the lock, because the callback may call methods of the session.
+        """
+        self.pending = False
+        while self._reports:
+            message = self._reports.popleft()
+            if self._progress is None:
+                continue
+            try:
+                self._progress(message.step, message.phrase, message.fraction)
+            except Exception:
+                _log.exception("the progress callback failed; it is not called again")
+                self._progress = None
+        if self._all_ready and not self.over:
+            self._over.set()
+
+
+class AsyncioReader:
+    """Reads worker messages in an asyncio loop while all open requests wait in that loop.
+
+    Reading in the runtime's thread would cost two thread switches for each result: to that thread, and then to the
+    asyncio loop. That loop therefore watches the runtime's epoll itself. It stops when a message has waited for
+    ASYNCIO_LATE_S because the loop is busy, and when another thread or loop submits a request. Methods are called under
+    the runtime's lock.
+
+    read:   reads what is there without waiting; called in the loop's thread, without the lock.
+    active: the loop reads messages.
+    others: a thread, or another loop, may wait for a request.
+    """
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self._read = read
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._fd = -1
+        self._reads = 0
+        self._reads_seen = 0
+        self._watched = False
+        self.active = False
+        self.others = False
+
+    def start(self, loop: asyncio.AbstractEventLoop, epoll_fd: int) -> bool:
+        """Let `loop` read; called in its thread. True when it did not before."""
+        if self.active and self._loop is loop:
+            return False
+        if self._loop is not loop:
+            self.close()
+            fd = os.dup(epoll_fd)  # its own, so that its number is not reused while the loop still watches it
+            self._loop, self._fd, self._thread = loop, fd, threading.get_ident()
+        if not self._watched:
+            try:
+                loop.add_reader(self._fd, self._on_readable)
+            except (NotImplementedError, OSError, RuntimeError):  # this kind of loop watches no descriptors
+                os.close(self._fd)
+                self._loop, self._fd = None, -1
+                return False
+            self._watched = True
+        self.active = True
+        self._reads_seen = self._reads
+        return True
+
+    def serves_another(self, loop: asyncio.AbstractEventLoop | None) -> bool:
+        """Return whether the loop that reads, or read last, is not this one."""
+        return self._loop is not None and self._loop is not loop
+
+    def stop(self) -> bool:
+        """Let the runtime's thread read; True when that is a change."""
+        was, self.active = self.active, False
+        return was
+
+    def is_late(self) -> bool:
+        """Return whether the loop has read nothing since the last call; called while something is unread."""
+        late, self._reads_seen = self._reads == self._reads_seen, self._reads
+        return late
+
+    def close(self) -> None:
+        """Stop watching in the loop and close the descriptor."""
+        loop, fd, self._loop, self._fd, self.active = self._loop, self._fd, None, -1, False
+        self._watched = False
+        if loop is None:
+            return
+
+        def detach() -> None:
+            loop.remove_reader(fd)
+            os.close(fd)
+
+        if threading.get_ident() == self._thread and not loop.is_closed():
+            detach()
+            return
+        try:
+            loop.call_soon_threadsafe(detach)
+        except RuntimeError:  # the loop is closed
+            os.close(fd)
+
+    def _on_readable(self) -> None:
+        if self.active:
+            self._reads += 1
+            self._read()
+            return
+        loop, fd = self._loop, self._fd  # the runtime's thread reads now
+        if loop is not None:
+            loop.remove_reader(fd)
+            self._watched = False

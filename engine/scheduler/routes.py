@@ -1,0 +1,335 @@
+"""Routes: the steps that a choice of outputs needs, the readers of each value, and the units of dispatch.
+
+Values are numbered once for a plan (*slots*): pipeline inputs first, then every step's outputs in plan order. A Route
+is computed once per choice of outputs and cached; steps that are not needed are pruned from it. A route schedules
+*units*: a step, or a chain of steps that run one after the other inside one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from weftline.engine.protocol.messages import Chain, Stage
+from weftline.errors import InputError
+from weftline.pipelines.condition import Condition
+from weftline.pipelines.plan import Plan
+from weftline.pipelines.wire import Wire
+
+ROUTES_MAX = 256
+"""Most routes in the cache. A plan has a handful; a hostile client could request thousands. Routes beyond that have no
+chains, because every worker keeps the chains that were sent to it: their steps are dispatched one by one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """What is queued and dispatched as one: a step, or a chain of steps.
+
+    chain:           0 for a step alone, else the chain's id.
+    step:            the step, or the chain's first; its queue is the unit's.
+    steps:           all of them, in running order.
+    slots:           the values sent to the worker, in the order of Item.inputs.
+    required:        for each of `slots`, whether an absent value skips the unit.
+    returns:         the values that come back, in the order of ItemResult.outputs.
+    condition_slots: the values that its condition reads, in addition to `slots`.
+    when:            its condition, over `condition_slots`.
+    mapped:          positions in `slots` of lists that are mapped over.
+    stream_position: position in `slots` of the input that comes in chunks; -1: none.
+    control:         '' if a worker runs it; 'first', 'switch' or 'passes' if the scheduler evaluates it.
+    plain:           it has no condition, map or control, and no input can be absent: the fast path.
+    message:         the message that describes the chain to a worker; None for a step alone.
+    """
+
+    chain: int
+    step: int
+    steps: tuple[int, ...]
+    slots: tuple[int, ...]
+    required: tuple[bool, ...]
+    returns: tuple[int, ...]
+    condition_slots: tuple[int, ...] = ()
+    when: Condition | None = None
+    mapped: tuple[int, ...] = ()
+    stream_position: int = -1
+    control: str = ""
+    plain: bool = True
+    message: Chain | None = None
+
+    def takes(self, slot: int) -> bool:
+        """Return True if the unit reads this value in chunks."""
+        return self.stream_position >= 0 and self.slots[self.stream_position] == slot
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """The fallback of a unit.
+
+    unit:  the unit that runs in its place.
+    group: the units that run only for the fallback, itself included, in running order; they wait until it is called.
+    ports: for each output of the replaced unit, the position among the fallback's outputs; -1 when it has none.
+    """
+
+    unit: int
+    group: tuple[int, ...]
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """The units that a choice of outputs needs, and how values flow between them.
+
+    units:          in running order.
+    readers:        for each slot, the units that read it (twice if in two places), as indexes into `units`.
+    stream_readers: for each slot, the units that receive it in chunks.
+    outputs_at:     for each slot, the names of the pipeline outputs with its value.
+    tickets:        for each slot, its number of reads: `readers` and `outputs_at` together.
+    missing:        for each unit, how many values it waits for; one more when it waits to be called as a fallback.
+    next:           for each unit, the units that read its outputs.
+    entries:        units that wait for pipeline inputs only.
+    fallbacks:      by the unit that they replace.
+    required_steps: steps that every such request needs: no condition, no fallback, not itself a fallback.
+    waits_for:      for each unit of a fallback's group, the fallback.
+    """
+
+    units: tuple[Unit, ...]
+    readers: tuple[tuple[int, ...], ...]
+    stream_readers: tuple[tuple[int, ...], ...]
+    outputs_at: tuple[tuple[str, ...], ...]
+    tickets: tuple[int, ...]
+    missing: tuple[int, ...]
+    next: tuple[tuple[int, ...], ...]
+    entries: tuple[int, ...]
+    fallbacks: dict[int, Fallback]
+    waits_for: dict[int, int]
+    required_steps: frozenset[int]
+    outputs: tuple[str, ...]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(sorted(step for unit in self.units for step in unit.steps))
+
+
+class Routes:
+    """Numbers a plan's values and computes the route for a choice of outputs."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        wires = [Wire(None, given.name) for given in plan.inputs]
+        wires += [Wire(step.name, port.name) for step in plan.steps for port in step.outputs]
+        self.slots = {wire: slot for slot, wire in enumerate(wires)}
+        self._producer = [-1] * len(plan.inputs) + [i for i, step in enumerate(plan.steps) for _ in step.outputs]
+        self._step_at = {step.name: index for index, step in enumerate(plan.steps)}
+        self.input_slots = [tuple(self.slots[given.wire] for given in step.inputs) for step in plan.steps]
+        self.output_slots = [
+            tuple(self.slots[Wire(step.name, port.name)] for port in step.outputs) for step in plan.steps
+        ]
+        self._looks_at = [
+            tuple(self.slots[wire] for wire in step.when.wires) if step.when else () for step in plan.steps
+        ]
+        self._fallback = [self._step_at[step.fallback] if step.fallback else -1 for step in plan.steps]
+        self.input_slot = {given.name: slot for slot, given in enumerate(plan.inputs)}
+        self._may_lack = {slot for slot, given in enumerate(plan.inputs) if given.optional and given.default is None}
+        self._may_lack |= {
+            slot for index, step in enumerate(plan.steps) if step.conditional for slot in self.output_slots[index]
+        }
+        self._outputs = {output.name: self.slots[output.wire] for output in plan.outputs}
+        self._kept: dict[tuple[str, ...] | None, Route] = {}
+        self._chains: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+
+    def route(self, wanted: tuple[str, ...] | None) -> Route:
+        """Return the route for these outputs (None: all); InputError names an output the pipeline does not have."""
+        route = self._kept.get(wanted)
+        if route is None:
+            kept = len(self._kept) < ROUTES_MAX
+            route = self._work_out(wanted, chained=kept)
+            if kept:
+                self._kept[wanted] = route
+        return route
+
+    def _work_out(self, wanted: tuple[str, ...] | None, chained: bool) -> Route:
+        outputs = tuple(dict.fromkeys(self._outputs if wanted is None else wanted))
+        unknown = [name for name in outputs if name not in self._outputs]
+        if unknown or not outputs:
+            raise InputError(
+                f"no output is called {', '.join(unknown) or 'nothing'}; outputs: {', '.join(self._outputs)}"
+            )
+        needed = self._needed([self._outputs[name] for name in outputs])
+        names: list[list[str]] = [[] for _ in self.slots]
+        for name in outputs:
+            names[self._outputs[name]].append(name)
+        units = self._units(needed, names, self._plan.chains if chained else ())
+        unit_of = {step: place for place, unit in enumerate(units) for step in unit.steps}
+        readers: list[list[int]] = [[] for _ in self.slots]
+        missing = []
+        for place, unit in enumerate(units):
+            for slot in (*unit.slots, *unit.condition_slots):
+                readers[slot].append(place)
+            missing.append(len(unit.slots) + len(unit.condition_slots))
+        fallbacks = self._find_fallbacks(units, unit_of, readers, names)
+        for one in fallbacks.values():
+            for place in one.group:
+                missing[place] += 1
+        inputs = len(self._plan.inputs)
+        return Route(
+            units=units,
+            readers=tuple(map(tuple, readers)),
+            stream_readers=tuple(
+                tuple(dict.fromkeys(place for place in read if units[place].takes(slot)))
+                for slot, read in enumerate(readers)
+            ),
+            outputs_at=tuple(map(tuple, names)),
+            tickets=tuple(len(read) + len(answered) for read, answered in zip(readers, names)),
+            missing=tuple(missing),
+            next=tuple(tuple(dict.fromkeys(r for slot in unit.returns for r in readers[slot])) for unit in units),
+            entries=tuple(
+                place
+                for place, unit in enumerate(units)
+                if all(slot < inputs for slot in (*unit.slots, *unit.condition_slots))
+                and not any(place in one.group for one in fallbacks.values())
+            ),
+            fallbacks=fallbacks,
+            required_steps=frozenset(
+                step
+                for place, unit in enumerate(units)
+                if place not in fallbacks and not any(place in one.group for one in fallbacks.values())
+                for step in unit.steps
+                if not self._plan.steps[step].conditional and self._plan.steps[step].when is None
+            ),
+            waits_for={place: one.unit for one in fallbacks.values() for place in one.group},
+            outputs=outputs,
+        )
+
+    def _needed(self, slots: Sequence[int]) -> list[int]:
+        """Return the steps that these values depend on, with conditions and fallbacks, in running order."""
+        needed: set[int] = set()
+        ahead = [self._producer[slot] for slot in slots]
+        while ahead:
+            step = ahead.pop()
+            if step >= 0 and step not in needed:
+                needed.add(step)
+                ahead += [self._producer[slot] for slot in (*self.input_slots[step], *self._looks_at[step])]
+                ahead.append(self._fallback[step])
+        return sorted(needed)
+
+    def _units(
+        self, needed: Sequence[int], names: Sequence[Sequence[str]], chains: Sequence[tuple[int, ...]]
+    ) -> tuple[Unit, ...]:
+        chains = [tuple(step for step in chain if step in needed) for chain in chains]
+        chained = {step: chain for chain in chains if len(chain) > 1 for step in chain}
+        units = []
+        for step in needed:
+            chain = chained.get(step)
+            if chain is None:
+                units.append(self._single(step))
+            elif chain[0] == step:
+                units.append(self._chain(chain, needed, names))
+        return tuple(units)
+
+    def _single(self, index: int) -> Unit:
+        step, slots, condition_slots = self._plan.steps[index], self.input_slots[index], self._looks_at[index]
+        required = tuple(not given.optional for given in step.inputs)
+        can_lack = any(must and slot in self._may_lack for must, slot in zip(required, slots))
+        return Unit(
+            chain=0,
+            step=index,
+            steps=(index,),
+            slots=slots,
+            required=required,
+            returns=self.output_slots[index],
+            condition_slots=condition_slots,
+            when=step.when,
+            mapped=tuple(at for at, given in enumerate(step.inputs) if given.port in step.map),
+            stream_position=next((at for at, given in enumerate(step.inputs) if given.pieces), -1),
+            control=step.control,
+            plain=not (step.when or step.map or step.control or can_lack),
+        )
+
+    def _chain(self, steps: tuple[int, ...], needed: Sequence[int], names: Sequence[Sequence[str]]) -> Unit:
+        stage_of = {step: stage for stage, step in enumerate(steps)}
+        slots: dict[int, int] = {}  # value -> position among the item's inputs
+        stages = []
+        for step in steps:
+            sources = []
+            for slot in self.input_slots[step]:
+                producer = self._producer[slot]
+                if producer in stage_of:
+                    sources.append((stage_of[producer], self.output_slots[producer].index(slot)))
+                else:
+                    sources.append((-1, slots.setdefault(slot, len(slots))))
+            stages.append(Stage(step, tuple(sources)))
+        outside = {
+            slot
+            for step in needed
+            for slot in (*(self.input_slots[step] if step not in stage_of else ()), *self._looks_at[step])
+        }
+        returns = tuple(
+            (stage, port)
+            for stage, step in enumerate(steps)
+            for port, slot in enumerate(self.output_slots[step])
+            if slot in outside or names[slot]
+        )
+        slots_out = tuple(self.output_slots[steps[stage]][port] for stage, port in returns)
+        id = self._chains.setdefault((steps, slots_out), len(self._chains) + 1)
+        required = (True,) * len(slots)
+        message = Chain(id, tuple(stages), returns)
+        return Unit(id, steps[0], steps, tuple(slots), required, slots_out, message=message)
+
+    def _find_fallbacks(
+        self,
+        units: Sequence[Unit],
+        unit_of: dict[int, int],
+        readers: Sequence[Sequence[int]],
+        names: Sequence[Sequence[str]],
+    ) -> dict[int, Fallback]:
+        found = {}
+        groups = _Groups(
+            [
+                None
+                if any(names[slot] for slot in unit.returns)
+                else {r for slot in unit.returns for r in readers[slot]}
+                for unit in units
+            ],
+            [unit_of.get(self._fallback[unit.step], -1) for unit in units],
+        )
+        for place, unit in enumerate(units):
+            target = self._fallback[unit.step]
+            if target < 0:
+                continue
+            own = [port.name for port in self._plan.steps[target].outputs]
+            ports = tuple(
+                own.index(port.name) if port.name in own else -1 for port in self._plan.steps[unit.step].outputs
+            )
+            called = unit_of[target]
+            found[place] = Fallback(called, groups.of(called), ports)
+        return found
+
+
+class _Groups:
+    """Computes the units that run only for a fallback.
+
+    readers:   for each unit, the units that read its outputs; None if the request itself returns one of them.
+    fallbacks: for each unit, its fallback, or -1.
+    """
+
+    def __init__(self, readers: Sequence[Set[int] | None], fallbacks: Sequence[int]) -> None:
+        self._readers = readers
+        self._fallbacks = fallbacks
+
+    def of(self, called: int) -> tuple[int, ...]:
+        """Return the units that run only for `called`, itself included: no other unit reads their outputs."""
+        return tuple(sorted(self._reach(called)[0]))
+
+    def _reach(self, called: int) -> tuple[set[int], set[int]]:
+        """Return the group of `called`, and that group with the groups of its units' own fallbacks."""
+        group, inside, added = set[int](), set[int](), [called]
+        while added:
+            for place in added:
+                group.add(place)
+                inside.add(place)
+                if self._fallbacks[place] >= 0:
+                    inside |= self._reach(self._fallbacks[place])[1]
+            added = [place for place in range(called) if place not in group and self._is_for(place, group, inside)]
+        return group, inside
+
+    def _is_for(self, place: int, group: Set[int], inside: Set[int]) -> bool:
+        read = self._readers[place]
+        return read is not None and bool(group & read) and inside >= read

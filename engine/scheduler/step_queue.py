@@ -1,0 +1,257 @@
+"""Queues of one step: new tasks, batches, suspects, job rows, and sequences bound to a worker.
+
+A StepQueue holds the scheduler's state of a step. A stateless step has one queue for all of its workers. A stateful
+step has one for each worker, because a sequence stays with the instance that began it. Batcher decides when a
+batch closes, and the dispatcher which worker runs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+
+from weftline.engine.scheduler.batcher import Batcher
+from weftline.engine.scheduler.job_queue import JobQueue, items_within
+from weftline.engine.scheduler.latency import Latency
+from weftline.engine.scheduler.output_sizes import OutputSizes
+from weftline.engine.scheduler.request import Task
+from weftline.engine.scheduler.sequences import Sequences
+from weftline.engine.scheduler.shapes import Shapes
+from weftline.errors import InputError, LimitReached
+from weftline.nodes.out_of_memory import BatchSizeLimit
+from weftline.nodes.urgency import SequencePart
+from weftline.pipelines.plan import PlannedStep
+from weftline.pipelines.policy import BatchPolicy
+
+STREAM_ITEMS_MAX = 64
+"""Most items sent to a streaming step in one message; the step does its own batching."""
+
+QUICK_MESSAGE_MS = 0.5
+"""Longest expected time of all batches in one message, if there is more than one."""
+
+BATCHES_MAX = 32
+"""Most batches in one message."""
+
+SECOND_MS_MAX = 20.0
+"""Longest batch for which a second message is sent while the first runs. For longer ones the gap between two batches is
+insignificant, and a later decision uses newer information."""
+
+LEARN_EVERY = 16
+"""Steps faster than a message are measured once in this many batches."""
+
+LEAST_SHARE = 0.05
+"""Weight of a longer run in the minimum run time of a streaming step, so that an old minimum decays slowly."""
+
+
+class StepQueue:
+    """The queues of one step, and its learned times and sizes."""
+
+    def __init__(self, index: int, step: PlannedStep, job_batch_ms: float = math.inf) -> None:
+        policy = BatchPolicy(STREAM_ITEMS_MAX, 0.0, order=step.batch.order) if step.streams else step.batch
+        self.index = index
+        self.step = step
+        self.together: tuple[int, ...] = (index,)  # it, and the steps that hand over to each other with it in a worker
+        self.name = step.name
+        self.workers = step.workers
+        self.streams = step.streams
+        self.latency = Latency()
+        self.shapes = Shapes(step)
+        self.sizes = OutputSizes(step)
+        self.sequences = Sequences(step.sequence) if step.sequence is not None else None
+        self.suspects: deque[list[Task]] = deque()
+        self.job = JobQueue(step, self.shapes)
+        self.job_workers = step.workers[step.reserved :]
+        self.usual_ms = -math.inf  # of a streaming step, when it was last seen to hold a usual request
+        self.shared = job_batch_ms < math.inf  # with usual requests, which wait for no more than one batch of a job
+        self._job_batch_ms = job_batch_ms
+        self.in_place = (
+            False  # its outputs have needed room: then each message carries one batch, as room is freed by message
+        )
+        self.quick = False  # its batches are so short that a worker may be given a second message while it runs one
+        self.least_ms = 0.0  # of a streaming step: what a short answer takes; 0 is unknown
+        self._batches = 1
+        self._unlearned = 0
+        self._new: list[Task] = []
+        self._direct = (
+            not policy.wait_ms
+            and not policy.sizes
+            and self.sequences is None
+            and self.shapes.any
+            and policy.wait == "fixed"
+        )
+        self._policy = policy
+        shared = Batcher(policy, self.latency)
+        self._queues = [shared] if self.sequences is None else [Batcher(policy, self.latency) for _ in step.workers]
+        self._queue = shared if self.sequences is None else None
+        self._limit = BatchSizeLimit(shared.items_max)
+        self.items_max = shared.items_max  # how many items a call may have now
+
+    # tasks
+
+    def add(self, task: Task) -> None:
+        """Add a new task; within the same event it is popped by `take_new` or queued by `settle`."""
+        self._new.append(task)
+
+    def take_new(self) -> list[Task] | None:
+        """Pop all new tasks if they can run at once: the queue is empty, and none gains by waiting.
+
+        This fast path bypasses the queue; None if the tasks must be queued.
+        """
+        new = self._new
+        if not self._direct or len(new) > self.items_max or self.suspects or self._queues[0].waiting:
+            return None
+        chain = new[0].unit.chain
+        for task in new:
+            if task.due_ms < math.inf or task.unit.chain != chain:
+                return None
+        self._new = []
+        return new
+
+    def settle(self, now_ms: float) -> None:
+        """Queue the new tasks; one of a sequence waits until those before it are done."""
+        new, self._new = self._new, []
+        for task in new:
+            if self.sequences is not None and task.request.sequence is not None:
+                self.sequences.add(task.request.sequence.id, task.id)
+            else:
+                self._enqueue(self._queues[0], task, now_ms)
+
+    @property
+    def has_new(self) -> bool:
+        return bool(self._new)
+
+    def admit(self, part: SequencePart, now_ms: float) -> InputError | LimitReached | None:
+        """Admit one item of a sequence; return the error if it is refused."""
+        if self.sequences is None:
+            return None
+        try:
+            refused = self.sequences.admit(part.id, part.start, part.end, now_ms)
+        except LimitReached as error:
+            return error
+        return InputError(refused) if refused else None
+
+    def release_sequences(self, tasks: dict[int, Task], load: dict[int, int], now_ms: float) -> bool:
+        """Queue the next task of every sequence without a running one; True if there was one.
+
+        load: load of each worker that accepts new sequences; without any, new ones wait. The worker with the fewest
+              sequences gets the next.
+        """
+        moved = False
+        if self.sequences is None:
+            return moved
+        for id in list(self.sequences.ready()):
+            worker = self.sequences.worker(id)
+            if worker is None:
+                if not load:
+                    continue
+                held = self.sequences.held
+                worker = min(load, key=lambda one: (held(one), load[one]))
+                self.sequences.bind(id, worker)
+            task = tasks[self.sequences.take(id)]
+            self._enqueue(self._queues[self.workers.index(worker)], task, now_ms)
+            moved = True
+        return moved
+
+    def discard(self, task: Task) -> None:
+        """Remove a queued task from whichever queue holds it."""
+        if task in self._new:
+            self._new.remove(task)
+            if self.sequences is not None and task.request.sequence is not None:  # it was admitted, and is settled
+                self.sequences.add(task.request.sequence.id, task.id)
+                self.sequences.discard(task.id)
+            return
+        if any(queue.discard(task.id) for queue in self._queues):
+            if self.sequences is not None and task.request.sequence is not None:
+                self.sequences.discard(task.id)
+            return
+        if self.sequences is not None:
+            self.sequences.discard(task.id)
+        if self.job.discard(task):
+            return
+        for group in self.suspects:
+            if task in group:
+                group.remove(task)
+                if not group:  # an empty one would keep the others waiting
+                    self.suspects.remove(group)
+                return
+
+    def queue(self, worker: int) -> Batcher:
+        """Return the queue of a worker."""
+        return self._queue if self._queue is not None else self._queues[self.workers.index(worker)]
+
+    @property
+    def waiting(self) -> int:
+        """Number of queued tasks of interactive requests, suspects included."""
+        own = sum(map(len, self._queues)) + sum(map(len, self.suspects)) + len(self._new)
+        return own + (self.sequences.waiting() if self.sequences is not None else 0)
+
+    def any_waiting(self) -> bool:
+        """Return True if there is work for a free worker."""
+        if self.job.any:
+            return True
+        return bool(self._queue.waiting or self.suspects) if self._queue is not None else self.waiting > 0
+
+    @property
+    def calm(self) -> bool:
+        """True if no interactive request waits."""
+        return not self.suspects and not self._new and not any(map(len, self._queues))
+
+    def queues(self) -> Iterator[Batcher]:
+        return iter(self._queues)
+
+    def _enqueue(self, queue: Batcher, task: Task, now_ms: float) -> None:
+        unit = task.unit
+        group = None if self.shapes.any else self.shapes.group(task.inputs[: len(self.step.inputs)])
+        if unit.chain:
+            group = (unit.chain, group)
+        queue.add(task.id, now_ms, group=group, priority=task.request.priority, due_ms=task.due_ms)
+
+    # batches
+
+    def job_items(self) -> int:
+        """Return the largest batch of job rows now."""
+        return self.items_max if self.streams else items_within(self.latency, self.items_max, self._job_batch_ms)
+
+    def batches_a_message(self) -> int:
+        """Return the most batches in a message; more than one only for steps faster than a message."""
+        return 1 if self.in_place or self.items_max < self._policy.items_max else self._batches
+
+    def learn(self, items: int, run_ms: float, now_ms: float) -> None:
+        """Learn the run time of a batch. Steps faster than a message are sampled, to save the cost."""
+        if self.streams:  # one answer is short and another long: what the short ones take is all that is sure
+            self.least_ms = (
+                min(run_ms, self.least_ms + LEAST_SHARE * (run_ms - self.least_ms)) if self.least_ms else run_ms
+            )
+        self._unlearned += 1
+        if self._unlearned < LEARN_EVERY and self.latency.samples > LEARN_EVERY and run_ms < QUICK_MESSAGE_MS:
+            return
+        self._unlearned = 0
+        self.latency.learn(items, run_ms, now_ms)
+        full_ms = self.latency.run_ms(self.items_max)
+        self.quick = not self.streams and 0 < full_ms <= SECOND_MS_MAX
+        if full_ms and not self.streams:
+            self._batches = max(1, min(BATCHES_MAX, int(QUICK_MESSAGE_MS / full_ms)))
+
+    @property
+    def short_of_memory(self) -> int:
+        """Number of batches for which there was no memory."""
+        return self._limit.failures
+
+    def out_of_memory(self, items: int) -> bool:
+        """Halve the batch size after a failed call of `items`; True if it changed."""
+        changed = self._limit.out_of_memory(max(2, items))  # a single item without memory lowers the limit to one
+        self._set_items_max()
+        return changed
+
+    def went_well(self, items: int) -> bool:
+        """Count a batch that ran; True if it raised a lowered batch size."""
+        changed = self._limit.succeeded(items)
+        if changed:
+            self._set_items_max()
+        return changed
+
+    def _set_items_max(self) -> None:
+        self.items_max = self._limit.size
+        for queue in self._queues:
+            queue.items_max = self.items_max

@@ -1,1 +1,0 @@
-"""Who gets what, and when: requests, their steps, and what follows from each answer; pure."""

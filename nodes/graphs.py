@@ -1,0 +1,132 @@
+"""CUDA graph replay of torch modules, one graph for each batch size.
+
+A graph repeats the kernels of one call, on the same memory, without the host's work for each. So inputs are copied into
+tensors that stay where they are, a batch is padded to the next size that has a graph, and outputs are read before the
+next call. A graph is captured from the largest batch to the smallest, in one pool of memory and on one stream.
+
+What does not repeat cannot be captured: sizes that depend on values, and values read by the host. Then the step runs
+without graphs, as it does on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weftline.nodes.contract import ConfigError
+from weftline.nodes.ports import Port
+
+if TYPE_CHECKING:
+    import torch
+
+    Compute = Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
+
+WARM_UPS = 2
+"""Calls before a capture: libraries choose their kernels and take their workspaces in the first."""
+
+_log = logging.getLogger(__name__)
+
+
+def check_graphs(ports: Sequence[Port], option: str = "graphs") -> None:
+    """Raise ConfigError about option `graphs` unless every port is a tensor of fixed sizes."""
+    for port in ports:
+        dims = port.type.dims
+        if dims is None or not all(isinstance(dim, int) for dim in dims):
+            found = f"true, but {port.name} is {port.type}, whose sizes are not all fixed"
+            fix = "write its sizes as numbers if they never change, or leave graphs out"
+            raise ConfigError(option, found, "tensors of fixed sizes", fix)
+
+
+def graph_sizes(items_max: int, sizes: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the batch sizes to capture, rising: those preferred by the step, else powers of two; and the largest."""
+    chosen = {size for size in sizes if 0 < size < items_max} if sizes else set()
+    if not sizes:
+        chosen = {1 << power for power in range(items_max.bit_length()) if 1 << power < items_max}
+    return tuple(sorted({*chosen, items_max}))
+
+
+class Capture(Protocol):
+    """A way of recording calls; all that one records may share memory, and are repeated one at a time."""
+
+    def record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Run and record `compute`; return what repeats it, and its result, which every repetition writes anew."""
+
+
+class CudaCapture:
+    """CUDA graphs with one pool of memory, captured on one stream beside torch's current one."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._device = torch.device(device)
+        self._side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        import torch
+
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            self._side.wait_stream(before)
+            try:
+                with torch.cuda.stream(self._side):
+                    for _ in range(WARM_UPS):
+                        compute()
+                before.wait_stream(self._side)
+                graph = torch.cuda.CUDAGraph()
+                # other threads of the process may allocate meanwhile
+                with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
+                    result = compute()
+            finally:
+                torch.cuda.set_stream(before)  # some versions of torch leave a failed capture on its stream
+        return graph.replay, result
+
+
+class TorchGraphs:
+    """The graphs of one module.
+
+    Made by `of`, and good as long as the module's weights stay where they are.
+    """
+
+    def __init__(self) -> None:
+        self._inputs: list[torch.Tensor] = []
+        self._graphs: dict[int, tuple[Callable[[], None], dict[str, torch.Tensor]]] = {}
+
+    @classmethod
+    def of(cls, compute: Compute, like: Sequence[torch.Tensor], sizes: Sequence[int], capture: Capture) -> TorchGraphs:
+        """Capture `compute` for every size; it raises whatever `compute` or a capture does.
+
+        like: an item of each input, [1, ...], on the module's device.
+        """
+        graphs = cls()
+        largest = max(sizes)
+        graphs._inputs = [one.new_zeros((largest, *one.shape[1:])) for one in like]
+        for size in sorted(sizes, reverse=True):
+            given = [one[:size] for one in graphs._inputs]
+            graphs._graphs[size] = capture.record(lambda given=given: compute(given))  # type: ignore[misc]
+        return graphs
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Return a batch's outputs, which the next call overwrites; None where no graph is large enough."""
+        items = len(inputs[0])
+        size = min((size for size in self._graphs if size >= items), default=None)
+        if size is None or any(one.shape[1:] != fixed.shape[1:] for one, fixed in zip(inputs, self._inputs)):
+            return None
+        for one, fixed in zip(inputs, self._inputs, strict=True):
+            fixed[:items].copy_(one, non_blocking=True)
+        replay, outputs = self._graphs[size]
+        replay()
+        return {name: tensor[:items] for name, tensor in outputs.items()}
+
+
+def graphs_or_none(
+    compute: Compute, like: Sequence[torch.Tensor], sizes: Sequence[int], capture: Callable[[], Capture], shown: str
+) -> TorchGraphs | None:
+    """Return the graphs of a module, or None with a warning where its calls cannot be captured."""
+    try:
+        return TorchGraphs.of(compute, like, sizes, capture())
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        _log.warning("%s runs without CUDA graphs: %.300s", shown, reason)
+        return None

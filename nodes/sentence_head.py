@@ -1,0 +1,204 @@
+"""Pooling and normalisation heads of sentence-transformers models.
+
+Read from the files that the library sentence-transformers writes beside a network, without any framework:
+
+    modules.json                        the modules in order: Transformer, Pooling, then Dense and Normalize where used
+    sentence_bert_config.json           max_seq_length, do_lower_case
+    1_Pooling/config.json               how tokens become one vector
+    2_Dense/config.json                 a linear layer on that vector, its weights beside it as safetensors
+    config_sentence_transformers.json   prompts, and the name of the one that is used by default
+
+Whatever of these would change the embedding and is not known here is refused with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from weftline.nodes.contract import ConfigError
+from weftline.nodes.hugging_face import OWN_NODE, read_json
+
+MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+FILES = (MODULES, SETTINGS, "sentence_*_config.json", "*/config.json", "*/model.safetensors")
+"""Patterns of all files that are read here or by the nodes that compute with them."""
+
+_POOLINGS = {
+    "cls": "first", "mean": "mean", "max": "max", "lasttoken": "last", "mean_sqrt_len_tokens": "mean_sqrt",
+    "weightedmean": "weighted_mean",
+}  # fmt: skip
+_OLD_KEYS = {
+    "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}  # fmt: skip
+POOLINGS = tuple(_POOLINGS.values())
+"""Poolings by the names of node embed."""
+
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")
+"""Classes of torch.nn that may follow a dense layer."""
+
+MODULES_MAX = 16
+SIZE_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A linear layer on an embedding. weights: its safetensors file, with linear.weight and perhaps linear.bias."""
+
+    weights: str
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceHead:
+    """Pooling of token states. Paths are relative to the model's folder.
+
+    network:    the folder of the network itself; '' for the model's own.
+    pooling:    one of POOLINGS.
+    dense:      layers after pooling, in order.
+    normalise:  embeddings are scaled to length 1 in the end.
+    prompt:     the name of the prompt that is used by default, `prefix` its text; both '' without one.
+    lower:      texts are put into lower case.
+    tokens_max: most tokens of a text; None: what the network and its tokenizer read.
+    """
+
+    network: str = ""
+    pooling: str = "mean"
+    dense: tuple[Dense, ...] = ()
+    normalise: bool = False
+    prompt: str = ""
+    prefix: str = ""
+    lower: bool = False
+    tokens_max: int | None = None
+
+
+def read_head(folder: Path, shown: str) -> SentenceHead | None:
+    """Return the head of a model's folder, None where it has no modules.json; ConfigError names what is not known."""
+    modules = read_json(folder / MODULES, f"{shown}/{MODULES}")
+    if modules is None:
+        return None
+    kinds = [*_modules(modules, f"{shown}/{MODULES}")]
+    names = [kind for kind, _ in kinds]
+    order = ["Transformer", "Pooling", *["Dense"] * names.count("Dense"), *["Normalize"] * names.count("Normalize")]
+    if names != order or names.count("Normalize") > 1:
+        found = f"{shown}/{MODULES} has {', '.join(names)}"
+        raise ConfigError("model", found, "Transformer, Pooling, then perhaps Dense and Normalize", OWN_NODE)
+    (_, network), (_, pooling), *rest = kinds
+    reads = _transformer(folder / network, _under(shown, network))
+    prompt, prefix = _prompt(folder, shown)
+    mode, whole = _pooling(folder / pooling, _under(shown, pooling))
+    if prefix and not whole:
+        found = f"{_under(shown, pooling)}/config.json leaves the prompt out of pooling (include_prompt: false)"
+        raise ConfigError("model", found, "include_prompt: true, or no default prompt", OWN_NODE)
+    dense = tuple(_dense(folder, path, _under(shown, path)) for kind, path in rest if kind == "Dense")
+    return SentenceHead(network, mode, dense, "Normalize" in names, prompt, prefix, *reads)
+
+
+def _modules(written: Any, shown: str) -> Iterator[tuple[str, str]]:
+    """Yield each module's class without its package, and its folder."""
+    if not isinstance(written, list) or not 0 < len(written) <= MODULES_MAX:
+        raise ConfigError("model", f"{shown} is no list of modules", "a list of objects with type and path")
+    for one in written:
+        kind, path = (one.get("type"), one.get("path", "")) if isinstance(one, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(path, str):
+            raise ConfigError("model", f"{shown} is no list of modules", "a list of objects with type and path")
+        package, _, name = kind.rpartition(".")
+        if package.partition(".")[0] != "sentence_transformers":
+            raise ConfigError(
+                "model", f"{shown} names {kind:.100}, which is code of its own", "known modules", OWN_NODE
+            )
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
+            raise ConfigError("model", f"{shown} names the path {path!r:.100}", "a folder inside the model's")
+        yield name, path
+
+
+def _transformer(folder: Path, shown: str) -> tuple[bool, int | None]:
+    """Return whether texts are put into lower case, and the most tokens of one."""
+    names = sorted(path.name for path in folder.glob("sentence_*_config.json"))
+    written = _object(folder, shown, names[0]) if names else {}
+    task = written.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        found = f"transformer_task in {shown}/{names[0]} is {task!r:.60}"
+        raise ConfigError("model", found, "feature-extraction", OWN_NODE)
+    tokens_max = written.get("max_seq_length")
+    if tokens_max is None:
+        tokens_max = _object(folder, shown, "tokenizer_config.json").get("model_max_length")
+        tokens_max = tokens_max if _is_size(tokens_max) else None  # transformers writes 1e30 for no limit
+    elif not _is_size(tokens_max):
+        raise ConfigError("model", f"max_seq_length in {shown}/{names[0]} is {tokens_max!r:.40}", "a count of tokens")
+    return bool(written.get("do_lower_case")), tokens_max
+
+
+def _pooling(folder: Path, shown: str) -> tuple[str, bool]:
+    """Return the pooling, and whether the tokens of a prompt are pooled too."""
+    written = _object(folder, shown, "config.json")
+    old = [mode for key, mode in _OLD_KEYS.items() if written.get(key)]
+    mode = written.get("pooling_mode", (old or ["mean"])[0] if len(old) < 2 else old)
+    modes = mode if isinstance(mode, list) else [mode]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        found = f"{shown}/config.json pools by {' and '.join(map(str, modes)):.100}"
+        raise ConfigError("model", found, f"one of {', '.join(_POOLINGS)}", OWN_NODE)
+    return _POOLINGS[modes[0]], bool(written.get("include_prompt", True))
+
+
+def _dense(folder: Path, path: str, shown: str) -> Dense:
+    written = _object(folder / path, shown, "config.json")
+    sizes = {key: written.get(key, 0) for key in ("in_features", "out_features")}
+    if not all(map(_is_size, sizes.values())):
+        raise ConfigError("model", f"{shown}/config.json has {sizes!r:.80}", "counts of features")
+    activation = str(written.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    name = activation.rpartition(".")[2]
+    if not activation.startswith("torch.nn.modules.") or name not in ACTIVATIONS:
+        found = f"activation_function in {shown}/config.json is {activation:.100}"
+        raise ConfigError("model", found, f"one of torch's {', '.join(ACTIVATIONS)}", OWN_NODE)
+    ends = {str(written.get(key) or "sentence_embedding") for key in ("module_input_name", "module_output_name")}
+    if ends != {"sentence_embedding"} or written.get("use_residual"):
+        what = "use_residual" if written.get("use_residual") else f"reads or gives {', '.join(sorted(ends)):.100}"
+        raise ConfigError("model", f"{shown}/config.json: {what}", "a layer on sentence_embedding alone", OWN_NODE)
+    if not (folder / path / "model.safetensors").is_file():
+        found = f"{shown} has no model.safetensors; pickled weights are not loaded"
+        fix = "load the model with sentence-transformers where you trust it, and save it again"
+        raise ConfigError("model", found, "weights as safetensors", fix)
+    weights, bias = f"{path}/model.safetensors", bool(written.get("bias", True))
+    return Dense(weights, sizes["in_features"], sizes["out_features"], bias, name)
+
+
+def _prompt(folder: Path, shown: str) -> tuple[str, str]:
+    """Return the name and the text of the default prompt."""
+    written = _object(folder, shown, SETTINGS)
+    kind = written.get("model_type", "SentenceTransformer")
+    if kind != "SentenceTransformer":
+        raise ConfigError("model", f"{shown} is a {kind!s:.60}", "a SentenceTransformer", OWN_NODE)
+    if written.get("truncate_dim") is not None:
+        raise ConfigError("model", f"{shown}/{SETTINGS} cuts embeddings (truncate_dim)", "whole embeddings", OWN_NODE)
+    name, prompts = written.get("default_prompt_name"), written.get("prompts")
+    if name is None:
+        return "", ""
+    text = prompts.get(name) if isinstance(prompts, dict) else None
+    if not isinstance(text, str):
+        found = f"default_prompt_name in {shown}/{SETTINGS} is {name!r:.60}"
+        raise ConfigError("model", found, "a name under prompts", "write the text as `prefix` of the step")
+    return str(name), text
+
+
+def _object(folder: Path, shown: str, name: str) -> Mapping[str, Any]:
+    """Return the JSON object in a file; {} where there is no file."""
+    written = read_json(folder / name, f"{shown}/{name}")
+    if written is not None and not isinstance(written, dict):
+        raise ConfigError("model", f"{shown}/{name} is no JSON object")
+    return written or {}
+
+
+def _under(shown: str, path: str) -> str:
+    return f"{shown}/{path}" if path else shown
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value <= SIZE_MAX

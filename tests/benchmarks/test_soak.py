@@ -1,0 +1,54 @@
+"""The soak for seconds, and what it takes for a right answer. For a minute: in the slow tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.soak import TOLD, is_right, main, run, verdict
+
+NUMBERS = np.arange(10, dtype=np.float32)
+REQUEST = {"x": NUMBERS[2:8], "text": "good"}
+RIGHT = {"y": np.array([3, 4, 5], np.float32), "said": "GOOD", "told": TOLD}
+
+
+def test_seconds_of_load_kills_and_cancels_give_right_answers_and_leave_nothing() -> None:
+    soak, left, deaths = run(2.0, callers=8, largest_bytes=1 << 18)
+    assert verdict([], soak.ends, left, "") == []
+    assert deaths and soak.ends["cancelled"] and soak.ends["read"]
+
+
+@pytest.mark.slow
+def test_two_minutes_with_64_callers_and_8_megabytes_leave_memory_flat() -> None:
+    assert main(["--minutes", "2"]) == 0
+
+
+def test_an_answer_is_right_only_when_every_part_of_it_is() -> None:
+    assert is_right(RIGHT, REQUEST, NUMBERS[3:])
+    assert is_right(RIGHT | {"said": "sorry", "told": None}, REQUEST | {"text": "bad"}, NUMBERS[3:])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"y": np.array([3, 4, 6], np.float32)},
+        {"y": np.array([4, 5, 6], np.float32)},
+        {"y": np.array([3, 4], np.float32)},
+        {"said": "sorry"},
+        {"told": TOLD[:-1]},
+        {"told": None},
+    ],
+)
+def test_an_answer_with_a_wrong_part_is_wrong(wrong: dict[str, Any]) -> None:
+    assert not is_right(RIGHT | wrong, REQUEST, NUMBERS[3:])
+
+
+def test_an_answer_without_numbers_is_wrong() -> None:
+    assert not is_right({}, REQUEST, NUMBERS[3:])
+
+
+def test_too_short_a_soak_is_refused() -> None:
+    with pytest.raises(SystemExit):
+        main(["--minutes", "0.1"])

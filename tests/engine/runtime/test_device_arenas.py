@@ -1,0 +1,66 @@
+"""Test the device arenas of the runtime: offer, id, introduction and release."""
+
+from __future__ import annotations
+
+import os
+
+from weftline.engine.protocol import messages as msg
+from weftline.engine.runtime.device_arenas import DeviceArenas
+
+
+def descriptor() -> int:
+    return os.memfd_create("test", os.MFD_CLOEXEC)
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def up(rung: str = "descriptor", device: str = "fake:0") -> msg.DeviceUp:
+    return msg.DeviceUp(device, 4096, rung, b"h" * 64 if rung == "handle" else b"")
+
+
+def test_an_offer_is_introduced_once_it_has_an_id_and_closed_when_it_is_forgotten() -> None:
+    arenas, fd = DeviceArenas(), descriptor()
+    arenas.offer(0, up(), fd)
+    assert list(arenas.on("fake:0")) == []
+    assert arenas.accept(0, 7) == "fake:0"
+    assert list(arenas.on("fake:0")) == [7] and list(arenas.on("fake:1")) == []
+    assert arenas.attach_message(7) == (msg.AttachDevice(7, 4096, "descriptor"), fd)
+    assert arenas.forget(7) and not arenas.forget(7)
+    assert not is_open(fd)
+
+
+def test_what_a_dead_worker_offered_is_nobodys() -> None:
+    arenas, fd = DeviceArenas(), descriptor()
+    arenas.offer(0, up(), fd)
+    arenas.died(0)
+    assert arenas.accept(0, 7) == "" and not is_open(fd)
+
+
+def test_only_a_descriptor_outlives_the_worker() -> None:
+    arenas, fd = DeviceArenas(), descriptor()
+    arenas.offer(0, up(), fd)
+    arenas.offer(1, up("handle"))
+    arenas.accept(0, 7)
+    arenas.accept(1, 8)
+    arenas.died(0)
+    arenas.died(1)
+    assert list(arenas.on("fake:0")) == [7]
+    arenas.close()
+    arenas.close()
+    assert not is_open(fd)
+
+
+def test_a_worker_started_later_does_not_receive_the_events_of_a_dead_worker() -> None:
+    arenas = DeviceArenas()
+    arenas.offer(0, msg.DeviceUp("fake:0", 4096, "descriptor", events=(b"e" * 64,)), descriptor())
+    arenas.accept(0, 7)
+    assert arenas.attach_message(7)[0].events == (b"e" * 64,)
+    arenas.died(0)
+    assert arenas.attach_message(7)[0] == msg.AttachDevice(7, 4096, "descriptor")
+    arenas.close()

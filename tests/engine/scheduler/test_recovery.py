@@ -1,0 +1,83 @@
+"""What becomes of work that failed or whose worker died, decided over plain tasks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.scheduler_harness import plan_of
+from weftline.engine.scheduler.recovery import Recovery
+from weftline.engine.scheduler.request import Request, Task
+from weftline.engine.scheduler.routes import Routes
+from weftline.pipelines.builder import Builder
+
+
+def tasks(count: int, **more: object) -> tuple[Recovery, list[Task]]:
+    """Return a Recovery, and tasks of a step that is written with these keys."""
+    p = Builder("one-step")
+    p.output("y", p.step("a", "echo", value=p.input("x", "text"), **more).value)  # type: ignore[arg-type]
+    plan = plan_of(p)
+    route = Routes(plan).route(None)
+    request = Request(1, route, 0.0, None, 0, [])
+    return Recovery(plan), [Task(id, request, 0, route.units[0], (), (), 0.0) for id in range(count)]
+
+
+def test_a_group_is_halved_and_its_budget_is_its_own() -> None:
+    recovery, eight = tasks(8)
+    recovery.budget._tokens = 0.0
+    verdict = recovery.after_death(eight, "signal 9", 0.0)
+    assert [[task.id for task in group] for group in verdict.groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert {task.deaths for task in eight} == {1} and {task.attempts for task in eight} == {2}
+
+
+def test_a_lone_task_is_retried_once_and_then_failed_and_quarantined() -> None:
+    recovery, (task,) = tasks(1)
+    assert recovery.after_death([task], "signal 9", 0.0).groups == [[task]]
+    task.digest = b"d"
+    verdict = recovery.after_death([task], "signal 9", 0.0)
+    assert verdict.failed == [(task, "2 workers died while running this item (signal 9); it is not retried")]
+    assert verdict.kept_out == [(0, b"d")]
+
+
+def test_a_killer_without_a_digest_fails_and_nothing_is_quarantined() -> None:
+    recovery, (task,) = tasks(1)
+    task.deaths = 1
+    verdict = recovery.after_death([task], "signal 9", 0.0)
+    assert len(verdict.failed) == 1 and verdict.kept_out == []
+
+
+def test_among_mates_only_what_may_run_twice_is_tried_again() -> None:
+    recovery, (one, other) = tasks(2)
+    other.streamed = True
+    verdict = recovery.after_death([one, other], "signal 9", 0.0)
+    assert verdict.groups == [[one]]
+    assert [task for task, _ in verdict.failed] == [other]
+
+
+def test_deaths_do_not_use_up_the_attempts_that_a_step_allows() -> None:
+    recovery, (task,) = tasks(1, retry=1)
+    recovery.after_death([task], "signal 9", 0.0)
+    assert recovery.try_again_in_ms(task, "StepError", False) == 0.0
+    assert recovery.try_again_in_ms(task, "StepError", False) is None
+
+
+def test_waits_double() -> None:
+    recovery, (task,) = tasks(1, retry={"attempts": 3, "wait_ms": 10})
+    assert [recovery.try_again_in_ms(task, "StepError", False) for _ in range(4)] == [10.0, 20.0, 40.0, None]
+
+
+@pytest.mark.parametrize("error", ["InputError", "RequestCancelled"])
+def test_another_attempt_would_not_help(error: str) -> None:
+    recovery, (task,) = tasks(1, retry=1)
+    assert recovery.try_again_in_ms(task, error, False) is None
+
+
+def test_a_stream_that_sent_chunks_is_not_retried() -> None:
+    recovery, (task,) = tasks(1, retry=1)
+    task.streamed = True
+    assert recovery.try_again_in_ms(task, "StepError", False) is None
+
+
+def test_what_may_still_be_at_work_and_must_not_run_twice_is_not_tried_again() -> None:
+    recovery, (task,) = tasks(1, retry=1, timeout_ms=10, idempotent=False)
+    assert recovery.try_again_in_ms(task, "DeadlineExceeded", True, at_work=True) is None
+    assert recovery.try_again_in_ms(task, "DeadlineExceeded", True) == 0.0
