@@ -10,8 +10,8 @@ GPU_WHEELS := annotated-types cffi httptools llguidance msgspec prometheus-clien
 GPU_WHEELS_MIB := 20
 GPU_PLATFORMS := $(foreach libc,5 12 17 24 27 28 31 34 35,--platform manylinux_2_$(libc)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
 GPU_PYTHON = $(if $(wildcard $(RUN)),$(RUN),$(PYTHON))
-SLOW_PROGRAMS := espeak-ng openssl curl chromium h2load node npm
-SLOW_PACKAGES := espeak-ng openssl curl chromium nghttp2-client nodejs npm
+# Program, and the Debian package that brings it.
+SLOW_TOOLS := espeak-ng:espeak-ng openssl:openssl curl:curl chromium:chromium h2load:nghttp2-client node:nodejs npm:npm
 
 # Without bytecode every process that a test starts would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,8 +36,8 @@ demo: setup  ## answer a spoken question about a picture with the bundled models
 	@$(RUN) examples/demo.py
 
 setup-slow: setup  ## install what only the slow tests need: Debian packages (as root), npm packages, perf_analyzer
-	@for program in $(SLOW_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \
-		test -z "$$missing" || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLOW_PACKAGES); }
+	@for tool in $(SLOW_TOOLS); do command -v $${tool%:*} >/dev/null || missing="$$missing $${tool#*:}"; done; \
+		test -z "$$missing" || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; }
 	@test -d build/npm/node_modules/openai || npm install --silent --no-audit --no-fund --prefix build/npm openai@6
 	@$(RUN) -m benchmarks.peers.environments perf
 
