@@ -38,14 +38,19 @@ class JsonParser:
     def close(self) -> None:
         self.process.close()
 
-    async def document(self, data: bytes | bytearray, what: str) -> Any:
+    async def document(self, data: bytes | bytearray | memoryview, what: str) -> Any:
         """Return the value of a document that describes a request; InputError as `loads`."""
         if len(data) <= INLINE_BYTES:
             return loads(data, what, BODY_VALUES)
         return msgspec.msgpack.decode(await self.process.run(jobs.Document(what, BODY_VALUES), data))
 
     async def rest_body(
-        self, body: bytes | bytearray, header_length: str | None, model: str, version: str, limits: ServeLimits
+        self,
+        body: bytes | bytearray | memoryview,
+        header_length: str | None,
+        model: str,
+        version: str,
+        limits: ServeLimits,
     ) -> tuple[InferRequest, BinaryOutputs]:
         """As `read_request`."""
         if header_bytes(header_length, len(body)) <= INLINE_BYTES:

@@ -15,9 +15,14 @@ RIGHT = {"y": np.array([3, 4, 5], np.float32), "said": "GOOD", "told": TOLD}
 
 
 def test_seconds_of_load_kills_and_cancels_give_right_answers_and_leave_nothing() -> None:
-    soak, left, deaths = run(2.0, callers=8, largest_bytes=1 << 18)
-    assert verdict([], soak.ends, left, "") == []
-    assert deaths and soak.ends["cancelled"] and soak.ends["read"]
+    seen: set[str] = set()
+    for seconds in (1.0, 4.0, 16.0):  # a busy machine ends fewer requests in a second, and may cancel none of them
+        soak, left, deaths = run(seconds, callers=8, largest_bytes=1 << 18)
+        assert verdict([], soak.ends, left, "") == []
+        seen |= {end for end in ("cancelled", "read") if soak.ends[end]} | ({"death"} if deaths else set())
+        if len(seen) == 3:
+            return
+    assert seen == {"cancelled", "read", "death"}
 
 
 @pytest.mark.slow

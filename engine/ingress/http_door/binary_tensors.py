@@ -48,7 +48,7 @@ class BinaryOutputs:
 
 
 def read_request(
-    body: bytes | bytearray, header_length: str | None, model: str, version: str, limits: ServeLimits
+    body: bytes | bytearray | memoryview, header_length: str | None, model: str, version: str, limits: ServeLimits
 ) -> tuple[InferRequest, BinaryOutputs]:
     """Return what a body asks, and how its outputs are wanted; Refusal or InputError says what is wrong with it."""
     whole = memoryview(body)

@@ -6,6 +6,7 @@ Whether a caller may send a body at all is decided from its headers, before any 
 from __future__ import annotations
 
 import asyncio
+import mmap
 import zlib
 from typing import Any
 
@@ -120,11 +121,9 @@ def _charge(headers: Headers, length: int | None, limits: ServeLimits) -> int:
     return size + min(size * DEFLATE_RATIO, limits.message_bytes_max)
 
 
-async def body_of(request: Request, bytes_max: int) -> bytes | bytearray:
+async def body_of(request: Request, bytes_max: int) -> bytes | bytearray | memoryview:
     """Return the whole body, decompressed where the client says that it is compressed."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
+    body = await _received(request, bytes_max)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding == "identity":
         return body
@@ -135,7 +134,26 @@ async def body_of(request: Request, bytes_max: int) -> bytes | bytearray:
     return await asyncio.to_thread(decompressed, body, _WINDOW[encoding], bytes_max)
 
 
-def decompressed(body: bytes | bytearray, window: int, bytes_max: int) -> bytes:
+async def _received(request: Request, bytes_max: int) -> bytearray | memoryview:
+    """Return the body as received; one over FREE_BYTES is in a mapping of its own.
+
+    A bytearray that grows is reallocated again and again; the holes that this leaves in the heap took more memory than
+    the budget allows. Pages of a mapping are used when they are written, and freed with the body.
+    """
+    size_max = min(int(request.headers.get("content-length", bytes_max)), bytes_max)
+    if size_max <= FREE_BYTES:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+        return body
+    mapped, size = mmap.mmap(-1, size_max, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+    async for part in request.stream():
+        mapped[size : size + len(part)] = part
+        size += len(part)
+    return memoryview(mapped)[:size]
+
+
+def decompressed(body: bytes | bytearray | memoryview, window: int, bytes_max: int) -> bytes:
     """Return what is inside; never makes more than the limit, however much is inside."""
     unpacker = zlib.decompressobj(window)
     try:
@@ -160,7 +178,7 @@ async def json_object_of(
     json: reads it; None: it is small, and read here.
     """
     body = await body_of(request, bytes_max)
-    if empty and not body.strip():
+    if empty and not bytes(body).strip():
         return {}
     value = loads(body, "the body") if json is None else await json.document(body, "the body")
     if not isinstance(value, dict):

@@ -134,7 +134,7 @@ def test_a_process_that_dies_or_hangs_fails_its_document_and_the_next_has_anothe
         os.kill(parser.process.pid or 0, signal.SIGKILL)
         with pytest.raises(WeftlineError, match="ended"):
             await _asked(parser, "json", LARGE)
-        monkeypatch.setattr(json_process, "JOB_S", 0.2)
+        monkeypatch.setattr(json_process, "JOB_S", 0.01)
         with pytest.raises(LimitReached, match="took more than"):  # not even started by then
             await _asked(parser, "json", LARGE)
         monkeypatch.setattr(json_process, "JOB_S", 20.0)
