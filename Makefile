@@ -88,7 +88,7 @@ bench-quick: setup  ## the same in about 2 minutes, to see that they run
 # Installs nothing: a card is often lent without a network. Call it again to go on from gpu-check.json.
 gpu-check:  ## prove the GPU paths on a card (DEVICE=cuda:0), 9 minutes a call, or try that on a fake (DEVICE=fake:0)
 	@mkdir -p build
-	$(GPU_PYTHON) -m weftline.engine.gpu_check --device $(or $(DEVICE),cuda:0) --triton-cache build/triton-cache \
+	$(GPU_PYTHON) -m weftline.gpu_check --device $(or $(DEVICE),cuda:0) --triton-cache build/triton-cache \
 		$(if $(findstring fake,$(DEVICE)),--quick --allow-skipped --json build/gpu-check-fake.json --again,--json gpu-check.json)
 
 gpu-wheels:  ## collect what a card's machine with torch but without a network lacks, at most 20 MiB, for Python 3.12
@@ -133,11 +133,11 @@ simulate: setup  ## run the scheduler and device memory through SEEDS made-up wo
 
 docs: setup  ## write the generated parts of the documentation again
 	$(RUN) -m weftline.file_reference
-	$(RUN) -m weftline.pipelines.reference
-	$(RUN) -m weftline.pipelines.node_reference
+	$(RUN) -m weftline.pipelines.render.reference
+	$(RUN) -m weftline.pipelines.render.node_reference
 	$(RUN) -m weftline.module_reference
-	$(RUN) -m weftline.engine.ingress.reference
-	$(RUN) -m weftline.engine.observe.reference
+	$(RUN) -m weftline.engine.serving.reference
+	$(RUN) -m weftline.engine.metrics.reference
 
 clean:  ## remove what was built, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions, peak_memory, quantile, spread
-from weftline.engine.measuring.load import Open, run_open
+from weftline.engine.bench.load import Open, run_open
 from weftline.engine.session import Session, load
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 STAGES = ((8.0, 1.0), (12.0, 2.0), (6.0, 1.0))
 """Of each stage: milliseconds for a call, and for each item in it."""

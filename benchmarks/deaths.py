@@ -38,7 +38,7 @@ from typing import Any
 from benchmarks.conditions import conditions, descriptors, memory_bytes, peak_memory, quantile, shared_bytes
 from weftline.engine.session import Session, load
 from weftline.errors import WeftlineError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 CALLERS = 64
 KILL_EVERY_S = 2.0

@@ -26,8 +26,8 @@ from conditions import conditions, spread
 
 from weftline.engine.machine import this_machine
 from weftline.engine.session import Session, load
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.device.names import is_fake
 
 WAYS = {"passes": "Passes", "in place": "InPlace", "copy-in": "CopyIn"}

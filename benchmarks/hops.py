@@ -27,7 +27,7 @@ import numpy as np
 
 import weftline
 from weftline.engine.session import Session, load
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 KB, MB8 = 1000, 8 << 20
 

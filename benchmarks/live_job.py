@@ -40,12 +40,12 @@ import pyarrow as pa
 
 from benchmarks.busy_step import Busy, BusyConfig, multiplications, values
 from benchmarks.conditions import conditions, peak_memory, quantile, spread
-from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
+from weftline.engine.bench.arrivals import Open
 from weftline.engine.jobs.rows import BlockResult, RowBlock
-from weftline.engine.measuring.arrivals import Open
+from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
 from weftline.engine.runtime.clock import MonotonicClock
 from weftline.engine.session import Session, load
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 CALL_MS, ITEM_MS, ITEMS_MAX = 10.0, 2.0, 16
 """Of the step: what a call takes, what each item adds, and the largest batch (42 ms)."""

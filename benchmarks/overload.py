@@ -33,12 +33,12 @@ from typing import Any, Protocol
 from benchmarks.conditions import conditions, memory_bytes, peak_memory, quantile
 from benchmarks.deadlines import ITEMS_MAX, STAGES
 from benchmarks.overload_door import Door, door
-from weftline.engine.measuring.arrivals import Open
+from weftline.engine.bench.arrivals import Open
 from weftline.engine.request import RequestOptions
 from weftline.engine.runtime.clock import MonotonicClock
 from weftline.engine.session import Session, load
 from weftline.errors import LimitReached, WeftlineError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 SLO_MS = 300.0
 CALLERS = 48

@@ -15,7 +15,7 @@ import psutil
 
 from weftline.engine.client.async_client import AsyncClient
 from weftline.engine.request import RequestOptions
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 class Door:

@@ -31,7 +31,7 @@ from benchmarks.conditions import conditions, peak_memory, spread
 from weftline.engine.session import Session, load, plan_of
 from weftline.nodes.classify import Classify, ClassifyConfig
 from weftline.nodes.contract import Batch, BatchNode, OpenContext
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 from weftline.testing.nodes import Echo, EchoConfig
 
 CALLERS = 64

@@ -31,7 +31,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.session import plan_of
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 STEPS = (1, 2, 4, 8, 16, 32)
 WAITING = (1, 10, 100, 1000, 10_000)

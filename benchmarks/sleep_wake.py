@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions, memory_bytes, spread
+from weftline.engine.bench.made_up import made_up
 from weftline.engine.machine import this_machine
-from weftline.engine.measuring.made_up import made_up
 from weftline.engine.session import Session, load
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device
+from weftline.pipelines.placement.machine import Device
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.device.names import is_fake, is_gpu
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

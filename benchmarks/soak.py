@@ -39,7 +39,7 @@ from benchmarks.growth import WARM_UP, Bar, Flatness, Growth, flatness, growth
 from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, load
 from weftline.errors import WeftlineError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 KILL_EVERY_S = 5.0
 OFFSETS = 65_536

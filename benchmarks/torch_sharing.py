@@ -1,4 +1,4 @@
-"""A tensor handed to and fro between two processes by torch.multiprocessing: the peer of `weftline.engine.gpu_check`.
+"""A tensor handed to and fro between two processes by torch.multiprocessing: the peer of `weftline.gpu_check`.
 
     python benchmarks/torch_sharing.py [--device cuda:0] [--rounds 300] [--sizes 1024 1048576] [--json FILE]
 
@@ -106,7 +106,7 @@ def measured(device: str, rounds: int, sizes: list[int]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Run the command; writes what `weftline.engine.gpu_check` reads."""
+    """Run the command; writes what `weftline.gpu_check` reads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--rounds", type=int, default=300)

@@ -34,8 +34,8 @@ from weftline.nodes.json_value import encode_json
 from weftline.nodes.media import MediaLimits, encoded, to_value
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import array_dtype
-from weftline.pipelines.graph import Input
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.spec.graph import Input
 from weftline.shm.block import INLINE_BYTES_MAX, Block
 from weftline.shm.spec import STAND_INS
 from weftline.shm.view import bytes_view

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from weftline.pipelines.place import Device, Machine
+from weftline.pipelines.placement.place import Device, Machine
 
 TEXT_BYTES = 96
 """NVML_DEVICE_NAME_V2_BUFFER_SIZE and NVML_DEVICE_UUID_V2_BUFFER_SIZE: room for the longest name and UUID."""

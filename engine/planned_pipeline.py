@@ -11,15 +11,15 @@ from typing import Self
 
 from weftline.engine.machine import this_machine
 from weftline.errors import InputError
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.debug import graph_to_debug, plan_to_debug
-from weftline.pipelines.graph import Pipeline
-from weftline.pipelines.load import load_file
-from weftline.pipelines.place import Machine
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.planning import make_plan
-from weftline.pipelines.profile_file import profile_beside
-from weftline.pipelines.side_by_side import Replan
+from weftline.pipelines.placement.joint_plan import Replan
+from weftline.pipelines.placement.place import Machine
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.spec.builder import Builder
+from weftline.pipelines.spec.debug import graph_to_debug, plan_to_debug
+from weftline.pipelines.spec.graph import Pipeline
+from weftline.pipelines.spec.loader import load_file
 
 Source = str | Path | Pipeline | Builder
 """Source of a pipeline: the path of a YAML file, or a pipeline built in Python."""

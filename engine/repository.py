@@ -23,7 +23,7 @@ from weftline.engine.gpus import GpuReservations
 from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.session import DRAIN_S, Session, Source, load
 from weftline.errors import InputError, LimitReached, SessionClosed
-from weftline.pipelines.place import Machine
+from weftline.pipelines.placement.place import Machine
 
 ABSENT, LOADING, READY, RELOADING, DRAINING, FAILED = "absent", "loading", "ready", "reloading", "draining", "failed"
 

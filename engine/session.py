@@ -33,9 +33,9 @@ from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.submission import Submitter
 from weftline.engine.versions import Version, Versions
 from weftline.errors import InputError, WeftlineError
-from weftline.pipelines.place import Machine
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.side_by_side import Replan
+from weftline.pipelines.placement.joint_plan import Replan
+from weftline.pipelines.placement.place import Machine
+from weftline.pipelines.placement.plan import Plan
 
 __all__ = ["DRAIN_S", "OpenablePipeline", "Session", "Source", "load", "plan_of"]
 
@@ -101,8 +101,8 @@ class OpenablePipeline(PlannedPipeline):
         Models load once the data set is known to fit the pipeline. Closing or dropping the iterator closes the
         pipeline. Nothing is written and nothing resumes: use `weftline batch` for that.
         """
-        from weftline.engine.jobs.answering.opening import open_here
         from weftline.engine.jobs.dataset_map import map_plan
+        from weftline.engine.jobs.runners.opening import open_here
 
         if self._graph is None:
             raise InputError("map: this pipeline was made from a plan alone; load it with weftline.load")
@@ -284,8 +284,8 @@ class Session:
         as_dataset: bool = False,
     ) -> Any:
         """Run the rows of a data set as OpenablePipeline.map does, on this session, behind other requests."""
-        from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
         from weftline.engine.jobs.dataset_map import map_rows
+        from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
 
         answerer = SessionAnswerer(self, outputs=outputs, seed=seed, block_rows=block_rows)
         return map_rows(answerer, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)

@@ -1,6 +1,6 @@
 """Token bucket: permits that are saved up to a capacity and taken one at a time.
 
-What refills it is left to the users: time for a rate limit (engine/ingress/access/rate.py), first attempts for a retry
+What refills it is left to the users: time for a rate limit (engine/serving/auth/rate.py), first attempts for a retry
 budget (engine/scheduler/retry_budget.py). Pure, and not thread-safe.
 """
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 import weftline
 from weftline import Detections
-from weftline.save import annotated
+from weftline.cli.save import annotated
 
 HERE = Path(__file__).parent
 

@@ -27,16 +27,16 @@ PURE = [
         for room in ("scheduler",)
         for path in sorted((ROOT / "engine" / room).glob("*.py"))
     ),
-    *(f"engine/measuring/{name}.py" for name in ("outcome", "arrivals", "where", "report", "hints", "trace")),
+    *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "where", "report", "hints", "trace")),
     *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
     *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),
-    *(f"engine/ingress/{name}.py" for name in ("access/methods", "access/rate", "access/token_entries", "statistics")),
-    *(f"engine/ingress/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),
-    *(f"engine/ingress/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
-    *(f"engine/observe/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
+    *(f"engine/serving/{name}.py" for name in ("access/methods", "access/rate", "access/token_entries", "statistics")),
+    *(f"engine/serving/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),
+    *(f"engine/serving/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
+    *(f"engine/metrics/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
     *(f"engine/jobs/{name}.py" for name in ("rows", "tally", "spec", "progress", "blocks")),
-    *(f"engine/jobs/results/{name}.py" for name in ("naming", "manifest", "records", "recovery", "formats")),
-    *(f"engine/jobs/answering/{name}.py" for name in ("tries", "window", "repeatable", "each_row")),
+    *(f"engine/jobs/output/{name}.py" for name in ("naming", "manifest", "records", "recovery", "formats")),
+    *(f"engine/jobs/runners/{name}.py" for name in ("tries", "window", "repeatable", "each_row")),
     *(f"engine/jobs/{name}.py" for name in ("report/pace", "report/kinds", "sources/formats")),
 ]
 IMPURE = {"torch", "time", "datetime", "socket", "asyncio", "threading", "subprocess", "selectors", "select", "signal"}
@@ -47,9 +47,9 @@ FRAMEWORKS = (
 )
 MAY_LOAD = (
     "engine/llm/",  # of which only the pure files and node.py must load without one
-    *("engine/ingress/grpc_door/", "engine/ingress/http_door/", "engine/ingress/v2/wire.py"),
-    *("engine/ingress/server.py", "engine/ingress/link/process.py", "engine/client/", "engine/observe/"),
-    *("engine/jobs/results/", "engine/jobs/sources/", "engine/jobs/cluster/"),
+    *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/v2/wire.py"),
+    *("engine/serving/server.py", "engine/serving/frontend/process.py", "engine/client/", "engine/metrics/"),
+    *("engine/jobs/output/", "engine/jobs/sources/", "engine/jobs/ray/"),
 )
 """Where frameworks may be imported at the top of a file: nobody imports these but to use them."""
 UNSAFE = {"pickle", "_pickle", "multiprocessing", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -121,13 +121,13 @@ def test_only_weftline_testing_imports_weftline_testing() -> None:
     assert wrong == []
 
 
-SHARED = "weftline.engine.gpu_check.running"
+SHARED = "weftline.gpu_check.running"
 """What the checks of both say of their parts; it imports nothing of either."""
 
 
 @pytest.mark.slow
 def test_the_llm_stands_beside_the_engine_and_neither_imports_the_other() -> None:
-    assert [name for _, name in imports_of("engine/gpu_check/running.py") if name.startswith("weftline")] == []
+    assert [name for _, name in imports_of("weftline/gpu_check/running.py") if name.startswith("weftline")] == []
     wrong = []
     for file in package_files():
         inside = file.startswith("engine/llm/")
@@ -205,7 +205,7 @@ WALL_CLOCK = {
     *("time.time", "time.time_ns", "time.localtime", "time.ctime"),
     *("datetime.now", "datetime.utcnow", "date.today", "datetime.today"),
 }
-TELLS_THE_TIME = {"engine/ingress/http_door/door.py", "engine/ingress/local.py"}
+TELLS_THE_TIME = {"engine/serving/http/door.py", "engine/serving/local.py"}
 """Where the wall clock is read, to be told to people: when an answer was made, when a traced request began."""
 
 

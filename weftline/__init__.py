@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from weftline.nodes.detections import Detections
     from weftline.nodes.ports import Ports, port
     from weftline.nodes.urgency import SequencePart
-    from weftline.pipelines.builder import Builder as Pipeline
-    from weftline.pipelines.place import Device, Machine
+    from weftline.pipelines.placement.place import Device, Machine
+    from weftline.pipelines.spec.builder import Builder as Pipeline
 
     __version__: str
 
@@ -68,12 +68,12 @@ _HOMES = {
     "Client": "weftline.engine.client.client:Client",
     "ClientTls": "weftline.engine.client.options:ClientTls",
     "Detections": "weftline.nodes.detections:Detections",
-    "Device": "weftline.pipelines.place:Device",
+    "Device": "weftline.pipelines.placement.place:Device",
     "Health": "weftline.engine.runtime.health:Health",
-    "Machine": "weftline.pipelines.place:Machine",
+    "Machine": "weftline.pipelines.placement.place:Machine",
     "Node": "weftline.nodes.contract:Node",
     "Piece": "weftline.nodes.contract:Piece",
-    "Pipeline": "weftline.pipelines.builder:Builder",
+    "Pipeline": "weftline.pipelines.spec.builder:Builder",
     "Ports": "weftline.nodes.ports:Ports",
     "Repository": "weftline.engine.repository:Repository",
     "RequestOptions": "weftline.engine.request:RequestOptions",

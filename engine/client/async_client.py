@@ -28,9 +28,9 @@ from weftline.engine.client.pieces import Pieces
 from weftline.engine.client.queries import ModelStats
 from weftline.engine.client.refusal import Refused
 from weftline.engine.client.steps import SendRequest, Steps
-from weftline.engine.ingress.face import ModelState
 from weftline.engine.request import RequestOptions, checked_options
 from weftline.engine.result import Result, StreamedOutput
+from weftline.engine.serving.face import ModelState
 from weftline.errors import SessionClosed
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ from weftline.engine.client.refusal import Refusal, Refused, error_of
 from weftline.engine.client.retry import RetryState, SharedRetryBudget
 from weftline.engine.client.shared_inputs import SharedInputs
 from weftline.engine.client.steps import SERVICE, Pause, SendRequest, Steps
-from weftline.engine.ingress.v2.nouns import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
-from weftline.engine.ingress.v2.parameters import EMPTY_FINAL
-from weftline.engine.ingress.v2.wire import parse_response, request_bytes
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
+from weftline.engine.serving.v2.nouns import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
+from weftline.engine.serving.v2.parameters import EMPTY_FINAL
+from weftline.engine.serving.v2.wire import parse_response, request_bytes
 from weftline.errors import DeadlineExceeded, InputError, WeftlineError
 from weftline.nodes.urgency import PRIORITY_MAX
 

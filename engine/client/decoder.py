@@ -14,9 +14,9 @@ import numpy as np
 
 from weftline.engine.client.described import DescribedPort
 from weftline.engine.client.encoder import ARRAYS
-from weftline.engine.ingress.v2.bytes_tensor import decode
-from weftline.engine.ingress.v2.datatypes import BYTES, DTYPES, NUMPY
-from weftline.engine.ingress.v2.nouns import Tensor
+from weftline.engine.serving.v2.bytes_tensor import decode
+from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, NUMPY
+from weftline.engine.serving.v2.nouns import Tensor
 from weftline.errors import InputError, WeftlineError
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType

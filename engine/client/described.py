@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.ingress.v2.metadata import INPUT, OUTPUT, PIECES
 from weftline.engine.request import options_hint
+from weftline.engine.serving.v2.metadata import INPUT, OUTPUT, PIECES
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from weftline.engine.client.described import DescribedPort
-from weftline.engine.ingress.v2.bytes_tensor import encode
-from weftline.engine.ingress.v2.datatypes import BYTES, DTYPES, datatype_of, trailing_dims
-from weftline.engine.ingress.v2.nouns import Tensor
+from weftline.engine.serving.v2.bytes_tensor import encode
+from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, datatype_of, trailing_dims
+from weftline.engine.serving.v2.nouns import Tensor
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import MediaLimits, to_value

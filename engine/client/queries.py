@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2
 from weftline.engine.client.calls import Calls
 from weftline.engine.client.refusal import Refused
 from weftline.engine.client.steps import SERVICE, SHORT_MS, SendRequest, Steps
-from weftline.engine.ingress.face import READY, ModelState
+from weftline.engine.serving.face import READY, ModelState
 
 pb: Any = service_pb2
 

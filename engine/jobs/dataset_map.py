@@ -22,8 +22,8 @@ from weftline.errors import BY_NAME, InputError, RemoteTraceback, StepError, Wef
 if TYPE_CHECKING:
     import datasets
 
-    from weftline.engine.jobs.answering.opening import AnswererFactory
-    from weftline.pipelines.plan import Plan
+    from weftline.engine.jobs.runners.opening import AnswererFactory
+    from weftline.pipelines.placement.plan import Plan
 
 ERROR = "error"
 """The key under which a row says why it has no outputs."""

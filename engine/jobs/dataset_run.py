@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weftline.engine.jobs.rows import RowError
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
-from weftline.pipelines.problems import did_you_mean, listed
+from weftline.pipelines.check.problems import did_you_mean, listed
 
 if TYPE_CHECKING:
     import pyarrow as pa

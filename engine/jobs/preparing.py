@@ -11,27 +11,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from weftline.engine.jobs.answering.blocked import needed
-from weftline.engine.jobs.answering.opening import AnswererFactory
-from weftline.engine.jobs.results.columns import Columns, columns_of
-from weftline.engine.jobs.results.fingerprint import pipeline_parts, versions
-from weftline.engine.jobs.results.formats import format_of, suffix
-from weftline.engine.jobs.results.manifest import Manifest
-from weftline.engine.jobs.results.place import LOCAL
-from weftline.engine.jobs.results.writers import check_columns
+from weftline.engine.jobs.output.columns import Columns, columns_of
+from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
+from weftline.engine.jobs.output.formats import format_of, suffix
+from weftline.engine.jobs.output.manifest import Manifest
+from weftline.engine.jobs.output.place import LOCAL
+from weftline.engine.jobs.output.writers import check_columns
 from weftline.engine.jobs.rows import Source
+from weftline.engine.jobs.runners.blocked import needed
+from weftline.engine.jobs.runners.opening import AnswererFactory
 from weftline.engine.jobs.sources.binding import Binding, bind
 from weftline.engine.jobs.sources.opening import open_source
 from weftline.engine.jobs.sources.piece import HIDDEN
 from weftline.engine.jobs.spec import JobSpec
 from weftline.engine.machine import this_machine
 from weftline.errors import InputError, PipelineError, Problem
-from weftline.pipelines.load import load_file
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.planning import make_plan
-from weftline.pipelines.problems import nearest
-from weftline.pipelines.profile_file import profile_beside
-from weftline.pipelines.written import to_yaml
+from weftline.pipelines.check.problems import nearest
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.spec.loader import load_file
+from weftline.pipelines.spec.serialisation import to_yaml
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from weftline.engine.jobs.answering.opening import AnswererFactory
 from weftline.engine.jobs.blocks import Mark, cut, read_on
 from weftline.engine.jobs.preparing import Prepared, prepare
 from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.rows import RowBlock, Stop
+from weftline.engine.jobs.runners.opening import AnswererFactory
 from weftline.engine.jobs.sources.opening import open_loader
 from weftline.engine.jobs.spec import JobSpec
 from weftline.engine.jobs.telling import sample_of
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
 
 ROWS = 3
 

@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 from weftline.engine.protocol import messages as msg
-from weftline.pipelines.budget import reserve_of
-from weftline.pipelines.kv_memory import kv_most, takes_rest
-from weftline.pipelines.plan import Plan, PlannedStep
-from weftline.pipelines.threads import step_threads
+from weftline.pipelines.placement.budget import reserve_of
+from weftline.pipelines.placement.kv_memory import kv_most, takes_rest
+from weftline.pipelines.placement.plan import Plan, PlannedStep
+from weftline.pipelines.placement.threads import step_threads
 
 
 def open_message(plan: Plan, worker: int, cache_dir: Path) -> msg.OpenSteps:

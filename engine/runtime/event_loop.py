@@ -38,7 +38,7 @@ from weftline.engine.runtime.worker_processes import WorkerProcesses
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.scheduler import INGRESS_ARENA, Scheduler
 from weftline.errors import LimitReached, ModelError, RemoteTraceback, SessionClosed
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, Key
 

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from weftline.engine.ingress.access.plain import one_line
+from weftline.engine.serving.auth.plain import one_line
 
 LINES_PER_S, LINES_BURST = 200.0, 2000.0
 BYTES_PER_S, BYTES_BURST = 64 * 1024.0, 512 * 1024.0

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from weftline.engine.ingress.access.plain import one_line
 from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.channel import ChannelClosed
 from weftline.engine.protocol.first_message import open_message
@@ -28,7 +27,8 @@ from weftline.engine.runtime.descriptors import KEPT, NONE_LEFT, Reserve, shorta
 from weftline.engine.runtime.device_arenas import DeviceArenas
 from weftline.engine.runtime.output import Output
 from weftline.engine.runtime.processes import WorkerProcess, no_process
-from weftline.pipelines.plan import Plan
+from weftline.engine.serving.auth.plain import one_line
+from weftline.pipelines.placement.plan import Plan
 from weftline.shm.arena import HostArena
 from weftline.shm.device.names import kind_of
 

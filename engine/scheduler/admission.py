@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from weftline.errors import LimitReached
-from weftline.pipelines.policy import Limits
+from weftline.pipelines.spec.policy import Limits
 
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 0.01, 5.0
 """Bounds of retry_after_s, the suggested delay before a refused request is sent again."""

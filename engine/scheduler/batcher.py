@@ -18,7 +18,7 @@ from collections.abc import Hashable
 from weftline.engine.scheduler.latency import SHARE, Latency
 from weftline.engine.scheduler.priority_queue import PriorityQueue, QueuedItem
 from weftline.nodes.urgency import PATIENCE_MS, PRIORITY_STEP_MS
-from weftline.pipelines.policy import BatchPolicy
+from weftline.pipelines.spec.policy import BatchPolicy
 
 SLACK_MARGIN_MS = 5.0
 """A batch closes this long before its deadline requires it: a timer and a message each take 1 to 2 ms."""

@@ -19,7 +19,7 @@ from typing import Any
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import kv_sharing
 from weftline.engine.scheduler.state import MeasuredMemory, SchedulerState
-from weftline.pipelines.budget import (
+from weftline.pipelines.placement.budget import (
     ARENA,
     CONTEXT,
     OF_OTHERS,
@@ -29,8 +29,8 @@ from weftline.pipelines.budget import (
     over_commit_text,
     ways_of_others,
 )
-from weftline.pipelines.holdings import Left, Settle, alone
-from weftline.pipelines.plan import Claim, DeviceBudget, Plan
+from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan
+from weftline.pipelines.placement.reservations import Left, Settle, alone
 
 OTHERS = "contexts and other processes"
 """Name of device memory that no worker of this process has counted."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from weftline.engine.protocol.messages import BatchDone, ItemResult, Value
 from weftline.engine.scheduler.routes import Unit
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
 from weftline.shm.block import Block, Key
 
 UNFINISHED_MAX = 8

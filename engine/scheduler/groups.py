@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from weftline.engine.scheduler import task_table
 from weftline.engine.scheduler.request import Task
 from weftline.engine.scheduler.state import SchedulerState
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
 
 
 class OrderedGroup:

@@ -28,7 +28,7 @@ from weftline.engine.scheduler.sleep_state import ASLEEP, AWAKE, FALLING, WAKING
 from weftline.engine.scheduler.state import SchedulerState, SleepTable
 from weftline.engine.scheduler.timeouts import OPEN_MAX_MS
 from weftline.engine.scheduler.workers import LEAVING, READY, STOPPED, WorkerState
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
 
 SLEEP_MAX_MS = 300_000.0
 """Longest a step may take to fall asleep: weights of 100 GB go to host memory at 0.4 GB/s, with page faults."""

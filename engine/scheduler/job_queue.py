@@ -16,7 +16,7 @@ from weftline.engine.scheduler.latency import Latency
 from weftline.engine.scheduler.request import Task
 from weftline.engine.scheduler.shapes import Shapes
 from weftline.nodes.grouping import group_by
-from weftline.pipelines.plan import PlannedStep
+from weftline.pipelines.placement.plan import PlannedStep
 
 
 class JobQueue:

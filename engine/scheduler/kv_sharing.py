@@ -17,8 +17,8 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.kv_budget import KvBudget, KvUse, Part
 from weftline.engine.scheduler.state import KvAccounts, SchedulerState
-from weftline.pipelines.kv_memory import shares
-from weftline.pipelines.plan import Plan, PlannedStep
+from weftline.pipelines.placement.kv_memory import shares
+from weftline.pipelines.placement.plan import Plan, PlannedStep
 
 MOVING_SHARE = 16
 """This part of what is left is not given out: layers change their size one after the other, and the one at it lies

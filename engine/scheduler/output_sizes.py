@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weftline.engine.protocol.messages import Item
 from weftline.nodes.ports import PortType
-from weftline.pipelines.plan import PlannedStep
+from weftline.pipelines.placement.plan import PlannedStep
 from weftline.shm.spec import ITEM_BYTES
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from weftline.engine.scheduler.quarantine import Quarantine
 from weftline.engine.scheduler.request import Task
 from weftline.engine.scheduler.retry_budget import RetryBudget
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
 
 LONE_DEATHS_MAX = 2
 """Worker deaths after which a task fails, if it was alone in its batch."""

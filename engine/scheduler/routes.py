@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from weftline.engine.protocol.messages import Chain, Stage
 from weftline.errors import InputError
-from weftline.pipelines.condition import Condition
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.wire import Wire
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.spec.condition import Condition
+from weftline.pipelines.spec.wire import Wire
 
 ROUTES_MAX = 256
 """Most routes in the cache. A plan has a handful; a hostile client could request thousands. Routes beyond that have no

@@ -47,8 +47,8 @@ from weftline.engine.scheduler.step_timings import record_timings
 from weftline.engine.scheduler.timeouts import Timeouts
 from weftline.engine.scheduler.workers import WorkerState
 from weftline.errors import InputError, LimitReached
-from weftline.pipelines.holdings import Settle
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.reservations import Settle
 from weftline.shm.block import ALIGN_BYTES, PAGE_BYTES, Block, align_up
 from weftline.shm.lease import Ledger
 

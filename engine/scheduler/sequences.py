@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, field
 
 from weftline.errors import LimitReached
-from weftline.pipelines.policy import SequencePolicy
+from weftline.pipelines.spec.policy import SequencePolicy
 
 LOST_MAX = 1024
 """Most ids of lost sequences kept for error messages; the oldest is dropped first."""

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from weftline.engine.protocol.messages import Value
 from weftline.nodes.grouping import shape_key
 from weftline.nodes.ports import PortType
-from weftline.pipelines.plan import PlannedStep
+from weftline.pipelines.placement.plan import PlannedStep
 
 
 class Shapes:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weftline.engine.scheduler.timers import Timers
-from weftline.pipelines.holdings import Settle
-from weftline.pipelines.plan import Plan, PlannedStep
-from weftline.pipelines.policy import IdlePolicy
+from weftline.pipelines.placement.plan import Plan, PlannedStep
+from weftline.pipelines.placement.reservations import Settle
+from weftline.pipelines.spec.policy import IdlePolicy
 from weftline.shm.block import Key
 from weftline.shm.lease import Ledger
 

@@ -21,8 +21,8 @@ from weftline.engine.scheduler.shapes import Shapes
 from weftline.errors import InputError, LimitReached
 from weftline.nodes.out_of_memory import BatchSizeLimit
 from weftline.nodes.urgency import SequencePart
-from weftline.pipelines.plan import PlannedStep
-from weftline.pipelines.policy import BatchPolicy
+from weftline.pipelines.placement.plan import PlannedStep
+from weftline.pipelines.spec.policy import BatchPolicy
 
 STREAM_ITEMS_MAX = 64
 """Most items sent to a streaming step in one message; the step does its own batching."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from weftline.engine.scheduler.workers import LEAVING, READY, STARTING, STOPPED, WorkerState
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
 
 OPEN_MAX_MS = 1_800_000.0
 """Longest time to open the models of a worker, half an hour: a large model on a slow disk takes minutes."""

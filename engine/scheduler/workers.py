@@ -16,8 +16,8 @@ from weftline.engine.scheduler.restarts import RestartPolicy, Restarts
 from weftline.engine.scheduler.routes import Unit
 from weftline.engine.scheduler.sleep_state import SleepState
 from weftline.engine.scheduler.state import SchedulerState
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.threads import step_threads
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.threads import step_threads
 from weftline.shm.block import Block
 
 STARTING, READY, DEAD, GIVEN_UP = "starting", "ready", "dead", "given_up"
@@ -79,7 +79,7 @@ class WorkerState:
     rung:          how the device arena can be shared; '' until DeviceUp.
     on_host:       why it writes outputs to host memory only: nothing can be shared, or attached; else ''.
     cannot_import: arenas of others on its device that it cannot attach, or whose events it cannot open (below 0).
-    threads:       the thread of each step where steps have threads of their own; else empty. See pipelines/threads.py.
+    threads:       the thread of each step where steps have threads of their own; else empty (placement/threads.py).
     running:       its dispatches; the first of each thread runs, a second one waits.
     unfinished:    dispatches that it has answered and its device still works on, oldest first, by id.
     settles:       fences requested from it: token and time.

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.measuring.made_up import made_up_tensor
+from weftline.engine.bench.made_up import made_up_tensor
 from weftline.engine.protocol.messages import DeviceUse, Failure, Item, StepToOpen
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.protocol.values import pack

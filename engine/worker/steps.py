@@ -47,7 +47,7 @@ from weftline.engine.worker.threads import Answer, StepThread
 from weftline.errors import StepError
 from weftline.nodes.catalog import resolve
 from weftline.nodes.contract import BatchNode, DeviceRoom, Node, OpenContext, StreamNode
-from weftline.pipelines.options import to_config
+from weftline.pipelines.check.options import to_config
 from weftline.shm.device.driver import DeviceLost
 from weftline.shm.device.names import index_of, is_fake, is_gpu
 

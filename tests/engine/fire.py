@@ -14,7 +14,7 @@ from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session
 from weftline.errors import WeftlineError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 HERE = Path(__file__).parent
 STEPS = "fire_steps.py"

@@ -10,8 +10,8 @@ import random
 from dataclasses import replace
 
 from weftline.engine.protocol import messages as msg
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.policy import IdlePolicy
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.spec.policy import IdlePolicy
 
 SHARE = 0.3
 """How many worlds have steps that sleep."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.kv_budget import Part
-from weftline.pipelines.plan import DeviceBudget, Plan
+from weftline.pipelines.placement.plan import DeviceBudget, Plan
 
 LEAST_BYTES, DEVICE_BYTES = 20_000, 100_000
 """What each instance starts with, and how much there is for it on its device."""

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.measuring.outcome import RequestOutcome
+from weftline.engine.bench.outcome import RequestOutcome
 from weftline.engine.scheduler.request import StepTiming
-from weftline.pipelines.load import load_yaml
-from weftline.pipelines.place import Machine
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.planning import make_plan
+from weftline.pipelines.placement.place import Machine
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.spec.loader import load_yaml
 
 JOINED = """
 weftline: 1

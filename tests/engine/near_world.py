@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler.device_work import UNFINISHED_MAX, leaves
-from weftline.pipelines.plan import Plan, PlannedStep
+from weftline.pipelines.placement.plan import Plan, PlannedStep
 from weftline.shm.block import Block, Key
 from weftline.shm.device.driver import EVENT_HANDLE_BYTES
 from weftline.shm.lease import EVENT_BYTES

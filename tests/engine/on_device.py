@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from tests.engine.scheduler_harness import SchedulerHarness, plan_of
 from weftline.engine.protocol import messages as msg
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.block import Key
 from weftline.shm.lease import EVENT_BYTES
 

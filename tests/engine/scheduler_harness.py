@@ -22,10 +22,10 @@ from weftline.engine.scheduler.condition_values import peek
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.scheduler.workers import GIVEN_UP, READY
 from weftline.nodes.urgency import SequencePart
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.place import Machine
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.planning import make_plan
+from weftline.pipelines.placement.place import Machine
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.device.driver import EVENT_HANDLE_BYTES
 
 ARENA_BYTES = 1 << 20

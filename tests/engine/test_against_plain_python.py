@@ -22,8 +22,8 @@ from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, Source
 from weftline.nodes.detections import Detections
 from weftline.nodes.urgency import SequencePart
-from weftline.pipelines.builder import Builder, constant
-from weftline.pipelines.wire import Wire
+from weftline.pipelines.spec.builder import Builder, constant
+from weftline.pipelines.spec.wire import Wire
 
 HERE = Path(__file__).parent
 

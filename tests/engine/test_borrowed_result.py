@@ -13,7 +13,7 @@ import pytest
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.session import Session, load
 from weftline.errors import InputError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.spec import TensorSpec
 
 MIB = 1 << 20

@@ -22,8 +22,8 @@ from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, Source
 from weftline.errors import DeadlineExceeded, InputError, LimitReached
 from weftline.nodes import image
-from weftline.pipelines.explain import explain_text
-from weftline.pipelines.planning import make_plan
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.render.text import explain_text
 
 Start = Callable[[Source], Session]
 

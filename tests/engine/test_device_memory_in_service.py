@@ -11,8 +11,8 @@ import pytest
 from tests.engine.fire import wait_until
 from weftline.engine.session import Session, load
 from weftline.errors import ModelError
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.spec.builder import Builder
 
 MIB = 1 << 20
 ITEM_BYTES, ITEMS_MAX = 4 * MIB, 8

@@ -13,7 +13,7 @@ import pytest
 from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, load
 from weftline.errors import StepError, WorkerDied
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 NODES = '''
 import os

@@ -22,16 +22,16 @@ from weftline.engine import gpus as gpus_module
 from weftline.engine import planned_pipeline as planned_module
 from weftline.engine import versions
 from weftline.engine.gpus import TRIES_MAX, GpuReservations
-from weftline.engine.jobs.answering import opening
 from weftline.engine.jobs.rows import RowBlock
+from weftline.engine.jobs.runners import opening
 from weftline.engine.repository import FAILED, READY, Repository
 from weftline.engine.runtime.event_loop import Runtime
 from weftline.engine.session import Session, load
 from weftline.errors import ModelError, PipelineError, SessionClosed, WeftlineError
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device, Machine
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.planning import make_plan
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.spec.builder import Builder
 
 MIB = 1 << 20
 ONE = Machine(2, 8 << 30, (Device("fake:0", 100 * MIB),))

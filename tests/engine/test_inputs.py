@@ -11,9 +11,9 @@ from weftline.engine.inputs import RequestInputs
 from weftline.engine.protocol.messages import ABSENT, Value
 from weftline.errors import InputError, LimitReached
 from weftline.nodes.ports import PortType
-from weftline.pipelines.graph import Input
-from weftline.pipelines.plan import Plan
-from weftline.pipelines.policy import Limits, Slo
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.spec.graph import Input
+from weftline.pipelines.spec.policy import Limits, Slo
 
 INPUTS = (
     Input("q", "text"),

@@ -14,7 +14,7 @@ import pytest
 
 from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, load
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 NODES = '''
 import time

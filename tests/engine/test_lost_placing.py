@@ -9,7 +9,7 @@ import pytest
 
 from weftline.engine.inputs import RequestInputs
 from weftline.engine.session import load
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 def test_inputs_of_a_loop_that_ended_are_released(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

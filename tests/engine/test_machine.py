@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weftline.engine.machine import this_machine
-from weftline.pipelines.machine import Device
+from weftline.pipelines.placement.machine import Device
 
 UUIDS = {
     1: "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",

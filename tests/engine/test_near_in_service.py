@@ -15,8 +15,8 @@ from tests.engine.fire import ask, settled, together, wait_until
 from weftline.engine.result import Result
 from weftline.engine.session import Session, load
 from weftline.errors import LimitReached, WorkerDied
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.spec.builder import Builder
 
 HERE = Path(__file__).parent
 SIZE = 50_000

@@ -14,7 +14,7 @@ import pytest
 
 from weftline.engine.session import Session, load
 from weftline.errors import ModelError, PipelineError, RequestCancelled, SessionClosed, WeftlineError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 STEPS = """
 import time

@@ -16,7 +16,7 @@ import pytest
 
 from weftline.engine.repository import FAILED, READY, TRANSITIONS, Repository
 from weftline.errors import InputError, LimitReached, ModelError, SessionClosed, WeftlineError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 NODES = '''
 import time

@@ -30,7 +30,7 @@ from weftline.errors import (
     WeftlineError,
     WorkerDied,
 )
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 STEPS = """
 import time
@@ -537,7 +537,7 @@ def test_modules_in_the_current_folder_are_not_run_by_workers(tmp_path: Path) ->
     (tmp_path / "logging.py").write_text("raise SystemExit('a stranger ran')")
     script = (
         "from weftline.engine.session import load\n"
-        "from weftline.pipelines.builder import Builder\n"
+        "from weftline.pipelines.spec.builder import Builder\n"
         "p = Builder('one')\n"
         "p.output('y', p.step('s', 'echo', value=p.input('x', 'text')).value)\n"
         "with load(p).open() as session: print(session.run(x='fine')['y'])\n"

@@ -16,7 +16,7 @@ from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session, Source
 from weftline.errors import DeadlineExceeded
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 Start = Callable[[Source], Session]
 

@@ -18,7 +18,7 @@ from weftline.engine.result import UnreadOutputs
 from weftline.engine.session import Session, load
 from weftline.errors import InputError, LimitReached
 from weftline.nodes.urgency import SequencePart
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 PIECE = 10_000
 LIMIT = 100_000

@@ -72,7 +72,7 @@ import ctypes, os, resource, signal, time
 import weftline
 from weftline.engine.session import load
 from weftline.errors import ModelError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 if os.geteuid() == 0:  # whom the limit does not bind: the processes are another user's, without CAP_SYS_RESOURCE
     os.setresuid(65534, 0, 0)

@@ -18,8 +18,8 @@ from weftline.engine.result import Result
 from weftline.engine.runtime.output import Output
 from weftline.engine.session import Session, load
 from weftline.errors import StepError, WeftlineError, WorkerDied
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.spec.builder import Builder
 
 HERE = Path(__file__).parent
 

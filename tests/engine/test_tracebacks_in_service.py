@@ -13,7 +13,7 @@ import pytest
 from weftline.engine.request import RequestOptions
 from weftline.engine.session import OpenablePipeline, load
 from weftline.errors import ModelError, RemoteTraceback, StepError, WeftlineError, traceback_of
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 STEPS = '''
 from weftline.node import BatchNode, Piece, Ports, StreamNode, port

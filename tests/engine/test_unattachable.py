@@ -13,8 +13,8 @@ import pytest
 
 from tests.engine.fire import ask, settled, wait_until
 from weftline.engine.session import load
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.spec.builder import Builder
 
 HERE = Path(__file__).parent
 SIZE = 50_000

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from weftline.nodes.ports import Port, PortType, list_of
-from weftline.pipelines.chains import chains
-from weftline.pipelines.condition import Condition
-from weftline.pipelines.graph import Input
-from weftline.pipelines.plan import Plan, PlannedInput, PlannedOutput, PlannedStep, PlannedWorker
-from weftline.pipelines.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
-from weftline.pipelines.wire import Wire
+from weftline.pipelines.placement.chains import chains
+from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep, PlannedWorker
+from weftline.pipelines.spec.condition import Condition
+from weftline.pipelines.spec.graph import Input
+from weftline.pipelines.spec.policy import BatchPolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.spec.wire import Wire
 from weftline.shm.block import INLINE_BYTES_MAX
 
 TENSOR = PortType("tensor", "uint8", (INLINE_BYTES_MAX + 64,))

@@ -11,13 +11,13 @@ import pytest
 import typer
 import yaml
 
-from weftline import serve_commands
-from weftline.engine.ingress.access.exposure import check_exposure
-from weftline.engine.ingress.access.methods import METHODS, METRICS, OPEN
-from weftline.engine.ingress.assembly import Flags, assemble, merge
-from weftline.engine.ingress.config import ServeConfig, ServedPipeline
-from weftline.engine.ingress.settings import ServeSettings, to_settings
-from weftline.pipelines.document import read_document
+from weftline.cli import serve_commands
+from weftline.engine.serving.assembly import Flags, assemble, merge
+from weftline.engine.serving.auth.exposure import check_exposure
+from weftline.engine.serving.auth.methods import METHODS, METRICS, OPEN
+from weftline.engine.serving.config import ServeConfig, ServedPipeline
+from weftline.engine.serving.settings import ServeSettings, to_settings
+from weftline.pipelines.spec.document import read_document
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples/deploy"

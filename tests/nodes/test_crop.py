@@ -12,7 +12,7 @@ from tests.nodes.near_values import Bench, down
 from weftline.nodes.contract import Batch, ConfigError, StepContext
 from weftline.nodes.crop import SHRINK_MAX, Crop, CropConfig
 from weftline.nodes.detections import Detections
-from weftline.pipelines.options import to_config
+from weftline.pipelines.check.options import to_config
 
 
 def picture(height: int = 40, width: int = 60) -> np.ndarray:

@@ -14,7 +14,7 @@ from weftline.nodes.contract import Batch, OpenContext
 from weftline.nodes.crop import Crop, CropConfig
 from weftline.nodes.detections import Detections
 from weftline.nodes.onnx import Onnx, OnnxConfig
-from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.placement.machine import Device, Machine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FUNCTIONS = """

@@ -19,10 +19,10 @@ from weftline.nodes.onnx_binding import Memory, call, memory_of
 from weftline.nodes.onnx_file import ValueInfo, read_onnx
 from weftline.nodes.onnx_session import providers
 from weftline.nodes.ports import PortType
-from weftline.pipelines.explain import explain_text
-from weftline.pipelines.load import load_file
-from weftline.pipelines.machine import Machine
-from weftline.pipelines.planning import make_plan
+from weftline.pipelines.placement.machine import Machine
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.render.text import explain_text
+from weftline.pipelines.spec.loader import load_file
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import TensorSpec
 from weftline.shm.view import torch_view

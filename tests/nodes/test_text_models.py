@@ -32,10 +32,10 @@ from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.embed import Embed, EmbedConfig
 from weftline.nodes.guardrail import Guardrail, GuardrailConfig
 from weftline.nodes.text_classifier import open_classifier
-from weftline.pipelines.explain import explain_text
-from weftline.pipelines.load import load_file
-from weftline.pipelines.machine import Machine
-from weftline.pipelines.planning import make_plan
+from weftline.pipelines.placement.machine import Machine
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.render.text import explain_text
+from weftline.pipelines.spec.loader import load_file
 
 WORDS = ["[PAD]", "[UNK]", "good", "bad", "day", "key"]
 

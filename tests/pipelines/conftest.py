@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from weftline.errors import PipelineError, Problem
-from weftline.pipelines.check import check
-from weftline.pipelines.load import load_yaml
+from weftline.pipelines.check.checker import check
+from weftline.pipelines.spec.loader import load_yaml
 
 HERE = Path(__file__).parent
 

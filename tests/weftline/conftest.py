@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weftline.cli import main
+from weftline.cli.main import main
 
 HEAD = "weftline: 1\nname: test\n"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.ingress.grpc_door.served import ECHO, served_in_thread
-from tests.engine.ingress.http_door.hosted import hosted
-from weftline.cli import main
-from weftline.engine.ingress.config import ServedPipeline
-from weftline.engine.ingress.local import LocalBackend
+from tests.engine.serving.grpc.served import ECHO, served_in_thread
+from tests.engine.serving.http.hosted import hosted
+from weftline.cli.main import main
 from weftline.engine.repository import Repository
+from weftline.engine.serving.config import ServedPipeline
+from weftline.engine.serving.local import LocalBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE_MODULES = ROOT / "build/npm/node_modules"

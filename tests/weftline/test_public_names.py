@@ -8,7 +8,7 @@ import pytest
 
 import weftline
 from weftline import errors
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 FOREIGN = ("torch", "grpc", "numpy", "pydantic", "msgspec", "networkx", "yaml", "PIL", "typer", "rich")
 

@@ -15,7 +15,7 @@ from weftline.engine.jobs.sources.loading import Loader
 from weftline.engine.jobs.sources.piece import FOLDER, HIDDEN, UNUSABLE
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
-from weftline.pipelines.problems import did_you_mean, listed
+from weftline.pipelines.check.problems import did_you_mean, listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from weftline.errors import InputError
-from weftline.pipelines.problems import did_you_mean, listed
+from weftline.pipelines.check.problems import did_you_mean, listed
 
 FORMATS = ("parquet", "jsonl", "csv", "arrow", "files", "webdataset", "hf")
 

@@ -11,7 +11,7 @@ from weftline.engine.jobs.sources.piece import Batch, Mark, Origin, RowRange, ro
 from weftline.engine.jobs.sources.schemas import check_names, fitted, plain
 from weftline.engine.jobs.sources.shown import shown_url
 from weftline.errors import InputError
-from weftline.pipelines.problems import did_you_mean, listed
+from weftline.pipelines.check.problems import did_you_mean, listed
 
 PIECE_ROWS = 1_000
 PROBE_ROWS = 8

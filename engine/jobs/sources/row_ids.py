@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from weftline.engine.jobs.rows import Position, Rows
 from weftline.errors import InputError
-from weftline.pipelines.problems import did_you_mean, listed
+from weftline.pipelines.check.problems import did_you_mean, listed
 
 CHECKED_ROWS = 2_000_000
 """So many ids of one run are compared with each other; those beyond are not, since that takes room: 120 bytes each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from weftline.errors import InputError
-from weftline.pipelines.problems import listed
+from weftline.pipelines.check.problems import listed
 
 
 def plain(schema: pa.Schema) -> pa.Schema:

@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 
 from weftline.engine.jobs.sources.piece import UNUSABLE
 from weftline.errors import InputError
-from weftline.pipelines import condition
-from weftline.pipelines.condition import Condition
-from weftline.pipelines.evaluation import Tree, literal
-from weftline.pipelines.problems import did_you_mean, listed
+from weftline.pipelines.check.problems import did_you_mean, listed
+from weftline.pipelines.spec import condition
+from weftline.pipelines.spec.condition import Condition
+from weftline.pipelines.spec.evaluation import Tree, literal
 
 _COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
     "==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,

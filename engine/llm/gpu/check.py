@@ -1,4 +1,4 @@
-"""LLM part of the GPU check, in a process of its own; `weftline.engine.gpu_check` runs it.
+"""LLM part of the GPU check, in a process of its own; `weftline.gpu_check` runs it.
 
     python -m weftline.engine.llm.gpu.check --only PART [--device cuda:0] [--json FILE] [--quick | --full]
 
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.gpu_check.running import SKIPPED, WRONG, CheckOutcome, as_json, describe, failed, outcome_of
+from weftline.gpu_check.running import SKIPPED, WRONG, CheckOutcome, as_json, describe, failed, outcome_of
 
 
 def parts() -> dict[str, Callable[[Any], CheckOutcome | dict[str, Any]]]:

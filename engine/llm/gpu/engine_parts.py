@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from weftline.engine.gpu_check.running import RIGHT, CheckOutcome, Skipped, Wrong, judged, quantile
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.gpu.models import Setup, build, build_fp8, made_prompts, token_bytes
 from weftline.engine.llm.gpu.parts import (
@@ -36,6 +35,7 @@ from weftline.engine.llm.quantised import weight_bytes
 from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
 from weftline.errors import InputError
+from weftline.gpu_check.running import RIGHT, CheckOutcome, Skipped, Wrong, judged, quantile
 
 PAGE_TOKENS = 16
 ROUND_TOKENS = 2048

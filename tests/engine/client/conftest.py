@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engine.client.pipelines import PIPELINES
-from tests.engine.ingress.grpc_door.served import Served, served_in_thread
+from tests.engine.serving.grpc.served import Served, served_in_thread
 from weftline.engine.client.client import Client
 
 

@@ -9,14 +9,14 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from weftline.engine.client.decoder import values_of
 from weftline.engine.client.described import DescribedModel, described
 from weftline.engine.client.encoder import tensor_of
-from weftline.engine.ingress.backend import Answer
-from weftline.engine.ingress.config import ServeLimits
-from weftline.engine.ingress.face import ModelFace, PortFace
-from weftline.engine.ingress.v2.answering import to_response
-from weftline.engine.ingress.v2.asking import to_asks
-from weftline.engine.ingress.v2.metadata import config_of, metadata_of
-from weftline.engine.ingress.v2.nouns import InferRequest
-from weftline.engine.ingress.v2.wire import parse_request, parse_response, request_bytes, response_bytes
+from weftline.engine.serving.backend import Answer
+from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.v2.answering import to_response
+from weftline.engine.serving.v2.asking import to_asks
+from weftline.engine.serving.v2.metadata import config_of, metadata_of
+from weftline.engine.serving.v2.nouns import InferRequest
+from weftline.engine.serving.v2.wire import parse_request, parse_response, request_bytes, response_bytes
 
 
 def face(type: str, optional: bool = False) -> ModelFace:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.client.flaky import Refuse, flaky
 from tests.engine.client.pipelines import OPTION_NAMES, plain
-from tests.engine.ingress.grpc_door.served import Served
+from tests.engine.serving.grpc.served import Served
 from weftline import errors
 from weftline.engine.client.async_client import AsyncClient
 from weftline.engine.client.refusal import Unavailable

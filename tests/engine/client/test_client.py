@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.engine.client.pipelines import OPTION_NAMES, plain
 from tests.engine.client.test_encoder import FOUND, PNG, WAV
-from tests.engine.ingress.grpc_door.served import Served
+from tests.engine.serving.grpc.served import Served
 from weftline import errors
 from weftline.engine.client.client import Client
 from weftline.engine.client.refusal import Unavailable

@@ -7,7 +7,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from tests.engine.client.faces import told
 from weftline.engine.client.described import described
-from weftline.engine.ingress.face import ModelFace, PortFace
+from weftline.engine.serving.face import ModelFace, PortFace
 from weftline.errors import InputError
 
 pb: Any = service_pb2

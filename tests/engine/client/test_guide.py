@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.ingress.grpc_door.served import Served, served_in_thread
+from tests.engine.serving.grpc.served import Served, served_in_thread
 
 GUIDE = (Path(__file__).parents[3] / "docs/guides/client.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)

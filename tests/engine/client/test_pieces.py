@@ -10,11 +10,11 @@ from tests.engine.client.faces import told
 from weftline.engine.client.decoder import Garbled
 from weftline.engine.client.pieces import STATUS, Pieces
 from weftline.engine.client.refusal import Refused
-from weftline.engine.ingress.face import ModelFace, PortFace
-from weftline.engine.ingress.v2.answering import to_piece
-from weftline.engine.ingress.v2.nouns import InferRequest, InferResponse
-from weftline.engine.ingress.v2.wire import stream_response_bytes
 from weftline.engine.result import StreamedOutput
+from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.v2.answering import to_piece
+from weftline.engine.serving.v2.nouns import InferRequest, InferResponse
+from weftline.engine.serving.v2.wire import stream_response_bytes
 
 FACE = ModelFace("m", 2, (), (PortFace("text", "text", pieces=True), PortFace("facts", "json")))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.ingress.grpc_door.served import Served
+from tests.engine.serving.grpc.served import Served
 from weftline import errors
 from weftline.engine.client.client import Client
 from weftline.engine.request import RequestOptions

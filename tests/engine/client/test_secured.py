@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client.pipelines import PIPELINES
-from tests.engine.ingress.access.certificates import Authority
-from tests.engine.ingress.grpc_door.served import Served, served_in_thread
+from tests.engine.serving.auth.certificates import Authority
+from tests.engine.serving.grpc.served import Served, served_in_thread
 from weftline import errors
 from weftline.engine.client.client import Client
 from weftline.engine.client.options import ClientTls
 from weftline.engine.client.refusal import Unavailable
-from weftline.engine.ingress.access.tokens import digest
-from weftline.engine.ingress.config import Tls
 from weftline.engine.request import RequestOptions
+from weftline.engine.serving.auth.tokens import digest
+from weftline.engine.serving.config import Tls
 
 
 @pytest.fixture(scope="module")

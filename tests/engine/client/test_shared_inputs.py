@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.client.flaky import flaky
 from tests.engine.client.pipelines import PIPELINES
-from tests.engine.ingress.grpc_door.served import Served, served_in_thread
+from tests.engine.serving.grpc.served import Served, served_in_thread
 from weftline import errors
 from weftline.engine.client.async_client import AsyncClient
 from weftline.engine.client.client import Client

@@ -19,15 +19,15 @@ import pytest
 from PIL import Image
 
 from weftline import errors
-from weftline.engine.jobs.answering.opening import open_here
-from weftline.engine.jobs.answering.session_answerer import SessionAnswerer
 from weftline.engine.jobs.dataset_map import map_plan, map_rows
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
+from weftline.engine.jobs.runners.opening import open_here
+from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
 from weftline.engine.machine import this_machine
 from weftline.engine.session import load
 from weftline.nodes.ports import PortType
-from weftline.pipelines.load import load_file
-from weftline.pipelines.planning import make_plan
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.spec.loader import load_file
 
 TEXT, IMAGE, INT = PortType("text"), PortType("image"), PortType.parse("int64[]")
 ROWS = [{"text": word, "n": place} for place, word in enumerate(["the", "quick", "brown", "fox", "jumps"])]

@@ -17,14 +17,14 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
 from tests.engine.jobs.made import answer_plainly, plain, spec_of, visible, write_pipeline, write_rows  # noqa: E402
-from tests.engine.jobs.results.faults import FaultyDisk, Killed, MemoryDisk  # noqa: E402
+from tests.engine.jobs.output.faults import FaultyDisk, Killed, MemoryDisk  # noqa: E402
 from weftline.engine.jobs import job as jobs  # noqa: E402
-from weftline.engine.jobs.answering.opening import open_here  # noqa: E402
 from weftline.engine.jobs.job import run_job  # noqa: E402
+from weftline.engine.jobs.output import place as places  # noqa: E402
+from weftline.engine.jobs.output.local_files import Disk, LocalFiles  # noqa: E402
+from weftline.engine.jobs.output.store import Store  # noqa: E402
 from weftline.engine.jobs.progress import Progress  # noqa: E402
-from weftline.engine.jobs.results import place as places  # noqa: E402
-from weftline.engine.jobs.results.local_files import Disk, LocalFiles  # noqa: E402
-from weftline.engine.jobs.results.store import Store  # noqa: E402
+from weftline.engine.jobs.runners.opening import open_here  # noqa: E402
 from weftline.engine.jobs.spec import ErrorsMax  # noqa: E402
 from weftline.errors import InputError, JobChanged, OutputFailed, PipelineError, SessionClosed, TooManyErrors  # noqa: E402
 
@@ -68,7 +68,7 @@ def test_every_row_is_there_once_in_order_with_what_was_kept(folder: Path, forma
 
 
 def test_results_are_what_a_loop_over_the_rows_gives(folder: Path) -> None:
-    from weftline.engine.jobs.answering.each_row import row_seed
+    from weftline.engine.jobs.runners.each_row import row_seed
 
     run_job(spec_of(folder, folder / "rows.jsonl", seed=0), plain())
     expected = [answer_plainly(text, row_seed(0, n)) for n, text in enumerate(BAD) if "fail" not in text]

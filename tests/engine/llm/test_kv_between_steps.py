@@ -9,7 +9,7 @@ import pytest
 from weftline.engine.request import RequestOptions
 from weftline.engine.session import load
 from weftline.errors import InputError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 MIB = 1 << 20
 QUESTION = "The photo shows: 2 red circles, 1 blue star. How many stars are there? "

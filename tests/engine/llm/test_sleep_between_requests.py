@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.fire import wait_until
 from weftline.engine.session import Session, load
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device, Machine
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.spec.builder import Builder
 
 QUESTION = "The photo shows: 2 red circles, 1 blue star. How many stars are there?"
 

@@ -16,7 +16,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.runtime.stats import snapshot
 from weftline.engine.session import Session, Source
 from weftline.nodes.contract import BatchNode, Outputs
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 from weftline.testing.nodes import Echo, EchoConfig
 
 

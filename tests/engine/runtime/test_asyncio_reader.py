@@ -14,7 +14,7 @@ from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.session import Session, load
 from weftline.errors import SessionClosed
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 @pytest.fixture

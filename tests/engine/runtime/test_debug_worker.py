@@ -15,7 +15,7 @@ import pytest
 from weftline.engine.request import RequestOptions
 from weftline.engine.session import OpenablePipeline, load
 from weftline.errors import InputError, ModelError, StepError, traceback_of
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 STEPS = """
 import os

@@ -13,7 +13,7 @@ import pytest
 
 from weftline.engine.protocol import messages as msg
 from weftline.engine.session import Session, load
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_silence_of_the_event_loop_kills_no_worker(one: Callable[..., Session]
 STOPPED = """
 import sys, time
 from weftline.engine.session import load
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 p = Builder("one", limits={"arena_bytes": 1 << 20, "silence_max_ms": 1500})
 p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
 with load(p).open() as session:
@@ -148,7 +148,7 @@ import os, resource, signal, time
 import weftline
 from weftline.engine.session import load
 from weftline.errors import LimitReached, WeftlineError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 def pipeline():
     p = Builder("one", limits={"arena_bytes": 1 << 20})

@@ -18,7 +18,7 @@ from weftline.engine.runtime import output
 from weftline.engine.runtime.output import LINES_BURST, LINES_PER_S, Output, OutputPipe, StepOutput, show
 from weftline.engine.session import Session, load
 from weftline.nodes.urgency import SequencePart
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 STEPS = """
 import logging

@@ -10,7 +10,7 @@ from weftline.engine.runtime.event_loop import Runtime
 from weftline.engine.runtime.timer import GRACE_MS, PAUSE_MS
 from weftline.engine.scheduler import events as ev
 from weftline.engine.session import load
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 from weftline.testing.clock import ManualClock
 
 

@@ -11,7 +11,7 @@ import pytest
 from weftline.engine.runtime import worker_processes as fleets
 from weftline.engine.runtime.worker_processes import WorkerProcesses
 from weftline.engine.session import load
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 @pytest.mark.parametrize(("refusal", "passes"), [(errno.EAGAIN, True), (errno.EMFILE, True), (errno.ENOENT, False)])

@@ -4,7 +4,7 @@ import pytest
 
 from weftline.engine.scheduler.admission import RETRY_AFTER_S_MAX, RETRY_AFTER_S_MIN, Admission
 from weftline.errors import LimitReached
-from weftline.pipelines.policy import Limits
+from weftline.pipelines.spec.policy import Limits
 
 
 def full(**limits: int) -> Admission:

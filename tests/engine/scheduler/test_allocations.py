@@ -10,7 +10,7 @@ from tests.engine.scheduler_harness import ARENA_BYTES, SchedulerHarness, plan_o
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.allocations import lease_all
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.lease import Ledger
 
 MOST = ARENA_BYTES - 4096

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weftline.engine.scheduler.batcher import SLACK_MARGIN_MS, Batcher
 from weftline.engine.scheduler.latency import Latency
 from weftline.nodes.urgency import PATIENCE_MS, PRIORITY_MAX, PRIORITY_STEP_MS
-from weftline.pipelines.policy import AUTO_WAIT_MAX_MS, BatchPolicy
+from weftline.pipelines.spec.policy import AUTO_WAIT_MAX_MS, BatchPolicy
 
 
 def learned(fixed_ms: float, item_ms: float, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Latency:

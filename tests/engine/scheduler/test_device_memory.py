@@ -13,9 +13,9 @@ from weftline.engine.scheduler import device_memory, kv_sharing
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.scheduler import make_state
 from weftline.engine.scheduler.state import SchedulerState
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.holdings import Owner, ReservationTable, Settle
-from weftline.pipelines.plan import Claim, DeviceBudget, Plan
+from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan
+from weftline.pipelines.placement.reservations import Owner, ReservationTable, Settle
+from weftline.pipelines.spec.builder import Builder
 
 GPU = "cuda:0"
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from tests.engine.scheduler_harness import SchedulerHarness, plan_of
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.device_work import UNFINISHED_MAX, leaves, unmarked
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.block import Block
 from weftline.shm.lease import EVENT_BYTES
 

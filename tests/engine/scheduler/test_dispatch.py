@@ -8,8 +8,8 @@ from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.nodes.urgency import SequencePart
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.policy import Limits
+from weftline.pipelines.spec.builder import Builder
+from weftline.pipelines.spec.policy import Limits
 
 
 def one_step(items_max: int = 4, wait_max_ms: float = 0.0, limits: Limits | None = None, **more: object) -> Builder:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.scheduler.latency import FRESH_MS
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.policy import Limits
+from weftline.pipelines.spec.builder import Builder
+from weftline.pipelines.spec.policy import Limits
 
 
 def two_steps(**limits: object) -> SchedulerHarness:

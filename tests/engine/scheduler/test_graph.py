@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.engine.scheduler_harness import SchedulerHarness, items
 from weftline.engine.protocol import messages as msg
 from weftline.errors import StepError
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.policy import Limits
+from weftline.pipelines.spec.builder import Builder
+from weftline.pipelines.spec.policy import Limits
 
 
 def broken(value: object) -> StepError:

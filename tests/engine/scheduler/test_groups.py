@@ -14,8 +14,8 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.groups import ancestors
 from weftline.errors import LimitReached
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.spec.builder import Builder
 
 
 def alone(pipeline: Builder) -> Plan:

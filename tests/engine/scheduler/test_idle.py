@@ -10,7 +10,7 @@ from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.protocol import messages as msg
 from weftline.engine.runtime.stats import snapshot
 from weftline.engine.scheduler import events as ev
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 IDLE_S = 10.0
 

@@ -7,7 +7,7 @@ from weftline.engine.scheduler.job_queue import JobQueue
 from weftline.engine.scheduler.request import Request, Task
 from weftline.engine.scheduler.routes import Routes
 from weftline.engine.scheduler.step_queue import StepQueue
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 def line_and_tasks(count: int) -> tuple[JobQueue, list[Task]]:

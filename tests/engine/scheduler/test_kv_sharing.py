@@ -10,8 +10,8 @@ from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler import kv_sharing
 from weftline.engine.scheduler.scheduler import make_state
 from weftline.engine.scheduler.state import SchedulerState
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.spec.builder import Builder
 
 STEPS = ("small", "large", "apart")
 

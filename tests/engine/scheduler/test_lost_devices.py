@@ -13,7 +13,7 @@ from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler import lost_devices
 from weftline.engine.scheduler.lost_devices import LostDevice, lost_with
 from weftline.engine.scheduler.recovery import SPARED_MAX, Recovery
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.block import Block
 
 LEFT, RIGHT = 0, 1

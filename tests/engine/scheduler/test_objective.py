@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.engine.scheduler_harness import SchedulerHarness, json
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.objective import RECENT_MAX, LatencyObjective
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 def one_step(**slo: float) -> SchedulerHarness:

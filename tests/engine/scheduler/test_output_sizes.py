@@ -3,9 +3,9 @@
 from weftline.engine.protocol.messages import Item, Value
 from weftline.engine.scheduler.output_sizes import OutputSizes
 from weftline.nodes.ports import Port, PortType
-from weftline.pipelines.plan import PlannedInput, PlannedStep
-from weftline.pipelines.policy import BatchPolicy
-from weftline.pipelines.wire import Wire
+from weftline.pipelines.placement.plan import PlannedInput, PlannedStep
+from weftline.pipelines.spec.policy import BatchPolicy
+from weftline.pipelines.spec.wire import Wire
 
 
 def sizes(input: str, *outputs: str) -> OutputSizes:

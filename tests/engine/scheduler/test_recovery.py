@@ -8,7 +8,7 @@ from tests.engine.scheduler_harness import plan_of
 from weftline.engine.scheduler.recovery import Recovery
 from weftline.engine.scheduler.request import Request, Task
 from weftline.engine.scheduler.routes import Routes
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 def tasks(count: int, **more: object) -> tuple[Recovery, list[Task]]:

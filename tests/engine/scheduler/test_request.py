@@ -6,7 +6,7 @@ from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.scheduler.request import OPEN, TRANSITIONS, Request
 from weftline.engine.scheduler.routes import Routes
 from weftline.engine.scheduler.workers import TRANSITIONS as WORKER_TRANSITIONS
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 def opened() -> Request:

@@ -10,8 +10,8 @@ from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler import request_table
 from weftline.engine.scheduler.request_table import STALE_DEADLINES_MAX
 from weftline.errors import StepError
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.policy import Limits
+from weftline.pipelines.spec.builder import Builder
+from weftline.pipelines.spec.policy import Limits
 
 LARGE = 1 << 17
 

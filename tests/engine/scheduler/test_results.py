@@ -8,7 +8,7 @@ from tests.engine.scheduler_harness import ARENA_BYTES, SchedulerHarness, json
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.nodes.out_of_memory import FULL_BATCHES
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.block import Place
 
 

@@ -7,8 +7,8 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import routes as module
 from weftline.engine.scheduler.routes import Route, Routes
 from weftline.errors import InputError
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.plan import Plan
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.spec.builder import Builder
 
 
 def diamond() -> Plan:

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from weftline.engine.scheduler.sequences import LOST_MAX, Sequences
 from weftline.errors import LimitReached
-from weftline.pipelines.policy import SequencePolicy
+from weftline.pipelines.spec.policy import SequencePolicy
 
 
 def begun(*items: int, end: bool = False, policy: SequencePolicy = SequencePolicy()) -> Sequences:  # noqa: B008

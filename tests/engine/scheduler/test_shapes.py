@@ -5,9 +5,9 @@ from typing import Any
 from weftline.engine.protocol.messages import ABSENT, Value
 from weftline.engine.scheduler.shapes import Shapes
 from weftline.nodes.ports import PortType
-from weftline.pipelines.plan import PlannedInput, PlannedStep
-from weftline.pipelines.policy import BatchPolicy
-from weftline.pipelines.wire import Wire
+from weftline.pipelines.placement.plan import PlannedInput, PlannedStep
+from weftline.pipelines.spec.policy import BatchPolicy
+from weftline.pipelines.spec.wire import Wire
 
 
 def shapes(*types: str, **policy: Any) -> Shapes:

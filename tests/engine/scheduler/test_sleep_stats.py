@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.scheduler import idle
 from weftline.engine.scheduler.state import SchedulerState
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 def resting() -> tuple[SchedulerState, SchedulerHarness]:

@@ -8,7 +8,7 @@ from weftline.engine.scheduler.routes import Routes
 from weftline.engine.scheduler.step_queue import SECOND_MS_MAX, StepQueue
 from weftline.nodes.out_of_memory import FULL_BATCHES
 from weftline.nodes.urgency import SequencePart
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 class Bench:

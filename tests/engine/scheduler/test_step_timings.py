@@ -9,7 +9,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.request import StepTiming
 from weftline.errors import StepError
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 def timings(harness: SchedulerHarness, request: int) -> tuple[StepTiming, ...]:

@@ -10,7 +10,7 @@ from tests.engine.scheduler_harness import SchedulerHarness, json
 from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES
 from weftline.engine.scheduler import events as ev
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 SAY, GUARD, LATE_GUARD = 0, 1, 2  # workers; the guard is the third when a step beside it says whether it runs
 

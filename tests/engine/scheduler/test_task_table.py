@@ -10,8 +10,8 @@ from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.retry_budget import START_TOKENS
 from weftline.errors import InputError, StepError
 from weftline.nodes.urgency import SequencePart
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.policy import Limits
+from weftline.pipelines.spec.builder import Builder
+from weftline.pipelines.spec.policy import Limits
 
 
 def broken(value: object) -> StepError:

@@ -10,9 +10,9 @@ import pytest
 from tests.engine.scheduler_harness import ARENA_BYTES, SchedulerHarness
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device, Machine
-from weftline.pipelines.planning import make_plan
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.spec.builder import Builder
 from weftline.shm.block import Block
 
 

@@ -12,7 +12,7 @@ from weftline.engine.scheduler.restarts import RestartPolicy, Restarts
 from weftline.engine.scheduler.routes import Unit
 from weftline.engine.scheduler.timeouts import LEAVE_MAX_MS, OPEN_MAX_MS, Timeouts
 from weftline.engine.scheduler.workers import LEAVING, READY, STARTING, Dispatch, WorkerState
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 NOW_MS, RUN_MS, SILENCE_MS = 10_000_000.0, 5_000.0, 3_000.0
 UNIT = Unit(0, 0, (0,), (), (), ())

@@ -8,7 +8,7 @@ from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.timeouts import OPEN_MAX_MS
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 
 def one_step(node: str = "echo", **more: object) -> Builder:

@@ -17,9 +17,9 @@ from tests.engine.hosted import Bench
 from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.first_message import open_message
 from weftline.engine.worker.steps import Steps
-from weftline.pipelines.builder import Builder
-from weftline.pipelines.machine import Device, Machine
-from weftline.pipelines.planning import make_plan
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.spec.builder import Builder
 
 NODES = """
 from weftline.node import BatchNode, Piece, Ports, StreamNode, port

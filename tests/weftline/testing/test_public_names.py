@@ -11,7 +11,7 @@ from weftline import testing
 from weftline.engine.session import load
 from weftline.module_reference import PAGES
 from weftline.nodes.catalog import CATALOG, FAKES
-from weftline.pipelines.builder import Builder
+from weftline.pipelines.spec.builder import Builder
 
 ROOT = Path(__file__).parents[3]
 

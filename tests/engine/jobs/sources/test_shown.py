@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.jobs.sources.conftest import jsonl
-from weftline.engine.jobs.results.place import find
+from weftline.engine.jobs.output.place import find
 from weftline.engine.jobs.sources.finding import origins
 from weftline.engine.jobs.sources.opening import open_source
 from weftline.engine.jobs.sources.shown import shown_url

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from weftline.engine.jobs.sources.where import RowFilter
 from weftline.errors import InputError
-from weftline.pipelines import condition
+from weftline.pipelines.spec import condition
 
 TABLE = pa.table(
     {

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from weftline.engine.gpu_check.programs import LARGE, LLM_PARTS
-from weftline.engine.gpu_check.running import CheckOutcome, Skipped, Wrong, outcome_from
 from weftline.engine.llm import quantised
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.gpu import check as gpu_check
@@ -19,6 +17,8 @@ from weftline.engine.llm.gpu.capture import FakeCapture
 from weftline.engine.llm.gpu.models import Setup
 from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.runner import Runner
+from weftline.gpu_check.programs import LARGE, LLM_PARTS
+from weftline.gpu_check.running import CheckOutcome, Skipped, Wrong, outcome_from
 
 CPU = torch.device("cpu")
 FAKE = Setup(CPU, fake=True, quick=True)

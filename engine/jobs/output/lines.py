@@ -1,0 +1,79 @@
+"""Rows as JSON lines with keys in column order.
+
+Columns of JSON text are JSON values there, and no texts that hold JSON. Bytes are base64. NaN and the infinities are
+null. Times and dates are texts, such as 2026-03-01 12:00:00.000000, time spans whole numbers of their unit, decimals
+texts, maps lists of pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from weftline.engine.jobs.output.arrow import pa
+from weftline.engine.jobs.output.columns import TYPE_KEY
+
+AT_ONCE = 4096
+"""Rows that are Python values at a time."""
+
+JSON_TYPES = (b"json", b"any")
+"""Port types whose texts hold JSON."""
+
+
+def lines(schema: pa.Schema, batch: pa.RecordBatch) -> Iterator[bytes]:
+    """Yield the lines of a batch, some thousands together, each line with its end."""
+    for start in range(0, len(batch), AT_ONCE):
+        some = batch.slice(start, AT_ONCE)
+        columns = [_values(field, some.column(place)) for place, field in enumerate(schema)]
+        yield _ENCODER.encode_lines([dict(zip(schema.names, row)) for row in zip(*columns)])
+
+
+def _values(field: pa.Field, array: pa.Array) -> list[Any]:
+    shown = shown_as(field.type)
+    values: list[Any] = (array if shown == field.type else array.cast(shown)).to_pylist()
+    return _raw(field, values)
+
+
+def _raw(field: pa.Field, values: list[Any]) -> list[Any]:
+    """Return values in which texts that hold JSON are marked as such."""
+    if (field.metadata or {}).get(TYPE_KEY) in JSON_TYPES:
+        return [None if one is None else msgspec.Raw(one.encode()) for one in values]
+    if pa.types.is_list(field.type) and _holds_json(field.type.value_field):
+        return [None if one is None else _raw(field.type.value_field, one) for one in values]
+    return values
+
+
+def _holds_json(field: pa.Field) -> bool:
+    if pa.types.is_list(field.type):
+        return _holds_json(field.type.value_field)
+    return (field.metadata or {}).get(TYPE_KEY) in JSON_TYPES
+
+
+def shown_as(type: pa.DataType) -> pa.DataType:
+    """Return the type whose Python values are what stands in JSON."""
+    is_ = pa.types
+    if is_.is_float16(type):
+        return pa.float32()
+    if is_.is_duration(type):
+        return pa.int64()
+    if is_.is_timestamp(type) or is_.is_time(type) or is_.is_date(type) or is_.is_decimal(type):
+        return pa.string()
+    if is_.is_struct(type):
+        return pa.struct([one.with_type(shown_as(one.type)) for one in type])
+    if is_.is_list(type) or is_.is_large_list(type) or is_.is_fixed_size_list(type):
+        inner = type.value_field.with_type(shown_as(type.value_type))
+        return type if inner.type == type.value_type else pa.list_(inner)
+    return type
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    isoformat = getattr(value, "isoformat", None)  # a time inside of a map
+    return isoformat() if isoformat is not None else str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_other)

@@ -1,0 +1,285 @@
+"""Result store: exactly-once commits of parts.
+
+    with Store.open("out", manifest) as store:
+        for part in range(store.next_part, parts):
+            store.commit(part, place=..., rows=..., write=table.write, errors=[...], after=..., tally=..., seconds=...)
+        store.finish()
+
+A store is either whole or says OutputFailed; after that it writes nothing more, and the next `open` goes on from what
+was committed. `recovery` has the order of writes that this rests on, and `naming` the names. One thread commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import msgspec
+
+from weftline.engine.jobs.output import place as places
+from weftline.engine.jobs.output.documents import Unreadable, encode
+from weftline.engine.jobs.output.draft import Draft
+from weftline.engine.jobs.output.ending import Join, is_finished, put_together, what_lies_where
+from weftline.engine.jobs.output.errors_file import ErrorRow, encode_rows, read_rows
+from weftline.engine.jobs.output.failing import told
+from weftline.engine.jobs.output.files import Write, Written, put, put_bytes
+from weftline.engine.jobs.output.manifest import Manifest
+from weftline.engine.jobs.output.naming import staged
+from weftline.engine.jobs.output.opening import OpenedResults, open_place
+from weftline.engine.jobs.output.place import ResultFolder
+from weftline.engine.jobs.output.records import PartRecord
+from weftline.errors import JobChanged, OutputFailed
+
+
+class Store:
+    """Where a job's results lie. Holds the lock until it is closed.
+
+    warnings: what differs from when the job began and is no reason to refuse, one sentence each.
+    """
+
+    def __init__(self, place: ResultFolder, opened: OpenedResults) -> None:
+        self._place, self._files, self._layout = place, place.files, place.layout
+        self._lock, self._records = opened.lock, opened.records
+        self._failed = self._closed = False
+        self.manifest, self.warnings = opened.manifest, opened.warnings
+
+    @classmethod
+    def open(
+        cls,
+        out: str,
+        manifest: Manifest,
+        *,
+        single_file: bool = False,
+        suffix: str = ".parquet",
+        restart: bool = False,
+        storage: Mapping[str, str] | None = None,
+        extras: Sequence[str] = (),
+    ) -> Store:
+        """Begin a job, or go on with the one that `out` holds.
+
+        single_file: `out` is a file, put together at the end; parts and state lie in `OUT.job/` beside it.
+        suffix:      of files with rows, with its dot.
+        restart:     throw away what an earlier job wrote there, and nothing else, and begin anew.
+        storage:     options for fsspec, when `out` is a URL.
+        extras:      names that `finish` may be told to write beside the parts.
+
+        JobChanged says what is not as it was when the job began, or what of its results is damaged; InputError that
+        somebody else's files are there; OutputFailed that another run is writing there, or that the disk fails.
+        """
+        return cls.open_at(places.find(out, single_file, suffix, storage or {}), manifest, restart, extras)
+
+    @classmethod
+    def open_at(
+        cls, place: ResultFolder, manifest: Manifest, restart: bool = False, extras: Sequence[str] = ()
+    ) -> Store:
+        """`open`, where the place is known."""
+        layout = place.layout
+        form = {"suffix": layout.suffix, "single_file": bool(layout.final), "extras": tuple(extras)}
+        return cls(place, open_place(place, msgspec.structs.replace(manifest, **form), restart))
+
+    # what is there
+
+    @property
+    def records(self) -> tuple[PartRecord, ...]:
+        return tuple(self._records)
+
+    @property
+    def next_part(self) -> int:
+        return len(self._records)
+
+    @property
+    def rows(self) -> int:
+        """How many rows are committed: the place of the next one."""
+        return self._records[-1].place + self._records[-1].rows if self._records else 0
+
+    @property
+    def errors(self) -> int:
+        """How many of them are error rows."""
+        return sum(len(one.error_places) for one in self._records)
+
+    @property
+    def after(self) -> Mapping[str, Any] | None:
+        """Where the source stands after the last committed row; None when none is."""
+        return self._records[-1].after if self._records else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything is there, what is put together at the end too."""
+        with told(self._place.out, "could not be read", self.rows):
+            return is_finished(self._place, self._records)
+
+    def open_part(self, part: int) -> BinaryIO:
+        """Open a part's data for reading."""
+        return self._files.open(self._layout.work + self._records[part].file)
+
+    def error_rows(self) -> list[ErrorRow]:
+        """Return the error rows of all parts, in order."""
+        return list(self._error_rows())
+
+    # what is written
+
+    def begin(self, part: int | None = None) -> Draft:
+        """Return a draft for a part's pictures and recordings: of the next part, or of a committed one's next revision.
+
+        Give it to `commit` or `amend`. One at a time for a part: it removes what another left.
+        """
+        part = self.next_part if part is None else part
+        revision = self._records[part].revision + 1 if part < len(self._records) else 0
+        base = self._layout.media_base(part, revision)
+        with self._writing(f"part {part}"):
+            return Draft(self._files, self._place.out, part, revision, self._layout.media + base, base)
+
+    def commit(
+        self,
+        part: int,
+        place: int,
+        rows: int,
+        write: Write,
+        errors: Sequence[ErrorRow] = (),
+        media: Draft | Mapping[str, bytes] | Iterable[tuple[str, bytes]] = (),
+        after: Mapping[str, Any] | None = None,
+        tally: Mapping[str, Any] | None = None,
+        seconds: float = 0.0,
+    ) -> PartRecord:
+        """Write the next part; when this returns, no crash can take it back. OutputFailed when it cannot be written.
+
+        place: of its first row.
+        rows:  how many rows it answers for, error rows among them.
+        write: writes its data.
+        media: a draft that holds them, or file contents by name.
+        after: where the source stands after its last row.
+        """
+        if part != self.next_part or place != self.rows:
+            raise ValueError(f"part {part} from row {place}; the next one is {self.next_part} from row {self.rows}")
+        with self._writing(f"part {part}"):
+            draft = self._drafted(part, media)
+            record = PartRecord(
+                part=part, place=place, rows=rows, file=self._layout.data_base(part), size_bytes=0, sha256="",
+                after=dict(after or {}), tally=dict(tally or {}), seconds=seconds,
+            )  # fmt: skip
+            record = self._with_errors(record, errors, 0)
+            record = msgspec.structs.replace(record, media=draft.settle() if draft else ())
+            record = _holding(record, put(self._files, self._layout.work + record.file, write))
+            self._put_record(record)
+            self._records.append(record)
+        return record
+
+    def amend(
+        self,
+        part: int,
+        write: Write,
+        errors: Sequence[ErrorRow] = (),
+        media: Draft | Mapping[str, bytes] | Iterable[tuple[str, bytes]] = (),
+        tally: Mapping[str, Any] | None = None,
+        seconds: float = 0.0,
+    ) -> PartRecord:
+        """Put another revision in the place of a committed part: all of its rows, error rows that are left too.
+
+        media:   of this revision only; those of earlier ones stay.
+        tally:   of all its revisions together; None: as it was.
+        seconds: of this revision only.
+        Until `finish` is called again the job is not finished.
+        """
+        old = self._records[part]
+        with self._writing(f"part {part}"):
+            self._files.remove(self._layout.done)
+            self._files.settle(self._layout.state)
+            draft = self._drafted(part, media)
+            record = self._with_errors(old, errors, old.revision + 1)
+            record = msgspec.structs.replace(
+                record,
+                revision=old.revision + 1,
+                media=(*old.media, *(draft.settle() if draft else ())),
+                tally=dict(old.tally if tally is None else tally),
+                seconds=old.seconds + seconds,
+            )
+            name = self._layout.work + record.file
+            record = _holding(record, put(self._files, staged(name), write))
+            self._put_record(record)
+            self._records[part] = record
+            self._files.move(staged(name), name)
+            if old.errors_file:
+                self._files.remove(self._layout.state + old.errors_file)
+        return record
+
+    def finish(self, join: Join | None = None, extras: Mapping[str, bytes] | None = None) -> Mapping[str, str]:
+        """Put together what a finished job has, and return what lies where: `results`, `manifest`, `errors`, `media`.
+
+        join:   makes the single file; not called when results are a folder.
+        extras: contents of further files beside the parts, by name; the names were given to `open`.
+        Nothing is written again when all is there.
+        """
+        if unknown := set(extras or ()) - set(self.manifest.extras):
+            raise ValueError(f"{', '.join(sorted(unknown))}: not named when the job was opened")
+        if not self.finished:
+            with self._writing("what is put together at the end"):
+                put_together(self._place, self._records, self._lock, join, extras or {})
+        return what_lies_where(self._place, self._records)
+
+    def close(self) -> None:
+        """Let other runs in. Safe to call twice."""
+        self._closed = True
+        self._lock.release()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # inside
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong while something is written ends the store: what lies there is only known to `open`."""
+        if self._closed:
+            raise ValueError("the store is closed")
+        if self._failed:
+            raise OutputFailed(f"{self._place.out}: an earlier write failed; run the same command again")
+        try:
+            with told(self._place.out, f"{what} could not be written", self.rows):
+                yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _drafted(self, part: int, media: Draft | Mapping[str, bytes] | Iterable[tuple[str, bytes]]) -> Draft | None:
+        if isinstance(media, Draft):
+            if media.part != part or media.failed:
+                raise ValueError(f"the draft is of part {media.part}, or a file of it could not be written")
+            return media
+        draft = None
+        for name, data in media.items() if isinstance(media, Mapping) else media:
+            draft = draft or self.begin(part)
+            draft.add(name, data)
+        return draft
+
+    def _with_errors(self, record: PartRecord, errors: Sequence[ErrorRow], revision: int) -> PartRecord:
+        places = tuple(sorted(row.place for row in errors))
+        if len(set(places)) < len(places) or any(not 0 <= one - record.place < record.rows for one in places):
+            raise ValueError(f"error rows {places} in part {record.part}, rows {record.place} + {record.rows}")
+        base = sha256 = ""
+        if errors:
+            base = self._layout.errors_base(record.part, revision)
+            sha256 = put_bytes(self._files, self._layout.state + base, encode_rows(errors)).sha256
+        return msgspec.structs.replace(record, error_places=places, errors_file=base, errors_sha256=sha256)
+
+    def _put_record(self, record: PartRecord) -> None:
+        self._lock.check()
+        put_bytes(self._files, self._layout.record(record.part), encode(record))
+
+    def _error_rows(self) -> Iterator[ErrorRow]:
+        for one in self._records:
+            if one.errors_file:
+                name = self._layout.state + one.errors_file
+                try:
+                    with self._files.open(name) as file:
+                        yield from read_rows(file)
+                except Unreadable as error:
+                    raise JobChanged(f"{self._place.shown(name)}: {error}") from None
+
+
+def _holding(record: PartRecord, written: Written) -> PartRecord:
+    return msgspec.structs.replace(record, size_bytes=written.size_bytes, sha256=written.sha256)

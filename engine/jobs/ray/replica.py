@@ -1,0 +1,134 @@
+"""Replica actor of Ray Data: owns a runner and executes blocks.
+
+What it is told travels as text and numbers: which function opens the answerer, and with what. Files that the pipeline
+names are read where the replica runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from uuid import uuid4
+
+import msgspec
+import pyarrow as pa
+import ray
+
+from weftline.engine.jobs.ray.codec import AnswererInfo, Sent, decode_block, encode_facts, encode_sent
+from weftline.engine.jobs.ray.feed import NUMBER
+from weftline.engine.jobs.ray.figures import STARTED
+from weftline.engine.jobs.ray.pieces import cut, joined
+from weftline.engine.jobs.ray.trials import Attempt, Span
+from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock
+from weftline.errors import ModelError, WeftlineError
+
+ANSWER = "answer"
+"""The column that has the answers, each the bytes of a `codec.Sent`; empty for a block nobody waits for any more."""
+
+
+class Company:
+    """Lets work go on side by side, or one piece of it with nothing beside it."""
+
+    def __init__(self) -> None:
+        self._turns = threading.Condition()
+        self._working = 0
+        self._wants_alone = 0
+        self._alone = False
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Work beside others; waits while somebody is alone, or wants to be."""
+        with self._turns:
+            self._turns.wait_for(lambda: not self._alone and not self._wants_alone)
+            self._working += 1
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._working -= 1
+                self._turns.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Work with nothing beside it; waits until what runs has ended."""
+        with self._turns:
+            self._wants_alone += 1
+            self._turns.wait_for(lambda: not self._alone and not self._working)
+            self._wants_alone -= 1
+            self._alone = True
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._alone = False
+                self._turns.notify_all()
+
+
+class Replica:
+    """Called by Ray Data with numbers of blocks, from several threads; returns their answers.
+
+    desk:      the actor that knows the blocks.
+    opener:    'module:function', which returns an Answerer.
+    arguments: its keyword arguments, as JSON.
+    """
+
+    def __init__(self, desk: Any, opener: str, arguments: str) -> None:
+        self._desk = desk
+        self._name = uuid4().hex
+        self._company = Company()
+        if why := ray.get(desk.arrive.remote()):
+            raise ModelError(why)
+        with self._reporting("could not open the pipeline"):
+            self._answerer = named(opener)(**msgspec.json.decode(arguments))
+        facts = AnswererInfo.of(self._answerer)
+        self._outputs = tuple(facts.outputs)
+        self._started = float(ray.get(desk.opened.remote(encode_facts(facts))))
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        found = batch.column(NUMBER).to_pylist()
+        answers = [self._answer(number) for number in found]
+        return pa.table({NUMBER: pa.array(found, pa.int64()), ANSWER: pa.array(answers, pa.large_binary())})
+
+    def _answer(self, number: int) -> bytes:
+        begun = ray.get(self._desk.begin.remote(number))
+        if begun is None:
+            return b""
+        attempt, refs = begun
+        block = decode_block(ray.get(refs[0]))
+        with self._reporting("could not answer"):
+            answered = self._attempt(number, block, attempt)
+        ray.get(self._desk.end.remote(number))
+        return encode_sent(Sent(self._name, answered, {**self._answerer.figures(), STARTED: self._started}))
+
+    def _attempt(self, number: int, block: RowBlock, attempt: Attempt) -> BlockResult:
+        if not attempt.alone:
+            with self._company.joined():
+                return self._answerer.ask(block).result()
+        answers: dict[Span, BlockResult] = {}
+        with self._company.alone():
+            for span in attempt.spans:
+                ray.get(self._desk.trying.remote(number, span))
+                answers[span] = self._answerer.ask(cut(block, span)).result()
+        return joined(len(block), self._outputs, answers, attempt.lost)
+
+    @contextmanager
+    def _reporting(self, what: str) -> Iterator[None]:
+        """Tell the desk why this replica cannot go on; another would fare no better."""
+        try:
+            yield
+        except Exception as error:
+            told = str(error) if isinstance(error, WeftlineError) else f"{type(error).__name__}: {error}"
+            ray.get(self._desk.fail.remote(f"a replica {what}: {told}"))
+            raise
+
+
+def named(opener: str) -> Callable[..., Answerer]:
+    """Return the function that 'module:function' names; ModelError when there is none."""
+    module, _, function = opener.partition(":")
+    try:
+        return cast(Callable[..., Answerer], getattr(importlib.import_module(module), function))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(f"{opener}: nothing of that name can be imported on this machine ({error})") from None

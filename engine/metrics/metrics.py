@@ -1,0 +1,95 @@
+"""Metrics registry of a server: collects all series for `/metrics`.
+
+    metrics = Metrics(backend.sessions)
+    backend = LocalBackend(repository, served, observers=[metrics], metrics=metrics.render)
+
+It is told of every request that ends (a few microseconds each), and reads queues, memory and workers from the open
+sessions when somebody asks. Its registry is its own: nothing of another library gets in, and two servers in one process
+do not meet.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+
+from weftline.engine.metrics import series, snapshots
+from weftline.engine.metrics.exposition import exposition
+from weftline.engine.metrics.gpus import GpuSampler
+from weftline.engine.metrics.processes import usage_of
+from weftline.engine.metrics.requests import RequestMetrics, Sample
+from weftline.engine.metrics.snapshots import StatsSource
+from weftline.engine.serving.backend import Record
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text"
+OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
+
+_log = logging.getLogger("weftline.observe")
+
+
+class Metrics:
+    """An Observer of requests, and what `/metrics` answers. Safe to use from several threads.
+
+    sessions: what is open now, by model; called when somebody asks for the figures.
+    callers:  names of the token file that get a series each.
+    ingress:  pids of the ingress processes, by name; called when somebody asks.
+    version:  of this software, for `weftline_build_info`.
+    """
+
+    content_type = CONTENT_TYPE
+
+    def __init__(
+        self,
+        sessions: Callable[[], Mapping[str, StatsSource]],
+        *,
+        callers: Collection[str] = (),
+        ingress: Callable[[], Mapping[str, int]] = dict,
+        version: str = "",
+    ) -> None:
+        self._sessions = sessions
+        self._ingress = ingress
+        self._version = version
+        self._lock = threading.Lock()
+        self._requests = RequestMetrics(callers)
+        self._gpus = GpuSampler()
+        self._process = CollectorRegistry(auto_describe=False)  # of this process alone
+        ProcessCollector(registry=self._process)
+
+    def __call__(self, record: Record) -> None:
+        """Record an ended request."""
+        with self._lock:
+            self._requests.take(record)
+
+    def render(self) -> bytes:
+        """Return everything in Prometheus' text format, whose type is `content_type`."""
+        return exposition(series.ALL, self._samples()).encode() + generate_latest(self._process)
+
+    def render_for(self, accept: str) -> tuple[bytes, str]:
+        """Return everything, as OpenMetrics where an Accept header asks for it, and its content type."""
+        if OPENMETRICS not in accept:
+            return self.render(), CONTENT_TYPE
+        ours = exposition(series.ALL, self._samples(), openmetrics=True).encode()
+        theirs: bytes = generate_openmetrics(self._process)  # type: ignore[no-untyped-call]
+        return ours + theirs, OPENMETRICS_TYPE
+
+    def _samples(self) -> list[Sample]:
+        out: list[Sample] = [(series.BUILD, (self._version, platform.python_version()), 1.0)]
+        with self._lock:
+            out += self._requests.samples()
+        for model, session in sorted(self._sessions().items()):
+            try:
+                out += list(snapshots.samples(model, session, usage_of))
+            except Exception:
+                _log.exception("the figures of model %s are left out this time", model)
+        out += snapshots.ingress_samples(self._ingress(), usage_of)
+        try:
+            out += list(snapshots.gpu_samples(self._gpus.gpus(), self._sessions()))
+        except Exception:
+            _log.exception("the figures of GPUs are left out this time")
+        return out

@@ -1,0 +1,216 @@
+"""Gauges read from open sessions at scrape time: queues, memory, workers and node counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from weftline.engine.metrics import series
+from weftline.engine.metrics.gpus import Gpu
+from weftline.engine.metrics.processes import ProcessUsage
+from weftline.engine.metrics.requests import Sample
+from weftline.engine.metrics.series import Series
+from weftline.engine.runtime.health import Health
+from weftline.errors import WeftlineError
+
+_TOTALS: Mapping[str, Series] = {
+    "dispatches": series.DISPATCHES,
+    "items": series.DISPATCHED,
+    "retried": series.RETRIED,
+    "dropped_late": series.LATE,
+    "stale_messages": series.STALE,
+    "worker_deaths": series.DEATHS,
+    "worker_restarts": series.RESTARTS,
+    "quarantined": series.QUARANTINED,
+}
+_ARENA: Mapping[str, Series] = {
+    "size_bytes": series.ARENA_SIZE,
+    "leased_bytes": series.ARENA_LEASED,
+    "quarantined_bytes": series.ARENA_QUARANTINED,
+    "blocks": series.ARENA_BLOCKS,
+    "stale_total": series.ARENA_STALE,
+}
+_LLM: Mapping[str, Series] = {
+    "running": series.LLM_RUNNING,
+    "waiting": series.LLM_WAITING,
+    "preemptions_total": series.LLM_PREEMPTIONS,
+    "prefix_asked_tokens_total": series.LLM_PREFIX_QUERIES,
+    "prefix_hit_tokens_total": series.LLM_PREFIX_HITS,
+    "guessed_tokens_total": series.LLM_DRAFTED,
+    "right_tokens_total": series.LLM_ACCEPTED,
+    "prompt_tokens_total": series.LLM_PROMPT,
+    "completion_tokens_total": series.LLM_GENERATED,
+}
+_PAGES = ("pages_used", "pages_idle", "pages_free")
+_REASONS = ("stop", "length", "error", "abort")
+_SPOKEN_FOR = frozenset((*_LLM, *_PAGES, *(f"finished_{reason}_total" for reason in _REASONS)))
+"""Figures of an llm step that are series of their own."""
+_WORKER = (series.WORKER_RESIDENT, series.WORKER_CPU, series.WORKER_FDS)
+_INGRESS = (series.INGRESS_RESIDENT, series.INGRESS_CPU, series.INGRESS_FDS)
+
+
+class StatsSource(Protocol):
+    """The part of a Session that the metrics read."""
+
+    def stats(self) -> Mapping[str, Any]: ...
+
+    def health(self) -> Health: ...
+
+    def pids(self) -> Mapping[str, int]: ...
+
+
+def samples(model: str, session: StatsSource, usage_of: Callable[[int], ProcessUsage | None]) -> Iterator[Sample]:
+    """Yield a model's series; `usage_of` looks at a worker process by its pid."""
+    stats = session.stats()
+    yield series.MODEL_READY, (model,), float(session.health().ready)
+    yield series.MODEL_VERSION, (model,), stats.get("version", 0)
+    yield series.IN_FLIGHT, (model,), stats["requests"]["open"]
+    yield from _objective(model, stats["slo"])
+    for name, one in _TOTALS.items():
+        yield one, (model,), stats[name]
+    for where in ("in", "between", "out"):
+        yield series.COPIED, (model, where), stats["copied_bytes"][where]
+    for name, one in _ARENA.items():
+        yield one, (model,), stats["arena"][name]
+    for step, waiting in stats["queued"].items():
+        yield series.STEP_WAITING, (model, step), waiting
+    for step, workers in stats["workers"].items():
+        yield series.STEP_WORKERS, (model, step), workers["all"]
+        yield series.STEP_WORKERS_READY, (model, step), workers["ready"]
+        yield series.STEP_WORKERS_ASLEEP, (model, step), workers["asleep"]
+    for step, idle in stats["idle"].items():
+        yield series.STEP_SLEPT, (model, step), idle["slept"]
+        yield series.STEP_WOKEN, (model, step), idle["woken"]
+        yield series.STEP_WAKE, (model, step), idle["wake_ms"] / 1000
+    yield from _devices(model, stats["device_memory"])
+    yield series.UNFINISHED, (model,), stats["unfinished"]
+    for step, batches in stats["batches"].items():
+        yield series.STEP_ITEMS_MAX, (model, step), batches["items_max"]
+        yield series.STEP_OUT_OF_MEMORY, (model, step), batches["out_of_memory"]
+    yield from _kv(model, stats["kv"])
+    for step, dropped in stats.get("output_dropped_bytes", {}).items():
+        yield series.STEP_OUTPUT_DROPPED, (model, step), dropped
+    for step, told in stats["figures"].items():
+        for worker, figures in told.items():
+            yield from _figures(model, step, worker, figures)
+    for worker, pid in session.pids().items():
+        yield from _process(_WORKER, (model, worker), usage_of(pid))
+
+
+def _objective(model: str, slo: Mapping[str, Any]) -> Iterator[Sample]:
+    if not slo:
+        return
+    yield series.SLO_LATENCY, (model,), slo["latency_p99_ms"] / 1000
+    if slo["recent_p99_ms"] is not None:
+        yield series.SLO_P99, (model,), slo["recent_p99_ms"] / 1000
+    yield series.SLO_ANSWERS, (model,), slo["answers"]
+    yield series.SLO_OVER, (model,), slo["over"]
+
+
+def gpu_samples(gpus: Sequence[Gpu], sessions: Mapping[str, StatsSource]) -> Iterator[Sample]:
+    """Yield the series of GPUs, with what each session that can be read has of them."""
+    told = {}
+    for model, session in sorted(sessions.items()) if gpus else ():
+        try:
+            told[model] = session.stats(), session.pids()
+        except WeftlineError:  # it has just been closed
+            continue
+    for gpu in gpus:
+        of = (str(gpu.index), gpu.uuid)
+        yield series.GPU_INFO, (*of, gpu.device, gpu.name), 1.0
+        for one, value in (
+            (series.GPU_BUSY, gpu.busy),
+            (series.GPU_MEMORY_BUSY, gpu.memory_busy),
+            (series.GPU_TOTAL, gpu.total_bytes),
+            (series.GPU_USED, gpu.used_bytes),
+            (series.GPU_POWER, gpu.power_watts),
+            (series.GPU_POWER_LIMIT, gpu.power_limit_watts),
+            (series.GPU_TEMPERATURE, gpu.temperature_celsius),
+        ):
+            if value is not None:
+                yield one, of, value
+        for reason, holds in gpu.reasons.items():
+            yield series.GPU_THROTTLED, (*of, reason), float(holds)
+        for kind, errors in (("corrected", gpu.corrected), ("uncorrected", gpu.uncorrected)):
+            if errors is not None:
+                yield series.GPU_ECC, (*of, kind), errors
+        others = gpu.used_bytes
+        for model, (stats, pids) in told.items():
+            memory = stats["device_memory"].get(gpu.device)
+            if memory is None:
+                continue
+            yield from _gpu_owners((*of, model), memory, stats["kv"].get(gpu.device))
+            for worker, measured in memory["workers"].items():
+                process = gpu.processes.get(pids.get(worker, -1))
+                if process is not None:
+                    yield series.GPU_PROCESS, (*of, model, worker), process
+                others = None if others is None else others - (measured if process is None else process)
+        if others is not None:
+            yield series.GPU_OTHERS, of, max(0, others)
+
+
+def _gpu_owners(of: tuple[str, ...], memory: Mapping[str, Any], kv: Mapping[str, Any] | None) -> Iterator[Sample]:
+    planned: dict[tuple[str, str], int] = {}
+    for owner, what, bytes in memory["claims"]:
+        planned[owner, what] = planned.get((owner, what), 0) + bytes
+    for (owner, what), bytes in planned.items():
+        yield series.GPU_PLANNED, (*of, owner, what), bytes
+    for worker, bytes in memory["arenas"].items():
+        yield series.GPU_HELD, (*of, worker, "arena"), bytes
+    for step, use in memory["steps"].items():
+        yield series.GPU_HELD, (*of, step, "open"), use["open_bytes"]
+        yield series.GPU_HELD, (*of, step, "peak"), use["peak_bytes"]
+    for instance, bytes in (kv["held_bytes"] if kv is not None else {}).items():
+        yield series.GPU_HELD, (*of, instance, "kv"), bytes
+
+
+def ingress_samples(pids: Mapping[str, int], usage_of: Callable[[int], ProcessUsage | None]) -> Iterator[Sample]:
+    """Yield the series of ingress processes, by name."""
+    for process, pid in pids.items():
+        yield from _process(_INGRESS, (process,), usage_of(pid))
+
+
+def _kv(model: str, devices: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
+    for device, kv in devices.items():
+        yield series.KV_TOTAL, (model, device), kv["total_bytes"]
+        yield series.KV_UNASSIGNED, (model, device), kv["unassigned_bytes"]
+        for instance, held in kv["held_bytes"].items():
+            yield series.KV_HELD, (model, device, instance), held
+        for instance, used in kv["used_bytes"].items():
+            yield series.KV_USED, (model, device, instance), used
+
+
+def _devices(model: str, devices: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
+    for device, memory in devices.items():
+        yield series.DEVICE_LEFT, (model, device), memory["left_bytes"]
+        for worker, bytes in memory["workers"].items():
+            yield series.DEVICE_WORKER, (model, device, worker), bytes
+        for step, use in memory["steps"].items():
+            yield series.DEVICE_STEP, (model, device, step, "open"), use["open_bytes"]
+            yield series.DEVICE_STEP, (model, device, step, "peak"), use["peak_bytes"]
+
+
+def _figures(model: str, step: str, worker: str, figures: Mapping[str, float]) -> Iterator[Sample]:
+    is_llm = figures.keys() >= _SPOKEN_FOR
+    if is_llm:
+        used, idle, free = (figures[name] for name in _PAGES)
+        yield series.LLM_KV_USAGE, (model, worker), used / max(used + idle + free, 1)
+        for name, one in _LLM.items():
+            yield one, (model, worker), figures[name]
+        for reason in _REASONS:
+            yield series.LLM_SUCCESS, (model, worker, reason), figures[f"finished_{reason}_total"]
+    for name, value in figures.items():
+        if not (is_llm and name in _SPOKEN_FOR):
+            yield series.NODE_FIGURE, (model, step, worker, name), value
+
+
+def _process(
+    of: tuple[Series, Series, Series], labels: tuple[str, ...], usage: ProcessUsage | None
+) -> Iterator[Sample]:
+    if usage is None:
+        return
+    resident, cpu, descriptors = of
+    yield resident, labels, usage.resident_bytes
+    yield cpu, labels, usage.cpu_s
+    if usage.descriptors is not None:
+        yield descriptors, labels, usage.descriptors

@@ -1,0 +1,62 @@
+"""Exposure check: listening beyond this machine requires TLS and tokens, or an explicit opt-out.
+
+Pure: addresses are judged as they are written, and no name is looked up. What is not certainly loopback is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import IPv6Address, ip_address
+
+from weftline.engine.serving.config import ServeConfig
+from weftline.errors import PipelineError, Problem
+
+SOURCE = "weftline serve"
+
+
+def check_exposure(config: ServeConfig, source: str = SOURCE) -> None:
+    """Raise PipelineError, with every problem, when a door is open wider than it is guarded.
+
+    source: what the problems are said of: a configuration file, or the command.
+    """
+    problems = list(_problems(config, source))
+    if problems:
+        raise PipelineError(problems)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address: 127.0.0.0/8, ::1, or `localhost`."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False  # a name, or one of the forms that only some resolvers take for an address
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
+
+
+def _problems(config: ServeConfig, source: str) -> Iterator[Problem]:
+    if config.insecure:
+        return
+    exposed = [] if config.grpc.socket is not None else [("grpc.host", config.grpc.host)]
+    exposed += [("http.host", config.http.host)] if config.http is not None else []
+    for key, host in exposed:
+        if is_loopback(host):
+            continue
+        lacks = []
+        if config.tls is None:
+            lacks.append("tls: {certificate: ..., key: ...} (--tls-cert, --tls-key)")
+        if config.tokens is None:
+            lacks.append("tokens: tokens.yaml (--tokens)")
+        if lacks:
+            found = f"{host!r:.80} can be reached from other machines, and {_lacking(config)}"
+            fix = f"add {' and '.join(lacks)}; or listen on 127.0.0.1; or say insecure: true (--insecure)"
+            yield Problem(key, found, "127.0.0.1, ::1 or localhost without them", fix, file=source)
+
+
+def _lacking(config: ServeConfig) -> str:
+    if config.tls is None and config.tokens is None:
+        return "there is neither TLS nor a token file"
+    return "there is no TLS" if config.tls is None else "there is no token file"

@@ -1,0 +1,214 @@
+"""Authorisation of every call by method and token; denies unknown methods.
+
+    caller = gate.admit("/inference.GRPCInferenceService/ModelInfer", authorization_values)
+    caller.check("ocr")                 # once the request is read and its model known
+
+What may be called is in `methods.py`, and what is not there is denied. Without a token file there is nobody to tell
+apart: everybody may do everything, which `exposure.py` allows on loopback only.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, METRICS, OPEN, READ
+from weftline.engine.serving.auth.plain import one_line, redacted
+from weftline.engine.serving.auth.rate import RateLimit
+from weftline.engine.serving.auth.token_entries import Token
+from weftline.engine.serving.auth.tokens import TOKEN_CHARS_MAX, TokenFile
+from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.v2.nouns import InferRequest
+from weftline.errors import AccessDenied, LimitReached
+
+DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE = 1.0, 10.0
+"""How many denials are logged, so that whoever guesses tokens does not fill a disk."""
+
+NO_TOKEN = "this server wants a token: send the header `authorization: Bearer TOKEN`"
+BAD_TOKEN = "the token is not valid here"
+BAD_HEADER = "the authorization header is not `Bearer TOKEN`, sent once"
+NOT_ALLOWED = "the token does not allow this method"
+NOT_THIS_MODEL = "the token does not allow this model"
+NO_MEMORY = "the token does not allow shared memory"
+NO_METHOD = "there is no such method"
+
+DEFAULT_LIMITS = ServeLimits()
+
+_BEARER = re.compile(r"[ \t]*+bearer [ \t]*+([!-~]++)[ \t]*+", re.IGNORECASE | re.ASCII)
+
+_log = logging.getLogger("weftline.access")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, as far as it is known.
+
+    name:   as in the token file; '' without one.
+    admin:  may load and unload, see why a model is not ready, and do everything else.
+    models: names of the models it may call and see; None: every one.
+    """
+
+    name: str
+    admin: bool
+    models: frozenset[str] | None = None
+    memory: bool = False
+
+    def may(self, model: str) -> bool:
+        """Whether it may call and see this model, if there is one."""
+        return self.models is None or self.admin or model in self.models
+
+    def check(self, model: str) -> None:
+        """Raise AccessDenied unless it may; the same for models that do not exist, so that nobody learns which do."""
+        if not self.may(model):
+            raise AccessDenied(NOT_THIS_MODEL)
+
+    def check_regions(self, request: InferRequest) -> None:
+        """Raise AccessDenied when a request names a region and its caller may not use them."""
+        if not self.memory and (
+            any(one.region is not None for one in request.inputs)
+            or any(one.region is not None for one in request.outputs)
+        ):
+            raise AccessDenied(NO_MEMORY)
+
+
+EVERYBODY = Caller("", True, memory=True)
+"""Whoever calls where no tokens are asked for."""
+
+NOBODY = Caller("", False, frozenset())
+"""Whoever calls a method that takes no token, and brings none, where tokens are asked for."""
+
+
+class Gate:
+    """Admits calls or refuses them. Used from one event loop; `enter` never waits.
+
+    tokens: None: nobody needs one.
+    clock:  seconds, for rates.
+    shares: how many gates, each in a process of its own, share the tokens' rates; each allows its part.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile | None,
+        limits: ServeLimits = DEFAULT_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        shares: int = 1,
+    ) -> None:
+        self._tokens = tokens
+        self._chars_max = min(TOKEN_CHARS_MAX, limits.metadata_bytes_max)
+        self._clock = clock
+        self._shares = max(1, shares)
+        self._buckets: dict[str, tuple[Token, RateLimit]] = {}
+        self._denials = RateLimit(DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE)
+        self._unlogged = 0
+
+    @property
+    def asks_tokens(self) -> bool:
+        """Whether callers have to show a token."""
+        return self._tokens is not None
+
+    def admit(self, method: str, authorization: Sequence[str | bytes], model: str | None = None) -> Caller:
+        """`enter`, with every value of the call's `authorization` header or metadata, as received."""
+        if self._tokens is None:
+            return self.enter(method, None, model)
+        try:
+            token = bearer(authorization)
+        except AccessDenied as denied:
+            if METHODS.get(method) is OPEN:
+                return NOBODY
+            self._log_denial(method, "", str(denied))
+            raise
+        return self.enter(method, token, model)
+
+    def enter(self, method: str, token: str | None, model: str | None = None) -> Caller:
+        """Return who calls `method`.
+
+        method: `/inference.GRPCInferenceService/ModelInfer`, or `HTTP POST /v1/chat/completions`.
+        model:  the one it is about, where that is known by now; else see `Caller.check`.
+        AccessDenied when it may not; LimitReached, with when to come back, when it has called too often.
+        """
+        kind = METHODS.get(method)
+        if self._tokens is None:
+            if kind is None:
+                raise AccessDenied(NO_METHOD)
+            return EVERYBODY
+        entry = self._tokens.find(token) if token and len(token) <= self._chars_max else None
+        if kind is OPEN:  # a probe needs no token, and learns more with one: how single models are
+            return NOBODY if entry is None else _caller(entry)
+        if entry is None:
+            self._log_denial(method, "", BAD_TOKEN if token else NO_TOKEN)
+            raise AccessDenied(BAD_TOKEN if token else NO_TOKEN, known=False)
+        if kind is None or not _allows(entry, kind):
+            self._log_denial(method, entry.name, NOT_ALLOWED)
+            raise AccessDenied(NO_METHOD if kind is None else NOT_ALLOWED)
+        caller = _caller(entry)
+        if model is not None and not caller.may(model):
+            self._log_denial(method, entry.name, NOT_THIS_MODEL)
+            raise AccessDenied(NOT_THIS_MODEL)
+        self._charge(entry)
+        return caller
+
+    def charge(self, caller: Caller) -> None:
+        """Count one more request of a caller that was admitted once: each message of a stream.
+
+        LimitReached; AccessDenied once its token is gone, or has other rights than the caller was admitted with.
+        """
+        if self._tokens is None:
+            return
+        entry = self._tokens.named(caller.name)
+        if entry is None or _caller(entry) != caller:
+            raise AccessDenied(BAD_TOKEN, known=False)
+        self._charge(entry)
+
+    def _charge(self, entry: Token) -> None:
+        if entry.requests_per_s is None:
+            return
+        held = self._buckets.get(entry.name)
+        if held is None or (held[0].requests_per_s, held[0].burst) != (entry.requests_per_s, entry.burst):
+            bucket = RateLimit(entry.requests_per_s / self._shares, max(1.0, entry.burst / self._shares))
+            held = self._buckets[entry.name] = (entry, bucket)
+        wait_s = held[1].try_take(self._clock())
+        if wait_s > 0:
+            told = f"the token allows {entry.requests_per_s:g} requests a second"
+            raise LimitReached(told, wait_s)
+
+    def _log_denial(self, method: str, name: str, why: str) -> None:
+        if self._denials.try_take(self._clock()) > 0:
+            self._unlogged += 1
+            return
+        more = f" ({self._unlogged} more were not logged)" if self._unlogged else ""
+        self._unlogged = 0
+        who = f"token {name}" if name else "a caller"
+        _log.warning("denied %s to %s: %s%s", redacted(one_line(method, 200)), who, why, more)
+
+
+def bearer(values: Sequence[str | bytes]) -> str | None:
+    """Return the token of an `authorization` header, None when there is none; AccessDenied when it is anything else.
+
+    The scheme's case does not matter (RFC 9110, 11.1). A second header is refused: two readers of one request could
+    take different ones.
+    """
+    if not values:
+        return None
+    value = values[0] if len(values) == 1 else ""
+    found = _BEARER.fullmatch(value.decode("latin-1") if isinstance(value, bytes) else value)
+    if found is None:
+        raise AccessDenied(BAD_HEADER, known=False)
+    return found[1]
+
+
+def _caller(entry: Token) -> Caller:
+    return Caller(entry.name, entry.admin, entry.models, entry.memory or entry.admin)
+
+
+def _allows(entry: Token, kind: str) -> bool:
+    if entry.admin:
+        return kind in (READ, INFER, MEMORY, METRICS, ADMIN)
+    if kind == MEMORY:
+        return entry.memory
+    if kind == METRICS:
+        return entry.metrics
+    return kind in (READ, INFER)

@@ -1,0 +1,147 @@
+"""Structured server log on standard error, safe against log injection.
+
+Whatever comes from outside (ids, names, messages of user code) is escaped, in both formats: no newline of a client
+begins a line, and no escape sequence of theirs reaches a terminal. What looks like a token is left out. Values of
+requests are never logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from weftline.engine.serving.auth.plain import one_line, redacted
+from weftline.engine.serving.auth.rate import RateLimit
+from weftline.engine.serving.backend import Record
+from weftline.engine.serving.config import Logs
+
+MESSAGE_CHARS_MAX = 4000
+FIELD_CHARS_MAX = 256
+TRACEBACK_CHARS_MAX = 16000
+
+TRACEBACKS_PER_S, TRACEBACKS_BURST = 0.5, 10.0
+"""How many tracebacks of failed requests are logged: a request that always fails must not flood the log."""
+
+FIELDS = ("request", "model", "version", "caller", "door", "status", "ms")
+"""What a line about a request says beside its message, in this order."""
+
+_WORD = re.compile(r"[\w.:/@+-]+", re.ASCII)
+_requests = logging.getLogger("weftline.requests")
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, message, and the fields of a request where it is about one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": _utc(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": redacted(one_line(record.getMessage(), MESSAGE_CHARS_MAX)),
+        }
+        line |= {name: value for name, value in _fields(record) if value != ""}
+        if text := _traceback(self, record):
+            line["traceback"] = text
+        return json.dumps(line, default=str)
+
+
+class TextLines(logging.Formatter):
+    """Lines for people. A traceback's lines begin with `  | `, so that none of them passes for a line of the log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = redacted(one_line(record.getMessage(), MESSAGE_CHARS_MAX))
+        fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record) if value != "")
+        lines = [f"{_utc(record.created)} {record.levelname.lower():7} {record.name}: {said}{fields}"]
+        if text := _traceback(self, record):
+            lines += [f"  | {one_line(line, FIELD_CHARS_MAX)}" for line in text.split("\n")]
+        return "\n".join(lines)
+
+
+def start_logs(logs: Logs, stream: TextIO | None = None) -> logging.Handler:
+    """Write Weftline's logs to `stream` (standard error) from now on, instead of where an earlier call put them."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonLines() if logs.format == "json" else TextLines())
+    logger = logging.getLogger("weftline")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logs.level.upper())
+    logger.propagate = False
+    return handler
+
+
+class RequestLog:
+    """An observer that logs requests: those that fail always, the others where `Logs.requests` asks for it.
+
+    A failure of ours (INTERNAL) is an error, one that comes and goes a warning; what clients do wrong is information.
+    A failure of a step's code is logged with its traceback: at most TRACEBACKS_PER_S of them a second, after a burst of
+    TRACEBACKS_BURST.
+    """
+
+    def __init__(self, logs: Logs, clock: Callable[[], float] = time.monotonic) -> None:
+        self._all = logs.requests
+        self._clock = clock
+        self._tracebacks = RateLimit(TRACEBACKS_PER_S, TRACEBACKS_BURST)
+        self._left_out = 0  # tracebacks since the last one that was logged
+
+    def __call__(self, record: Record) -> None:
+        failed = record.status != "OK"
+        if not failed and not self._all:
+            return
+        level = _LEVELS.get(record.status, logging.INFO)
+        if not _requests.isEnabledFor(level):
+            return
+        fields = (record.ask.id, record.model, record.version, record.ask.caller, record.ask.door, record.status)
+        extra = {"fields": (*fields, round(record.total_ms, 3)), "traceback": self._traceback(record)}
+        _requests.log(level, "%s", record.error if failed and record.error else "request", extra=extra)
+
+    def _traceback(self, record: Record) -> str:
+        """Return what is logged of a failure's traceback; '' when there is none, or there were too many."""
+        if not record.traceback:
+            return ""
+        if self._tracebacks.try_take(self._clock()):
+            self._left_out += 1
+            return ""
+        left_out, self._left_out = self._left_out, 0
+        note = f"\n({left_out} tracebacks of other failures before this one are left out)" if left_out else ""
+        return record.traceback + note
+
+
+_LEVELS = {
+    "INTERNAL": logging.ERROR,
+    "UNKNOWN": logging.ERROR,
+    "DATA_LOSS": logging.ERROR,
+    "UNAVAILABLE": logging.WARNING,
+    "RESOURCE_EXHAUSTED": logging.WARNING,
+    "DEADLINE_EXCEEDED": logging.WARNING,
+    "FAILED_PRECONDITION": logging.WARNING,
+}
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    """Return the traceback that a record has, as an exception or as text from a worker; '' when it has none."""
+    text = formatter.formatException(record.exc_info) if record.exc_info else str(getattr(record, "traceback", ""))
+    return redacted(text[-TRACEBACK_CHARS_MAX:])
+
+
+def _fields(record: logging.LogRecord) -> list[tuple[str, object]]:
+    found = getattr(record, "fields", ())
+    return [(name, _field(value)) for name, value in zip(FIELDS, found, strict=False)]
+
+
+def _field(value: object) -> object:
+    return value if isinstance(value, int | float) else redacted(one_line(str(value), FIELD_CHARS_MAX))
+
+
+def _word(value: object) -> str:
+    """Return a value as one word: what is none is quoted, so that it cannot pass for another field."""
+    text = str(value)
+    return text if _WORD.fullmatch(text) else json.dumps(text)
+
+
+def _utc(created: float) -> str:
+    milliseconds = int(created * 1000) % 1000
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(created))}.{milliseconds:03d}Z"

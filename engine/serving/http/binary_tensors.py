@@ -1,0 +1,216 @@
+"""Binary tensor extension of v2 REST: a JSON header followed by raw tensor bytes.
+
+    POST .../infer
+    Inference-Header-Content-Length: 123          how long the JSON is; without it all of the body is JSON
+    {"inputs": [{"name", "datatype", "shape", "parameters": {"binary_data_size": 4096}}], "outputs": [...]}<bytes>
+
+A tensor comes as `data` (nested or flat lists), in the bytes behind the JSON, or in registered shared memory. Outputs
+go out as bytes where `binary_data` or `binary_data_output` asks for it, else as flat lists; numbers that JSON cannot
+tell (NaN, infinities) are null there, and BYTES must be UTF-8. (Triton, "Binary Tensor Data Extension".)
+
+Pure: bytes in, values out. Tensors of a request are views of the received body.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.v2 import bytes_tensor
+from weftline.engine.serving.v2.datatypes import BYTES, NUMPY
+from weftline.engine.serving.v2.nouns import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
+from weftline.engine.serving.v2.region_parameters import parameters_of, region_of
+from weftline.engine.serving.v2.strict_json import loads
+
+HEADER = "inference-header-content-length"
+BODY_VALUES = 1 << 16
+"""Most values of a JSON document that describes a request: of a v2 body beside its tensors' elements."""
+
+SIZE, ONE, ALL = "binary_data_size", "binary_data", "binary_data_output"
+
+
+@dataclass(frozen=True, slots=True)
+class BinaryOutputs:
+    """Which outputs go out as bytes: those named, and all others as `rest` says."""
+
+    named: Mapping[str, bool] = field(default_factory=dict)
+    rest: bool = False
+
+    def binary(self, name: str) -> bool:
+        return self.named.get(name, self.rest)
+
+
+def read_request(
+    body: bytes | bytearray | memoryview, header_length: str | None, model: str, version: str, limits: ServeLimits
+) -> tuple[InferRequest, BinaryOutputs]:
+    """Return what a body asks, and how its outputs are wanted; Refusal or InputError says what is wrong with it."""
+    whole = memoryview(body)
+    length = header_bytes(header_length, len(whole))
+    what = "the JSON header" if header_length is not None else "the body"
+    head = loads(whole[:length], what, limits.elements_max + BODY_VALUES)
+    if not isinstance(head, dict):
+        raise HttpError("the body: expected a JSON object with inputs")
+    behind = _Behind(whole[length:])
+    inputs = tuple(_tensor(one, behind, limits) for one in _objects(head, "inputs", limits.tensors_max))
+    behind.check_used_up()
+    entries = _objects(head, "outputs", limits.tensors_max)
+    parameters = _parameters(head, "the request")
+    outputs = tuple(_output(one) for one in entries)
+    rest = _is(parameters.get(ALL), ALL)
+    named = {one.name: _is(one.parameters[ONE], ONE) for one in outputs if ONE in one.parameters}
+    asked = {name: value for name, value in parameters.items() if name != ALL}
+    return InferRequest(model, inputs, outputs, version, _text(head, "id", ""), asked), BinaryOutputs(named, rest)
+
+
+def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes, int | None]:
+    """Return a body, and how long its JSON is; None: all of it is JSON. Bytes of tensors are copied once."""
+    parts: list[bytes | memoryview] = []
+    outputs = []
+    for one in response.outputs:
+        told: dict[str, Any] = {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
+        parameters: dict[str, Any] = dict(one.parameters)
+        if one.region is not None:
+            parameters |= parameters_of(one.region)
+        elif wanted.binary(one.name):
+            raw = _raw(one)
+            parameters[SIZE] = len(raw)
+            parts.append(raw)
+        else:
+            told["data"] = _data(one)
+        outputs.append(told | ({"parameters": parameters} if parameters else {}))
+    head: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
+    head |= {"id": response.id} if response.id else {}
+    head |= {"parameters": dict(response.parameters)} if response.parameters else {}
+    json = msgspec.json.encode(head | {"outputs": outputs})
+    return b"".join([json, *parts]), len(json) if parts else None
+
+
+class _Behind:
+    """The bytes behind the header, handed out in the order of the inputs."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, size: object, name: str) -> memoryview:
+        if type(size) is not int or not 0 <= size <= len(self._data) - self._at:
+            left = len(self._data) - self._at
+            raise HttpError(f"input {name}: {SIZE}: expected a size within the {left} bytes that are left")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def check_used_up(self) -> None:
+        if self._at != len(self._data):
+            raise HttpError(f"found {len(self._data) - self._at} bytes behind the last input; each says its {SIZE}")
+
+
+def header_bytes(given: str | None, whole: int) -> int:
+    """Return how long the JSON of a body is, by its header; Refusal when that cannot be."""
+    if given is None:
+        return whole
+    if not (given.isascii() and given.isdigit() and len(given) <= 12) or int(given) > whole:
+        raise HttpError(f"{HEADER}: expected the length of the JSON at the body's start, at most {whole}")
+    return int(given)
+
+
+def _objects(head: Mapping[str, Any], key: str, most: int) -> list[dict[str, Any]]:
+    found = head.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise HttpError(f"{key}: expected a list of objects")
+    if len(found) > most:
+        raise HttpError(f"{key}: found {len(found)}, expected at most {most}")
+    return found
+
+
+def _tensor(given: dict[str, Any], behind: _Behind, limits: ServeLimits) -> Tensor:
+    name = _text(given, "name")
+    what = f"input {name:.80}"
+    parameters = _parameters(given, what)
+    region = region_of(parameters, what)
+    shape, datatype, data = _shape(given, what), _text(given, "datatype"), given.get("data")
+    ways = (region is not None) + (SIZE in parameters) + (data is not None)
+    if ways != 1:
+        raise HttpError(f"{what}: expected its elements once: in data, behind the JSON, or in shared memory")
+    if region is not None:
+        return Tensor(name, datatype, shape, region=region, parameters=parameters)
+    if SIZE in parameters:
+        return Tensor(name, datatype, shape, raw=behind.take(parameters[SIZE], what), parameters=parameters)
+    values: list[object] = []
+    for value in _flat(data):
+        values.append(value)
+        if len(values) > limits.elements_max:
+            raise HttpError(f"{what}: found more than {limits.elements_max} elements in JSON, limits.elements_max")
+    return Tensor(name, datatype, shape, values=tuple(values), parameters=parameters)
+
+
+def _flat(data: object) -> Iterator[object]:
+    if not isinstance(data, list):
+        yield data
+        return
+    for one in data:
+        if isinstance(one, list):
+            yield from _flat(one)
+        else:
+            yield one
+
+
+def _output(given: dict[str, Any]) -> WantedOutput:
+    name = _text(given, "name")
+    parameters = _parameters(given, f"output {name:.80}")
+    return WantedOutput(name, region_of(parameters, f"output {name:.80}"), parameters)
+
+
+def _shape(given: dict[str, Any], what: str) -> tuple[int, ...]:
+    shape = given.get("shape")
+    if not isinstance(shape, list) or not all(type(one) is int for one in shape):
+        raise HttpError(f"{what}: shape: expected a list of whole numbers")
+    return tuple(shape)
+
+
+def _text(given: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    value = given.get(key, default)
+    if not isinstance(value, str):
+        raise HttpError(f"{key}: expected a text")
+    return value
+
+
+def _parameters(given: Mapping[str, Any], what: str) -> dict[str, Parameter]:
+    found = given.get("parameters", {})
+    if not isinstance(found, dict):
+        raise HttpError(f"{what}: parameters: expected an object")
+    for name, value in found.items():
+        if not isinstance(value, bool | int | float | str):
+            raise HttpError(f"{what}: parameters: {name!r:.80}: expected true, false, a number or a text")
+    return found
+
+
+def _is(value: object, key: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise HttpError(f"{key}: expected true or false")
+    return bool(value)
+
+
+def _raw(one: Tensor) -> bytes | memoryview:
+    if one.raw is None:
+        raise ValueError(f"output {one.name} has no bytes")
+    return memoryview(one.raw).cast("B") if not isinstance(one.raw, bytes) else one.raw
+
+
+def _data(one: Tensor) -> list[Any]:
+    raw = _raw(one)
+    if one.datatype == BYTES:
+        try:
+            return [str(element, "utf-8") for element in bytes_tensor.decode(raw, math.prod(one.shape))]
+        except UnicodeDecodeError:
+            raise HttpError(f"output {one.name} is not UTF-8: ask for it with {ONE}") from None
+    if one.datatype == "BF16":
+        raise HttpError(f"output {one.name} is BF16, which JSON cannot tell: ask for it with {ONE}")
+    numbers: list[Any] = np.frombuffer(raw, NUMPY[one.datatype]).tolist()
+    return numbers

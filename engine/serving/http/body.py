@@ -1,0 +1,186 @@
+"""Request body reader: size limits, decompression and strict JSON.
+
+Whether a caller may send a body at all is decided from its headers, before any of this (`middleware.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import zlib
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Message, Receive
+
+from weftline.engine.runtime.byte_budget import RETRY_S, ByteBudget
+from weftline.engine.serving.config import FREE_BYTES, ServeLimits
+from weftline.engine.serving.http.connection import BODY_BYTES_S
+from weftline.engine.serving.http.refusal import HttpError, too_large
+from weftline.engine.serving.json_parser import JsonParser
+from weftline.engine.serving.v2.strict_json import loads
+from weftline.errors import LimitReached
+
+WAIT_S = 10.0
+"""Longest that a body waits for room, unread; half of `limits.header_s` where that is less."""
+
+SLOW_S, LOOK_S = 2.0, 0.5
+"""How long a body may be slow while others wait, and how often that is looked at."""
+
+DEFLATE_RATIO = 1032
+"""Most bytes that one byte of deflate can become."""
+
+ASIDE_BYTES = 1 << 10
+"""From so many compressed bytes on, up to a megabyte unpacked, a thread unpacks them."""
+
+_WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+
+
+class Body:
+    """The body of one request, which is received within limits: `receive` is the ASGI callable for the application.
+
+    A body of up to FREE_BYTES is taken as it comes. A larger one waits unread until `budget` has room for it, and for
+    what it is unpacked to; a client that asked for `100-continue` is not told to go on before. After `wait_s` without
+    room it is refused (429). While others wait, one that comes slower than BODY_BYTES_S is refused (408).
+    """
+
+    def __init__(self, receive: Receive, headers: Headers, limits: ServeLimits, budget: ByteBudget) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._budget = budget
+        length = headers.get("content-length")
+        self._charge = min(_charge(headers, int(length) if length else None, limits), budget.bytes_max)
+        self._announced = length is not None
+        self._plain = headers.get("content-encoding", "identity").strip().lower() == "identity"
+        self._held = 0
+        self._since_s = 0.0
+        self._seen = 0
+        self._whole = False
+
+    async def receive(self) -> Message:
+        """Return the next message; Refusal (413, 408) or LimitReached when the body is over a limit."""
+        if self._whole:
+            return await self._receive()
+        if not self._held and self._charge > FREE_BYTES and (self._announced or self._seen > FREE_BYTES):
+            await self._take()
+        message = await self._next()
+        self._seen += len(message.get("body", b""))
+        if self._seen > self._limits.message_bytes_max:
+            raise too_large(self._limits.message_bytes_max)
+        if message["type"] != "http.request" or not message.get("more_body"):
+            self._whole = True
+            if self._held and self._plain and not self._announced:
+                self._budget.shrink(self._held - min(self._held, self._seen))
+                self._held = min(self._held, self._seen)
+        return message
+
+    def close(self) -> None:
+        """Give back what it holds: the request is over."""
+        if self._held:
+            self._budget.give_back(self._held)
+            self._held = 0
+
+    async def _take(self) -> None:
+        wait_s = min(WAIT_S, self._limits.header_s / 2)
+        try:
+            self._held = await self._budget.enter(self._charge).wait_async(wait_s)
+        except TimeoutError:
+            most = self._budget.bytes_max
+            told = f"bodies of other requests take up limits.inflight_bytes_max, which is {most}"
+            raise LimitReached(told, RETRY_S) from None
+        self._since_s = asyncio.get_running_loop().time()
+
+    async def _next(self) -> Message:
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_S if self._held else None):
+                    message = await self._receive()
+            except TimeoutError:
+                self._check_pace()
+            else:
+                if message.get("more_body"):
+                    self._check_pace()
+                return message
+
+    def _check_pace(self) -> None:
+        """Refuse a slow body that others wait for."""
+        due_s = asyncio.get_running_loop().time() - self._since_s - SLOW_S
+        if self._held and self._budget.waiting and self._seen < due_s * BODY_BYTES_S:
+            slow = f"the body came slower than {BODY_BYTES_S} bytes a second while other requests waited; send it again"
+            raise HttpError(slow, code=408, close=True)
+
+
+def _charge(headers: Headers, length: int | None, limits: ServeLimits) -> int:
+    """Return how much memory a body may take: of a form twice its size, of a compressed one what it may unpack to."""
+    size = limits.message_bytes_max if length is None else length
+    if headers.get("content-type", "").lower().startswith("multipart/"):
+        return 2 * size
+    if headers.get("content-encoding", "identity").strip().lower() == "identity":
+        return size
+    return size + min(size * DEFLATE_RATIO, limits.message_bytes_max)
+
+
+async def body_of(request: Request, bytes_max: int) -> bytes | bytearray | memoryview:
+    """Return the whole body, decompressed where the client says that it is compressed."""
+    body = await _received(request, bytes_max)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return body
+    if encoding not in _WINDOW:
+        raise HttpError("content-encoding: expected gzip, deflate or none", code=415)
+    if len(body) < ASIDE_BYTES:
+        return decompressed(body, _WINDOW[encoding], bytes_max)
+    return await asyncio.to_thread(decompressed, body, _WINDOW[encoding], bytes_max)
+
+
+async def _received(request: Request, bytes_max: int) -> bytearray | memoryview:
+    """Return the body as received; one over FREE_BYTES is in a mapping of its own.
+
+    A bytearray that grows is reallocated again and again; the holes that this leaves in the heap took more memory than
+    the budget allows. Pages of a mapping are used when they are written, and freed with the body.
+    """
+    size_max = min(int(request.headers.get("content-length", bytes_max)), bytes_max)
+    if size_max <= FREE_BYTES:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+        return body
+    mapped, size = mmap.mmap(-1, size_max, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+    async for part in request.stream():
+        mapped[size : size + len(part)] = part
+        size += len(part)
+    return memoryview(mapped)[:size]
+
+
+def decompressed(body: bytes | bytearray | memoryview, window: int, bytes_max: int) -> bytes:
+    """Return what is inside; never makes more than the limit, however much is inside."""
+    unpacker = zlib.decompressobj(window)
+    try:
+        inside = unpacker.decompress(body, bytes_max)
+        if unpacker.unconsumed_tail:
+            raise too_large(bytes_max)
+        inside += unpacker.flush()
+    except zlib.error:
+        raise HttpError("the body is not what its content-encoding says") from None
+    if not unpacker.eof or unpacker.unused_data:
+        raise HttpError("the compressed body is cut off, or something follows it")
+    if len(inside) > bytes_max:
+        raise too_large(bytes_max)
+    return inside
+
+
+async def json_object_of(
+    request: Request, bytes_max: int, *, empty: bool = False, json: JsonParser | None = None
+) -> dict[str, Any]:
+    """Return the body as a JSON object; with `empty`, no body at all stands for {}.
+
+    json: reads it; None: it is small, and read here.
+    """
+    body = await body_of(request, bytes_max)
+    if empty and not bytes(body).strip():
+        return {}
+    value = loads(body, "the body") if json is None else await json.document(body, "the body")
+    if not isinstance(value, dict):
+        raise HttpError("the body: expected a JSON object")
+    return value

@@ -1,0 +1,182 @@
+"""HTTP connection limits: header size, and time to send a request and read its answer.
+
+uvicorn's protocol over httptools (llhttp) reads the bytes; it limits neither. Here:
+
+- more than `metadata_bytes_max` bytes without a finished header, body piece or request end: 431, and the end;
+- a client that acknowledges nothing for `keepalive_s` + `keepalive_wait_s`, as one does whose network swallows what is
+  sent to it, is taken for gone, whether it waits for an answer or is being sent one (the kernel's doing);
+- a request must be there `header_s` after it began (or after the connection did), and one second later for each
+  BODY_BYTES_S of its body: then the connection ends. A refused request's body is thrown away for `header_s` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from weftline.engine.serving.config import ServeLimits
+
+BODY_BYTES_S = 256 << 10
+"""Slowest a large body may come, in bytes a second, once `header_s` is over."""
+
+
+KEEPALIVE_S_MAX = 32_767
+"""Longest that Linux takes for either time of a TCP keep-alive."""
+
+TARGET = "weftline.target"
+"""Where in a scope the request's target stands as it was sent: ASGI keeps its path alone."""
+
+STALL_S = 60.0
+"""How long a client may take nothing of an answer, as at the gRPC door."""
+
+
+def overdue_s(now_s: float, began_s: float, received_bytes: int, header_s: float) -> float:
+    """Return for how long a request that is still being sent is overdue; negative: it has so long left."""
+    return now_s - (began_s + header_s + received_bytes / BODY_BYTES_S)
+
+
+def watch(listening: socket.socket, limits: ServeLimits) -> None:
+    """Have the kernel end connections of this socket whose client is gone without a word.
+
+    A connection on which nothing is under way is asked after `keepalive_s` whether it lives (TCP keep-alive), and what
+    is under way has as long as both together to be acknowledged (TCP_USER_TIMEOUT); Linux alone would take a quarter
+    of an hour. Connections have these options from the socket that they come in by.
+    """
+    asked_s, answered_s = math.ceil(limits.keepalive_s), math.ceil(limits.keepalive_wait_s)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(asked_s, KEEPALIVE_S_MAX))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(answered_s, KEEPALIVE_S_MAX))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
+    _set_unacknowledged_max(listening, _gone_s(limits))
+
+
+def _gone_s(limits: ServeLimits) -> float:
+    return limits.keepalive_s + limits.keepalive_wait_s
+
+
+def _set_unacknowledged_max(sock: Any, seconds: float) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
+def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
+    """Return the protocol class for uvicorn's `http` setting."""
+
+    class LimitedProtocol(HttpToolsProtocol):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._unparsed = 0  # bytes since the parser last finished something
+            self._headers_bytes = 0
+            self._body_bytes = 0
+            self._sending = True  # a request is expected, or on its way
+            self._began_s = self.loop.time()
+            self._timer: asyncio.TimerHandle | None = None
+            self._stall: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._timer = self.loop.call_later(limits.header_s, self._check_time)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._end_stall()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._set_patience(max(STALL_S, _gone_s(limits)))  # to the kernel, who does not read is as good as gone
+            self._check_stall(None)
+
+        def resume_writing(self) -> None:
+            self._end_stall()
+            self._set_patience(_gone_s(limits))
+            super().resume_writing()
+
+        def _set_patience(self, seconds: float) -> None:
+            if not self.transport.is_closing():
+                _set_unacknowledged_max(self.transport.get_extra_info("socket"), seconds)
+
+        def _check_stall(self, unsent: int | None) -> None:
+            """Cut a client that has taken nothing of its answer for STALL_S."""
+            now = self.transport.get_write_buffer_size()
+            if unsent is not None and now >= unsent:
+                self.transport.abort()
+            else:
+                self._stall = self.loop.call_later(STALL_S, self._check_stall, now)
+
+        def _end_stall(self) -> None:
+            if self._stall is not None:
+                self._stall.cancel()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            if not self._sending:
+                self._expect_request()
+            self._unparsed += len(data)
+            super().data_received(data)
+            if max(self._unparsed, self._headers_bytes) > limits.metadata_bytes_max and self._sending:
+                self._refuse_headers()
+
+        def on_message_begin(self) -> None:
+            self._headers_bytes = self._body_bytes = 0
+            super().on_message_begin()
+
+        def on_url(self, url: bytes) -> None:
+            self._headers_bytes += len(url)
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._headers_bytes += len(name) + len(value) + 4
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._unparsed = 0
+            if self._headers_bytes <= limits.metadata_bytes_max:
+                self.scope[TARGET] = self.url  # type: ignore[literal-required]
+                super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._unparsed = 0
+            self._body_bytes += len(body)
+            if self.cycle is not None:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._unparsed = 0
+            if self._headers_bytes > limits.metadata_bytes_max or self.cycle is None:
+                return
+            self._sending = False
+            super().on_message_complete()
+
+        def _expect_request(self) -> None:
+            self._sending, self._began_s, self._unparsed = True, self.loop.time(), 0
+            self._headers_bytes = self._body_bytes = 0
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self.loop.call_later(limits.header_s, self._check_time)
+
+        def _check_time(self) -> None:
+            if not self._sending or self.transport.is_closing():
+                return
+            counted = 0 if self.cycle is not None and self.cycle.response_complete else self._body_bytes
+            late_s = overdue_s(self.loop.time(), self._began_s, counted, limits.header_s)
+            if late_s < 0:
+                self._timer = self.loop.call_later(-late_s, self._check_time)
+            else:
+                self.transport.close()
+
+        def _refuse_headers(self) -> None:
+            if not self.transport.is_closing():
+                said = b"the headers are larger than limits.metadata_bytes_max"
+                self.transport.write(
+                    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\n"
+                    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(said), said)
+                )
+                self.transport.close()
+
+    return LimitedProtocol

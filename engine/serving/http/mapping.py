@@ -1,0 +1,190 @@
+"""Mapping of model ports to OpenAI endpoints.
+
+    chat           an input `messages` (json), or a text input, or an audio input; and a text output
+    completions    a text input and a text output
+    embeddings     a text input, and an output that is one float vector
+    transcription  an audio input and a text output
+
+The text input is `prompt`, or the only one. The text output is `text`, or `answer`, or the only one; for transcription
+`transcript` counts too. Inputs called `sampling`, `tools` (json), `tenant`, `adapter` and `language` (text) have their
+own meaning; images and audio of a conversation go to the image and audio inputs in the order they are declared. Every
+other input must be one that may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.http.refusal import HttpError
+
+OWN_MEANING = ("adapter", "tenant", "language")
+"""Text inputs that are never what the user says."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPorts:
+    """Names of a model's ports, by what a conversation needs; None: it has no such port.
+
+    images, audio: inputs for pictures and recordings, as declared; of type image or list[image], and likewise.
+    """
+
+    output: str
+    messages: str | None
+    prompt: str | None
+    images: tuple[PortFace, ...]
+    audio: tuple[PortFace, ...]
+    sampling: str | None
+    tools: str | None
+    tenant: str | None
+    usage: str | None
+    answers: str | None
+    tool_calls: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TextPorts:
+    """Ports of a model that completes, or embeds, a text."""
+
+    prompt: str
+    output: str
+    sampling: str | None
+    tenant: str | None
+    usage: str | None
+    answers: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechPorts:
+    """Ports of a model that turns recordings into text."""
+
+    audio: str
+    output: str
+    language: str | None
+    prompt: str | None
+
+
+def chat_ports(face: ModelFace) -> ChatPorts:
+    """Return what of the model a conversation goes to; Refusal when it cannot chat."""
+    task = "chat"
+    images, audio = _media(face, "image"), _media(face, "audio")
+    messages, prompt = _input(face, "messages", "json"), _text_input(face)
+    if messages is None and prompt is None and not audio:
+        raise _cannot(face, task, "it has no input `messages` (json), and no text or audio input instead")
+    fed = {one.name for one in images + audio} | {messages, prompt, "sampling", "tools", "tenant"}
+    _check_rest(face, task, fed)
+    return ChatPorts(
+        _text_output(face, task, ("text", "answer")),
+        messages,
+        prompt,
+        images,
+        audio,
+        _input(face, "sampling", "json"),
+        _input(face, "tools", "json"),
+        _input(face, "tenant", "text"),
+        _output(face, "usage", "json"),
+        _output(face, "answers", "json"),
+        _output(face, "tool_calls", "json"),
+    )
+
+
+def completion_ports(face: ModelFace) -> TextPorts:
+    """Return what of the model a plain prompt goes to; Refusal when it cannot complete text."""
+    return _text_ports(face, "complete text", _text_output(face, "complete text", ("text", "answer")))
+
+
+def embedding_ports(face: ModelFace) -> TextPorts:
+    """Return what of the model a text to embed goes to; Refusal when it gives no embedding."""
+    return _text_ports(face, "embed", _vector_output(face))
+
+
+def speech_ports(face: ModelFace) -> SpeechPorts:
+    """Return what of the model a recording goes to; Refusal when it cannot transcribe."""
+    task = "transcribe"
+    audio = [one.name for one in face.inputs if one.type == "audio"]
+    if len(audio) != 1:
+        raise _cannot(face, task, f"it has {len(audio) or 'no'} audio inputs, and one is needed")
+    language, prompt = _input(face, "language", "text"), _input(face, "prompt", "text")
+    _check_rest(face, task, {audio[0], language, prompt})
+    return SpeechPorts(audio[0], _text_output(face, task, ("text", "transcript", "answer")), language, prompt)
+
+
+def _text_ports(face: ModelFace, task: str, output: str) -> TextPorts:
+    prompt = _text_input(face)
+    if prompt is None:
+        raise _cannot(face, task, "it has no text input `prompt`, and no other that is its only one")
+    _check_rest(face, task, {prompt, "sampling", "tenant"})
+    return TextPorts(
+        prompt,
+        output,
+        _input(face, "sampling", "json"),
+        _input(face, "tenant", "text"),
+        _output(face, "usage", "json"),
+        _output(face, "answers", "json"),
+    )
+
+
+def _text_input(face: ModelFace) -> str | None:
+    if _input(face, "prompt", "text"):
+        return "prompt"
+    texts = [one for one in face.inputs if one.type == "text" and one.name not in OWN_MEANING]
+    needed = [one for one in texts if not one.optional]
+    for some in (needed, texts):
+        if len(some) == 1:
+            return some[0].name
+    return None
+
+
+def _text_output(face: ModelFace, task: str, names: tuple[str, ...]) -> str:
+    texts = [one.name for one in face.outputs if one.type == "text"]
+    for name in names:
+        if name in texts:
+            return name
+    if len(texts) == 1:
+        return texts[0]
+    found = f"its text outputs are {', '.join(texts)}, and none is called" if texts else "it has no text output called"
+    raise _cannot(face, task, f"{found} {' or '.join(names)}")
+
+
+def _vector_output(face: ModelFace) -> str:
+    vectors = [one.name for one in face.outputs if _is_vector(one)]
+    if "embedding" in vectors:
+        return "embedding"
+    if len(vectors) != 1:
+        found = ", ".join(vectors) or "none"
+        raise _cannot(face, "embed", f"its float vectors are {found}; one is needed, or one called `embedding`")
+    return vectors[0]
+
+
+def _is_vector(port: PortFace) -> bool:
+    type = port.port_type
+    if type.kind != "tensor" or not (type.dtype or "").startswith("float"):
+        return False
+    return type.dims is not None and len(type.dims) == 1
+
+
+def _media(face: ModelFace, kind: str) -> tuple[PortFace, ...]:
+    return tuple(one for one in face.inputs if one.type in (kind, f"list[{kind}]"))
+
+
+def _input(face: ModelFace, name: str, type: str) -> str | None:
+    port = face.input(name)
+    return name if port is not None and port.type == type else None
+
+
+def _output(face: ModelFace, name: str, type: str) -> str | None:
+    port = face.output(name)
+    return name if port is not None and port.type == type else None
+
+
+def _check_rest(face: ModelFace, task: str, fed: Iterable[str | None]) -> None:
+    known = set(fed)
+    rest = [one for one in face.inputs if one.name not in known and not one.optional]
+    if rest:
+        named = ", ".join(f"{one.name} ({one.type})" for one in rest)
+        raise _cannot(face, task, f"nothing in such a request could be its input {named}")
+
+
+def _cannot(face: ModelFace, task: str, why: str) -> HttpError:
+    return HttpError(f"model {face.name} cannot {task}: {why}", param="model")

@@ -1,0 +1,213 @@
+"""HTTP middleware: authorises every request.
+
+What is not a route of ours is refused like what is, so a client without a token learns nothing from an unknown
+path. Errors of all paths end here too, and become answers through one mapper.
+
+A request has exactly one well-formed Host header: two Host headers are read as one by some and as the other by
+others, so what a proxy or a browser has checked would not be what is checked here (RFC 9112, section 3.2).
+
+Where no tokens are asked for, a web page that its user happens to look at could reach a server on loopback. Then a
+request with an `Origin` header is refused, and so is one for a host that is a name of the web (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import closing
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weftline.engine.runtime.byte_budget import ByteBudget
+from weftline.engine.serving.auth.exposure import is_loopback
+from weftline.engine.serving.auth.gate import Caller, Gate
+from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, OPEN
+from weftline.engine.serving.config import LOOPBACK
+from weftline.engine.serving.http.attended import ClientGone
+from weftline.engine.serving.http.body import Body
+from weftline.engine.serving.http.connection import TARGET
+from weftline.engine.serving.http.door import ID_CHARS_MAX, SPAN, HttpContext
+from weftline.engine.serving.http.problems import problem_response
+from weftline.engine.serving.http.refusal import HttpError, too_large, unknown_path, wrong_method
+from weftline.errors import AccessDenied, LimitReached, SessionClosed
+
+WORK = (INFER, MEMORY, ADMIN)
+"""Kinds of requests that a server which drains takes no more."""
+
+_log = logging.getLogger("weftline.ingress")
+
+
+class HttpGuard:
+    """ASGI middleware: gate, limits and errors.
+
+    host: where the server listens; decides with the gate whether browsers are kept out.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, door: HttpContext, gate: Gate, routes: Sequence[Route], host: str = LOOPBACK
+    ) -> None:
+        self._app = app
+        self._door = door
+        self._gate = gate
+        self._routes = routes
+        self._browsers = gate.asks_tokens
+        self._names = not is_loopback(host)
+        self._calls = 0
+        self._inflight = ByteBudget("limits.inflight_bytes_max", door.limits.budget_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"the HTTP door was asked for {scope['type']}")
+        told = _Told(send, scope)
+        self._calls += 1
+        try:
+            scope["weftline.caller"] = self._admitted(scope)
+            body = Body(receive, Headers(scope=scope), self._door.limits, self._inflight)
+            with closing(body):
+                await self._app(scope, body.receive, told.send)
+        except (ClientGone, ClientDisconnect):
+            return
+        except asyncio.CancelledError:  # only a server whose grace time is over cancels
+            await self._tell(draining(), scope, receive, told)
+        except Exception as error:
+            await self._tell(error, scope, receive, told)
+        finally:
+            self._calls -= 1
+
+    def _admitted(self, scope: Scope) -> Caller:
+        """Return who calls, or raise why they may not."""
+        headers = Headers(scope=scope)
+        check_host(headers.getlist("host"), scope.get("http_version", "1.1"), scope.get(TARGET, b""))
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        template, allowed = self._matched(scope)
+        name = f"HTTP {method} {template}"
+        try:
+            caller = self._gate.admit(name, headers.getlist("authorization"))
+        except AccessDenied as denied:
+            if template is None and denied.status == "PERMISSION_DENIED":
+                raise unknown_path() from None
+            if method not in allowed and denied.status == "PERMISSION_DENIED":
+                raise wrong_method(allowed) from None
+            raise
+        kind = METHODS.get(name)
+        if kind in WORK and not self._door.serving.on:
+            raise draining()
+        if kind is not OPEN:
+            self._check_browser(headers)
+            self._check_limits(headers)
+        return caller
+
+    def _matched(self, scope: Scope) -> tuple[str | None, set[str]]:
+        """Return the template of the path, None when there is none, and the methods it takes."""
+        methods: set[str] = set()
+        template = None
+        for route in self._routes:
+            match, _ = route.matches(scope)
+            if match is Match.NONE:
+                continue
+            if template is None or match is Match.FULL:
+                template = route.path
+            methods |= (route.methods or set()) - {"HEAD"}
+            if match is Match.FULL:
+                break
+        return template, methods
+
+    def _check_browser(self, headers: Headers) -> None:
+        if self._browsers:
+            return
+        if "origin" in headers:
+            raise HttpError("requests of web pages are refused while this server asks for no tokens", code=403)
+        if not self._names and not _is_local_name(headers.get("host", "")):
+            raise HttpError("the host is not this machine: call the server by its address, or by localhost", code=403)
+
+    def _check_limits(self, headers: Headers) -> None:
+        if self._calls > self._door.limits.calls_max:
+            raise LimitReached("too many calls at a time (limits.calls_max)", retry_after_s=1.0)
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length[:20]) > self._door.limits.message_bytes_max:
+            raise too_large(self._door.limits.message_bytes_max)
+
+    async def _tell(self, error: BaseException, scope: Scope, receive: Receive, told: _Told) -> None:
+        if told.started:
+            _log.error("an answer could not be finished", exc_info=error)
+            return  # the server closes the connection, so the client sees that it is not whole
+        await problem_response(error, scope["path"])(scope, receive, told.send)
+
+
+class _Told:
+    """Sends, knows whether an answer has begun, and names the request and its trace in it."""
+
+    __slots__ = ("_scope", "_send", "started")
+
+    def __init__(self, send: Send, scope: Scope) -> None:
+        self._send = send
+        self._scope = scope
+        self.started = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            headers = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+            id, span = Headers(scope=self._scope).get("x-request-id", ""), self._scope.get(SPAN, "")
+            if id and len(id) <= ID_CHARS_MAX and id.isprintable():
+                headers.append((b"x-request-id", id.encode("latin-1")))
+            if span:
+                headers.append((b"traceparent", span.encode("latin-1")))
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+
+def draining() -> SessionClosed:
+    error = SessionClosed("the server is shutting down; ask again in a moment")
+    error.retry_after_s = 1.0  # by then something else listens here, or soon will
+    return error
+
+
+def check_host(hosts: Sequence[str], version: str, target: bytes) -> None:
+    """Refuse (400) a request without one valid Host, or whose target, as proxies are sent it, is for another host."""
+    if not hosts and version == "1.0":
+        return
+    if len(hosts) != 1 or (host := _authority(hosts[0])) is None:
+        raise HttpError(
+            f"host: found {len(hosts)} headers, or no host in one; expected one name or address", close=True
+        )
+    scheme, colon, rest = target.partition(b"://")
+    if colon and not target.startswith(b"/"):
+        default = {b"http": 80, b"https": 443}.get(scheme.lower())
+        named = _authority(re.split(rb"[/?#]", rest, maxsplit=1)[0].decode("latin-1"))
+        if default is None or named is None or (named[0], named[1] or default) != (host[0], host[1] or default):
+            raise HttpError("the request's target and its host header are not the same host", close=True)
+
+
+def _authority(text: str) -> tuple[str, int] | None:
+    """Return name and port (0: none) of a host as it is written in a request; None when it is no such thing."""
+    found = _HOST.fullmatch(text)
+    if found is None or int(found[2] or 0) > 65_535:
+        return None
+    name = found[1].lower()
+    if name.startswith("["):
+        try:
+            name = f"[{ipaddress.IPv6Address(name[1:-1])}]"
+        except ValueError:
+            return None
+    return name, int(found[2] or 0)
+
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+;=-]+)(?::([0-9]{1,5}))?", re.ASCII)
+
+
+def _is_local_name(host: str) -> bool:
+    """Whether a Host header is an address, or a name that no DNS server decides."""
+    found = _authority(host)
+    name = found[0].strip("[]") if found is not None else host
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in ("", "localhost") or name.endswith(".localhost")
+    return True

@@ -1,0 +1,197 @@
+"""v2 REST routes besides inference: server, models, load, unload and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from weftline.engine.serving.http.body import json_object_of
+from weftline.engine.serving.http.door import HttpContext, caller_of
+from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.http.replying import json_response
+from weftline.engine.serving.identity import NAME, version
+from weftline.engine.serving.replies import told
+from weftline.engine.serving.statistics import ModelFigures, Spent
+from weftline.engine.serving.v2.metadata import ModelMetadata, config_of, metadata_of
+from weftline.engine.serving.v2.names import check_name, check_version
+from weftline.errors import AccessDenied, ModelError, UnknownModel
+
+EXTENSIONS = (
+    "binary_tensor_data",
+    "parameters",
+    "sequence",
+    "model_configuration",
+    "model_repository",
+    "statistics",
+    "system_shared_memory",
+    "trace",
+    "logging",
+)
+SETTINGS_BYTES_MAX = 64 << 10
+
+
+class RestServer:
+    """/v2, /v2/health/*, /v2/repository/*, /v2/trace/setting, /v2/logging."""
+
+    def __init__(self, door: HttpContext) -> None:
+        self._door = door
+
+    async def metadata(self, request: Request) -> ASGIApp:
+        off = () if self._door.shared_memory.enabled else ("system_shared_memory",)
+        extensions = [one for one in EXTENSIONS if one not in off]
+        return json_response({"name": NAME, "version": version(), "extensions": extensions})
+
+    async def live(self, request: Request) -> ASGIApp:
+        return json_response({"live": True})
+
+    async def ready(self, request: Request) -> ASGIApp:
+        ready = self._door.ready()
+        return json_response({"ready": ready}, 200 if ready else 503)
+
+    async def index(self, request: Request) -> ASGIApp:
+        body = await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
+        caller, only_ready = caller_of(request), body.get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise HttpError("ready: expected true or false")
+        return json_response(
+            [
+                {
+                    "name": one.name,
+                    "version": str(one.version) if one.version else "",
+                    "state": one.state.upper(),
+                    "reason": told(ModelError(one.why)).message if caller.admin and one.why else "",
+                }
+                for one in self._door.backend.index()
+                if caller.may(one.name) and (one.ready or not only_ready)
+            ]
+        )
+
+    async def load(self, request: Request) -> ASGIApp:
+        _check_no_files(await json_object_of(request, SETTINGS_BYTES_MAX, empty=True))
+        await self._door.backend.load(check_name(request.path_params["model"]))
+        return json_response({})
+
+    async def unload(self, request: Request) -> ASGIApp:
+        await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
+        await self._door.backend.unload(check_name(request.path_params["model"]))
+        return json_response({})
+
+    async def trace(self, request: Request) -> ASGIApp:
+        model = request.path_params.get("model", "")
+        if model:
+            self._door.face(request, check_name(model))
+        if request.method == "POST":
+            body = await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
+            self._door.trace.set({name: _texts(name, value) for name, value in body.items()}, model)
+        now = self._door.trace.get(model)
+        return json_response({name: list(found) if name == "trace_level" else found[0] for name, found in now.items()})
+
+    async def logging(self, request: Request) -> ASGIApp:
+        if request.method == "POST":
+            body = await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
+            for name, value in body.items():
+                if not isinstance(value, bool | int | str):
+                    raise HttpError(f"{name!r:.80}: expected true, false, a whole number or a text")
+            self._door.logs.set(body)
+        return json_response(self._door.logs.get())
+
+
+class RestModels:
+    """/v2/models/*: metadata, readiness, configuration and statistics of models."""
+
+    def __init__(self, door: HttpContext) -> None:
+        self._door = door
+
+    async def metadata(self, request: Request) -> ASGIApp:
+        name, version = _named(request)
+        return json_response(_metadata(metadata_of(self._door.face(request, name, version))))
+
+    async def ready(self, request: Request) -> ASGIApp:
+        name, version = _named(request)
+        if not caller_of(request).may(name):
+            raise AccessDenied("this token does not allow that model")
+        found = next((one for one in self._door.backend.index() if one.name == name), None)
+        if found is None or version not in ("", str(found.version)):
+            raise UnknownModel("no model has that name and version")
+        ready = found.ready and self._door.serving.on
+        return json_response({"name": name, "ready": ready}, 200 if ready else 503)
+
+    async def config(self, request: Request) -> ASGIApp:
+        name, version = _named(request)
+        return json_response(config_of(self._door.face(request, name, version)))
+
+    async def stats(self, request: Request) -> ASGIApp:
+        """Of one model with its steps, or of all that the caller may see."""
+        name, version = _named(request) if "model" in request.path_params else ("", "")
+        if name:
+            face = self._door.face(request, name, version)
+            versions = {name: face.version}
+        else:
+            caller = caller_of(request)
+            serving = {one.name: one.version for one in self._door.backend.index() if one.ready}
+            versions = {name: one for name, one in serving.items() if caller.may(name)}
+        figures = await self._door.figures(versions)
+        return json_response({"model_stats": [_figures(one) for one in figures]})
+
+
+def _named(request: Request) -> tuple[str, str]:
+    return check_name(request.path_params["model"]), check_version(request.path_params.get("version", ""))
+
+
+def _metadata(meta: ModelMetadata) -> dict[str, Any]:
+    return dataclasses.asdict(meta)
+
+
+def _check_no_files(body: Mapping[str, Any]) -> None:
+    parameters = body.get("parameters") or {}
+    if not isinstance(parameters, dict) or parameters:
+        raise HttpError("parameters: a model is loaded as its operator configured it; send none")
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Return a trace setting as its list of texts; null, which sets it back, as ()."""
+    if value is None:
+        return ()
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str) or type(one) is int for one in values):
+        raise HttpError(f"{name!r:.80}: expected a text, a whole number or a list of them")
+    return tuple(str(one) for one in values)
+
+
+def _figures(one: ModelFigures) -> dict[str, Any]:
+    nothing = _spent(Spent())
+    return {
+        "name": one.name,
+        "version": str(one.version),
+        "last_inference": one.last_ms,
+        "inference_count": one.inferences,
+        "execution_count": one.executions,
+        "inference_stats": {
+            "success": _spent(one.success),
+            "fail": _spent(one.fail),
+            "queue": _spent(one.queue),
+            "compute_input": nothing,
+            "compute_infer": _spent(one.compute_infer),
+            "compute_output": nothing,
+            "cache_hit": nothing,
+            "cache_miss": nothing,
+        },
+        "batch_stats": [
+            {
+                "batch_size": batch.size,
+                "compute_input": nothing,
+                "compute_infer": _spent(batch.calls),
+                "compute_output": nothing,
+            }
+            for batch in one.batches
+        ],
+        "memory_usage": [],
+    }
+
+
+def _spent(one: Spent) -> dict[str, int]:
+    return {"count": one.count, "ns": one.ns}

@@ -1,0 +1,138 @@
+"""Route table of the HTTP server and the ASGI application.
+
+The gate's table (`access/methods.py`) has the same paths with the right each takes; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weftline.engine.serving.auth.gate import Gate
+from weftline.engine.serving.config import LOOPBACK
+from weftline.engine.serving.http import rest_v2
+from weftline.engine.serving.http.door import HttpContext
+from weftline.engine.serving.http.memory_v2 import HttpSharedMemory
+from weftline.engine.serving.http.middleware import HttpGuard
+from weftline.engine.serving.http.openapi import document
+from weftline.engine.serving.http.probes import Probes
+from weftline.engine.serving.http.replying import json_response
+from weftline.engine.serving.http.tensors_v2 import Infer
+from weftline.engine.serving.openai.audio import Transcriptions
+from weftline.engine.serving.openai.chat import Chat
+from weftline.engine.serving.openai.completions import Completions
+from weftline.engine.serving.openai.embeddings import Embeddings
+from weftline.engine.serving.openai.models import OpenAiModels
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+def application(door: HttpContext, gate: Gate, host: str = LOOPBACK) -> Starlette:
+    """Return the ASGI application of a door."""
+    every = routes(door)
+    return Starlette(routes=every, middleware=[Middleware(HttpGuard, door=door, gate=gate, routes=every, host=host)])
+
+
+def routes(door: HttpContext) -> list[Route]:
+    """Return every path with what answers it."""
+    return [*_openai(door), *_v2(door), *_v2_memory(door), *_probes(door)]
+
+
+def _openai(door: HttpContext) -> list[Route]:
+    models = OpenAiModels(door)
+    return [
+        _post("/v1/chat/completions", Chat(door).create),
+        _post("/v1/completions", Completions(door).create),
+        _post("/v1/embeddings", Embeddings(door).create),
+        _post("/v1/audio/transcriptions", Transcriptions(door).create),
+        _get("/v1/models", models.list),
+        _get("/v1/models/{model}", models.get),
+    ]
+
+
+def _v2(door: HttpContext) -> list[Route]:
+    server, models, infer = rest_v2.RestServer(door), rest_v2.RestModels(door), Infer(door)
+    found = [
+        _get("/v2", server.metadata),
+        _get("/v2/health/live", server.live),
+        _get("/v2/health/ready", server.ready),
+        _get("/v2/models/stats", models.stats),
+        _post("/v2/repository/index", server.index),
+        _post("/v2/repository/models/{model}/load", server.load),
+        _post("/v2/repository/models/{model}/unload", server.unload),
+        _both("/v2/trace/setting", server.trace),
+        _both("/v2/models/{model}/trace/setting", server.trace),
+        _both("/v2/logging", server.logging),
+    ]
+    for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        found += [
+            _get(model, models.metadata),
+            _get(f"{model}/ready", models.ready),
+            _get(f"{model}/config", models.config),
+            _get(f"{model}/stats", models.stats),
+            _post(f"{model}/infer", infer.infer),
+        ]
+    return found
+
+
+def _v2_memory(door: HttpContext) -> list[Route]:
+    memory = HttpSharedMemory(door)
+    found = []
+    for path, status, register, unregister in (
+        ("/v2/systemsharedmemory", memory.status, memory.register, memory.unregister),
+        ("/v2/cudasharedmemory", memory.cuda_status, memory.cuda_register, memory.cuda_unregister),
+    ):
+        found += [
+            _get(f"{path}/status", status),
+            _get(f"{path}/region/{{region}}/status", status),
+            _post(f"{path}/region/{{region}}/register", register),
+            _post(f"{path}/region/{{region}}/unregister", unregister),
+            _post(f"{path}/unregister", unregister),
+        ]
+    return found
+
+
+def _probes(door: HttpContext) -> list[Route]:
+    probes = Probes(door)
+
+    async def openapi(request: Request) -> ASGIApp:
+        return json_response(document())
+
+    return [
+        _get("/livez", probes.live),
+        _get("/readyz", probes.ready),
+        _get("/healthz", probes.live),
+        _get("/health", probes.ready),
+        _get("/metrics", probes.metrics),
+        _get("/openapi.json", openapi),
+    ]
+
+
+def _get(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, _Application(endpoint), methods=["GET"])
+
+
+def _post(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, _Application(endpoint), methods=["POST"])
+
+
+def _both(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, _Application(endpoint), methods=["GET", "POST"])
+
+
+class _Application:
+    """An endpoint as an ASGI application: whatever it returns answers the request."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        response: ASGIApp | Response = await self._endpoint(request)
+        await response(scope, receive, send)

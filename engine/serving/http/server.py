@@ -1,0 +1,169 @@
+"""HTTP server: uvicorn on a given socket and event loop.
+
+    server = HttpServer(config, backend, gate)
+    port = await server.start()
+    server.set_serving(False)         # not ready, and no new work
+    await server.stop(grace_s=30)     # open requests finish, then they are cut
+
+It sets no signal handlers and knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from weftline.engine.serving.auth.gate import Gate
+from weftline.engine.serving.auth.shared_memory import SharedMemory
+from weftline.engine.serving.auth.tls import ssl_context
+from weftline.engine.serving.backend import Backend
+from weftline.engine.serving.config import HttpDoor, ServeConfig
+from weftline.engine.serving.grpc.control import LogSettings, TraceSettings
+from weftline.engine.serving.http.connection import limited, watch
+from weftline.engine.serving.http.door import Figures, HttpContext
+from weftline.engine.serving.http.routes import application
+from weftline.engine.serving.statistics import Statistics
+
+KEEP_ALIVE_S = 75
+"""How long a connection may rest between two requests; longer than the pools of usual clients and proxies."""
+
+BACKLOG = 2048
+
+FAREWELL_S = 0.5
+"""How long a client may take to read that its request was cut."""
+
+
+class HttpServer:
+    """One listening HTTP door.
+
+    shared_memory: regions that clients registered; shared with the gRPC door. None: there are none.
+    figures:       what v2's statistics tell, such as `Statistics.tell`; zeros when left out.
+    trace, logs:   settings shared with the gRPC door; own ones when left out.
+    sock:          a bound socket instead of `config.http`'s address.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        backend: Backend,
+        gate: Gate,
+        shared_memory: SharedMemory | None = None,
+        *,
+        figures: Figures | None = None,
+        trace: TraceSettings | None = None,
+        logs: LogSettings | None = None,
+        sock: socket.socket | None = None,
+    ) -> None:
+        self._at = config.http or HttpDoor()
+        self._tls = config.tls
+        self._limits = config.limits
+        self._sock = sock
+        self.door = HttpContext(
+            backend,
+            config.limits,
+            shared_memory=shared_memory or SharedMemory(config.limits, False),
+            figures=figures or Statistics().tell,
+            trace=trace or TraceSettings(),
+            logs=logs or LogSettings(),
+        )
+        self.app: Starlette = application(self.door, gate, self._at.host)
+        self.port = 0
+        self._server: _Server | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen, and return the port, which `port` has from then on; OSError when the address cannot be had."""
+        sock = self._sock or _bound(self._at.host, self._at.port)
+        watch(sock, self._limits)
+        config = uvicorn.Config(
+            self.app,
+            http=limited(self._limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            backlog=BACKLOG,
+        )
+        config.load()
+        if self._tls is not None:
+            config.ssl = ssl_context(self._tls)
+        self._server = _Server(config)
+        self.port = sock.getsockname()[1]
+        self._running = asyncio.create_task(self._server.serve([sock]), name="http door")
+        while not self._server.started:
+            if self._running.done():
+                self._running.result()
+                raise OSError("the HTTP door did not open")
+            await asyncio.sleep(0.005)
+        return self.port
+
+    def set_serving(self, serving: bool) -> None:
+        """Say whether new work is taken; when it is not, /readyz says so and requests are refused (503)."""
+        self.door.serving.on = serving
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no connection any more, let open requests finish for `grace_s`, cut the rest. Safe to call twice."""
+        self.set_serving(False)
+        if self._server is None or self._running is None:
+            return
+        self._server.grace_s = grace_s
+        self._server.should_exit = True
+        try:
+            await asyncio.shield(self._running)
+        finally:
+            self.door.json.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers, which whoever owns the process has, and with an end of its own.
+
+    grace_s: how long open requests may go on once it is to end; then they are told that the server is shutting down.
+    """
+
+    grace_s = 0.0
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for sock in sockets or []:
+            sock.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # at once, or after the request that is open on it
+        await self._wait_ended(self.grace_s)
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self._wait_ended(FAREWELL_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await self._wait_ended(FAREWELL_S)
+
+    async def _wait_ended(self, timeout_s: float) -> None:
+        tasks = set(self.server_state.tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio switches Nagle's algorithm off only where the protocol is named, and a head and its body are two writes
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,185 @@
+"""JSON operations for the JSON process: bytes in, bytes out.
+
+A job and its bytes go to a process of its own (`json_process.py`) and come back as MessagePack, in which json values
+travel through the engine anyway. So neither the parser nor the objects that it makes hold up anybody else.
+
+    Elements    elements of a BYTES tensor      -> a list with each as a port's value travels
+    Document    a JSON document                 -> its value
+    RestBody    the body of a v2 REST request   -> an InferRequest whose tensors are raw
+    Check       a json value that travelled     -> nothing
+    Render      json values that travelled      -> a list with each as a JSON document
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from weftline.engine.protocol.values import pack
+from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.http.binary_tensors import BinaryOutputs, read_request
+from weftline.engine.serving.v2 import bytes_tensor
+from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, array_of
+from weftline.engine.serving.v2.element import element_bytes, value_of
+from weftline.engine.serving.v2.nouns import InferRequest, Parameter, Region, Tensor, WantedOutput
+from weftline.engine.serving.v2.strict_json import check_count, loads
+from weftline.errors import InputError
+from weftline.nodes.ports import PortType
+from weftline.nodes.values import is_json
+from weftline.shm.spec import byte_size
+
+
+class Elements(msgspec.Struct, frozen=True, tag=True):
+    """Parse the `count` elements of a BYTES tensor, which are of a kind of PARSED and a port of `port_type`."""
+
+    kind: str
+    port_type: str
+    count: int
+    values_max: int
+
+
+class Document(msgspec.Struct, frozen=True, tag=True):
+    """Parse one document; `what` begins the message when it is none."""
+
+    what: str
+    values_max: int
+
+
+class RestBody(msgspec.Struct, frozen=True, tag=True):
+    """Parse a v2 REST body; see `read_request`."""
+
+    header_length: str | None
+    model: str
+    version: str
+    limits: ServeLimits
+
+
+class CheckJson(msgspec.Struct, frozen=True, tag=True):
+    """Check that bytes are a json value as it travels; they come from a process that may be hostile."""
+
+
+class Render(msgspec.Struct, frozen=True, tag=True):
+    """Write values as JSON documents; `sizes` are those of their bytes."""
+
+    sizes: tuple[int, ...]
+
+
+Job = Elements | Document | RestBody | CheckJson | Render
+
+PARSED = frozenset({"json", "detections", "list"})
+"""Kinds of elements that are JSON documents."""
+
+_unpack = msgspec.msgpack.decode
+_pack = msgspec.msgpack.encode
+
+
+def run(job: Job, data: bytes | memoryview) -> bytes:
+    """Do a job and return its result. InputError: the bytes are not what the job expects."""
+    if isinstance(job, Elements):
+        elements = bytes_tensor.decode(data, job.count)
+        check_count(elements, "json", job.values_max)
+        return _pack([_element(job, one) for one in elements])
+    if isinstance(job, Document):
+        return _pack(loads(data, job.what, job.values_max))
+    if isinstance(job, RestBody):
+        request, wanted = read_request(bytes(data), job.header_length, job.model, job.version, job.limits)
+        return _pack(_Read(tuple(map(_sent, request.inputs)), request.outputs, request.id, request.parameters, wanted))
+    if isinstance(job, CheckJson):
+        return _check(data)
+    return _pack(_rendered(job.sizes, memoryview(data)))
+
+
+def rest_body(job: RestBody, answer: bytes) -> tuple[InferRequest, BinaryOutputs]:
+    """Return what a job answered."""
+    read = _read(answer)
+    inputs = tuple(
+        Tensor(one.name, one.datatype, one.shape, one.raw, None, one.region, one.parameters) for one in read.inputs
+    )
+    return InferRequest(job.model, inputs, read.outputs, job.version, read.id, read.parameters), read.wanted
+
+
+def documents(answer: bytes) -> list[bytes]:
+    """Return what an Elements or a Render job answered."""
+    return _documents(answer)
+
+
+class _Sent(msgspec.Struct, frozen=True, array_like=True):
+    """A Tensor without `values`."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    raw: bytes | None
+    region: Region | None
+    parameters: Mapping[str, Parameter]
+
+
+class _Read(msgspec.Struct, frozen=True, array_like=True):
+    """An InferRequest parsed from a JSON body, and the form of each output."""
+
+    inputs: tuple[_Sent, ...]
+    outputs: tuple[WantedOutput, ...]
+    id: str
+    parameters: Mapping[str, Parameter]
+    wanted: BinaryOutputs
+
+
+_read = msgspec.msgpack.Decoder(_Read).decode
+_documents = msgspec.msgpack.Decoder(list[bytes]).decode
+
+
+def _element(job: Elements, element: bytes | memoryview) -> bytes:
+    value = value_of(job.kind, element, job.port_type, job.values_max)
+    return _pack(value) if job.kind != "detections" else pack(value, PortType("detections"), "detections").data
+
+
+def _sent(tensor: Tensor) -> _Sent:
+    """Return a tensor with its elements, if they came one by one, as raw contents."""
+    values, raw = tensor.values, None if tensor.raw is None else bytes(tensor.raw)
+    try:
+        if values is not None and tensor.datatype == BYTES:
+            raw = bytes_tensor.encode(element_bytes(values))
+        elif values is not None and tensor.datatype in DTYPES:
+            _expect_count(tensor, values)
+            raw = array_of(tensor.datatype, values).tobytes()
+    except InputError as error:
+        raise InputError(f"input {tensor.name:.80}: {error}") from None
+    return _Sent(tensor.name, tensor.datatype, tensor.shape, raw, tensor.region, tensor.parameters)
+
+
+def _expect_count(tensor: Tensor, values: Sequence[object]) -> None:
+    """Raise InputError when the number of elements is not that of the shape. Later checks count bytes alone."""
+    count = byte_size("uint8", tensor.shape)
+    if len(values) != count:
+        raise InputError(f"found {len(values)} elements, expected {count} for shape {list(tensor.shape)}")
+
+
+def _check(data: bytes | memoryview) -> bytes:
+    try:
+        right = is_json(_unpack(data))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        right = False
+    if not right:
+        raise InputError("found bytes that are no json value")
+    return b""
+
+
+def _rendered(sizes: Sequence[int], data: memoryview) -> list[bytes]:
+    found, at = [], 0
+    for size in sizes:
+        found.append(json_bytes(_unpack(data[at : at + size])))
+        at += size
+    return found
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return a json value as a compact document; numbers that JSON does not have become null."""
+    try:
+        return msgspec.json.encode(value)
+    except (OverflowError, ValueError, RecursionError):  # such as integers beyond 64 bits
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()

@@ -1,0 +1,114 @@
+"""JSON parser and serialiser: small documents inline, large ones in a process.
+
+What a large document becomes is the port's value as it travels (Packed): nothing here builds it, nothing checks it
+again, and the worker that reads it is the first to have it as Python objects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from weftline.engine.protocol.packed import Packed
+from weftline.engine.protocol.values import LIST_ITEMS_MAX
+from weftline.engine.serving import json_jobs as jobs
+from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.face import ModelFace
+from weftline.engine.serving.http.binary_tensors import BODY_VALUES, BinaryOutputs, header_bytes, read_request
+from weftline.engine.serving.json_process import JsonProcess
+from weftline.engine.serving.regions import Regions
+from weftline.engine.serving.v2 import bytes_tensor
+from weftline.engine.serving.v2.datatypes import BYTES
+from weftline.engine.serving.v2.element import element_bytes
+from weftline.engine.serving.v2.forms import form_of
+from weftline.engine.serving.v2.nouns import InferRequest, Tensor
+from weftline.engine.serving.v2.sent import bytes_of
+from weftline.engine.serving.v2.strict_json import INLINE_BYTES, loads
+from weftline.errors import InputError
+from weftline.shm.spec import byte_size
+
+
+class JsonParser:
+    """Reads and writes JSON for the doors of one process. Used from one event loop; `close` ends its process."""
+
+    def __init__(self) -> None:
+        self.process = JsonProcess()
+
+    def close(self) -> None:
+        self.process.close()
+
+    async def document(self, data: bytes | bytearray | memoryview, what: str) -> Any:
+        """Return the value of a document that describes a request; InputError as `loads`."""
+        if len(data) <= INLINE_BYTES:
+            return loads(data, what, BODY_VALUES)
+        return msgspec.msgpack.decode(await self.process.run(jobs.Document(what, BODY_VALUES), data))
+
+    async def rest_body(
+        self,
+        body: bytes | bytearray | memoryview,
+        header_length: str | None,
+        model: str,
+        version: str,
+        limits: ServeLimits,
+    ) -> tuple[InferRequest, BinaryOutputs]:
+        """As `read_request`."""
+        if header_bytes(header_length, len(body)) <= INLINE_BYTES:
+            return read_request(body, header_length, model, version, limits)
+        job = jobs.RestBody(header_length, model, version, limits)
+        return jobs.rest_body(job, await self.process.run(job, body))
+
+    async def elements(
+        self, request: InferRequest, face: ModelFace, limits: ServeLimits, regions: Regions | None
+    ) -> InferRequest:
+        """Return a request whose elements that are JSON are parsed, if there is much of it; else the request itself.
+
+        InputError for what is wrong with them; what is wrong with the rest of the request is found later.
+        """
+        kinds = {port.name: form_of(port.type).element for port in face.inputs}
+        parsed = [one for one in request.inputs if one.datatype == BYTES and kinds.get(one.name) in jobs.PARSED]
+        if sum(map(_size_bytes, parsed)) <= INLINE_BYTES:
+            return request
+        types = {port.name: port.type for port in face.inputs}
+        done = {}
+        for one in parsed:
+            try:
+                done[id(one)] = await self._elements(one, kinds[one.name], types[one.name], limits, regions)
+            except InputError as error:
+                raise InputError(f"input {one.name}: {error}") from None
+        return msgspec.structs.replace(request, inputs=tuple(done.get(id(one), one) for one in request.inputs))
+
+    async def _elements(
+        self, tensor: Tensor, kind: str, type: str, limits: ServeLimits, regions: Regions | None
+    ) -> Tensor:
+        count = byte_size("uint8", tensor.shape)
+        if count > min(limits.elements_max, LIST_ITEMS_MAX):
+            return tensor  # which is refused for it
+        if tensor.values is not None:
+            count, raw = len(tensor.values), bytes_tensor.encode(element_bytes(tensor.values))
+        else:
+            raw = bytes_of(tensor, regions)  # type: ignore[assignment]
+        job = jobs.Elements(kind, type, count, limits.elements_max)
+        found = jobs.documents(await self.process.run(job, raw))
+        values: tuple[object, ...]
+        if kind == "list":
+            values = tuple(map(msgspec.msgpack.decode, found))
+        else:
+            values = tuple(Packed(kind, data=one) for one in found)
+        return msgspec.structs.replace(tensor, raw=None, values=values, region=None)
+
+    async def check(self, name: str, value: Packed) -> None:
+        """Raise InputError unless an input that travelled is made of json; its sender may be hostile."""
+        for one in value.leaves():
+            try:
+                await self.process.run(jobs.CheckJson(), one.data)
+            except InputError as error:
+                raise InputError(f"input {name}: {error}") from None
+
+
+def _size_bytes(tensor: Tensor) -> int:
+    if tensor.region is not None:
+        return tensor.region.size_bytes
+    if tensor.values is not None:
+        return sum(len(one) for one in tensor.values if isinstance(one, bytes | str))
+    return len(tensor.raw or b"")

@@ -1,0 +1,179 @@
+"""JSON process: parses and writes large documents, one at a time.
+
+A parser written in C holds the interpreter from the first byte to the last, and with it every other request of its
+process: 20 MB take it a tenth of a second, a million objects several. Here it delays only requests that wait for
+another large document. The process is started for the first of them, by exec and with one end of a socket pair, gives
+up the privileges that a worker gives up, and yields the processor to others. One that dies, or takes longer than JOB_S,
+fails its one document; the next one has a new process.
+
+    socket: 8 bytes length of the job, 8 bytes length of the data, the job (MessagePack), the data
+    back:   1 byte, 8 bytes length, the answer; or what is wrong as (message, HTTP status or 0, field)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from weftline.engine.serving.frontend.child import environment
+from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.json_jobs import Job, run
+from weftline.engine.worker.hardening import harden
+from weftline.errors import InputError, LimitReached, WeftlineError
+
+JOB_S = 20.0
+"""Longest that one document may take."""
+
+WAITING_MAX = 64
+"""Most documents at a time; more are refused."""
+
+NICE = 10
+"""How far the process steps back for others on a busy machine, see nice(2)."""
+
+MEMORY_BYTES = 8 << 30
+"""Most address space of the process: objects of the largest document that its limits let in, many times over."""
+
+DONE, WRONG, FAILED = b"\0", b"\1", b"\2"
+_HEAD, _REPLY = struct.Struct("<QQ"), struct.Struct("<cQ")
+
+_decode_job = msgspec.msgpack.Decoder(Job).decode
+_decode_wrong = msgspec.msgpack.Decoder(tuple[str, int, str | None]).decode
+
+
+class JsonProcess:
+    """The process, seen from a server. Used from one event loop; `close` ends it."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "weftline-json")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._waiting = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process' pid; None before the first large document."""
+        return self._process.pid if self._process is not None else None
+
+    async def run(self, job: Job, data: bytes | bytearray | memoryview) -> bytes:
+        """Run a job in the process. InputError: wrong data. LimitReached: it took longer than JOB_S."""
+        if self._waiting >= WAITING_MAX:
+            raise LimitReached(f"{WAITING_MAX} large JSON documents are being read", retry_after_s=1.0)
+        self._waiting += 1
+        done = asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, job, data)
+        done.add_done_callback(self._count)
+        return await done
+
+    def close(self) -> None:
+        """End the process and everything that waits for it. Safe to call twice."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._end()
+
+    def _count(self, done: asyncio.Future[bytes]) -> None:
+        self._waiting -= 1
+
+    def _exchange(self, job: Job, data: bytes | bytearray | memoryview) -> bytes:
+        try:
+            sock = self._sock or self._start()
+            head = msgspec.msgpack.encode(job)
+            sock.sendall(_HEAD.pack(len(head), len(data)) + head)
+            sock.sendall(data)
+            kind, size = _REPLY.unpack(_received(sock, _REPLY.size))
+            answer = _received(sock, size)
+        except TimeoutError:
+            self._end()
+            raise LimitReached(f"the JSON took more than {JOB_S:g} s to read") from None
+        except OSError:
+            self._end()
+            raise WeftlineError("the process that reads large JSON documents ended") from None
+        if kind == DONE:
+            return bytes(answer)
+        if kind == FAILED:
+            raise LimitReached("the JSON takes more memory than there is for it")
+        message, code, param = _decode_wrong(answer)
+        raise HttpError(message, code=code, param=param) if code else InputError(message)
+
+    def _start(self) -> socket.socket:
+        self._end()
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the server's own standard output is for what it prints itself
+                env=environment(os.environ),
+                start_new_session=True,
+            )
+            undo.pop_all()
+        ours.settimeout(JOB_S)
+        self._sock = ours
+        return ours
+
+    def _end(self) -> None:
+        sock, self._sock = self._sock, None
+        process, self._process = self._process, None
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits at it
+            sock.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def _received(sock: socket.socket, size: int) -> bytearray:
+    """Receive exactly `size` bytes; OSError when there are fewer."""
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            raise ConnectionError("the other side has closed")
+        view = view[count:]
+    return buffer
+
+
+def main(arguments: list[str]) -> None:
+    """Do jobs until the server is gone."""
+    fd, parent = map(int, arguments)
+    harden(parent)
+    os.nice(NICE)
+    gc.disable()  # parsed values hold no cycles, and looking for some takes longer than the parsing
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    with contextlib.suppress(OSError):
+        while True:
+            head_size, data_size = _HEAD.unpack(_received(sock, _HEAD.size))
+            head = _received(sock, head_size)
+            kind, answer = _done(_decode_job(head), _received(sock, data_size))
+            sock.sendall(_REPLY.pack(kind, len(answer)))
+            sock.sendall(answer)
+
+
+def _done(job: Job, data: bytearray) -> tuple[bytes, bytes]:
+    try:
+        return DONE, run(job, memoryview(data))
+    except HttpError as wrong:
+        return WRONG, msgspec.msgpack.encode((str(wrong), wrong.code, wrong.param))
+    except InputError as wrong:
+        return WRONG, msgspec.msgpack.encode((str(wrong), 0, None))
+    except MemoryError:
+        return FAILED, b""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

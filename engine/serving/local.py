@@ -1,0 +1,374 @@
+"""Local backend: models are sessions of a `Repository` in this process.
+
+    with Repository() as repository:
+        backend = LocalBackend(repository, config.pipelines)
+        await backend.open()                       # every pipeline that is to be loaded
+        answer = await backend.ask(Ask("ocr", {"photo": png}))
+
+An exposed step is a pipeline of that step alone, loaded beside its pipeline, with its own workers. Whoever may load
+models, an admin, learns why a load failed; other clients learn that the model is not ready. The log has why, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from weftline.engine.repository import Repository
+from weftline.engine.request import RequestOptions
+from weftline.engine.result import BorrowedResult, StreamedOutput
+from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.scheduler.request import StepTiming
+from weftline.engine.serving.backend import Answer, Ask, Observer, Record
+from weftline.engine.serving.config import ServedPipeline
+from weftline.engine.serving.face import LOADING, NOT_LOADED, READY, UNAVAILABLE, ModelFace, ModelState, face_of
+from weftline.engine.session import Session
+from weftline.errors import (
+    InputError,
+    ModelError,
+    PipelineError,
+    SessionClosed,
+    UnknownModel,
+    WeftlineError,
+    traceback_of,
+)
+from weftline.nodes.urgency import SequencePart
+from weftline.pipelines.spec.graph import Pipeline
+from weftline.pipelines.spec.loader import load_file
+from weftline.pipelines.spec.single_step import alone
+
+_log = logging.getLogger("weftline.ingress")
+
+_STATES = {"loading": LOADING, "ready": READY, "reloading": READY}
+"""A repository's states as clients see them; the others are UNAVAILABLE."""
+
+Begin = Callable[[Ask], str]
+"""Returns the trace context of a request's own span, before it runs; '' when it is not traced."""
+
+
+class LocalBackend:
+    """Models of this process. Used from one event loop.
+
+    served:    what may be loaded, by name.
+    observers: told of every request that ended.
+    begin:     gives a request its trace context.
+    metrics:   renders all figures.
+    progress:  as for `Session.open`, with `model.step` for steps.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        served: Mapping[str, ServedPipeline],
+        *,
+        observers: Sequence[Observer] = (),
+        begin: Begin | None = None,
+        metrics: Callable[[], bytes] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._repository = repository
+        self._served = dict(served)
+        self._observers = tuple(observers)
+        self._begin = begin
+        self._metrics = metrics
+        self._progress = progress
+        self._faces: dict[str, tuple[Session, ModelFace]] = {}
+        self._unread: dict[str, str] = {}  # why a pipeline's file could not be read when it was last to be loaded
+        self._turns = {name: asyncio.Lock() for name in self._served}
+        self._known = {model for name, one in self._served.items() for model in _models(name, one)}
+
+    # models
+
+    def index(self) -> tuple[ModelState, ...]:
+        found = {
+            entry.name: ModelState(
+                entry.name,
+                entry.version,
+                UNAVAILABLE if entry.state in ("ready", "reloading") and not entry.ready else _state(entry.state),
+                entry.why or self._unread.get(entry.name, ""),
+            )
+            for entry in self._repository.index()
+        }
+        absent = {name: ModelState(name, 0, UNAVAILABLE, self._unread.get(name, NOT_LOADED)) for name in self._known}
+        return tuple(state for _, state in sorted((absent | found).items()))
+
+    def face(self, model: str, version: str = "") -> ModelFace:
+        session = self._session(model)
+        held = self._faces.get(model)
+        if held is None or held[0] is not session or held[1].version != session.version:
+            held = session, face_of(model, session.version, session.plan)
+            self._faces[model] = held
+        face = held[1]
+        if version and version != str(face.version):
+            raise UnknownModel(f"model {model} has no version {version!r:.40}; version {face.version} serves")
+        return face
+
+    def sessions(self) -> dict[str, Session]:
+        """Return the sessions that serve now, by model."""
+        serving = {}
+        for entry in self._repository.index():
+            try:
+                serving[entry.name] = self._repository.get(entry.name)
+            except WeftlineError:
+                continue  # it ended this very moment
+        return serving
+
+    def stats(self, model: str) -> Mapping[str, Any]:
+        try:
+            return self._session(model).stats()
+        except (SessionClosed, UnknownModel):
+            return {}
+
+    async def metrics(self) -> bytes:
+        return await asyncio.to_thread(self._metrics) if self._metrics is not None else b""
+
+    # life
+
+    async def open(self) -> None:
+        """Load every pipeline that is to be loaded at the start, one after the other; the first failure is raised.
+
+        All of them, exposed steps too, share the GPUs from the first on: llm steps divide what is left evenly.
+        """
+        async with AsyncExitStack() as turns:
+            models: dict[str, Pipeline] = {}
+            for name, one in self._served.items():
+                if one.load:
+                    await turns.enter_async_context(self._turns[name])
+                    models |= await asyncio.to_thread(_pipelines, name, one)
+            await self._load_together(models)
+
+    async def load(self, model: str) -> int:
+        """As in `Backend`; goes on, steps and all, when whoever asked for it gives up waiting.
+
+        ModelError when it cannot be: what is wrong with a file is no mistake of whoever asked.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._load_for_admin(model, self._told_of(model))))
+
+    async def _load_for_admin(self, model: str, one: ServedPipeline) -> int:
+        try:
+            return await self._load(model, one)
+        except PipelineError as error:
+            _log.error("model %s could not be loaded: %s", model, error)
+            raise ModelError(f"model {model} could not be loaded: {error}") from None
+        except ModelError as error:
+            extra = {"traceback": traceback_of(error)}
+            _log.error("model %s could not be loaded: %s", model, error, extra=extra)
+            raise
+
+    async def unload(self, model: str) -> None:
+        """As in `Backend`; goes on as `load` does."""
+        await asyncio.shield(asyncio.ensure_future(self._unload(model, self._told_of(model))))
+
+    async def _unload(self, model: str, one: ServedPipeline) -> None:
+        async with self._turns[model]:
+            self._unread.pop(model, None)
+            loaded = {entry.name for entry in self._repository.index()}
+            for name in reversed(_models(model, one)):
+                if name in loaded:
+                    await asyncio.to_thread(self._repository.unload, name)
+                    self._faces.pop(name, None)
+
+    def _told_of(self, model: str) -> ServedPipeline:
+        one = self._served.get(model)
+        if one is None:
+            raise UnknownModel(f"model {model:.128} is not one that this server was told of")
+        return one
+
+    async def _load(self, model: str, one: ServedPipeline) -> int:
+        async with self._turns[model]:  # a pipeline and its exposed steps change together
+            try:
+                models = await asyncio.to_thread(_pipelines, model, one)
+            except PipelineError as error:
+                self._unread[model] = str(error)
+                raise
+            self._unread.pop(model, None)
+            return (await self._load_together(models))[model]
+
+    async def _load_together(self, models: Mapping[str, Pipeline]) -> dict[str, int]:
+        """Load or reload models and return their versions."""
+
+        def load() -> dict[str, int]:
+            versions = {}
+            for name, version in self._repository.load_together(models, progress=self._progress_of):
+                _log.info("model %s: version %d serves", name, version)
+                versions[name] = version
+            return versions
+
+        return await asyncio.to_thread(load)
+
+    def _progress_of(self, name: str) -> Progress | None:
+        tell = self._progress
+        return None if tell is None else lambda step, phrase, share: tell(f"{name}.{step}", phrase, share)
+
+    # requests
+
+    async def ask(self, ask: Ask) -> Answer:
+        noted = _Noted(ask, self._begin)
+        version = 0
+        try:
+            session = self._session(ask.model)
+            version = session.version
+            if ask.version:
+                self.face(ask.model, ask.version)
+            borrowed = await session.borrow(ask.inputs, _options(ask), paths=False, caller=ask.caller)
+        except BaseException as error:
+            self._tell(noted.failed(error, version))
+            raise
+        if self._observers:
+            self._tell(noted.answered(borrowed))
+        return Answer(
+            borrowed.outputs,
+            borrowed.timings,
+            borrowed.total_ms,
+            borrowed.version,
+            noted.traceparent,
+            borrowed.release,
+        )
+
+    async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
+        noted = _Noted(ask, self._begin)
+        version = 0
+        try:
+            session = self._session(ask.model)
+            version = session.version
+            if ask.version:
+                self.face(ask.model, ask.version)
+            options = _options(ask)
+            pieces = session.stream_outputs(ask.inputs, options, paths=False, caller=ask.caller, timed=noted.took)
+            try:
+                async for piece in pieces:
+                    noted.heard(piece)
+                    yield piece
+            finally:
+                await pieces.aclose()
+        except BaseException as error:
+            self._tell(noted.failed(error, version))
+            raise
+        self._tell(noted.ended(version))
+
+    def _session(self, model: str) -> Session:
+        try:
+            return self._repository.get(model)
+        except InputError:
+            if model in self._known:
+                raise SessionClosed(f"model {model} is not loaded") from None
+            raise UnknownModel(f"no model is called {model!r:.140}") from None
+        except SessionClosed as error:
+            _log.debug("model %s cannot be asked: %s", model, error)
+            raise SessionClosed(f"model {model} is not ready") from None
+
+    def _tell(self, record: Record) -> None:
+        for observer in self._observers:
+            try:
+                observer(record)
+            except Exception:
+                _log.exception("an observer of requests failed")
+
+
+class _Noted:
+    """What is noted of one request while it runs, to become a Record."""
+
+    __slots__ = ("_ask", "_first_ms", "_pieces", "_started", "_started_ns", "_timings", "_usage", "traceparent")
+
+    def __init__(self, ask: Ask, begin: Begin | None) -> None:
+        self._ask = ask
+        self._started = time.perf_counter()
+        self._started_ns = time.time_ns()
+        self._first_ms: float | None = None
+        self._pieces = 0
+        self._usage: Mapping[str, Any] = {}
+        self._timings: tuple[StepTiming, ...] = ()
+        self.traceparent = begin(ask) if begin is not None else ""
+
+    def heard(self, piece: StreamedOutput) -> None:
+        if not piece.last:
+            if not self._pieces:
+                self._first_ms = self._elapsed_ms()
+            self._pieces += 1
+        elif piece.output == "usage" and isinstance(piece.value, dict):
+            self._usage = piece.value
+
+    def took(self, timings: tuple[StepTiming, ...]) -> None:
+        self._timings = timings
+
+    def answered(self, borrowed: BorrowedResult) -> Record:
+        usage = borrowed.outputs.get("usage")
+        self._usage = usage if isinstance(usage, dict) else {}
+        return self._record("OK", borrowed.version, borrowed.timings, borrowed.total_ms)
+
+    def ended(self, version: int) -> Record:
+        return self._record("OK", version, self._timings)
+
+    def failed(self, error: BaseException, version: int) -> Record:
+        gone = isinstance(error, asyncio.CancelledError | GeneratorExit)
+        status = error.status if isinstance(error, WeftlineError) else "CANCELLED" if gone else "INTERNAL"
+        timings = error.timings if isinstance(error, WeftlineError) else ()
+        told = f"{error}" if isinstance(error, WeftlineError) else "" if gone else type(error).__name__
+        return self._record(status, version, timings, error=told, traceback=traceback_of(error))
+
+    def _record(
+        self,
+        status: str,
+        version: int,
+        timings: tuple[StepTiming, ...] = (),
+        total_ms: float | None = None,
+        error: str = "",
+        traceback: str = "",
+    ) -> Record:
+        elapsed_ms = self._elapsed_ms() if total_ms is None else total_ms
+        return Record(
+            self._ask.model,
+            version,
+            status,
+            self._started_ns,
+            elapsed_ms,
+            self._ask,
+            timings,
+            min((one.started_ms - one.queued_ms for one in timings), default=0.0),
+            self._first_ms,
+            self._pieces,
+            self._usage,
+            error,
+            self.traceparent,
+            traceback,
+        )
+
+    def _elapsed_ms(self) -> float:
+        return (time.perf_counter() - self._started) * 1000
+
+
+def _options(ask: Ask) -> RequestOptions:
+    """Return the engine's options of a request; InputError for an invalid one."""
+    return RequestOptions(
+        outputs=ask.outputs,
+        deadline_ms=ask.deadline_ms,
+        priority=ask.priority,
+        sequence=_own(ask),
+        job=ask.job,
+        seed=ask.seed,
+    )
+
+
+def _own(ask: Ask) -> SequencePart | None:
+    """Return a request's sequence as the engine knows it: callers count from 1, and do not meet in each other's."""
+    part = ask.sequence
+    return part if part is None or not ask.caller else SequencePart(f"{ask.caller}/{part.id}", part.start, part.end)
+
+
+def _pipelines(name: str, served: ServedPipeline) -> dict[str, Pipeline]:
+    """Return the models a pipeline gives, as it is in its file now."""
+    pipeline = load_file(served.file)
+    return {name: pipeline} | {f"{name}.{step}": alone(pipeline, step) for step in served.expose}
+
+
+def _models(name: str, served: ServedPipeline) -> list[str]:
+    """Return the models a pipeline gives: itself, then its exposed steps."""
+    return [name, *(f"{name}.{step}" for step in served.expose)]
+
+
+def _state(state: str) -> str:
+    return _STATES.get(state, UNAVAILABLE)

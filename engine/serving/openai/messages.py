@@ -1,0 +1,115 @@
+"""Conversion of OpenAI messages to model inputs.
+
+A model with an input `messages` gets the whole conversation, texts only: system, developer, user, assistant and tool
+messages, with the tool calls that were made. One with a text input gets the text of the last user message. Pictures and
+recordings go to inputs of their own: those of the last message that has any, since earlier ones were answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weftline.engine.serving.http.mapping import ChatPorts
+from weftline.engine.serving.http.refusal import HttpError, unsupported
+from weftline.engine.serving.openai.media import picture_of, placed, recording_of
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Keys of a message that a model sees; what answers carry besides (refusal, annotations) is left out."""
+MESSAGES_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """messages: with plain texts. images, audio: encoded, of the last message that has any."""
+
+    messages: tuple[dict[str, Any], ...]
+    images: tuple[bytes, ...]
+    audio: tuple[bytes, ...]
+
+    @property
+    def question(self) -> str | None:
+        """The last user message's text; None without one."""
+        users = [one["content"] for one in self.messages if one["role"] == "user"]
+        return users[-1] if users else None
+
+
+def read_conversation(messages: object) -> Conversation:
+    """Return what `messages` says; Refusal tells which message is wrong, and how."""
+    if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
+        raise HttpError(f"messages: expected a list of 1 to {MESSAGES_MAX} messages", param="messages")
+    read: list[dict[str, Any]] = []
+    images: tuple[bytes, ...] = ()
+    audio: tuple[bytes, ...] = ()
+    for place, message in enumerate(messages):
+        one, pictures, recordings = _read_message(f"messages[{place}]", message)
+        read.append(one)
+        images, audio = pictures or images, recordings or audio
+    return Conversation(tuple(read), images, audio)
+
+
+def chat_inputs(body: Mapping[str, Any], ports: ChatPorts) -> dict[str, Any]:
+    """Return the model's inputs for a chat request, all but `sampling`."""
+    said = read_conversation(body.get("messages"))
+    inputs: dict[str, Any] = {}
+    if ports.messages is not None:
+        inputs[ports.messages] = list(said.messages)
+    elif ports.prompt is not None:
+        if said.question is None:
+            raise HttpError("messages: found no user message, and its text is all the model takes", param="messages")
+        inputs[ports.prompt] = said.question
+    inputs |= placed(said.images, ports.images, "picture")
+    inputs |= placed(said.audio, ports.audio, "recording")
+    return inputs | _tools(body, ports)
+
+
+def _tools(body: Mapping[str, Any], ports: ChatPorts) -> dict[str, Any]:
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", "no call can be forced here; expected none or auto")
+    if not tools or choice == "none":
+        return {}
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise HttpError("tools: expected a list of objects", param="tools")
+    if ports.tools is None:
+        raise unsupported("tools", "the model takes none; give it an input `tools: json`")
+    return {ports.tools: tools}
+
+
+def _read_message(where: str, message: object) -> tuple[dict[str, Any], tuple[bytes, ...], tuple[bytes, ...]]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise HttpError(f"{where}: expected an object with a role of {', '.join(ROLES)}", param="messages")
+    if message.get("function_call") is not None:
+        raise HttpError(f"{where}.function_call: not supported; use tool_calls", param="messages")
+    kept = {key: message[key] for key in KEPT if message.get(key) is not None}
+    content = message.get("content")
+    if content is None and message["role"] != "assistant":
+        raise HttpError(f"{where}.content: expected a text, or a list of parts", param="messages")
+    text, images, audio = _read_content(f"{where}.content", content)
+    return kept | {"content": text}, images, audio
+
+
+def _read_content(where: str, content: object) -> tuple[str, tuple[bytes, ...], tuple[bytes, ...]]:
+    if content is None or isinstance(content, str):
+        return content or "", (), ()
+    if not isinstance(content, list):
+        raise HttpError(f"{where}: expected a text, or a list of parts", param="messages")
+    texts: list[str] = []
+    images: list[bytes] = []
+    audio: list[bytes] = []
+    for place, part in enumerate(content):
+        at = f"{where}[{place}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "refusal" and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])
+        elif kind == "image_url":
+            images.append(picture_of(part, at))
+        elif kind == "input_audio":
+            audio.append(recording_of(part, at))
+        else:
+            raise HttpError(f"{at}: expected a part of type text, image_url or input_audio", param="messages")
+    return "".join(texts), tuple(images), tuple(audio)

@@ -1,0 +1,252 @@
+"""Life cycle of a server, from configuration to exit code.
+
+    exit_code = asyncio.run(serve(config, announce=print))
+
+Addresses are tried before minutes are spent on models, and nothing listens until every model stands. gRPC is answered
+beside the engine, or by ingress processes of their own; HTTP always by one of those, so that no JSON and no TLS of it
+holds the scheduler up. The first SIGTERM or Ctrl-C drains: not ready, nothing new, open requests finish inside the
+grace time, exit code 0. The second ends everything now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from weftline.engine.metrics.metrics import Metrics
+from weftline.engine.metrics.traces import Tracing, to_collector
+from weftline.engine.repository import Repository
+from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.serving.auth.exposure import check_exposure
+from weftline.engine.serving.auth.gate import Gate
+from weftline.engine.serving.auth.logs import RequestLog, start_logs
+from weftline.engine.serving.auth.shared_memory import SharedMemory
+from weftline.engine.serving.auth.tls import TlsFiles
+from weftline.engine.serving.auth.tokens import TokenFile
+from weftline.engine.serving.backend import Observer
+from weftline.engine.serving.config import ServeConfig
+from weftline.engine.serving.face import ModelState
+from weftline.engine.serving.frontend.desk import FrontendManager
+from weftline.engine.serving.frontend.spec import GRPC, HTTP, IngressSpec
+from weftline.engine.serving.grpc.server import GrpcServer
+from weftline.engine.serving.identity import version
+from weftline.engine.serving.local import LocalBackend
+from weftline.engine.serving.statistics import Statistics
+from weftline.engine.serving.unix_socket import SocketClaim
+from weftline.errors import WeftlineError
+
+_log = logging.getLogger("weftline.ingress")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Where a server listens and what it serves.
+
+    grpc: 'host:port' or 'unix:PATH'.
+    http: 'http://host:port', or https; '' without HTTP.
+    """
+
+    grpc: str
+    http: str
+    models: tuple[ModelState, ...]
+
+
+async def serve(
+    config: ServeConfig,
+    *,
+    announce: Callable[[ServeOptions], None] = lambda serving: None,
+    progress: Progress | None = None,
+) -> int:
+    """Serve until a signal ends it, and return the exit code: 0, or 128 + the second signal.
+
+    announce: called once, when everything stands and the doors are open.
+    progress: as for `Session.open`.
+    WeftlineError: the configuration, a model or an address is no good; everything that had started has ended.
+    """
+    signals = _Signals()
+    with signals, _logging_as(config):
+        server = Server(config, progress)
+        starting = asyncio.ensure_future(server.open())
+        try:
+            await signals.wait_any(starting)
+            if starting.done():
+                announce(starting.result())
+                await signals.wait_first()
+                _log.info("draining: open requests have %g s", config.grace_s)
+                await signals.wait_any(asyncio.ensure_future(server.drain(config.grace_s)), second=True)
+        finally:
+            await server.close()
+            if not starting.done():
+                starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+    return signals.exit_code
+
+
+class Server:
+    """Models and doors of one process. `open` once, then `drain` or not, then `close`."""
+
+    def __init__(self, config: ServeConfig, progress: Progress | None = None) -> None:
+        check_exposure(config)
+        self.config = config
+        if config.tls is not None:
+            TlsFiles(config.tls)  # what is wrong with it is said now
+        tokens = TokenFile(config.tokens) if config.tokens is not None else None
+        self.statistics = Statistics()
+        exporter = to_collector(config.otlp) if config.otlp else None
+        self._tracing = Tracing(exporter, version=version()) if exporter is not None else None
+        self._repository = Repository()
+        callers = [token.name for token in tokens.tokens] if tokens is not None else []
+        self.metrics = Metrics(
+            lambda: self.backend.sessions(), callers=callers, ingress=lambda: self._desk.pids(), version=version()
+        )
+        observers: list[Observer] = [self.statistics, self.metrics, RequestLog(config.logs)]
+        self.backend = LocalBackend(
+            self._repository,
+            config.pipelines,
+            observers=observers if self._tracing is None else [*observers, self._tracing],
+            begin=self._tracing.begin if self._tracing is not None else None,
+            metrics=self.metrics.render,
+            progress=progress,
+        )
+        self._tokens = tokens
+        self._desk = FrontendManager(self.backend, statistics=self.statistics)
+        self._grpc: GrpcServer | None = None
+        self._claim: SocketClaim | None = None
+
+    async def open(self) -> ServeOptions:
+        """Load the models, then open the doors."""
+        config = self.config
+        for where in _addresses(config):
+            _try_address(*where)
+        if config.grpc.socket is not None:
+            self._claim = SocketClaim(config.grpc.socket)
+        await self.backend.open()
+        grpc_at = await self._open_grpc()
+        http_at = ""
+        if config.http is not None:
+            ports = await self._desk.start_ingress(IngressSpec("http", (HTTP,), config))
+            scheme = "https" if config.tls is not None else "http"
+            http_at = f"{scheme}://{_address(config.http.host, ports[HTTP])}"
+        return ServeOptions(grpc_at, http_at, self.backend.index())
+
+    async def drain(self, grace_s: float) -> None:
+        """Say not ready, take nothing new, and let what is open finish for at most `grace_s` seconds."""
+        stops = [self._desk.drain(grace_s)]
+        if self._grpc is not None:
+            self._grpc.set_serving(False)
+            stops.append(self._grpc.stop(grace_s))
+        await asyncio.gather(*stops)
+
+    async def close(self) -> None:
+        """End everything now. Safe to call twice."""
+        closing = asyncio.to_thread(self._repository.close)  # first, so that nothing goes on loading
+        ended = await asyncio.gather(closing, self._desk.stop(), return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException):
+                _log.error("something did not end well", exc_info=error)
+        if self._grpc is not None:
+            await self._grpc.stop(0.0)
+        if self._claim is not None:
+            self._claim.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+    async def _open_grpc(self) -> str:
+        config, door = self.config, self.config.grpc
+        if door.processes == 0:
+            self._grpc = GrpcServer(
+                config,
+                self.backend,
+                Gate(self._tokens, config.limits, shares=1 + (config.http is not None)),
+                SharedMemory(config.limits, config.shared_memory),
+                figures=self.statistics.tell,
+                version=version(),
+            )
+            port = await self._grpc.start()
+        else:
+            port = door.port
+            for number in range(door.processes):
+                spec = IngressSpec(f"grpc-{number}", (GRPC,), config).at({GRPC: port})
+                port = (await self._desk.start_ingress(spec))[GRPC]
+        return f"unix:{door.socket}" if door.socket is not None else _address(door.host, port)
+
+
+class _Signals:
+    """The first and the second signal that ask this process to end."""
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._first = asyncio.Event()
+        self._second = asyncio.Event()
+
+    async def wait_first(self) -> None:
+        await self._first.wait()
+
+    async def wait_any(self, work: asyncio.Future[Any], *, second: bool = False) -> None:
+        """Wait until `work` is done, or for the first signal (or the second); what it raises is raised here."""
+        asked: asyncio.Future[Any] = asyncio.ensure_future((self._second if second else self._first).wait())
+        try:
+            await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+        if work.done():
+            work.result()
+
+    def _hear(self, signum: int) -> None:
+        if self._first.is_set():
+            self.exit_code = 128 + signum
+            self._second.set()
+        self._first.set()
+
+    def __enter__(self) -> _Signals:
+        loop = asyncio.get_running_loop()
+        for signum in SIGNALS:
+            loop.add_signal_handler(signum, self._hear, signum)
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        loop = asyncio.get_running_loop()
+        for signum in SIGNALS:
+            loop.remove_signal_handler(signum)
+
+
+@contextlib.contextmanager
+def _logging_as(config: ServeConfig) -> Iterator[None]:
+    """Write logs as configured meanwhile."""
+    handler = start_logs(config.logs)
+    try:
+        yield
+    finally:
+        logger = logging.getLogger("weftline")
+        logger.removeHandler(handler)
+        logger.propagate = True
+
+
+def _addresses(config: ServeConfig) -> list[tuple[str, int]]:
+    at = [] if config.grpc.socket is not None else [(config.grpc.host, config.grpc.port)]
+    return at if config.http is None else [*at, (config.http.host, config.http.port)]
+
+
+def _try_address(host: str, port: int) -> None:
+    """Raise WeftlineError when an address cannot be had, before models are loaded for it."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(found[0][4])
+            sock.listen(1)  # where somebody else listens, it is this that fails
+    except OSError as error:
+        told = f"cannot listen at {_address(host, port)}: {error.strerror}"
+        raise WeftlineError(f"{told}\n    fix: choose another port, or end what has it") from None
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

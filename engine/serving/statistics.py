@@ -1,0 +1,180 @@
+"""Model statistics of the v2 protocol: requests, executions and durations.
+
+A Statistics is an Observer; it holds sums, decides nothing, and has no clock. Figures are of the version that serves:
+a new version starts at zero. Where v2 speaks of one model with one queue, a pipeline is told as follows:
+
+    success, fail     requests, with the time from arrival to outputs
+    queue             the time its steps' items waited, added up over the steps
+    compute_infer     the time its steps' items ran, added up; more than `success` where steps ran side by side
+    execution_count   calls of its nodes, over all steps: a call that four requests shared counts once
+    batches           those calls by how many items shared them
+
+Its steps have the same figures under `pipeline.step`. What v2 has and nothing here does (cache hits, a phase of its own
+for inputs and outputs) stays at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from weftline.engine.scheduler.request import StepTiming
+from weftline.engine.serving.backend import Record
+
+_NS = 1_000_000  # in a millisecond
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """How often something happened, and how long it took altogether."""
+
+    count: int = 0
+    ns: int = 0
+
+
+class Batches(msgspec.Struct, frozen=True):
+    """The calls that `size` items shared: how many, and how long they ran."""
+
+    size: int
+    calls: Spent
+
+
+class ModelFigures(msgspec.Struct, frozen=True):
+    """The figures of one model, or of one step of a pipeline.
+
+    last_ms:    when its last request arrived, in ms since the epoch; 0 when none did.
+    inferences: items it answered.
+    executions: calls of nodes it took to answer them.
+    queue, compute_infer: time of all its steps together, for as many requests as `success` counts.
+    """
+
+    name: str
+    version: int
+    last_ms: int = 0
+    inferences: int = 0
+    executions: int = 0
+    success: Spent = Spent()
+    fail: Spent = Spent()
+    queue: Spent = Spent()
+    compute_infer: Spent = Spent()
+    batches: tuple[Batches, ...] = ()
+
+
+class Statistics:
+    """Counts requests that ended. Not thread-safe: used where the backend is, in its event loop."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, _Model] = {}
+
+    def __call__(self, record: Record) -> None:
+        """Count one request; those that no version answered for (an unknown model) are not kept."""
+        if record.version < 1:
+            return
+        model = self._models.get(record.model)
+        if model is None or record.version > model.version or _is_reborn(model, record):
+            model = self._models[record.model] = _Model(record.version, record.started_ns)
+        if record.version == model.version:
+            model.add(record)
+
+    def of(self, model: str, version: int) -> tuple[ModelFigures, ...]:
+        """Return the figures of a model and then of its steps that ran; zeros when it was not asked in this version."""
+        found = self._models.get(model)
+        if found is None or found.version != version:
+            return (ModelFigures(model, version),)
+        steps = (sums.figures(f"{model}.{name}", version, found.last_ms) for name, sums in sorted(found.steps.items()))
+        return (found.whole.figures(model, version, found.last_ms), *steps)
+
+    async def tell(self, versions: Mapping[str, int]) -> tuple[ModelFigures, ...]:
+        """Return the figures of models, given with the version that serves, and of their steps, sorted by name.
+
+        A step whose name is also one of the models' (an exposed one) appears once, as the model. It does not wait:
+        where the door is in another process than the backend, its twin there does.
+        """
+        found: dict[str, ModelFigures] = {}
+        for model, version in versions.items():
+            whole, *steps = self.of(model, version)
+            found[model] = whole
+            found |= {one.name: one for one in steps if one.name not in versions}
+        return tuple(one for _, one in sorted(found.items()))
+
+
+def _is_reborn(model: _Model, record: Record) -> bool:
+    """Whether a model was unloaded and loaded again since: versions then begin at 1, and requests come later."""
+    return record.version < model.version and record.started_ns > model.began_ns
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A sum that grows; in floats, for a call that was shared by three counts a third for each."""
+
+    count: float = 0.0
+    ms: float = 0.0
+
+    def add(self, ms: float, count: float = 1.0) -> None:
+        self.count += count
+        self.ms += ms
+
+    @property
+    def spent(self) -> Spent:
+        return Spent(round(self.count), round(self.ms * _NS))
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Everything that is added up for a pipeline, or for a step."""
+
+    success: _Sum = field(default_factory=_Sum)
+    fail: _Sum = field(default_factory=_Sum)
+    queue: _Sum = field(default_factory=_Sum)
+    run: _Sum = field(default_factory=_Sum)
+    batches: dict[int, _Sum] = field(default_factory=dict)
+
+    def ran(self, timing: StepTiming) -> None:
+        self.queue.add(timing.queued_ms)
+        self.run.add(timing.run_ms)
+        size = max(1, timing.batch)
+        batch = self.batches.get(size)
+        if batch is None:
+            batch = self.batches[size] = _Sum()
+        batch.add(timing.run_ms / size, 1 / size)
+
+    def figures(self, name: str, version: int, last_ms: int) -> ModelFigures:
+        batches = tuple(Batches(size, one.spent) for size, one in sorted(self.batches.items()))
+        answered = self.success.spent.count  # v2 counts requests here, however many steps each of them ran
+        return ModelFigures(
+            name,
+            version,
+            last_ms,
+            answered,
+            round(sum(one.count for one in self.batches.values())),
+            self.success.spent,
+            self.fail.spent,
+            Spent(answered, self.queue.spent.ns),
+            Spent(answered, self.run.spent.ns),
+            batches,
+        )
+
+
+class _Model:
+    __slots__ = ("began_ns", "last_ms", "steps", "version", "whole")
+
+    def __init__(self, version: int, began_ns: int) -> None:
+        self.version = version
+        self.began_ns = began_ns
+        self.last_ms = 0
+        self.whole = _Sums()
+        self.steps: dict[str, _Sums] = {}
+
+    def add(self, record: Record) -> None:
+        self.last_ms = max(self.last_ms, record.started_ns // _NS)
+        (self.whole.success if record.status == "OK" else self.whole.fail).add(record.total_ms)
+        for timing in record.timings:
+            if timing.outcome == "skipped":
+                continue
+            sums = self.steps.get(timing.step)
+            if sums is None:
+                sums = self.steps[timing.step] = _Sums()
+            (sums.success if timing.outcome == "ok" else sums.fail).add(timing.queued_ms + timing.run_ms)
+            sums.ran(timing)
+            self.whole.ran(timing)

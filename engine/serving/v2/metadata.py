@@ -1,0 +1,110 @@
+"""v2 metadata and configuration of a model.
+
+    ModelMetadata    name, versions, platform, and for each port its datatype and shape, -1 for every open size
+    config_of(face)  a dict with the keys of Triton's ModelConfig, which `ModelConfig(**config)` and JSON both take
+
+A port that takes several forms (`forms.py`) is described by one: an image, a recording or json by BYTES [1] where it
+goes in, and by what comes out where it comes out. `tensor` and `any` without a dtype are described as FP32 and BYTES.
+What v2 has no words for stands in the configuration's parameters: `input:<name>` and `output:<name>` with the port's
+type as a pipeline file writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.v2.datatypes import BYTES
+from weftline.engine.serving.v2.forms import Numbers, form_of
+
+PLATFORM = "weftline"
+INPUT, OUTPUT, PIECES = "input:", "output:", "pieces:"
+"""What the names of parameters that tell a port's type begin with."""
+
+_DENSE_OUT = frozenset({"image", "audio"})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """A port in v2's words. shape: -1 for a size that may vary."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """A model in v2's words."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+
+
+def metadata_of(face: ModelFace) -> ModelMetadata:
+    """Return the metadata of a model."""
+    inputs = tuple(_tensor(port, False) for port in face.inputs)
+    outputs = tuple(_tensor(port, True) for port in face.outputs)
+    return ModelMetadata(face.name, (str(face.version),), PLATFORM, inputs, outputs)
+
+
+def config_of(face: ModelFace) -> dict[str, Any]:
+    """Return the configuration of a model with Triton's keys.
+
+    max_batch_size is 0: a request's shapes are whole shapes, and batching happens inside, across requests. A model that
+    streams is decoupled; unlike Triton's it answers ModelInfer too, with whole outputs.
+    """
+    meta = metadata_of(face)
+    config: dict[str, Any] = {
+        "name": face.name,
+        "platform": PLATFORM,
+        "backend": PLATFORM,
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": 0,
+        "input": [
+            _port(tensor) | {"optional": port.optional} for tensor, port in zip(meta.inputs, face.inputs, strict=True)
+        ],
+        "output": [_port(tensor) for tensor in meta.outputs],
+        "model_transaction_policy": {"decoupled": face.streams},
+        "parameters": {key: {"string_value": value} for key, value in _parameters(face).items()},
+    }
+    if face.stateful:
+        config["sequence_batching"] = {"direct": {}}
+    return config
+
+
+def _parameters(face: ModelFace) -> dict[str, str]:
+    types = {f"{INPUT}{port.name}": port.type for port in face.inputs}
+    types |= {f"{OUTPUT}{port.name}": port.type for port in face.outputs}
+    types |= {f"{PIECES}{port.name}": "true" for port in face.outputs if port.pieces}
+    told = {
+        "about": face.about,
+        "steps": ",".join(face.steps),
+        "request_bytes_max": str(face.request_bytes_max),
+        "deadline_ms": "" if face.deadline_ms is None else f"{face.deadline_ms:g}",
+    }
+    return types | {key: value for key, value in told.items() if value}
+
+
+def _port(tensor: TensorMetadata) -> dict[str, Any]:
+    kind = "STRING" if tensor.datatype == BYTES else tensor.datatype
+    return {"name": tensor.name, "data_type": f"TYPE_{kind}", "dims": list(tensor.shape)}
+
+
+def _tensor(port: PortFace, out: bool) -> TensorMetadata:
+    form = form_of(port.type)
+    dense = form.element == "" or (out and form.numbers is not None and port.type in _DENSE_OUT)
+    dense = dense or (out and form.listed and form.numbers is not None)
+    if dense and form.numbers is not None:
+        return TensorMetadata(port.name, form.numbers.datatype or "FP32", _shape(form.numbers))
+    return TensorMetadata(port.name, BYTES, (-1,) if form.listed else (1,))
+
+
+def _shape(numbers: Numbers) -> tuple[int, ...]:
+    dims: Sequence[int | str] = ("?",) if numbers.dims is None else numbers.dims
+    return tuple(dim if isinstance(dim, int) else -1 for dim in dims)

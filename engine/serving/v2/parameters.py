@@ -1,0 +1,137 @@
+"""Request parameters, under Triton's names.
+
+    sequence_id               an integer or text; 0 and '' are none
+    sequence_start, _end      whether the request is the first or last of its sequence
+    priority                  0: usual. 1 is the highest and greater is lower, as in Triton; 1 is our 100, 2 our 99, and
+                              from 201 on it is our -100
+    timeout                   microseconds that the request has; 0: no limit. The shorter of it and the call's deadline
+    triton_enable_empty_final_response    the end of a stream is a response of its own, without outputs
+
+And two that are ours:
+
+    job                       whether it is a row of a job, which waits wherever usual requests do
+    seed                      what chance in it is drawn from, 0 to 2^62 - 1; every item of a batch has the same
+
+Every other name that begins with `triton_` is reserved and refused, as Triton does, and so is `headers`. All others are
+the client's own: Triton hands them to the model, which may ignore them; no step here has a place for them, so they are
+ignored, after a look at their size. (`binary_data_output` concerns the REST door, which has read it by now.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weftline.engine.request import DEADLINE_MS_MAX, SEQUENCE_CHARS_MAX
+from weftline.engine.serving.v2.nouns import Parameter
+from weftline.errors import InputError
+from weftline.nodes.urgency import PRIORITY_MAX, SEEDS, SequencePart
+
+PARAMETERS_MAX = 64
+"""Most parameters of a request, and of a tensor."""
+
+KEY_CHARS_MAX = 128
+TEXT_CHARS_MAX = 4096
+"""Longest name of a parameter, and longest text in one."""
+
+ID_CHARS_MAX = 256
+"""Longest id of a request."""
+
+RESERVED = "triton_"
+EMPTY_FINAL = "triton_enable_empty_final_response"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParameters:
+    """What a request's parameters say, in our units.
+
+    deadline_ms: the shorter of `timeout` and the call's deadline, at most a day; None: neither was given.
+    empty_final: it wants the end of its stream as a response of its own.
+    job, seed:   as in `RequestOptions`.
+    """
+
+    sequence: SequencePart | None = None
+    priority: int = 0
+    deadline_ms: float | None = None
+    empty_final: bool = False
+    job: bool = False
+    seed: int | None = None
+
+
+def told_by(parameters: Mapping[str, Parameter], deadline_ms: float | None = None) -> RequestParameters:
+    """Return what the parameters say; InputError for a reserved one, or one of the wrong type.
+
+    deadline_ms: what the call itself has left, in milliseconds; None: it has no deadline.
+    """
+    if not parameters:
+        return RequestParameters(None, 0, None if deadline_ms is None else _clamped(deadline_ms))
+    check_sizes(parameters, "parameters")
+    for key in parameters:
+        if key == "headers" or (key.startswith(RESERVED) and key != EMPTY_FINAL):
+            raise InputError(f"parameter {key!r} is reserved; leave it out")
+    timeout_us = _count(parameters, "timeout", "microseconds")
+    if timeout_us:
+        left_ms = timeout_us / 1e3
+        deadline_ms = left_ms if deadline_ms is None else min(left_ms, deadline_ms)
+    return RequestParameters(
+        _sequence(parameters),
+        _priority(_count(parameters, "priority", "0 for usual, or a level from 1, the highest")),
+        None if deadline_ms is None else _clamped(deadline_ms),
+        _flag(parameters, EMPTY_FINAL),
+        _flag(parameters, "job"),
+        _seed(parameters.get("seed")),
+    )
+
+
+def check_sizes(parameters: Mapping[str, Parameter], what: str) -> None:
+    """Raise InputError when there are too many parameters, or too long ones."""
+    if len(parameters) > PARAMETERS_MAX:
+        raise InputError(f"{what}: found {len(parameters)}, expected at most {PARAMETERS_MAX}")
+    for key, value in parameters.items():
+        if len(key) > KEY_CHARS_MAX:
+            raise InputError(f"{what}: found a name of {len(key)} characters, expected at most {KEY_CHARS_MAX}")
+        if isinstance(value, str) and len(value) > TEXT_CHARS_MAX:
+            raise InputError(f"{what}: {key!r} has {len(value)} characters, expected at most {TEXT_CHARS_MAX}")
+
+
+def _sequence(parameters: Mapping[str, Parameter]) -> SequencePart | None:
+    id = parameters.get("sequence_id", 0)
+    start, end = _flag(parameters, "sequence_start"), _flag(parameters, "sequence_end")
+    if type(id) is int or isinstance(id, str):
+        if id not in (0, ""):
+            text = str(id) if isinstance(id, str) or abs(id) < 1 << 64 else "x" * (SEQUENCE_CHARS_MAX + 1)
+            if len(text) > SEQUENCE_CHARS_MAX:
+                raise InputError(f"sequence_id: expected at most {SEQUENCE_CHARS_MAX} characters")
+            return SequencePart(text, start, end)
+        if start or end:
+            raise InputError("sequence_start and sequence_end: found without a sequence_id, expected one with them")
+        return None
+    raise InputError(f"sequence_id: found a {type(id).__name__}, expected an integer or text")
+
+
+def _priority(level: int) -> int:
+    return 0 if level == 0 else max(PRIORITY_MAX + 1 - level, -PRIORITY_MAX)
+
+
+def _clamped(deadline_ms: float) -> float:
+    return min(max(deadline_ms, 0.0), float(DEADLINE_MS_MAX))
+
+
+def _count(parameters: Mapping[str, Parameter], key: str, expected: str) -> int:
+    value = parameters.get(key, 0)
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise InputError(f"{key}: expected {expected}")
+    return value
+
+
+def _seed(given: Parameter | None) -> int | None:
+    if given is not None and (type(given) is not int or not 0 <= given < SEEDS):
+        raise InputError(f"seed: expected a whole number from 0 to {SEEDS - 1}")
+    return given
+
+
+def _flag(parameters: Mapping[str, Parameter], key: str) -> bool:
+    value = parameters.get(key, False)
+    if not isinstance(value, bool):
+        raise InputError(f"{key}: found a {type(value).__name__}, expected true or false")
+    return value

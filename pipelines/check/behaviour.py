@@ -1,0 +1,216 @@
+"""Checks of a step's behaviour: batches, lists, sequences, instances and fallback.
+
+The bounds of single numbers are the schema's; here is what depends on the node, on its ports and on other steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import networkx as nx
+
+from weftline.nodes.contract import StreamNode
+from weftline.nodes.ports import Dim
+from weftline.pipelines.check.checked import Checked, CheckedStep
+from weftline.pipelines.check.ports import mismatch
+from weftline.pipelines.check.problem_collector import Report
+from weftline.pipelines.check.problems import did_you_mean, listed, nearest
+from weftline.pipelines.check.wiring import fallbacks_of, graph_of, readers
+from weftline.pipelines.placement.place import instance_count
+from weftline.pipelines.spec.fallbacks import PASSES
+from weftline.pipelines.spec.graph import Pipeline, Step
+from weftline.pipelines.spec.policy import BatchPolicy
+from weftline.pipelines.spec.wire import Wire
+
+_NOT_FOR_CONTROL = (
+    *("batch", "worker", "instances", "reserved", "device", "run_max_ms", "fallback", "retry", "idempotent"),
+    *("timeout_ms", "map", "sequence", "threads", "device_bytes", "idle", "finite"),
+)
+"""Keys that say something about running a node, which a control does not do."""
+
+
+def check_behaviour(checked: Checked, report: Report) -> None:
+    """Report contradictory step settings, except those about fallbacks."""
+    for one in checked.steps.values():
+        if one.control:
+            _check_control(one, report)
+            continue
+        _check_map(one, checked, report)
+        _check_sequence(one, report)
+        _check_idle(one, report)
+        _check_finite(one, report)
+        _check_instances(one.step, report)
+        if one.step.batch is not None:
+            _check_batch(one, one.step.batch, checked, report)
+
+
+def _check_control(one: CheckedStep, report: Report) -> None:
+    usual = Step("")
+    for key in _NOT_FOR_CONTROL:
+        if getattr(one.step, key) != getattr(usual, key):
+            found = f"has no meaning here: {one.step.node} is decided without running anything"
+            report.add(f"steps.{one.step.name}.{key}", found, fix="remove it")
+
+
+def _check_map(one: CheckedStep, checked: Checked, report: Report) -> None:
+    path, known = f"steps.{one.step.name}", [port.name for port in one.ports.inputs]
+    for name in one.step.map:
+        if name not in known:
+            report.add(f"{path}.map", f"{one.step.node} has no input {name}", listed(known), did_you_mean(name, known))
+        elif name not in one.step.inputs:
+            report.add(f"{path}.map", f"{name} is not wired", "inputs that are given lists", "wire it, or leave it out")
+    if one.step.map and _remembers(one):
+        found = f"runs {one.step.node} item by item, which remembers from request to request"
+        report.add(f"{path}.map", found, fix="map in a step of its own, before or after this one")
+
+
+def _remembers(one: CheckedStep) -> bool:
+    return one.node.stateful or one.step.sequence is not None
+
+
+def _check_sequence(one: CheckedStep, report: Report) -> None:
+    if one.step.sequence is not None and issubclass(one.node, StreamNode):
+        found = f"{one.step.node} streams, and takes items of all sequences as they come"
+        report.add(f"steps.{one.step.name}.sequence", found, fix="remove it")
+
+
+def _check_finite(one: CheckedStep, report: Report) -> None:
+    if one.step.finite and issubclass(one.node, StreamNode):
+        found = f"{one.step.node} streams: its pieces are with their readers before all of them could be looked at"
+        report.add(f"steps.{one.step.name}.finite", found, fix="remove it")
+
+
+def _check_idle(one: CheckedStep, report: Report) -> None:
+    if one.step.idle is not None and _remembers(one):
+        found = f"{one.step.node} remembers from request to request, and asleep it would forget"
+        report.add(f"steps.{one.step.name}.idle", found, fix="remove it")
+
+
+def _check_instances(step: Step, report: Report) -> None:
+    path, count = f"steps.{step.name}", instance_count(step)
+    if 0 < count <= step.reserved:
+        found = f"{step.reserved} of {count} instance{'s' if count > 1 else ''}, which leaves none to job rows"
+        report.add(f"{path}.reserved", found, f"less than {count}", "raise instances, or reserve fewer")
+    if isinstance(step.instances, int):
+        return
+    if sum(step.instances.values()) < 1:
+        report.add(f"{path}.instances", "no instance at all", "at least one")
+    if step.device != "auto":
+        report.add(f"{path}.device", "written beside instances for each device", "one of the two", "remove device")
+
+
+def _check_batch(one: CheckedStep, batch: BatchPolicy, checked: Checked, report: Report) -> None:
+    path = f"steps.{one.step.name}.batch"
+    if list(batch.sizes) != sorted(set(batch.sizes)) or not all(1 <= size <= batch.items_max for size in batch.sizes):
+        expected = f"rising numbers from 1 to items_max, which is {batch.items_max}"
+        report.add(f"{path}.sizes", f"{list(batch.sizes)}", expected)
+    sizes = _named_sizes(one, checked)
+    for name, buckets in batch.pad.items():
+        known = [other for other, size in sizes.items() if not isinstance(size, int)]
+        size = sizes.get(name, "")
+        if isinstance(size, int):
+            report.add(f"{path}.pad.{name}", f"{name} is always {size} here", fix="remove it")
+        elif name not in sizes:
+            whose = f"the tensors that {one.step.node} takes have no size named {name}"
+            expected = f"one of {listed(known)}" if known else "a named size; its inputs have none"
+            report.add(f"{path}.pad.{name}", whose, expected, did_you_mean(name, known))
+        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+            report.add(f"{path}.pad.{name}", f"{list(buckets)}", "rising numbers from 1, at least one")
+
+
+def _named_sizes(one: CheckedStep, checked: Checked) -> dict[str, Dim]:
+    """Return the sizes that the step's tensor inputs name, each with what is known of it."""
+    found: dict[str, Dim] = {}
+    for port in one.ports.inputs:
+        settled = checked.sizes.settle(port.type, one.step.name)
+        if port.type.dims is not None and settled.dims is not None and port.name in one.step.inputs:
+            pairs = zip(port.type.dims, settled.dims, strict=True)
+            found |= {name: size for name, size in pairs if isinstance(name, str) and name != "?"}
+    return found
+
+
+# fallbacks
+
+
+def check_fallbacks(checked: Checked, report: Report) -> None:
+    """Report fallbacks that cannot answer in a step's place."""
+    pipeline, owners = checked.pipeline, dict[str, str]()
+    graph = graph_of(pipeline)
+    for step in pipeline.steps:
+        if not isinstance(step.fallback, str) or (step.name in checked.steps and checked.steps[step.name].control):
+            continue
+        path, named = f"steps.{step.name}.fallback", step.fallback
+        wrong = _unfit(step, named, pipeline, graph, checked)
+        if wrong is None and named in owners:
+            found = f"{named} answers for {owners[named]} already"
+            wrong = found, "a step that answers for this one alone", "write a second step like it"
+        owners.setdefault(named, step.name)
+        if wrong is not None:
+            report.add(path, *wrong)
+        elif step.name in checked.steps and named in checked.steps:
+            for found, fix in _unlike(step.name, named, checked):
+                report.add(path, found, fix=fix)
+
+
+_Wrong = tuple[str, str, str]  # found, expected, fix
+
+
+def _unfit(step: Step, named: str, pipeline: Pipeline, graph: nx.DiGraph, checked: Checked) -> _Wrong | None:
+    """Return why a step cannot be another's fallback, whatever it gives."""
+    others = [one.name for one in pipeline.steps if one.name != step.name]
+    if named == step.name:
+        return "names itself", "another step, or a constant for each output", "use `retry:` to try it again"
+    if named not in others:
+        return f"there is no step {named}", f"one of {listed(others)}", did_you_mean(named, others)
+    if named in checked.steps and checked.steps[named].control in ("first", "switch"):
+        node = checked.steps[named].step.node
+        return f"{named} is a {node} step, which runs nothing", "a step that runs something, or constants", ""
+    ring = _ring(step.name, fallbacks_of(pipeline))
+    if ring:
+        return f"the fallbacks run in a circle: {' -> '.join(ring)}", "", "remove one of them"
+    if nx.has_path(graph, step.name, named):
+        return f"{named} itself needs what {step.name} gives", "a step that can run when this one has failed", ""
+    if nx.has_path(graph, named, step.name):
+        return f"{step.name} itself needs what {named} gives", "a step that runs only when this one has failed", ""
+    heard = next((path for path, wire in readers(pipeline) if wire.step == named), None)
+    if heard is not None:
+        found = f"{named} is read by {heard}; a fallback answers for one step and for nobody else"
+        return found, "", f"read {step.name} there, or write a second step like {named}"
+    return None
+
+
+def _ring(start: str, fallbacks: dict[str, str]) -> list[str]:
+    """Return the circle of fallbacks that `start` is on; empty when it is on none."""
+    chain = [start]
+    while chain[-1] in fallbacks and chain.count(chain[-1]) == 1:
+        chain.append(fallbacks[chain[-1]])
+    return chain if len(chain) > 1 and chain[-1] == start else []
+
+
+def _unlike(name: str, fallback: str, checked: Checked) -> Iterator[tuple[str, str]]:
+    """Yield what a fallback does not give as the step gives it: what was found, and a fix."""
+    own = [port.name for port in checked.steps[fallback].ports.outputs]
+    for port in dict.fromkeys(_read_of(name, checked)):
+        wanted = checked.source(Wire(name, port))
+        if wanted is None:
+            continue
+        given = checked.source(Wire(fallback, port))
+        if given is None and checked.steps[fallback].step.node == PASSES:
+            yield f"no constant for {port}, which is read", f"add `{port}: <value>` to it"
+        elif given is None:
+            near = nearest(port, own) or listed(own)
+            yield f"{fallback} has no output {port}, which is read", f"give {fallback} an output {port} (it has {near})"
+        elif not checked.sizes.fit(*given, *wanted):
+            settle = checked.sizes.settle
+            problem = mismatch("", settle(*given), f"{fallback}.{port}", settle(*wanted), ())
+            yield f"{name}.{port} is {settle(*wanted)}, {fallback}.{port} is {settle(*given)}", problem.fix
+
+
+def _read_of(name: str, checked: Checked) -> list[str]:
+    """Return the ports of a step that are read; for a fallback, those of the step it replaces."""
+    owners = {fallback: owner for owner, fallback in fallbacks_of(checked.pipeline).items()}
+    seen: set[str] = set()
+    while name in owners and name not in seen:
+        seen.add(name)
+        name = owners[name]
+    return [wire.port for _, wire in readers(checked.pipeline) if wire.step == name]

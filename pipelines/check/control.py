@@ -1,0 +1,213 @@
+"""Control-flow analysis: inputs of conditions, guards of switch cases, and absent values.
+
+A step whose outputs are read by nothing but cases of switches is given a *guard*: a condition that holds where one of
+those cases can be chosen, so that the step runs only then. Guards are found from the outputs backwards: who reads
+something for a case demands it under "`by` has this case's value", who is guarded itself passes its own guard on, and
+everybody else demands it always. A guard may let a step run in vain, never keep one from running that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import networkx as nx
+
+from weftline.nodes.control import BY, DEFAULT, cases_of, is_number
+from weftline.nodes.ports import PortType
+from weftline.pipelines.check.checked import Checked, CheckedStep
+from weftline.pipelines.check.problem_collector import Report
+from weftline.pipelines.check.wiring import fallbacks_of, graph_of, readers
+from weftline.pipelines.spec.condition import Condition, all_of, any_of, equals, none_of
+from weftline.pipelines.spec.evaluation import Tree
+from weftline.pipelines.spec.graph import Input
+from weftline.pipelines.spec.wire import Wire
+
+TERMS_MAX = 16
+"""Most alternatives of a guard; a step that serves more of them is not guarded."""
+
+# conditions
+
+
+def check_conditions(checked: Checked, report: Report) -> None:
+    """Report conditions that look at what cannot be looked at."""
+    for step in checked.pipeline.steps:
+        for found, fix in _unseen(step.when, checked) if step.when else ():
+            report.add(f"steps.{step.name}.when", found, _SEEN, fix)
+
+
+_SEEN = "text, json, detections (the list of their labels), a tensor known to have one element, or len(x) of a list"
+_FIX = "let a function step look at it and give what the condition needs"
+
+
+def _unseen(when: Condition, checked: Checked) -> list[tuple[str, str]]:
+    """Return what is wrong with what a condition looks at: what was found, and a fix."""
+    types = [checked.type_of(wire) for wire in when.wires]
+    found = [
+        (f"looks at {wire}, which is {type}", _FIX)
+        for wire, type in zip(when.wires, types, strict=True)
+        if type is not None and not _visible(type)
+    ]
+    if found:
+        return found
+    return [(text, "") for text in dict.fromkeys(_misread(when.tree, when, types, bare=True))]
+
+
+def _visible(type: PortType) -> bool:
+    return type.kind in ("json", "text", "detections", "any", "list") or is_number(type)
+
+
+def _misread(tree: Tree, when: Condition, types: Sequence[PortType | None], bare: bool) -> list[str]:
+    """Return keys looked up where there are none, and lists that are used for more than their length.
+
+    bare: a list may stand here: it is only asked whether it is there, or has any elements.
+    """
+    match tree:
+        case ("wire", index):
+            type = types[index]
+            is_list = type is not None and type.kind == "list" and not bare
+            return [f"{when.wires[index]} is {type}, of which a condition knows the length alone"] if is_list else []
+        case ("key", ("wire", index), key):
+            type = types[index]
+            labels = type is not None and type.kind == "detections" and isinstance(key, int)
+            if type is None or labels or type.kind in ("json", "any"):
+                return []
+            return [f"{when.wires[index]} is {type}, which has no {key} in it"]
+        case ("len", inner):
+            return _misread(inner, when, types, bare=True)
+        case ("==" | "!=", left, right):
+            missing = ("value", None) in (left, right)
+            return [*_misread(left, when, types, missing), *_misread(right, when, types, missing)]
+        case ("value", _):
+            return []
+    bare = tree[0] in ("and", "or", "not")
+    return [text for part in tree[1:] if isinstance(part, tuple) for text in _misread(part, when, types, bare)]
+
+
+# what may be absent
+
+
+def may_lack(given: Input) -> bool:
+    """Return True when a request can omit an input so that it is absent."""
+    return given.optional and given.default is None
+
+
+def conditional(checked: Checked) -> frozenset[str]:
+    """Return the steps whose outputs may be absent, guards aside: a guard holds wherever an output is needed."""
+    absent = {Wire(None, one.name) for one in checked.pipeline.inputs if may_lack(one)}
+    found: set[str] = set()
+    for name, one in checked.steps.items():
+        if _may_skip(one, absent):
+            found.add(name)
+            absent |= {Wire(name, port.name) for port in one.ports.outputs}
+    return frozenset(found)
+
+
+def _may_skip(one: CheckedStep, absent: set[Wire]) -> bool:
+    if one.step.when is not None:
+        return True
+    lacking = [port.name for port in one.ports.inputs if one.step.inputs.get(port.name) in absent]
+    if one.control == "first":
+        return len(lacking) == len(one.ports.inputs)
+    if one.control == "switch":
+        return bool(lacking) or DEFAULT not in one.step.inputs
+    return any(port.name in lacking and not one.does_without(port) for port in one.ports.inputs)
+
+
+# switches
+
+
+def switch_cases(one: CheckedStep) -> tuple[tuple[Any, ...], bool]:
+    """Return the value of each case of a switch, in the order of its ports, and whether it has a default."""
+    names = [port.name for port in one.ports.inputs if port.name not in (BY, DEFAULT)]
+    return tuple(cases_of(names, one.config).values()), one.ports.input(DEFAULT) is not None
+
+
+_Guard = frozenset[frozenset[str]] | None
+"""Alternatives, each of them conditions (by their text) that hold together; None: always."""
+
+
+def guards(checked: Checked) -> dict[str, Condition]:
+    """Return the conditions that steps run under because they serve only cases of switches.
+
+    Steps that the scheduler decides itself are left out: they cost nothing.
+    """
+    finder = _Guards(checked)
+    for name in finder.order():
+        finder.visit(name)
+    return {name: one for name, one in finder.found.items() if not checked.steps[name].control}
+
+
+class _Guards:
+    """Finds guards, readers before what they read, and keeps them from making circles."""
+
+    def __init__(self, checked: Checked) -> None:
+        self.found: dict[str, Condition] = {}
+        self._checked = checked
+        self._owner = {fallback: name for name, fallback in fallbacks_of(checked.pipeline).items()}
+        self._graph = graph_of(checked.pipeline)  # grows by an edge from what a guard looks at to the guarded step
+        self._graph.add_edges_from(fallbacks_of(checked.pipeline).items())
+        self._atoms: dict[str, Condition] = {}
+        self._demands: dict[str, _Guard] = {}
+        self._readers: dict[str, list[tuple[str, str]]] = {}  # step -> (reading step, its port; '' for anybody else)
+        self._cases = {name: self._cases_of(one) for name, one in checked.steps.items() if one.control == "switch"}
+        for path, wire in readers(checked.pipeline):
+            reader, _, port = path.removeprefix("steps.").partition(".inputs.")
+            if wire.step is not None:
+                self._readers.setdefault(wire.step, []).append((reader, port))
+
+    def order(self) -> list[str]:
+        """Return the steps in reverse topological order: readers and replaced steps first."""
+        graph = graph_of(self._checked.pipeline)
+        graph.add_edges_from(self._owner.items())
+        return list(reversed(list(nx.topological_sort(graph))))
+
+    def visit(self, name: str) -> None:
+        if name in self._owner:
+            self._demands[name] = self._demands[self._owner[name]]
+            return
+        guard = self._sound(name, self._demanded(name))
+        self._demands[name] = guard
+        if guard is None:
+            return
+        parts = [all_of([self._atoms[text] for text in sorted(term)]) for term in sorted(guard, key=sorted)]
+        self.found[name] = any_of(parts)
+        self._graph.add_edges_from((wire.step, name) for wire in self.found[name].wires if wire.step is not None)
+
+    def _demanded(self, name: str) -> _Guard:
+        """Return the conditions under which an output of a step is read."""
+        alternatives: set[frozenset[str]] = set()
+        for reader, port in self._readers.get(name, ()):
+            own = self._demands[reader] if port else None
+            case = self._cases.get(reader, {}).get(port)
+            if case is not None:
+                alternatives |= {term | {case} for term in (own or {frozenset[str]()})}
+            elif own is None:
+                return None
+            else:
+                alternatives |= own
+        return frozenset(alternatives) or None
+
+    def _sound(self, name: str, guard: _Guard) -> _Guard:
+        """Return the guard without what depends on the step itself, and without alternatives that add nothing."""
+        if guard is None:
+            return None
+        terms = {frozenset(text for text in term if not self._depends(text, name)) for term in guard}
+        terms = {term for term in terms if not any(other < term for other in terms)}
+        return frozenset(terms) if frozenset() not in terms and len(terms) <= TERMS_MAX else None
+
+    def _depends(self, text: str, name: str) -> bool:
+        given = [wire.step for wire in self._atoms[text].wires if wire.step is not None]
+        return any(nx.has_path(self._graph, name, step) for step in given)
+
+    def _cases_of(self, one: CheckedStep) -> dict[str, str]:
+        """Return the condition of each case of a switch, by its port."""
+        by, ports = one.step.inputs.get(BY), [port.name for port in one.ports.inputs]
+        if by is None:
+            return {}
+        values = cases_of([name for name in ports if name not in (BY, DEFAULT)], one.config)
+        conditions = {name: equals(by, value) for name, value in values.items()}
+        if DEFAULT in ports and not any(value in (0, 1) for value in values.values()):  # where true could pass for 1
+            conditions[DEFAULT] = none_of(by, list(values.values()))
+        self._atoms |= {one.text: one for one in conditions.values()}
+        return {name: one.text for name, one in conditions.items()}

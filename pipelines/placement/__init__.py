@@ -1,0 +1,1 @@
+"""Placement of steps on processes, devices and memory."""

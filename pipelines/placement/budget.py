@@ -1,0 +1,281 @@
+"""Memory budget of each GPU: claims of steps and the remainder for KV caches.
+
+Claimed are a reserve that is never planned with; for each process its context and its arena; for each instance its
+weights and working memory; and KV memory, where the pipeline says how much. What is left goes to llm steps that name
+none, once everything else is known; until then it is divided when they are open. What other pipelines of this process
+hold is claimed as well, a row for each (`Device.taken`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from weftline.errors import Problem
+from weftline.pipelines.check.problems import listed
+from weftline.pipelines.placement.kv_memory import kv_limits, least_left, own_kv_bytes, shares
+from weftline.pipelines.placement.machine import Machine, Taken
+from weftline.pipelines.placement.needs import Need, Needs, gpus_of
+from weftline.pipelines.placement.place import size_text
+from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan, PlannedStep
+from weftline.pipelines.spec.policy import GpuPolicy
+from weftline.shm.device.names import is_fake
+
+RESERVE, CONTEXT, ARENA, WORK, KV = "reserve", "context", "arena", "weights and work", "KV memory"
+"""What is claimed."""
+
+OTHER, FILLER = "another pipeline", "another pipeline, with all that was left"
+SERVING, SERVING_FILLER = "the version that serves", "the version that serves, with all that was left"
+WANTED_FREE = "reserve of other pipelines"
+OF_OTHERS = frozenset({OTHER, FILLER, SERVING, SERVING_FILLER, WANTED_FREE})
+"""What is claimed by others than the pipeline that is planned."""
+
+EVERYBODY = "llm steps"
+"""Who claims the KV memory that a device's llm steps share by `limits.kv_bytes`."""
+
+
+def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple[DeviceBudget, ...]:
+    """Return the budget of every GPU that a step of a placed plan is on."""
+    found = list[DeviceBudget]()
+    for device in machine.devices:
+        claims = [*_processes(plan, device.name, needs, gpu), *_instances(plan, device.name, needs.steps)]
+        if not claims:
+            continue
+        claims.append(Claim("", RESERVE, gpu.reserve_bytes, _source(gpu.reserve_bytes, GpuPolicy().reserve_bytes)))
+        claims += _kv(plan, device.name)
+        claims += claims_of_others(device.taken, device.reserve_bytes - gpu.reserve_bytes)
+        found.append(DeviceBudget(device.name, device.memory_bytes, tuple(claims)))
+    shared = {device.name for device in machine.devices if device.shared}
+    divided = fillable([dataclasses.replace(plan, budgets=tuple(found))]) - shared
+    return tuple(
+        dataclasses.replace(one, kv_bytes=max(0, one.total_bytes - one.claimed_bytes))
+        if one.device in divided
+        else dataclasses.replace(one, rest_bytes=0 if one.device in shared else rest_of(plan, one))
+        for one in found
+    )
+
+
+def over_commits(plan: Plan) -> list[Problem]:
+    """Return a problem for each GPU of which more is claimed than it has, without file or line."""
+    problems = []
+    for budget in plan.budgets:
+        left = budget.total_bytes - budget.claimed_bytes
+        takers = [] if budget.device in kv_limits(plan) or not _known(budget) else open_kv(plan, budget.device)
+        least = least_left(len(takers)) if takers else 0
+        if left < least:
+            found = over_commit_text(budget.device, budget.total_bytes, budget.claims, takers if left >= 0 else ())
+            path, fix = _way_out(budget, least - left)
+            problems.append(Problem(path, found, fix="; ".join([fix, *ways_of_others(budget.claims)])))
+    return problems
+
+
+def claims_of_others(taken: Iterable[Taken], more_reserve_bytes: int = 0) -> list[Claim]:
+    """Return what other pipelines have of a GPU, a row for each, and what they want left free beyond one's own reserve.
+
+    One that is being opened and that nobody has measured has a second row, of which nobody knows how much it will be.
+    """
+    claims = []
+    for one in taken:
+        filled = one.fills and one.known  # else it has not got its part yet
+        what = (SERVING, SERVING_FILLER)[filled] if one.serves else (OTHER, FILLER)[filled]
+        claims += [Claim(one.who, what, one.bytes, "claimed")] if one.bytes else []
+        claims += [] if one.known else [Claim(one.who, what, 0, "unknown")]
+    return claims + ([Claim("", WANTED_FREE, more_reserve_bytes, "claimed")] if more_reserve_bytes > 0 else [])
+
+
+def ways_of_others(claims: Iterable[Claim]) -> list[str]:
+    """Return remedies for memory held by other pipelines, as phrases; empty where none holds any."""
+    by_what: dict[str, dict[str, None]] = {}
+    for claim in claims:
+        by_what.setdefault(claim.what, {})[claim.who] = None
+    fillers, others = [*by_what.get(FILLER, ())], [*(by_what.get(FILLER, {}) | by_what.get(OTHER, {}))]
+    ways = [f"or bound the KV memory of {listed(fillers)} (limits.kv_bytes there)"] if fillers else []
+    ways += [f"or unload {listed(others)}"] if others else []
+    if SERVING_FILLER in by_what:
+        ways.append("or bound its KV memory (limits.kv_bytes), in the version that serves too")
+    if by_what.keys() & {SERVING, SERVING_FILLER}:
+        ways.append("or unload the version that serves and load the new one (until then the old one goes on serving)")
+    return ways
+
+
+def open_kv(plan: Plan, device: str) -> list[str]:
+    """Return the step of each instance on a device that takes what is left of it."""
+    return [
+        step.name
+        for step in plan.steps
+        for own in step.devices
+        if own == device and shares(step) and not own_kv_bytes(step)
+    ]
+
+
+def fillable(plans: Collection[Plan]) -> set[str]:
+    """Return the GPUs whose remainder goes to llm steps: all claims are known there and no limit is set.
+
+    A step has one figure for all of its instances, so that it is none while what is left of any of their devices is not
+    known; and then the others there, of all the plans, wait for it too.
+    """
+    budgets = [(plan, budget) for plan in plans for budget in plan.budgets]
+    unknown = {budget.device for _, budget in budgets if not _known(budget)}
+    divided = {
+        budget.device
+        for plan, budget in budgets
+        if budget.device not in {*kv_limits(plan)} | unknown and open_kv(plan, budget.device)
+    }
+    takers = [
+        {*step.devices} - {*kv_limits(plan)}
+        for plan in plans
+        for step in plan.steps
+        if shares(step) and not own_kv_bytes(step)
+    ]
+    while waiting := {device for on in takers if not on <= divided for device in on & divided}:
+        divided -= waiting
+    return divided
+
+
+def reserve_of(budget: DeviceBudget) -> int:
+    """Return what is to stay free of a GPU, for all pipelines on it."""
+    return sum(claim.bytes for claim in budget.claims if claim.what in (RESERVE, WANTED_FREE))
+
+
+def rest_of(plan: Plan, budget: DeviceBudget) -> int:
+    """Return what the only llm step on a GPU takes of it when it opens; 0 where others are not known either."""
+    if budget.device in kv_limits(plan) or is_fake(budget.device):  # a made-up GPU has no memory that could be filled
+        return 0
+    takers = open_kv(plan, budget.device)
+    unknown = {claim.who for claim in budget.claims if claim.source == "unknown"}
+    if len(takers) != 1 or unknown != {*takers} or not plan.step(takers[0]).fills_room:
+        return 0
+    return max(0, budget.total_bytes - budget.claimed_bytes)
+
+
+def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], starved: Sequence[str] = ()) -> str:
+    """Return a phrase and a table of a device's claims, largest first, indented as part of a problem.
+
+    starved: names of llm steps that nothing is left for, where that is what is wrong.
+    """
+    claims = [*claims]
+    wanted = sum(claim.bytes for claim in claims)
+    more = f"{size_text(wanted - total_bytes)} too much"
+    if starved:
+        more = f"nothing is left for the KV memory of {', '.join(dict.fromkeys(starved))}"
+    head = f"{device} has {size_text(total_bytes)}, and {size_text(wanted)} of it are claimed: {more}"
+    return "\n".join([head, *(f"      {line}" for line in claim_lines(claims, wanted, device, total_bytes))])
+
+
+def budget_lines(budget: DeviceBudget) -> list[str]:
+    """Return a GPU's claims as aligned lines, largest first, and the remainder."""
+    lines = claim_lines(budget.claims, budget.claimed_bytes, budget.device, budget.total_bytes)
+    unknown = dict.fromkeys(claim.who for claim in budget.claims if claim.source == "unknown")
+    left = size_text(budget.total_bytes - budget.claimed_bytes)
+    if budget.kv_bytes:
+        lines.append(f"{left} are left, all of it KV memory (limits.kv_bytes bounds it where pipelines share a GPU)")
+    elif budget.rest_bytes:
+        who = ", ".join(unknown)
+        lines.append(
+            f"{left} are left for {who}, which nobody has measured: what its weights and work leave of that "
+            "becomes its KV memory when it opens (kv_bytes or limits.kv_bytes bounds it)"
+        )
+    elif unknown:
+        lines.append(f"at most {left} are left: nobody has measured {', '.join(unknown)} (`weftline profile`)")
+    else:
+        lines.append(f"{left} are left")
+    return lines
+
+
+def claim_lines(claims: Iterable[Claim], wanted: int, device: str, total_bytes: int) -> list[str]:
+    """Return a table of claims as aligned lines, largest first, with their sum and what the device has."""
+    rows = [(size_text(bytes) if source != "unknown" else "?", who, what, source)
+            for who, what, source, bytes in _added_up(claims)]  # fmt: skip
+    rows += [(size_text(wanted), "together", "", ""), (size_text(total_bytes), f"{device} has", "", "")]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        f"{size:>{widths[0]}}  {who:<{widths[1]}}  {what:<{widths[2]}}  {source}".rstrip()
+        for size, who, what, source in rows
+    ]
+
+
+def _added_up(claims: Iterable[Claim]) -> list[tuple[str, str, str, int]]:
+    """Return owner, purpose, source and bytes, largest first; claims of one step's instances are one row."""
+    found: dict[tuple[str, str, str], int] = {}
+    count: Counter[tuple[str, str, str]] = Counter()
+    for claim in claims:
+        key = claim.who, claim.what, claim.source
+        found[key] = found.get(key, 0) + claim.bytes
+        count[key] += 1
+    rows = [
+        (f"{who} ({count[who, what, source]} instances)" if count[who, what, source] > 1 else who, what, source, bytes)
+        for (who, what, source), bytes in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row[3])
+
+
+def _processes(plan: Plan, device: str, needs: Needs, gpu: GpuPolicy) -> list[Claim]:
+    measured = needs.context_bytes.get(device)
+    source = "measured" if measured is not None else _source(gpu.context_bytes, GpuPolicy().context_bytes)
+    context = gpu.context_bytes if measured is None else measured
+    claims = []
+    for worker in plan.workers:
+        if worker.device == device:
+            claims.append(Claim(worker.name, CONTEXT, context, source))
+            if worker.device_arena_bytes:
+                arena = _source(worker.device_arena_bytes, GpuPolicy().arena_bytes)
+                claims.append(Claim(worker.name, ARENA, worker.device_arena_bytes, arena))
+    ranks = (step for step in plan.steps for own in step.devices if device in _gpus(step, own, needs.steps)[1:])
+    return claims + [Claim(f"{step.name} (rank)", CONTEXT, context, source) for step in ranks]
+
+
+def _instances(plan: Plan, device: str, needs: Mapping[str, Need]) -> list[Claim]:
+    claims = []
+    for step in plan.steps:
+        need = needs.get(step.name, Need())
+        source = "unknown" if device not in need.bytes else "stated" if need.stated else "measured"
+        for own in step.devices:
+            if device in _gpus(step, own, needs):
+                claims.append(Claim(step.name, WORK, need.bytes.get(device, 0), source))
+                if need.ranks > 1 and need.kv_bytes:
+                    claims.append(Claim(step.name, KV, need.kv_bytes, "stated"))
+    return claims
+
+
+def _kv(plan: Plan, device: str) -> list[Claim]:
+    """Return the KV memory that is stated: of a device as a whole, or step by step."""
+    steps = [step for step in plan.steps if shares(step) and device in step.devices]
+    if steps and device in kv_limits(plan):
+        return [Claim(EVERYBODY, KV, kv_limits(plan)[device], "stated")]
+    own = ((step, own_kv_bytes(step)) for step in steps for one in step.devices if one == device)
+    return [Claim(step.name, KV, bytes, "stated") for step, bytes in own if bytes]
+
+
+def _gpus(step: PlannedStep, device: str, needs: Mapping[str, Need]) -> tuple[str, ...]:
+    """Return the GPUs that an instance uses, from its own on."""
+    return gpus_of(device, needs.get(step.name, Need()).ranks)
+
+
+def _known(budget: DeviceBudget) -> bool:
+    return all(claim.source != "unknown" for claim in budget.claims)
+
+
+def _source(bytes: int, usual: int) -> str:
+    return "assumed" if bytes == usual else "stated"
+
+
+def _way_out(budget: DeviceBudget, too_much: int) -> tuple[str, str]:
+    """Return the location of the largest adjustable claim and a remedy."""
+    sums: Counter[tuple[str, str, str]] = Counter()
+    for claim in budget.claims:
+        sums[claim.who, claim.what, claim.source] += 0 if claim.what in OF_OTHERS | {CONTEXT} else claim.bytes
+    (who, what, source), largest = sums.most_common(1)[0]
+    less = f" by {size_text(too_much)}" if too_much <= largest else ""
+    if not largest:
+        return "gpu", "let steps share a process, or use another GPU (`device:`)"
+    if what in (RESERVE, ARENA):
+        path = "gpu.reserve_bytes" if what == RESERVE else "gpu.arena_bytes"
+        return path, f"lower {path}{less if what == RESERVE else ''}, or use another GPU (`device:`)"
+    if what == KV:
+        path = f"limits.kv_bytes.{budget.device}" if who == EVERYBODY else f"steps.{who}.kv_bytes"
+        return path, f"lower {path}{less}, or put steps on another GPU (`device:`)"
+    if source == "stated":
+        path = f"steps.{who}.device_bytes"
+        return path, f"put {who} or others on another GPU (`device:`), or lower {path} if that is more than it takes"
+    return f"steps.{who}", f"put {who} or others on another GPU (`device:`), or have fewer items in their batches"

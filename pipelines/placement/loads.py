@@ -1,0 +1,163 @@
+"""Loads, the placement units on GPUs, and the free capacity of each GPU.
+
+A load is one instance, or the instances that share a worker; it never goes on two GPUs, ranks of an llm step aside. A
+room is what is free of one GPU, with the processes that its loads begin.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weftline.pipelines.placement.needs import Need
+from weftline.pipelines.spec.graph import Step
+from weftline.pipelines.spec.policy import GpuPolicy
+from weftline.shm.device.names import is_gpu
+
+AUTO = "auto"
+"""A device that is yet to be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Instances that are on one GPU whatever happens: one alone, or those that share a worker.
+
+    pinned: the GPU that one of them names; '' for none.
+    own:    they have a process to themselves, whoever else is on the GPU.
+    work:   time of the GPU for one request, in ms by device: their shares of what was measured of their steps, whose
+            instances are taken to share requests evenly. Empty: nothing was measured.
+
+    Of these follow
+    names:   the steps they are of.
+    open_kv: whether they take what is left of their device.
+    ranks:   how many GPUs they use.
+    """
+
+    members: tuple[tuple[str, int], ...]
+    needs: tuple[Need, ...]
+    pinned: str
+    own: bool
+    work: Mapping[str, float] = field(default_factory=dict)
+    names: frozenset[str] = field(init=False, compare=False)
+    open_kv: bool = field(init=False, compare=False)
+    ranks: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:  # kept, because every GPU asks every load for them
+        object.__setattr__(self, "names", frozenset(name for name, _ in self.members))
+        object.__setattr__(self, "open_kv", any(need.kv_bytes is None for need in self.needs))
+        object.__setattr__(self, "ranks", max(need.ranks for need in self.needs))
+
+    @property
+    def known(self) -> bool:
+        return any(need.bytes or need.kv_bytes for need in self.needs)
+
+    @property
+    def largest(self) -> int:
+        return sum(max(need.bytes.values(), default=0) + (need.kv_bytes or 0) for need in self.needs)
+
+    def on(self, device: str) -> int:
+        return sum(need.bytes.get(device, 0) + (need.kv_bytes or 0) for need in self.needs)
+
+    def ms(self, device: str) -> float:
+        """Return the work on a GPU; one on which it was not measured counts as the slowest on which it was."""
+        return self.work.get(device, max(self.work.values(), default=0.0))
+
+
+@dataclass(slots=True)
+class Room:
+    """Free capacity of one GPU, and its loads. `others`: bytes reserved by other pipelines."""
+
+    device: str
+    free: int
+    context: int
+    others: int = 0
+    copies: Counter[str] = field(default_factory=Counter)
+    shared: int = 0  # processes that steps share
+    fillers: int = 0  # llm steps that take what is left
+    plain: int = 0  # what else is on it
+    sharing: Counter[str] = field(default_factory=Counter)  # copies in processes that steps share
+
+    def cost(self, load: Load) -> int:
+        slot = 1 + max(self.copies[name] for name in load.names)
+        return load.on(self.device) + (self.context if load.own or slot > self.shared else 0)
+
+    def take(self, load: Load) -> None:
+        self.free -= self.cost(load)
+        self.copies.update(load.names)
+        self.fillers += load.open_kv
+        self.plain += not load.open_kv
+        if not load.own:
+            self.sharing.update(load.names)
+            self.shared = max(self.shared, *(self.copies[name] for name in load.names))
+
+    def give_back(self, load: Load) -> None:
+        """Undo `take`, whatever else was taken since."""
+        _lessen(self.copies, load.names)
+        self.fillers -= load.open_kv
+        self.plain -= not load.open_kv
+        if not load.own:
+            _lessen(self.sharing, load.names)
+            self.shared = max(self.sharing.values(), default=0)
+        self.free += self.cost(load)
+
+
+Rooms = dict[str, Room]
+"""The GPUs of a machine by name, in its order."""
+
+Chosen = Mapping[tuple[str, int], str]
+"""The GPU of each instance, by its step and which it is."""
+
+
+def hold(rooms: Rooms) -> bool:
+    """Return True when the placed loads fit; GPUs without loads are not checked."""
+    return all(room.free >= 0 or not room.copies for room in rooms.values())
+
+
+def _lessen(counts: Counter[str], names: Collection[str]) -> None:
+    for name in names:
+        counts[name] -= 1
+        if not counts[name]:
+            del counts[name]
+
+
+def share_ms(ms: Mapping[str, float], device: str, count: int) -> float:
+    """Return the work on a GPU of one of `count` instances of a step for which `ms` was measured, 0 for nothing."""
+    return ms.get(device, max(ms.values(), default=0.0)) / count
+
+
+def loads_of(
+    steps: Sequence[Step],
+    written: Mapping[str, Sequence[str]],
+    heavy: Mapping[str, bool],
+    needs: Mapping[str, Need],
+    gpu: GpuPolicy,
+) -> list[Load]:
+    """Return what is to be on GPUs, by size and name: the order of steps in a file decides nothing."""
+    found: dict[tuple[bool, str, int], list[tuple[str, int, str]]] = {}
+    for step in steps:
+        for copy, device in enumerate(written[step.name]):
+            if is_gpu(device) and (device != AUTO or heavy[step.name]):
+                key = step.worker is not None, step.worker or step.name, copy
+                found.setdefault(key, []).append((step.name, copy, device))
+    loads = []
+    for (shares, _, _), group in found.items():
+        members = sorted(group)
+        own = [needs.get(name, Need()) for name, _, _ in members]
+        alone = gpu.processes == "separate" or any(need.alone for need in own)
+        loads.append(
+            Load(
+                tuple((name, copy) for name, copy, _ in members),
+                tuple(own),
+                min((device for _, _, device in members if device != AUTO), default=""),
+                shares or alone,
+                _work([(need.ms, len(written[name])) for need, (name, _, _) in zip(own, members, strict=True)]),
+            )
+        )
+    return sorted(loads, key=lambda load: (-load.largest, load.members))
+
+
+def _work(steps: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """Return the work of an instance of each of these steps by device, from what was measured and their instances."""
+    devices = sorted({device for ms, _ in steps for device in ms})
+    return {device: sum(share_ms(ms, device, count) for ms, count in steps) for device in devices}

@@ -1,0 +1,150 @@
+"""Placement: process, device and threads of each step; pure functions of values.
+
+One process for each instance of a step, unless steps share one: by naming the same `worker`, or on a GPU (`grouping`).
+A process has the threads that its steps state. Other heavy nodes divide the cores that are left evenly among their
+processes, so that thread pools never fight; light ones have one thread each. `auto` puts a heavy node on a GPU
+(`fitting` says which) and everything else on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from weftline.errors import Problem
+from weftline.pipelines.placement.gpu_assignment import fit
+from weftline.pipelines.placement.load_report import work_of
+from weftline.pipelines.placement.loads import AUTO
+from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.placement.needs import Need, Needs, gpus_of
+from weftline.pipelines.placement.plan import DeviceWork, PlannedWorker
+from weftline.pipelines.placement.process_assignment import Process, grouped, reasons
+from weftline.pipelines.spec.graph import Step
+from weftline.pipelines.spec.policy import GpuPolicy, Limits
+
+__all__ = ["ARENA_SHARE", "Device", "Machine", "Placement", "instance_count", "place", "size_text"]
+
+ARENA_SHARE = 0.5
+"""Most of a machine's memory that arenas may reserve; models and their working memory need the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The processes, and for every step its devices and the indexes of its processes, one for each instance.
+
+    reasons: a line for each choice that somebody may want explained.
+    work:    of each GPU, how busy it is by measured times, and why; empty when nothing on GPUs was measured.
+    """
+
+    workers: tuple[PlannedWorker, ...]
+    devices: Mapping[str, tuple[str, ...]]
+    places: Mapping[str, tuple[int, ...]]
+    reasons: tuple[str, ...] = ()
+    work: tuple[DeviceWork, ...] = ()
+
+
+def place(
+    steps: Sequence[Step],
+    heavy: Mapping[str, bool],
+    limits: Limits,
+    machine: Machine,
+    gpu: GpuPolicy | None = None,
+    needs: Needs | None = None,
+    edges: Collection[tuple[str, str]] = (),
+) -> tuple[Placement, list[Problem]]:
+    """Return where each step runs, and every reason why it cannot run there, without file or line.
+
+    heavy: by step name, whether its node computes for long stretches.
+    needs: what steps need of GPUs, as far as it is known.
+    edges: pairs of steps, giver and reader, whose tensors can stay on a device.
+    """
+    problems: list[Problem] = []
+    gpu, needs = gpu or GpuPolicy(), needs or Needs({})
+    written = {step.name: _written(step, machine, problems) for step in steps}
+    devices, balance = fit(steps, written, heavy, needs.steps, edges, machine, gpu, needs.context_bytes)
+    problems += [one for step in steps for one in _lacking(step.name, devices[step.name], needs.steps, machine)]
+    alone = {name for name, need in needs.steps.items() if need.alone}
+    processes, places = grouped(steps, heavy, alone, devices, gpu, problems)
+    _check_memory(processes, limits, machine, problems)
+    threads = _threads(processes, {step.name: step.threads for step in steps}, machine.cores)
+    workers = tuple(
+        PlannedWorker(process.name, tuple(process.steps), share, limits.arena_bytes, process.device)
+        for process, share in zip(processes, threads, strict=True)
+    )
+    work = work_of(steps, written, devices, needs.steps, balance) if balance is not None else ()
+    return Placement(workers, devices, places, reasons(processes, alone, gpu), work), problems
+
+
+def instance_count(step: Step) -> int:
+    """Return how many loaded copies a step asks for."""
+    return step.instances if isinstance(step.instances, int) else sum(step.instances.values())
+
+
+def _written(step: Step, machine: Machine, problems: list[Problem]) -> tuple[str, ...]:
+    """Return the stated device of each instance: 'auto' or a full name."""
+    path = f"steps.{step.name}"
+    if isinstance(step.instances, int):
+        return (_device(f"{path}.device", step.device, machine, problems),) * step.instances
+    found: list[str] = []
+    for device, count in step.instances.items():
+        found += [_device(f"{path}.instances.{device}", device, machine, problems)] * count
+    return tuple(found)
+
+
+def _device(path: str, written: str, machine: Machine, problems: list[Problem]) -> str:
+    names = [device.name for device in machine.devices]
+    wanted = "cuda:0" if written == "cuda" else written
+    if wanted not in (AUTO, "cpu", *names):
+        found = f"{written}, and this machine has {', '.join(names) or 'no GPU'}"
+        problems.append(Problem(path, found, fix=_way_out(path, names)))
+    return wanted
+
+
+def _way_out(path: str, names: Sequence[str]) -> str:
+    """Return what can be written instead of a device that there is not."""
+    if path.endswith(".device"):
+        return "write auto, which uses a GPU where there is one"
+    here = f"name {' or '.join(names[:4])} there, or " if names else ""
+    return f"{here}write a number alone, such as `instances: 2`, which uses a GPU where there is one"
+
+
+def _lacking(step: str, devices: Sequence[str], needs: Mapping[str, Need], machine: Machine) -> Iterator[Problem]:
+    """Yield a problem for each GPU that a step of several ranks starts on, and after which too few follow."""
+    ranks, names = needs[step].ranks if step in needs else 1, [device.name for device in machine.devices]
+    for device in dict.fromkeys(devices):
+        if device in names and not {*gpus_of(device, ranks)} <= {*names}:
+            found = f"{ranks} GPUs from {device} on, and this machine has {', '.join(names)}"
+            yield Problem(f"steps.{step}.ranks", found, fix="lower it, or start on an earlier GPU (`device:`)")
+
+
+def _threads(processes: Sequence[Process], written: Mapping[str, int | None], cores: int) -> list[int]:
+    """Return each process's threads: as written, else a heavy one's share of the cores, else one.
+
+    Heavy processes divide the cores that are left evenly, the first ones get what is left over, none less than one.
+    """
+    stated = [max((written[name] or 0 for name in process.steps), default=0) for process in processes]
+    heavy = [process.heavy and not threads for process, threads in zip(processes, stated, strict=True)]
+    share, over = divmod(max(cores - sum(stated), 1), max(sum(heavy), 1))
+    return [
+        threads or (max(share + (sum(heavy[:place]) < over), 1) if heavy[place] else 1)
+        for place, threads in enumerate(stated)
+    ]
+
+
+def _check_memory(processes: Sequence[Process], limits: Limits, machine: Machine, problems: list[Problem]) -> None:
+    arenas = len(processes) + 1  # the ingress writes requests' inputs into one of its own
+    wanted, most = arenas * limits.arena_bytes, int(machine.memory_bytes * ARENA_SHARE)
+    if wanted <= most:
+        return
+    found = f"{arenas} arenas of {size_text(limits.arena_bytes)} are {size_text(wanted)} of shared memory"
+    expected = f"at most {size_text(most)}, {ARENA_SHARE:.0%} of this machine's {size_text(machine.memory_bytes)}"
+    fix = f"set limits.arena_bytes to at most {most // arenas}, or let steps share a worker"
+    problems.append(Problem("limits.arena_bytes", found, expected, fix))
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a size for people: '64 MiB'."""
+    size, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if size >= 10 or size == int(size) else f"{size:.1f} {units[0]}"

@@ -1,0 +1,256 @@
+"""Profile file with measured costs of steps: `ocr.profile.json` beside `ocr.yaml`.
+
+`weftline profile` writes it, a plan reads it: memory that was measured need not be stated. Figures hold for one kind of
+device ('cpu', 'fake', 'cuda H200'), and for a node with the options it had; a step that has changed since is known by
+its digest, and what was measured of it is left out of account.
+
+    {"weftline_profile": 1,
+     "context_bytes": {"cuda H200": 534773760},
+     "steps": {"see": {"digest": "5d41402abc4b2a76",
+                       "on": {"cuda H200": {"open_bytes": 12582912, "peak_bytes": {"1": 41943040, "16": 301989888},
+                                            "run_ms": {"1": 4.1, "16": 19.5}, "host_bytes": 912261120}}}}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from weftline.errors import PipelineError, Problem
+from weftline.pipelines.check.problems import from_validation
+from weftline.pipelines.placement.plan import PlannedStep
+from weftline.pipelines.spec.entries import Strict
+from weftline.pipelines.spec.graph import Pipeline
+from weftline.shm.device.names import kind_of
+
+BYTES_MAX = 16 << 20
+"""Largest profile that is read: far more than a pipeline of a thousand steps on ten kinds of devices."""
+
+DIGEST_CHARS = 16
+"""Length of a digest, in hexadecimal digits: it tells versions of one step apart."""
+
+SUFFIX = ".profile.json"
+
+_PLANNED = ("kv_bytes",)
+"""Options that a plan fills in, and that are measured apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured costs of one instance of a step on one kind of device.
+
+    open_bytes: device memory once it is open.
+    peak_bytes: device memory at its most, what it holds open included, by the number of items in a call.
+    run_ms:     median time of a call, by the number of items.
+    host_bytes: host memory of a process that holds this step alone.
+    kv_bytes:   how much of the device memory was KV memory, which is planned by itself.
+    """
+
+    open_bytes: int = 0
+    peak_bytes: Mapping[int, int] = field(default_factory=dict)
+    run_ms: Mapping[int, float] = field(default_factory=dict)
+    host_bytes: int = 0
+    kv_bytes: int = 0
+
+    def device_bytes(self, items: int) -> int:
+        """Return what an instance needs for calls of so many items, KV memory aside.
+
+        A size that was not measured is taken from the next larger one; beyond the largest, memory grows with items.
+        """
+        most = max(self.peak_bytes, default=0)
+        near = min((count for count in self.peak_bytes if count >= items), default=0)
+        peak = self.peak_bytes[near] if near else self.peak_bytes.get(most, 0)
+        if most and not near:
+            peak += max(0, peak - self.open_bytes) * (items - most) // most
+        return max(self.open_bytes, peak) - min(self.kv_bytes, self.open_bytes)
+
+    def item_ms(self, items: int) -> float | None:
+        """Return the time for each item in calls of so many; None when no call was timed.
+
+        It is that of the largest number timed up to `items`, or of the least where all are larger.
+        """
+        if not self.run_ms:
+            return None
+        near = max((count for count in self.run_ms if count <= items), default=min(self.run_ms))
+        return self.run_ms[near] / near
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Profile of one step by kind of device, with the step's digest at that time."""
+
+    digest: str
+    on: Mapping[str, Measured] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Profiles of a pipeline's steps by name, and the base memory of a process on a device.
+
+    context_bytes: by kind of device.
+    """
+
+    steps: Mapping[str, StepProfile] = field(default_factory=dict)
+    context_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def measured(self, step: str, digest: str, kind: str) -> Measured | None:
+        """Return what was measured of a step as it is now; None when nothing was."""
+        found = self.steps.get(step)
+        return found.on.get(kind) if found is not None and found.digest == digest else None
+
+
+def device_kind(name: str, model: str = "") -> str:
+    """Return what measurements of a device hold for: 'cuda H200' of cuda:1, an NVIDIA H200."""
+    return f"{kind_of(name)} {model.removeprefix('NVIDIA ')}".strip()
+
+
+def step_digest(step: PlannedStep) -> str:
+    """Return a digest of a step's node and options."""
+    return digest_of(step.node, step.options)
+
+
+def digest_of(node: str, options: Mapping[str, Any]) -> str:
+    """Return the digest of a step that runs a node, by its dotted path, with all of its options."""
+    own = {name: value for name, value in options.items() if name not in _PLANNED}
+    said = json.dumps([node, own], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:DIGEST_CHARS]
+
+
+def profile_path(pipeline: Pipeline) -> Path:
+    """Return where a pipeline's profile lies: beside its file, named like it; like the pipeline if built in Python."""
+    path = Path(pipeline.file)
+    name = path.stem if path.suffix in (".yaml", ".yml") else pipeline.name
+    return pipeline.base_dir / f"{name}{SUFFIX}"
+
+
+def profile_beside(pipeline: Pipeline) -> Profile | None:
+    """Return a pipeline's profile, None when it has none; PipelineError lists what is wrong with it."""
+    path = profile_path(pipeline)
+    return read_profile(path) if path.is_file() else None
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Return the profile in a file; PipelineError lists everything that is wrong with it."""
+    name, path = str(path), Path(path)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(BYTES_MAX + 1)
+    except OSError as error:
+        found = f"cannot be read: {error.strerror}"
+        raise PipelineError([Problem("", found, "a profile", _FIX, file=name)]) from None
+    if len(raw) > BYTES_MAX:
+        raise PipelineError([Problem("", f"more than {BYTES_MAX} bytes", "a smaller file", _FIX, file=name)])
+    try:
+        document = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refuse)
+    except json.JSONDecodeError as error:
+        raise PipelineError([Problem("", f"is no JSON: {error.msg}", "", _FIX, error.lineno, name)]) from None
+    except UnicodeDecodeError as error:
+        line = 1 + raw.count(b"\n", 0, error.start)
+        raise PipelineError([Problem("", "is no JSON: it is not UTF-8 text", "", _FIX, line, name)]) from None
+    except (ValueError, RecursionError) as error:
+        found = "is nested too deep" if isinstance(error, RecursionError) else f"is no JSON: {error}"
+        raise PipelineError([Problem("", found, "", _FIX, file=name)]) from None
+    try:
+        entry = ProfileEntry.model_validate(document)
+    except ValidationError as error:
+        problems = from_validation(error, document, "", _known)
+        raise PipelineError([dataclasses.replace(_spoken(one), file=name) for one in problems]) from None
+    steps = {
+        step: StepProfile(one.digest, {kind: Measured(**_counted(on)) for kind, on in one.on.items()})
+        for step, one in entry.steps.items()
+    }
+    return Profile(steps, entry.context_bytes)
+
+
+def to_json(profile: Profile) -> str:
+    """Return the text of a profile's file; equal profiles have equal texts."""
+    document = {
+        "weftline_profile": 1,
+        "context_bytes": dict(sorted(profile.context_bytes.items())),
+        "steps": {
+            name: {"digest": one.digest, "on": {kind: _written(on) for kind, on in sorted(one.on.items())}}
+            for name, one in sorted(profile.steps.items())
+        },
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def _written(measured: Measured) -> dict[str, Any]:
+    entry = {one.name: getattr(measured, one.name) for one in dataclasses.fields(measured)}
+    for name in ("peak_bytes", "run_ms"):
+        entry[name] = {str(items): value for items, value in sorted(entry[name].items())}
+    return {name: value for name, value in entry.items() if value}
+
+
+_FIX = "measure again with `weftline profile`, or remove the file"
+
+Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
+Millis = Annotated[float, Field(ge=0, le=86_400_000)]
+ITEMS_PATTERN, DIGEST_PATTERN = r"^[1-9][0-9]{0,5}$", rf"^[0-9a-f]{{{DIGEST_CHARS}}}$"
+Items = Annotated[str, Field(pattern=ITEMS_PATTERN)]
+Text = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class MeasuredEntry(Strict):
+    """One step on one kind of device."""
+
+    open_bytes: Bytes = 0
+    peak_bytes: dict[Items, Bytes] = Field(default_factory=dict)
+    run_ms: dict[Items, Millis] = Field(default_factory=dict)
+    host_bytes: Bytes = 0
+    kv_bytes: Bytes = 0
+
+
+class StepEntry(Strict):
+    """One step."""
+
+    digest: Annotated[str, Field(pattern=DIGEST_PATTERN)]
+    on: dict[Text, MeasuredEntry]
+
+
+class ProfileEntry(Strict):
+    """The whole file."""
+
+    weftline_profile: Literal[1]
+    context_bytes: dict[Text, Bytes] = Field(default_factory=dict)
+    steps: dict[Text, StepEntry]
+
+
+def _counted(entry: MeasuredEntry) -> dict[str, Any]:
+    """Return an entry's fields, with numbers of items as numbers."""
+    fields = dict(entry)
+    for name in ("peak_bytes", "run_ms"):
+        fields[name] = {int(items): value for items, value in fields[name].items()}
+    return fields
+
+
+def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
+    """Return the keys that are known in the mapping at `loc`."""
+    entries: dict[int, type[BaseModel]] = {0: ProfileEntry, 2: StepEntry, 4: MeasuredEntry}
+    return entries.get(len(loc), ProfileEntry).model_fields
+
+
+def _spoken(problem: Problem) -> Problem:
+    """Return the problem with regular expressions put into words, and a way out."""
+    words = {ITEMS_PATTERN: "a number of items, 1 to 999999", DIGEST_PATTERN: f"{DIGEST_CHARS} hexadecimal digits"}
+    expected = next((text for pattern, text in words.items() if pattern in problem.expected), problem.expected)
+    return dataclasses.replace(problem, expected=expected, fix=problem.fix or _FIX)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"{twice!r:.60} is written twice")
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number")

@@ -1,0 +1,1 @@
+"""Plans and node references as text, Mermaid and SVG."""

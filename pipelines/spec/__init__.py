@@ -1,0 +1,1 @@
+"""Pipeline files and the builder: schema, parser and graph."""

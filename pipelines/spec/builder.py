@@ -1,0 +1,274 @@
+"""Python pipeline builder, equivalent to the YAML format.
+
+    p = Builder("voice-photo-assistant")
+    photo = p.input("photo", "image")
+    see = p.step("see", "yolo", image=photo, model="yolo11n.pt", batch={"items_max": 16})
+    p.output("detections", see.detections)
+    pipeline = p.build()
+
+A wire is what `input` returns, or an attribute of what `step` returns. A keyword of `step` whose value is a wire is an
+input port; any other is an option of the node. `constant(224)` is a wire that always carries the same. Problems name
+the line of the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from weftline.errors import Problem
+from weftline.nodes.contract import Node
+from weftline.pipelines.check.options import plain
+from weftline.pipelines.spec.condition import Condition
+from weftline.pipelines.spec.document import Document
+from weftline.pipelines.spec.graph import Pipeline
+from weftline.pipelines.spec.handles import ConstantWire, StepHandle, constant
+from weftline.pipelines.spec.loader import to_pipeline
+from weftline.pipelines.spec.node_names import owners, reference
+from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.spec.serialisation import changed_fields, to_yaml
+from weftline.pipelines.spec.wire import Wire
+
+__all__ = ["Builder", "ConstantWire", "StepHandle", "constant"]
+
+
+class Builder:
+    """Collects inputs, steps and outputs; `build` returns the Pipeline.
+
+    base_dir: the folder that relative paths are relative to; the folder of the calling Python file when left out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        about: str = "",
+        base_dir: str | Path | None = None,
+        limits: Limits | Mapping[str, Any] | None = None,
+        slo: Slo | Mapping[str, Any] | None = None,
+        gpu: GpuPolicy | Mapping[str, Any] | None = None,
+    ) -> None:
+        frame = _caller()
+        self._source = frame.f_code.co_filename
+        self._base_dir = Path(base_dir) if base_dir is not None else _folder(self._source)
+        self._lines: dict[str, int] = {}
+        self._problems: list[Problem] = []
+        self._unread: set[str] = set()
+        self._document: dict[str, Any] = {"weftline": 1, "name": name, "inputs": {}, "steps": {}, "outputs": {}}
+        given = {"about": about or None, "limits": _policy(limits), "slo": _policy(slo), "gpu": _policy(gpu)}
+        self._document |= {key: value for key, value in given.items() if value}
+        for key in self._document:
+            self._mark(key, frame)
+
+    def input(
+        self,
+        name: str,
+        type: str,
+        *,
+        about: str = "",
+        seconds_max: float | None = None,
+        pixels_max: int | None = None,
+        bytes_max: int | None = None,
+        default: Any = None,
+        optional: bool = False,
+    ) -> Wire:
+        """Declare an input of the pipeline and return its wire.
+
+        default:  what it is when a request leaves it out.
+        optional: a request may leave it out; without a default it is then absent.
+        """
+        more = {"seconds_max": seconds_max, "pixels_max": pixels_max, "bytes_max": bytes_max}
+        more["default"] = self._plain(f"inputs.{name}.default", default)
+        entry = {"type": type, "about": about, "optional": optional}
+        self._put("inputs", name, entry | {key: value for key, value in more.items() if value is not None})
+        return Wire(None, name)
+
+    def constant(self, value: Any) -> ConstantWire:
+        """Return a wire that always carries `value`."""
+        return constant(value)
+
+    def step(
+        self,
+        name: str,
+        node: str | type[Node] | Any = None,
+        /,
+        *,
+        pipeline: str | Path | None = None,
+        inputs: Mapping[str, Wire] | None = None,
+        when: str | Condition | None = None,
+        batch: BatchPolicy | Mapping[str, Any] | None = None,
+        map: str | Sequence[str] = (),
+        retry: int | Retry | Mapping[str, Any] | None = None,
+        timeout_ms: float | None = None,
+        fallback: str | StepHandle | Mapping[str, Any] | None = None,
+        idempotent: bool | None = None,
+        finite: bool = False,
+        sequence: SequencePolicy | Mapping[str, Any] | None = None,
+        worker: str | None = None,
+        instances: int | Mapping[str, int] = 1,
+        reserved: int = 0,
+        device: str = "auto",
+        threads: int | None = None,
+        device_bytes: int | None = None,
+        idle: float | IdlePolicy | Mapping[str, Any] | None = None,
+        run_max_ms: float | None = None,
+        **given: Any,
+    ) -> StepHandle:
+        """Add a step and return it; its attributes are its output ports.
+
+        node:     a reference as in YAML, a node class, or a Config of one (`Yolo.Config(model=...)`).
+        pipeline: instead of a node, a pipeline file that is run as this step.
+        inputs:   wires of ports whose names are no Python names; otherwise write them as keywords.
+        fallback: a step, its name, or constants by output port.
+        given:    a wire is an input port, anything else an option of the node.
+        The other keywords are those of a pipeline file.
+        """
+        entry: dict[str, Any] = {}
+        if node is not None:
+            named, options = self._node(name, node)
+            entry = {"node": named, **options}
+        own: dict[str, tuple[Any, Any]] = {
+            "pipeline": (pipeline, None),
+            "when": (when.text if isinstance(when, Condition) else when, None),
+            "batch": (batch, None),
+            "map": (map, ()),
+            "retry": (retry, None),
+            "timeout_ms": (timeout_ms, None),
+            "idempotent": (idempotent, None),
+            "finite": (finite, False),
+            "sequence": (sequence, None),
+            "worker": (worker, None),
+            "instances": (instances, 1),
+            "reserved": (reserved, 0),
+            "device": (device, "auto"),
+            "threads": (threads, None),
+            "device_bytes": (device_bytes, None),
+            "idle": (idle, None),
+            "run_max_ms": (run_max_ms, None),
+        }
+        wires: dict[str, Any] = dict(inputs or {})
+        if isinstance(fallback, Wire):
+            wires["fallback"] = fallback
+        elif fallback is not None:
+            entry["fallback"] = self._plain(f"steps.{name}.fallback", _named(fallback))
+        for key, value in given.items():
+            if isinstance(value, Wire | StepHandle):
+                wires[key] = value
+            elif key == "node":
+                self._refuse(f"steps.{name}.node", "given twice", "the node once, as the second argument")
+            else:
+                entry[key] = self._plain(f"steps.{name}.{key}", value)
+        for key, (value, usual) in own.items():
+            if isinstance(value, Wire | StepHandle):
+                wires[key] = value
+            elif value is not usual and (value != usual or type(value) is not type(usual)):
+                entry[key] = self._plain(f"steps.{name}.{key}", _policy(value))
+        entry["inputs"] = {port: self._wired(f"steps.{name}.inputs.{port}", wire) for port, wire in wires.items()}
+        self._put("steps", name, entry)
+        return StepHandle(name)
+
+    def output(self, name: str, wire: Wire) -> None:
+        """Declare an output of the pipeline: what `wire` carries is answered as `name`."""
+        if isinstance(wire, ConstantWire):
+            self._refuse(f"outputs.{name}", "a constant", "an output of a step, or an input", "wire it to a step")
+        self._put("outputs", name, str(wire))
+
+    def build(self) -> Pipeline:
+        """Return the Pipeline; PipelineError lists everything that a file saying the same would be refused for."""
+        document = Document(self._document, self._lines, tuple(self._problems), frozenset(self._unread))
+        return to_pipeline(document, self._file(), self._base_dir)
+
+    def to_yaml(self) -> str:
+        """Return the equivalent pipeline file as text."""
+        return to_yaml(self.build())
+
+    def _put(self, what: str, name: str, entry: Any) -> None:
+        frame, path = _caller(), f"{what}.{name}"
+        if name in self._document[what]:
+            self._refuse(path, f"written twice, first on line {self._lines.get(path, 0)}", fix="keep one of them")
+            return
+        self._document[what][name] = entry
+        self._mark(path, frame)
+
+    def _mark(self, path: str, frame: FrameType) -> None:
+        """Remember the line of the user's call, if it is in the file that the pipeline is named after."""
+        if frame.f_code.co_filename == self._source:
+            self._lines[path] = frame.f_lineno
+
+    def _node(self, step: str, node: Any) -> tuple[str, dict[str, Any]]:
+        """Return the reference and the options of what a step was given as its node."""
+        if isinstance(node, str):
+            return node, {}
+        if inspect.isclass(node) and issubclass(node, Node):
+            return reference(node, self._base_dir), {}
+        if isinstance(node, Node):
+            node, owner = node.config, type(node)
+            return reference(owner, self._base_dir), self._changed(step, node)
+        found = owners(type(node)) if dataclasses.is_dataclass(node) else []
+        if len(found) == 1:
+            return reference(found[0], self._base_dir), self._changed(step, node)
+        what = "the Config of several nodes" if found else "no node"
+        self._refuse(
+            f"steps.{step}.node", f"{type(node).__name__} is {what}", "a catalog name, a node class, or a node's Config"
+        )
+        self._unread.add(f"steps.{step}.node")
+        return "", {}
+
+    def _changed(self, step: str, config: Any) -> dict[str, Any]:
+        try:
+            return changed_fields(config)
+        except TypeError as error:
+            self._refuse(f"steps.{step}", str(error), "options that a pipeline file can hold")
+            return {}
+
+    def _refuse(self, path: str, found: str, expected: str = "", fix: str = "") -> None:
+        frame = _caller()
+        line = frame.f_lineno if frame.f_code.co_filename == self._source else 0
+        self._problems.append(Problem(path, found, expected, fix, line, self._file()))
+
+    def _wired(self, path: str, wire: Any) -> Any:
+        """Return how a pipeline file writes what a port reads."""
+        return {"value": self._plain(path, wire.value)} if isinstance(wire, ConstantWire) else str(wire)
+
+    def _plain(self, path: str, value: Any) -> Any:
+        try:
+            return plain(value)
+        except TypeError as error:
+            self._refuse(path, str(error), "text, a number, true, false, a list or a mapping")
+            self._unread.add(path)
+            return None
+
+    def _file(self) -> str:
+        """Return the user's Python file as they would name it; '' when typed into a prompt."""
+        path = Path(self._source)
+        if not path.is_file():
+            return ""
+        return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _caller() -> FrameType:
+    """Return the nearest frame outside this module: the user's call."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _folder(source: str) -> Path:
+    path = Path(source)
+    return path.parent if path.is_file() else Path.cwd()
+
+
+def _policy(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return changed_fields(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _named(fallback: Any) -> Any:
+    return str(fallback) if isinstance(fallback, StepHandle) else fallback

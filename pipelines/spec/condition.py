@@ -1,0 +1,246 @@
+"""Parser of `when:` conditions: side-effect-free expressions over wire values.
+
+    guard.verdict.action == "block"        kind.label in ["cat", "dog"] and not skip        len(see.detections) > 0
+
+Python's own parser reads the text and its tree is translated; what is not listed in `ALLOWED` is refused. Nothing is
+ever called, and no Python object is looked into: a name after a dot is a key of a JSON value. Comparisons, `in`, `and`
+and `or` mean what they mean in Python; a missing key, and everything inside what is absent, is null.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weftline.pipelines.spec.evaluation import Evaluation, Tree, literal
+from weftline.pipelines.spec.wire import Wire
+
+CHARS_MAX = 1000
+"""Longest condition, in characters."""
+
+DEPTH_MAX = 32
+"""Deepest nesting of a condition."""
+
+ALLOWED = (
+    "wires (step.port, or an input), keys (x.key, x['key'], x[0]), text, numbers, true, false, null, [lists], "
+    "== != < <= > >=, in, not in, and, or, not, len(x), brackets"
+)
+"""What a condition is made of, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A parsed condition.
+
+    text:  as somebody wrote it.
+    wires: what it reads, each once.
+    tree:  nested tuples: ("wire", index), ("key", tree, name), ("value", constant), ("len", tree), ("not", tree),
+           ("and", trees...), ("or", trees...), and (operator, left, right) with one of == != < <= > >= in not-in.
+    """
+
+    text: str
+    wires: tuple[Wire, ...]
+    tree: Tree
+
+    def holds(self, values: Sequence[Any]) -> bool:
+        """Evaluate for one value of each of `wires` (None: absent); raise ValueError when undefined."""
+        return bool(Evaluation(self.wires, values).value(self.tree))
+
+
+def parse(text: str) -> Condition:
+    """Parse the condition in `text`; raise ValueError with the position and what is allowed.
+
+    Which names are inputs is not known here: `a.b` is taken for port `b` of step `a` until `resolve` knows better.
+    """
+    if len(text) > CHARS_MAX:
+        raise ValueError(f"a condition of {len(text)} characters; the most is {CHARS_MAX}")
+    flat = text.replace("\n", " ").replace("\r", " ").replace("\t", " ")
+    lead = len(flat) - len(flat.lstrip())
+    if not flat.strip():
+        raise ValueError(f"an empty condition; it is made of {ALLOWED}")
+    try:
+        found = ast.parse(flat.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"at character {lead + (error.offset or 1)}: {error.msg}{_dialect(flat)}") from None
+    except (ValueError, RecursionError, MemoryError):
+        raise ValueError(f"no condition; it is made of {ALLOWED}") from None
+    rest = flat.strip().encode()[found.body.end_col_offset :]
+    if b"#" in rest:  # lines were joined: whatever stood after it, on other lines too, would be left out in silence
+        at = lead + len(flat.strip()) - len(rest[rest.index(b"#") :].decode()) + 1
+        raise ValueError(f"at character {at}: a condition has no comments; it is made of {ALLOWED}")
+    reader = _Reader(flat.strip(), lead)
+    tree = reader.tree(found.body, 1)
+    return Condition(text, tuple(reader.wires), tree)
+
+
+def resolve(condition: Condition, inputs: Collection[str]) -> Condition:
+    """Return the condition with `a.b` read as key `b` of input `a` wherever `a` is one of `inputs`."""
+    if not any(wire.step in inputs for wire in condition.wires):
+        return condition
+    wires: dict[Wire, int] = {}
+    trees: list[Tree] = []
+    for wire in condition.wires:
+        source = Wire(None, wire.step) if wire.step is not None and wire.step in inputs else wire
+        read = ("wire", wires.setdefault(source, len(wires)))
+        trees.append(read if source is wire else ("key", read, wire.port))
+    return Condition(condition.text, tuple(wires), _replaced(condition.tree, trees))
+
+
+def rewired(condition: Condition, sources: Sequence[Wire]) -> Condition:
+    """Return the condition with each of its wires replaced by the one of `sources` at the same place."""
+    wires: dict[Wire, int] = {}
+    places: list[Tree] = [("wire", wires.setdefault(source, len(wires))) for source in sources]
+    return Condition(condition.text, tuple(wires), _replaced(condition.tree, places))
+
+
+def equals(wire: Wire, value: Any) -> Condition:
+    """Return the condition that a wire gives `value`."""
+    return Condition(f"{wire} == {literal(value)}", (wire,), ("==", ("wire", 0), ("value", value)))
+
+
+def none_of(wire: Wire, values: Sequence[Any]) -> Condition:
+    """Return the condition that a wire gives none of `values`."""
+    written = f"{wire} not in {literal(list(values))}"
+    return Condition(written, (wire,), ("not-in", ("wire", 0), ("value", list(values))))
+
+
+def all_of(parts: Sequence[Condition]) -> Condition:
+    """Return the condition that holds where all of `parts` do; there must be one at least."""
+    return _joined("and", parts)
+
+
+def any_of(parts: Sequence[Condition]) -> Condition:
+    """Return the condition that holds where one of `parts` does; there must be one at least."""
+    return _joined("or", parts)
+
+
+def _joined(word: str, parts: Sequence[Condition]) -> Condition:
+    if len(parts) == 1:
+        return parts[0]
+    wires: dict[Wire, int] = {}
+    trees = []
+    for part in parts:
+        places: list[Tree] = [("wire", wires.setdefault(wire, len(wires))) for wire in part.wires]
+        trees.append(_replaced(part.tree, places))
+    other = "or" if word == "and" else "and"
+    texts = [f"({part.text})" if part.tree[0] == other else part.text for part in parts]
+    return Condition(f" {word} ".join(texts), tuple(wires), (word, *trees))
+
+
+def _replaced(tree: Tree, wires: Sequence[Tree]) -> Tree:
+    """Return the tree with each wire replaced by the tree at its index."""
+    if tree[0] == "wire":
+        return wires[tree[1]]
+    if tree[0] == "value":
+        return tree
+    return tuple(_replaced(part, wires) if isinstance(part, tuple) else part for part in tree)
+
+
+# from text
+
+_NAMED: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+
+_COMPARED: Mapping[type[ast.cmpop], str] = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+    ast.In: "in", ast.NotIn: "not-in",
+}  # fmt: skip
+
+_DIALECTS = {"&&": "and", "||": "or"}
+
+
+def _dialect(text: str) -> str:
+    """Return a hint for conditions written in another language's syntax."""
+    return "".join(f"; write `{word}` for {sign}" for sign, word in _DIALECTS.items() if sign in text)
+
+
+class _Reader:
+    """Translates Python's tree of one condition, and numbers the wires it meets."""
+
+    def __init__(self, text: str, lead: int) -> None:
+        self.wires: dict[Wire, int] = {}
+        self._text, self._lead = text, lead
+
+    def tree(self, node: ast.expr, depth: int) -> Tree:
+        if depth > DEPTH_MAX:
+            raise ValueError(f"a condition nested more than {DEPTH_MAX} deep")
+        match node:
+            case ast.Name(id=name) if name in _NAMED:
+                return ("value", _NAMED[name])
+            case ast.Name(id=name) if name != "len":
+                return self._wire(Wire(None, name))
+            case ast.Attribute(value=ast.Name(id=name), attr=port) if name not in _NAMED and name != "len":
+                return self._wire(Wire(name, port))
+            case ast.Attribute(value=inner, attr=key) if not _is_literal(inner):
+                return ("key", self.tree(inner, depth + 1), key)
+            case ast.Subscript(value=inner, slice=key) if not _is_literal(inner):
+                return ("key", self.tree(inner, depth + 1), self._key(key))
+            case ast.Call(func=ast.Name(id="len"), args=[inner], keywords=[]) if not isinstance(inner, ast.Starred):
+                return ("len", self.tree(inner, depth + 1))
+            case ast.UnaryOp(op=ast.Not(), operand=inner):
+                return ("not", self.tree(inner, depth + 1))
+            case ast.BoolOp(op=op, values=parts):
+                word = "and" if isinstance(op, ast.And) else "or"
+                return (word, *(self.tree(part, depth + 1) for part in parts))
+            case ast.Compare():
+                return self._compared(node, depth)
+            case _:
+                return ("value", self._constant(node, depth))
+
+    def _wire(self, wire: Wire) -> Tree:
+        return ("wire", self.wires.setdefault(wire, len(self.wires)))
+
+    def _compared(self, node: ast.Compare, depth: int) -> Tree:
+        """Return one comparison, or for `a < b < c` both of them."""
+        sides = [self.tree(side, depth + 2) for side in (node.left, *node.comparators)]
+        pairs = []
+        for op, left, right in zip(node.ops, sides, sides[1:], strict=False):
+            if type(op) not in _COMPARED:
+                raise self._refusal(node, "`is` is not known here; write == or !=")
+            pairs.append((_COMPARED[type(op)], left, right))
+        return pairs[0] if len(pairs) == 1 else ("and", *pairs)
+
+    def _key(self, node: ast.expr) -> str | int:
+        key = self._constant(node)
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise self._refusal(node, "a key is text in quotes, or a whole number")
+        return key
+
+    def _constant(self, node: ast.expr, depth: int = 1) -> Any:
+        if depth > DEPTH_MAX:
+            raise ValueError(f"a condition nested more than {DEPTH_MAX} deep")
+        match node:
+            case ast.Constant(value=bool() | int() | float() | str() | None as value):
+                return value
+            case ast.Name(id=name) if name in _NAMED:
+                return _NAMED[name]
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if value is not True:
+                return -value
+            case ast.List(elts=parts):
+                return [self._constant(part, depth + 1) for part in parts]
+        raise self._refusal(node, _what(node))
+
+    def _refusal(self, node: ast.expr, what: str) -> ValueError:
+        before = self._text.encode()[: node.col_offset].decode()  # the parser counts bytes
+        return ValueError(f"at character {self._lead + len(before) + 1}: {what}; a condition is made of {ALLOWED}")
+
+
+def _is_literal(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant | ast.List) or (isinstance(node, ast.Name) and node.id in (*_NAMED, "len"))
+
+
+def _what(node: ast.expr) -> str:
+    """Return what a condition cannot have, for people."""
+    match node:
+        case ast.Call():
+            return "nothing can be called but len(x)"
+        case ast.BinOp(op=ast.Sub()):
+            return "nothing can be computed (a name with a - in it cannot be used here: rename it)"
+        case ast.BinOp() | ast.UnaryOp():
+            return "nothing can be computed"
+        case ast.Name(id="len"):
+            return "len is written len(x)"
+        case ast.Attribute() | ast.Subscript():
+            return "a key of something that has none"
+    return f"{ast.unparse(node):.40} cannot stand here"

@@ -1,0 +1,135 @@
+"""Pipeline graph as written: inputs, steps, wires and outputs, with their source lines.
+
+The YAML loader and the Python builder both produce a `Pipeline`; `check` and `plan` read nothing else. Nothing here is
+validated beyond its Python types: a Pipeline may be nonsense, and `check` says in which ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weftline.pipelines.spec.condition import Condition
+from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.spec.wire import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A pipeline input: its type, and tighter limits than the pipeline's.
+
+    type:        written type, such as `audio` or `float32[4]`.
+    about:       one line for people.
+    seconds_max: longest recording, in seconds; for `audio`.
+    pixels_max:  largest picture, in pixels of width times height; for `image`.
+    bytes_max:   most bytes of the value as it is sent.
+    default:     what it is when a request leaves it out; text, a number, true, false, a list or a mapping.
+    optional:    a request may leave it out, and without a default it is then absent.
+    hidden:      nobody may send it: a constant that somebody wrote into the pipeline, with its value as `default`.
+    """
+
+    name: str
+    type: str
+    about: str = ""
+    seconds_max: float | None = None
+    pixels_max: int | None = None
+    bytes_max: int | None = None
+    default: Any = None
+    optional: bool = False
+    hidden: bool = False
+
+    @property
+    def may_be_left_out(self) -> bool:
+        """Return True when a request may omit it: it has a default or may be absent."""
+        return self.optional or self.default is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One place in a pipeline.
+
+    node:       a catalog name, or 'package.module:Class', or 'file.py:Class'; '' for a `pipeline:` step.
+    options:    the node's own options, as written; validated against the node's Config.
+    inputs:     wires by input port name.
+    batch:      None takes the node's default.
+    worker:     steps that name the same worker share its process; None gives each instance one of its own.
+    instances:  loaded copies; or how many on each device, such as {'cuda:0': 2, 'cpu': 1}.
+    reserved:   how many of the instances take no job rows.
+    device:     'auto', 'cpu', 'cuda', 'cuda:1'.
+    run_max_ms: longest one call of the node may take before its worker is killed; None means 10 minutes.
+    when:       a condition; where it does not hold the step is skipped and its outputs are absent.
+    fallback:   a step that answers in this one's place when it fails or takes too long, or constants by output port.
+    retry:      what is tried again; None: nothing but the one attempt after a worker's death.
+    idempotent: the step may run twice for one item; None takes the node's word.
+    finite:     an item fails whose outputs hold NaN or an infinite number.
+    timeout_ms: longest the step may take for one item, waiting included; then it has failed.
+    map:        input ports that are given a list and run item by item; the outputs become lists.
+    sequence:   the step remembers between the requests of a sequence; None takes the node's word.
+    pipeline:   a pipeline file that is run as this step, instead of a node.
+    base_dir:   what relative paths in options are relative to; None: the pipeline's own. Never written in a file.
+    device_bytes: what an instance takes of its device's memory, at most, KV memory aside; None: what was measured, if
+                anything was.
+    idle:       when it gives its device's memory back; None: never.
+    threads:    CPU threads that its process may compute with; None: its share of the cores if it is heavy, else one.
+    """
+
+    name: str
+    node: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Wire] = field(default_factory=dict)
+    batch: BatchPolicy | None = None
+    worker: str | None = None
+    instances: int | Mapping[str, int] = 1
+    device: str = "auto"
+    run_max_ms: float | None = None
+    when: Condition | None = None
+    fallback: str | Mapping[str, Any] | None = None
+    retry: Retry | None = None
+    idempotent: bool | None = None
+    timeout_ms: float | None = None
+    map: tuple[str, ...] = ()
+    sequence: SequencePolicy | None = None
+    pipeline: str = ""
+    base_dir: Path | None = None
+    reserved: int = 0
+    device_bytes: int | None = None
+    idle: IdlePolicy | None = None
+    finite: bool = False
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A whole pipeline as written.
+
+    file:     as the user named it; the user's Python file when built in Python. Not part of equality, nor are lines.
+    base_dir: relative paths in options are relative to this.
+    lines:    1-based line of each YAML path ('steps.see.batch.items_max'); of the call when built in Python.
+    secrets:  secret values from the environment, each with what is printed instead.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    steps: tuple[Step, ...]
+    outputs: Mapping[str, Wire]
+    limits: Limits = Limits()
+    slo: Slo = Slo()
+    gpu: GpuPolicy = GpuPolicy()
+    about: str = ""
+    file: str = field(default="", compare=False)
+    base_dir: Path = Path()
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def step(self, name: str) -> Step | None:
+        return next((step for step in self.steps if step.name == name), None)
+
+    def line(self, path: str) -> int:
+        """Return the line of `path`, or of the nearest thing above it; 0 when unknown."""
+        while path:
+            if path in self.lines:
+                return self.lines[path]
+            path = path.rpartition(".")[0]
+        return 0

@@ -1,0 +1,61 @@
+"""A request as spans: when, what of, and nothing of its values."""
+
+from __future__ import annotations
+
+from tests.engine.metrics.made import STARTED_NS, record, timing
+from weftline.engine.metrics.reference import REQUEST_SPAN, STEP_SPAN
+from weftline.engine.metrics.spans import SPANS_MAX, TEXT_MAX, spans_of
+
+MS = 1_000_000
+
+
+def test_the_request_lasts_until_its_outputs_and_each_step_while_it_ran() -> None:
+    span = spans_of(record(total_ms=20.0, timings=(timing("see"), timing("read"))))
+    assert (span.name, span.start_ns, span.end_ns) == ("infer ocr", STARTED_NS, STARTED_NS + 20 * MS)
+    assert [child.name for child in span.children] == ["see", "read"]
+    assert (span.children[0].start_ns, span.children[0].end_ns) == (STARTED_NS + 3 * MS, STARTED_NS + 13 * MS)
+
+
+def test_a_span_has_the_attributes_that_the_reference_lists() -> None:
+    usage = {"prompt_tokens": 100, "completion_tokens": 20, "finish_reason": "stop"}
+    everything = record(
+        id="r-1", caller="line-3", size_bytes=10, first_ms=5.0, pieces=3, usage=usage,
+        timings=(timing(element=2),) * (SPANS_MAX + 1),
+    )  # fmt: skip
+    span = spans_of(everything)
+    assert set(span.attributes) == set(REQUEST_SPAN)
+    assert set(span.children[0].attributes) == set(STEP_SPAN)
+
+
+def test_a_request_of_many_elements_shows_some_and_says_how_many_it_leaves_out() -> None:
+    span = spans_of(record(timings=(timing(),) * 1000))
+    assert len(span.children) == SPANS_MAX
+    assert span.attributes["weftline.steps_left_out"] == 1000 - SPANS_MAX
+
+
+def test_failures_of_the_server_are_errors_and_mistakes_of_the_caller_are_not() -> None:
+    assert spans_of(record(status="UNAVAILABLE", error="the worker is gone")).error == "the worker is gone"
+    assert spans_of(record(status="INTERNAL")).error == "INTERNAL"
+    assert spans_of(record(status="INVALID_ARGUMENT", error="no such input")).error is None
+    assert spans_of(record()).error is None
+
+
+def test_a_step_that_failed_or_was_lost_is_an_error_and_one_that_was_skipped_is_not() -> None:
+    span = spans_of(record(timings=tuple(timing("s", how) for how in ("ok", "failed", "lost", "skipped"))))
+    assert [child.error for child in span.children] == [None, "failed", "lost", None]
+
+
+def test_a_language_model_says_its_tokens_as_opentelemetry_calls_them() -> None:
+    usage = {"prompt_tokens": 100, "completion_tokens": 20, "finish_reason": "length"}
+    told = spans_of(record("chat", usage=usage, first_ms=250.0, pieces=20)).attributes
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (100, 20)
+    assert told["gen_ai.response.finish_reasons"] == ("length",) and told["gen_ai.request.model"] == "chat"
+    assert told["gen_ai.latency.time_to_first_token"] == 0.25
+    embedding = spans_of(record("embed", usage={"prompt_tokens": 5})).attributes
+    assert embedding["gen_ai.operation.name"] == "embeddings" and "gen_ai.usage.output_tokens" not in embedding
+
+
+def test_texts_that_clients_chose_are_cut() -> None:
+    span = spans_of(record("m" * 10_000, "INTERNAL", id="i" * 10_000, error="e" * 10_000))
+    assert len(str(span.attributes["weftline.request_id"])) == len(span.error or "") == TEXT_MAX
+    assert len(span.name) < 2 * TEXT_MAX

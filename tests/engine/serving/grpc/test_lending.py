@@ -1,0 +1,86 @@
+"""What is lent is given back and what is asked is withdrawn, however a request of ModelInfer ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.engine.serving.grpc.asking import text_request
+from tests.engine.serving.grpc.fakes import Call, Slow
+from weftline.engine.serving.auth.gate import EVERYBODY
+from weftline.engine.serving.auth.shared_memory import SharedMemory
+from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.grpc import infer
+from weftline.engine.serving.grpc.calls import CALLER
+from weftline.engine.serving.grpc.control import TraceSettings
+from weftline.engine.serving.grpc.infer import Inference
+
+LIMITS = ServeLimits()
+
+
+def inference(backend: Any) -> Inference:
+    CALLER.set(EVERYBODY)
+    return Inference(backend, LIMITS, SharedMemory(LIMITS, False), TraceSettings())
+
+
+def batch(*texts: str) -> bytes:
+    """Return the bytes of a request for a batch of texts."""
+    message = text_request("text", "")
+    message.inputs[0].shape[:] = [len(texts), 1]
+    message.raw_input_contents[0] = b"".join(len(one).to_bytes(4, "little") + one.encode() for one in texts)
+    return bytes(message.SerializeToString())
+
+
+def test_an_answer_is_given_back_when_it_was_written() -> None:
+    async def go() -> None:
+        backend = Slow()
+        backend.end("a")
+        assert b"said" in await inference(backend).unary(text_request("text", "x", "a").SerializeToString(), Call([]))
+        assert backend.log == ["a began", "a ended", "a given back"]
+
+    asyncio.run(go())
+
+
+def test_an_answer_is_given_back_when_it_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(response: object) -> bytes:
+        raise MemoryError
+
+    async def go() -> None:
+        monkeypatch.setattr(infer, "response_bytes", broken)
+        backend = Slow()
+        backend.end("a")
+        with pytest.raises(AssertionError, match="RESOURCE_EXHAUSTED"):
+            await inference(backend).unary(text_request("text", "x", "a").SerializeToString(), Call([]))
+        assert backend.log[-1] == "a given back"
+
+    asyncio.run(go())
+
+
+def test_a_batch_of_which_one_fails_withdraws_the_open_ones_and_gives_back_the_others() -> None:
+    async def go() -> None:
+        backend = Slow()
+        asked = asyncio.ensure_future(inference(backend).unary(batch("good", "bad", "open"), Call([])))
+        await asyncio.sleep(0.05)
+        backend.end("good")
+        await asyncio.sleep(0.05)
+        backend.end("bad")
+        with pytest.raises(AssertionError, match="INTERNAL: failed on purpose"):
+            await asyncio.wait_for(asked, 10)
+        assert {"good given back", "open withdrawn"} <= set(backend.log)
+
+    asyncio.run(go())
+
+
+def test_a_cancelled_batch_withdraws_everything() -> None:
+    async def go() -> None:
+        backend = Slow()
+        asked = asyncio.ensure_future(inference(backend).unary(batch("a", "b"), Call([])))
+        await asyncio.sleep(0.05)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert {"a withdrawn", "b withdrawn"} <= set(backend.log)
+
+    asyncio.run(go())

@@ -1,0 +1,137 @@
+"""The stock `openai` client against the bundled language model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from tests.engine.serving.http.hosted import Hosted, hosted
+from weftline.engine.repository import Repository
+from weftline.engine.serving.config import ServedPipeline
+from weftline.engine.serving.local import LocalBackend
+
+MODEL = Path(__file__).resolve().parents[4] / "examples/models/shapes-chat"
+CHAT = f"""
+weftline: 1
+name: chat
+inputs:
+  prompt: {{type: text, optional: true}}
+  messages: {{type: json, optional: true}}
+  tools: {{type: json, optional: true}}
+  sampling: {{type: json, optional: true}}
+  tenant: {{type: text, optional: true}}
+steps:
+  answer:
+    node: llm
+    model: {MODEL}
+    fuse: false
+    kv_bytes: 16777216
+    sampling: {{tokens_max: 24}}
+    inputs: {{prompt: prompt, messages: messages, tools: tools, sampling: sampling, tenant: tenant}}
+outputs: {{text: answer.text, usage: answer.usage, answers: answer.answers}}
+"""
+ASKED: Any = [
+    {"role": "system", "content": "You are a helpful assistant. Answer in one sentence."},
+    {"role": "user", "content": "The photo shows: 2 red circles. Question: how many circles are there?"},
+]
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
+    folder = tmp_path_factory.mktemp("pipelines")
+    (folder / "chat.yaml").write_text(CHAT)
+    served = {"chat": ServedPipeline(folder / "chat.yaml")}
+    with Repository() as repository:
+
+        async def open_backend() -> LocalBackend:
+            backend = LocalBackend(repository, served)
+            await backend.open()
+            return backend
+
+        with hosted(open_backend) as door:
+            yield door
+
+
+@pytest.fixture(scope="module")
+def client(door: Hosted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_it_answers_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="chat", messages=ASKED, temperature=0)
+    text = whole.choices[0].message.content
+    assert text
+    chunks = list(
+        client.chat.completions.create(
+            model="chat", messages=ASKED, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+    assert "".join(pieces) == text
+    assert len(pieces) > 1
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens > 0
+    assert whole.usage.prompt_tokens > 10
+
+
+def test_a_length_is_kept_and_told(client: openai.OpenAI) -> None:
+    told = client.chat.completions.create(model="chat", messages=ASKED, max_completion_tokens=2)
+    assert told.choices[0].finish_reason == "length"
+    assert told.usage is not None
+    assert told.usage.completion_tokens == 2
+
+
+def test_an_answer_has_the_json_that_was_asked_for(client: openai.OpenAI) -> None:
+    schema = {"type": "string", "enum": ["seven", "eleven"]}
+    told = client.chat.completions.create(
+        model="chat",
+        messages=ASKED,
+        response_format={"type": "json_schema", "json_schema": {"name": "count", "schema": schema}},  # type: ignore
+    )
+    assert msgspec.json.decode(told.choices[0].message.content or "") in ("seven", "eleven")
+
+
+def test_several_answers_and_their_log_probabilities(client: openai.OpenAI) -> None:
+    told = client.chat.completions.create(
+        model="chat", messages=ASKED, n=2, temperature=1.0, seed=3, logprobs=True, top_logprobs=2, max_tokens=4
+    )
+    assert [one.index for one in told.choices] == [0, 1]
+    for one in told.choices:
+        assert one.logprobs is not None
+        assert one.logprobs.content is not None
+        assert [len(token.top_logprobs) for token in one.logprobs.content] == [2] * len(one.logprobs.content)
+
+
+def test_stop_ends_the_answer_before_the_word(client: openai.OpenAI) -> None:
+    text = client.completions.create(model="chat", prompt="hello", temperature=0).choices[0].text
+    word = text.split()[1]
+    cut = client.completions.create(model="chat", prompt="hello", temperature=0, stop=[word]).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[: text.index(word)], "stop")
+
+
+def test_what_the_step_refuses_is_a_bad_request_that_names_the_field(client: openai.OpenAI) -> None:
+    for body in ({"temperature": -1}, {"max_tokens": 0}, {"logit_bias": {"x": 1}}, {"top_k": -2}):
+        with pytest.raises(openai.BadRequestError) as told:
+            client.chat.completions.create(model="chat", messages=ASKED, extra_body=body)
+        assert told.value.param == next(iter(body))
+    with pytest.raises(openai.BadRequestError) as told:
+        client.chat.completions.create(model="chat", messages=ASKED, stream=True, max_tokens=-5)
+    assert told.value.param == "max_tokens"
+
+
+def test_a_stream_that_is_left_frees_the_pages(client: openai.OpenAI, door: Hosted) -> None:
+    stream = client.chat.completions.create(
+        model="chat", messages=ASKED, stream=True, max_tokens=400, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    told = client.chat.completions.create(model="chat", messages=ASKED, max_tokens=2)
+    assert told.choices

@@ -1,0 +1,125 @@
+import base64
+from typing import Any
+
+import pytest
+
+from tests.engine.serving.http.backends import face
+from weftline.engine.llm.messages import check_messages
+from weftline.engine.serving.http.mapping import chat_ports
+from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.openai.messages import chat_inputs, read_conversation
+
+LLM = chat_ports(face("m", {"messages": "json", "tools": "json?", "photo": "image?"}, {"text": "text"}))
+PLAIN = chat_ports(face("m", {"question": "text"}, {"text": "text"}))
+PNG = b"\x89PNG picture"
+URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def picture(url: str = URL) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+
+
+def test_a_conversation_with_tool_calls_reaches_the_llm_step_as_it_is_said() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    said = [
+        {"role": "developer", "content": "be short"},
+        {"role": "user", "content": [{"type": "text", "text": "what "}, {"type": "text", "text": "now?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": [], "audio": None},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    inputs = chat_inputs({"messages": said, "tools": [{"type": "function"}]}, LLM)
+    assert inputs["messages"] == [
+        {"role": "developer", "content": "be short"},
+        {"role": "user", "content": "what now?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    assert inputs["tools"] == [{"type": "function"}]
+    check_messages(inputs["messages"])
+
+
+def test_a_model_with_a_text_input_gets_the_last_user_message() -> None:
+    said = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "3"},
+    ]
+    assert chat_inputs({"messages": said}, PLAIN) == {"question": "3"}
+    with pytest.raises(HttpError, match="no user message"):
+        chat_inputs({"messages": said[1:2]}, PLAIN)
+
+
+def test_pictures_of_the_last_message_with_any_go_to_the_image_inputs() -> None:
+    said = [user(picture("data:image/png;base64,b2xk")), user({"type": "text", "text": "hm"}, picture())]
+    inputs = chat_inputs({"messages": said}, LLM)
+    assert inputs["photo"] == PNG
+    assert inputs["messages"][1] == {"role": "user", "content": "hm"}
+
+
+def test_a_list_of_images_takes_all_that_are_left() -> None:
+    ports = chat_ports(face("m", {"q": "text", "first": "image", "rest": "list[image]"}, {"text": "text"}))
+    inputs = chat_inputs({"messages": [user({"type": "text", "text": "?"}, picture(), picture(), picture())]}, ports)
+    assert (inputs["first"], inputs["rest"]) == (PNG, [PNG, PNG])
+
+
+def test_recordings_go_to_the_audio_inputs() -> None:
+    ports = chat_ports(face("m", {"question": "audio"}, {"text": "text"}))
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(b"RIFF").decode(), "format": "wav"}}
+    assert chat_inputs({"messages": [user(part)]}, ports) == {"question": b"RIFF"}
+    with pytest.raises(HttpError, match="its input question got none"):
+        chat_inputs({"messages": [user({"type": "text", "text": "?"})]}, ports)
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1/x.png", "https://host/x.png", "file:///etc/passwd", "ftp://x/y", "x"])
+def test_nothing_is_ever_fetched(url: str) -> None:
+    with pytest.raises(HttpError, match="fetches nothing"):
+        chat_inputs({"messages": [user(picture(url))]}, LLM)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "hi",
+        ["hi"],
+        [{"content": "hi"}],
+        [{"role": "root", "content": "hi"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": [3]}],
+        [{"role": "user", "content": [{"type": "video"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": 3}]}],
+        [{"role": "assistant", "content": "", "function_call": {"name": "f"}}],
+        [user(picture("data:image/png,plain"))],
+        [user(picture("data:image/png;base64,%%%"))],
+        [user({"type": "image_url", "image_url": 3})],
+        [user({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "exe"}})],
+        [user({"type": "input_audio"})],
+        [{"role": "user", "content": "x"}] * 1025,
+    ],
+)
+def test_a_message_that_is_none_is_refused_with_its_place(messages: Any) -> None:
+    with pytest.raises(HttpError) as refused:
+        read_conversation(messages)
+    assert refused.value.param == "messages"
+    assert str(refused.value).startswith("messages")
+
+
+def test_too_many_pictures_are_refused_rather_than_forgotten() -> None:
+    with pytest.raises(HttpError, match="found 2 pictures"):
+        chat_inputs({"messages": [user(picture(), picture())]}, LLM)
+
+
+def test_tools_are_refused_where_none_can_be_called_and_never_forced() -> None:
+    said = [{"role": "user", "content": "x"}]
+    for body in ({"tools": [{}], "tool_choice": "required"}, {"tools": "x"}, {"tools": ["x"]}):
+        with pytest.raises(HttpError):
+            chat_inputs({"messages": said} | body, LLM)
+    with pytest.raises(HttpError, match="takes none"):
+        chat_inputs({"messages": said, "tools": [{}]}, PLAIN)
+    assert "tools" not in chat_inputs({"messages": said, "tools": [{}], "tool_choice": "none"}, LLM)

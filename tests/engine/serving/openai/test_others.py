@@ -1,0 +1,198 @@
+"""Completions, embeddings and transcriptions with the stock `openai` client, against models that are functions."""
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tests.engine.serving.http.backends import Functions, chatting, face
+from tests.engine.serving.http.hosted import Hosted, hosted
+from weftline.engine.serving.backend import Ask
+from weftline.engine.serving.config import ServeLimits
+from weftline.errors import InputError
+
+USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "finish_reason": "stop"}
+
+
+def echoes(ask: Ask) -> dict[str, Any]:
+    said, n = ask.inputs["prompt"], ask.inputs.get("sampling", {}).get("n", 1)
+    token = {"token": said, "logprob": -1.0, "top": []}
+    told = [{"text": f"{said}{at}", "finish_reason": "stop", "logprobs": [token]} for at in range(n)]
+    return {"text": f"{said}0", "usage": USAGE, "answers": told}
+
+
+async def embeds(ask: Ask) -> dict[str, Any]:
+    text = ask.inputs["text"]
+    if text == "bad":
+        await asyncio.sleep(0.05)
+        raise InputError("this text cannot be embedded")
+    if text == "slow":
+        await asyncio.sleep(60)
+    return {"embedding": np.array([len(text), 0.5, -1.0], np.float32), "usage": {"prompt_tokens": 4}}
+
+
+MODELS = {
+    "text": chatting(echoes, "text"),
+    "embed": (face("embed", {"text": "text"}, {"embedding": "float32[3]", "usage": "json"}), embeds),
+    "ears": (
+        face("ears", {"speech": "audio", "language": "text?"}, {"text": "text"}, "text"),
+        lambda ask: {"text": f"{len(ask.inputs['speech'])} bytes of {ask.inputs.get('language', 'speech')}"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def backend() -> Functions:
+    return Functions(MODELS)
+
+
+@pytest.fixture(scope="module")
+def door(backend: Functions) -> Iterator[Hosted]:
+    with hosted(backend, limits=ServeLimits(batch_max=8)) as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def client(door: Hosted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_prompt_is_completed_and_counted(client: openai.OpenAI) -> None:
+    told = client.completions.create(model="text", prompt="a", max_tokens=3)
+    assert (told.choices[0].text, told.choices[0].finish_reason) == ("a0", "stop")
+    assert told.usage is not None
+    assert told.usage.total_tokens == 5
+
+
+def test_several_prompts_have_their_answers_side_by_side(client: openai.OpenAI) -> None:
+    told = client.completions.create(model="text", prompt=["a", "b"], n=2, logprobs=0)
+    assert [(one.index, one.text) for one in told.choices] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
+    assert told.choices[2].logprobs is not None
+    assert told.choices[2].logprobs.tokens == ["b"]
+    assert told.choices[2].logprobs.text_offset == [0]
+    assert told.usage is not None
+    assert told.usage.total_tokens == 10
+
+
+def test_a_completion_streams(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(model="text", prompt="ab", stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "ab0"
+    assert len(chunks) == 5
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [1, 2, 3]}, "prompt"),
+        ({"prompt": [[1, 2]]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"] * 9}, "prompt"),
+        ({"prompt": ["a", "b"], "stream": True}, "prompt"),
+        ({"prompt": "a", "suffix": "z"}, "suffix"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "stream": "yes"}, "stream"),
+    ],
+)
+def test_completions_refuse_by_name(door: Hosted, body: dict[str, Any], param: str) -> None:
+    told = httpx.post(f"{door.url}/v1/completions", json={"model": "text"} | body)
+    assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+
+
+def test_embeddings_come_in_order_in_both_encodings(client: openai.OpenAI, door: Hosted) -> None:
+    told = client.embeddings.create(model="embed", input=["a", "bcd"])  # the client asks for base64
+    assert [one.embedding for one in told.data] == [[1.0, 0.5, -1.0], [3.0, 0.5, -1.0]]
+    assert (told.usage.prompt_tokens, told.usage.total_tokens) == (8, 8)
+    plain = client.embeddings.create(model="embed", input="bcd", encoding_format="float")
+    assert plain.data[0].embedding == [3.0, 0.5, -1.0]
+
+
+def test_one_bad_text_fails_the_request_and_stops_the_others(client: openai.OpenAI, backend: Functions) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be embedded"):
+        client.embeddings.create(model="embed", input=["bad", "slow"], extra_headers={"x-request-id": "together"})
+    assert backend.withdrawn == ["together"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [1]}, "input"),
+        ({"input": "a", "dimensions": 2}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "model": "text"}, "model"),
+    ],
+)
+def test_embeddings_refuse_by_name(door: Hosted, body: dict[str, Any], param: str) -> None:
+    told = httpx.post(f"{door.url}/v1/embeddings", json={"model": "embed"} | body)
+    assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+
+
+def test_a_recording_is_transcribed(client: openai.OpenAI) -> None:
+    assert client.audio.transcriptions.create(model="ears", file=("../x.wav", b"RIFF1234")).text == "8 bytes of speech"
+    told = client.audio.transcriptions.create(model="ears", file=b"RIFF", language="en", response_format="text")
+    assert told == "4 bytes of en\n"
+
+
+def test_a_large_recording_is_read_in_memory(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(file: Any) -> None:
+        raise AssertionError("a client's file was put on a disk")
+
+    monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", written)
+    told = client.audio.transcriptions.create(model="ears", file=("x.wav", bytes(3 << 20)))
+    assert told.text == f"{3 << 20} bytes of speech"
+
+
+def test_a_transcription_streams(client: openai.OpenAI) -> None:
+    events = list(client.audio.transcriptions.create(model="ears", file=b"RIFF", stream=True))
+    assert [one.type for one in events[:-1]] == ["transcript.text.delta"] * (len(events) - 1)
+    assert len(events) > 2
+    assert events[-1].type == "transcript.text.done"
+    assert events[-1].text == "4 bytes of speech"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "names"}, "prompt"),
+        ({"response_format": "srt"}, "response_format"),
+        ({"temperature": "0.7"}, "temperature"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]"),
+        ({"model": "embed"}, "model"),
+        ({"model": ""}, "model"),
+    ],
+)
+def test_transcriptions_refuse_by_name(door: Hosted, fields: dict[str, str], param: str) -> None:
+    told = httpx.post(
+        f"{door.url}/v1/audio/transcriptions", data={"model": "ears"} | fields, files={"file": ("x", b"RIFF")}
+    )
+    assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "code"),
+    [
+        (b"{}", "application/json", 415),
+        (b"--x", "multipart/form-data", 400),
+        (b"--x\r\nnonsense", "multipart/form-data; boundary=x", 400),
+        (b"--y\r\n\r\n--y--", "multipart/form-data; boundary=x", 400),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nears\r\n--x--',
+            "multipart/form-data; boundary=x",
+            400,
+        ),
+        (b"--x\r\nContent-Disposition: form-data\r\n\r\nears\r\n--x--", "multipart/form-data; boundary=x", 400),
+    ],
+)
+def test_forms_that_are_none_are_refused(door: Hosted, content: bytes, kind: str, code: int) -> None:
+    told = httpx.post(f"{door.url}/v1/audio/transcriptions", content=content, headers={"content-type": kind})
+    assert told.status_code == code

@@ -1,0 +1,228 @@
+"""What a server is told in the end: files, a serve file and flags put together and checked before it starts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weftline.engine.serving import assembly
+from weftline.engine.serving.assembly import Flags, assemble, merge
+from weftline.engine.serving.config import GrpcDoor, HttpDoor, ServeConfig, ServedPipeline, Tls
+from weftline.errors import InputError, PipelineError
+from weftline.pipelines.placement.machine import Device, Machine
+
+PIPELINE = """
+weftline: 1
+name: {name}
+inputs: {{x: text}}
+steps:
+  a: {{node: echo, inputs: {{value: x}}}}
+  b: {{node: echo, inputs: {{value: a.value}}}}
+outputs: {{y: b.value}}
+"""
+Writer = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Writer:
+    def write(name: str, text: str = PIPELINE, **values: str) -> str:
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(text.format(name=name) if text is PIPELINE else text)
+        return str(file)
+
+    return write
+
+
+def wrong(files: list[str], config: str | None = None, flags: Flags = Flags()) -> str:  # noqa: B008
+    with pytest.raises(PipelineError) as error:
+        assemble(files, config, flags)
+    return str(error.value)
+
+
+def test_a_pipeline_file_is_served_under_its_own_name(write: Writer) -> None:
+    file, other = write("shout"), write("whisper")
+    config, plans = assemble([file, other], None, Flags())
+    assert config == ServeConfig({"shout": ServedPipeline(Path(file)), "whisper": ServedPipeline(Path(other))})
+    assert list(plans) == ["shout", "whisper"]
+
+
+def test_a_serve_file_is_known_by_its_pipelines_and_others_join_it(write: Writer) -> None:
+    write("shout")
+    serve, other = write("serve", "pipelines: {loud: shout.yaml}\ngrace_s: 3\n"), write("whisper")
+    for files, named in (([serve, other], None), ([other], serve)):
+        config, plans = assemble(files, named, Flags())
+        assert list(config.pipelines) == ["loud", "whisper"] == list(plans)
+        assert config.grace_s == 3
+
+
+def test_flags_override_the_file() -> None:
+    said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))}, GrpcDoor(port=1), HttpDoor(port=2), grace_s=3)
+    flags = Flags(
+        host="::1", port=11, http_port=12, processes=2, grace_s=0.0, log_format="json", log_requests=True,
+        tokens=Path("t"), tls_cert=Path("c"), tls_key=Path("k"), client_ca=Path("a"), insecure=True,
+        shared_memory=True, otlp="http://o:1", expose=("a", "p.b", "a"), verbose=True,
+    )  # fmt: skip
+    told = merge(said, flags)
+    assert (told.grpc, told.http) == (GrpcDoor("::1", 11, None, 2), HttpDoor("::1", 12))
+    assert told.tls == Tls(Path("c"), Path("k"), Path("a"))
+    assert (told.tokens, told.grace_s, told.otlp) == (Path("t"), 0.0, "http://o:1")
+    assert (told.logs.format, told.logs.requests, told.logs.level) == ("json", True, "debug")
+    assert told.insecure and told.shared_memory
+    assert told.pipelines["p"].expose == ("a", "b")
+    assert merge(said, Flags()) == said
+
+
+def test_http_is_off_until_it_is_asked_for_and_then_on_loopback() -> None:
+    said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))}, GrpcDoor("0.0.0.0"))
+    assert merge(said, Flags()).http is None
+    assert merge(said, Flags(http_port=0)).http == HttpDoor("127.0.0.1", 0)
+
+
+def test_one_certificate_flag_alone_is_refused_unless_the_file_has_the_other() -> None:
+    said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))})
+    with pytest.raises(PipelineError, match="--tls-key: missing"):
+        merge(said, Flags(tls_cert=Path("c")))
+    with pytest.raises(PipelineError, match="--tls-cert: missing"):
+        merge(said, Flags(client_ca=Path("a")))
+    has = ServeConfig(said.pipelines, tls=Tls(Path("c"), Path("k")))
+    assert merge(has, Flags(tls_key=Path("k2"))).tls == Tls(Path("c"), Path("k2"))
+
+
+def test_problems_of_every_file_come_together_each_with_its_own_line(write: Writer) -> None:
+    write("shout")
+    write("broken", "weftline: 1\nname: broken\nsteps: {a: {node: ecko}}\noutputs: {y: a.value}\n")
+    serve = write(
+        "serve",
+        "pipelines:\n  gone: gone.yaml\n  bad: broken.yaml\n  loud:\n    file: shout.yaml\n    expose: [c]\n"
+        "  loud2: {file: shout.yaml, expose: [a]}\n  loud2.a: shout.yaml\n"
+        "tokens: none.yaml\ntls: {certificate: c.pem, key: k.pem}\n",
+    )
+    told = wrong([serve])
+    for line, said in (
+        (2, "pipelines.gone: there is no file"),
+        (6, "pipelines.loud.expose: no step is called c"),
+        (7, "a pipeline is called loud2.a already"),
+        (9, "tokens: there is no file"),
+        (10, "tls.certificate: there is no file"),
+        (10, "tls.key: there is no file"),
+    ):
+        assert f"serve.yaml:{line}  " in told
+        assert said in told
+    assert "broken.yaml:3" in told
+    assert "did you mean echo?" in told
+    assert "nothing was started" in told
+
+
+def test_what_is_only_loaded_later_may_be_missing_or_broken_now(write: Writer) -> None:
+    write("broken", "weftline: 1\n")
+    text = "pipelines: {a: {file: gone.yaml, load: false}, b: {file: broken.yaml, load: false, expose: [s]}}\n"
+    config, plans = assemble([write("serve", text)], None, Flags())
+    assert list(config.pipelines) == ["a", "b"]
+    assert plans == {}
+
+
+def test_problems_of_flags_name_the_flag(write: Writer) -> None:
+    file = write("shout")
+    assert "--tokens: there is no file" in wrong([file], flags=Flags(tokens=Path("/none/t.yaml")))
+    assert "--expose: c" not in wrong([file], flags=Flags(expose=("c",)))
+    assert "no step is called c" in wrong([file], flags=Flags(expose=("c",)))
+    assert "PIPELINE.STEP of shout, whisper" in wrong([file, write("whisper")], flags=Flags(expose=("a",)))
+    assert "no pipeline" in wrong([])
+    both = wrong([file, write("broken", "weftline: 1\n")], flags=Flags(expose=("x.y",)))
+    assert "--expose: x.y" in both
+    assert "broken.yaml" in both
+
+
+def test_a_unix_socket_belongs_to_one_process_and_its_group_wants_a_socket(write: Writer) -> None:
+    file = write("shout")
+    both = wrong([file], flags=Flags(socket=Path("w.sock"), processes=2))
+    assert "--processes: a Unix socket belongs to one process, and there are 2" in both
+    serve = write("serve", "pipelines: {loud: shout.yaml}\ngrpc: {socket_group: web}\n")
+    assert "grpc.socket_group: a group for a Unix socket, and there is none" in wrong([serve])
+
+
+def test_two_files_of_one_name_and_two_serve_files_are_refused(write: Writer, tmp_path: Path) -> None:
+    file = write("shout")
+    (tmp_path / "copy.yaml").write_text(PIPELINE.format(name="shout"))
+    assert "shout is served already" in wrong([file, str(tmp_path / "copy.yaml")])
+    serve = write("serve", "pipelines: {loud: shout.yaml}\n")
+    assert "2 serve files" in wrong([serve], serve)
+
+
+def test_a_file_that_is_not_there_is_told_of_once(tmp_path: Path) -> None:
+    assert wrong([str(tmp_path / "none.yaml")]).count("there is no such file") == 1
+
+
+def test_shared_memory_wants_one_process_since_regions_are_known_to_one(write: Writer) -> None:
+    write("shout")
+    serve = write("serve", "pipelines: {a: shout.yaml}\nshared_memory: true\ngrpc: {processes: 2}\n")
+    assert "serve.yaml:2  shared_memory: regions are known" in wrong([serve])
+    assert "--shared-memory: regions are known" in wrong(
+        [write("whisper")], flags=Flags(shared_memory=True, processes=2)
+    )
+    assert assemble([serve], None, Flags(processes=1))[0].shared_memory
+
+
+def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
+    write: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(pipeline: object, step: str) -> None:
+        raise InputError("it is the scheduler's")
+
+    monkeypatch.setattr(assembly, "alone", refused)
+    assert "step a cannot be a model of its own: it is the scheduler's" in wrong(
+        [write("shout")], flags=Flags(expose=("a",))
+    )
+
+
+def test_pipelines_that_are_loaded_at_the_start_share_the_gpus_in_that_order(write: Writer) -> None:
+    on_gpu = """
+weftline: 1
+name: {}
+inputs: {{x: text}}
+steps: {{a: {{node: echo, inputs: {{value: x}}, device: "fake:0", device_bytes: {}}}}}
+outputs: {{y: a.value}}
+"""
+    gib, machine = 1 << 30, Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
+    first, second = write("first", on_gpu.format("first", 4 * gib)), write("second", on_gpu.format("second", 3 * gib))
+    assert list(assemble([first], None, Flags(), machine)[1]) == ["first"]
+    with pytest.raises(PipelineError) as refused:
+        assemble([first, second], None, Flags(), machine)
+    (problem,) = refused.value.problems
+    assert problem.file == second and "first       another pipeline  claimed" in problem.found
+    serve = write("serve", "pipelines: {one: first.yaml, two: {file: second.yaml, load: false}}\n")
+    _, plans = assemble([serve], None, Flags(), machine)
+    assert list(plans) == ["one", "two"], "what is loaded later finds then what is left"
+
+
+def test_exposed_steps_are_planned_beside_their_pipelines_and_what_is_left_is_divided(write: Writer) -> None:
+    talks = """
+weftline: 1
+name: {}
+inputs: {{x: text}}
+steps: {{s: {{node: llm, model: m, inputs: {{prompt: x}}, device: "fake:0", device_bytes: {}}}}}
+outputs: {{y: s.text}}
+"""
+    gib, machine = 1 << 30, Machine(2, 8 << 30, (Device("fake:0", 16 << 30),))
+    first, second = write("first", talks.format("first", gib)), write("second", talks.format("second", 3 * gib))
+    _, plans = assemble([first, second], None, Flags(expose=("first.s",)), machine)
+    part = int((16 - 1 - 2 * 1.5 - 3.5) * gib) // 3
+    assert [plan.budgets[0].kv_bytes for plan in plans.values()] == [part, part]
+    with pytest.raises(PipelineError) as refused:
+        assemble(
+            [first, second],
+            None,
+            Flags(expose=("first.s", "second.s", "second.nobody")),
+            Machine(2, 8 << 30, (Device("fake:0", 8 << 30),)),
+        )
+    exposed, unknown = refused.value.problems
+    assert exposed.found.startswith(
+        "step s cannot be a model of its own: fake:0 has 8 GiB, and 11 GiB of it are claimed"
+    )
+    assert "first.s     another pipeline  claimed" in exposed.found and exposed.fix.endswith(
+        "or unload first, first.s, second"
+    )
+    assert unknown.found == "no step is called nobody"
+    assert assemble(
+        [first, second], None, Flags(expose=("first.s",)), Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
+    )

@@ -1,0 +1,153 @@
+"""Large JSON is read by a process of its own, with the same answers and the same refusals as small JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.serving.v2.held import face
+from weftline.engine.protocol.packed import Packed
+from weftline.engine.serving import json_process
+from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.json_parser import JsonParser
+from weftline.engine.serving.v2 import bytes_tensor
+from weftline.engine.serving.v2.asking import to_asks
+from weftline.engine.serving.v2.nouns import InferRequest, Tensor
+from weftline.errors import InputError, LimitReached, WeftlineError
+
+LIMITS = ServeLimits()
+LARGE = [{"a": n, "b": "x" * 8} for n in range(5000)]
+
+
+def _with(work: Callable[[JsonParser], Any]) -> Any:
+    async def run() -> Any:
+        parser = JsonParser()
+        try:
+            return await work(parser)
+        finally:
+            parser.close()
+
+    return asyncio.run(run())
+
+
+def _asked(parser: JsonParser, type: str, *documents: object, limits: ServeLimits = LIMITS) -> Any:
+    async def asked() -> Any:
+        raw = bytes_tensor.encode([one if isinstance(one, bytes) else json.dumps(one).encode() for one in documents])
+        request = InferRequest("m", (Tensor("x", "BYTES", (len(documents),), raw),))
+        model = face({"x": type})
+        return to_asks(await parser.elements(request, model, limits, None), model, limits).asks[0].inputs["x"]
+
+    return asked()
+
+
+def test_a_large_document_comes_back_as_it_travels_and_a_small_one_starts_no_process() -> None:
+    async def work(parser: JsonParser) -> None:
+        assert await _asked(parser, "json", {"a": 1}) == {"a": 1}
+        assert parser.process.pid is None
+        large = await _asked(parser, "json", LARGE)
+        assert large.__class__ is Packed and msgspec.msgpack.decode(large.data) == LARGE
+        pid = parser.process.pid
+        both = await _asked(parser, "list[json]", LARGE, {"a": 1})
+        assert both.kind == "list" and msgspec.msgpack.decode(both.items[1].data) == {"a": 1}
+        assert await _asked(parser, "list[list[text]]", [["a"] * 40_000]) == [[["a"] * 40_000]]
+        found = [{"name": "star", "score": 0.5, "box": [1, 2, 3, 4]}] * 2000
+        assert (await _asked(parser, "detections", found)).kind == "detections"
+        assert parser.process.pid == pid
+
+    _with(work)
+
+
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        (b'{"a": 1, "a": "' + b"x" * 80_000 + b'"}', "twice"),
+        (b"[" + b"1," * 40_000 + b"NaN]", "NaN"),
+        (b"[" + b"1," * 40_000 + b"18446744073709551616]", "64 bits"),
+        (b"[" * 40_000 + b"]" * 40_000, "deeper than 64"),
+        (b'["' + b"x" * 80_000 + b'\\ud800"]', "surrogate"),
+        (b"[" + b"1," * (1 << 20) + b"1]", "found 1048578 values, expected at most 1048576"),
+    ],
+)
+def test_what_is_refused_of_small_documents_is_refused_of_large_ones(document: bytes, why: str) -> None:
+    with pytest.raises(InputError, match=f"input x: json: .*{why}"):
+        _with(lambda parser: _asked(parser, "json", document))
+
+
+def test_values_are_counted_over_all_elements_of_a_request() -> None:
+    many = [[0] * 30_000] * 4
+    with pytest.raises(InputError, match="found 120004 values, expected at most 100000"):
+        _with(lambda parser: _asked(parser, "list[json]", *many, limits=ServeLimits(elements_max=100_000)))
+
+
+def test_a_large_rest_body_comes_back_with_raw_tensors() -> None:
+    numbers = np.arange(60_000, dtype=np.float32)
+    inputs = [
+        {"name": "x", "datatype": "FP32", "shape": [60_000], "data": numbers.tolist()},
+        {"name": "t", "datatype": "BYTES", "shape": [2], "data": ["a", "ü"]},
+    ]
+    body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+
+    async def work(parser: JsonParser) -> None:
+        request, wanted = await parser.rest_body(body, None, "m", "1", LIMITS)
+        x, t = request.inputs
+        assert np.array_equal(np.frombuffer(x.raw or b"", np.float32), numbers) and x.values is None
+        assert bytes_tensor.decode(t.raw or b"", 2) == [b"a", "ü".encode()] and wanted.rest
+        with pytest.raises(HttpError) as refused:
+            await parser.rest_body(b'{"inputs": 1, "x": "' + b" " * 80_000 + b'"}', None, "m", "1", LIMITS)
+        assert refused.value.code == 400
+        wrong = json.dumps({"inputs": [inputs[0] | {"datatype": "INT8"}]}).encode()
+        with pytest.raises(InputError, match="input x: found elements that INT8 cannot hold"):
+            await parser.rest_body(wrong, None, "m", "1", LIMITS)
+
+    _with(work)
+
+
+def test_the_event_loop_runs_on_while_a_large_document_is_read() -> None:
+    async def work(parser: JsonParser) -> None:
+        await parser.document(b'"' + b"x" * 80_000 + b'"', "x")  # the process stands
+        os.kill(parser.process.pid or 0, signal.SIGSTOP)
+        reading = asyncio.ensure_future(_asked(parser, "json", LARGE))
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert not reading.done()
+        assert await parser.document(b"[1]", "x") == [1]
+        os.kill(parser.process.pid or 0, signal.SIGCONT)
+        assert isinstance(await reading, Packed)
+
+    _with(work)
+
+
+def test_a_process_that_dies_or_hangs_fails_its_document_and_the_next_has_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(parser: JsonParser) -> None:
+        await _asked(parser, "json", LARGE)
+        os.kill(parser.process.pid or 0, signal.SIGKILL)
+        with pytest.raises(WeftlineError, match="ended"):
+            await _asked(parser, "json", LARGE)
+        monkeypatch.setattr(json_process, "JOB_S", 0.01)
+        with pytest.raises(LimitReached, match="took more than"):  # not even started by then
+            await _asked(parser, "json", LARGE)
+        monkeypatch.setattr(json_process, "JOB_S", 20.0)
+        assert isinstance(await _asked(parser, "json", LARGE), Packed)
+
+    _with(work)
+
+
+def test_bytes_of_a_hostile_process_that_are_no_json_are_refused() -> None:
+    async def work(parser: JsonParser) -> None:
+        await parser.check("x", Packed("json", data=msgspec.msgpack.encode(LARGE)))
+        for data in (b"\xc1", b"\xdd\xff\xff\xff\xff", msgspec.msgpack.encode({1: 2}), msgspec.msgpack.encode(b"x")):
+            with pytest.raises(InputError, match="input x: found bytes that are no json value"):
+                await parser.check("x", Packed("list", items=(Packed("json", data=data),)))
+
+    _with(work)

@@ -1,0 +1,56 @@
+"""How models are described: in v2's words, and with their true types beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tritonclient.grpc import model_config_pb2
+
+from tests.engine.serving.v2.held import face
+from weftline.engine.serving.v2.metadata import config_of, metadata_of
+
+
+@pytest.mark.parametrize(
+    ("type", "taken", "given"),
+    [
+        ("text", ("BYTES", (1,)), ("BYTES", (1,))), ("json", ("BYTES", (1,)), ("BYTES", (1,))),
+        ("image", ("BYTES", (1,)), ("UINT8", (-1, -1, 3))), ("audio", ("BYTES", (1,)), ("FP32", (-1,))),
+        ("float32[3, H, ?]", ("FP32", (3, -1, -1)), ("FP32", (3, -1, -1))), ("bfloat16[4]", ("BF16", (4,)),
+        ("BF16", (4,))),
+        ("float8_e5m2[4]", ("UINT8", (4,)), ("UINT8", (4,))), ("complex64[N]", ("FP32", (-1, 2)), ("FP32", (-1, 2))),
+        ("float64[]", ("FP64", ()), ("FP64", ())), ("tensor", ("FP32", (-1,)), ("FP32", (-1,))),
+        ("list[text]", ("BYTES", (-1,)), ("BYTES", (-1,))), ("list[image]", ("BYTES", (-1,)),
+        ("UINT8", (-1, -1, -1, 3))),
+        ("list[float32[4]]", ("FP32", (-1, 4)), ("FP32", (-1, 4))), ("any", ("BYTES", (1,)), ("BYTES", (1,))),
+        ("detections", ("BYTES", (1,)), ("BYTES", (1,))), ("bytes", ("BYTES", (1,)), ("BYTES", (1,))),
+    ],
+)  # fmt: skip
+def test_a_port_has_a_datatype_and_a_shape(type: str, taken: Any, given: Any) -> None:
+    meta = metadata_of(face({"x": type}, {"y": type}))
+    assert (meta.inputs[0].datatype, meta.inputs[0].shape) == taken
+    assert (meta.outputs[0].datatype, meta.outputs[0].shape) == given
+
+
+def test_a_model_has_a_name_a_version_and_a_platform() -> None:
+    meta = metadata_of(face({}))
+    assert (meta.name, meta.versions, meta.platform) == ("m", ("3",), "weftline")
+
+
+def test_the_configuration_is_one_of_tritons() -> None:
+    model = face({"photo": "image", "hint?": "text"}, {"answer+": "text"}, steps=("see", "say"), stateful=True)
+    built: Any = model_config_pb2.ModelConfig(**config_of(model))  # type: ignore[attr-defined]
+    assert built.name == "m" and built.platform == built.backend == "weftline" and built.max_batch_size == 0
+    assert [(one.name, one.optional, list(one.dims)) for one in built.input] == [
+        ("photo", False, [1]),
+        ("hint", True, [1]),
+    ]
+    assert built.input[0].data_type == model_config_pb2.TYPE_STRING  # type: ignore[attr-defined]
+    assert built.model_transaction_policy.decoupled and built.HasField("sequence_batching")
+    told = {key: value.string_value for key, value in built.parameters.items()}
+    assert told["input:photo"] == "image" and told["output:answer"] == "text" and told["steps"] == "see,say"
+
+
+def test_a_model_that_neither_streams_nor_remembers_says_so() -> None:
+    built: Any = model_config_pb2.ModelConfig(**config_of(face({"x": "text"})))  # type: ignore[attr-defined]
+    assert not built.model_transaction_policy.decoupled and not built.HasField("sequence_batching")

@@ -1,0 +1,142 @@
+"""Templates are wired by what they read, and a prompt becomes a template step."""
+
+from pathlib import Path
+
+import pytest
+
+from weftline.nodes.template_syntax import TEMPLATE_CHARS_MAX
+from weftline.pipelines.check.checker import examine
+from weftline.pipelines.check.prompts import Reading, readings
+from weftline.pipelines.spec.loader import load_yaml
+from weftline.pipelines.spec.wire import Wire
+
+HERE = Path(__file__).parents[1]
+HEAD = "weftline: 1\nname: sample\ninputs: {question: audio, photo: image, note: text}\nsteps:\n"
+SEE = "  see: {node: yolo, model: m, inputs: {image: photo}}\n  hear: {node: whisper, inputs: {audio: question}}\n"
+TAIL = "outputs: {y: last.text, l: see.labels, t: hear.text, n: note}\n"
+
+
+def read(text: str) -> list[str]:
+    return [str(one) for one in readings(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("no names", []),
+        ("{{ note }}", ["note"]),
+        ("{{ see.detections | describe }} {{ hear.text }}", ["see.detections", "hear.text"]),
+        ("{{ see['detections'] }}", ["see.detections"]),
+        ("{{ see[0] }}", ["see"]),
+        ("{{ see.detections.boxes[0] }}", ["see.detections"]),
+        ("{% for one in see.detections %}{{ one.name }}{{ loop.index }}{% endfor %}", ["see.detections"]),
+        ("{% set short = note[:9] %}{{ short }}", ["note"]),
+        ("{% if note is defined and unknown_test is odd %}{{ note | nofilter }}{% endif %}", ["note", "unknown_test"]),
+        ("{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{{ twice(note) }}", ["note"]),
+        ("{# {{ hidden }} #}{% raw %}{{ raw }}{% endraw %}", []),
+        ("{{ note ~ note }}", ["note"]),
+    ],
+)
+def test_what_a_template_reads_is_found_without_rendering(text: str, found: list[str]) -> None:
+    assert sorted(read(text)) == sorted(found)
+
+
+def test_readings_have_lines() -> None:
+    assert readings("a\n{{ b }}\n\n{{ c.d }}") == [Reading("b", None, 2), Reading("c", "d", 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "line"),
+    [
+        ("{{ a", "no template", 1),
+        ("a\n{% for %}", "no template", 2),
+        ("{% include 'etc' %}", "reads no other files", 1),
+        ("{% import 'x' as y %}", "reads no other files", 1),
+        ("{{ note }}{% for note in x %}{% endfor %}", "rename one of them", 1),
+        ("x" * (TEMPLATE_CHARS_MAX + 1), "a template of", 1),
+        ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "nested too deeply", 1),
+    ],
+)
+def test_what_is_no_template_says_why(text: str, said: str, line: int) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        readings(text)
+    assert caught.value.args[1] == line
+
+
+def test_a_template_step_is_wired_by_its_text(catalog) -> None:
+    template = "'{{ see.detections }} {{ note }} {{ t }}'"
+    text = HEAD + SEE + f"  last: {{node: template, template: {template}, inputs: {{t: hear.text}}}}\n" + TAIL
+    checked = examine(load_yaml(text, "x.yaml", HERE), catalog)
+    assert checked.problems == ()
+    assert checked.steps["last"].step.inputs == {
+        "t": Wire("hear", "text"),
+        "see__detections": Wire("see", "detections"),
+        "note": Wire(None, "note"),
+    }
+
+
+def test_a_prompt_is_a_template_step_in_front(samples, catalog) -> None:
+    checked = examine(load_yaml(samples.ASSISTANT, "x.yaml", HERE), catalog)
+    prompt, answer = checked.steps["answer_prompt"].step, checked.steps["answer"].step
+    assert (prompt.node, answer.inputs) == ("template", {"prompt": Wire("answer_prompt", "text")})
+    assert prompt.options["template"].startswith("The photo shows: {{ see.detections | describe }}.\n")
+    assert prompt.inputs == {"see__detections": Wire("see", "detections"), "hear__text": Wire("hear", "text")}
+    assert "prompt" not in answer.options
+
+
+def test_an_llm_may_be_wired_without_a_prompt(problems) -> None:
+    assert problems(HEAD.replace("weftline: 1\nname: sample\n", "") + SEE + (
+        "  last: {node: llm, model: m, inputs: {prompt: note}}\n" + TAIL
+    )) == {}  # fmt: skip
+
+
+def test_names_of_its_own_go_to_the_template_and_the_rest_to_the_llm(catalog) -> None:
+    step = "  last: {node: llm, model: m, prompt: 'Say {{ what }}', inputs: {what: note, adapter: note}}\n"
+    checked = examine(load_yaml(HEAD + SEE + step + TAIL, "x.yaml", HERE), catalog)
+    assert checked.steps["last_prompt"].step.inputs == {"what": Wire(None, "note")}
+    assert [one.path for one in checked.problems] == ["steps.last.inputs.adapter"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "line", "found", "fix"),
+    [
+        ("{{ nothing }}", 8, "reads nothing, and no step and no input", "known here"),
+        ("{{ hera.text }}", 8, "reads hera.text, and no step", "did you mean hear?"),
+        ("{{ hear }}", 8, "reads hear, a step with outputs", "like hear.text"),
+        ("{{ my-step.text }}", 8, "reads my-step with a - in it", "rename my-step to my_step"),
+        ("{{ two__parts.text }}", 8, "cannot be told from a dot", "rename two__parts"),
+        ("ok\n      {{ note", 9, "no template", ""),
+        ("ok\n      {{ hear.txt }}", 7, "hear has no output txt", "did you mean hear.text?"),
+    ],
+)
+def test_a_prompt_that_reads_what_is_not_there_is_a_problem_of_its_line(
+    catalog, prompt: str, line: int, found: str, fix: str
+) -> None:
+    more = "".join(f"  {name}: {{node: whisper, inputs: {{audio: question}}}}\n" for name in ("my-step", "two__parts"))
+    step = f"  last:\n    node: llm\n    prompt: |\n      {prompt}\n    model: m\n"
+    tail = TAIL.replace("{y:", "{a: my-step.text, b: two__parts.text, y:")
+    problems = examine(
+        load_yaml(HEAD + SEE.replace("  hear", step + "  hear") + more + tail, "x.yaml", HERE), catalog
+    ).problems
+    assert [(one.path, one.line) for one in problems] == [("steps.last.prompt", line + 1)], problems
+    assert found in problems[0].found
+    assert fix in problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        ("{node: llm, model: m, prompt: 3}", "int value"),
+        ("{node: llm, model: m, prompt: '{{ note }}', inputs: {prompt: note}}", "written beside inputs.prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_be_one_is_a_problem(catalog, step: str, found: str) -> None:
+    problems = examine(load_yaml(HEAD + SEE + f"  last: {step}\n" + TAIL, "x.yaml", HERE), catalog).problems
+    assert [(one.path, found in one.found) for one in problems] == [("steps.last.prompt", True)]
+
+
+def test_the_name_of_the_made_step_must_be_free(catalog) -> None:
+    steps = "  last: {node: llm, model: m, prompt: x}\n  last_prompt: {node: guardrail, inputs: {text: note}}\n"
+    tail = TAIL.replace("{y:", "{p: last_prompt.text, y:")
+    problems = examine(load_yaml(HEAD + SEE + steps + tail, "x.yaml", HERE), catalog).problems
+    assert [(one.path, one.fix) for one in problems] == [("steps.last.prompt", "rename last_prompt")]

@@ -1,0 +1,117 @@
+"""How busy GPUs are is kept right whatever is put on them and lifted off again."""
+
+from __future__ import annotations
+
+import copy
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weftline.pipelines.placement.gpu_load import HOP_MS, Balance, Score
+from weftline.pipelines.placement.loads import Load, Room
+from weftline.pipelines.placement.needs import Need
+
+GPUS = ("cuda:0", "cuda:1", "cuda:2")
+
+
+def load(
+    name: str, copy: int = 0, ms: float = 5, size: int = 10, kv: int | None = 0, ranks: int = 1, own=False
+) -> Load:
+    sizes = dict.fromkeys(GPUS, size)
+    return Load(((name, copy),), (Need(sizes, kv_bytes=kv, ranks=ranks),), "", own, dict.fromkeys(GPUS, ms))
+
+
+def rooms(free: int = 100, context: int = 3) -> dict[str, Room]:
+    return {name: Room(name, free, context) for name in GPUS}
+
+
+def test_a_gpu_is_busy_for_work_and_for_tensors_that_travel() -> None:
+    balance = Balance(
+        [load("a", ms=5), load("b", ms=3), load("c", ms=1)], rooms(), {0: {1: 2}, 1: {0: 2, 2: 1}, 2: {1: 1}}
+    )
+    for index, device in enumerate(("cuda:0", "cuda:1", "cuda:0")):
+        balance.put(index, device)
+    assert balance.busy == {"cuda:0": 6 + 3 * HOP_MS, "cuda:1": 3 + 3 * HOP_MS, "cuda:2": 0}
+    assert balance.score == Score(0, 6 + 3 * HOP_MS, 1, 3, 0)
+    assert balance.after(((1, "cuda:0"),)) == Score(0, 9, 1, 0, 0)
+    assert balance.score.travel == 3, "it was only asked"
+    balance.make(((1, "cuda:2"), (0, "cuda:2")))
+    assert balance.busy == {"cuda:0": 1 + HOP_MS, "cuda:1": 0, "cuda:2": 8 + HOP_MS}
+
+
+def test_crowding_and_company_are_counted_in_pairs() -> None:
+    balance = Balance(
+        [load("a", 0), load("a", 1), load("say", kv=None), load("judge", kv=None), load("b")], rooms(), {}
+    )
+    for index in range(5):
+        balance.put(index, "cuda:1")
+    assert balance.score == Score(2, 25, 1, 0, 6), "two of a and two llm steps; three others with each llm step"
+    balance.make(((3, "cuda:0"), (1, "cuda:0")))
+    assert balance.score == Score(0, 15, 1, 0, 3)
+
+
+def test_what_has_no_room_somewhere_cannot_go_there() -> None:
+    balance = Balance([load("a", size=90), load("b", size=20), load("say", ranks=2)], rooms(), {})
+    balance.put(0, "cuda:2")
+    assert not balance.has_room(1, "cuda:2") and balance.has_room(1, "cuda:1")
+    assert not balance.has_room(2, "cuda:2") and balance.has_room(2, "cuda:1") is False, "its second GPU is full"
+    balance.put(1, "cuda:1")
+    assert balance.after(((1, "cuda:2"),)) is None and balance.at[1] == "cuda:1"
+    assert balance.after(((0, "cuda:1"), (1, "cuda:2"))) is not None, "they change places"
+
+
+def test_processes_that_steps_share_are_given_back_with_the_last_of_them() -> None:
+    room = Room("cuda:0", 100, 3)
+    first, second, other, alone = load("a"), load("a", 1), load("b"), load("c", own=True)
+    for one in (first, second, other, alone):
+        room.take(one)
+    assert room.free == 100 - 4 * 10 - 3 * 3
+    room.give_back(first)
+    assert room.free == 100 - 3 * 10 - 2 * 3, "one shared process is left"
+    room.give_back(other)
+    assert room.free == 100 - 2 * 10 - 2 * 3
+    room.give_back(second)
+    room.give_back(alone)
+    assert room == Room("cuda:0", 100, 3)
+
+
+LOADS = st.lists(
+    st.builds(
+        load,
+        st.sampled_from("abcd"),
+        ms=st.sampled_from([0, 1, 2.5, 7]),
+        size=st.sampled_from([1, 10, 40]),
+        kv=st.sampled_from([0, 0, None]),
+        ranks=st.sampled_from([1, 1, 1, 2]),
+        own=st.just(True),
+    ),
+    min_size=2,
+    max_size=6,
+)
+
+
+@settings(max_examples=50)
+@given(LOADS, st.data())
+def test_moves_change_what_they_are_said_to_and_lifting_undoes_putting(loads: list[Load], data: st.DataObject) -> None:
+    pairs = data.draw(st.sets(st.tuples(*[st.integers(0, len(loads) - 1)] * 2).filter(lambda pair: pair[0] < pair[1])))
+    links: dict[int, dict[int, int]] = {}
+    for one, other in pairs:
+        links.setdefault(one, {})[other] = links.setdefault(other, {})[one] = 2
+    balance = Balance(loads, rooms(), links)
+    for index, one in enumerate(loads):
+        balance.put(index, data.draw(st.sampled_from(GPUS[: len(GPUS) + 1 - one.ranks])))
+    index = data.draw(st.sampled_from([*range(len(loads))]))
+    here, to = balance.at[index], data.draw(st.sampled_from(GPUS))
+    before = copy.deepcopy((balance.rooms, balance.busy, balance.score))
+    if loads[index].ranks == 1 and here != to:
+        less, more = balance.moves(index, to)
+        busy = dict(balance.busy)
+        balance.make(((index, to),))
+        assert balance.busy == {**busy, here: busy[here] - less, to: busy[to] + more}
+        balance.make(((index, here),))
+    balance.lift(index)
+    balance.put(index, here)
+    assert (balance.rooms, balance.busy, balance.score) == before
+    for one in range(len(loads)):
+        balance.lift(one)
+    assert balance.rooms == rooms() and balance.score == Score(0, 0, 3, 0, 0)

@@ -1,0 +1,170 @@
+"""Implementation of `weftline run`: one request from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from weftline.cli.inputs import STDIN, read_inputs
+from weftline.cli.progress import loading_shown
+from weftline.cli.save import element_name, make_folder, save_outputs
+from weftline.cli.show import as_json, as_text, printable
+from weftline.engine.request import RequestOptions
+from weftline.engine.result import Result
+from weftline.engine.scheduler.request import StepTiming
+from weftline.engine.session import Session, load
+from weftline.errors import InputError
+from weftline.nodes.ports import PortType
+from weftline.pipelines.placement.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One use of `weftline run`, as typed.
+
+    outputs:     the outputs wanted; None: all.
+    deadline_ms: from asking to answering, loading not included; None: the pipeline's own.
+    save:        the folder for pictures and the like; None: nothing is written.
+    quiet:       neither progress nor the table of times.
+    debug:       the step that runs in this process, for a debugger; '' for none.
+    """
+
+    file: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] | None = None
+    as_json: bool = False
+    stream: bool = False
+    deadline_ms: float | None = None
+    save: Path | None = None
+    quiet: bool = False
+    debug: str = ""
+
+
+def run_request(request: Request, out: TextIO, err: TextIO) -> None:
+    """Print the outputs on `out`; progress, the names of saved files and the table of times go to `err`.
+
+    What can be known to be wrong without a model is refused before one is loaded. Whatever happens, no process stays.
+    """
+    pipeline = load(request.file)
+    check_outputs(pipeline.plan, request.outputs)
+    if request.debug:
+        pipeline = pipeline.to_debug(request.debug)
+        if any(one.partition("=")[2] == STDIN for one in request.inputs):
+            raise InputError("--debug: standard input is the debugger's; read the input from a file, NAME=@FILE")
+    inputs = read_inputs(pipeline.plan, request.inputs, sys.stdin.buffer)
+    if request.save is not None:
+        make_folder(request.save)
+    with loading_shown(err, request.quiet, plain=bool(request.debug)) as progress:
+        session = pipeline.open(progress)
+    with session:
+        if request.stream:
+            _stream(session, request, inputs, out, err)
+        else:
+            _answer(session, request, inputs, out, err)
+
+
+def check_outputs(plan: Plan, wanted: Sequence[str] | None) -> None:
+    """Refuse outputs that the pipeline does not have."""
+    known = [output.name for output in plan.outputs]
+    for name in wanted or ():
+        if name not in known:
+            raise InputError(f"--output {name:.80}: the pipeline has no such output; it has {', '.join(known)}")
+
+
+def _answer(session: Session, request: Request, inputs: Mapping[str, Any], out: TextIO, err: TextIO) -> None:
+    result = session.run(RequestOptions(outputs=request.outputs, deadline_ms=request.deadline_ms), **inputs)
+    saved = _save(session.plan, request, inputs, result, err)
+    types = {output.name: output.type for output in session.plan.outputs if output.name in result}
+    if request.as_json:
+        answer = {name: _json(name, result[name], type, saved) for name, type in types.items()}
+        print(json.dumps(answer, ensure_ascii=False, allow_nan=False), file=out, flush=True)
+        return
+    for name, type in types.items():
+        print(as_text(name, result[name], type), file=out)
+    out.flush()
+    if not request.quiet:
+        _print_timings(result, err)
+
+
+def _json(name: str, value: Any, type: PortType, saved: Mapping[str, Path]) -> Any:
+    """Return an output as json; an array or bytes that went to a file as the name of that file."""
+    if type.item is not None and isinstance(value, list):
+        return [_json(element_name(name, place), one, type.item, saved) for place, one in enumerate(value)]
+    if name not in saved or type.kind == "detections":
+        return as_json(name, value, type)
+    if type.kind == "bytes":
+        return {"size_bytes": len(value), "file": str(saved[name])}
+    return {"dtype": str(value.dtype), "shape": list(value.shape), "file": str(saved[name])}
+
+
+def _stream(session: Session, request: Request, inputs: Mapping[str, Any], out: TextIO, err: TextIO) -> None:
+    """Print pieces as they come: text grows behind its output's name, whole values follow when they are known."""
+    types = {output.name: output.type for output in session.plan.outputs}
+    whole: dict[str, Any] = {}
+    grown: dict[str, list[str]] = {}
+    growing = ""
+    for piece in session.stream(RequestOptions(outputs=request.outputs, deadline_ms=request.deadline_ms), **inputs):
+        if piece.last:
+            whole[piece.output] = piece.value
+        if not piece.last and isinstance(piece.value, str):
+            start = "" if growing == piece.output else ("\n" if growing else "") + f"{piece.output}: "
+            grown.setdefault(piece.output, []).append(piece.value)
+            growing = piece.output
+            print(start + printable(piece.value), end="", file=out, flush=True)
+        elif "".join(grown.get(piece.output, [])) != piece.value or not grown.get(piece.output):
+            print(
+                ("\n" if growing else "") + as_text(piece.output, piece.value, types[piece.output]),
+                file=out,
+                flush=True,
+            )
+            growing = ""
+    if growing:
+        print(file=out, flush=True)
+    _save(session.plan, request, inputs, whole, err)
+
+
+def _save(
+    plan: Plan, request: Request, inputs: Mapping[str, Any], outputs: Mapping[str, Any], err: TextIO
+) -> dict[str, Path]:
+    saved = save_outputs(plan, inputs, outputs, request.save) if request.save is not None else {}
+    for path in saved.values():
+        print(f"wrote {path}", file=err)
+    return saved
+
+
+def _print_timings(result: Result, err: TextIO) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=None)
+    table.add_column("step")
+    for heading in ("queued ms", "run ms", "batch"):
+        table.add_column(heading, justify="right")
+    for row in timing_rows(result.timings):
+        table.add_row(*row)
+    console = Console(file=err, highlight=False, markup=False)
+    console.print()
+    console.print(table)
+    console.print(f"{result.total_ms:.1f} ms in all")
+
+
+def timing_rows(timings: Sequence[StepTiming]) -> list[tuple[str, str, str, str]]:
+    """Return the table's rows: the elements of a `map:` step as one, with the longest times of them."""
+    together: dict[tuple[str, str, int], list[StepTiming]] = {}
+    for place, timing in enumerate(timings):
+        together.setdefault((timing.step, timing.outcome, -1 if timing.element >= 0 else place), []).append(timing)
+    return [_row(same) for same in together.values()]
+
+
+def _row(same: Sequence[StepTiming]) -> tuple[str, str, str, str]:
+    first = same[0]
+    name = f"{first.step} x {len(same)}" if first.element >= 0 else first.step
+    if first.outcome == "skipped":
+        return name, "", "", "skipped"
+    queued_ms, run_ms, batch = (max(getattr(one, of) for one in same) for of in ("queued_ms", "run_ms", "batch"))
+    return name, f"{queued_ms:.1f}", f"{run_ms:.1f}", f"{batch}" if first.outcome == "ok" else first.outcome

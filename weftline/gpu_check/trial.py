@@ -1,0 +1,82 @@
+"""Context of one part: device, amount of work and deadline."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weftline.gpu_check.processes import Crew, Process
+from weftline.gpu_check.running import CheckOutcome, PartsProcess, Wrong
+from weftline.shm.device.names import is_fake
+
+MIB = 1 << 20
+
+OVERTIME_S = 10.0
+"""What a part that has used up its time still gets to come to an end in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One part at work. quick: for a first look; full: the issue's whole counts; until_s: on the monotonic clock.
+
+    environment: variables that processes of the part get beside their own.
+    earlier: outcomes of parts that ran before, by name.
+    llm: the process for parts of the LLM's check.
+    """
+
+    part: str
+    device: str
+    quick: bool
+    full: bool
+    until_s: float
+    environment: Mapping[str, str] | None = None
+    earlier: Mapping[str, CheckOutcome] = field(default_factory=dict)
+    llm: PartsProcess = field(default_factory=lambda: PartsProcess(()))
+
+    @property
+    def judges(self) -> bool:
+        """Return whether figures are compared with bars: not on a fake, and not with small counts."""
+        return not self.fake and not self.quick
+
+    @property
+    def fake(self) -> bool:
+        """Whether figures say nothing of a GPU."""
+        return is_fake(self.device)
+
+    @property
+    def left_s(self) -> float:
+        return self.until_s - time.monotonic()
+
+    def crew(self) -> Crew:
+        return Crew(self.device, self.environment, self.until_s + OVERTIME_S)
+
+    def say(self, text: str) -> None:
+        """Tell whoever waits how far the part is; a line on standard error."""
+        print(f"{self.part}: {text}", file=sys.stderr, flush=True)
+
+
+def share(maker: Process, guest: Process, arena: str, size_bytes: int, rung: str = "descriptor") -> int:
+    """Have one process make an arena and another attach to it under the same name; returns its true size."""
+
+    made = maker.ask("make", arena=arena, size_bytes=size_bytes, rung=rung)
+    try:
+        guest.ask("attach", made["fds"], arena=arena, size_bytes=made["size_bytes"], rung=rung, handle=made["handle"])
+    finally:
+        for fd in made["fds"]:
+            os.close(fd)
+    return int(made["size_bytes"])
+
+
+def share_events(maker: Process, guest: Process, count: int) -> None:
+    """Have one process make shared events and another open them."""
+    handles = maker.ask("make_events", count=count)["handles"]
+    guest.ask("open_events", handles=handles)
+
+
+def same(what: str, wanted: int, found: int) -> None:
+    """Raise Wrong unless two checksums are equal."""
+    if wanted != found:
+        raise Wrong(f"{what}: checksum {found:08x}, {wanted:08x} was written")
