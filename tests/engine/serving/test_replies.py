@@ -165,7 +165,7 @@ def test_the_log_of_a_known_error_stays_empty(caplog: pytest.LogCaptureFixture) 
 
 
 def test_scrubbing_leaves_what_the_engine_says_of_requests_as_it_was_written() -> None:
-    files = [*ENGINE.glob("*.py"), *ENGINE.glob("ingress/**/*.py")]
+    files = [*ENGINE.glob("*.py"), *ENGINE.glob("serving/**/*.py")]
     said = [text for file in files for text in raised_in(ast.parse(file.read_text()))]
     assert len(said) > 100
     changed = [text for text in said if scrubbed(text, 1000) != re.sub(r"\s*\n\s*", "; ", text.strip())]

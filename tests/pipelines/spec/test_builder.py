@@ -18,7 +18,10 @@ from weftline.pipelines.spec.schema import STEP_KEYS
 from weftline.pipelines.spec.wire import Wire
 from weftline.testing.nodes import Echo, EchoConfig
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parent
+NODES = HERE.parent
+"""The folder of sample_nodes.py, which the catalog's paths are relative to."""
+
 MACHINE = Machine(4, 8 << 30)
 
 
@@ -27,7 +30,12 @@ def line_above() -> int:
 
 
 def assistant() -> Builder:
-    p = Builder("voice-photo-assistant", about="Answers a spoken question about a photo.", slo=Slo(latency_p99_ms=1500))
+    p = Builder(
+        "voice-photo-assistant",
+        about="Answers a spoken question about a photo.",
+        slo=Slo(latency_p99_ms=1500),
+        base_dir=NODES,
+    )
     question = p.input("question", "audio", seconds_max=30)
     photo = p.input("photo", "image")
     hear = p.step("hear", "whisper", model="base.en", audio=question, batch=BatchPolicy(8, 5))
@@ -50,14 +58,14 @@ def assistant() -> Builder:
 
 
 def test_the_same_pipeline_in_python_and_in_yaml_is_equal(samples, catalog) -> None:
-    written, built = load_yaml(samples.ASSISTANT, "a.yaml", HERE), assistant().build()
+    written, built = load_yaml(samples.ASSISTANT, "a.yaml", NODES), assistant().build()
     assert built == written
     assert make_plan(built, MACHINE, catalog) == make_plan(written, MACHINE, catalog)
 
 
 def test_what_is_built_loads_back_from_its_yaml(catalog) -> None:
     p = assistant()
-    again = load_yaml(p.to_yaml(), "again.yaml", HERE)
+    again = load_yaml(p.to_yaml(), "again.yaml", NODES)
     assert again == p.build()
     assert make_plan(again, MACHINE, catalog) == make_plan(p.build(), MACHINE, catalog)
     assert "prompt: |\n" in p.to_yaml(), "several lines of text are written as people write them"

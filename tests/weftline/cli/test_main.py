@@ -9,8 +9,8 @@ import pytest
 
 import weftline
 from weftline import errors
+from weftline.cli import main as cli
 from weftline.cli.exit import exit_codes
-from weftline.cli.main import main as cli
 from weftline.nodes.catalog import CATALOG, FAKES
 
 REAL = [name for name in CATALOG if name not in FAKES]
