@@ -21,7 +21,7 @@ from weftline.testing.nodes import Echo, EchoConfig
 
 
 class Counts(Echo):
-    """Says whatever it is told to say."""
+    """Returns the figures that the test sets."""
 
     def __init__(self, said: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(EchoConfig())
@@ -86,9 +86,9 @@ def test_the_last_figures_of_each_worker_are_shown_and_go_with_it() -> None:
     assert snapshot(harness.scheduler, 0, 0)["figures"] == {"a": {"a": {"seen": 2.0}}, "b": {"b": {"seen": 5.0}}}
     assert snapshot(harness.scheduler, 0, 0)["workers"] == {name: {"ready": 1, "asleep": 0, "all": 1} for name in "ab"}
     harness.die(0)
-    told = snapshot(harness.scheduler, 0, 0)
-    assert told["figures"] == {"b": {"b": {"seen": 5.0}}}
-    assert told["workers"]["a"] == {"ready": 0, "asleep": 0, "all": 1} and told["worker_restarts"] == 0
+    figures = snapshot(harness.scheduler, 0, 0)
+    assert figures["figures"] == {"b": {"b": {"seen": 5.0}}}
+    assert figures["workers"]["a"] == {"ready": 0, "asleep": 0, "all": 1} and figures["worker_restarts"] == 0
     harness.advance(30_000)
     assert snapshot(harness.scheduler, 0, 0)["worker_restarts"] == 1
 
@@ -182,9 +182,9 @@ def test_figures_come_from_real_workers_taken_between_calls_by_the_thread_that_r
         session.run(x="a")
         asked += 1
 
-    def told() -> Mapping[str, float]:
+    def figures() -> Mapping[str, float]:
         return session.stats()["figures"].get("s", {}).get("s", {})  # type: ignore[no-any-return]
 
-    assert told()["calls_total"] > 1
-    wait_until(lambda: told()["calls_total"] == asked, 10)
-    assert told()["asked_inside_total"] == told()["asked_elsewhere_total"] == 0
+    assert figures()["calls_total"] > 1
+    wait_until(lambda: figures()["calls_total"] == asked, 10)
+    assert figures()["asked_inside_total"] == figures()["asked_elsewhere_total"] == 0

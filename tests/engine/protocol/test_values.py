@@ -78,7 +78,7 @@ def test_torch_tensors_travel_as_what_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "type", "told"),
+    ("value", "type", "message"),
     [
         (np.zeros(3, np.float64), "float32[3]", r"x: found float64\[3\], expected float32\[3\]"),
         (np.zeros(4, np.float32), "float32[3]", r"found float32\[4\], expected float32\[3\]"),
@@ -95,8 +95,8 @@ def test_torch_tensors_travel_as_what_they_are() -> None:
         ([b"bytes"], "json", "a bytes is not JSON"),
     ],
 )
-def test_a_value_of_another_type_is_refused_by_name(value: Any, type: str, told: str) -> None:
-    with pytest.raises(StepError, match=told):
+def test_a_value_of_another_type_is_refused_by_name(value: Any, type: str, message: str) -> None:
+    with pytest.raises(StepError, match=message):
         pack(value, PortType.parse(type), "x")
 
 
@@ -160,7 +160,7 @@ def test_several_lists_in_one_block_are_one_array_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (["a", 3], r"x\[1\]: found a value of type int, expected a str"),
         ("abc", r"x: found a value of type str, expected a list\[text\]"),
@@ -168,8 +168,8 @@ def test_several_lists_in_one_block_are_one_array_too() -> None:
         (["a"] * (LIST_ITEMS_MAX + 1), r"a list of 65537 elements; the most is 65536"),
     ],
 )
-def test_a_list_of_something_else_is_refused(value: Any, told: str) -> None:
-    with pytest.raises(StepError, match=told):
+def test_a_list_of_something_else_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(StepError, match=message):
         pack(value, PortType.parse("list[text]"), "x")
 
 

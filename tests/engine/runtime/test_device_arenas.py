@@ -35,7 +35,7 @@ def test_an_offer_is_introduced_once_it_has_an_id_and_closed_when_it_is_forgotte
     assert not is_open(fd)
 
 
-def test_what_a_dead_worker_offered_is_nobodys() -> None:
+def test_an_arena_offered_by_a_dead_worker_is_dropped() -> None:
     arenas, fd = DeviceArenas(), descriptor()
     arenas.offer(0, up(), fd)
     arenas.died(0)

@@ -184,7 +184,7 @@ while session.pids().get("s") in (None, pid) or not session.ready:
 print("restarted from the reserve, and answers:", answer(session))
 fleet = session._current.runtime.fleet
 fleet._lend_reserve()
-taken += took()  # somebody else is quicker
+taken += took()  # another caller is quicker
 fleet._started(0)
 print("short:", answer(session), session.stats()["requests"]["refused"])
 for descriptor in taken:

@@ -60,14 +60,14 @@ class Lines:
     """A pipe without processes: what was fed to it comes out as lines. Time stands still unless it is moved."""
 
     def __init__(self) -> None:
-        self.step, self.told, self.now_s = StepOutput("see"), [], 0.0
+        self.step, self.shown, self.now_s = StepOutput("see"), [], 0.0
         read, self._write = os.pipe()
         self.pipe = OutputPipe(read, deque(maxlen=3))
 
     def feed(self, *parts: bytes) -> list[str]:
         for part in parts:
-            self.pipe.feed(part, self.step, lambda step, text: self.told.append(text), self.now_s)
-        return self.told
+            self.pipe.feed(part, self.step, lambda step, text: self.shown.append(text), self.now_s)
+        return self.shown
 
     def close(self) -> None:
         os.close(self.pipe.fd)
@@ -100,7 +100,7 @@ def test_a_line_without_an_end_is_cut_and_the_rest_counted(lines: Lines) -> None
 def test_a_flood_is_dropped_counted_and_reported_once_a_second(lines: Lines) -> None:
     for _ in range(100):
         lines.feed(b"a line\n" * 10_000)
-    assert len(lines.told) == LINES_BURST
+    assert len(lines.shown) == LINES_BURST
     assert lines.step.dropped_lines == 1_000_000 - LINES_BURST
     assert lines.step.dropped_bytes == 7 * lines.step.dropped_lines
     assert not lines.step.owes(0.5) and lines.step.owes(1.0)
@@ -108,16 +108,16 @@ def test_a_flood_is_dropped_counted_and_reported_once_a_second(lines: Lines) -> 
     assert f"({lines.step.dropped_lines} lines, {lines.step.dropped_bytes} bytes" in reported
     lines.now_s = 1.0
     lines.feed(b"more\n" * 10_000)
-    assert len(lines.told) == LINES_BURST + LINES_PER_S
+    assert len(lines.shown) == LINES_BURST + LINES_PER_S
     assert not lines.step.owes(1.5) and lines.step.owes(2.1)
 
 
 def test_blank_lines_and_few_long_ones_are_bounded_too(lines: Lines) -> None:
     lines.feed(b" \n" * 100_000)
-    assert lines.told == [] and lines.step.dropped_lines == 100_000 - LINES_BURST
+    assert lines.shown == [] and lines.step.dropped_lines == 100_000 - LINES_BURST
     lines.now_s = 1000.0
     lines.feed(*[b"y" * 8000 + b"\n"] * 1000)
-    assert len(lines.told) <= output.BYTES_BURST / 8000 + 1
+    assert len(lines.shown) <= output.BYTES_BURST / 8000 + 1
 
 
 def test_what_is_dropped_costs_next_to_nothing(lines: Lines) -> None:

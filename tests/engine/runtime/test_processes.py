@@ -1,7 +1,7 @@
 """Processes that are killed: the parent, a worker, and Ctrl-C. Nothing stays behind, and the next run works.
 
 Everything runs in processes of its own, so that a test may kill them. A process counts as ended when it is a zombie:
-in a container whose first process reaps nobody, orphans stay in the process table until it ends.
+in a container whose first process reaps no orphans, orphans stay in the process table until it ends.
 """
 
 import os

@@ -25,7 +25,7 @@ def test_only_what_the_system_is_short_of_passes(
     p = Builder("one")
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
     deaths: list[tuple[object, ...]] = []
-    fleet = WorkerProcesses(load(p).plan, tmp_path, lambda *heard: None, lambda *death: deaths.append(death))
+    fleet = WorkerProcesses(load(p).plan, tmp_path, lambda *message: None, lambda *death: deaths.append(death))
     fleet.open()
     try:
         fleet.start(0, 1)

@@ -78,7 +78,7 @@ def test_first_answers_as_soon_as_it_is_sure_and_waits_for_nothing_later() -> No
     one = harness.submit(x={"quick": True})
     harness.answer("quick", lambda x: "q")
     assert harness.output(one) == "q"
-    assert len(harness.sent(msg.CancelItems)) == 1  # slow's answer is nobody's any more
+    assert len(harness.sent(msg.CancelItems)) == 1  # no step reads slow's answer any more
     harness.answer("slow")
     assert harness.is_clean()
 
@@ -329,7 +329,7 @@ def test_one_element_that_fails_activates_the_fallback_for_the_whole_list() -> N
     harness = SchedulerHarness(p)
     one = harness.submit(xs=items(1, 2, 3, 4))
     harness.answer("a", lambda x: StepError("not two") if x == 2 else x)
-    assert harness.running() == ["b"]  # nobody runs the other two
+    assert harness.running() == ["b"]  # the other two run nowhere
     harness.answer("b")
     assert harness.output(one) == [1, 2, 3, 4]
     assert harness.is_clean()

@@ -230,7 +230,7 @@ def test_a_worker_receives_no_dispatch_while_one_of_its_steps_wakes() -> None:
         p.output(f"y{name}", step.value)
     harness = asleep(p)
     harness.submit(("yb",), xa=None, xb=1)
-    assert harness.running() == ["b"], "its neighbour sleeps, and is in nobody's way"
+    assert harness.running() == ["b"], "its neighbour sleeps and blocks no work"
     harness.answer("b")
     harness.submit(("ya",), xa=1, xb=None)
     harness.submit(("yb",), xa=None, xb=2)
@@ -265,7 +265,7 @@ def test_a_worker_whose_steps_are_all_idle_leaves_and_comes_back_on_demand() -> 
     assert figures["workers"]["a"] == {"ready": 0, "asleep": 1, "all": 1}
     one = harness.submit(x=1)
     assert started(harness) == [0]
-    assert health(harness) == {"a": True, "b": True}, "whoever asks whether it can answer is told that it can"
+    assert health(harness) == {"a": True, "b": True}, "a sleeping step counts as healthy"
     harness.advance(900)
     harness.start_worker(0)
     harness.answer("a")

@@ -26,7 +26,7 @@ def at(budget: KvBudget, now_ms: float, **uses: KvUse) -> list[Resize]:
     return budget.decide(now_ms)
 
 
-def test_each_part_starts_with_its_least_and_the_rest_is_nobodys() -> None:
+def test_each_part_starts_with_its_least_and_the_rest_is_free() -> None:
     budget = KvBudget(TOTAL, {A: 400, B: 300})
     assert (budget.held, budget.unassigned) == ({A: 400, B: 300}, 900)
     assert budget.decide(0.0) == []
@@ -198,7 +198,7 @@ class World:
             self._deliver(now_ms)
             self._order(turn, now_ms)
             held = self.budget.held
-            assert all(self.has[part] <= held[part] for part in held), "nobody has more than the budget thinks"
+            assert all(self.has[part] <= held[part] for part in held), "no part has more than the budget records"
             assert sum(held.values()) <= self.budget.total_bytes
             assert sum(self.has.values()) <= self.budget.total_bytes
 
@@ -274,7 +274,7 @@ def test_under_a_steady_load_starving_parts_are_fed_and_then_nothing_moves(seed:
         others = [one for one in found.least if one != part]
         assert found.has[part] >= even - slack or sum(found.has[one] for one in others) > total - even - slack
         spare = [found.budget.held[one] - max(found.least[one], found.demand[one] * 1.25) for one in others]
-        assert max(spare) < slack, "somebody has what a starving part could use"
+        assert max(spare) < slack, "a part has memory that a starving part could use"
         assert found.budget.unassigned < slack
 
 

@@ -242,9 +242,9 @@ def test_memory_shared_by_handle_ends_with_its_worker() -> None:
     one = harness.submit(x=given(harness))
     answer_near(harness, "a", unfinished=False)
     harness.die(LEFT)
-    assert harness.kill_reasons() == []  # nobody waits for anything
+    assert harness.kill_reasons() == []  # no work waits
     assert harness.failure(one).message == "a device tensor was lost when its worker died (signal 9)"
-    answer_small(harness, "b")  # what it read cannot be trusted, and nobody takes it
+    answer_small(harness, "b")  # its inputs cannot be trusted, and the result is dropped
     assert harness.is_clean()
 
 

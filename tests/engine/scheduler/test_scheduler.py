@@ -43,7 +43,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
     """The simulation itself can fail: each of these bugs is found within a thousand seeds."""
     with planted(name):
         found = next(filter(None, map(replay, range(SEEDS))), "")
-    assert found, f"nobody noticed {name}"
+    assert found, f"no check found {name}"
     assert "TypeError" not in found, f"the bug was planted badly: {found}"
 
 

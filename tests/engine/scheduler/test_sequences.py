@@ -36,7 +36,7 @@ def test_the_first_item_to_reach_the_node_begins_the_sequence_whichever_was_mark
     assert sequences.take("x") == 2
     assert sequences.begin("x")
     assert not sequences.begin("x")
-    assert not sequences.begin("nobody")
+    assert not sequences.begin("unknown")
 
 
 def test_sequences_do_not_wait_for_each_other() -> None:
@@ -154,19 +154,19 @@ def test_cancelling_the_running_item_lets_the_next_go() -> None:
 
 
 def test_cancelling_the_last_item_ends_the_sequence_all_the_same() -> None:
-    told_by_done = begun(1, 2, end=True)
-    told_by_done.take("x")
-    told_by_done.done("x", 1, 0.0)
-    told_by_done.discard(2)
-    assert told_by_done.done("x", 2, 0.0)
-    assert told_by_done.live() == 0 and told_by_done.idle(1e9) == []
-    told_by_idle = begun(1, end=True)
-    told_by_idle.bind("x", 7)
-    told_by_idle.discard(1)
-    wake = told_by_idle.wake_at_ms()
+    ended_by_done = begun(1, 2, end=True)
+    ended_by_done.take("x")
+    ended_by_done.done("x", 1, 0.0)
+    ended_by_done.discard(2)
+    assert ended_by_done.done("x", 2, 0.0)
+    assert ended_by_done.live() == 0 and ended_by_done.idle(1e9) == []
+    ended_by_idle = begun(1, end=True)
+    ended_by_idle.bind("x", 7)
+    ended_by_idle.discard(1)
+    wake = ended_by_idle.wake_at_ms()
     assert wake is not None and wake <= 0.0
-    assert told_by_idle.idle(0.0) == [("x", 7)]
-    assert told_by_idle.live() == 0
+    assert ended_by_idle.idle(0.0) == [("x", 7)]
+    assert ended_by_idle.live() == 0
 
 
 def test_an_item_that_comes_back_is_next_again() -> None:

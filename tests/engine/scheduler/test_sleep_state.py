@@ -16,7 +16,7 @@ def test_a_step_falls_asleep_sleeps_wakes_and_leaves_nothing() -> None:
 def test_a_move_that_the_table_does_not_have_is_refused() -> None:
     rest = SleepState()
     for event in ("slept", "wake", "awake"):
-        with pytest.raises(ValueError, match=f"a step that is awake cannot be told, or say, {event}"):
+        with pytest.raises(ValueError, match=f"a step that is awake does not accept {event}"):
             rest.move(0, event)
     assert {state for state, _ in TRANSITIONS} == {AWAKE, FALLING, ASLEEP, WAKING}
 
@@ -39,9 +39,9 @@ def test_a_worker_loads_from_when_it_comes_to_waking_a_step_until_that_is_awake(
         rest.move(step, "sleep")
         rest.move(step, "slept")
         rest.begin(step)
-        assert not rest.loading, "it was not told to wake"
+        assert not rest.loading, "no wake was sent"
         rest.move(step, "wake")
-    assert not rest.loading, "it was told to, and has not come to it"
+    assert not rest.loading, "the wake was sent, and has not begun"
     rest.begin(0)
     assert rest.loading
     rest.move(0, "awake")

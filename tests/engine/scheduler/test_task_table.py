@@ -161,7 +161,7 @@ def test_further_attempts_have_a_budget() -> None:
     assert harness.failure(one).message == "drawn"
 
 
-# steps that nobody will run any more
+# steps that will not run any more
 
 
 def two_ways() -> Builder:

@@ -135,7 +135,7 @@ def test_when_all_running_calls_wait_for_buffers_one_is_refused() -> None:
 
 
 def test_a_worker_with_an_invalid_buffer_request_is_killed() -> None:
-    for wrong in ("twice", "answers", "nobody"):
+    for wrong in ("twice", "answers", "unknown"):
         one = make_harness("abc")
         one.submit(x=1)
         room(one, "a", ARENA_BYTES - 4096)

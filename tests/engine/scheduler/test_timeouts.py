@@ -24,8 +24,8 @@ def time_limits() -> Timeouts:
     return Timeouts(plan_of(p), [(0,)])
 
 
-def worker_state(state: str = READY, heard_ms: float = NOW_MS) -> WorkerState:
-    return WorkerState(Restarts(RestartPolicy(), 0), "w", state, True, last_message_ms=heard_ms)
+def worker_state(state: str = READY, message_ms: float = NOW_MS) -> WorkerState:
+    return WorkerState(Restarts(RestartPolicy(), 0), "w", state, True, last_message_ms=message_ms)
 
 
 def calling(since_ms: float) -> WorkerState:
@@ -77,7 +77,7 @@ def test_a_worker_that_loads_may_be_silent_and_counts_as_one_that_answers() -> N
     assert not time_limits().answers(silent, NOW_MS)
     for event in ("sleep", "slept", "wake"):
         silent.sleep.move(0, event)
-    assert time_limits().complaint(0, silent, NOW_MS)  # told to wake, it may have been lost before it came to that
+    assert time_limits().complaint(0, silent, NOW_MS)  # its wake may have been lost
     silent.sleep.begin(0)
     assert time_limits().complaint(0, silent, NOW_MS) == "" and time_limits().answers(silent, NOW_MS)
 

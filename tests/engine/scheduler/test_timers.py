@@ -31,7 +31,7 @@ def test_a_moment_that_was_taken_back_is_neither_due_nor_waited_for() -> None:
     timers.add(10.0, ("a", 1))
     timers.add(20.0, ("b", 1))
     timers.discard(("a", 1))
-    timers.discard(("nobody", 9))
+    timers.discard(("unknown", 9))
     assert timers.wake_at_ms() == 20.0
     assert timers.due(15.0) == []
 

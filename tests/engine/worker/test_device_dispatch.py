@@ -71,9 +71,9 @@ def test_values_on_the_device_are_passed_in_place_and_read_only(bench: DeviceBen
 
     def look(batch: Batch) -> Outputs:
         reported.extend(batch["x"])
-        return {"told": [float(np.asarray(x)[0]) for x in batch["x"]]}
+        return {"seen": [float(np.asarray(x)[0]) for x in batch["x"]]}
 
-    done = bench.on_gpu(look, X, {"told": "json"}).run(run_of([[value]]))
+    done = bench.on_gpu(look, X, {"seen": "json"}).run(run_of([[value]]))
     assert bench.answers(done) == [1.0]
     assert reported[0].address == bench.device.view(value).address and not reported[0].writable
     assert bench.copies == [] and done.near_bytes == 0
@@ -86,9 +86,9 @@ def test_host_inputs_of_one_size_are_uploaded_into_one_block_and_stacked_there(b
         assert kinds(batch["x"]) == ["DeviceTensor"] * 3
         whole = batch.stacked("x")
         assert whole.address == batch["x"][0].address and whole.shape == (3, BIG)
-        return {"told": [float(x) for x in np.asarray(whole)[:, 0]]}
+        return {"seen": [float(x) for x in np.asarray(whole)[:, 0]]}
 
-    done = bench.on_gpu(total, X, {"told": "json"}).run(run_of(rows))
+    done = bench.on_gpu(total, X, {"seen": "json"}).run(run_of(rows))
     assert bench.answers(done) == [0.0, 1.0, 2.0]
     assert done.near_bytes == 3 * BIG * 4
 
@@ -100,15 +100,15 @@ def test_neighbours_in_host_memory_are_one_copy_and_so_are_small_values(bench: D
         place = block.place(at * BIG * 4, BIG * 4)
         np.ndarray(BIG, np.float32, bench.arenas[OWN].buffer, place.offset)[:] = numbers(at)
         values.append(msg.Value("tensor", "float32", (BIG,), place=place))
-    bench.on_gpu(lambda batch: {"told": [0] * len(batch)}, X, {"told": "json"}).run(run_of([[one] for one in values]))
+    bench.on_gpu(lambda batch: {"seen": [0] * len(batch)}, X, {"seen": "json"}).run(run_of([[one] for one in values]))
     assert bench.copies == [2 * BIG * 4]
     bench.copies.clear()
     small = [[bench.value(numbers(at, 8), "float32[?]")] for at in range(5)]
 
     def first(batch: Batch) -> Outputs:
-        return {"told": [float(np.asarray(x)[0]) for x in batch["x"]]}
+        return {"seen": [float(np.asarray(x)[0]) for x in batch["x"]]}
 
-    done = bench.on_gpu(first, X, {"told": "json"}).run(run_of(small))
+    done = bench.on_gpu(first, X, {"seen": "json"}).run(run_of(small))
     assert bench.answers(done) == [0, 1, 2, 3, 4] and bench.copies == [5 * 32]
 
 
@@ -116,9 +116,9 @@ def test_tensors_that_lie_apart_are_stacked_by_copies_within_the_device(bench: D
     rows = [bench.device_values([numbers(at)]) for at in (5, 7)]
 
     def total(batch: Batch) -> Outputs:
-        return {"told": [float(x) for x in np.asarray(batch.stacked("x"))[:, 1]]}
+        return {"seen": [float(x) for x in np.asarray(batch.stacked("x"))[:, 1]]}
 
-    done = bench.on_gpu(total, X, {"told": "json"}).run(run_of(rows))
+    done = bench.on_gpu(total, X, {"seen": "json"}).run(run_of(rows))
     assert bench.answers(done) == [6.0, 8.0] and bench.copies == [BIG * 4] * 2 and done.near_bytes == 0
 
 
@@ -134,11 +134,11 @@ def test_an_input_that_the_node_takes_on_the_host_is_brought_down(bench: DeviceB
 
     def look(batch: Batch) -> Outputs:
         assert kinds(batch["x"]) == ["ndarray"] and not batch["x"][0].flags.writeable
-        return {"told": [float(batch["x"][0][0])]}
+        return {"seen": [float(batch["x"][0][0])]}
 
-    done = bench.on_gpu(look, X, {"told": "json"}, near_inputs=()).run(run_of([[value]]))
+    done = bench.on_gpu(look, X, {"seen": "json"}, near_inputs=()).run(run_of([[value]]))
     assert bench.answers(done) == [3.0] and done.near_bytes == BIG * 4
-    on_cpu = bench.step(look, X, {"told": "json"})
+    on_cpu = bench.step(look, X, {"seen": "json"})
     assert bench.answers(on_cpu.run(run_of([[value]]))) == [3.0]
 
 
@@ -163,7 +163,7 @@ def test_a_step_that_writes_into_its_inputs_gets_copies_of_its_own(bench: Device
 
 
 def test_an_absent_input_is_none(bench: DeviceBench) -> None:
-    done = bench.on_gpu(lambda batch: {"told": [x is None for x in batch["x"]]}, X, {"told": "json"}).run(
+    done = bench.on_gpu(lambda batch: {"seen": [x is None for x in batch["x"]]}, X, {"seen": "json"}).run(
         run_of([[msg.ABSENT], bench.device_values([numbers(0)])])
     )
     assert bench.answers(done) == [True, False]
@@ -317,9 +317,9 @@ def test_lists_are_sent_received_and_placed_by_their_elements(bench: DeviceBench
     ] * 2
 
     def total(batch: Batch) -> Outputs:
-        return {"told": [[int(np.asarray(one).sum()) // 12_000 for one in images] for images in batch["rows"]]}
+        return {"seen": [[int(np.asarray(one).sum()) // 12_000 for one in images] for images in batch["rows"]]}
 
-    reader = bench.on_gpu(total, {"rows": "list[image]"}, {"told": "json"})
+    reader = bench.on_gpu(total, {"rows": "list[image]"}, {"seen": "json"})
     assert bench.answers(reader.run(run_of([[value] for value in lists]))) == [[1, 2], [2, 3]]
 
 
@@ -406,9 +406,9 @@ def test_halves_of_a_batch_that_raised_use_the_same_upload(bench: DeviceBench) -
     def picky(batch: Batch) -> Outputs:
         if any(np.asarray(x)[0] == 2 for x in batch["x"]):
             raise ValueError("not this one")
-        return {"told": [float(np.asarray(x)[0]) for x in batch["x"]]}
+        return {"seen": [float(np.asarray(x)[0]) for x in batch["x"]]}
 
-    done = bench.on_gpu(picky, X, {"told": "json"}).run(run_of(rows))
+    done = bench.on_gpu(picky, X, {"seen": "json"}).run(run_of(rows))
     assert [one if not isinstance(one, msg.Failure) else one.error for one in bench.answers(done)] == [
         0,
         1,
@@ -424,10 +424,10 @@ def test_a_batch_out_of_device_memory_is_halved_and_caches_are_released(bench: D
     def short(batch: Batch) -> Outputs:
         if len(batch) > 1:
             raise DeviceOutOfMemory("allocate", "OUT_OF_MEMORY")
-        return {"told": [bench.device.scratch.cached_bytes]}
+        return {"seen": [bench.device.scratch.cached_bytes]}
 
     rows = [[value] for value in bench.device_values([numbers(0), numbers(1)])]
-    done = bench.on_gpu(short, X, {"told": "json"}).run(run_of(rows))
+    done = bench.on_gpu(short, X, {"seen": "json"}).run(run_of(rows))
     assert bench.answers(done) == [0, 0] and done.out_of_memory == 2
 
 
@@ -455,17 +455,17 @@ def test_the_stacked_memory_of_a_failed_call_is_released_before_its_halves_run(b
         batch.stacked("z")
         if len(batch) > 2:
             raise DeviceOutOfMemory("allocate", "OUT_OF_MEMORY")
-        return {"told": [float(np.asarray(z)[0]) for z in batch["z"]]}
+        return {"seen": [float(np.asarray(z)[0]) for z in batch["z"]]}
 
     rows = [[*bench.device_values([numbers(at)]), bench.value(numbers(at), "float32[?]")] for at in range(4)]
-    done = bench.on_gpu(short, {**X, "z": "float32[?]"}, {"told": "json"}).run(run_of(rows))
+    done = bench.on_gpu(short, {**X, "z": "float32[?]"}, {"seen": "json"}).run(run_of(rows))
     assert bench.answers(done) == [0, 1, 2, 3] and done.out_of_memory == 4
     uploads = reported[0]
     assert reported[1] == uploads > 0  # the same uploads are read again, and nothing else is held
     assert not out
 
 
-def test_a_lost_device_is_nobodys_fault_and_goes_through(bench: DeviceBench) -> None:
+def test_a_lost_device_blames_no_item_and_its_error_propagates(bench: DeviceBench) -> None:
     def broken(batch: Batch) -> Outputs:
         raise DeviceLost("launch", "ILLEGAL_ADDRESS")
 
@@ -653,7 +653,7 @@ def test_a_step_may_use_its_buffer_again_while_the_device_reads_it_for_the_last_
 def test_tensors_that_are_stacked_by_copies_are_there_when_the_node_looks(seed: int) -> None:
     bench = DeviceBench(machine=FakeMachine(seed))
     rows = [bench.device_values([numbers(at)]) for at in (5, 7)]
-    step = bench.on_gpu(lambda batch: {"told": np.asarray(batch.stacked("x"))[:, 1].tolist()}, X, {"told": "json"})
+    step = bench.on_gpu(lambda batch: {"seen": np.asarray(batch.stacked("x"))[:, 1].tolist()}, X, {"seen": "json"})
     assert bench.answers(step.run(run_of(rows))) == [6.0, 8.0]
     bench.close()
 

@@ -97,7 +97,7 @@ class Ticks(StreamNode):
 
     def pause(self, item):
         if item not in self.left:
-            os._exit(1)  # it is never told of items that it does not have
+            os._exit(1)  # it never receives items of other workers
         if item == 13:
             raise RuntimeError("not this one")
         self.paused.add(item)
@@ -137,7 +137,7 @@ class Talk:
     def __init__(self, folder: Path, steps: list[msg.StepToOpen], arena_bytes: int = 1 << 20) -> None:
         self.process = WorkerProcess("w", 1)
         self.channel = self.process.channel
-        self.heard: deque[msg.FromWorker] = deque()
+        self.received: deque[msg.FromWorker] = deque()
         self.beats = 0
         self.say(msg.OpenSteps("w", arena_bytes, 1, str(folder), str(folder / "cache"), tuple(steps)))
         hello = self.wait_for(msg.Hello)
@@ -153,19 +153,19 @@ class Talk:
         """Return the next message of `kind`; earlier ones of other kinds are kept for later calls."""
         until = time.monotonic() + seconds
         while True:
-            for message in self.heard:
+            for message in self.received:
                 if isinstance(message, kind):
-                    self.heard.remove(message)
+                    self.received.remove(message)
                     return message
             left = until - time.monotonic()
-            assert left > 0, f"no {kind.__name__} came; heard {list(self.heard)}; {self.process.last_lines}"
+            assert left > 0, f"no {kind.__name__} came; received {list(self.received)}; {self.process.last_lines}"
             select.select([self.channel.fileno()], [], [], left)
             for body in self.channel.receive():
                 message = msg.decode_from_worker(body)
                 if isinstance(message, msg.Heartbeat):
                     self.beats += 1
                 if not isinstance(message, msg.Heartbeat | msg.OpenProgress) or kind is type(message):
-                    self.heard.append(message)
+                    self.received.append(message)
 
     def run(self, items: list[msg.Item], **more: Any) -> msg.BatchDone:
         self.say(msg.RunBatch(1, 0, tuple(items), **more))

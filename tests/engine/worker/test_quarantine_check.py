@@ -44,7 +44,7 @@ def test_an_unreadable_item_fails_its_call_with_the_reason_and_ends_no_worker(be
     assert refused == {}
     (reported,) = said
     assert isinstance(reported, msg.Suspected) and reported.digests[0] == b"" and len(reported.digests[1]) == 32
-    step = bench.on_gpu(lambda batch: {"told": [0] * len(batch)}, {"x": "float32[?]"}, {"told": "json"})
+    step = bench.on_gpu(lambda batch: {"seen": [0] * len(batch)}, {"x": "float32[?]"}, {"seen": "json"})
     failed, answered = bench.answers(step.run(run, refused))
     assert "cannot be read here" in failed.message and answered == 0
 

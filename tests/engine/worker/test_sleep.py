@@ -26,7 +26,7 @@ class Model(BatchNode):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     @classmethod
     def ports(cls, config: Any, step: Any) -> Ports:
@@ -36,18 +36,18 @@ class Model(BatchNode):
         return {}
 
     def sleep(self, keep: str) -> bool:
-        self.told.append(f"sleep {keep}")
+        self.calls.append(f"sleep {keep}")
         if isinstance(self.rests, Exception):
             raise self.rests
         return self.rests
 
     def wake(self) -> None:
-        self.told.append("wake")
+        self.calls.append("wake")
         if self.fails_awake is not None:
             raise self.fails_awake
 
     def close(self) -> None:
-        self.told.append("close")
+        self.calls.append("close")
         if self.fails_closing is not None:
             raise self.fails_closing
 
@@ -65,7 +65,7 @@ class Talks(StreamNode, Rests):
         return NodeMemory(0, 0, self.held)
 
     def figures(self) -> dict[str, float]:
-        return {"told_total": len(self.told)}
+        return {"calls_total": len(self.calls)}
 
     def resize_memory(self, bytes: int) -> int:
         self.held = bytes
@@ -144,7 +144,7 @@ def test_a_node_that_cannot_sleep_is_closed_and_opened_anew() -> None:
     node = Model()
     room = Room(node, Watched(1000, 1700))
     assert room.sleepers.sleep(msg.Sleep(3, "host")) == msg.Asleep(3, 700)
-    assert node.told == ["sleep host", "close"]
+    assert node.calls == ["sleep host", "close"]
     assert room.device.did == ["synchronize", "use_stream see", "trim"]
     answer = room.sleepers.wake(msg.Wake(3))
     assert (answer.step, answer.failure) == (3, None)
@@ -159,18 +159,18 @@ def test_a_node_that_can_rests_and_is_woken() -> None:
     room.sleepers.sleep(msg.Sleep(3, "nothing"))
     assert isinstance(room.holder.node, SleepingNode)
     assert room.sleepers.wake(msg.Wake(3)).failure is None
-    assert (node.told, room.holder.node, room.nodes[3], room.opened) == (["sleep nothing", "wake"], node, node, [])
+    assert (node.calls, room.holder.node, room.nodes[3], room.opened) == (["sleep nothing", "wake"], node, node, [])
     assert room.device.did[-2:] == ["use_stream see", "synchronize"]  # what it put there while it woke is done
 
 
 @pytest.mark.slow
 def test_nothing_of_a_closed_node_is_kept_not_even_what_was_frozen_in_a_circle() -> None:
     node = Model()
-    node.told.append(node)  # type: ignore[arg-type] - a circle
+    node.calls.append(node)  # type: ignore[arg-type] - a circle
     gone = weakref.ref(node)
     room = Room(node)
     gc.freeze()
-    node.told.remove(node)  # type: ignore[arg-type]
+    node.calls.remove(node)  # type: ignore[arg-type]
     node.itself = node  # type: ignore[attr-defined]
     del node
     room.sleepers.sleep(msg.Sleep(3, "nothing"))
@@ -193,7 +193,7 @@ def test_what_stands_for_a_sleeping_node_has_nothing_to_do_and_refuses_work() ->
 
 @pytest.mark.slow
 def test_what_a_node_has_counted_is_known_while_it_sleeps_unless_it_was_closed() -> None:
-    for node, counted in ((Talks(), {"told_total": 1}), (Model(), {})):
+    for node, counted in ((Talks(), {"calls_total": 1}), (Model(), {})):
         room = Room(node)
         room.sleepers.sleep(msg.Sleep(3, "host"))
         assert room.holder.node.figures() == counted
@@ -224,7 +224,7 @@ def test_a_worker_that_ends_closes_the_nodes_that_sleep() -> None:
     room = Room(node)
     room.sleepers.sleep(msg.Sleep(3, "host"))
     room.nodes[3].close()
-    assert node.told[-1] == "close"
+    assert node.calls[-1] == "close"
 
 
 @pytest.mark.slow

@@ -33,11 +33,11 @@ def test_a_node_is_open_once_its_work_on_the_device_is_done(monkeypatch: pytest.
 def test_torch_works_on_the_step_s_gpu_unless_it_is_the_first_anyway(
     monkeypatch: pytest.MonkeyPatch, device: str, chosen: list[int]
 ) -> None:
-    told_torch: list[int] = []
-    cuda = SimpleNamespace(set_device=told_torch.append, is_initialized=lambda: False)
+    selected: list[int] = []
+    cuda = SimpleNamespace(set_device=selected.append, is_initialized=lambda: False)
     backends = SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: True))
     threads = {"get_num_threads": lambda: 1, "set_num_threads": lambda count: None}
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, backends=backends, **threads))
     step = msg.StepToOpen(0, "a", "echo", {"type": "uint8[4]"}, (), (), device, 1, False)
     Opener(open_message(device), None, lambda message: None).node(step)
-    assert told_torch == chosen
+    assert selected == chosen
