@@ -183,7 +183,8 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(built: tuple[Path, Path
     tracked = run("git", "ls-files", "shm", "nodes", "pipelines", "engine").split()
     rooms = {f"weftline/{file}" for file in tracked if file.endswith(".py")}
     entry = {path.relative_to(ROOT).as_posix() for path in (ROOT / "weftline").glob("*.py")}
-    entry |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "weftline/testing").rglob("*.py")}
+    own = [ROOT / "weftline" / folder for folder in ("cli", "gpu_check", "testing")]
+    entry |= {path.relative_to(ROOT).as_posix() for folder in own for path in folder.rglob("*.py")}
     assert names == rooms | entry | {"weftline/py.typed"}
     assert {"weftline/testing/nodes.py", "weftline/testing/fake_gpu/gpu.py", "weftline/testing/recorder.py"} <= names
 
