@@ -35,7 +35,8 @@ from weftline.pipelines.spec.policy import BatchPolicy, Retry, SequencePolicy, S
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [*DOCS.rglob("*.md"), ROOT / "README.md"])
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [*DOCS.rglob("*.md"), *TOP])
 GUIDES = ["docs/first-pipeline.md", *(page for page in PAGES if page.startswith("docs/guides/"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -119,6 +120,21 @@ def test_code_blocks_are_what_they_say(page: str) -> None:
         name = block.partition("\n")[0].removeprefix("# ")
         if re.search(r"^weftline: 1$", block, re.MULTILINE) and name not in refused:
             load_yaml(block, page, ROOT / "examples")
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
+    named = {target for page in PAGES for target in re.findall(r"`make ([a-z-]+)", read(page))}
+    assert named - targets == set()
+    assert {"make " + target for target in ("setup", "test", "test-slow", "test-versions")} <= set(
+        re.findall(r"make [a-z-]+", read("CONTRIBUTING.md"))
+    )
+
+
+def test_the_changelog_has_the_sections_of_keep_a_changelog() -> None:
+    text = read("CHANGELOG.md")
+    kinds = re.findall(r"^### (.+)$", text.partition("## [Unreleased]")[2].partition("\n## ")[0], re.MULTILINE)
+    assert kinds == ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 
 
 # the guides
