@@ -17,9 +17,9 @@ SLOW_TOOLS := espeak-ng:espeak-ng openssl:openssl curl:curl chromium:chromium h2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-slow demo test test-slow lint format evaluate batch-example gpu-check gpu-wheels bench bench-quick bench-llm bench-ingress bench-batch bench-device bench-peers simulate docs clean
+.PHONY: help setup setup-slow demo test test-slow test-versions lint format evaluate batch-example gpu-check gpu-wheels bench bench-quick bench-llm bench-ingress bench-batch bench-device bench-peers simulate docs clean
 
-help:  ## say what can be made
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 setup: $(INSTALLED)  ## make the virtual environment with pinned versions
@@ -48,6 +48,9 @@ test: setup  ## lint, type-check and run the fast tests, some minutes
 
 test-slow: setup setup-slow  ## run all other tests, about half an hour; a tool that is missing is a failure
 	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile -m slow --tools-required --timeout 600
+
+test-versions: setup  ## core tests on Python 3.11, 3.12 and 3.13 where installed, lowest and newest dependencies, 4 minutes
+	$(RUN) -m pytest tests/test_install.py -k core_passes -m slow --timeout 600
 
 lint: setup  ## ruff and mypy --strict
 	$(RUN) -m ruff check .

@@ -35,7 +35,8 @@ from weftline.pipelines.spec.policy import BatchPolicy, Retry, SequencePolicy, S
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [*DOCS.rglob("*.md"), ROOT / "README.md"])
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES = sorted(page.relative_to(ROOT).as_posix() for page in [*DOCS.rglob("*.md"), *TOP])
 GUIDES = ["docs/first-pipeline.md", *(page for page in PAGES if page.startswith("docs/guides/"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -119,6 +120,21 @@ def test_code_blocks_are_what_they_say(page: str) -> None:
         name = block.partition("\n")[0].removeprefix("# ")
         if re.search(r"^weftline: 1$", block, re.MULTILINE) and name not in refused:
             load_yaml(block, page, ROOT / "examples")
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
+    named = {target for page in PAGES for target in re.findall(r"`make ([a-z-]+)", read(page))}
+    assert named - targets == set()
+    assert {"make " + target for target in ("setup", "test", "test-slow", "test-versions")} <= set(
+        re.findall(r"make [a-z-]+", read("CONTRIBUTING.md"))
+    )
+
+
+def test_the_changelog_has_the_sections_of_keep_a_changelog() -> None:
+    text = read("CHANGELOG.md")
+    kinds = re.findall(r"^### (.+)$", text.partition("## [Unreleased]")[2].partition("\n## ")[0], re.MULTILINE)
+    assert kinds == ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 
 
 # the guides
@@ -300,11 +316,42 @@ def test_every_message_is_told_of() -> None:
     assert sorted({*told}) == sorted(kinds)
 
 
-def test_every_row_of_the_reliability_contract_is_answered() -> None:
-    text = read("docs/reliability.md")
-    numbers = [*(f"R{n}" for n in range(1, 28)), *(f"G{n}" for n in range(1, 4)), *(f"S{n}" for n in range(1, 18))]
-    told = [row for row in rows(text) if re.fullmatch(r"[RGS]\d+", row[0])]
-    assert [row[0] for row in told] == numbers
-    for number, _, state, *shown in told:
-        assert state in ("holds", "partly", "not there"), number
-        assert (state == "not there") or TEST.search(" ".join(shown)), f"{number} names no test"
+RELIABILITY = [f"{letter}{n}" for letter, last in (("R", 27), ("G", 3), ("S", 17)) for n in range(1, last + 1)]
+STATES = ("holds", "partly", "not there")
+CELL_CHARS_MAX = 200
+
+
+def _reliability() -> list[tuple[str, ...]]:
+    return [row for row in rows(read("docs/reliability.md")) if re.fullmatch(r"[RGS]\d+", row[0])]
+
+
+def test_every_row_of_the_reliability_contract_has_a_state_and_one_link() -> None:
+    found = _reliability()
+    assert [row[0] for row in found] == RELIABILITY
+    for number, _, state, short, link in found:
+        assert state in STATES, number
+        assert short.endswith(".") and not LINK.search(short), f"{number}: one sentence, the link is in the last cell"
+        assert len(LINK.findall(link)) == 1, number
+
+
+def test_no_cell_of_the_reliability_tables_is_long() -> None:
+    cells = [cell for row in rows(read("docs/reliability.md")) for cell in row]
+    assert [cell for cell in cells if len(cell) > CELL_CHARS_MAX] == []
+
+
+@pytest.mark.parametrize("row", _reliability(), ids=lambda row: row[0])
+def test_the_details_of_a_reliability_row_agree_and_name_tests(row: tuple[str, ...]) -> None:
+    number, title, state, _, link = row
+    path, _, anchor = LINK.findall(link)[0].partition("#")
+    heading = f"{number} {title}"
+    assert anchor == slug(heading)
+    details = section(read(f"docs/{path}"), heading)
+    assert f"State: **{state}**." in details
+    assert state == "not there" or TEST.search(details), f"{number} names no test"
+    assert state != "partly" or "Missing: " in details, f"{number} does not name what is missing"
+
+
+def test_every_heading_of_the_reliability_pages_has_its_row() -> None:
+    pages = [page for page in PAGES if page.startswith("docs/reliability/")]
+    found = [heading.partition(" ")[0] for page in pages for heading in headings(read(page))[1:]]
+    assert sorted(found) == sorted(RELIABILITY)

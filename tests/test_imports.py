@@ -15,6 +15,8 @@ FLOORS = {
     **{"weftline.pipelines": 3, "weftline.engine": 4},
 }
 FRONT_DOOR = 5
+SHARED = "weftline.gpu_check.running"
+"""Outcomes of GPU checks, for the LLM's checks too; it imports nothing of the package."""
 
 PURE = [
     *(f"shm/{name}.py" for name in ("spec", "block", "allocator", "lease")),
@@ -94,7 +96,8 @@ def test_rooms_import_downwards_only() -> None:
         for file in package_files()
         for line, name in imports_of(file)
         if name.partition(".")[0] == "weftline" and floor_of(name) > floor_of(module_of(file))
-        if name != "weftline"  # `from weftline import errors` is judged by the name it takes
+        if name != "weftline"  # `from weftline import errors` is judged by the imported name
+        if not SHARED.startswith(name) and not name.startswith(SHARED)
     ]
     assert wrong == []
 
@@ -119,10 +122,6 @@ def test_only_weftline_testing_imports_weftline_testing() -> None:
         if name == "weftline.testing" or name.startswith("weftline.testing.")
     ]
     assert wrong == []
-
-
-SHARED = "weftline.gpu_check.running"
-"""What the checks of both say of their parts; it imports nothing of either."""
 
 
 @pytest.mark.slow

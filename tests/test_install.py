@@ -8,6 +8,7 @@ message of its backtracking, which no supported combination may need.
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -183,7 +184,8 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(built: tuple[Path, Path
     tracked = run("git", "ls-files", "shm", "nodes", "pipelines", "engine").split()
     rooms = {f"weftline/{file}" for file in tracked if file.endswith(".py")}
     entry = {path.relative_to(ROOT).as_posix() for path in (ROOT / "weftline").glob("*.py")}
-    entry |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "weftline/testing").rglob("*.py")}
+    own = [ROOT / "weftline" / folder for folder in ("cli", "gpu_check", "testing")]
+    entry |= {path.relative_to(ROOT).as_posix() for folder in own for path in folder.rglob("*.py")}
     assert names == rooms | entry | {"weftline/py.typed"}
     assert {"weftline/testing/nodes.py", "weftline/testing/fake_gpu/gpu.py", "weftline/testing/recorder.py"} <= names
 
@@ -232,6 +234,39 @@ def test_the_lowest_versions_answer_a_request(tools: Path, built: tuple[Path, Pa
     wanted = f"weftline[onnx,serve] @ {built[0].as_uri()}"
     run(tools / "uv", "pip", "install", "-q", "--python", python, "--resolution", "lowest-direct", wanted)
     assert "species" in first_request(python, tmp_path)
+
+
+CORE = (
+    *("shm/test_spec.py", "shm/test_allocator.py", "shm/test_arena.py", "shm/test_lease.py"),
+    *("nodes/test_template.py", "nodes/test_media.py"),
+    *("pipelines/check", "pipelines/spec/test_loader.py", "pipelines/spec/test_json_schema.py"),
+    *("pipelines/render/test_reference.py", "engine/protocol", "engine/test_row_groups.py"),
+    *("weftline/cli/test_show.py", "weftline/cli/test_run.py", "weftline/testing/test_nodes.py"),
+)
+"""Tests that need the base dependencies only: memory, nodes, pipeline files, messages, the command line, workers."""
+
+CORE_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "psutil")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("resolution", ["lowest-direct", "highest"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_core_passes_its_tests_on_each_python(
+    version: str, resolution: str, tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the lowest and the newest base dependencies, from wheels only; without torch and the other extras."""
+    python = tmp_path / "env/bin/python"
+    install = (tools / "uv", "pip", "install", "-q", "--python", python)
+    run(tools / "uv", "venv", "-q", "--python", interpreter(version), tmp_path / "env")
+    run(*install, "--only-binary", ":all:", "--resolution", resolution, "-r", "pyproject.toml")
+    run(*install, *CORE_TOOLS)
+    files = [f"tests/{name}" for name in CORE]
+    options = ("-m", "not slow", "-p", "no:cacheprovider", "--maxfail", "5")
+    with Spent() as spent:
+        said = run("env", f"PYTHONPATH={ROOT}", python, "-m", "pytest", *options, *files)
+    report(capsys, f"core tests, Python {version}, {resolution}: {spent}")
+    assert int(re.findall(r"(\d+) passed", said)[0]) > 500
 
 
 SOURCE = """

@@ -10,20 +10,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 ROOMS = ("shm", "nodes", "pipelines", "engine")
-INSIDE = ("cli", "gpu_check", "testing")
+OWN = ("weftline/cli", "weftline/gpu_check", "weftline/testing")
 VAGUE = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
 
 
 def folder_of(package: str) -> str:
-    """Return the folder of a package: those of INSIDE lie in weftline/, other subpackages at the top level."""
-    inside = package.split(".")[1:2] in [[name] for name in INSIDE]
-    return package.removeprefix("" if inside else "weftline.").replace(".", "/")
+    """Return the folder of a package: links lead to the top level, other subpackages lie in weftline/."""
+    linked = package.removeprefix("weftline.").partition(".")[0] in ROOMS
+    return package.removeprefix("weftline." if linked else "").replace(".", "/")
 
 
 def folders_with_code() -> set[str]:
-    """Return every folder of the rooms and the front door that holds Python files."""
-    rooms = [ROOT / room for room in ROOMS] + [ROOT / "weftline" / name for name in INSIDE]
-    files = [path for room in rooms for path in room.rglob("*.py")] + list((ROOT / "weftline").glob("*.py"))
+    """Return every folder of the product that holds Python files."""
+    folders = [ROOT / folder for folder in (*ROOMS, *OWN)]
+    files = [path for folder in folders for path in folder.rglob("*.py")] + list((ROOT / "weftline").glob("*.py"))
     return {path.parent.relative_to(ROOT).as_posix() for path in files}
 
 
@@ -40,7 +40,7 @@ def test_the_links_inside_the_front_door_are_the_rooms_and_relative() -> None:
     links = {path.name: path.readlink().as_posix() for path in (ROOT / "weftline").iterdir() if path.is_symlink()}
     assert links == {room: f"../{room}" for room in ROOMS}
     listed = {package.split(".")[1] for package in SETUPTOOLS["packages"] if "." in package}
-    assert set(links) | set(INSIDE) == listed
+    assert set(links) | {folder.removeprefix("weftline/") for folder in OWN} == listed
 
 
 def test_the_import_names_lead_to_the_rooms() -> None:
