@@ -27,7 +27,8 @@ def line_above() -> int:
 
 
 def assistant() -> Builder:
-    p = Builder("voice-photo-assistant", about="Answers a spoken question about a photo.", slo=Slo(latency_p99_ms=1500))
+    about = "Answers a spoken question about a photo."
+    p = Builder("voice-photo-assistant", about=about, slo=Slo(latency_p99_ms=1500), base_dir=HERE)
     question = p.input("question", "audio", seconds_max=30)
     photo = p.input("photo", "image")
     hear = p.step("hear", "whisper", model="base.en", audio=question, batch=BatchPolicy(8, 5))
@@ -99,7 +100,7 @@ def test_paths_and_tuples_become_what_a_file_holds() -> None:
 
 
 def test_a_pipelines_use_of_gpus_is_written_like_its_limits() -> None:
-    p = Builder("p", gpu=GpuPolicy(ordering="event", mps=True))
+    p = Builder("p", gpu=GpuPolicy(ordering="event", mps=True), base_dir=HERE)
     p.step("a", "echo", idle=60, device_bytes=1 << 30)
     p.step("b", "echo", idle={"after_s": 5, "keep": "host"})
     built = p.build()
@@ -116,7 +117,7 @@ def test_a_pipelines_use_of_gpus_is_written_like_its_limits() -> None:
 
 
 def test_relative_paths_are_relative_to_the_file_that_builds() -> None:
-    assert Builder("p").build().base_dir == HERE
+    assert Builder("p").build().base_dir == Path(__file__).parent
     assert Builder("p", base_dir="elsewhere").build().base_dir == Path("elsewhere")
 
 
