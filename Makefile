@@ -137,7 +137,6 @@ simulate: setup  ## run the scheduler and device memory through SEEDS made-up wo
 docs: setup  ## write the generated parts of the documentation again
 	$(RUN) -m weftline.file_reference
 	$(RUN) -m weftline.pipelines.render.reference
-	$(RUN) -m weftline.pipelines.render.node_reference
 	$(RUN) -m weftline.module_reference
 	$(RUN) -m weftline.engine.serving.reference
 	$(RUN) -m weftline.engine.metrics.reference

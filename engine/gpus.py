@@ -27,10 +27,17 @@ from weakref import WeakValueDictionary
 
 from weftline.engine.machine import this_machine
 from weftline.errors import PipelineError, Problem, SessionClosed
-from weftline.pipelines.placement.joint_plan import JointPlan, Replan, refused
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
-from weftline.pipelines.placement.reservations import Left, Owner, ReservationTable, without_rest
+from weftline.pipelines.placement.reservations import (
+    JointPlan,
+    Left,
+    Owner,
+    Replan,
+    ReservationTable,
+    refused,
+    without_rest,
+)
 
 TRIES_MAX = 16
 """Most attempts to plan; each but the first follows a change of reservations during the one before."""

@@ -11,15 +11,15 @@ from typing import Self
 
 from weftline.engine.machine import this_machine
 from weftline.errors import InputError
-from weftline.pipelines.placement.joint_plan import Replan
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.placement.reservations import Replan
 from weftline.pipelines.spec.builder import Builder
-from weftline.pipelines.spec.debug import graph_to_debug, plan_to_debug
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_file
+from weftline.pipelines.spec.single_step import graph_to_debug, plan_to_debug
 
 Source = str | Path | Pipeline | Builder
 """Source of a pipeline: the path of a YAML file, or a pipeline built in Python."""

@@ -33,9 +33,9 @@ from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.submission import Submitter
 from weftline.engine.versions import Version, Versions
 from weftline.errors import InputError, WeftlineError
-from weftline.pipelines.placement.joint_plan import Replan
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.reservations import Replan
 
 __all__ = ["DRAIN_S", "OpenablePipeline", "Session", "Source", "load", "plan_of"]
 

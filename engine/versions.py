@@ -24,9 +24,9 @@ from weftline.engine.planned_pipeline import PlannedPipeline, Source
 from weftline.engine.runtime.event_loop import Progress, Runtime
 from weftline.engine.scheduler import events as ev
 from weftline.errors import SessionClosed
-from weftline.pipelines.placement.joint_plan import Replan
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.reservations import Replan
 
 DRAIN_POLL_S = 0.005
 """How often a drain checks for open requests."""

@@ -28,7 +28,7 @@ from weftline.engine.protocol import messages
 from weftline.engine.scheduler import request
 from weftline.engine.scheduler import workers as supervisor
 from weftline.nodes.catalog import CATALOG, FAKES
-from weftline.pipelines.render.node_reference import node_reference
+from weftline.pipelines.render.reference import node_reference
 from weftline.pipelines.spec.graph import Step
 from weftline.pipelines.spec.loader import load_yaml
 from weftline.pipelines.spec.policy import BatchPolicy, Retry, SequencePolicy, Slo
@@ -238,7 +238,7 @@ def test_the_exit_codes_are_those_of_the_command_line() -> None:
 
 def test_the_page_of_nodes_is_up_to_date() -> None:
     text = read("docs/reference/nodes.md")
-    assert text == node_reference(), "run: python -m weftline.pipelines.render.node_reference"
+    assert text == node_reference(), "run: python -m weftline.pipelines.render.reference"
     assert [heading for heading in headings(text) if heading in CATALOG] == [
         name for name in CATALOG if name not in FAKES
     ]

@@ -27,7 +27,7 @@ from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.session import OpenablePipeline, Session
 from weftline.errors import WeftlineError
 from weftline.nodes.urgency import SequencePart
-from weftline.pipelines.placement.kv_memory import own_kv_bytes, shares
+from weftline.pipelines.placement.budget import own_kv_bytes, shares
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan, PlannedStep
 from weftline.pipelines.placement.planner import make_plan

@@ -6,10 +6,9 @@ import logging
 from pathlib import Path
 
 from weftline.engine.protocol import messages as msg
-from weftline.pipelines.placement.budget import reserve_of
-from weftline.pipelines.placement.kv_memory import kv_most, takes_rest
+from weftline.pipelines.placement.budget import kv_most, reserve_of, takes_rest
+from weftline.pipelines.placement.chains import step_threads
 from weftline.pipelines.placement.plan import Plan, PlannedStep
-from weftline.pipelines.placement.threads import step_threads
 
 
 def open_message(plan: Plan, worker: int, cache_dir: Path) -> msg.OpenSteps:

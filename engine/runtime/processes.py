@@ -23,7 +23,7 @@ from pathlib import Path
 from weftline.engine.protocol.channel import Channel
 from weftline.engine.runtime import descendants
 from weftline.engine.runtime.output import LINES_KEPT, OutputPipe
-from weftline.pipelines.spec.variables import is_secret
+from weftline.pipelines.spec.document import is_secret
 
 KEPT_VARIABLES = (
     "PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH",

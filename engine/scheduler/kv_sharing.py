@@ -17,7 +17,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.kv_budget import KvBudget, KvUse, Part
 from weftline.engine.scheduler.state import KvAccounts, SchedulerState
-from weftline.pipelines.placement.kv_memory import shares
+from weftline.pipelines.placement.budget import shares
 from weftline.pipelines.placement.plan import Plan, PlannedStep
 
 MOVING_SHARE = 16

@@ -16,8 +16,8 @@ from weftline.engine.scheduler.restarts import RestartPolicy, Restarts
 from weftline.engine.scheduler.routes import Unit
 from weftline.engine.scheduler.sleep_state import SleepState
 from weftline.engine.scheduler.state import SchedulerState
+from weftline.pipelines.placement.chains import step_threads
 from weftline.pipelines.placement.plan import Plan
-from weftline.pipelines.placement.threads import step_threads
 from weftline.shm.block import Block
 
 STARTING, READY, DEAD, GIVEN_UP = "starting", "ready", "dead", "given_up"

@@ -17,10 +17,9 @@ from weftline.engine.serving.config import HttpDoor, ServeConfig, ServedPipeline
 from weftline.engine.serving.settings import ServeSettings, is_serve_file, read_file, read_settings
 from weftline.errors import InputError, PipelineError, Problem
 from weftline.pipelines.check.problems import did_you_mean, listed
-from weftline.pipelines.placement.joint_plan import JointPlan, planner
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
-from weftline.pipelines.placement.reservations import Owner
+from weftline.pipelines.placement.reservations import JointPlan, Owner, planner
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_file
 from weftline.pipelines.spec.single_step import alone

@@ -23,7 +23,7 @@ from weftline.engine.serving.config import (
     Tls,
 )
 from weftline.pipelines.render.field_docs import field_docs
-from weftline.pipelines.spec.entries import STRICT, Name
+from weftline.pipelines.spec.schema import STRICT, Name
 
 MODEL_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 """Names of served pipelines. A dot in front is refused: `.` and `..` would be lost in a URL."""

@@ -38,10 +38,9 @@ from weftline.engine.serving.keys import (
 )
 from weftline.errors import PipelineError, Problem
 from weftline.pipelines.check.problems import from_validation
-from weftline.pipelines.spec.document import TEXT_BYTES_MAX, Document, read_document
-from weftline.pipelines.spec.entries import NAME_PATTERN
+from weftline.pipelines.spec.document import TEXT_BYTES_MAX, Document, hide_secrets, read_document
 from weftline.pipelines.spec.loader import line_of
-from weftline.pipelines.spec.variables import hide_secrets
+from weftline.pipelines.spec.schema import NAME_PATTERN
 
 _WORDS = {
     MODEL_PATTERN: "1 to 128 letters, digits, '.', '_' and '-', not starting with a dot",

@@ -11,13 +11,11 @@ import networkx as nx
 
 from weftline.nodes.contract import StreamNode
 from weftline.nodes.ports import Dim
-from weftline.pipelines.check.checked import Checked, CheckedStep
-from weftline.pipelines.check.ports import mismatch
-from weftline.pipelines.check.problem_collector import Report
-from weftline.pipelines.check.problems import did_you_mean, listed, nearest
+from weftline.pipelines.check.checked import Checked, CheckedStep, mismatch
+from weftline.pipelines.check.problems import Report, did_you_mean, listed, nearest
 from weftline.pipelines.check.wiring import fallbacks_of, graph_of, readers
 from weftline.pipelines.placement.place import instance_count
-from weftline.pipelines.spec.fallbacks import PASSES
+from weftline.pipelines.spec.constants import PASSES
 from weftline.pipelines.spec.graph import Pipeline, Step
 from weftline.pipelines.spec.policy import BatchPolicy
 from weftline.pipelines.spec.wire import Wire

@@ -16,18 +16,14 @@ from weftline.nodes.catalog import CATALOG, dotted, resolve
 from weftline.nodes.contract import ConfigError, Node, StepContext
 from weftline.nodes.ports import Port, Ports, PortType
 from weftline.pipelines.check.behaviour import check_behaviour, check_fallbacks
-from weftline.pipelines.check.checked import Checked, CheckedStep
+from weftline.pipelines.check.checked import Checked, CheckedStep, Sizes, loose, mismatch
 from weftline.pipelines.check.control import check_conditions, may_lack
 from weftline.pipelines.check.options import read_options
-from weftline.pipelines.check.ports import Sizes, loose, mismatch
-from weftline.pipelines.check.problem_collector import Report
-from weftline.pipelines.check.problems import did_you_mean, listed
-from weftline.pipelines.check.streams import check_streams
-from weftline.pipelines.check.wiring import check_use, check_wires, fallbacks_of, run_order
+from weftline.pipelines.check.problems import Report, did_you_mean, listed
+from weftline.pipelines.check.wiring import check_streams, check_use, check_wires, fallbacks_of, run_order
 from weftline.pipelines.spec.condition import resolve as resolve_names
-from weftline.pipelines.spec.constants import misfit
+from weftline.pipelines.spec.constants import PASSES, misfit
 from weftline.pipelines.spec.expansion import Constraint, expand
-from weftline.pipelines.spec.fallbacks import PASSES
 from weftline.pipelines.spec.graph import Pipeline, Step
 from weftline.pipelines.spec.schema import validate
 from weftline.pipelines.spec.serialisation import to_document

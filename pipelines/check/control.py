@@ -16,10 +16,9 @@ import networkx as nx
 from weftline.nodes.control import BY, DEFAULT, cases_of, is_number
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.checked import Checked, CheckedStep
-from weftline.pipelines.check.problem_collector import Report
+from weftline.pipelines.check.problems import Report
 from weftline.pipelines.check.wiring import fallbacks_of, graph_of, readers
-from weftline.pipelines.spec.condition import Condition, all_of, any_of, equals, none_of
-from weftline.pipelines.spec.evaluation import Tree
+from weftline.pipelines.spec.condition import Condition, Tree, all_of, any_of, equals, none_of
 from weftline.pipelines.spec.graph import Input
 from weftline.pipelines.spec.wire import Wire
 

@@ -1,9 +1,11 @@
-"""Problem messages from validation errors: address, found, expected and fix."""
+"""Problems: messages from validation errors, and the report that adds file and line to them."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pydantic
@@ -11,6 +13,8 @@ import pydantic
 from weftline.errors import Problem
 from weftline.nodes.contract import ConfigError
 from weftline.pipelines.placement.machine import bytes_of
+from weftline.pipelines.spec.document import hide_secrets
+from weftline.pipelines.spec.graph import Pipeline
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -173,3 +177,61 @@ def _either(one: Problem, other: Problem) -> Problem:
 def _cut(part: str | int) -> str:
     text = str(part)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Source location of a generated step or wire.
+
+    path:     where it was written, such as 'steps.answer.prompt'.
+    pipeline: the pipeline it was written in, when that is another one: a sub-pipeline with a file and lines of its own.
+    whole:    what is wrong anywhere in it is told at `path` itself; otherwise at the same place below `path`.
+    """
+
+    path: str
+    pipeline: Pipeline | None = None
+    whole: bool = True
+
+
+@dataclass(slots=True)
+class Report:
+    """Collects problems of `pipeline`.
+
+    origins: of steps and inputs that nobody wrote: 'steps.answer_prompt' was written as 'steps.answer.prompt'.
+    """
+
+    pipeline: Pipeline
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, path: str, found: str, expected: str = "", fix: str = "", line: int = 0) -> None:
+        self.take([Problem(path, found, expected, fix, line)])
+
+    def take(self, problems: Iterable[Problem]) -> None:
+        """Add problems, completing file and line and generated names; drop duplicates.
+
+        A problem that names its file already is complete: it was found in that file.
+        """
+        for one in problems:
+            placed = one if one.file else self._placed(one)
+            if placed not in self.problems:
+                self.problems.append(placed)
+
+    def holds(self, path: str) -> bool:
+        """Return whether something is already known to be wrong at `path`."""
+        path, pipeline = self._written(path)
+        return any(one.path == path and one.file == pipeline.file for one in self.problems)
+
+    def _placed(self, problem: Problem) -> Problem:
+        path, pipeline = self._written(problem.path)
+        placed = dataclasses.replace(problem, path=path, file=pipeline.file, line=problem.line or pipeline.line(path))
+        return hide_secrets(placed, pipeline.secrets)
+
+    def _written(self, path: str) -> tuple[str, Pipeline]:
+        """Return where the thing at `path` was written, and in which pipeline."""
+        kind, _, rest = path.partition(".")
+        name, dot, inside = rest.partition(".")
+        origin = self.origins.get(f"{kind}.{name}")
+        if origin is None:
+            return path, self.pipeline
+        return origin.path if origin.whole else f"{origin.path}{dot}{inside}", origin.pipeline or self.pipeline

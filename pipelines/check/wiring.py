@@ -1,14 +1,26 @@
-"""Graph checks: dangling wires, cycles and unused steps."""
+"""Graph checks: dangling wires, cycles, unused steps, and the wires that carry chunks.
+
+A node that is a StreamNode streams. A node that is a BatchNode too runs in batches, unless a wire brings it chunks. A
+wire carries chunks from a port that streams to one that accepts chunks. It carries the whole value instead
+
+- where either step runs under `map:`, or the source step runs in batches;
+- where the source step has a fallback, whose answer would replace chunks that were read already;
+- into every further port of a step that receives chunks on one.
+
+That costs time only, so it is not a problem; `weftline plan` shows the streams.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import networkx as nx
 
+from weftline.nodes.contract import BatchNode, StreamNode
 from weftline.nodes.ports import Port, Ports
-from weftline.pipelines.check.problem_collector import Report
-from weftline.pipelines.check.problems import did_you_mean, listed, nearest
+from weftline.pipelines.check.checked import Checked, CheckedStep
+from weftline.pipelines.check.problems import Report, did_you_mean, listed, nearest
 from weftline.pipelines.spec.graph import Pipeline, Step
 from weftline.pipelines.spec.wire import Wire
 
@@ -179,3 +191,48 @@ def _check_cycles(pipeline: Pipeline, report: Report) -> None:
         path = graph.edges[names[-1], names[0]]["path"]
         whole = " -> ".join([*names, names[0]])
         report.add(path, f"the steps run in a circle: {whole}", fix="remove one of these wires")
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """steps: those that stream. inputs: the input that a step takes in pieces, by the step's name."""
+
+    steps: frozenset[str] = frozenset()
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+
+def streams_of(checked: Checked) -> Streams:
+    """Return what streams in a pipeline without problems."""
+    steps: set[str] = set()
+    inputs: dict[str, str] = {}
+    for name in run_order(checked.pipeline):
+        one = checked.steps[name]
+        if not issubclass(one.node, StreamNode):
+            continue
+        fed = next(
+            (port.name for port in one.ports.inputs if port.pieces and _comes(one, port.name, steps, checked)), ""
+        )
+        if fed:
+            inputs[name] = fed
+        if fed or not issubclass(one.node, BatchNode):
+            steps.add(name)
+    return Streams(frozenset(steps), inputs)
+
+
+def _comes(one: CheckedStep, port: str, streaming: set[str], checked: Checked) -> bool:
+    """Return True when an input's wire carries chunks."""
+    wire = one.step.inputs.get(port)
+    if wire is None or wire.step not in streaming or one.step.map:
+        return False
+    giver = checked.steps[wire.step]
+    given = giver.ports.output(wire.port)
+    return given is not None and given.pieces and not giver.step.map and giver.step.fallback is None
+
+
+def check_streams(checked: Checked, report: Report) -> None:
+    """Report nodes with stream inputs that do not implement them."""
+    for name, one in checked.steps.items():
+        taken = [port.name for port in one.ports.inputs if port.pieces]
+        if taken and not (issubclass(one.node, StreamNode) and one.node.feed is not StreamNode.feed):
+            found = f"takes {taken[0]} in pieces, and {one.node.__name__} has no `feed`"
+            report.add(f"steps.{name}.node", found, "a StreamNode with `feed`", "declare the port without `pieces`")

@@ -1,16 +1,21 @@
-"""Chains: steps of one worker that pass values directly inside it.
+"""Execution inside a worker: chains of steps that pass values directly, and the steps that run in threads of their own.
 
-A chain starts with a step of any batch policy, and takes in the steps of the same worker that need nothing but the
-pipeline's inputs and what the chain already gives. A step that could gain from a queue of its own (a wait for company,
-equal shapes), and one that may be skipped, tried again or answered for by another, is left out of it.
+A chain starts with a step of any batch policy, followed by steps of the same worker that read only pipeline inputs and
+outputs of the chain. A step that may gain from its own queue (a batching wait, equal shapes) is not part of a chain,
+and neither is a step that may be skipped, retried or replaced by a fallback.
+
+Steps of one GPU that share a process run concurrently: each chain, and each step outside of one, has a thread and a
+stream of its own. Steps on the CPU share one thread, because they would only compete for the worker's cores. A worker
+with a streaming step, or with the debugged step, has one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from weftline.pipelines.placement.plan import PlannedStep
+from weftline.pipelines.placement.plan import Plan, PlannedStep
 from weftline.pipelines.spec.graph import Input
+from weftline.shm.device.names import is_gpu
 
 
 def chains(steps: Sequence[PlannedStep], inputs: Sequence[Input]) -> tuple[tuple[int, ...], ...]:
@@ -56,3 +61,24 @@ def _is_simple(step: PlannedStep) -> bool:
 def _needs_no_queue(step: PlannedStep) -> bool:
     """Return True when a step gains nothing from a batch of its own."""
     return step.batch.wait == "fixed" and not step.batch.wait_max_ms and step.batch.shapes == "any"
+
+
+ALONE: Mapping[int, int] = {}
+
+
+def step_threads(plan: Plan, worker: int) -> Mapping[int, int]:
+    """Return the thread, from 1, of each step of a worker by its index; empty where one thread runs them all."""
+    held = [index for index, step in enumerate(plan.steps) if worker in step.workers]
+    if any(plan.steps[index].streams or plan.steps[index].name == plan.debug for index in held):
+        return ALONE
+    head = {index: chain[0] for chain in plan.chains for index in chain}
+    on_gpu = {index: is_gpu(_device(plan, index, worker)) for index in held}
+    beside = {head.get(index, index) for index in held if on_gpu[index]}  # a chain is where one of its steps is
+    keys = [head.get(index, index) if head.get(index, index) in beside else -1 for index in held]
+    numbers = {key: at for at, key in enumerate(dict.fromkeys(keys), 1)}
+    return ALONE if len(numbers) < 2 else {index: numbers[key] for index, key in zip(held, keys, strict=True)}
+
+
+def _device(plan: Plan, index: int, worker: int) -> str:
+    step = plan.steps[index]
+    return step.devices[step.workers.index(worker)] if step.devices else step.device

@@ -1,37 +1,39 @@
-"""GPU assignment of instances without a fixed GPU.
+"""GPU assignment of instances without a fixed GPU, and the reason for each placement.
 
-What was pinned stays where it is. Then each instance, largest first, goes to a GPU that it fits on, if possible to one
+Instances with a fixed GPU stay there. Every other instance, largest first, goes to a GPU that it fits on, preferring
 
-- that has no instance of its step yet, so that they spread;
-- that a step is on with which it exchanges tensors;
-- that no llm step is to fill with its KV memory;
-- and of those, to the one with most free.
+- one without an instance of its step, so that instances spread;
+- one with a step that it exchanges tensors with;
+- one that no llm step fills with its KV cache;
+- of those, the one with most free memory.
 
-Llm steps that take what is left come before all others, and keep apart. Where that ends with too much on a GPU, tensors
-are let travel, and at last GPUs are filled one by one: the first of these ways in which everything fits is taken. If
-there is none, it is the first way, and the budgets say what is too much.
+Llm steps that use a GPU's remaining memory are placed first, and apart from each other. Where a GPU is then
+over-committed, a second attempt ignores transfers, and a third fills GPUs one by one. The first attempt in which
+everything fits is used. If none fits, the first is used, and the budgets report the over-commitment.
 
-What is not known to need anything goes on the first GPU with room for its process, llm steps aside. A light step on
-`auto` follows the steps that it exchanges tensors with, if they are on one GPU. What other pipelines have of a GPU
-(`Device.taken`) is not free, and one that they fill with KV memory is filled.
+Steps without known memory needs go on the first GPU that has space for their process, llm steps aside. A light step on
+`auto` follows the steps that it exchanges tensors with, if they are on one GPU. Memory reserved by other pipelines
+(`Device.taken`) is not free, and a GPU that they fill with KV cache counts as filled.
 
-Where times were measured (`weftline profile`) that is one start. Another is that what was measured is spread first, by
-its times, and the rest, whose times nobody knows, placed around it as said above. This one is changed for the better
-(`spreading`), and where it is not even then the first is too. The better one is taken, so that what fits without times
-fits with them, and no GPU is busier than the busiest was. What other pipelines do on a GPU is not known.
+Where times were measured (`weftline profile`) this is one start of `load_balance`. The other spreads measured loads by
+their times, and places the rest around them as above. Both are improved and the better one is used. A placement that
+fits without times therefore fits with them, and no GPU is busier than the busiest was. Work of other pipelines on a GPU
+is not considered.
+
+The report explains each placement by its alternative: elsewhere the step does not fit, instances or llm steps would
+share a GPU, the busiest GPU would be busier, or tensors would be transferred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
-from weftline.pipelines.placement.gpu_load import Balance
-from weftline.pipelines.placement.load_balance import balanced
-from weftline.pipelines.placement.loads import AUTO, Chosen, Load, Room, Rooms, hold, loads_of
+from weftline.pipelines.placement.load_balance import DIGITS, HOP_MS, Balance, balanced
+from weftline.pipelines.placement.loads import AUTO, Chosen, Load, Room, Rooms, hold, links_of, loads_of, share_ms
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.needs import Need, gpus_of
-from weftline.pipelines.placement.traffic import links_of
+from weftline.pipelines.placement.plan import DeviceWork, StepWork
 from weftline.pipelines.spec.graph import Step
 from weftline.pipelines.spec.policy import GpuPolicy
 from weftline.shm.device.names import is_gpu
@@ -210,3 +212,86 @@ def _target(step: Step, steps: Sequence[Step], devices: _Places, neighbours: Map
         if is_gpu(device)
     }
     return next(iter(around)) if len(around) == 1 and sharing <= around else ""
+
+
+def work_of(
+    steps: Sequence[Step],
+    written: Mapping[str, Sequence[str]],
+    devices: Mapping[str, Sequence[str]],
+    needs: Mapping[str, Need],
+    balance: Balance,
+) -> tuple[DeviceWork, ...]:
+    """Return the work of each GPU that a step is on.
+
+    written: device of each instance as the pipeline has it, with 'auto' for those that were placed.
+    devices: where they are.
+    """
+    indexes = {member: index for index, load in enumerate(balance.loads) for member in load.members}
+
+    def on(gpu: str) -> Iterator[StepWork]:
+        for step in steps:
+            need, own = needs.get(step.name, Need()), devices[step.name]
+            for copy, device in enumerate(own):
+                if gpu in gpus_of(device, need.ranks):
+                    ms = share_ms(need.ms, gpu, len(own)) if need.ms else None
+                    yield StepWork(step.name, ms, why(step.name, copy))
+
+    def why(step: str, copy: int) -> str:
+        if written[step][copy] != AUTO:
+            return "the pipeline says so"
+        index = indexes.get((step, copy))
+        return "beside those that it exchanges tensors with" if index is None else _why(index, balance)
+
+    found = []
+    for gpu in balance.rooms:
+        there = sorted(on(gpu), key=lambda one: (-(one.ms or 0.0), one.step))
+        travel = sum(balance.far(index, gpu) for index, device in balance.at.items() if device == gpu)
+        found += [DeviceWork(gpu, tuple(there), travel, travel * HOP_MS)] if there else []
+    return tuple(found)
+
+
+def work_rows(work: Sequence[DeviceWork]) -> list[list[list[str]]]:
+    """Return a row for each GPU and for each instance on it: its time, and why it is there."""
+    rows = []
+    for one in work:
+        edges = f"{one.travel} edge{'s' if one.travel > 1 else ''}"
+        away = f"{_ms(one.travel_ms)} of it assumed: tensors travel over {edges} between it and other GPUs"
+        rows.append([[one.device], [_ms(one.busy_ms)], [away if one.travel else ""]])
+        rows += [[[f"  {own.step}"], ["?" if own.ms is None else _ms(own.ms)], [own.why]] for own in one.steps]
+    return rows
+
+
+def _why(index: int, balance: Balance) -> str:
+    """Return what would be worse if a load whose device the pipeline leaves open were on another GPU."""
+    load, here = balance.loads[index], balance.at[index]
+    if load.pinned:
+        return "its worker is there: the pipeline says so of another step"
+    elsewhere = [gpu for gpu in balance.rooms if gpu != here]
+    if not elsewhere:
+        return "the only GPU"
+    fits = [gpu for gpu in elsewhere if balance.has_room(index, gpu)]
+    if not fits:
+        return "it fits on no other GPU"
+    if load.ranks > 1:
+        return f"it takes {load.ranks} GPUs from there on"
+    crowded = balance.crowds(load, balance.rooms[here]) - len(load.names) - load.open_kv
+    calm = [gpu for gpu in fits if balance.crowds(load, balance.rooms[gpu]) <= crowded]
+    if not calm:
+        return "llm steps keep apart" if load.open_kv else "its instances keep apart"
+    if not load.work:
+        return "by memory: nobody has measured its time"
+    peak = max(balance.busy.values())
+    busy = {gpu: balance.busy[gpu] + balance.moves(index, gpu)[1] for gpu in calm}
+    even = [gpu for gpu, ms in busy.items() if round(ms - peak, DIGITS) <= 0]
+    if not even:
+        return f"elsewhere a GPU would be busy for {_ms(min(busy.values()))}"
+    if all(balance.far(index, gpu) > balance.far(index, here) for gpu in even):
+        near = {other for other in balance.links[index] if balance.at[other] == here}
+        return (
+            f"exchanges tensors with {', '.join(sorted(name for other in near for name in balance.loads[other].names))}"
+        )
+    return "elsewhere no GPU would be less busy: by memory"
+
+
+def _ms(ms: float) -> str:
+    return f"{round(ms, 2):g} ms"

@@ -14,12 +14,10 @@ from weftline.pipelines.check.checked import Checked, CheckedStep
 from weftline.pipelines.check.checker import examine, types_of
 from weftline.pipelines.check.control import conditional, guards, may_lack, switch_cases
 from weftline.pipelines.check.options import to_options
-from weftline.pipelines.check.problem_collector import Report
-from weftline.pipelines.check.streams import Streams, streams_of
-from weftline.pipelines.check.wiring import readers, run_order
-from weftline.pipelines.placement.budget import budgets, over_commits
+from weftline.pipelines.check.problems import Report
+from weftline.pipelines.check.wiring import Streams, readers, run_order, streams_of
+from weftline.pipelines.placement.budget import budgets, over_commits, with_kv_memory
 from weftline.pipelines.placement.chains import chains
-from weftline.pipelines.placement.kv_memory import with_kv_memory
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.needs import Needs, needs_of
 from weftline.pipelines.placement.place import Placement, place

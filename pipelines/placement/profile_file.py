@@ -26,8 +26,8 @@ from pydantic import BaseModel, Field, ValidationError
 from weftline.errors import PipelineError, Problem
 from weftline.pipelines.check.problems import from_validation
 from weftline.pipelines.placement.plan import PlannedStep
-from weftline.pipelines.spec.entries import Strict
 from weftline.pipelines.spec.graph import Pipeline
+from weftline.pipelines.spec.schema import Strict
 from weftline.shm.device.names import kind_of
 
 BYTES_MAX = 16 << 20

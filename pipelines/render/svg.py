@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from weftline.nodes.ports import PortType, list_of
-from weftline.pipelines.placement.hops import near_wires
 from weftline.pipelines.placement.plan import Plan, PlannedOutput, PlannedStep
+from weftline.pipelines.placement.transfers import near_wires
 from weftline.pipelines.render.layout import Box, Layout, Line, arrange
 from weftline.pipelines.render.text import notes, subtitle
 from weftline.pipelines.spec.wire import Wire

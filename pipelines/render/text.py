@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from weftline.nodes.catalog import CATALOG
 from weftline.nodes.ports import Port, PortType
 from weftline.pipelines.placement.budget import budget_lines
-from weftline.pipelines.placement.hops import hop_rows, near_wires
-from weftline.pipelines.placement.load_report import work_rows
+from weftline.pipelines.placement.gpu_assignment import work_rows
 from weftline.pipelines.placement.place import size_text
 from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedStep
+from weftline.pipelines.placement.transfers import hop_rows, near_wires
 from weftline.pipelines.spec.graph import Input
 from weftline.pipelines.spec.wire import Wire
 

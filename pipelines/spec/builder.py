@@ -6,9 +6,9 @@
     p.output("detections", see.detections)
     pipeline = p.build()
 
-A wire is what `input` returns, or an attribute of what `step` returns. A keyword of `step` whose value is a wire is an
-input port; any other is an option of the node. `constant(224)` is a wire that always carries the same. Problems name
-the line of the call.
+`input` returns a wire, and so does every attribute of a step. A keyword of `step` whose value is a wire is an input
+port; every other keyword is an option of the node. `constant(224)` is a wire that always carries the same value.
+Problems name the line of the call.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from types import FrameType
 from typing import Any
 
 from weftline.errors import Problem
+from weftline.nodes.catalog import CATALOG
 from weftline.nodes.contract import Node
 from weftline.pipelines.check.options import plain
 from weftline.pipelines.spec.condition import Condition
 from weftline.pipelines.spec.document import Document
 from weftline.pipelines.spec.graph import Pipeline
-from weftline.pipelines.spec.handles import ConstantWire, StepHandle, constant
 from weftline.pipelines.spec.loader import to_pipeline
-from weftline.pipelines.spec.node_names import owners, reference
 from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.spec.serialisation import changed_fields, to_yaml
-from weftline.pipelines.spec.wire import Wire
+from weftline.pipelines.spec.wire import ConstantWire, StepHandle, Wire, constant
 
 __all__ = ["Builder", "ConstantWire", "StepHandle", "constant"]
 
@@ -272,3 +271,24 @@ def _policy(value: Any) -> Any:
 
 def _named(fallback: Any) -> Any:
     return str(fallback) if isinstance(fallback, StepHandle) else fallback
+
+
+def owners(config: type) -> list[type[Node]]:
+    """Return the node classes whose Config this is, looked for in the module that defines it."""
+    found = vars(sys.modules.get(config.__module__, sys)).values()
+    return [one for one in found if inspect.isclass(one) and issubclass(one, Node) and one.Config is config]
+
+
+def reference(node: type[Node], base_dir: Path) -> str:
+    """Return how a pipeline file names a node class: by catalog name, by file for a script's own, else by module."""
+    path = f"{node.__module__}:{node.__qualname__}"
+    for short, dotted in CATALOG.items():
+        if dotted == path:
+            return short
+    module = sys.modules.get(node.__module__)
+    file = getattr(module, "__file__", None)
+    if file and (node.__module__ == "__main__" or node.__module__.startswith("weftline_user_")):
+        source, folder = Path(file).resolve(), base_dir.resolve()
+        name = source.relative_to(folder) if source.is_relative_to(folder) else source
+        return f"{name.as_posix()}:{node.__qualname__}"
+    return path

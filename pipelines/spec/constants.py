@@ -1,18 +1,29 @@
 """Constants in a pipeline: input defaults, constant wires and constant fallbacks.
 
-They are what a pipeline file can hold, small enough to travel inside a message, and of a type that can be written down
-at all. Whatever is wrong with one is a ConfigError, which becomes a problem at its place in the file.
+A constant is a value that a pipeline file can contain, small enough to be sent inside a message, for a port type that
+can be written as JSON. An invalid constant raises ConfigError, which becomes a problem at its place in the file.
+
+A constant fallback is expanded into a step that passes constants on:
+
+    answer:                                  answer/fallback:
+      fallback: {text: "Sorry"}      ->        node: passes
+                                               inputs: {text: answer/fallback/text}    # a hidden input, always "Sorry"
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.media import to_value
 from weftline.nodes.ports import PortType
+from weftline.pipelines.check.problems import Origin
+from weftline.pipelines.spec.graph import Input, Pipeline, Step
+from weftline.pipelines.spec.wire import Wire
 from weftline.shm.block import INLINE_BYTES_MAX
 
 CONSTANT_BYTES_MAX = INLINE_BYTES_MAX
@@ -70,3 +81,35 @@ def misfit(type: PortType, value: Any) -> str:
     except InputError as error:
         return str(error)
     return ""
+
+
+PASSES = "weftline.nodes.control:Passes"
+"""The node whose outputs are its inputs."""
+
+
+def write_out_fallbacks(pipeline: Pipeline) -> tuple[Pipeline, dict[str, Origin]]:
+    """Return the pipeline with a step behind every constant fallback, and where its constants were written."""
+    inputs, steps, origins = list(pipeline.inputs), list[Step](), _of_constants(pipeline)
+    for step in pipeline.steps:
+        if not isinstance(step.fallback, Mapping):
+            steps.append(step)
+            continue
+        name, path = f"{step.name}/fallback", f"steps.{step.name}.fallback"
+        origins[f"steps.{name}"] = Origin(path)
+        wires = {}
+        for port, value in step.fallback.items():
+            wires[port] = Wire(None, f"{name}/{port}")
+            inputs.append(Input(f"{name}/{port}", type_of(value), default=value, hidden=True))
+            origins[f"inputs.{name}/{port}"] = Origin(f"{path}.{port}")
+        steps += [dataclasses.replace(step, fallback=name), Step(name, PASSES, inputs=wires)]
+    return dataclasses.replace(pipeline, inputs=tuple(inputs), steps=tuple(steps)), origins
+
+
+def _of_constants(pipeline: Pipeline) -> dict[str, Origin]:
+    hidden = {Wire(None, one.name) for one in pipeline.inputs if one.hidden}
+    return {
+        f"inputs.{wire.port}": Origin(f"steps.{step.name}.inputs.{port}")
+        for step in pipeline.steps
+        for port, wire in step.inputs.items()
+        if wire in hidden
+    }

@@ -1,23 +1,231 @@
-"""Expansion of shorthand in a pipeline: templates, constants, fallbacks and sub-pipelines.
+"""Expansion of shorthand in a pipeline: templates, prompts, constants, fallbacks and sub-pipelines.
 
-Templates are wired to what they read and prompts become template steps, constants to fall back on become steps that
-pass them on, and a pipeline file that is run as a step is replaced by that file's own steps. What comes out has steps
-and inputs that nobody wrote; their names have a `/`, or end with `_prompt`.
+A `template` step names its inputs in its text: `{{ see.detections | describe }}` or `{{ question }}`. Each name becomes
+an input port and is wired; the port is named like the wire, with `__` for the dot (`see__detections`). An `llm` step
+with a `prompt:` becomes two steps: a template step named `<step>_prompt`, and the LLM step that reads its text.
+
+Constant fallbacks become steps that pass constants on, and a step that runs a pipeline file is replaced by the steps
+of that file. Names of generated steps and inputs contain a `/` or end with `_prompt`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weftline.nodes.catalog import CATALOG
-from weftline.pipelines.check.problem_collector import Origin, Report
-from weftline.pipelines.check.prompts import write_out_prompts
-from weftline.pipelines.spec.fallbacks import write_out_fallbacks
-from weftline.pipelines.spec.graph import Pipeline
-from weftline.pipelines.spec.inlining import Constraint
-from weftline.pipelines.spec.subpipelines import write_out_subpipelines
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
+
+from weftline.nodes.catalog import CATALOG, dotted
+from weftline.nodes.template import SEPARATOR
+from weftline.nodes.template_syntax import TEMPLATE_CHARS_MAX
+from weftline.pipelines.check.problems import Origin, Report, did_you_mean, listed
+from weftline.pipelines.spec.constants import write_out_fallbacks
+from weftline.pipelines.spec.graph import Pipeline, Step
+from weftline.pipelines.spec.subpipelines import Constraint, write_out_subpipelines
+from weftline.pipelines.spec.wire import Wire
+
+
+class _AnyName(dict[str, Any]):
+    """Mapping that contains every name: the template node checks filters and tests itself."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return str
+
+
+_ENVIRONMENT = jinja2.Environment()  # only ever parses; nothing is rendered in this file
+_ENVIRONMENT.filters = _ENVIRONMENT.tests = _AnyName()
+
+PREFIX_CHARS_MIN = 64
+"""Shorter beginnings fill hardly a page of the KV memory and are not worth a word in the plan."""
+_MARKUP = re.compile(r"\{[{%#]")
+_READS_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One name that a template reads: `name` alone, or `name.port`; `line` is 1-based in the template."""
+
+    name: str
+    port: str | None
+    line: int
+
+    def __str__(self) -> str:
+        return self.name if self.port is None else f"{self.name}.{self.port}"
+
+
+def port_of(wire: Wire) -> str:
+    """Return the name of a template's input port for `wire`."""
+    return str(wire).replace(".", SEPARATOR)
+
+
+def write_out_prompts(
+    pipeline: Pipeline, report: Report, catalog: Mapping[str, Any] = CATALOG
+) -> tuple[Pipeline, dict[str, Origin]]:
+    """Return the pipeline with its templates wired and its prompts made steps of their own, and where those come from.
+
+    Problems go to `report`.
+    """
+    origins: dict[str, Origin] = {}
+    steps: list[Step] = []
+    for step in pipeline.steps:
+        path = f"steps.{step.name}"
+        if _is(step, "template", catalog) and isinstance(step.options.get("template"), str):
+            wires = _wires(step.options["template"], f"{path}.template", step, pipeline, report)
+            steps.append(dataclasses.replace(step, inputs={**step.inputs, **wires}))
+        elif _is(step, "llm", catalog) and "prompt" in step.options:
+            steps += _prompted(step, pipeline, report, origins, catalog)
+        else:
+            steps.append(step)
+    return dataclasses.replace(pipeline, steps=tuple(steps)), origins
+
+
+def readings(text: str) -> list[Reading]:
+    """Return what a template reads from outside, in order; ValueError (message, line) when it is no template."""
+    if len(text) > TEMPLATE_CHARS_MAX:
+        raise ValueError(f"a template of {len(text)} characters; the most is {TEMPLATE_CHARS_MAX}", 1)
+    try:
+        tree = _ENVIRONMENT.parse(text)
+        for found in tree.find_all(_READS_FILES):
+            raise ValueError("a template reads no other files", found.lineno)
+        free = meta.find_undeclared_variables(tree)
+        return _free_readings(tree, free)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"no template: {error.message}", error.lineno) from None
+    except RecursionError:
+        raise ValueError("a template nested too deeply", 1) from None
+
+
+def _free_readings(tree: nodes.Template, free: set[str]) -> list[Reading]:
+    local = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    found: dict[Reading, None] = {}
+    parts: set[int] = set()  # names that are the front of a dotted one
+    for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Name)):
+        if isinstance(node, nodes.Name):
+            if id(node) not in parts and node.name in free and node.ctx == "load":
+                found[Reading(node.name, None, node.lineno)] = None
+            continue
+        if not isinstance(node, nodes.Getattr | nodes.Getitem):
+            continue
+        port = _attribute(node)
+        if isinstance(node.node, nodes.Name) and port is not None and node.node.name in free:
+            parts.add(id(node.node))
+            found[Reading(node.node.name, port, node.lineno)] = None
+    for reading in found:
+        if reading.name in local:
+            raise ValueError(f"sets {reading.name} and also reads it from outside; rename one of them", reading.line)
+    return list(found)
+
+
+def _attribute(node: nodes.Getattr | nodes.Getitem) -> str | None:
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    return node.arg.value if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str) else None
+
+
+def _is(step: Step, name: str, catalog: Mapping[str, Any]) -> bool:
+    return step.node == name or dotted(step.node, catalog) == CATALOG[name]
+
+
+def _prompted(
+    step: Step, pipeline: Pipeline, report: Report, origins: dict[str, Origin], catalog: Mapping[str, Any]
+) -> list[Step]:
+    path, name = f"steps.{step.name}", f"{step.name}_prompt"
+    options = {key: value for key, value in step.options.items() if key != "prompt"}
+    text = step.options["prompt"]
+    if not isinstance(text, str):
+        report.add(f"{path}.prompt", f"{type(text).__name__} value", "text", "put it in quotes")
+    elif "prompt" in step.inputs:
+        report.add(f"{path}.prompt", "written beside inputs.prompt", "one of the two", "remove one of them")
+    elif pipeline.step(name) or any(one.name == name for one in pipeline.inputs):
+        report.add(f"{path}.prompt", f"makes a step named {name}, and that name is taken", fix=f"rename {name}")
+    else:
+        wires = _wires(text, f"{path}.prompt", step, pipeline, report)
+        own = {port: wire for port, wire in step.inputs.items() if port in _names(text)}
+        node = "template" if "template" in catalog else CATALOG["template"]
+        origins[f"steps.{name}"] = Origin(f"{path}.prompt")
+        options = {**_fixed(text), **options}
+        inputs = {port: wire for port, wire in step.inputs.items() if port not in own}
+        listed_own = tuple(port for port in step.map if port in own)  # a list is rendered item by item
+        rest = tuple(port for port in step.map if port not in own)
+        return [
+            Step(name, node, {"template": text}, {**own, **wires}, when=step.when, map=listed_own),
+            dataclasses.replace(
+                step,
+                options=options,
+                inputs={**inputs, "prompt": Wire(name, "text")},
+                map=(*rest, "prompt") if listed_own else rest,
+            ),
+        ]
+    return [dataclasses.replace(step, options=options, inputs={**step.inputs, "prompt": Wire(None, "")})]
+
+
+def _fixed(text: str) -> dict[str, str]:
+    """Return what every prompt made of this template begins with, as the llm step's option for it."""
+    fixed = _MARKUP.split(text, maxsplit=1)[0]
+    return {"prefix": fixed} if len(fixed) >= PREFIX_CHARS_MIN else {}
+
+
+def _names(text: str) -> set[str]:
+    try:
+        return {reading.name for reading in readings(text)}
+    except ValueError:
+        return set()
+
+
+def _wires(text: str, path: str, step: Step, pipeline: Pipeline, report: Report) -> dict[str, Wire]:
+    """Return a wire for everything the template reads that the step does not wire itself."""
+    start = pipeline.lines.get(path, 0)  # unknown in Python, where only the call's line is known
+    offset = 0 if "\n" in text else -1  # a block of text starts on the line after its key
+    try:
+        found = readings(text)
+    except ValueError as error:
+        report.add(path, error.args[0], line=start and start + error.args[1] + offset)
+        return {}
+    wires: dict[str, Wire] = {}
+    for reading in found:
+        if reading.name in step.inputs:
+            continue
+        wire, problem = _wire(reading, pipeline)
+        if problem:
+            report.add(path, f"reads {problem[0]}", fix=problem[1], line=start and start + reading.line + offset)
+        elif wire:
+            wires[port_of(wire)] = wire
+    return wires
+
+
+def _wire(reading: Reading, pipeline: Pipeline) -> tuple[Wire | None, tuple[str, str] | None]:
+    """Return the wire for what is read, or what is wrong with it and a fix; neither for a name Jinja itself has."""
+    name = reading.name
+    inputs, steps = [one.name for one in pipeline.inputs], [one.name for one in pipeline.steps]
+    if name in inputs:
+        wire = Wire(None, name)  # `photo.shape` reads the input and then looks inside it
+    elif name in steps and reading.port is not None:
+        wire = Wire(name, reading.port)
+    elif name in steps:
+        return None, (f"{name}, a step with outputs of its own", f"name one of its outputs, like {name}.text")
+    elif name in DEFAULT_NAMESPACE:
+        return None, None
+    else:
+        dashed = [one for one in [*inputs, *steps] if "-" in one and name in one.split("-")]
+        if dashed:
+            return None, (
+                f"{dashed[0]} with a - in it, which a template takes for minus",
+                f"rename {dashed[0]} to {dashed[0].replace('-', '_')}",
+            )
+        fix = did_you_mean(name, [*inputs, *steps]) or f"known here: {listed([*inputs, *steps])}"
+        return None, (f"{reading}, and no step and no input is named {name}", fix)
+    if SEPARATOR in str(wire):
+        return None, (
+            f"{reading}, where {SEPARATOR} in a name cannot be told from a dot",
+            f"rename {name} without {SEPARATOR}",
+        )
+    return wire, None
+
 
 __all__ = ["Constraint", "Expansion", "expand"]
 

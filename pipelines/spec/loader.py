@@ -22,12 +22,10 @@ from weftline.nodes.catalog import CATALOG
 from weftline.pipelines.check.checker import check
 from weftline.pipelines.spec import condition
 from weftline.pipelines.spec.constants import type_of
-from weftline.pipelines.spec.document import TEXT_BYTES_MAX, Document, read_document
-from weftline.pipelines.spec.entries import ConstantEntry
+from weftline.pipelines.spec.document import TEXT_BYTES_MAX, Document, hide_secrets, read_document
 from weftline.pipelines.spec.graph import Input, Pipeline, Step
 from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
-from weftline.pipelines.spec.schema import PipelineFile, StepEntry, validate
-from weftline.pipelines.spec.variables import hide_secrets
+from weftline.pipelines.spec.schema import ConstantEntry, PipelineFile, StepEntry, validate
 from weftline.pipelines.spec.wire import Wire
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from weftline.pipelines.check.options import plain
+from weftline.pipelines.spec.document import escaped, without_secrets
 from weftline.pipelines.spec.graph import Input, Pipeline, Step
 from weftline.pipelines.spec.policy import BatchPolicy, IdlePolicy, Retry, SequencePolicy
-from weftline.pipelines.spec.variables import escaped, without_secrets
 from weftline.pipelines.spec.wire import Wire
 
 

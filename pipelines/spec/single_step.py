@@ -1,19 +1,23 @@
-"""Extraction of one step of a pipeline into a pipeline of its own.
+"""Pipelines around one step: the step extracted into a pipeline of its own, and the debug variant of a pipeline.
 
-Its inputs and outputs are the step's ports. What it was wired to in its pipeline, conditions, retries, fallbacks and
-timeouts are left behind; batching, limits, device and memory between requests stay. A step inside a pipeline that is
-used as a step, `ocr/read`, gets a name that can be written in a file, `ocr-read`.
+Extraction: inputs and outputs are the step's ports. Wires, conditions, retries, fallbacks and timeouts are dropped.
+Batching, limits, device and sequence state stay. Step `ocr/read` of a sub-pipeline is renamed `ocr-read`.
+
+Debug: the step runs alone in its worker. A debugger can stop it for minutes, so its timeout, its retries, its further
+instances, the deadlines of requests, and the limits on silent workers and slow readers are removed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from weftline.errors import InputError, PipelineError
 from weftline.pipelines.check.checker import examine
 from weftline.pipelines.check.problems import did_you_mean
-from weftline.pipelines.spec.entries import NAME_CHARS_MAX
+from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.spec.graph import Input, Pipeline, Step
+from weftline.pipelines.spec.schema import NAME_CHARS_MAX
 from weftline.pipelines.spec.wire import Wire
 
 
@@ -54,3 +58,28 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
     outputs = {port.name: Wire(own, port.name) for port in one.ports.outputs}
     whole = f"{pipeline.name}-{own}"[:NAME_CHARS_MAX]
     return replace(checked.pipeline, name=whole, inputs=inputs, steps=(step,), outputs=outputs, about="")
+
+
+def graph_to_debug(pipeline: Pipeline, name: str) -> Pipeline:
+    """Return the pipeline with this step in one worker of its own; InputError when there is no such step in it."""
+    step = pipeline.step(name)
+    if step is None or step.pipeline:
+        steps = [one.name for one in pipeline.steps if not one.pipeline]
+        hint = did_you_mean(name, steps) or f"steps here: {', '.join(steps)}"
+        what = "is a pipeline of its own" if step is not None else f"is not in pipeline {pipeline.name}"
+        raise InputError(f"debug: step {name:.80} {what}\n    fix: {hint}")
+    instances = 1 if isinstance(step.instances, int) else {next(iter(step.instances), "cpu"): 1}
+    alone: Step = replace(
+        step, instances=instances, reserved=0, worker=None, idle=None, retry=None, timeout_ms=None, run_max_ms=None
+    )
+    replaced = tuple(alone if one is step else one for one in pipeline.steps)
+    return replace(pipeline, steps=replaced, limits=replace(pipeline.limits, deadline_ms=None, refuse_early=False))
+
+
+def plan_to_debug(plan: Plan, name: str) -> Plan:
+    """Return the plan of such a pipeline with the step marked and without limits of time that it may exceed."""
+    if not plan.step(name).workers:
+        raise InputError(f"debug: step {name:.80} runs no code: the scheduler decides it")
+    steps = tuple(replace(step, run_max_ms=math.inf) if step.name == name else step for step in plan.steps)
+    limits = replace(plan.limits, silence_max_ms=math.inf, stall_max_ms=math.inf)
+    return replace(plan, steps=steps, limits=limits, debug=name)

@@ -1,8 +1,12 @@
-"""Wire reference: the source of a value, such as `hear.text`."""
+"""Wires, and the builder's objects that make them.
+
+A wire is the source of a value, such as `transcribe.text`. A constant wire carries the same value for every request.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +21,35 @@ class Wire:
 
     def __str__(self) -> str:
         return self.port if self.step is None else f"{self.step}.{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantWire(Wire):
+    """A wire that carries the same for every request: text, a number, true, false, None, a list or a mapping."""
+
+    value: Any = None
+
+
+def constant(value: Any) -> ConstantWire:
+    """Return a wire that always carries `value`, for an input port: `p.step(..., size=constant(224))`."""
+    return ConstantWire(None, "", value)
+
+
+class StepHandle:
+    """A step of a pipeline that is being built: `see.detections`, or `see["detections"]`, is a wire."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, port: str) -> Wire:
+        if port.startswith("__"):
+            raise AttributeError(port)
+        return Wire(self._name, port)
+
+    def __getitem__(self, port: str) -> Wire:
+        return Wire(self._name, port)
+
+    def __str__(self) -> str:
+        return self._name

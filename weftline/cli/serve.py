@@ -20,7 +20,7 @@ from weftline.engine.serving.assembly import COMMAND_LINE, Flags, assemble
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.settings import read_file, to_text
 from weftline.errors import MissingPackage, PipelineError, Problem
-from weftline.pipelines.spec.variables import without_secrets
+from weftline.pipelines.spec.document import without_secrets
 
 if TYPE_CHECKING:
     from weftline.engine.serving.config import ServeConfig

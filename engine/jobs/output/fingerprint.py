@@ -27,7 +27,7 @@ from weftline.nodes.contract import ConfigError
 from weftline.nodes.model_file import find_model
 from weftline.nodes.user_code import locate
 from weftline.pipelines.placement.plan import Plan, PlannedStep
-from weftline.pipelines.spec.variables import without_secrets
+from weftline.pipelines.spec.document import without_secrets
 
 WHOLE_BYTES_MAX = 64 << 20
 """Larger files are known by their size, their beginning and their end."""

@@ -16,8 +16,7 @@ from weftline.engine.jobs.sources.piece import UNUSABLE
 from weftline.errors import InputError
 from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.spec import condition
-from weftline.pipelines.spec.condition import Condition
-from weftline.pipelines.spec.evaluation import Tree, literal
+from weftline.pipelines.spec.condition import Condition, Tree, literal
 
 _COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
     "==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,

@@ -10,8 +10,7 @@ import pytest
 
 from weftline.engine.protocol.first_message import open_message
 from weftline.errors import PipelineError
-from weftline.pipelines.placement.budget import over_commit_text, reserve_of
-from weftline.pipelines.placement.kv_memory import LEAST_BYTES
+from weftline.pipelines.placement.budget import LEAST_BYTES, over_commit_text, reserve_of
 from weftline.pipelines.placement.machine import Device, Machine, Taken
 from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan
 from weftline.pipelines.placement.planner import make_plan

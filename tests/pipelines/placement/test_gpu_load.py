@@ -7,7 +7,7 @@ import copy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftline.pipelines.placement.gpu_load import HOP_MS, Balance, Score
+from weftline.pipelines.placement.load_balance import HOP_MS, Balance, Score
 from weftline.pipelines.placement.loads import Load, Room
 from weftline.pipelines.placement.needs import Need
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from weftline.nodes.ports import PortType
-from weftline.pipelines.placement.hops import hop_rows, hops, near_wires, size_of
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.placement.transfers import hop_rows, hops, near_wires, size_of
 from weftline.pipelines.render.svg import NEAR_PX, explain_svg
 from weftline.pipelines.render.text import explain_mermaid, explain_text
 from weftline.pipelines.spec.loader import load_yaml

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from weftline.errors import PipelineError
-from weftline.pipelines.placement.joint_plan import JointPlan, planner
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
-from weftline.pipelines.placement.reservations import Owner, ReservationTable
+from weftline.pipelines.placement.reservations import JointPlan, Owner, ReservationTable, planner
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_yaml
 

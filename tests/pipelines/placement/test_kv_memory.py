@@ -3,7 +3,7 @@
 import pytest
 
 from weftline.errors import PipelineError
-from weftline.pipelines.placement.kv_memory import LEAST_BYTES
+from weftline.pipelines.placement.budget import LEAST_BYTES
 from weftline.pipelines.placement.place import Device, Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan

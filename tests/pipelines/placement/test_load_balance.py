@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftline.pipelines.placement import load_balance as spreading
-from weftline.pipelines.placement.gpu_load import HOP_MS, Balance
-from weftline.pipelines.placement.load_balance import balanced, improve, search, spread
+from weftline.pipelines.placement.load_balance import HOP_MS, Balance, balanced, improve, search, spread
 from weftline.pipelines.placement.loads import Chosen, Load, Room, Rooms, loads_of
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.needs import Need, Needs

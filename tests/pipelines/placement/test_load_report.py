@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weftline.pipelines.placement.gpu_load import HOP_MS
-from weftline.pipelines.placement.load_report import work_rows
+from weftline.pipelines.placement.gpu_assignment import work_rows
+from weftline.pipelines.placement.load_balance import HOP_MS
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.needs import Need, Needs
 from weftline.pipelines.placement.place import place

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weftline.errors import Problem
-from weftline.pipelines.placement.process_assignment import Process, grouped, reasons
+from weftline.pipelines.placement.place import Process, grouped, reasons
 from weftline.pipelines.spec.graph import Step
 from weftline.pipelines.spec.policy import GpuPolicy
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from weftline.pipelines.placement.chains import step_threads
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
-from weftline.pipelines.placement.threads import step_threads
 from weftline.pipelines.spec.builder import Builder
-from weftline.pipelines.spec.debug import plan_to_debug
+from weftline.pipelines.spec.single_step import plan_to_debug
 
 GPU = {"device": "fake:0", "worker": "w"}
 CPU = {"device": "cpu", "worker": "w"}

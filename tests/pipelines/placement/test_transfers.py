@@ -223,7 +223,7 @@ def named(scores: Annotated[np.ndarray, "float32[4]"]) -> str:
 def test_objects_found_cut_and_named_by_the_nodes_of_the_catalog(
     tmp_path: Path, more: str, machine: Machine, crossed: tuple[str, ...]
 ) -> None:
-    from weftline.pipelines.placement.hops import hops
+    from weftline.pipelines.placement.transfers import hops
 
     models = Path(__file__).parents[3] / "examples/models"
     for name in ("tiny", "shapes-detector"):

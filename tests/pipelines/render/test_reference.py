@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from weftline.nodes.catalog import CATALOG, FAKES
-from weftline.pipelines.render.reference import COMMAND, PAGE, yaml_reference
+from weftline.pipelines.render.reference import COMMAND, YAML_PAGE, yaml_reference
 from weftline.pipelines.spec.json_schema import catalog_nodes, node_options
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_committed_page_is_up_to_date() -> None:
-    assert (ROOT / PAGE).read_text(encoding="utf-8") == yaml_reference(), f"run `{COMMAND}`"
+    assert (ROOT / YAML_PAGE).read_text(encoding="utf-8") == yaml_reference(), f"run `{COMMAND}`"
 
 
 def test_every_node_and_option_is_on_the_page() -> None:

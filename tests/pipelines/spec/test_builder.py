@@ -18,10 +18,7 @@ from weftline.pipelines.spec.schema import STEP_KEYS
 from weftline.pipelines.spec.wire import Wire
 from weftline.testing.nodes import Echo, EchoConfig
 
-HERE = Path(__file__).parent
-NODES = HERE.parent
-"""The folder of sample_nodes.py, which the catalog's paths are relative to."""
-
+HERE = Path(__file__).parents[1]
 MACHINE = Machine(4, 8 << 30)
 
 
@@ -30,12 +27,8 @@ def line_above() -> int:
 
 
 def assistant() -> Builder:
-    p = Builder(
-        "voice-photo-assistant",
-        about="Answers a spoken question about a photo.",
-        slo=Slo(latency_p99_ms=1500),
-        base_dir=NODES,
-    )
+    about = "Answers a spoken question about a photo."
+    p = Builder("voice-photo-assistant", about=about, slo=Slo(latency_p99_ms=1500), base_dir=HERE)
     question = p.input("question", "audio", seconds_max=30)
     photo = p.input("photo", "image")
     hear = p.step("hear", "whisper", model="base.en", audio=question, batch=BatchPolicy(8, 5))
@@ -58,14 +51,14 @@ def assistant() -> Builder:
 
 
 def test_the_same_pipeline_in_python_and_in_yaml_is_equal(samples, catalog) -> None:
-    written, built = load_yaml(samples.ASSISTANT, "a.yaml", NODES), assistant().build()
+    written, built = load_yaml(samples.ASSISTANT, "a.yaml", HERE), assistant().build()
     assert built == written
     assert make_plan(built, MACHINE, catalog) == make_plan(written, MACHINE, catalog)
 
 
 def test_what_is_built_loads_back_from_its_yaml(catalog) -> None:
     p = assistant()
-    again = load_yaml(p.to_yaml(), "again.yaml", NODES)
+    again = load_yaml(p.to_yaml(), "again.yaml", HERE)
     assert again == p.build()
     assert make_plan(again, MACHINE, catalog) == make_plan(p.build(), MACHINE, catalog)
     assert "prompt: |\n" in p.to_yaml(), "several lines of text are written as people write them"
@@ -107,7 +100,7 @@ def test_paths_and_tuples_become_what_a_file_holds() -> None:
 
 
 def test_a_pipelines_use_of_gpus_is_written_like_its_limits() -> None:
-    p = Builder("p", gpu=GpuPolicy(ordering="event", mps=True))
+    p = Builder("p", gpu=GpuPolicy(ordering="event", mps=True), base_dir=HERE)
     p.step("a", "echo", idle=60, device_bytes=1 << 30)
     p.step("b", "echo", idle={"after_s": 5, "keep": "host"})
     built = p.build()
@@ -124,7 +117,7 @@ def test_a_pipelines_use_of_gpus_is_written_like_its_limits() -> None:
 
 
 def test_relative_paths_are_relative_to_the_file_that_builds() -> None:
-    assert Builder("p").build().base_dir == HERE
+    assert Builder("p").build().base_dir == Path(__file__).parent
     assert Builder("p", base_dir="elsewhere").build().base_dir == Path("elsewhere")
 
 

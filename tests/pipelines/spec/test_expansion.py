@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from weftline.pipelines.check.checker import examine
-from weftline.pipelines.check.problem_collector import Origin, Report
+from weftline.pipelines.check.problems import Origin, Report
 from weftline.pipelines.spec.expansion import Expansion, expand
 from weftline.pipelines.spec.graph import Input
 from weftline.pipelines.spec.loader import load_yaml

@@ -6,8 +6,12 @@ from typing import get_type_hints
 import pytest
 
 from weftline.errors import Problem
-from weftline.pipelines.spec.entries import (
+from weftline.pipelines.spec.graph import Input, Step
+from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.spec.schema import (
+    BESIDE_PIPELINE,
     BOUNDS,
+    STEP_KEYS,
     BatchEntry,
     GpuEntry,
     IdleEntry,
@@ -16,10 +20,8 @@ from weftline.pipelines.spec.entries import (
     RetryEntry,
     SequenceEntry,
     SloEntry,
+    validate,
 )
-from weftline.pipelines.spec.graph import Input, Step
-from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
-from weftline.pipelines.spec.schema import BESIDE_PIPELINE, STEP_KEYS, validate
 
 POLICIES = [
     (BatchEntry, BatchPolicy),

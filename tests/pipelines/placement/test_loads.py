@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
-from weftline.pipelines.placement.loads import loads_of
-from weftline.pipelines.placement.traffic import links_of
+from weftline.pipelines.placement.loads import links_of, loads_of
 from weftline.pipelines.spec.graph import Step
 from weftline.pipelines.spec.policy import GpuPolicy
 

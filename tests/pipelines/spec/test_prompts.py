@@ -6,7 +6,7 @@ import pytest
 
 from weftline.nodes.template_syntax import TEMPLATE_CHARS_MAX
 from weftline.pipelines.check.checker import examine
-from weftline.pipelines.check.prompts import Reading, readings
+from weftline.pipelines.spec.expansion import Reading, readings
 from weftline.pipelines.spec.loader import load_yaml
 from weftline.pipelines.spec.wire import Wire
 

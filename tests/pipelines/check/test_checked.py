@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftline.nodes.ports import PortType, port
-from weftline.pipelines.check.ports import Sizes, loose, mismatch
+from weftline.pipelines.check.checked import Sizes, loose, mismatch
 
 
 def fits(given_: str, wanted: str) -> bool:
