@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 
 from weftline.engine.jobs.sources.formats import suffixes_of
-from weftline.engine.jobs.sources.lines import BOM, Cut, LineBlock, is_utf8
-from weftline.engine.jobs.sources.schemas import check_names, lacking
-from weftline.engine.jobs.sources.text_reader import HIDDEN_FIELD, TextReader
+from weftline.engine.jobs.sources.reader import check_names, lacking
+from weftline.engine.jobs.sources.text_reader import BOM, HIDDEN_FIELD, Cut, LineBlock, TextReader, is_utf8
 from weftline.errors import InputError
 
 LEARN_BYTES = 4 << 20

@@ -14,8 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json as pj
 
-from weftline.engine.jobs.sources.lines import BOM, LINE_BYTES_MAX, LineBlock, is_utf8
-from weftline.engine.jobs.sources.text_reader import HIDDEN_FIELD, TextReader
+from weftline.engine.jobs.sources.text_reader import BOM, HIDDEN_FIELD, LINE_BYTES_MAX, LineBlock, TextReader, is_utf8
 from weftline.errors import InputError
 
 LEARN_ROWS = 10_000

@@ -3,11 +3,22 @@
 Rows are gathered into *windows* until there are enough of them; a window is put in order, its share is taken, and it is
 given out in tables. A position names where the window in hand begins and how much of it was given out, so that reading
 on makes the same window again and goes on inside it. Memory holds one window, and of ids from a column a digest each.
+
+Row order: seeded shuffle, shards and limits; pure.
+
+The order of a shuffle is made twice: pieces change places, and then rows inside windows of WINDOW_ROWS selected rows.
+It is the same wherever and whenever the same seed is used, and needs no more room than one window. It is no draw from
+all orders of all rows: rows end up near rows of pieces that came near to theirs.
+
+Only streams of numbers that numpy promises never to change are used: the raw bits of PCG64, and a stable sort.
+
+Row ids from a column or from file and row, checked for uniqueness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import Position, Rows
-from weftline.engine.jobs.sources.order import WINDOW_BYTES, WINDOW_ROWS, left, permutation, share
-from weftline.engine.jobs.sources.piece import (
+from weftline.engine.jobs.sources.reader import (
     FOLDER,
     HIDDEN,
     UNUSABLE,
@@ -29,11 +39,11 @@ from weftline.engine.jobs.sources.piece import (
     RowRange,
     rows_at_a_time,
 )
-from weftline.engine.jobs.sources.row_ids import IdCheck, check_id, ids_of
-from weftline.engine.jobs.sources.standard_input import StandardInput
+from weftline.engine.jobs.sources.text_reader import StandardInput
 from weftline.engine.jobs.sources.where import RowFilter
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
+from weftline.pipelines.check.problems import did_you_mean, listed
 
 GATHER_ROWS = 1_000
 """Rows that are gathered, filters and shares applied, before a table is given out."""
@@ -241,3 +251,107 @@ def _check(spec: DataSpec) -> None:
         problems.append(f"--limit {spec.limit}: expected 1 or more")
     if problems:
         raise InputError("\n".join(problems))
+
+
+WINDOW_ROWS = 10_000
+"""Rows that change places with each other."""
+
+WINDOW_BYTES = 64 << 20
+"""A window is closed early when its rows take so much room."""
+
+_MASK = (1 << 64) - 1
+
+
+def permutation(count: int, seed: int, turn: int) -> np.ndarray:
+    """Return int64[count]: the numbers from 0 in an order made from the seed; turn 0 orders pieces, others windows."""
+    bits = np.random.PCG64(np.random.SeedSequence([seed & _MASK, turn]))
+    return np.argsort(bits.random_raw(count), kind="stable") if count else np.zeros(0, np.int64)
+
+
+def share(count: int, seen: int, shard: tuple[int, int] | None) -> np.ndarray | None:
+    """Return int64: which of `count` rows belong to a share, when `seen` came before them; None: all do.
+
+    Row k, from 0, belongs to share k % n + 1 of n.
+    """
+    if shard is None:
+        return None
+    which, of = shard
+    return np.arange((which - 1 - seen) % of, count, of)
+
+
+def left(rows: int, shard: tuple[int, int] | None, limit: int | None) -> int:
+    """Return how many of `rows` selected rows a job has after shares and limit."""
+    if shard is not None:
+        which, of = shard
+        rows = max(0, -(-(rows - which + 1) // of))
+    return rows if limit is None else min(rows, limit)
+
+
+CHECKED_ROWS = 2_000_000
+"""So many ids of one run are compared with each other; those beyond are not, since that takes room: 120 bytes each."""
+
+_ID_BYTES = 16
+
+
+class IdCheck:
+    """Remembers 16 bytes of each id, of rows numbered from the first one that a job means.
+
+    again: reads the rows after a position, or all, once more: those before a job that goes on are looked at too.
+    """
+
+    def __init__(self, again: Callable[[Position | None], Iterator[Rows]]) -> None:
+        self._again = again
+        self._seen: set[bytes] = set()
+        self._looked = 0
+        self._after: Position | None = None
+
+    def look_before(self, place: int) -> None:
+        """Look at the rows before a place, so far as that was not done; InputError as from `look`."""
+        if self._looked >= place or len(self._seen) >= CHECKED_ROWS:
+            return
+        for rows in self._again(self._after):
+            self.look(rows)
+            if self._looked >= place or len(self._seen) >= CHECKED_ROWS:
+                return
+
+    def look(self, rows: Rows) -> None:
+        """Refuse an id that came before, in this reading or an earlier one; InputError names it."""
+        new = rows.ids[max(0, self._looked - rows.place) :]
+        if new:
+            self._looked, self._after = rows.place + len(rows), rows.after
+        for id in new[: max(0, CHECKED_ROWS - len(self._seen))]:
+            digest = hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=_ID_BYTES).digest()
+            if digest in self._seen:
+                raise InputError(
+                    f"row id {id!r:.200} comes twice\n    fix: choose a column whose values differ, or leave --id out"
+                )
+            self._seen.add(digest)
+
+
+def check_id(name: str, schema: pa.Schema) -> None:
+    """Refuse a column that cannot have ids."""
+    if name not in schema.names:
+        hint = did_you_mean(name, schema.names)
+        raise InputError(
+            f"--id {name:.80}: there is no such column{f'; {hint}' if hint else ''}\n"
+            f"    columns: {listed(schema.names)}"
+        )
+    type = schema.field(name).type
+    fits = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_date, pa.types.is_timestamp)
+    if not any(one(type) for one in fits):
+        raise InputError(f"--id {name:.80}: a column of {type}; expected text or whole numbers")
+
+
+def ids_of(table: pa.Table, name: str, instead: Sequence[str], broken: Sequence[bool] | None) -> list[str]:
+    """Return the ids of a column as text; rows that could not be read are called after file and row.
+
+    instead: ids made from file and row.
+    broken:  which rows could not be read.
+    """
+    found: list[str | None] = table.column(name).cast(pa.string()).to_pylist()
+    for row, id in enumerate(found):
+        if id is None:
+            if broken is None or not broken[row]:
+                raise InputError(f"row {instead[row]}: column {name} is empty, and --id {name} makes row ids from it")
+            found[row] = instead[row]
+    return [id for id in found if id is not None]

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from weftline.engine.jobs.sources.piece import UNUSABLE
+from weftline.engine.jobs.sources.reader import UNUSABLE
 from weftline.errors import InputError
 from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.spec import condition

@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from weftline.engine.jobs.rows import Source
-from weftline.engine.jobs.sources.formats import check_format, chosen, mixed
-from weftline.engine.jobs.sources.shown import shown_url
+from weftline.engine.jobs.sources.formats import check_format, chosen, mixed, shown_url
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError, MissingPackage
 
 if TYPE_CHECKING:
-    from weftline.engine.jobs.sources.finding import Listing, SourceFile
-    from weftline.engine.jobs.sources.loading import Loader
-    from weftline.engine.jobs.sources.piece import DatasetReader
+    from weftline.engine.jobs.sources.locations import Listing, SourceFile
+    from weftline.engine.jobs.sources.media import Loader
+    from weftline.engine.jobs.sources.reader import DatasetReader
+
 
 STDIN = "-"
 HUB = "hf:"
@@ -58,13 +58,13 @@ def source_over(dataset: Any, spec: DataSpec) -> Source:
     Of `spec` only the selection counts. InputError when it is something else, or empty.
     """
     pa = need("pyarrow")
-    from weftline.engine.jobs.sources.piece import Origin
+    from weftline.engine.jobs.sources.reader import Origin
     from weftline.engine.jobs.sources.selection import SelectedSource
-    from weftline.engine.jobs.sources.table_reader import TableReader
+    from weftline.engine.jobs.sources.tables import TableReader
 
     reader: DatasetReader
     if hasattr(dataset, "with_format") and hasattr(dataset, "_fingerprint"):
-        from weftline.engine.jobs.sources.hugging_face import HuggingFaceReader
+        from weftline.engine.jobs.sources.tables import HuggingFaceReader
 
         reader = HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), "the data set"))
     elif isinstance(dataset, pa.Table):
@@ -86,7 +86,7 @@ def source_over(dataset: Any, spec: DataSpec) -> Source:
 
 def open_loader(source: Source, spec: DataSpec) -> Loader:
     """Return what reads the files that a source's rows name; close it after the last row."""
-    from weftline.engine.jobs.sources.loading import Loader
+    from weftline.engine.jobs.sources.media import Loader
 
     return Loader(folder=getattr(source, "folder", ""), storage=spec.storage)
 
@@ -105,11 +105,11 @@ def _reader(spec: DataSpec, stdin: BinaryIO | None) -> DatasetReader:
         raise InputError(f"{hub[0] if hub else STDIN} stands alone; found {_shown(spec)}")
     if hub:
         need("datasets")
-        from weftline.engine.jobs.sources import hugging_face
+        from weftline.engine.jobs.sources import tables
 
         if spec.format not in (None, "hf"):
             raise InputError(f"{hub[0]}: --format {spec.format} is for files")
-        return hugging_face.by_name(hub[0].removeprefix(HUB), spec.split)
+        return tables.by_name(hub[0].removeprefix(HUB), spec.split)
     if spec.data == (STDIN,):
         return _of_stdin(spec.format or "jsonl", stdin or sys.stdin.buffer)
     return _of_files(spec)
@@ -122,8 +122,8 @@ def _shown(spec: DataSpec) -> str:
 def _of_stdin(format: str, stream: BinaryIO) -> DatasetReader:
     from weftline.engine.jobs.sources.csv_reader import CsvReader
     from weftline.engine.jobs.sources.jsonl_reader import JsonlReader
-    from weftline.engine.jobs.sources.standard_input import StandardInput
-    from weftline.engine.jobs.sources.stream_reader import StreamReader
+    from weftline.engine.jobs.sources.tables import StreamReader
+    from weftline.engine.jobs.sources.text_reader import StandardInput
 
     held = StandardInput(stream)
     if format == "jsonl":
@@ -136,16 +136,16 @@ def _of_stdin(format: str, stream: BinaryIO) -> DatasetReader:
 
 
 def _of_files(spec: DataSpec) -> DatasetReader:
-    from weftline.engine.jobs.sources.finding import look
+    from weftline.engine.jobs.sources.locations import look
 
     listings = [look(argument, spec.storage) for argument in spec.data]
     if len(listings) == 1 and listings[0].kind == "folder" and _is_saved(listings[0], spec.format):
         need("datasets")
-        from weftline.engine.jobs.sources import hugging_face
+        from weftline.engine.jobs.sources import tables
 
         fs, base = listings[0].fs, listings[0].base
         url = base if listings[0].files[0].local else str(fs.unstrip_protocol(base))
-        return hugging_face.from_disk(url, listings[0].shown, spec.split, spec.storage)
+        return tables.from_disk(url, listings[0].shown, spec.split, spec.storage)
     if spec.split is not None:
         raise InputError(f"--split {spec.split:.80}: only Hugging Face data sets have splits")
     if spec.format == "hf":
@@ -188,11 +188,11 @@ def _check_twice(arguments: Sequence[Sequence[SourceFile]]) -> None:
 
 def _of_format(format: str, files: Sequence[SourceFile]) -> DatasetReader:
     if format == "parquet":
-        from weftline.engine.jobs.sources.parquet_reader import ParquetReader
+        from weftline.engine.jobs.sources.tables import ParquetReader
 
         return ParquetReader(files)
     if format == "arrow":
-        from weftline.engine.jobs.sources.arrow_reader import ArrowReader
+        from weftline.engine.jobs.sources.tables import ArrowReader
 
         return ArrowReader(files)
     if format == "jsonl":
@@ -205,9 +205,9 @@ def _of_format(format: str, files: Sequence[SourceFile]) -> DatasetReader:
         return CsvReader(files)
     if format == "webdataset":
         need("webdataset")
-        from weftline.engine.jobs.sources.tar_reader import TarReader
+        from weftline.engine.jobs.sources.media import TarReader
 
         return TarReader(files)
-    from weftline.engine.jobs.sources.media_reader import MediaReader
+    from weftline.engine.jobs.sources.media import MediaReader
 
     return MediaReader(files)
