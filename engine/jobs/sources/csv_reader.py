@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 
 from weftline.engine.jobs.sources.formats import suffixes_of
-from weftline.engine.jobs.sources.reader import check_names, lacking
+from weftline.engine.jobs.sources.reader import check_columns, check_names
 from weftline.engine.jobs.sources.text_reader import BOM, HIDDEN_FIELD, Cut, LineBlock, TextReader, is_utf8
 from weftline.errors import InputError
 
@@ -38,7 +38,7 @@ class CsvReader(TextReader):
             check_names(found, one.shown)
             if schema is None:
                 schema = self._types(head[len(header) :], names, origin)
-            lacking(schema, found, one.shown, self.origins[0].shown)
+            check_columns(schema, found, one.shown, self.origins[0].shown)
         return schema
 
     def _header(self, origin: int, head: bytes) -> tuple[list[str], bytes]:

@@ -1,12 +1,10 @@
-"""Data types of reading: sources, pieces of a data set and batches of rows.
+"""Reader interface of a data set: pieces, batches, marks and schema checks.
 
-    data set --Piece--> pieces --Batch--> selection --Rows-->
+    data set -> pieces (RowRange) -> Batch -> selection -> Rows
 
-A *piece* is a run of rows that can be read without reading what stands before it: a row group, a range, a whole file.
-A *batch* is what one step of reading gives. A piece is always cut into the same batches, so that a *mark*, which says
-where a batch begins, leads back to exactly that batch and to those that follow it.
-
-Schema consistency across batches and files.
+A *piece* is a range of rows that can be read without the rows before it: a row group, a range, a whole file. A *batch*
+is the result of one read step. A piece is always cut into the same batches, so that a *mark*, the start of a batch in
+its piece, leads back to the same batch and to those after it.
 """
 
 from __future__ import annotations
@@ -21,32 +19,32 @@ from weftline.errors import InputError
 from weftline.pipelines.check.problems import listed
 
 Mark = Any
-"""Where a batch begins in its piece, as a JSON value. Opaque to everybody but the reader."""
+"""Start of a batch in its piece, as a JSON value. Only its reader interprets it."""
 
 UNUSABLE = "weftline:unusable"
-"""Hidden column: why a row could not be read at all, null for the others. All other columns of such a row are null."""
+"""Hidden column: why a row could not be read, null for readable rows. The other columns of such a row are null."""
 
 FOLDER = "weftline:folder"
-"""Hidden column: the folder of the file that a row came from; only there when files lie in several folders."""
+"""Hidden column: folder of the row's file. Present if the files lie in several folders."""
 
 HIDDEN = (UNUSABLE, FOLDER)
-"""Columns that Rows.table may have beyond Source.schema."""
+"""Columns of Rows.table that are not in Source.schema."""
 
 MEANS = b"weftline"
-"""Key in the metadata of a column: `path` when its text names files that are meant, `json` when it is written JSON."""
+"""Metadata key of a text column: `path` if it holds file names to read, `json` if it holds JSON text."""
 
 BATCH_ROWS_MAX = 4_096
 BATCH_BYTES = 16 << 20
-"""What one batch holds at most, roughly: bytes are guessed from what rows take on average."""
+"""Approximate limit of a batch, from the average bytes per row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where rows come from, for people and for what rows name.
+    """File or data set that rows come from.
 
-    name:   stands in row ids: the file's path below the folder that all files share.
-    shown:  stands in messages: the file as the user wrote it.
-    folder: path or URL that the paths in its rows are relative to; '' is the working directory.
+    name:   used in row ids: the file's path below the folder common to all files.
+    shown:  used in messages: the file as the user wrote it.
+    folder: path or URL that paths in its rows are relative to; '' is the working directory.
     """
 
     name: str
@@ -56,12 +54,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """A run of rows that can be read alone.
+    """Range of rows that can be read alone.
 
-    origin: index in Reader.origins.
-    part:   which part of the file: a row group, a record batch, a range; 0 for a whole file.
-    row:    number in the file of the first row, from 0.
-    rows:   how many; None while that is unknown.
+    origin: index in DatasetReader.origins.
+    part:   number of the row group, record batch or range in the file; 0 for a whole file.
+    row:    number of the first row in the file, from 0.
+    rows:   number of rows; None if unknown.
     """
 
     origin: int
@@ -74,10 +72,10 @@ class RowRange:
 class Batch:
     """Rows of one piece that were read together.
 
-    at:    reading the piece from this mark begins with this batch.
-    row:   number in the file of the first row.
-    table: their columns; UNUSABLE is among them where rows can be broken.
-    names: ids that the data set gives by itself; None: made from file and row.
+    at:    mark of this batch in its piece.
+    row:   number of the first row in the file.
+    table: the columns, with UNUSABLE if rows can be unreadable.
+    names: row ids that the format defines; None: made from file and row number.
     """
 
     at: Mark
@@ -87,21 +85,21 @@ class Batch:
 
 
 class DatasetReader(Protocol):
-    """A data set of one format, as it lies there. Every error is an InputError that names the file."""
+    """Reader of one format. Every error is an InputError that names the file."""
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns without hidden ones; every batch has them in this order and of these types."""
+        """Columns without hidden ones; every batch has them in this order and of these types."""
 
     @property
     def origins(self) -> Sequence[Origin]: ...
 
     @property
     def rows(self) -> int | None:
-        """How many there are; None when only reading everything would tell."""
+        """Number of rows; None if it requires reading everything."""
 
     def pieces(self, fine: bool) -> Sequence[RowRange]:
-        """Return all pieces in the data set's own order; small ones when `fine`, to be put in another order."""
+        """Return all pieces in file order; small ones when `fine`, for a shuffle."""
 
     def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
         """Yield the batches of a piece, from a mark on."""
@@ -110,35 +108,32 @@ class DatasetReader(Protocol):
         """Return what identifies the data, one entry for each file or fact."""
 
     def close(self) -> None:
-        """Let go of files. Safe to call twice."""
+        """Close all files. Safe to call twice."""
 
 
 @runtime_checkable
 class ColumnReader(DatasetReader, Protocol):
-    """One that need not read all columns."""
+    """Reader that can read a subset of the columns."""
 
     def only(self, names: Collection[str]) -> DatasetReader:
-        """Return another reader, of these columns alone: it gives the same batches, and has files open of its own."""
+        """Return a reader of these columns with the same batches and its own open files."""
 
 
 def rows_at_a_time(rows: int, size_bytes: int) -> int:
-    """Return how many rows make a batch, when so many rows take so many bytes."""
+    """Return the number of rows of a batch, given the total rows and bytes."""
     return max(1, min(BATCH_ROWS_MAX, rows * BATCH_BYTES // max(size_bytes, 1)))
 
 
-def plain(schema: pa.Schema) -> pa.Schema:
-    """Return a schema without dictionaries, which differ from batch to batch, and without pandas' index notes."""
-    fields = [pa.field(field.name, _plain(field.type), metadata=field.metadata) for field in schema]
+def normalized_schema(schema: pa.Schema) -> pa.Schema:
+    """Return a schema without dictionary types, which vary by batch, and without pandas metadata."""
+    types = [one.value_type if pa.types.is_dictionary(one) else one for one in schema.types]
+    fields = [pa.field(one.name, type, metadata=one.metadata) for one, type in zip(schema, types, strict=True)]
     metadata = {key: text for key, text in (schema.metadata or {}).items() if key != b"pandas"}
     return pa.schema(fields, metadata or None)
 
 
-def _plain(type: pa.DataType) -> pa.DataType:
-    return type.value_type if pa.types.is_dictionary(type) else type
-
-
 def check_names(schema: pa.Schema, shown: str) -> None:
-    """Refuse a file whose columns cannot be told apart, or that has none."""
+    """Refuse a file without columns or with duplicate column names."""
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
         raise InputError(f"{shown}: several columns are called {listed(twice)}; names must differ")
@@ -146,15 +141,15 @@ def check_names(schema: pa.Schema, shown: str) -> None:
         raise InputError(f"{shown}: has no columns")
 
 
-def lacking(schema: pa.Schema, found: pa.Schema, shown: str, first: str) -> None:
-    """Refuse a later file that does not have the first file's columns; what it has beyond them is left out."""
+def check_columns(schema: pa.Schema, found: pa.Schema, shown: str, first: str) -> None:
+    """Refuse a later file that lacks a column of the first file; additional columns are ignored."""
     missing = [name for name in schema.names if name not in found.names]
     if missing:
         raise InputError(f"{shown}: has no column {listed(missing)}, which {first} has\n    fix: run them as two jobs")
 
 
-def fitted(table: pa.Table, schema: pa.Schema, shown: str) -> pa.Table:
-    """Return the columns of `schema`, cast where a file has another type; InputError names file and column."""
+def cast_columns(table: pa.Table, schema: pa.Schema, shown: str) -> pa.Table:
+    """Return the columns of `schema`, cast where types differ; InputError names file and column."""
     columns = []
     for field in schema:
         column = table.column(field.name)

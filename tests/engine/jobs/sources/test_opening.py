@@ -89,7 +89,7 @@ def test_object_stores_are_read_like_folders() -> None:
         (("hf:x", "a.jsonl"), {}, "hf:x stands alone"),
         (("a.dat",), {}, "a.dat: the name does not tell the format"),
         (("a.jsonl",), {"format": "json"}, "--format json: no such format"),
-        (("a.jsonl",), {"format": "hf"}, "--format hf wants one folder"),
+        (("a.jsonl",), {"format": "hf"}, "--format hf expects one folder"),
         (("a.jsonl",), {"split": "train"}, "--split train: only Hugging Face"),
         (("nothing.jsonl",), {}, "the data set is empty"),
         (("what://a.jsonl",), {}, "what://a.jsonl: Protocol not known"),

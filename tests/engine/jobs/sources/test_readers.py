@@ -136,7 +136,7 @@ def test_a_data_set_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionError("no network\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(InputError, match="hf:x: cannot be had: ConnectionError: no network\n    fix:"):
+    with pytest.raises(InputError, match="hf:x: cannot be loaded: ConnectionError: no network\n    fix:"):
         opened("hf:x")
 
 
