@@ -1,6 +1,6 @@
-"""Type compatibility of columns and pipeline inputs.
+"""Column types: compatibility with pipeline inputs, and conversion of numeric columns to arrays.
 
-Conversion of numeric Arrow columns to numpy arrays, zero-copy where possible.
+Conversion is zero-copy where possible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEDIA = ("image", "audio", "bytes")
 
 
 def misfit(field: pa.Field, port: PortType) -> str:
-    """Return why no value of a column can be one of `port`, with what to do; '' when values may fit."""
+    """Return why a column's type does not fit a port; '' if its values may fit."""
     type = storage(field.type)
     if pa.types.is_null(type) or port.kind == "any":
         return ""
@@ -43,12 +43,12 @@ def misfit(field: pa.Field, port: PortType) -> str:
 
 
 def means(field: pa.Field) -> str:
-    """Return what a column says of its text: `path`, `json`, or ''."""
+    """Return the declared meaning of a text column: `path`, `json`, or ''."""
     return (field.metadata or {}).get(MEANS, b"").decode() if field.metadata else ""
 
 
 def storage(type: pa.DataType) -> pa.DataType:
-    """Return what a type is kept as, extensions taken off."""
+    """Return the storage type of extension types, any other type unchanged."""
     while isinstance(type, pa.BaseExtensionType):
         type = type.storage_type
     return type
@@ -68,12 +68,12 @@ def is_list(type: pa.DataType) -> bool:
 
 
 def is_encoded(type: pa.DataType) -> bool:
-    """Whether a type is that of Hugging Face's pictures and recordings: a struct of bytes and path."""
+    """Return True for Hugging Face's Image and Audio type: a struct of bytes and path."""
     return bool(pa.types.is_struct(type)) and {"bytes", "path"} <= {field.name for field in type}
 
 
 def is_shaped(type: pa.DataType) -> bool:
-    """Whether a type is that of a job's tensors of any shape: a struct of shape and data."""
+    """Return True for tensors of any shape in job results: a struct of shape and data."""
     if not pa.types.is_struct(type) or {field.name for field in type} != {"shape", "data"}:
         return False
     shape, data = type.field("shape").type, type.field("data").type
@@ -83,7 +83,7 @@ def is_shaped(type: pa.DataType) -> bool:
 
 
 def holds_bytes(type: pa.DataType) -> bool:
-    """Whether values of a type are pictures, recordings or other bytes, alone or in lists."""
+    """Return True for encoded media and other bytes, also in lists."""
     type = storage(type)
     while is_list(type):
         type = storage(type.value_type)
@@ -110,7 +110,7 @@ def _for_media(type: pa.DataType, kind: str) -> str:
 
 
 def _for_json(type: pa.DataType) -> str:
-    """Bytes are no JSON, wherever they stand; times and decimals are written as text."""
+    """Refuse types that contain bytes; times and decimals become text."""
     if is_bytes(type):
         return f"a column of {type} is no json"
     if pa.types.is_struct(type):
@@ -144,21 +144,21 @@ def _for_tensor(type: pa.DataType, port: PortType) -> str:
         return f"a column of {type} has {depth} dimensions, {port} has {len(port.dims)}"
     for size, dim in zip(fixed, port.dims or ()):
         if size >= 0 and isinstance(dim, int) and dim != size:
-            return f"a column of {type} has lists of {size}, {port} wants {dim}"
+            return f"a column of {type} has lists of {size}, {port} expects {dim}"
     return _for_dtype(inner, port)
 
 
 def _for_dtype(type: pa.DataType, port: PortType) -> str:
     if port.dtype is None:
         return ""
-    wanted, found = np.dtype(port.dtype).kind, "b" if pa.types.is_boolean(type) else "i"
+    expected, found = np.dtype(port.dtype).kind, "b" if pa.types.is_boolean(type) else "i"
     found = "f" if pa.types.is_floating(type) else found
     fits = {"b": "b", "i": "iufc", "f": "fc"}[found]
-    return "" if wanted in fits else f"a column of {type} does not hold {port.dtype}"
+    return "" if expected in fits else f"a column of {type} does not hold {port.dtype}"
 
 
 def tensors(array: pa.Array, port: PortType) -> list[Any]:
-    """Return for each row an array of the port's dtype, None for null, or Unusable."""
+    """Return one array of the port's dtype for each row, None for null, or Unusable."""
     if isinstance(array.type, pa.FixedShapeTensorType):
         return _even(array.storage.flatten(), _valid(array.storage), tuple(array.type.shape), port)
     while isinstance(array.type, pa.BaseExtensionType):
@@ -180,7 +180,7 @@ def _valid(array: pa.Array) -> np.ndarray:
 
 
 def _fixed(array: pa.Array) -> tuple[tuple[int, ...] | None, pa.Array]:
-    """Return the one shape that all rows have and their numbers in a row; None when they differ, or some are null."""
+    """Return the shape common to all rows and the flat numbers; None if shapes differ or inner values are null."""
     shape: list[int] = []
     while pa.types.is_fixed_size_list(array.type):
         if shape and array.null_count:
@@ -193,7 +193,7 @@ def _fixed(array: pa.Array) -> tuple[tuple[int, ...] | None, pa.Array]:
 
 
 def _even(numbers: pa.Array, valid: np.ndarray, shape: tuple[int, ...], port: PortType) -> list[Any]:
-    """Return rows of one shape: numbers of null rows are left out of `numbers`, unless rows are numbers themselves."""
+    """Return rows of one shape. `numbers` has none of null rows, unless rows are scalars."""
     if not shape:
         numbers = numbers.drop_null()
     values = _numpy(numbers)
@@ -209,7 +209,7 @@ def _even(numbers: pa.Array, valid: np.ndarray, shape: tuple[int, ...], port: Po
 
 
 def _number_lists(array: pa.Array, port: PortType) -> list[Any]:
-    """Return rows that are lists of numbers, of any lengths."""
+    """Return rows that are lists of numbers of any length."""
     numbers, lengths = array.flatten(), np.asarray(array.value_lengths().fill_null(0)).astype(np.int64)
     holes = np.asarray(numbers.is_null()) if numbers.null_count else None
     values = _numpy(numbers.fill_null(0) if holes is not None else numbers)
@@ -231,7 +231,7 @@ def _number_lists(array: pa.Array, port: PortType) -> list[Any]:
 
 
 def _shaped(array: pa.Array, port: PortType) -> list[Any]:
-    """Return rows that are a struct of shape and data, the numbers in row-major order."""
+    """Return rows that are structs of shape and row-major data."""
     rows = _number_lists(array.field("data"), PortType("tensor", port.dtype))
     found: list[Any] = []
     for there, row, shape in zip(array.is_valid().to_pylist(), rows, array.field("shape").to_pylist(), strict=True):
@@ -252,9 +252,9 @@ def _numpy(numbers: pa.Array) -> np.ndarray:
 
 
 def _converted(values: np.ndarray, port: PortType) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return numbers in the port's dtype, and which of them it does not hold; None: it holds all of them.
+    """Cast numbers to the port's dtype; return a mask of integers changed by the cast, None if there are none.
 
-    A number with a fraction may be rounded, as everywhere; a whole number may not.
+    Fractions may be rounded; integers may not.
     """
     if port.dtype is None or values.dtype == port.dtype:
         return values, None
@@ -291,7 +291,7 @@ def _checked(found: Any, port: PortType) -> Any:
 
 
 def _spread(found: Sequence[Any], valid: np.ndarray) -> list[Any]:
-    """Return values put back among the nulls they came from between."""
+    """Insert None for the null rows."""
     left = iter(found)
     return [next(left) if one else None for one in valid.tolist()]
 

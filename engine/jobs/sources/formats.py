@@ -84,7 +84,8 @@ def chosen(names: Sequence[str], format: str | None, named: bool, shown: str) ->
         return format, of_format if of_format and not named and format != "files" else list(range(len(names)))
     if named and None in found:
         raise InputError(
-            f"{shown}: the name does not tell the format\n    fix: add --format, one of {', '.join(FORMATS)}"
+            f"{shown}: the file name has no suffix of a known format\n"
+            f"    fix: add --format, one of {', '.join(FORMATS)}"
         )
     tables = sorted({one for one in found if one is not None and one != "files"})
     if len(tables) > 1:
@@ -102,7 +103,7 @@ def chosen(names: Sequence[str], format: str | None, named: bool, shown: str) ->
 def mixed(shown: str, formats: Iterable[str]) -> str:
     """Return the error message for a data set of several formats."""
     several = f"{shown}: files of several formats ({', '.join(formats)}); a data set has one"
-    return f"{several}\n    fix: name the files meant, or add --format"
+    return f"{several}\n    fix: name the files to read, or add --format"
 
 
 def shown_url(text: str) -> str:

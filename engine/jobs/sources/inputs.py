@@ -1,7 +1,4 @@
-"""Mapping of columns to pipeline inputs, and iteration over the bound values.
-
-Conversion of Arrow columns to input values; null becomes None.
-"""
+"""Pipeline inputs from columns: mapping of columns to inputs, and conversion of values; null becomes None."""
 
 from __future__ import annotations
 
@@ -37,11 +34,11 @@ from weftline.pipelines.check.problems import did_you_mean, listed
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Columns by pipeline input; inputs that no column gives are not in it.
+    """Columns by pipeline input, without inputs that have no column.
 
-    schema: of the data set.
+    schema: schema of the data set.
     ports:  types of the inputs in `columns`.
-    needed: inputs that must have a value in every row.
+    needed: inputs that require a value in every row.
     """
 
     columns: Mapping[str, str]
@@ -51,16 +48,16 @@ class Binding:
 
     @property
     def media(self) -> set[str]:
-        """Columns that hold pictures, recordings or other bytes, bound or not: not kept in outputs unless asked for.
+        """Columns of encoded media and other bytes, bound or not: not kept in outputs by default.
 
-        Columns with names of files are none: they are short, and tell where a row came from.
+        Columns of file names are not among them: they are short and identify the row.
         """
         return {field.name for field in self.schema if holds_bytes(field.type)}
 
     def inputs(self, table: pa.Table, loader: Loader) -> dict[str, list[Any]]:
-        """Return for each bound input one value for each row: what Session.run takes, None, or Unusable.
+        """Return the values of each bound input: one per row, None, or Unusable.
 
-        Files that rows name are all read here, so a table should be no larger than what is answered together.
+        Reads all files that rows name: a table should be no larger than one block.
         """
         folders = table.column(FOLDER).to_pylist() if FOLDER in table.schema.names else None
         found = {
@@ -75,12 +72,12 @@ class Binding:
 
 
 def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[str], maps: Mapping[str, str]) -> Binding:
-    """Return which columns the inputs of a pipeline get; InputError with all that is wrong.
+    """Map columns to the inputs of a pipeline; InputError lists all problems.
 
-    ports:  types of all inputs; an input without a column of its name, or a mapping, is left out.
-    needed: inputs that may not be left out.
-    maps:   columns by input, for those that are called otherwise. The only picture, recording or text file of a row
-            needs none where only one input of that kind lacks a column.
+    ports:  types of all inputs; an input without a mapping or a column of its name is left out.
+    needed: inputs that must have a column.
+    maps:   columns by input, where names differ. The only media column of a kind is mapped automatically if only one
+            input of that kind lacks a column.
     """
     names = [name for name in schema.names if name not in HIDDEN]
     problems = []
@@ -115,7 +112,7 @@ def _only_media(
     needed: Collection[str],
     maps: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the column of each input that lacks one, where kind and number leave no choice."""
+    """Map inputs without a column where only one column of their kind is left."""
     taken = {maps.get(name, name) for name in ports}
     lacking = [name for name in ports if name in needed and name not in maps and name not in names]
     found: dict[str, str] = {}
@@ -129,7 +126,7 @@ def _only_media(
 
 
 def _is_of_kind(field: pa.Field, kind: str) -> bool:
-    """Return whether a column holds files of a port's kind: a folder's by its name, any other's by its type."""
+    """Return True if a column holds files of a port's kind, by its name for paths, else by its type."""
     if means(field) == "path":
         return bool(field.name == kind)
     return kind in MEDIA and holds_bytes(field.type)
@@ -141,7 +138,7 @@ def _near(name: str, known: Collection[str]) -> str:
 
 
 def _with_broken(found: dict[str, list[Any]], table: pa.Table) -> dict[str, list[Any]]:
-    """Return the values, with the reason in every input of rows that could not be read."""
+    """Set the reason in every input of unreadable rows."""
     if UNUSABLE not in table.schema.names:
         return found
     column = table.column(UNUSABLE)
@@ -163,7 +160,7 @@ def converted(
 ) -> list[Any]:
     """Return a column's values for an input of type `port`.
 
-    folders: what file names of each row are relative to; None: the loader's folder.
+    folders: folder that file names of each row are relative to; None: the loader's folder.
     """
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if isinstance(array, pa.ChunkedArray):  # more than 2 GiB
@@ -224,7 +221,7 @@ def _media(array: pa.Array, loader: Loader, folders: Sequence[str] | None) -> li
 
 
 def _files(names: Sequence[str | None], loader: Loader, folders: Sequence[str] | None) -> list[Any]:
-    """Return what files hold; None where there is no name."""
+    """Return the content of files; None without a name."""
     places = [place for place, name in enumerate(names) if name is not None]
     found = loader.read_all(
         [name for name in names if name is not None], None if folders is None else [folders[place] for place in places]
@@ -244,15 +241,15 @@ def _json(array: pa.Array, field: pa.Field) -> list[Any]:
 
 def _pylist(array: pa.Array) -> list[Any]:
     values: list[Any] = array.to_pylist(maps_as_pydicts="lossy")
-    return [_plain(value) for value in values] if _has_odd(array.type) else values
+    return [_plain(value) for value in values] if _is_beyond_json(array.type) else values
 
 
-def _has_odd(type: pa.DataType) -> bool:
-    """Whether values of a type are not made of what JSON has."""
+def _is_beyond_json(type: pa.DataType) -> bool:
+    """Return True if values of a type contain times or decimals, which JSON lacks."""
     if pa.types.is_map(type):
-        return _has_odd(type.item_type)
+        return _is_beyond_json(type.item_type)
     if type.num_fields:
-        return any(_has_odd(type.field(place).type) for place in range(type.num_fields))
+        return any(_is_beyond_json(type.field(place).type) for place in range(type.num_fields))
     return bool(pa.types.is_temporal(type) or pa.types.is_decimal(type))
 
 
@@ -276,7 +273,7 @@ def _parsed(text: str) -> Any:
 def _lists(
     array: pa.Array, field: pa.Field, item: PortType, loader: Loader, folders: Sequence[str] | None
 ) -> list[Any]:
-    """Return lists, their elements converted together."""
+    """Return lists; all elements are converted in one call."""
     lengths = np.asarray(array.value_lengths().fill_null(0)).astype(np.int64)
     there = array.is_valid().to_pylist()
     each = None if folders is None else [folders[row] for row in np.repeat(np.arange(len(lengths)), lengths).tolist()]

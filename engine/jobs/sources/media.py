@@ -1,15 +1,4 @@
-"""Media folder reader: one row for each picture, recording or text file.
-
-Columns are `path` and `name`, and one for each kind of file there is (image, audio, text, bytes) with the path again,
-null for files of another kind: whoever binds it to an input reads the file.
-
-WebDataset reader: files with a common stem form one row.
-
-The suffixes are those of the first LEARN_ROWS rows of the first archive; others that come up later are left out. Texts
-are text, `cls` and `index` whole numbers, `json` written JSON, everything else bytes; `__key__` is the name in common.
-
-Threaded, ordered loading of files that rows name.
-"""
+"""Media files: folders of them, WebDataset archives, and the loader of files that rows name."""
 
 from __future__ import annotations
 
@@ -30,25 +19,42 @@ import pyarrow as pa
 
 from weftline.engine.jobs.rows import Unusable
 from weftline.engine.jobs.sources.formats import compression_of, media_kind, shown_url
-from weftline.engine.jobs.sources.locations import SourceFile, of_media, of_tables, origins, unreadable
+from weftline.engine.jobs.sources.locations import SourceFile, first_line, of_media, of_tables, origins, unreadable
 from weftline.engine.jobs.sources.reader import BATCH_BYTES, MEANS, UNUSABLE, Batch, Mark, Origin, RowRange
 from weftline.engine.jobs.sources.text_reader import unpacked
 from weftline.errors import InputError
 
 PIECE_ROWS = 1_000
-
 KINDS = ("image", "audio", "text", "bytes")
+
+LEARN_ROWS = 100
+TAR_ROWS_MAX = 1_000
+TEXTS = ("txt", "text", "caption", "transcript", "md")
+NUMBERS = ("cls", "cls2", "index", "inx", "id")
+RESERVED = ("__key__", "__url__", "__bad__")
+"""Keys that webdataset adds to a row; files with such a suffix would overwrite them."""
+
+THREADS = 8
+BYTES_MAX = 256 << 20
+"""Largest file that is loaded as a value."""
+
+Sample = Mapping[str, Any]
 
 
 class MediaReader:
+    """Folder of media files: one row for each image, audio or text file.
+
+    Columns are `path`, `name`, and one for each kind present (image, audio, text, bytes) with the path again, null for
+    files of another kind. The Loader reads the files bound to an input.
+    """
+
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
         self._names = [one.name for one in origins(files)]
         self.origins: Sequence[Origin] = (Origin("files", "files"),)
         self._kinds = [media_kind(one.shown) for one in files]
-        there = [kind for kind in KINDS if kind in set(self._kinds)]
-        lazy = [pa.field(kind, pa.string(), metadata={MEANS: b"path"}) for kind in there]
-        self.schema: pa.Schema = pa.schema([pa.field("path", pa.string()), pa.field("name", pa.string()), *lazy])
+        paths = [pa.field(kind, pa.string(), metadata={MEANS: b"path"}) for kind in KINDS if kind in set(self._kinds)]
+        self.schema: pa.Schema = pa.schema([pa.field("path", pa.string()), pa.field("name", pa.string()), *paths])
 
     @property
     def rows(self) -> int | None:
@@ -64,8 +70,8 @@ class MediaReader:
         paths, names, kinds = [one.url for one in self._files[here]], self._names[here], self._kinds[here]
         columns: list[list[str | None]] = [[shown_url(path) for path in paths], list(names)]
         columns += [
-            [path if kind == field.name else None for path, kind in zip(paths, kinds, strict=True)]
-            for field in list(self.schema)[2:]
+            [path if kind == column else None for path, kind in zip(paths, kinds, strict=True)]
+            for column in self.schema.names[2:]
         ]
         arrays = [pa.array(column, pa.string()) for column in columns]
         yield Batch(0, piece.row, pa.table(arrays, schema=self.schema), names)
@@ -74,22 +80,15 @@ class MediaReader:
         return of_media(self._files, [Origin(name, name) for name in self._names])
 
     def close(self) -> None:
-        """Nothing is open."""
-
-
-LEARN_ROWS = 100
-TAR_ROWS_MAX = 1_000
-TEXTS = ("txt", "text", "caption", "transcript", "md")
-RESERVED = ("__key__", "__url__", "__bad__")
-"""What webdataset itself writes into a row; a file of such a suffix would take its place."""
-
-NUMBERS = ("cls", "cls2", "index", "inx", "id")
-
-Sample = Mapping[str, Any]
+        """Do nothing: no file is open."""
 
 
 class TarReader:
-    """A piece is an archive; a mark is the number of a row in it."""
+    """WebDataset archives: files with a common stem form one row. A piece is an archive; a mark is a row in it.
+
+    The suffixes are those of the first LEARN_ROWS rows of the first archive; others are ignored. TEXTS are text,
+    NUMBERS integers, `json` JSON text, everything else bytes; `__key__` is the common stem.
+    """
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
@@ -109,26 +108,23 @@ class TarReader:
         return [RowRange(origin) for origin in range(len(self._files))]
 
     def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
-        name = self.origins[piece.origin].name
+        name, row = self.origins[piece.origin].name, at or 0
         with self._samples(piece.origin) as samples:
-            row, held, size_bytes = 0, list[Sample](), 0
-            for sample in samples:
-                row += 1
-                if row <= (at or 0):
-                    continue
+            held, size_bytes = list[Sample](), 0
+            for sample in islice(samples, row, None):
                 held.append(sample)
                 size_bytes += sum(len(value) for value in sample.values() if isinstance(value, bytes))
                 if len(held) >= TAR_ROWS_MAX or size_bytes >= BATCH_BYTES:
-                    yield self._batch(held, row - len(held), name)
-                    held, size_bytes = [], 0
+                    yield self._batch(held, row, name)
+                    row, held, size_bytes = row + len(held), [], 0
             if held:
-                yield self._batch(held, row - len(held), name)
+                yield self._batch(held, row, name)
 
     def fingerprint(self) -> Mapping[str, str]:
         return of_tables(self._files, self.origins)
 
     def close(self) -> None:
-        """Nothing stays open between reads."""
+        """Do nothing: no file stays open between reads."""
 
     def _batch(self, samples: Sequence[Sample], row: int, name: str) -> Batch:
         reasons: list[str | None] = [None] * len(samples)
@@ -147,7 +143,7 @@ class TarReader:
 
     @contextmanager
     def _samples(self, origin: int) -> Iterator[Iterator[Sample]]:
-        from webdataset.tariterators import group_by_keys  # brings torch, where that is installed
+        from webdataset.tariterators import group_by_keys  # imports torch, if installed
 
         file = self._files[origin]
         try:
@@ -158,7 +154,7 @@ class TarReader:
 
 
 def _members(stream: Any, shown: str) -> Iterator[Sample]:
-    """Yield the files of an archive as webdataset has them; InputError for those that it cannot make rows of."""
+    """Yield the members of an archive as webdataset samples; InputError for members that form no rows."""
     from webdataset.tariterators import base_plus_ext, tar_file_iterator
 
     keys, current, suffixes = set[str](), None, set[str]()
@@ -170,13 +166,13 @@ def _members(stream: Any, shown: str) -> Iterator[Sample]:
                 if key in keys:
                     raise InputError(
                         f"{shown}: {name}: row {key} was there already, with another row's files after it\n"
-                        "    fix: give every row its own name, and write its files one after the other"
+                        "    fix: name every row differently, and write its files one after the other"
                     )
                 keys.add(key)
                 current, suffixes = key, set()
             if suffix.lower() in (*RESERVED, *suffixes):
                 why = f"a row cannot have a file called {suffix}" if suffix.lower() in RESERVED else "is there twice"
-                raise InputError(f"{shown}: {name}: {why}\n    fix: leave it out, or give it another name")
+                raise InputError(f"{shown}: {name}: {why}\n    fix: remove or rename it")
             suffixes.add(suffix.lower())
         yield {**member, "__url__": shown}
 
@@ -190,7 +186,7 @@ def _field(suffix: str) -> pa.Field:
 
 
 def _value(suffix: str, data: bytes | None) -> tuple[Any, str | None]:
-    """Return a member as its column has it, and why it cannot be used, if it cannot."""
+    """Return a member's value, and the reason if it is invalid."""
     if data is None or (suffix not in NUMBERS and suffix not in TEXTS and suffix != "json"):
         return data, None
     try:
@@ -202,18 +198,13 @@ def _value(suffix: str, data: bytes | None) -> tuple[Any, str | None]:
         return None, f"{suffix}: no whole number"
 
 
-THREADS = 8
-BYTES_MAX = 256 << 20
-"""Largest file that is read for a value."""
-
-
 class Loader:
-    """Reads files by path or URL. Thread-safe.
+    """Reads the files that rows name, by path or URL, in a thread pool. Thread-safe.
 
-    threads:   files that are read at a time.
-    bytes_max: a larger file is not read.
+    threads:   files read concurrently.
+    bytes_max: larger files are refused.
     folder:    path or URL that relative paths are relative to; '' is the working directory.
-    storage:   options for fsspec, for URLs of the folder's own kind.
+    storage:   fsspec options, for URLs of the folder's protocol.
     """
 
     def __init__(
@@ -228,9 +219,9 @@ class Loader:
         self._threads = ThreadPoolExecutor(threads, "load")
 
     def read_all(self, urls: Sequence[str], folders: Sequence[str | None] | None = None) -> list[bytes | Unusable]:
-        """Return what each file holds, in order; Unusable, with the name as it was written, where one cannot be read.
+        """Return the content of each file, in order, or Unusable with the reason.
 
-        folders: what each is relative to, where it is not the loader's own.
+        folders: folder that each path is relative to; None: the loader's folder.
         """
         return list(self._threads.map(self._read, urls, folders if folders is not None else [None] * len(urls)))
 
@@ -247,17 +238,20 @@ class Loader:
     def _read(self, written: str, folder: str | None) -> bytes | Unusable:
         if not written:
             return Unusable("an empty file name")
-        url = joined(self._folder if folder is None else folder, written)
+        url = _joined(self._folder if folder is None else folder, written)
         try:
             data = self._local(url) if "://" not in url else self._remote(url)
-        except Exception as error:  # a file system elsewhere raises whatever its client raises
-            return Unusable(_reason(written, error))
+        except FileNotFoundError:
+            return Unusable(shown_url(f"there is no file {written}"))
+        except Exception as error:  # remote file systems raise any exception of their client
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+            return Unusable(shown_url(f"cannot read {written}: {reason[:200]}"))
         if len(data) > self.bytes_max:
             return Unusable(f"{shown_url(written)} has more than {self.bytes_max} bytes, the most that are read")
         return data
 
     def _local(self, path: str) -> bytes:
-        with os.fdopen(_regular(path), "rb") as stream:
+        with os.fdopen(_open_regular(path), "rb") as stream:
             return stream.read(self.bytes_max + 1)
 
     def _remote(self, url: str) -> bytes:
@@ -268,8 +262,8 @@ class Loader:
         return bytes(data)
 
 
-def _regular(path: str) -> int:
-    """Return a file, opened; OSError for a pipe or a device, which may never end."""
+def _open_regular(path: str) -> int:
+    """Open a file; OSError for a pipe or a device, which may never end."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
@@ -280,17 +274,10 @@ def _regular(path: str) -> int:
     raise OSError(errno.EINVAL, "it is no regular file")
 
 
-def joined(folder: str, written: str) -> str:
-    """Return where a file is that is called `written` in a row of a file in `folder`."""
+def _joined(folder: str, written: str) -> str:
+    """Return the path or URL of a file named in a row."""
     if "://" in written or written.startswith("/") or not folder:
         return written
     if written.startswith("~/"):
         return str(Path(written).expanduser())
     return posixpath.join(folder, written)
-
-
-def _reason(written: str, error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return shown_url(f"there is no file {written}")
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().split("\n")[0]
-    return shown_url(f"cannot read {written}: {said[:200] or type(error).__name__}")

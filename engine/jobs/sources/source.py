@@ -99,7 +99,7 @@ def need(package: str) -> Any:
 def _reader(spec: DataSpec, stdin: BinaryIO | None) -> DatasetReader:
     hub = [one for one in spec.data if one.startswith(HUB) and not one.startswith("hf://")]
     if len(spec.data) > 1 and (hub or STDIN in spec.data):
-        raise InputError(f"{hub[0] if hub else STDIN} stands alone; found {_shown(spec)}")
+        raise InputError(f"{hub[0] if hub else STDIN} cannot be combined with other data; found {_shown(spec)}")
     if hub:
         need("datasets")
         from weftline.engine.jobs.sources.tables import by_name

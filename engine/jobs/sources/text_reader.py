@@ -1,10 +1,7 @@
-"""Block reader for text files, with blocks cut at line ends.
+"""Base of line-oriented readers: blocks of whole lines from files, compressed files and standard input.
 
-Where blocks end follows from where the first begins: a file read anew from the beginning of any block is cut as before.
-
-Standard input as a data set, with look-ahead and a single pass.
-
-Base of line-oriented readers: sequential reading in blocks.
+The end of a block depends only on where the first block begins: reading again from the start of any block gives the
+same blocks.
 """
 
 from __future__ import annotations
@@ -28,19 +25,20 @@ from weftline.engine.jobs.sources.reader import UNUSABLE, Batch, Mark, Origin, R
 from weftline.errors import InputError
 
 BLOCK_BYTES = 1 << 20
-"""What is read at a time."""
 
 LINE_BYTES_MAX = 256 << 20
 """Longest line, or record of CSV."""
 
 BOM = b"\xef\xbb\xbf"
 
+HIDDEN_FIELD = pa.field(UNUSABLE, pa.string())
+
 
 @dataclass(frozen=True, slots=True)
 class LineBlock:
     """Whole lines of a file.
 
-    byte: where they begin, in the file or in what it unpacks to.
+    byte: offset of the first line in the (uncompressed) file.
     line: number of the first line, from 1.
     """
 
@@ -50,16 +48,146 @@ class LineBlock:
 
 
 Cut = Callable[[bytes, bool], int]
-"""Says how many of these bytes are whole lines (True: the file ends after them); 0 when none is."""
+"""Returns the number of bytes that are whole lines, 0 for none. The flag is True at the end of the file."""
+
+
+class StandardInput:
+    """Standard input with look-ahead; can be read once. A resumed job reads the same stream from its start."""
+
+    origin = Origin("stdin", "standard input")
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._head = b""
+        self._opened = False
+        self._lock = threading.Lock()
+
+    def head(self, size_bytes: int) -> bytes:
+        """Return the first bytes without consuming them; fewer if the stream ends before."""
+        while len(self._head) < size_bytes and not self._opened:
+            more = self._stream.read(size_bytes - len(self._head))
+            if not more:
+                break
+            self._head += more
+        return self._head[:size_bytes]
+
+    def open(self) -> BinaryIO:
+        """Return the whole stream; InputError on the second call."""
+        with self._lock:
+            if self._opened:
+                raise InputError("standard input can be read once only\n    fix: put the data into a file")
+            self._opened = True
+        return cast(BinaryIO, io.BufferedReader(_Replayed(self._head, self._stream), BLOCK_BYTES))
+
+
+class _Replayed(io.RawIOBase):
+    """Stream that yields the look-ahead, then the rest. Closing it leaves the inner stream open."""
+
+    def __init__(self, head: bytes, stream: BinaryIO) -> None:
+        self._head, self._at, self._stream = head, 0, stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = self._head[self._at : self._at + len(buffer)]
+        self._at += len(data)
+        data = data or self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class TextReader(ABC):
+    """Reads files of lines, or standard input. A piece is a file; a mark is a byte, a line and a row."""
+
+    def __init__(self, files: Sequence[SourceFile] | StandardInput) -> None:
+        self._stdin = files if isinstance(files, StandardInput) else None
+        self._files = () if isinstance(files, StandardInput) else files
+        self.origins: Sequence[Origin] = origins(self._files) if self._stdin is None else (self._stdin.origin,)
+        self.schema: pa.Schema = self._learn()
+
+    @property
+    def rows(self) -> int | None:
+        return None
+
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
+        return [RowRange(origin) for origin in range(len(self.origins))]
+
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
+        """Yield one batch for each block."""
+        with self._opened(piece.origin) as stream:
+            byte, line, row = at or (*self._start(piece.origin, stream), 0)
+            if at is not None:
+                seek(stream, byte, self._packed(piece.origin))
+            for block in blocks(stream, self.origins[piece.origin].shown, byte, line, self._cut(piece.origin)):
+                table = self._parsed(block, piece.origin)
+                if table.num_rows:
+                    yield Batch([block.byte, block.line, row], row, table)
+                row += table.num_rows
+
+    def fingerprint(self) -> Mapping[str, str]:
+        if self._stdin is not None:
+            return {"stdin": "cannot be checked"}
+        return of_tables(self._files, self.origins)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between reads."""
+
+    @abstractmethod
+    def _learn(self) -> pa.Schema:
+        """Infer the columns from the beginning of the first file."""
+
+    @abstractmethod
+    def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
+        """Return a block's rows, with the hidden column UNUSABLE last."""
+
+    def _cut(self, origin: int) -> Cut:
+        return whole_lines
+
+    def _start(self, origin: int, stream: BinaryIO) -> tuple[int, int]:
+        """Seek to the first row and return its byte and line."""
+        skip = self._before_rows(origin)
+        seek(stream, len(skip), self._packed(origin))
+        return len(skip), 1 + skip.count(b"\n")
+
+    def _before_rows(self, origin: int) -> bytes:
+        """Return the bytes of a file before its rows."""
+        head = self._head(origin, len(BOM))
+        return BOM if head.startswith(BOM) else b""
+
+    def _head(self, origin: int, size_bytes: int) -> bytes:
+        """Return the first bytes of a file, without consuming standard input."""
+        if self._stdin is not None:
+            return self._stdin.head(size_bytes)
+        with self._opened(origin) as stream:
+            return _read(stream, size_bytes, self.origins[origin].shown, 1)
+
+    def _packed(self, origin: int) -> bool:
+        return self._stdin is not None or compression_of(self._files[origin].shown) is not None
+
+    @contextmanager
+    def _opened(self, origin: int) -> Iterator[BinaryIO]:
+        if self._stdin is not None:
+            with self._stdin.open() as stream:
+                yield stream
+            return
+        file = self._files[origin]
+        with file.open() as packed, unpacked(packed, compression_of(file.shown)) as stream:
+            yield stream
+
+
+def all_readable(table: pa.Table) -> pa.Table:
+    """Append the hidden column of a table whose rows are all readable."""
+    return table.append_column(HIDDEN_FIELD, pa.nulls(table.num_rows, pa.string()))
 
 
 def whole_lines(data: bytes, end: bool) -> int:
-    """The Cut of files in which every line end ends a line."""
+    """Return the size of the whole lines: the Cut of files without quoted line ends."""
     return len(data) if end else data.rfind(b"\n") + 1
 
 
 def is_utf8(data: bytes) -> bool:
-    """Whether these bytes are text."""
+    """Return True for valid UTF-8."""
     if data.isascii():
         return True
     try:
@@ -70,20 +198,15 @@ def is_utf8(data: bytes) -> bool:
 
 
 def unpacked(stream: BinaryIO, compression: str | None) -> BinaryIO:
-    """Return a stream of what a compressed stream holds."""
-    if compression == "gzip":
-        return cast(BinaryIO, gzip.open(stream))
-    if compression == "bz2":
-        return cast(BinaryIO, bz2.open(stream))
-    if compression == "xz":
-        return cast(BinaryIO, lzma.open(stream))
+    """Return the decompressed stream."""
     if compression == "zstd":
         return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(stream, "r"), "zstd"))
-    return stream
+    opener: Any = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}.get(compression or "")
+    return stream if opener is None else cast(BinaryIO, opener(stream))
 
 
 def seek(stream: BinaryIO, byte: int, packed: bool) -> None:
-    """Move to a byte; what is packed, or comes through a pipe, is read up to there."""
+    """Move to a byte; compressed streams and pipes are read up to there."""
     if not packed and stream.seekable():
         stream.seek(byte)
         return
@@ -95,17 +218,13 @@ def seek(stream: BinaryIO, byte: int, packed: bool) -> None:
 
 
 def blocks(stream: Any, shown: str, byte: int = 0, line: int = 1, cut: Cut = whole_lines) -> Iterator[LineBlock]:
-    """Yield a stream's blocks; it stands at `byte` of its file already. InputError when it cannot be read.
+    """Yield the blocks of a stream that stands at `byte` of its file; InputError if it cannot be read.
 
-    A block is cut from the next BLOCK_BYTES, and from twice as much as long as no line ends in them: never from what
-    happens to have been read.
+    A block is cut from the next BLOCK_BYTES, doubled while no line ends in them. Short reads do not change blocks.
     """
     held, wanted = b"", BLOCK_BYTES
     while True:
-        try:
-            held += _read(stream, wanted + 1 - len(held))  # one more shows whether the file goes on
-        except Exception as error:  # as in Found.open
-            raise unreadable(f"{shown}, near line {line}", error) from None
+        held += _read(stream, wanted + 1 - len(held), shown, line)  # one byte more detects the end of the file
         if not held:
             return
         end = len(held) <= wanted
@@ -122,163 +241,15 @@ def blocks(stream: Any, shown: str, byte: int = 0, line: int = 1, cut: Cut = who
             wanted *= 2
 
 
-def _read(stream: Any, size_bytes: int) -> bytes:
-    """Return so many bytes, fewer at the end alone: a pipe gives what it has."""
+def _read(stream: Any, size_bytes: int, shown: str, line: int) -> bytes:
+    """Read exactly this many bytes, fewer only at the end: a pipe returns partial reads."""
     data = b""
-    while len(data) < size_bytes:
-        more = stream.read(size_bytes - len(data))
-        if not more:
-            break
-        data = data + more if data else more
-    return data
-
-
-BUFFER_BYTES = 1 << 20
-
-
-class StandardInput:
-    """Holds what was looked at until it is read. A resumed job is given the same stream again, from its start."""
-
-    origin = Origin("stdin", "standard input")
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._head = b""
-        self._opened = False
-        self._lock = threading.Lock()
-
-    def head(self, size_bytes: int) -> bytes:
-        """Return the first bytes; fewer when it ends before."""
-        while len(self._head) < size_bytes and not self._opened:
-            more = self._stream.read(size_bytes - len(self._head))
+    try:
+        while len(data) < size_bytes:
+            more = stream.read(size_bytes - len(data))
             if not more:
                 break
-            self._head += more
-        return self._head[:size_bytes]
-
-    def open(self) -> BinaryIO:
-        """Return a stream of everything; InputError the second time."""
-        with self._lock:
-            if self._opened:
-                raise InputError("standard input can be read once only\n    fix: put the data into a file")
-            self._opened = True
-        return cast(BinaryIO, io.BufferedReader(_Replayed(self._head, self._stream), BUFFER_BYTES))
-
-
-class _Replayed(io.RawIOBase):
-    """First what was looked at, then the rest. Closing it leaves the stream open."""
-
-    def __init__(self, head: bytes, stream: BinaryIO) -> None:
-        self._head, self._at, self._stream = head, 0, stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        data = self._head[self._at : self._at + len(buffer)]
-        self._at += len(data)
-        data = data or self._stream.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
-HIDDEN_FIELD = pa.field(UNUSABLE, pa.string())
-
-
-class TextReader(ABC):
-    """Reads files of lines. A piece is a file; a mark is a byte, a line and a row.
-
-    files: what is read; or standard input, which can be read once.
-    """
-
-    def __init__(self, files: Sequence[SourceFile] | StandardInput) -> None:
-        self._stdin = files if isinstance(files, StandardInput) else None
-        self._files = () if isinstance(files, StandardInput) else files
-        self.origins: Sequence[Origin] = origins(self._files) if self._stdin is None else (self._stdin.origin,)
-        self.schema: pa.Schema = self._learn()
-
-    @property
-    def rows(self) -> int | None:
-        return None
-
-    def pieces(self, fine: bool) -> Sequence[RowRange]:
-        return [RowRange(origin) for origin in range(len(self.origins))]
-
-    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
-        """Yield batches, a block each."""
-        shown = self.origins[piece.origin].shown
-        with self._opened(piece.origin) as stream:
-            byte, line, row = at or (*self._start(piece.origin, stream), 0)
-            if at is not None:
-                seek(stream, byte, self._packed(piece.origin))
-            for block in blocks(stream, shown, byte, line, self._cut(piece.origin)):
-                table = self._parsed(block, piece.origin)
-                if table.num_rows:
-                    yield Batch([block.byte, block.line, row], row, table)
-                row += table.num_rows
-
-    def fingerprint(self) -> Mapping[str, str]:
-        if self._stdin is not None:
-            return {"stdin": "cannot be checked"}
-        return of_tables(self._files, self.origins)
-
-    def close(self) -> None:
-        """Nothing stays open between reads."""
-
-    @abstractmethod
-    def _learn(self) -> pa.Schema:
-        """Return the columns, from the beginning of the first file."""
-
-    @abstractmethod
-    def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
-        """Return a block's rows, with the hidden column UNUSABLE last."""
-
-    def _cut(self, origin: int) -> Cut:
-        return whole_lines
-
-    def _start(self, origin: int, stream: BinaryIO) -> tuple[int, int]:
-        """Read up to the first row, and return the byte and the line at which it begins."""
-        skip = self._before_rows(origin)
-        seek(stream, len(skip), self._packed(origin))
-        return len(skip), 1 + skip.count(b"\n")
-
-    def _before_rows(self, origin: int) -> bytes:
-        """Return what stands in a file before its rows."""
-        head = self._head(origin, len(BOM))
-        return BOM if head.startswith(BOM) else b""
-
-    def _head(self, origin: int, size_bytes: int) -> bytes:
-        """Return the first bytes of a file; standard input can still be read from its start."""
-        if self._stdin is not None:
-            return self._stdin.head(size_bytes)
-        with self._opened(origin) as stream:
-            for block in blocks(
-                _Once(stream, size_bytes), self.origins[origin].shown, cut=lambda data, end: end * len(data)
-            ):
-                return block.data
-        return b""
-
-    def _packed(self, origin: int) -> bool:
-        return self._stdin is not None or compression_of(self._files[origin].shown) is not None
-
-    @contextmanager
-    def _opened(self, origin: int) -> Iterator[BinaryIO]:
-        if self._stdin is not None:
-            with self._stdin.open() as stream:
-                yield stream
-            return
-        file = self._files[origin]
-        with file.open() as packed, unpacked(packed, compression_of(file.shown)) as stream:
-            yield stream
-
-
-class _Once:
-    """A stream that ends after so many bytes."""
-
-    def __init__(self, stream: BinaryIO, size_bytes: int) -> None:
-        self._stream, self._left = stream, size_bytes
-
-    def read(self, size_bytes: int) -> bytes:
-        data = self._stream.read(min(size_bytes, self._left)) if self._left else b""
-        self._left -= len(data)
-        return data
+            data = data + more if data else more
+    except Exception as error:  # remote file systems raise any exception of their client
+        raise unreadable(f"{shown}, near line {line}", error) from None
+    return data
