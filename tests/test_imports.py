@@ -37,7 +37,7 @@ PURE = [
     *(f"engine/serving/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
     *(f"engine/metrics/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
     *(f"engine/jobs/{name}.py" for name in ("rows", "tally", "spec", "progress", "blocks")),
-    *(f"engine/jobs/output/{name}.py" for name in ("naming", "manifest", "records", "recovery", "formats")),
+    *(f"engine/jobs/output/{name}.py" for name in ("layout", "manifest")),
     *(f"engine/jobs/runners/{name}.py" for name in ("tries", "window", "repeatable", "each_row")),
     *(f"engine/jobs/{name}.py" for name in ("report/pace", "report/kinds", "sources/formats")),
 ]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weftline.engine.jobs.dataset_run import Run, error_json
 from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import Columns, columns_of
-from weftline.engine.jobs.output.media import MediaEncoder
-from weftline.engine.jobs.output.values import settled
+from weftline.engine.jobs.output.values import MediaEncoder, settled
 from weftline.engine.jobs.rows import BlockResult, RowBlock
 from weftline.errors import InputError, MissingPackage
 from weftline.nodes.ports import PortType

@@ -17,7 +17,7 @@ from weftline.nodes.ports import PortType
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from weftline.engine.jobs.sources.loading import Loader
+    from weftline.engine.jobs.sources.media import Loader
 
 MEDIA = ("image", "audio", "bytes")
 """Kinds of inputs whose columns are not kept when nobody says: they are large."""
@@ -75,7 +75,7 @@ def _is_media(value: Any, type: PortType) -> bool:
 def _mapping_runs(
     rows: Iterator[Any], columns: Mapping[str, str], media: Set[str], wanted: DatasetQuery
 ) -> Iterator[Run]:
-    from weftline.engine.jobs.sources.loading import Loader
+    from weftline.engine.jobs.sources.media import Loader
 
     place = 0
     with Loader() as loader:

@@ -15,7 +15,7 @@ from typing import Any
 from weftline.engine.jobs.dataset_mappings import runs_of_mappings
 from weftline.engine.jobs.dataset_run import DatasetQuery, Runs
 from weftline.engine.jobs.dataset_tables import as_tables, numbered, runs_of_path, runs_of_tables, streamed
-from weftline.engine.jobs.sources.opening import need
+from weftline.engine.jobs.sources.source import need
 from weftline.errors import InputError
 
 

@@ -8,14 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weftline.engine.jobs.dataset_run import DatasetQuery, Run, Runs, kept_of
-from weftline.engine.jobs.sources.opening import open_loader, open_source
+from weftline.engine.jobs.sources.source import open_loader, open_source
 from weftline.engine.jobs.spec import DataSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from weftline.engine.jobs.sources.binding import Binding
-    from weftline.engine.jobs.sources.loading import Loader
+    from weftline.engine.jobs.sources.inputs import Binding
+    from weftline.engine.jobs.sources.media import Loader
 
 
 def runs_of_path(path: str, wanted: DatasetQuery) -> Runs:
@@ -64,7 +64,7 @@ def runs_of_tables(
     loader: Loader | None = None,
 ) -> Iterator[Run]:
     """Return the runs of tables; their columns are bound here and now, by the schema or else by the first of them."""
-    from weftline.engine.jobs.sources.binding import bind
+    from weftline.engine.jobs.sources.inputs import bind
 
     if schema is None:
         first = next(tables, None)
@@ -82,7 +82,7 @@ def _table_runs(
     rows: int,
     loader: Loader | None,
 ) -> Iterator[Run]:
-    from weftline.engine.jobs.sources.loading import Loader
+    from weftline.engine.jobs.sources.media import Loader
 
     with loader or Loader() as files:
         for ids, table in tables:

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from weftline.engine.jobs.blocks import Cut, Mark, cut, read_on, size_of
 from weftline.engine.jobs.flow import answered
 from weftline.engine.jobs.output.fingerprint import versions
-from weftline.engine.jobs.output.formats import EXTRAS
-from weftline.engine.jobs.output.joining import hf_files, join_parts
+from weftline.engine.jobs.output.layout import EXTRAS
 from weftline.engine.jobs.output.store import Store
+from weftline.engine.jobs.output.tables import hf_files, join_parts
 from weftline.engine.jobs.parts import Commit, Parts, commit_next, writing
 from weftline.engine.jobs.preparing import Prepared, prepare
 from weftline.engine.jobs.progress import JobEnd, Progress
 from weftline.engine.jobs.retrying import commit_again, cuts_again
 from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError, Stop
 from weftline.engine.jobs.runners.opening import AnswererFactory
-from weftline.engine.jobs.sources.loading import Loader
-from weftline.engine.jobs.sources.opening import open_loader
-from weftline.engine.jobs.sources.shown import shown_url
+from weftline.engine.jobs.sources.formats import shown_url
+from weftline.engine.jobs.sources.media import Loader
+from weftline.engine.jobs.sources.source import open_loader
 from weftline.engine.jobs.spec import ErrorsMax, JobSpec
 from weftline.engine.jobs.tally import Tally
 from weftline.engine.jobs.telling import Telling

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from weftline.engine.jobs.blocks import Mark
 from weftline.engine.jobs.output.columns import Columns
-from weftline.engine.jobs.output.draft import Draft
-from weftline.engine.jobs.output.errors_file import ErrorRow
-from weftline.engine.jobs.output.media import MediaEncoder
-from weftline.engine.jobs.output.store import Store
-from weftline.engine.jobs.output.values import settled
-from weftline.engine.jobs.output.writers import write_part
+from weftline.engine.jobs.output.manifest import ErrorRow
+from weftline.engine.jobs.output.store import Draft, Store
+from weftline.engine.jobs.output.tables import write_part
+from weftline.engine.jobs.output.values import MediaEncoder, settled
 from weftline.engine.jobs.preparing import Prepared
 from weftline.engine.jobs.rows import BlockResult, RowBlock
 from weftline.engine.jobs.tally import Tally

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from weftline.engine.jobs.output.columns import Columns, columns_of
 from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
-from weftline.engine.jobs.output.formats import format_of, suffix
+from weftline.engine.jobs.output.folder import LOCAL
+from weftline.engine.jobs.output.layout import format_of, suffix
 from weftline.engine.jobs.output.manifest import Manifest
-from weftline.engine.jobs.output.place import LOCAL
-from weftline.engine.jobs.output.writers import check_columns
+from weftline.engine.jobs.output.tables import check_columns
 from weftline.engine.jobs.rows import Source
 from weftline.engine.jobs.runners.blocked import needed
 from weftline.engine.jobs.runners.opening import AnswererFactory
-from weftline.engine.jobs.sources.binding import Binding, bind
-from weftline.engine.jobs.sources.opening import open_source
-from weftline.engine.jobs.sources.piece import HIDDEN
+from weftline.engine.jobs.sources.inputs import Binding, bind
+from weftline.engine.jobs.sources.reader import HIDDEN
+from weftline.engine.jobs.sources.source import open_source
 from weftline.engine.jobs.spec import JobSpec
 from weftline.engine.machine import this_machine
 from weftline.errors import InputError, PipelineError, Problem

@@ -11,7 +11,7 @@ from weftline.engine.jobs.preparing import Prepared, prepare
 from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.rows import RowBlock, Stop
 from weftline.engine.jobs.runners.opening import AnswererFactory
-from weftline.engine.jobs.sources.opening import open_loader
+from weftline.engine.jobs.sources.source import open_loader
 from weftline.engine.jobs.spec import JobSpec
 from weftline.engine.jobs.telling import sample_of
 from weftline.pipelines.placement.plan import Plan

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 from weftline.engine.jobs.blocks import Cut, Mark, read_on
-from weftline.engine.jobs.output.errors_file import ErrorRow
+from weftline.engine.jobs.output.manifest import ErrorRow
 from weftline.engine.jobs.output.store import Store
 from weftline.engine.jobs.output.tables import amend_part
 from weftline.engine.jobs.parts import Commit, ResultPart

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.report.samples import shown
 from weftline.engine.jobs.report.words import one_line
-from weftline.engine.jobs.sources.shown import shown_url
+from weftline.engine.jobs.sources.formats import shown_url
 from weftline.engine.jobs.spec import DataSpec, JobSpec
 from weftline.pipelines.render.text import explain_text
 

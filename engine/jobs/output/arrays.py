@@ -2,23 +2,28 @@
 
 A value that is None becomes null. A value that does not fit its type raises ValueError, TypeError, KeyError or an error
 of pyarrow's; values.py finds out which row it was.
+
+Arrow arrays from the tensors of one output; pure.
+
+Split of concatenated values into one list for each row.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from weftline.engine.jobs.output.arrow import pa
-from weftline.engine.jobs.output.columns import FOUND, MEDIA
-from weftline.engine.jobs.output.json_text import json_text, whole_text
-from weftline.engine.jobs.output.nested import cut
-from weftline.engine.jobs.output.tensors import tensors
+from weftline.engine.jobs.output.columns import FOUND, MEDIA, WRITTEN_AS, is_nested
+from weftline.engine.jobs.output.json_lines import json_text, whole_text
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
+from weftline.nodes.values import fits
+from weftline.shm.spec import STAND_INS
+from weftline.shm.view import dtype_name
 
 _BOXES = FOUND.field("box").type
 
@@ -93,3 +98,162 @@ def _one_picture(value: Any) -> tuple[np.ndarray, np.ndarray, Iterable[int | Non
     boxes = np.array([one["box"] for one in value], np.float32).reshape(len(value), 4)
     scores = np.array([one["score"] for one in value], np.float32)
     return boxes, scores, [None] * len(value), [one["name"] for one in value]
+
+
+def tensors(type: PortType, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
+    """Return the array of tensors, null where a value is None; ValueError or TypeError when one is no such tensor.
+
+    values: arrays, or lists of numbers; or one array of all rows, for a port that holds one number.
+    """
+    if type.dims == () and type.dtype is not None:
+        return _scalars(type.dtype, values, arrow_type)
+    arrays = [None if one is None else np.asarray(one) for one in values]
+    for one in arrays:
+        if one is not None and type.dims is not None and not fits(type.dims, one.shape):
+            raise ValueError(f"a tensor of shape {list(one.shape)}")
+    if type.dtype is None:
+        return pa.array([_any_tensor(one) for one in arrays], arrow_type)
+    dtype = type.dtype
+    if is_nested(type.dims):
+        numbers = _numbers(dtype, arrays)
+        levels = [arrow_type]
+        while pa.types.is_list(levels[-1].value_type):
+            levels.append(levels[-1].value_type)
+        sizes = [size for size in (type.dims or ())[1:] if isinstance(size, int)] + ([2] if _is_pair(dtype) else [])
+        for level, size in zip(reversed(levels[1:]), reversed(sizes), strict=True):
+            numbers = rows_of(level, numbers, size)
+        return cut(arrow_type, arrays, numbers, len)
+    return _shaped(dtype, arrays, arrow_type)
+
+
+def _scalars(dtype: str, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
+    if not isinstance(values, np.ndarray) and any(one is None for one in values):
+        absent = np.fromiter((one is None for one in values), bool, len(values))
+        present = true_numbers(dtype, np.array([one for one in values if one is not None]))
+        full = np.zeros((len(values), *present.shape[1:]), present.dtype)
+        full[~absent] = _one_each(present, len(values) - int(absent.sum()))
+    else:
+        absent, full = None, _one_each(true_numbers(dtype, np.array(values)), len(values))
+    if _is_pair(dtype):
+        offsets = pa.array(np.arange(0, 2 * len(full) + 1, 2, dtype=np.int32))
+        mask = None if absent is None else pa.array(absent)
+        return pa.ListArray.from_arrays(offsets, pa.array(_halves(full)), type=arrow_type, mask=mask)
+    return pa.array(full, arrow_type, mask=absent)
+
+
+def _one_each(numbers: np.ndarray, rows: int) -> np.ndarray:
+    if numbers.shape != (rows,):
+        raise ValueError("more than one number in a row")
+    return numbers
+
+
+def _shaped(dtype: str, arrays: Sequence[np.ndarray | None], arrow_type: pa.DataType) -> pa.Array:
+    """Return structs of shape and numbers. A null struct holds null lists."""
+    shape, data = arrow_type.field("shape"), arrow_type.field("data")
+    sizes = np.fromiter(itertools.chain.from_iterable(one.shape for one in arrays if one is not None), np.int64)
+    numbers = _numbers(dtype, arrays)
+    if _is_pair(dtype):
+        numbers = rows_of(data.type.value_type, numbers, 2)
+    both = [
+        cut(shape.type, arrays, pa.array(sizes), lambda one: int(one.ndim)),
+        cut(data.type, arrays, numbers, lambda one: int(one.size)),
+    ]
+    return pa.StructArray.from_arrays(both, fields=[shape, data], mask=missing(arrays))
+
+
+def _any_tensor(array: np.ndarray | None) -> Mapping[str, Any] | None:
+    if array is None:
+        return None
+    if array.dtype.hasobject:
+        raise TypeError("no tensor")
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return {"dtype": dtype_name(array.dtype), "shape": list(array.shape), "data": little.tobytes()}
+
+
+def _numbers(dtype: str, arrays: Iterable[np.ndarray | None]) -> pa.Array:
+    """Return the numbers of all arrays, one after the other."""
+    present = [one.ravel() for one in arrays if one is not None and one.size]
+    flat = true_numbers(dtype, np.concatenate(present)) if present else np.zeros(0, WRITTEN_AS.get(dtype, dtype))
+    return pa.array(_halves(flat) if _is_pair(dtype) else flat)
+
+
+def _is_pair(dtype: str) -> bool:
+    return dtype == "complex64"
+
+
+def _halves(numbers: np.ndarray) -> np.ndarray:
+    """Return real and imaginary parts in turn."""
+    return np.ascontiguousarray(numbers, np.complex64).view(np.float32)
+
+
+def true_numbers(dtype: str, numbers: np.ndarray) -> np.ndarray:
+    """Return numbers in the dtype that is written for `dtype`: those numpy lacks are worked out from their bits.
+
+    TypeError when they are of another kind, such as fractions where whole numbers are expected, or no numbers at all;
+    ValueError when whole numbers are too large.
+    """
+    if dtype in STAND_INS and numbers.dtype.name == STAND_INS[dtype]:
+        return _FROM_BITS[dtype](numbers)
+    wanted = np.dtype(dtype if _is_pair(dtype) else WRITTEN_AS.get(dtype, dtype))
+    if numbers.dtype == wanted:
+        return numbers
+    if numbers.size and numbers.dtype.kind not in "biufc":
+        raise TypeError(f"{numbers.dtype}, expected {dtype}")
+    whole = numbers.dtype.kind in "iu" and wanted.kind in "iu"
+    cast = numbers.astype(wanted, casting="unsafe" if whole or not numbers.size else "same_kind")
+    if whole and not np.array_equal(cast, numbers):
+        raise ValueError(f"a number that {dtype} cannot hold")
+    return cast
+
+
+def _bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _float8(exponent_bits: int, bias: int, infinities: bool) -> np.ndarray:
+    """Return the 256 numbers of an 8-bit float (Micikevicius et al. 2022, "FP8 formats for deep learning")."""
+    bits, fraction_bits = np.arange(256), 7 - exponent_bits
+    sign = np.where(bits & 0x80, -1.0, 1.0)
+    exponent = (bits & 0x7F) >> fraction_bits
+    fraction = (bits & ((1 << fraction_bits) - 1)) / (1 << fraction_bits)
+    found = sign * np.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - bias), fraction * 2.0 ** (1 - bias))
+    top = exponent == (1 << exponent_bits) - 1
+    if infinities:
+        found = np.where(top, np.where(fraction == 0, sign * np.inf, np.nan), found)
+    else:
+        found = np.where((bits & 0x7F) == 0x7F, np.nan, found)
+    return found.astype(np.float32)
+
+
+_E4M3, _E5M2 = _float8(4, 7, infinities=False), _float8(5, 15, infinities=True)
+_FROM_BITS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "bfloat16": _bfloat16,
+    "float8_e4m3fn": lambda bits: _E4M3[bits],
+    "float8_e5m2": lambda bits: _E5M2[bits],
+}
+
+
+OFFSET_MAX = (1 << 31) - 1
+"""Most elements of all lists of one array: Arrow counts them in 32 bits."""
+
+
+def cut(arrow_type: pa.DataType, values: Sequence[Any], inner: pa.Array, size: Callable[[Any], int]) -> pa.Array:
+    """Return `inner` cut into one list for each value, null where a value is None."""
+    sizes = np.fromiter((0 if one is None else size(one) for one in values), np.int64, len(values))
+    offsets = np.concatenate(([0], np.cumsum(sizes)))
+    if offsets[-1] > OFFSET_MAX:
+        raise ValueError(f"{offsets[-1]} numbers in one block of rows\n    fix: lower --block-rows")
+    where = pa.array(offsets.astype(np.int32))
+    return pa.ListArray.from_arrays(where, inner, type=arrow_type, mask=missing(values))
+
+
+def missing(values: Sequence[Any]) -> pa.Array | None:
+    """Return which values are None, or None when none is: the array then has no bitmap."""
+    absent = [one is None for one in values]
+    return pa.array(absent, pa.bool_()) if any(absent) else None
+
+
+def rows_of(arrow_type: pa.DataType, inner: pa.Array, size: int) -> pa.Array:
+    """Return `inner` cut into lists of `size` elements each."""
+    offsets = pa.array(np.arange(0, len(inner) + 1, size, dtype=np.int32))
+    return pa.ListArray.from_arrays(offsets, inner, type=arrow_type)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.jobs.output.documents import encode
+from weftline.engine.jobs.output.manifest import encode
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.model_file import find_model

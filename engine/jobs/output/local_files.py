@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from weftline.engine.jobs.output.files import Held, Lock, Write
-from weftline.engine.jobs.output.naming import being_written
+from weftline.engine.jobs.output.layout import being_written
 
 BUFFER_BYTES = 1 << 20
 """What is gathered before it is handed to the operating system."""

@@ -1,11 +1,19 @@
-"""Job manifest: pipeline, data and settings, compared on resume; pure."""
+"""Job manifest: pipeline, data and settings, compared on resume; pure.
+
+Commit record of a part, written last.
+
+Error rows as JSON lines on disk, in row order.
+
+Strict reader of small JSON documents; keeps file names that are not valid Unicode.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -110,3 +118,144 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as they come back from a file: tuples as lists, keys as text."""
     plain: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(settings, str_keys=True)))
     return plain
+
+
+class MediaRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Pictures and recordings that were written together.
+
+    folder: below the job's media folder, with `/` at the end.
+    sha256: over their names and contents, in the order of names.
+    """
+
+    folder: str
+    files: int
+    size_bytes: int
+    sha256: str
+
+
+class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed part.
+
+    place:        of its first row.
+    rows:         how many rows it answers for, error rows among them.
+    error_places: of its error rows, rising.
+    file:         its data, a name in the job's folder.
+    errors_file:  its error rows, a name in the job's state folder; '' when it has none.
+    media:        one entry for each revision that has any.
+    after:        where the source stands after its last row.
+    tally:        how the steps fared in it, as Tally.to_json gives it.
+    seconds:      how long it took, all its revisions together.
+    revision:     how often its error rows were run again.
+    """
+
+    version: int = VERSION
+    part: int
+    place: int
+    rows: int
+    error_places: tuple[int, ...] = ()
+    file: str
+    size_bytes: int
+    sha256: str
+    errors_file: str = ""
+    errors_sha256: str = ""
+    media: tuple[MediaRecord, ...] = ()
+    after: dict[str, Any]
+    tally: dict[str, Any]
+    seconds: float
+    revision: int = 0
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """Written when everything is there.
+
+    records: digest of the records that it was made from.
+    files:   size by name of what was put together at the end.
+    """
+
+    version: int = VERSION
+    records: str
+    parts: int
+    rows: int
+    errors: int
+    files: dict[str, int]
+
+
+def digest(records: Iterable[PartRecord]) -> str:
+    """Return what changes when any record does."""
+    sha256 = hashlib.sha256()
+    for one in records:
+        sha256.update(f"{one.part} {one.revision} {one.sha256} {one.errors_sha256}\n".encode())
+    return sha256.hexdigest()
+
+
+def gaps(records: Mapping[int, PartRecord]) -> list[str]:
+    """Return what does not fit together in the records by the part of their names, as sentences."""
+    problems = []
+    for part in range(max(records, default=-1) + 1):
+        one, before = records.get(part), records.get(part - 1)
+        if one is None:
+            problems.append(f"the record of part {part} is missing, and later ones are there")
+        elif one.part != part:
+            problems.append(f"the record of part {part} is that of part {one.part}")
+        elif one.place != (before.place + before.rows if before is not None else 0) and (before or part == 0):
+            problems.append(
+                f"the record of part {part} begins at row {one.place}, which the part before does not reach"
+            )
+    return problems
+
+
+def in_order(records: Mapping[int, PartRecord]) -> Sequence[PartRecord]:
+    return [records[part] for part in sorted(records)]
+
+
+class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that has no outputs.
+
+    place, id: of the row, as in `rows`.
+    step, error, reason: as in `rows.RowError`.
+    part:      the part it belongs to.
+    """
+
+    place: int
+    id: str
+    step: str
+    error: str
+    reason: str
+    part: int
+
+
+def encode_rows(rows: Iterable[ErrorRow]) -> bytes:
+    """Return error rows as lines, in the order of their places."""
+    return b"".join(encode(row) for row in sorted(rows, key=lambda row: row.place))
+
+
+def read_rows(file: BinaryIO) -> Iterator[ErrorRow]:
+    """Yield the error rows of a file; Unreadable names the line."""
+    for number, line in enumerate(file, 1):
+        try:
+            yield decode(line, ErrorRow)
+        except Unreadable as error:
+            raise Unreadable(f"line {number}: {error}") from None
+
+
+T = TypeVar("T")
+
+
+class Unreadable(ValueError):
+    """A document is torn, or holds something else; says what was found."""
+
+
+def encode(value: Any) -> bytes:
+    """Return a value of plain data or a msgspec struct as one line of JSON; a lone surrogate stands as its escape."""
+    written = json.dumps(msgspec.to_builtins(value, str_keys=True), ensure_ascii=False, allow_nan=False)
+    return written.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def decode(data: bytes, type: type[T]) -> T:
+    """Return what `encode` wrote; Unreadable when it is not whole or not of that type."""
+    try:
+        return msgspec.convert(json.loads(data), type)
+    except msgspec.ValidationError as error:
+        raise Unreadable(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise Unreadable("it is not whole" if data.strip() else "it is empty") from error

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from weftline.engine.jobs.output.files import Held, Lock, Write, put_bytes
-from weftline.engine.jobs.output.naming import OWNER, being_written
+from weftline.engine.jobs.output.layout import OWNER, being_written
 
 WHOLE_AT_ONCE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
 """Protocols under which an object is seen when all of it has arrived, and not before."""

@@ -7,10 +7,14 @@
 
 A store is either whole or says OutputFailed; after that it writes nothing more, and the next `open` goes on from what
 was committed. `recovery` has the order of writes that this rests on, and `naming` the names. One thread commits.
+
+Media files of an uncommitted part, written as they arrive.
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -18,18 +22,28 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from weftline.engine.jobs.output import place as places
-from weftline.engine.jobs.output.documents import Unreadable, encode
-from weftline.engine.jobs.output.draft import Draft
-from weftline.engine.jobs.output.ending import Join, is_finished, put_together, what_lies_where
-from weftline.engine.jobs.output.errors_file import ErrorRow, encode_rows, read_rows
-from weftline.engine.jobs.output.failing import told
-from weftline.engine.jobs.output.files import Write, Written, put, put_bytes
-from weftline.engine.jobs.output.manifest import Manifest
-from weftline.engine.jobs.output.naming import staged
-from weftline.engine.jobs.output.opening import OpenedResults, open_place
-from weftline.engine.jobs.output.place import ResultFolder
-from weftline.engine.jobs.output.records import PartRecord
+from weftline.engine.jobs.output.files import Files, Write, Written, put, put_bytes, told
+from weftline.engine.jobs.output.folder import (
+    Join,
+    OpenedResults,
+    ResultFolder,
+    find,
+    is_finished,
+    open_place,
+    put_together,
+    what_lies_where,
+)
+from weftline.engine.jobs.output.layout import staged
+from weftline.engine.jobs.output.manifest import (
+    ErrorRow,
+    Manifest,
+    MediaRecord,
+    PartRecord,
+    Unreadable,
+    encode,
+    encode_rows,
+    read_rows,
+)
 from weftline.errors import JobChanged, OutputFailed
 
 
@@ -68,7 +82,7 @@ class Store:
         JobChanged says what is not as it was when the job began, or what of its results is damaged; InputError that
         somebody else's files are there; OutputFailed that another run is writing there, or that the disk fails.
         """
-        return cls.open_at(places.find(out, single_file, suffix, storage or {}), manifest, restart, extras)
+        return cls.open_at(find(out, single_file, suffix, storage or {}), manifest, restart, extras)
 
     @classmethod
     def open_at(
@@ -283,3 +297,51 @@ class Store:
 
 def _holding(record: PartRecord, written: Written) -> PartRecord:
     return msgspec.structs.replace(record, size_bytes=written.size_bytes, sha256=written.sha256)
+
+
+class Draft:
+    """Takes files of one revision of a part. Thread-safe; it is over when the part is committed.
+
+    part, revision: what it is for.
+    failed:         a file could not be written; the part cannot be committed then.
+    folder:         of its files, relative to the results' folder: what comes before their names in the table.
+    """
+
+    def __init__(self, files: Files, out: str, part: int, revision: int, folder: str, base: str) -> None:
+        self.part, self.revision, self.folder = part, revision, folder
+        self._files, self._out, self._base = files, out, base
+        self.failed = False
+        self._lock = threading.Lock()
+        self._written: dict[str, tuple[int, str]] = {}
+        files.remove_folder(folder)
+
+    def add(self, name: str, data: bytes) -> str:
+        """Write a file and return its name relative to the results' folder; OutputFailed when it cannot be written.
+
+        name: of the file in `folder`; one that was written already is replaced.
+        """
+        if not name or "/" in name or name.startswith("."):
+            raise ValueError(f"{name!r} is no name of a picture or a recording")
+        try:
+            with told(self._out, f"part {self.part} could not be written"):
+                written = put_bytes(self._files, self.folder + name, data, settled=False)
+        except BaseException:
+            self.failed = True
+            raise
+        with self._lock:
+            self._written[name] = (written.size_bytes, written.sha256)
+        return self.folder + name
+
+    def settle(self) -> tuple[MediaRecord, ...]:
+        """Return what was written, when all of it is on disk; nothing when there was none."""
+        with self._lock:
+            written = sorted(self._written.items())
+        if not written:
+            return ()
+        self._files.settle(self.folder)
+        sha256 = hashlib.sha256()
+        for name, (_, content) in written:
+            sha256.update(f"{name} {content}\n".encode())
+        size_bytes = sum(size for _, (size, _) in written)
+        one = MediaRecord(folder=self._base, files=len(written), size_bytes=size_bytes, sha256=sha256.hexdigest())
+        return (one,)

@@ -1,8 +1,8 @@
 """CSV and TSV reader in blocks of whole records, by pyarrow.
 
-A column is whole numbers, numbers, true/false or text, as the first LEARN_BYTES of the first file have it; dates are
-text. A record with too many or too few values, or with a value that does not fit, is a row whose columns are all null
-and whose UNUSABLE says why. Blank lines are no rows.
+Column types (integer, float, boolean, text) are inferred from the first LEARN_BYTES of the first file; dates are text.
+A record with the wrong number of values, or with a value of another type, becomes a row of nulls with the reason in
+UNUSABLE. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 
 from weftline.engine.jobs.sources.formats import suffixes_of
-from weftline.engine.jobs.sources.lines import BOM, Cut, LineBlock, is_utf8
-from weftline.engine.jobs.sources.schemas import check_names, lacking
-from weftline.engine.jobs.sources.text_reader import HIDDEN_FIELD, TextReader
+from weftline.engine.jobs.sources.reader import check_columns, check_names
+from weftline.engine.jobs.sources.text_reader import (
+    BOM,
+    HIDDEN_FIELD,
+    Cut,
+    LineBlock,
+    TextReader,
+    all_readable,
+    is_utf8,
+)
 from weftline.errors import InputError
 
 LEARN_BYTES = 4 << 20
@@ -26,6 +33,8 @@ _WHERE = re.compile(r"^(CSV parse error: |In CSV column #(\d+): )?(Row #\d+: )?(
 
 
 class CsvReader(TextReader):
+    """CSV and TSV files. The first line of each file names its columns."""
+
     def _learn(self) -> pa.Schema:
         schema: pa.Schema | None = None
         self._headers: list[tuple[bytes, list[str]]] = []
@@ -39,11 +48,11 @@ class CsvReader(TextReader):
             check_names(found, one.shown)
             if schema is None:
                 schema = self._types(head[len(header) :], names, origin)
-            lacking(schema, found, one.shown, self.origins[0].shown)
+            check_columns(schema, found, one.shown, self.origins[0].shown)
         return schema
 
     def _header(self, origin: int, head: bytes) -> tuple[list[str], bytes]:
-        """Return the columns that a file names, and the bytes up to its first record."""
+        """Return a file's column names, and the bytes before its first record."""
         delimiter, lead = self._delimiter(origin), len(head) - len(head.removeprefix(BOM).lstrip(b"\r\n"))
         ends = record_ends(head[lead:], delimiter)
         size = lead + (ends[0] if ends else len(head) - lead)
@@ -68,21 +77,21 @@ class CsvReader(TextReader):
             return pa.schema([(name, pa.string()) for name in names])
         parsing = _parsing(delimiter, skip=True)
         if not is_utf8(data):
-            data = data.decode(errors="replace").encode()  # pyarrow cannot hand a skipped record over that is no text
+            data = data.decode(errors="replace").encode()  # pyarrow cannot pass a skipped record that is not UTF-8
         try:
             table = pcsv.read_csv(pa.BufferReader(data), read_options=_reading(data, names), parse_options=parsing)
         except pa.ArrowException:
             return pa.schema([(name, pa.string()) for name in names])
-        return pa.schema([(field.name, _kept(field.type)) for field in table.schema])
+        return pa.schema([(field.name, _column_type(field.type)) for field in table.schema])
 
     def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
         names, delimiter = self._headers[origin][1], self._delimiter(origin)
         table = _table(block.data, names, self.schema, delimiter)
         if isinstance(table, pa.Table):
-            return table.append_column(HIDDEN_FIELD, pa.nulls(table.num_rows, pa.string()))
+            return all_readable(table)
         ends = record_ends(block.data, delimiter)
         ends = ends if ends and ends[-1] == len(block.data) else [*ends, len(block.data)]
-        found = list(_halved(block, [0, *ends], names, self.schema, delimiter))
+        found = list(_bisected(block, [0, *ends], names, self.schema, delimiter))
         return pa.concat_tables(found).combine_chunks() if found else _broken(0, "", self.schema)
 
     def _cut(self, origin: int) -> Cut:
@@ -96,14 +105,14 @@ class CsvReader(TextReader):
 
 
 def whole_records(data: bytes, end: bool, delimiter: bytes = b",") -> int:
-    """Return how many of these bytes are whole records; a line end inside quotes ends none."""
+    """Return the size of the whole records; a line end inside quotes ends no record."""
     last = len(data) if end else data.rfind(b"\n") + 1
     if b'"' not in data:
         return last
     for start, stop, closed in reversed(list(_quoted(data, delimiter))):
         if end:
             return last if closed else 0
-        if start < last <= stop:  # one without its closing quote reaches to the end
+        if start < last <= stop:  # an unclosed quote extends to the end
             last = data.rfind(b"\n", 0, start) + 1
         elif stop < last:
             break
@@ -111,7 +120,7 @@ def whole_records(data: bytes, end: bool, delimiter: bytes = b",") -> int:
 
 
 def record_ends(data: bytes, delimiter: bytes) -> list[int]:
-    """Return where each whole record ends."""
+    """Return the end of each whole record."""
     spans = _quoted(data, delimiter) if b'"' in data else iter(())
     ends, (start, stop) = [], next(((one[0], one[1]) for one in spans), (len(data), len(data)))
     at = data.find(b"\n")
@@ -127,33 +136,33 @@ def record_ends(data: bytes, delimiter: bytes) -> list[int]:
 
 
 def _quoted(data: bytes, delimiter: bytes) -> Iterator[tuple[int, int, bool]]:
-    """Yield where values in quotes begin and end, and whether the closing quote is there."""
+    """Yield start and end of each quoted value, and True if its closing quote is present."""
     pattern = rb"(?<![^\r\n" + re.escape(delimiter) + rb'])"(?:[^"]++|"")*+("?)'
     for match in re.finditer(pattern, data):
         yield match.start(), match.end(), bool(match[1])
 
 
-def _halved(
+def _bisected(
     block: LineBlock, ends: Sequence[int], names: Sequence[str], schema: pa.Schema, delimiter: bytes
 ) -> Iterator[pa.Table]:
-    """Yield the rows of records, by halves until those at fault stand alone."""
+    """Parse records by bisection, until each malformed record is a row of its own."""
     data = block.data[ends[0] : ends[-1]]
     if not data.strip(b"\r\n"):
         return
     table = _table(data, names, schema, delimiter)
     if isinstance(table, pa.Table):
-        yield table.append_column(HIDDEN_FIELD, pa.nulls(table.num_rows, pa.string()))
+        yield all_readable(table)
     elif len(ends) == 2:
         line = block.line + block.data.count(b"\n", 0, ends[0])
         yield _broken(1, f"line {line}: {table}", schema)
     else:
         middle = len(ends) // 2
-        yield from _halved(block, ends[: middle + 1], names, schema, delimiter)
-        yield from _halved(block, ends[middle:], names, schema, delimiter)
+        yield from _bisected(block, ends[: middle + 1], names, schema, delimiter)
+        yield from _bisected(block, ends[middle:], names, schema, delimiter)
 
 
 def _table(data: bytes, names: Sequence[str], schema: pa.Schema, delimiter: bytes) -> pa.Table | str:
-    """Return records as a table, or why they are none."""
+    """Parse records; return a table, or the reason why they are malformed."""
     if not data.strip(b"\r\n"):
         return schema.empty_table()
     types = pcsv.ConvertOptions(column_types=schema, include_columns=schema.names)
@@ -181,8 +190,8 @@ def _broken(rows: int, reason: str, schema: pa.Schema) -> pa.Table:
     return pa.table([*columns, pa.array([reason] * rows, pa.string())], schema=pa.schema([*schema, HIDDEN_FIELD]))
 
 
-def _kept(type: pa.DataType) -> pa.DataType:
-    """Return the type of a column: what is neither a number nor true/false is text."""
+def _column_type(type: pa.DataType) -> pa.DataType:
+    """Return the type of a column: text unless integer, float or boolean."""
     number = pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_boolean(type)
     return type if number else pa.string()
 
@@ -193,5 +202,5 @@ def _reason(error: Exception, names: Sequence[str]) -> str:
     if found is None:
         return text
     column = found[2] and int(found[2]) < len(names) and f"column {names[int(found[2])]}: "
-    said = text[found.end() :].replace("Expected", "expected", 1)
-    return f"{column or ''}{'no ' if found[4] else ''}{said}"[:300]
+    reason = text[found.end() :].replace("Expected", "expected", 1)
+    return f"{column or ''}{'no ' if found[4] else ''}{reason}"[:300]

@@ -1,8 +1,8 @@
 """JSONL reader: pyarrow with a fallback to Python for blocks pyarrow rejects.
 
-The columns and their types are those of the first LEARN_ROWS lines of the first file. A key that comes up later is left
-out. A line that is no JSON object, or has a value that does not fit its column, is a row whose columns are all null and
-whose UNUSABLE says why. A column with values of several types is text: what is no text there is written as JSON.
+Columns and their types are inferred from the first LEARN_ROWS lines of the first file; keys that first appear later are
+ignored. A line that is no JSON object, or has a value of another type, becomes a row of nulls with the reason in
+UNUSABLE. A column with values of several types is text; other values in it are written as JSON.
 """
 
 from __future__ import annotations
@@ -14,21 +14,30 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json as pj
 
-from weftline.engine.jobs.sources.lines import BOM, LINE_BYTES_MAX, LineBlock, is_utf8
-from weftline.engine.jobs.sources.text_reader import HIDDEN_FIELD, TextReader
+from weftline.engine.jobs.sources.text_reader import (
+    BOM,
+    HIDDEN_FIELD,
+    LINE_BYTES_MAX,
+    LineBlock,
+    TextReader,
+    all_readable,
+    is_utf8,
+)
 from weftline.errors import InputError
 
 LEARN_ROWS = 10_000
 LEARN_BYTES = 4 << 20
-"""How much of the first file the columns are learned from."""
+"""Limits of schema inference on the first file."""
 
 _NO_FIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
-_WHAT: Mapping[type, str] = {
+_KINDS: Mapping[type, str] = {
     str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
 }  # fmt: skip
 
 
 class JsonlReader(TextReader):
+    """Files of one JSON object per line."""
+
     def _learn(self) -> pa.Schema:
         shown = self.origins[0].shown
         head = self._first_lines()
@@ -44,7 +53,7 @@ class JsonlReader(TextReader):
         return learned(rows)
 
     def _first_lines(self) -> bytes:
-        """Return whole lines of the first file, one at least, without blank ones before them."""
+        """Return whole lines of the first file, at least one, without leading blank lines."""
         size = LEARN_BYTES
         while True:
             head = self._head(0, size)
@@ -58,14 +67,14 @@ class JsonlReader(TextReader):
             size = min(2 * size, LINE_BYTES_MAX)
 
     def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
-        table = _at_once(block.data, self.schema)
+        table = _parsed_by_pyarrow(block.data, self.schema)
         if table is not None:
-            return table.append_column(HIDDEN_FIELD, pa.nulls(table.num_rows, pa.string()))
-        return _one_by_one(block, self.schema)
+            return all_readable(table)
+        return _parsed_by_line(block, self.schema)
 
 
 def learned(rows: list[dict[str, Any]]) -> pa.Schema:
-    """Return the columns that these objects have, each with the type that holds all of its values."""
+    """Infer the columns of these objects, each with a type that holds all of its values."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return pa.schema([(name, _type([row.get(name) for row in rows])) for name in names])
 
@@ -75,26 +84,26 @@ def _type(values: list[Any]) -> pa.DataType:
         found = pa.array(values).type
     except _NO_FIT:
         return pa.string()
-    return _without_null(found)
+    return _null_as_text(found)
 
 
-def _without_null(type: pa.DataType) -> pa.DataType:
-    """Return a type with text wherever nothing but nulls was seen."""
+def _null_as_text(type: pa.DataType) -> pa.DataType:
+    """Replace null types, of columns without values, by text."""
     if pa.types.is_null(type):
         return pa.string()
     if pa.types.is_struct(type):
-        return pa.struct([field.with_type(_without_null(field.type)) for field in type])
+        return pa.struct([field.with_type(_null_as_text(field.type)) for field in type])
     if pa.types.is_list(type):
-        return pa.list_(_without_null(type.value_type))
+        return pa.list_(_null_as_text(type.value_type))
     return type
 
 
-def _at_once(data: bytes, schema: pa.Schema) -> pa.Table | None:
-    """Return the rows of lines that are one object each; None when pyarrow cannot, or might see other lines."""
+def _parsed_by_pyarrow(data: bytes, schema: pa.Schema) -> pa.Table | None:
+    """Parse lines of one object each with pyarrow; None if it fails or might split the lines otherwise."""
     data = data.strip()
     lines = data.count(b"\n") + 1
-    apart = data.count(b"}\n{") + data.count(b"}\r\n{")
-    whole = data[:1] == b"{" and data[-1:] == b"}" and apart == lines - 1
+    boundaries = data.count(b"}\n{") + data.count(b"}\r\n{")
+    whole = data[:1] == b"{" and data[-1:] == b"}" and boundaries == lines - 1
     if not whole or not is_utf8(data):
         return None
     reading = pj.ReadOptions(use_threads=False, block_size=len(data) + 64)
@@ -106,7 +115,7 @@ def _at_once(data: bytes, schema: pa.Schema) -> pa.Table | None:
     return table.cast(schema) if table.num_rows == lines and table.schema.names == schema.names else None
 
 
-def _one_by_one(block: LineBlock, schema: pa.Schema) -> pa.Table:
+def _parsed_by_line(block: LineBlock, schema: pa.Schema) -> pa.Table:
     rows = [(line, _object(text)) for line, text in _numbered(block)]
     reasons: list[str | None] = [None if isinstance(row, dict) else f"line {line}: {row}" for line, row in rows]
     good = [(place, row) for place, (_, row) in enumerate(rows) if isinstance(row, dict)]
@@ -131,7 +140,7 @@ def _numbered(block: LineBlock) -> Iterator[tuple[int, bytes]]:
 
 
 def _object(line: bytes) -> dict[str, Any] | str:
-    """Return the object that a line holds, or why it holds none."""
+    """Parse the object of a line; return the reason if it holds none."""
     try:
         found = json.loads(line.decode())
     except json.JSONDecodeError as error:
@@ -140,11 +149,11 @@ def _object(line: bytes) -> dict[str, Any] | str:
         return f"text that is not UTF-8 (byte {error.start + 1})"
     except (ValueError, RecursionError):
         return "not valid JSON: nested too deeply, or a number of too many digits"
-    return found if isinstance(found, dict) else f"expected an object, found {_what(found)}"
+    return found if isinstance(found, dict) else f"expected an object, found {_kind_of(found)}"
 
 
 def _unfit(values: list[tuple[int, Any]], field: pa.Field) -> dict[int, str]:
-    """Return which of these values do not fit a column, and why."""
+    """Return the reasons of values that do not fit a column, by row."""
     if not _why([value for _, value in values], field.type):
         return {}
     return {place: why for place, value in values if (why := _why([value], field.type))}
@@ -153,20 +162,21 @@ def _unfit(values: list[tuple[int, Any]], field: pa.Field) -> dict[int, str]:
 def _why(values: list[Any], type: pa.DataType) -> str:
     try:
         pa.array([_as_text(value, type) for value in values], type)
-        fits = not any(_would_be_cut(value, type) for value in values)
+        fits = not any(_is_truncated(value, type) for value in values)
     except _NO_FIT:
         fits = False
-    return "" if fits else f"expected {type}, as in the lines before, found {_what(values[0]) if values else 'nothing'}"
+    found = _kind_of(values[0]) if values else "nothing"
+    return "" if fits else f"expected {type}, as in the lines before, found {found}"
 
 
-def _would_be_cut(value: Any, type: pa.DataType) -> bool:
-    """Whether pyarrow would take the fraction off a number in silence."""
+def _is_truncated(value: Any, type: pa.DataType) -> bool:
+    """Return True if pyarrow would silently truncate a fraction."""
     if pa.types.is_integer(type):
         return isinstance(value, float)
     if pa.types.is_list(type):
-        return any(_would_be_cut(one, type.value_type) for one in value or ())
+        return any(_is_truncated(one, type.value_type) for one in value or ())
     if pa.types.is_struct(type):
-        return any(_would_be_cut(value.get(field.name), field.type) for field in type) if value else False
+        return any(_is_truncated(value.get(field.name), field.type) for field in type) if value else False
     return False
 
 
@@ -176,5 +186,5 @@ def _as_text(value: Any, type: pa.DataType) -> Any:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _what(value: Any) -> str:
-    return "null" if value is None else _WHAT.get(type(value), "something else")
+def _kind_of(value: Any) -> str:
+    return "null" if value is None else _KINDS.get(type(value), "something else")

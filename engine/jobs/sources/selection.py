@@ -1,13 +1,18 @@
-"""Row selection: filter, order, shard and limit.
+"""Row selection: filter, seeded shuffle, shard, limit and row ids.
 
-Rows are gathered into *windows* until there are enough of them; a window is put in order, its share is taken, and it is
-given out in tables. A position names where the window in hand begins and how much of it was given out, so that reading
-on makes the same window again and goes on inside it. Memory holds one window, and of ids from a column a digest each.
+Selected rows are gathered into *windows*; a window is put in order, reduced to its shard, and emitted in tables. A
+position names the start of the current window and the number of its rows already emitted, so that resuming rebuilds
+the same window and continues inside it. Memory holds one window, and a digest of each id from a column.
+
+A shuffle permutes the pieces, and then the rows inside windows of WINDOW_ROWS rows. It depends on the seed alone and
+needs memory for one window. It is not a uniform permutation: rows stay near rows of neighbouring pieces. It uses only
+numbers that numpy guarantees to be stable: the raw bits of PCG64, and a stable sort.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import Position, Rows
-from weftline.engine.jobs.sources.order import WINDOW_BYTES, WINDOW_ROWS, left, permutation, share
-from weftline.engine.jobs.sources.piece import (
+from weftline.engine.jobs.sources.reader import (
     FOLDER,
     HIDDEN,
     UNUSABLE,
@@ -29,22 +33,34 @@ from weftline.engine.jobs.sources.piece import (
     RowRange,
     rows_at_a_time,
 )
-from weftline.engine.jobs.sources.row_ids import IdCheck, check_id, ids_of
-from weftline.engine.jobs.sources.standard_input import StandardInput
+from weftline.engine.jobs.sources.text_reader import StandardInput
 from weftline.engine.jobs.sources.where import RowFilter
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
+from weftline.pipelines.check.problems import did_you_mean, listed
 
 GATHER_ROWS = 1_000
-"""Rows that are gathered, filters and shares applied, before a table is given out."""
+"""Rows of a window without a shuffle, after filter and shard."""
+
+WINDOW_ROWS = 10_000
+"""Rows of a window that is shuffled."""
+
+WINDOW_BYTES = 64 << 20
+"""Size at which a window ends early."""
+
+CHECKED_ROWS = 2_000_000
+"""Most ids that are compared with each other, at 120 bytes of memory each."""
 
 START: Position = {"piece": 0, "at": None, "skip": 0, "turn": 1, "seen": 0, "given": 0}
-"""Where reading begins. `turn` counts windows from 1; `seen` and `given` count rows before shares and after limits."""
+"""First position. `turn` counts windows from 1; `seen` counts rows before sharding, `given` rows after limits."""
+
+_ID_BYTES = 16
+_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
 class _Window:
-    """Selected rows that wait for their turn, and where the first of them was read."""
+    """Selected rows, and the piece and mark of the first of them."""
 
     piece: int
     at: Mark | None
@@ -61,7 +77,7 @@ class _Window:
 
 
 class SelectedSource:
-    """A Source: what a reader gives, with a DataSpec's selection applied. Read by one thread at a time."""
+    """Source of a reader's rows, with the selection of a DataSpec. Not thread-safe."""
 
     def __init__(self, reader: DatasetReader, spec: DataSpec) -> None:
         _check(spec)
@@ -80,12 +96,12 @@ class SelectedSource:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of the data set; tables may have those of piece.HIDDEN besides."""
+        """Columns of the data set; tables can also have those of reader.HIDDEN."""
         return self._reader.schema
 
     @property
     def folder(self) -> str:
-        """What paths in columns are relative to, where tables do not say so themselves."""
+        """Folder that paths in columns are relative to, unless tables have the column FOLDER."""
         return self._reader.origins[0].folder
 
     @property
@@ -102,43 +118,43 @@ class SelectedSource:
         self._reader.close()
 
     def read(self, after: Position | None = None, place: int = 0) -> Iterator[Rows]:
-        given = after["given"] if after else 0
+        emitted = after["given"] if after else 0
         if self._spec.id is not None:
             if self._once:
-                after = None  # the rows before are looked at as they pass
+                after = None  # earlier ids are checked as the stream passes them
             else:
-                self._ids.look_before(given)
+                self._ids.look_before(emitted)
         for rows in self._rows(after):
             if self._spec.id is not None:
                 self._ids.look(rows)
-            if rows.place >= given:
-                yield Rows(place + rows.place - given, rows.ids, rows.table, rows.after)
+            if rows.place >= emitted:
+                yield Rows(place + rows.place - emitted, rows.ids, rows.table, rows.after)
 
     def _rows(self, after: Position | None) -> Iterator[Rows]:
-        """Yield rows from a position on; their places are counted from the first row of all."""
+        """Yield rows from a position on, with places counted from the first row of the job."""
         at: Position = after or START
         limit = self._spec.limit
-        turn, seen, given, skip = at["turn"], at["seen"], at["given"], at["skip"]
-        if limit is not None and given >= limit:
+        turn, seen, emitted, skip = at["turn"], at["seen"], at["given"], at["skip"]
+        if limit is not None and emitted >= limit:
             return
         for window in self._windows(at["piece"], at["at"]):
-            for table, names, done in self._given_out(window, turn, seen, skip, limit, given):
-                given += len(names)
+            for table, names, done in self._tables(window, turn, seen, skip, limit, emitted):
+                emitted += len(names)
                 here = {
                     "piece": window.piece,
                     "at": window.at,
                     "skip": done,
                     "turn": turn,
                     "seen": seen,
-                    "given": given,
+                    "given": emitted,
                 }
-                yield Rows(given - len(names), names, table, here)
-                if limit is not None and given >= limit:
+                yield Rows(emitted - len(names), names, table, here)
+                if limit is not None and emitted >= limit:
                     return
             turn, seen, skip = turn + 1, seen + window.rows, 0
 
     def _ids_again(self, after: Position | None) -> Iterator[Rows]:
-        """Yield rows whose ids count alone; of a shuffle all columns are read, since windows end by their bytes."""
+        """Yield rows for their ids alone; a shuffle reads all columns, since windows depend on their size."""
         if self._spec.id is None or self._spec.shuffle is not None or not isinstance(self._reader, ColumnReader):
             yield from self._rows(after)
             return
@@ -146,7 +162,7 @@ class SelectedSource:
             yield from SelectedSource(reader, self._spec)._rows(after)
 
     def _windows(self, first: int, at: Mark | None) -> Iterator[_Window]:
-        """Yield windows from a batch of a piece on."""
+        """Yield windows, starting at a mark of a piece."""
         window: _Window | None = None
         for number in range(first, len(self._pieces)):
             piece = self._pieces[number]
@@ -163,7 +179,7 @@ class SelectedSource:
             yield window
 
     def _selected(self, batch: Batch, piece: RowRange) -> tuple[pa.Table, Sequence[str] | tuple[str, np.ndarray]]:
-        """Return the rows of a batch that the filters keep, and what their ids are made from."""
+        """Return the rows of a batch that pass the filter, and the parts of their ids."""
         table, origin = batch.table, self._reader.origins[piece.origin]
         if self._folders:
             folder = pa.repeat(pa.scalar(origin.folder), table.num_rows)
@@ -178,13 +194,13 @@ class SelectedSource:
             return table, [batch.names[row] for row in kept.tolist()]
         return table, (origin.name, rows[kept])
 
-    def _given_out(
-        self, window: _Window, turn: int, seen: int, skip: int, limit: int | None, given: int
+    def _tables(
+        self, window: _Window, turn: int, seen: int, skip: int, limit: int | None, emitted: int
     ) -> Iterator[tuple[pa.Table, list[str], int]]:
-        """Yield tables of a window's rows in order, their ids, and how many rows of it are then given out."""
+        """Yield tables of a window's rows in order, their ids, and the number of rows emitted so far."""
         order = self._order(window.rows, turn, seen)
         count = window.rows if order is None else len(order)
-        end = count if limit is None else min(count, skip + limit - given)
+        end = count if limit is None else min(count, skip + limit - emitted)
         table = pa.concat_tables(window.tables) if len(window.tables) > 1 else window.tables[0]
         if order is not None:
             table = table.combine_chunks()
@@ -199,7 +215,7 @@ class SelectedSource:
             yield part, self._names(part, _ids(window.ids, places)), stop
 
     def _order(self, rows: int, turn: int, seen: int) -> np.ndarray | None:
-        """Return which rows of a window are given out, in their order; None: all, as they stand."""
+        """Return the row numbers of a window to emit, in order; None: all, unchanged."""
         chosen = share(rows, seen, self._spec.shard)
         if self._spec.shuffle is None:
             return chosen
@@ -220,7 +236,7 @@ def _ordered(pieces: Sequence[RowRange], seed: int | None) -> Sequence[RowRange]
 
 
 def _ids(parts: Sequence[Sequence[str] | tuple[str, np.ndarray]], places: np.ndarray) -> list[str]:
-    """Return the ids of rows at these places of a window."""
+    """Return the ids of these rows of a window."""
     if len(parts) == 1 and isinstance(parts[0], tuple):
         name, rows = parts[0]
         return [f"{name}#{row}" for row in rows[places].tolist()]
@@ -241,3 +257,92 @@ def _check(spec: DataSpec) -> None:
         problems.append(f"--limit {spec.limit}: expected 1 or more")
     if problems:
         raise InputError("\n".join(problems))
+
+
+def permutation(count: int, seed: int, turn: int) -> np.ndarray:
+    """Return a seeded permutation, int64[count]; turn 0 is for pieces, others for windows."""
+    bits = np.random.PCG64(np.random.SeedSequence([seed & _MASK, turn]))
+    return np.argsort(bits.random_raw(count), kind="stable") if count else np.zeros(0, np.int64)
+
+
+def share(count: int, seen: int, shard: tuple[int, int] | None) -> np.ndarray | None:
+    """Return the indices of the rows in a shard, int64, after `seen` earlier rows; None: all rows.
+
+    Row k, from 0, belongs to shard k % n + 1 of n.
+    """
+    if shard is None:
+        return None
+    which, of = shard
+    return np.arange((which - 1 - seen) % of, count, of)
+
+
+def left(rows: int, shard: tuple[int, int] | None, limit: int | None) -> int:
+    """Return the number of rows left by shard and limit."""
+    if shard is not None:
+        which, of = shard
+        rows = max(0, -(-(rows - which + 1) // of))
+    return rows if limit is None else min(rows, limit)
+
+
+class IdCheck:
+    """Checks that row ids are unique, by a 16-byte digest of each.
+
+    again: reads the rows after a position, or all, again: a resumed job checks earlier rows too.
+    """
+
+    def __init__(self, again: Callable[[Position | None], Iterator[Rows]]) -> None:
+        self._again = again
+        self._seen: set[bytes] = set()
+        self._looked = 0
+        self._after: Position | None = None
+
+    def look_before(self, place: int) -> None:
+        """Check the rows before a place that were not checked yet; InputError as in `look`."""
+        if self._looked >= place or len(self._seen) >= CHECKED_ROWS:
+            return
+        for rows in self._again(self._after):
+            self.look(rows)
+            if self._looked >= place or len(self._seen) >= CHECKED_ROWS:
+                return
+
+    def look(self, rows: Rows) -> None:
+        """Raise InputError for an id that occurred before, in this run or an earlier one."""
+        new = rows.ids[max(0, self._looked - rows.place) :]
+        if new:
+            self._looked, self._after = rows.place + len(rows), rows.after
+        for id in new[: max(0, CHECKED_ROWS - len(self._seen))]:
+            digest = hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=_ID_BYTES).digest()
+            if digest in self._seen:
+                raise InputError(
+                    f"row id {id!r:.200} comes twice\n    fix: choose a column whose values differ, or leave --id out"
+                )
+            self._seen.add(digest)
+
+
+def check_id(name: str, schema: pa.Schema) -> None:
+    """Refuse a column that is missing or of a type unfit for ids."""
+    if name not in schema.names:
+        hint = did_you_mean(name, schema.names)
+        raise InputError(
+            f"--id {name:.80}: there is no such column{f'; {hint}' if hint else ''}\n"
+            f"    columns: {listed(schema.names)}"
+        )
+    type = schema.field(name).type
+    fits = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_date, pa.types.is_timestamp)
+    if not any(one(type) for one in fits):
+        raise InputError(f"--id {name:.80}: a column of {type}; expected text or whole numbers")
+
+
+def ids_of(table: pa.Table, name: str, instead: Sequence[str], broken: Sequence[bool] | None) -> list[str]:
+    """Return the ids of a column as text; unreadable rows are named by file and row.
+
+    instead: ids made from file and row.
+    broken:  True for unreadable rows.
+    """
+    found: list[str | None] = table.column(name).cast(pa.string()).to_pylist()
+    for row, id in enumerate(found):
+        if id is None:
+            if broken is None or not broken[row]:
+                raise InputError(f"row {instead[row]}: column {name} is empty, and --id {name} makes row ids from it")
+            found[row] = instead[row]
+    return [id for id in found if id is not None]

@@ -1,7 +1,7 @@
 """Row filter of `--where`: conditions evaluated over whole columns.
 
-A comparison with null is null, `x == null` asks for nulls, and a row whose condition comes to null is left out. What a
-condition asks of a column is tried on an empty table first, so that a wrong type is known before the first row.
+A comparison with null is null, except `x == null`. A row whose condition is null is dropped. Conditions are checked on
+an empty table first, so that a type error is reported before the first row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from weftline.engine.jobs.sources.piece import UNUSABLE
+from weftline.engine.jobs.sources.columns import is_list
+from weftline.engine.jobs.sources.locations import first_line
+from weftline.engine.jobs.sources.reader import UNUSABLE
 from weftline.errors import InputError
 from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.spec import condition
@@ -26,11 +28,11 @@ _REFUSED = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
 
 class RowFilter:
-    """Conditions that all must hold. Rows that could not be read are kept, so that they are told as errors."""
+    """Conjunction of conditions. Unreadable rows pass, to be reported as error rows."""
 
     def __init__(self, texts: Sequence[str], schema: pa.Schema) -> None:
         problems: list[str] = []
-        self._conditions = [one for text in texts if (one := _understood(text, schema, problems)) is not None]
+        self._conditions = [one for text in texts if (one := _checked(text, schema, problems)) is not None]
         if problems:
             raise InputError("\n".join(problems))
 
@@ -39,24 +41,24 @@ class RowFilter:
 
     @property
     def columns(self) -> set[str]:
-        """The columns that the conditions look at."""
+        """Columns that the conditions use."""
         return {wire.port for one in self._conditions for wire in one.wires}
 
     def mask(self, table: pa.Table) -> pa.ChunkedArray | pa.Array:
-        """Return which rows are kept."""
+        """Return the boolean mask of the rows that pass."""
         kept: Any = None
         for one in self._conditions:
             try:
                 here = _true(_value(one.tree, one, table), table)
             except _REFUSED as error:
-                raise InputError(f"--where {one.text}: {_one_line(error)}") from None
+                raise InputError(f"--where {one.text}: {first_line(error)}") from None
             kept = here if kept is None else pc.and_(kept, here)
         if UNUSABLE in table.schema.names:
             kept = pc.or_(kept, pc.is_valid(table.column(UNUSABLE)))
         return kept
 
 
-def _understood(text: str, schema: pa.Schema, problems: list[str]) -> Condition | None:
+def _checked(text: str, schema: pa.Schema, problems: list[str]) -> Condition | None:
     try:
         found = condition.resolve(condition.parse(text), schema.names)
     except ValueError as error:
@@ -77,13 +79,13 @@ def _understood(text: str, schema: pa.Schema, problems: list[str]) -> Condition 
         _true(_value(found.tree, found, empty), empty)
     except _REFUSED as error:
         types = ", ".join(f"{name} is {schema.field(name).type}" for name in names)
-        problems.append(f"--where {text:.200}: {_one_line(error)} ({types})")
+        problems.append(f"--where {text:.200}: {first_line(error)} ({types})")
         return None
     return found
 
 
 def _value(tree: Tree, of: Condition, table: pa.Table) -> Any:
-    """Return what a tree comes to: an array, or a constant as pyarrow holds it."""
+    """Evaluate a tree to an array or a constant."""
     match tree:
         case ("wire", index):
             return table.column(of.wires[index].port)
@@ -107,13 +109,13 @@ def _value(tree: Tree, of: Condition, table: pa.Table) -> Any:
             return pc.invert(held) if sign == "not-in" else held
         case (sign, left, right):
             return _compared(sign, _value(left, of, table), _value(right, of, table))
-    raise ValueError(f"a condition with {tree[0]!r} in it, which nothing here makes")
+    raise ValueError(f"unknown operator {tree[0]!r} in a condition")
 
 
 def _compared(sign: str, left: Any, right: Any) -> Any:
     if left is None or right is None:
         if sign not in ("==", "!="):
-            raise ValueError("null can be compared with == and != alone")
+            raise ValueError("null can only be compared with == and !=")
         one = right if left is None else left
         if not _is_array(one):
             return (one is None) is (sign == "==")
@@ -126,18 +128,18 @@ def _compared(sign: str, left: Any, right: Any) -> Any:
 
 
 def _like(constant: Any, type: pa.DataType) -> pa.Scalar:
-    """Return a constant to be compared with a column: text as a time, where the column has times."""
+    """Return a constant as a scalar to compare with a column; text becomes a time for temporal columns."""
     if isinstance(constant, list):
-        raise ValueError("a list can stand behind `in` alone")
+        raise ValueError("a list is allowed only on the right of `in`")
     found = pa.scalar(constant)
-    wants_text = pa.types.is_string(type) or pa.types.is_large_string(type)
-    if wants_text is not isinstance(constant, str) and not pa.types.is_temporal(type):
+    is_text = pa.types.is_string(type) or pa.types.is_large_string(type)
+    if is_text is not isinstance(constant, str) and not pa.types.is_temporal(type):
         raise ValueError(f"{literal(constant)} cannot be compared with a column of {type}")
     return found.cast(type) if pa.types.is_temporal(type) else found
 
 
 def _contained(one: Any, many: Any, table: pa.Table) -> Any:
-    """Return whether values are among constants, text is in text, or a constant is an element of lists."""
+    """Evaluate `in`: a column in a constant list, text in a text column, or a constant in a list column."""
     if isinstance(many, list):
         if not _is_array(one):
             return one in many
@@ -147,12 +149,14 @@ def _contained(one: Any, many: Any, table: pa.Table) -> Any:
         held = pc.is_in(one, pa.array(values).cast(one.type) if values else pa.array([], one.type))
         return pc.if_else(pc.is_null(one), pa.scalar(True if None in many else None, pa.bool_()), held)
     if not _is_array(many) or _is_array(one):
-        raise ValueError("`in` wants a constant list behind it, or a constant before it and a column behind it")
+        raise ValueError(
+            "`in` expects a constant list on the right, or a constant on the left and a column on the right"
+        )
     if pa.types.is_string(many.type) or pa.types.is_large_string(many.type):
         if not isinstance(one, str):
             raise ValueError(f"{literal(one)} cannot be in text")
         return pc.match_substring(many, one)
-    if not _is_list(many.type):
+    if not is_list(many.type):
         raise ValueError(f"nothing is in a column of {many.type}")
     many = many.combine_chunks() if isinstance(many, pa.ChunkedArray) else many
     equal = pc.fill_null(_compared("==", pc.list_flatten(many), one), False)
@@ -175,8 +179,8 @@ def _inside(found: Any, key: str | int) -> Any:
 
 def _length(found: Any) -> Any:
     if not _is_array(found):
-        raise ValueError("len wants a column")
-    if _is_list(found.type):
+        raise ValueError("len expects a column")
+    if is_list(found.type):
         return pc.list_value_length(found)
     if pa.types.is_string(found.type) or pa.types.is_large_string(found.type):
         return pc.utf8_length(found)
@@ -186,7 +190,7 @@ def _length(found: Any) -> Any:
 
 
 def _truth(found: Any, table: pa.Table) -> Any:
-    """Return what stands for true in a condition: Python's rule, null staying null."""
+    """Return the truth value of each row by Python's rule; null stays null."""
     if not _is_array(found):
         value = found.as_py() if isinstance(found, pa.Scalar) else found
         return pa.repeat(pa.scalar(bool(value)), table.num_rows)
@@ -206,11 +210,3 @@ def _true(found: Any, table: pa.Table) -> Any:
 
 def _is_array(found: Any) -> bool:
     return isinstance(found, pa.Array | pa.ChunkedArray)
-
-
-def _is_list(type: pa.DataType) -> bool:
-    return bool(pa.types.is_list(type) or pa.types.is_large_list(type) or pa.types.is_fixed_size_list(type))
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300]

@@ -20,7 +20,7 @@ from tests.engine.jobs.made import answer_plainly, plain, spec_of, visible, writ
 from tests.engine.jobs.output.faults import FaultyDisk, Killed, MemoryDisk  # noqa: E402
 from weftline.engine.jobs import job as jobs  # noqa: E402
 from weftline.engine.jobs.job import run_job  # noqa: E402
-from weftline.engine.jobs.output import place as places  # noqa: E402
+from weftline.engine.jobs.output import folder as places  # noqa: E402
 from weftline.engine.jobs.output.local_files import Disk, LocalFiles  # noqa: E402
 from weftline.engine.jobs.output.store import Store  # noqa: E402
 from weftline.engine.jobs.progress import Progress  # noqa: E402

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
-from weftline.engine.jobs.output.ending import Opener
-from weftline.engine.jobs.output.errors_file import ErrorRow
+from weftline.engine.jobs.output.folder import Opener, ResultFolder
+from weftline.engine.jobs.output.layout import ResultLayout
 from weftline.engine.jobs.output.local_files import Disk, LocalFiles
-from weftline.engine.jobs.output.manifest import Manifest
-from weftline.engine.jobs.output.naming import ResultLayout
-from weftline.engine.jobs.output.place import ResultFolder
+from weftline.engine.jobs.output.manifest import ErrorRow, Manifest
 from weftline.engine.jobs.output.store import Store
 
 ROWS = (4, 2, 3)

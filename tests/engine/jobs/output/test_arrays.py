@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.jobs.output.answers import EVERY, columns, one_column
-from weftline.engine.jobs.output.tensors import tensors, true_numbers
+from weftline.engine.jobs.output.arrays import tensors, true_numbers
 from weftline.nodes.ports import PortType
 
 texts = st.text(st.characters(exclude_categories=[]))  # halves of surrogate pairs too

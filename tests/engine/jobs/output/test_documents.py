@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from weftline.engine.jobs.output.documents import Unreadable, decode, encode
+from weftline.engine.jobs.output.manifest import Unreadable, decode, encode
 
 TEXT = st.text(st.characters())  # lone surrogates among them, as in names of files
 

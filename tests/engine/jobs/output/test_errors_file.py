@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from weftline.engine.jobs.output.documents import Unreadable
-from weftline.engine.jobs.output.errors_file import ErrorRow, encode_rows, read_rows
+from weftline.engine.jobs.output.manifest import ErrorRow, Unreadable, encode_rows, read_rows
 
 TEXT = st.text(st.characters())  # lone surrogates among them, as in names of files
 

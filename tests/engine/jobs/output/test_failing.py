@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from weftline.engine.jobs.output.failing import told
+from weftline.engine.jobs.output.files import told
 from weftline.errors import OutputFailed
 
 

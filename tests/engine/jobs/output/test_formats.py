@@ -1,6 +1,6 @@
 import pytest
 
-from weftline.engine.jobs.output.formats import FORMATS, format_of, suffix
+from weftline.engine.jobs.output.layout import FORMATS, format_of, suffix
 from weftline.errors import InputError
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.output.groups import Groups, row_bytes, seamless
+from weftline.engine.jobs.output.tables import Groups, row_bytes, seamless
 
 SCHEMA = pa.schema([("n", pa.int64()), ("t", pa.string())])
 

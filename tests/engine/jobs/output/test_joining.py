@@ -8,11 +8,9 @@ import pytest
 
 from tests.engine.jobs.output.answers import EVERY, PICTURE, block, columns
 from tests.engine.jobs.output.test_writers import everything, simple, written
-from weftline.engine.jobs.output.formats import EXTRAS
-from weftline.engine.jobs.output.joining import hf_files, join_parts
-from weftline.engine.jobs.output.media import MediaEncoder
-from weftline.engine.jobs.output.reading import batches
-from weftline.engine.jobs.output.values import to_columns
+from weftline.engine.jobs.output.layout import EXTRAS
+from weftline.engine.jobs.output.tables import batches, hf_files, join_parts
+from weftline.engine.jobs.output.values import MediaEncoder, to_columns
 from weftline.engine.jobs.rows import BlockResult
 from weftline.errors import OutputFailed
 

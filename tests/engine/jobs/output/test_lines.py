@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from tests.engine.jobs.output.answers import EVERY, block, columns
-from weftline.engine.jobs.output.lines import lines
+from weftline.engine.jobs.output.json_lines import lines
 from weftline.engine.jobs.output.values import to_columns
 from weftline.engine.jobs.rows import BlockResult
 

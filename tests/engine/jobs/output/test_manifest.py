@@ -4,8 +4,7 @@ from typing import Any
 
 import msgspec
 
-from weftline.engine.jobs.output.documents import decode, encode
-from weftline.engine.jobs.output.manifest import Manifest, differences, version_differences
+from weftline.engine.jobs.output.manifest import Manifest, decode, differences, encode, version_differences
 
 OLD = Manifest(
     pipeline={"name": "p", "fingerprint": "1", "text": "name: p\nstemp: 0.2\n", "file a.py": "1"},

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.engine.jobs.output.answers import PICTURE, SOUND
-from weftline.engine.jobs.output.media import MediaEncoder, encode_one, inline, written
+from weftline.engine.jobs.output.values import MediaEncoder, encode_one, inline, written
 from weftline.nodes.audio import decode_audio
 from weftline.nodes.image import decode_image
 from weftline.nodes.ports import PortType

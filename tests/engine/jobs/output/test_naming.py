@@ -5,8 +5,8 @@ import posixpath
 import hypothesis.strategies as st
 from hypothesis import given
 
-from weftline.engine.jobs.output import naming
-from weftline.engine.jobs.output.naming import ResultLayout
+from weftline.engine.jobs.output import layout as naming
+from weftline.engine.jobs.output.layout import ResultLayout
 
 
 @given(st.integers(0, 10**7), st.integers(0, 12), st.sampled_from([".parquet", ".jsonl", ".arrow"]))

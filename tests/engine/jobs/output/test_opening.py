@@ -190,7 +190,7 @@ def test_an_old_part_is_only_weighed_when_all_are_too_much_to_read(
 ) -> None:
     out = tmp_path / "out"
     finished(out)
-    monkeypatch.setattr("weftline.engine.jobs.output.opening.READ_AGAIN_BYTES_MAX", 100)
+    monkeypatch.setattr("weftline.engine.jobs.output.folder.READ_AGAIN_BYTES_MAX", 100)
     (out / "part-00001.jsonl").write_bytes(b"x" * 54)
     opened(out).close()
     (out / "part-00002.jsonl").write_bytes(b"x" * 81)

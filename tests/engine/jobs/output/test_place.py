@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weftline.engine.jobs.output.place import find
+from weftline.engine.jobs.output.folder import find
 from weftline.errors import InputError, MissingPackage
 
 

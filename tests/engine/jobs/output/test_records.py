@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weftline.engine.jobs.output.records import PartRecord, digest, gaps
+from weftline.engine.jobs.output.manifest import PartRecord, digest, gaps
 
 
 def record(part: int = 0, place: int = 0, rows: int = 3, revision: int = 0) -> PartRecord:

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
 from weftline.engine.jobs.output.files import Written
-from weftline.engine.jobs.output.naming import ResultLayout
-from weftline.engine.jobs.output.records import MediaRecord, PartRecord
-from weftline.engine.jobs.output.recovery import ResultNames, damage, everything, foreign, leftovers, staged_files
+from weftline.engine.jobs.output.layout import (
+    ResultLayout,
+    ResultNames,
+    damage,
+    everything,
+    foreign,
+    leftovers,
+    staged_files,
+)
+from weftline.engine.jobs.output.manifest import MediaRecord, PartRecord
 
 LAYOUT = ResultLayout("x.parquet.job/", "x.parquet", ".parquet")
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.engine.jobs.output import jobs
 from weftline.engine.jobs.output.files import Files, Held, read
+from weftline.engine.jobs.output.folder import ResultFolder
+from weftline.engine.jobs.output.layout import ResultLayout
 from weftline.engine.jobs.output.local_files import LocalFiles
-from weftline.engine.jobs.output.naming import ResultLayout
-from weftline.engine.jobs.output.place import ResultFolder
 from weftline.engine.jobs.output.remote_files import RemoteFiles
 from weftline.engine.jobs.output.store import Store
 from weftline.errors import JobChanged, OutputFailed

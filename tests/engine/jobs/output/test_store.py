@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.engine.jobs.output import jobs
 from tests.engine.jobs.output.faults import FaultyDisk, Killed, MemoryDisk
-from weftline.engine.jobs.output.errors_file import ErrorRow
-from weftline.engine.jobs.output.manifest import Manifest
+from weftline.engine.jobs.output.manifest import ErrorRow, Manifest
 from weftline.engine.jobs.output.store import Store
 from weftline.errors import JobChanged, OutputFailed
 

@@ -17,9 +17,8 @@ import pytest
 
 from tests.engine.jobs.output import jobs
 from tests.engine.jobs.output.faults import FaultyDisk, Killed, MemoryDisk, When
-from weftline.engine.jobs.output import naming
-from weftline.engine.jobs.output.documents import decode
-from weftline.engine.jobs.output.records import PartRecord
+from weftline.engine.jobs.output import layout as naming
+from weftline.engine.jobs.output.manifest import PartRecord, decode
 from weftline.engine.jobs.output.store import Store
 from weftline.errors import OutputFailed
 

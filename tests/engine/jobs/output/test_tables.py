@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.jobs.output.test_writers import simple, written
-from weftline.engine.jobs.output.formats import FORMATS
+from weftline.engine.jobs.output.layout import FORMATS
 from weftline.engine.jobs.output.tables import amend_part, merge_rows
 from weftline.errors import OutputFailed
 

@@ -5,8 +5,7 @@ import pyarrow as pa
 import pytest
 
 from tests.engine.jobs.output.answers import FAILED, PICTURE, SOUND, block, columns
-from weftline.engine.jobs.output.media import MediaEncoder
-from weftline.engine.jobs.output.values import Unwritable, settled, to_columns
+from weftline.engine.jobs.output.values import MediaEncoder, Unwritable, settled, to_columns
 from weftline.engine.jobs.rows import BlockResult
 from weftline.errors import InputError
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from tests.engine.jobs.output.answers import EVERY, PICTURE, block, columns
 from weftline.engine.jobs.output.columns import TYPE_KEY
-from weftline.engine.jobs.output.formats import FORMATS
-from weftline.engine.jobs.output.media import MediaEncoder
-from weftline.engine.jobs.output.reading import batches
-from weftline.engine.jobs.output.values import to_columns
-from weftline.engine.jobs.output.writers import check_columns, part_writer, write_part
+from weftline.engine.jobs.output.layout import FORMATS
+from weftline.engine.jobs.output.tables import batches, check_columns, part_writer, write_part
+from weftline.engine.jobs.output.values import MediaEncoder, to_columns
 from weftline.engine.jobs.rows import BlockResult
 from weftline.errors import InputError
 

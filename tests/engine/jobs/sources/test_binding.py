@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from weftline.engine.jobs.rows import Unusable
-from weftline.engine.jobs.sources.binding import Binding, bind
-from weftline.engine.jobs.sources.loading import Loader
-from weftline.engine.jobs.sources.opening import open_loader, open_source
-from weftline.engine.jobs.sources.piece import FOLDER, MEANS, UNUSABLE
+from weftline.engine.jobs.sources.inputs import Binding, bind
+from weftline.engine.jobs.sources.media import Loader
+from weftline.engine.jobs.sources.reader import FOLDER, MEANS, UNUSABLE
+from weftline.engine.jobs.sources.source import open_loader, open_source
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.sources import lines
+from weftline.engine.jobs.sources import text_reader
 from weftline.engine.jobs.sources.csv_reader import CsvReader, record_ends, whole_records
-from weftline.engine.jobs.sources.opening import open_source
-from weftline.engine.jobs.sources.piece import UNUSABLE
-from weftline.engine.jobs.sources.standard_input import StandardInput
+from weftline.engine.jobs.sources.reader import UNUSABLE
+from weftline.engine.jobs.sources.source import open_source
+from weftline.engine.jobs.sources.text_reader import StandardInput
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -33,7 +33,7 @@ def test_columns_are_numbers_or_text() -> None:
 
 
 def test_quoted_values_may_hold_line_ends_and_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(text_reader, "BLOCK_BYTES", 16)
     data = b'"a b",c\r\n"one\ntwo, ""three""\n",1\n\nplain,2\n5" disk,3\n"x",4'
     assert read(data) == [
         {"a b": 'one\ntwo, "three"\n', "c": 1}, {"a b": "plain", "c": 2}, {"a b": '5" disk', "c": 3},
@@ -98,7 +98,7 @@ def test_what_python_writes_is_read_wherever_blocks_end(rows: list[tuple[str, st
     csv.writer(written, lineterminator="\n").writerows([("a", "b"), *rows])
     data = written.getvalue().encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "BLOCK_BYTES", block)
+        patch.setattr(text_reader, "BLOCK_BYTES", block)
         assert [tuple(row.values()) for row in read(data)] == rows
     ends = record_ends(data, b",")
     assert len(ends) == len(rows) + 1
@@ -114,7 +114,7 @@ def test_reading_on_from_any_mark_gives_the_same_batches(rows: list[tuple[str, s
     csv.writer(written, lineterminator="\n").writerows([("a", "b"), *rows])
     data = written.getvalue().encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "BLOCK_BYTES", block)
+        patch.setattr(text_reader, "BLOCK_BYTES", block)
         whole = batches(data)
         for number, (at, _, _) in enumerate(whole):
             assert batches(data, at) == whole[number:]

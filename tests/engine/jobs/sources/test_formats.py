@@ -35,7 +35,7 @@ def test_a_named_file_is_of_the_format_that_is_said() -> None:
     [
         (["a.csv", "b.parquet"], False, r"in: files of several formats \(csv, parquet\)"),
         (["a.py"], False, r"in: none of its 1 files is data \(a.py\)"),
-        (["a.dat"], True, "in: the name does not tell the format"),
+        (["a.dat"], True, "in: the file name has no suffix of a known format"),
     ],
 )
 def test_what_cannot_be_told_is_refused(names: list[str], named: bool, said: str) -> None:

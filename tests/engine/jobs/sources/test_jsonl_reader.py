@@ -9,12 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.sources import lines
+from weftline.engine.jobs.sources import text_reader
 from weftline.engine.jobs.sources.jsonl_reader import JsonlReader, learned
-from weftline.engine.jobs.sources.lines import BOM
-from weftline.engine.jobs.sources.opening import open_source
-from weftline.engine.jobs.sources.piece import UNUSABLE
-from weftline.engine.jobs.sources.standard_input import StandardInput
+from weftline.engine.jobs.sources.reader import UNUSABLE
+from weftline.engine.jobs.sources.source import open_source
+from weftline.engine.jobs.sources.text_reader import BOM, StandardInput
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -148,8 +147,8 @@ def test_a_damaged_archive_is_told(tmp_path: Path, name: str) -> None:
 
 
 def test_a_line_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(lines, "LINE_BYTES_MAX", 64)
+    monkeypatch.setattr(text_reader, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(text_reader, "LINE_BYTES_MAX", 64)
     with pytest.raises(InputError, match="standard input:2: more than 64 bytes"):
         read(b'{"a": 1}\n' + b" " * 500 + b"\n")
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.sources import lines
-from weftline.engine.jobs.sources.lines import LineBlock, blocks
+from weftline.engine.jobs.sources import text_reader
+from weftline.engine.jobs.sources.text_reader import LineBlock, blocks
 from weftline.errors import InputError
 
 
@@ -24,7 +24,7 @@ class Pipe:
 def test_a_file_is_cut_the_same_from_every_block_on(lengths: list[int], end: bool, seed: int, start: int) -> None:
     data = b"\n".join(b"x" * length for length in lengths) + b"\n" * end
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "BLOCK_BYTES", 10)
+        patch.setattr(text_reader, "BLOCK_BYTES", 10)
         found = list(blocks(Pipe(data, seed), "a"))
         assert b"".join(block.data for block in found) == data
         assert all(block.data.endswith(b"\n") for block in found[:-1])
@@ -35,7 +35,7 @@ def test_a_file_is_cut_the_same_from_every_block_on(lengths: list[int], end: boo
 
 
 def test_blocks_are_no_larger_than_they_need_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(text_reader, "BLOCK_BYTES", 4)
     assert list(blocks(io.BytesIO(b"a\nb\nc\nlonger\ndd"), "a")) == [
         LineBlock(b"a\nb\n", 0, 1), LineBlock(b"c\n", 4, 3), LineBlock(b"longer\n", 6, 4), LineBlock(b"dd", 13, 5),
     ]  # fmt: skip

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from weftline.engine.jobs.rows import Unusable
-from weftline.engine.jobs.sources.loading import Loader
+from weftline.engine.jobs.sources.media import Loader
 
 
 @pytest.mark.timeout(20)

@@ -11,8 +11,9 @@ import pytest
 
 from tests.engine.jobs.sources.conftest import ROWS, jsonl, table
 from weftline.engine.jobs.rows import Source
-from weftline.engine.jobs.sources import fingerprint, opening
-from weftline.engine.jobs.sources.opening import open_source
+from weftline.engine.jobs.sources import locations
+from weftline.engine.jobs.sources import source as source_module
+from weftline.engine.jobs.sources.source import open_source
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError, MissingPackage
 
@@ -84,11 +85,11 @@ def test_object_stores_are_read_like_folders() -> None:
         (("empty",), {}, "empty: holds no files"),
         (("a.jsonl", "b.csv"), {}, "a.jsonl, b.csv: files of several formats"),
         (("a.jsonl", "a.jsonl"), {}, "named twice"),
-        (("a.jsonl", "-"), {}, "- stands alone"),
-        (("hf:x", "a.jsonl"), {}, "hf:x stands alone"),
-        (("a.dat",), {}, "a.dat: the name does not tell the format"),
+        (("a.jsonl", "-"), {}, "- cannot be combined"),
+        (("hf:x", "a.jsonl"), {}, "hf:x cannot be combined"),
+        (("a.dat",), {}, "a.dat: the file name has no suffix of a known format"),
         (("a.jsonl",), {"format": "json"}, "--format json: no such format"),
-        (("a.jsonl",), {"format": "hf"}, "--format hf wants one folder"),
+        (("a.jsonl",), {"format": "hf"}, "--format hf expects one folder"),
         (("a.jsonl",), {"split": "train"}, "--split train: only Hugging Face"),
         (("nothing.jsonl",), {}, "the data set is empty"),
         (("what://a.jsonl",), {}, "what://a.jsonl: Protocol not known"),
@@ -154,8 +155,8 @@ def test_fingerprints_tell_what_is_in_files(tmp_path: Path) -> None:
 
 
 def test_large_files_are_told_by_their_ends_and_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 10)
-    monkeypatch.setattr(fingerprint, "END_BYTES", 5)
+    monkeypatch.setattr(locations, "WHOLE_BYTES", 10)
+    monkeypatch.setattr(locations, "END_BYTES", 5)
     file = write(tmp_path / "a.jsonl", *range(20))
     before = opened(file).fingerprint()["a.jsonl"]
     assert "mtime_ns" in before
@@ -171,14 +172,14 @@ def test_large_files_are_told_by_their_ends_and_their_time(tmp_path: Path, monke
 
 
 def test_many_pictures_are_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "ENTRIES_MAX", 3)
+    monkeypatch.setattr(locations, "ENTRIES_MAX", 3)
     for number in range(5):
         (tmp_path / f"{number}.png").write_bytes(b"same size")
     before = opened(tmp_path).fingerprint()
     assert list(before) == ["5 files"]
     (tmp_path / "3.png").write_bytes(b"also nine")
     assert opened(tmp_path).fingerprint() != before
-    monkeypatch.setattr(fingerprint, "ALL_BYTES", 10)
+    monkeypatch.setattr(locations, "ALL_BYTES", 10)
     assert opened(tmp_path).fingerprint() != before
 
 
@@ -194,9 +195,8 @@ def test_a_missing_package_names_its_extra(package: str, tmp_path: Path, monkeyp
 
 
 def test_opening_is_imported_without_what_it_needs_later() -> None:
-    code = (
-        f"import sys, {opening.__name__}; print({{'pyarrow', 'fsspec', 'datasets', 'webdataset'}} & set(sys.modules))"
-    )
+    late = {"pyarrow", "fsspec", "datasets", "webdataset"}
+    code = f"import sys, {source_module.__name__}; print({late} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout.strip() == "set()"
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.sources.order import left, permutation, share
+from weftline.engine.jobs.sources.selection import left, permutation, share
 
 
 @given(count=st.integers(0, 300), seed=st.integers(-(1 << 70), 1 << 70), turn=st.integers(0, 1 << 40))

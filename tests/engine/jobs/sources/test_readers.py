@@ -11,8 +11,8 @@ import pytest
 
 from tests.engine.jobs.sources.conftest import table, tar
 from weftline.engine.jobs.rows import Source
-from weftline.engine.jobs.sources.opening import open_source, source_over
-from weftline.engine.jobs.sources.piece import FOLDER, UNUSABLE
+from weftline.engine.jobs.sources.reader import FOLDER, UNUSABLE
+from weftline.engine.jobs.sources.source import open_source, source_over
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -136,7 +136,7 @@ def test_a_data_set_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionError("no network\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(InputError, match="hf:x: cannot be had: ConnectionError: no network\n    fix:"):
+    with pytest.raises(InputError, match="hf:x: cannot be loaded: ConnectionError: no network\n    fix:"):
         opened("hf:x")
 
 
@@ -179,8 +179,8 @@ def test_archives_that_make_no_rows_are_refused_by_file(tmp_path: Path, names: l
 
 def test_a_key_that_comes_twice_is_found_when_an_archive_is_read_on(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weftline.engine.jobs.sources.tar_reader.TAR_ROWS_MAX", 3)
-        patch.setattr("weftline.engine.jobs.sources.tar_reader.LEARN_ROWS", 2)
+        patch.setattr("weftline.engine.jobs.sources.media.TAR_ROWS_MAX", 3)
+        patch.setattr("weftline.engine.jobs.sources.media.LEARN_ROWS", 2)
         patch.setattr("weftline.engine.jobs.sources.selection.GATHER_ROWS", 3)
         tar(tmp_path / "x.tar", [(f"{number % 7}.txt", b"1") for number in range(9)])
         first = next(iter(opened(tmp_path / "x.tar").read()))

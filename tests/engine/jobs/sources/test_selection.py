@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.engine.jobs.sources.conftest import MAKERS, ROWS, table
 from weftline.engine.jobs.rows import Rows, Source
-from weftline.engine.jobs.sources import lines, order, piece, selection, tar_reader
-from weftline.engine.jobs.sources.opening import open_source, source_over
-from weftline.engine.jobs.sources.parquet_reader import ParquetReader
+from weftline.engine.jobs.sources import media, reader, selection, text_reader
+from weftline.engine.jobs.sources.source import open_source, source_over
+from weftline.engine.jobs.sources.tables import ParquetReader
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -22,11 +22,11 @@ from weftline.errors import InputError
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches, windows and blocks so small that a few rows make many of them."""
-    monkeypatch.setattr(piece, "BATCH_ROWS_MAX", 7)
+    monkeypatch.setattr(reader, "BATCH_ROWS_MAX", 7)
     monkeypatch.setattr(selection, "GATHER_ROWS", 5)
     monkeypatch.setattr(selection, "WINDOW_ROWS", 23)
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(tar_reader, "TAR_ROWS_MAX", 6)
+    monkeypatch.setattr(text_reader, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(media, "TAR_ROWS_MAX", 6)
 
 
 def flat(found: list[Rows]) -> list[tuple[int, str, dict[str, Any]]]:
@@ -101,7 +101,7 @@ def test_tables_have_the_columns_that_the_schema_tells(small: None, data_sets: d
     source = open_source(spec_of(data_sets[format]))
     assert [(field.name, str(field.type)) for field in source.schema] == [("text", "string"), ("n", "int64")]
     for rows in source.read():
-        visible = [name for name in rows.table.schema.names if name not in piece.HIDDEN]
+        visible = [name for name in rows.table.schema.names if name not in reader.HIDDEN]
         assert rows.table.select(visible).schema.equals(source.schema)
 
 
@@ -203,12 +203,12 @@ def test_large_rows_come_in_small_tables(tmp_path: Path) -> None:
     pq.write_table(pa.table({"picture": [picture] * 40}), tmp_path / "a.parquet")
     found = list(open_source(spec_of(str(tmp_path / "a.parquet"))).read())
     assert sum(len(rows) for rows in found) == 40
-    assert max(rows.table.nbytes for rows in found) <= piece.BATCH_BYTES * 2
+    assert max(rows.table.nbytes for rows in found) <= reader.BATCH_BYTES * 2
 
 
 def test_a_window_of_large_rows_is_closed_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "WINDOW_BYTES", 4000)
-    monkeypatch.setattr(piece, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(reader, "BATCH_BYTES", 1000)
     rows = [{"data": bytes(100), "n": row} for row in range(200)]
     found = list(source_over(rows, DataSpec((), shuffle=1)).read())
     assert sorted(n for one in found for n in one.table.column("n").to_pylist()) == list(range(200))
@@ -216,9 +216,9 @@ def test_a_window_of_large_rows_is_closed_early(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_windows_hold_no_more_rows_than_they_say() -> None:
-    assert order.WINDOW_ROWS == 10_000
+    assert selection.WINDOW_ROWS == 10_000
     source = source_over(table(30_000), DataSpec((), shuffle=1))
-    assert max(len(rows) for rows in source.read()) <= piece.BATCH_ROWS_MAX
+    assert max(len(rows) for rows in source.read()) <= reader.BATCH_ROWS_MAX
 
 
 def keyed(folder: Path, format: str, twice: bool = True) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.engine.jobs.sources.conftest import jsonl
-from weftline.engine.jobs.output.place import find
-from weftline.engine.jobs.sources.finding import origins
-from weftline.engine.jobs.sources.opening import open_source
-from weftline.engine.jobs.sources.shown import shown_url
+from weftline.engine.jobs.output.folder import find
+from weftline.engine.jobs.sources.formats import shown_url
+from weftline.engine.jobs.sources.locations import origins
+from weftline.engine.jobs.sources.source import open_source
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -86,7 +86,7 @@ def test_results_are_named_without_a_password() -> None:
 
 
 def test_origins_of_plain_files_are_their_names(tmp_path: Path) -> None:
-    from weftline.engine.jobs.sources.finding import look
+    from weftline.engine.jobs.sources.locations import look
 
     (tmp_path / "a.jsonl").write_bytes(jsonl(1))
     assert [one.name for one in origins(look(str(tmp_path), {}).files)] == ["a.jsonl"]

@@ -1,23 +1,28 @@
-"""Opening of a result folder: create, resume or overwrite.
+"""Output location: from `--out` to a folder and file names.
+
+Opening of a result folder: create, resume or overwrite.
 
 Beginning anew is decided by a note on disk, `_weftline/restart`. From then on whoever opens the folder first removes
 all that the old job wrote; the new manifest takes the old one's place, and the note goes last.
+
+Finalisation of results after the last part, with a completion marker.
+
+`done.json` is written last. It holds a digest of the records it was made from: when a part is amended, a done.json that
+stayed behind would no longer fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
-from weftline.engine.jobs.output.documents import Unreadable, decode, encode
-from weftline.engine.jobs.output.failing import told
-from weftline.engine.jobs.output.files import Files, Held, Lock, Written, measure, put_bytes, read
-from weftline.engine.jobs.output.manifest import VERSION, Manifest, differences, version_differences
-from weftline.engine.jobs.output.naming import ResultLayout
-from weftline.engine.jobs.output.place import ResultFolder
-from weftline.engine.jobs.output.records import PartRecord, gaps, in_order
-from weftline.engine.jobs.output.recovery import (
+from weftline.engine.jobs.output.files import Files, Held, Lock, Written, copy, measure, put, put_bytes, read, told
+from weftline.engine.jobs.output.layout import (
     Leftovers,
+    ResultLayout,
     ResultNames,
     by_part,
     damage,
@@ -26,7 +31,82 @@ from weftline.engine.jobs.output.recovery import (
     leftovers,
     staged_files,
 )
-from weftline.errors import InputError, JobChanged, OutputFailed
+from weftline.engine.jobs.output.local_files import LocalFiles
+from weftline.engine.jobs.output.manifest import (
+    VERSION,
+    Done,
+    Manifest,
+    PartRecord,
+    Unreadable,
+    decode,
+    differences,
+    digest,
+    encode,
+    gaps,
+    in_order,
+    version_differences,
+)
+from weftline.engine.jobs.output.remote_files import RemoteFiles
+from weftline.engine.jobs.sources.formats import shown_url
+from weftline.errors import InputError, JobChanged, MissingPackage, OutputFailed
+
+LOCAL = ("file", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class ResultFolder:
+    """A folder, the names in it, and how the user wrote them.
+
+    out:    as the user wrote it, without a password.
+    folder: the same, of the folder in which results lie.
+    """
+
+    out: str
+    folder: str
+    files: Files
+    layout: ResultLayout
+
+    def shown(self, name: str) -> str:
+        """Return a name as the user would write it."""
+        return posixpath.join(self.folder, name).rstrip("/") if self.folder else name.rstrip("/")
+
+
+def find(out: str, single_file: bool, suffix: str, storage: Mapping[str, str]) -> ResultFolder:
+    """Return the place that `out` names; InputError when it names none that can be written to."""
+    told = shown_url(out)
+    protocol, _, path = out.rpartition("://")
+    folder, final = posixpath.split(out) if single_file else (out, "")
+    if single_file and not final:
+        raise InputError(f"--out {told}: names no file")
+    folder += "//" if folder.endswith(":") else ""
+    layout = ResultLayout(f"{final}.job/", final, suffix) if single_file else ResultLayout("", "", suffix)
+    if protocol and protocol not in LOCAL:
+        return ResultFolder(told, shown_url(folder), _remote(told, folder, storage), layout)
+    root = Path(posixpath.dirname(path) if single_file else path).expanduser()
+    _refuse_misfits(out, root, root / final if final else None)
+    return ResultFolder(out, folder, LocalFiles(root), layout)
+
+
+def _refuse_misfits(out: str, root: Path, final: Path | None) -> None:
+    if root.is_file():
+        raise InputError(
+            f"--out {out}: {root.name} is a file; results go to a folder, or to a file with a known suffix"
+        )
+    if final is not None and final.is_dir():
+        raise InputError(f"--out {out}: {final.name} is a folder, and one file is to be written there")
+
+
+def _remote(out: str, folder: str, storage: Mapping[str, str]) -> RemoteFiles:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise MissingPackage("fsspec", "batch") from None
+    try:
+        system, root = url_to_fs(folder, **storage)
+    except (ImportError, ValueError, TypeError, OSError) as error:  # of an address, a package for it, or its options
+        raise InputError(shown_url(f"--out {out}: {error}")) from None
+    return RemoteFiles(system, root)
+
 
 READ_AGAIN_BYTES_MAX = 4 << 30
 """Parts are read again when a job is resumed, as long as all together are smaller; else only the newest is."""
@@ -205,3 +285,66 @@ def _changed(
             f"    fix: {remedy}; --restart begins anew and removes its results",
         ])
     )  # fmt: skip
+
+
+Opener = Callable[[], BinaryIO]
+Join = Callable[[Sequence[Opener], BinaryIO], None]
+"""Puts parts together, in order, into one file."""
+
+
+def is_finished(place: ResultFolder, records: Sequence[PartRecord]) -> bool:
+    """Whether everything is there that was put together from these records; OSError when it cannot be read."""
+    if place.files.size(place.layout.done) is None:
+        return False
+    try:
+        done = decode(read(place.files, place.layout.done), Done)
+    except Unreadable:
+        return False
+    whole = done.records == digest(records)
+    return whole and all(place.files.size(name) == size for name, size in done.files.items())
+
+
+def put_together(
+    place: ResultFolder, records: Sequence[PartRecord], lock: Lock, join: Join | None, extras: Mapping[str, bytes]
+) -> None:
+    """Write what stands beside the parts, and that all is done; OSError when it cannot be written."""
+    files, layout = place.files, place.layout
+    made = {}
+    errors = sum(len(one.error_places) for one in records)
+    if errors:
+        made[layout.errors] = put(files, layout.errors, lambda out: _join_errors(place, records, out)).size_bytes
+    else:
+        files.remove(layout.errors)
+    if layout.final:
+        if join is None:
+            raise ValueError("a single file needs somebody to put it together")
+        openers = [_opener(place, one) for one in records]
+        made[layout.final] = put(files, layout.final, lambda out: join(openers, out)).size_bytes
+    for name, data in extras.items():
+        made[layout.work + name] = put_bytes(files, layout.work + name, data).size_bytes
+    files.settle(layout.work)
+    lock.check()
+    rows = sum(one.rows for one in records)
+    done = Done(records=digest(records), parts=len(records), rows=rows, errors=errors, files=made)
+    put_bytes(files, layout.done, encode(done))
+
+
+def what_lies_where(place: ResultFolder, records: Sequence[PartRecord]) -> dict[str, str]:
+    """Return the names of what a finished job leaves, as the user would write them."""
+    found = {"results": place.out, "manifest": place.shown(place.layout.manifest)}
+    if any(one.error_places for one in records):
+        found["errors"] = place.shown(place.layout.errors)
+    if any(one.media for one in records):
+        found["media"] = place.shown(place.layout.media)
+    return found
+
+
+def _opener(place: ResultFolder, record: PartRecord) -> Opener:
+    return lambda: place.files.open(place.layout.work + record.file)
+
+
+def _join_errors(place: ResultFolder, records: Sequence[PartRecord], out: BinaryIO) -> None:
+    for one in records:
+        if one.errors_file:
+            with place.files.open(place.layout.state + one.errors_file) as part:
+                copy(part, out)

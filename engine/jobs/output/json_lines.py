@@ -1,4 +1,10 @@
-"""Rows as JSON lines with keys in column order.
+"""JSON serialisation of values: always valid JSON in valid UTF-8.
+
+NaN and the infinities become null, as JSON has none; half of a surrogate pair becomes U+FFFD, as UTF-8 has none;
+whole numbers of any size stay exact. Where nodes give more than JSON (ports of type `any`), arrays become lists,
+detections what they are in JSON, bytes base64. Keys keep their order.
+
+Rows as JSON lines with keys in column order.
 
 Columns of JSON text are JSON values there, and no texts that hold JSON. Bytes are base64. NaN and the infinities are
 null. Times and dates are texts, such as 2026-03-01 12:00:00.000000, time spans whole numbers of their unit, decimals
@@ -7,7 +13,7 @@ texts, maps lists of pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +21,54 @@ import numpy as np
 
 from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import TYPE_KEY
+from weftline.nodes.detections import Detections
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON text; TypeError or RecursionError when it is nothing that JSON can say."""
+    try:
+        return _ENCODER.encode(_plain(value)).decode()
+    except UnicodeEncodeError:
+        return _ENCODER.encode(whole(_plain(value))).decode()
+
+
+def whole_text(text: str) -> str:
+    """Return a text in which every half of a surrogate pair is U+FFFD; two halves that belong together are joined."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def whole(value: Any) -> Any:
+    """Return a JSON value whose texts and keys are all valid."""
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, Mapping):
+        return {whole(key): whole(one) for key, one in value.items()}
+    return [whole(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return detections as JSON values: msgspec would write them field by field."""
+    if isinstance(value, Detections):
+        return value.to_json()
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, complex):
+        return [value.real, value.imag]
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a value of type {type(value).__name__} has no JSON")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_other)
+
 
 AT_ONCE = 4096
 """Rows that are Python values at a time."""
@@ -28,7 +82,7 @@ def lines(schema: pa.Schema, batch: pa.RecordBatch) -> Iterator[bytes]:
     for start in range(0, len(batch), AT_ONCE):
         some = batch.slice(start, AT_ONCE)
         columns = [_values(field, some.column(place)) for place, field in enumerate(schema)]
-        yield _ENCODER.encode_lines([dict(zip(schema.names, row)) for row in zip(*columns)])
+        yield _LINE_ENCODER.encode_lines([dict(zip(schema.names, row)) for row in zip(*columns)])
 
 
 def _values(field: pa.Field, array: pa.Array) -> list[Any]:
@@ -69,11 +123,11 @@ def shown_as(type: pa.DataType) -> pa.DataType:
     return type
 
 
-def _other(value: Any) -> Any:
+def _line_value(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     isoformat = getattr(value, "isoformat", None)  # a time inside of a map
     return isoformat() if isoformat is not None else str(value)
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=_other)
+_LINE_ENCODER = msgspec.json.Encoder(enc_hook=_line_value)

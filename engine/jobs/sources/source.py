@@ -1,40 +1,39 @@
-"""Opening of a data set: discovery, format detection and choice of reader.
+"""Open a data set: discover its files, detect the format and create the reader.
 
-Nothing optional is imported before it is needed, and what is missing is a MissingPackage.
+Optional packages are imported on use; a missing one raises MissingPackage.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from weftline.engine.jobs.rows import Source
-from weftline.engine.jobs.sources.formats import check_format, chosen, mixed
-from weftline.engine.jobs.sources.shown import shown_url
+from weftline.engine.jobs.sources.formats import check_format, chosen, mixed, shown_url
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError, MissingPackage
 
 if TYPE_CHECKING:
-    from weftline.engine.jobs.sources.finding import Listing, SourceFile
-    from weftline.engine.jobs.sources.loading import Loader
-    from weftline.engine.jobs.sources.piece import DatasetReader
+    from weftline.engine.jobs.sources.locations import Listing, SourceFile
+    from weftline.engine.jobs.sources.media import Loader
+    from weftline.engine.jobs.sources.reader import DatasetReader
 
 STDIN = "-"
 HUB = "hf:"
 EXPECTED = "a file, a folder, a glob, a URL, hf:NAME, or - for standard input"
 SAVED = ("dataset_info.json", "dataset_dict.json")
-"""What a folder holds that `save_to_disk` wrote."""
+"""Files of a folder written by `save_to_disk`."""
 
 JOB_FOLDER = "_weftline/"
-"""What a folder of results holds besides; its `errors.jsonl` is no data."""
+"""State folder of job results; `errors.jsonl` beside it is no data."""
 
 
 def open_source(spec: DataSpec, stdin: BinaryIO | None = None) -> Source:
-    """Open the data that `spec` names, with its selection; InputError says what is wrong with it.
+    """Open the data of `spec` with its selection; InputError lists the problems.
 
-    stdin: what `-` reads; None: the process's own standard input.
+    stdin: read for `-`; None: the standard input of this process.
     """
     for package in ("pyarrow", "fsspec"):
         need(package)
@@ -53,19 +52,17 @@ def open_source(spec: DataSpec, stdin: BinaryIO | None = None) -> Source:
 
 
 def source_over(dataset: Any, spec: DataSpec) -> Source:
-    """Return a source over what is in memory: an Arrow table, a Hugging Face data set, or a list of mappings.
+    """Return a source over an Arrow table, a Hugging Face data set, or a list of mappings.
 
-    Of `spec` only the selection counts. InputError when it is something else, or empty.
+    Only the selection of `spec` applies. InputError for other types and for an empty data set.
     """
     pa = need("pyarrow")
-    from weftline.engine.jobs.sources.piece import Origin
+    from weftline.engine.jobs.sources.reader import Origin
     from weftline.engine.jobs.sources.selection import SelectedSource
-    from weftline.engine.jobs.sources.table_reader import TableReader
+    from weftline.engine.jobs.sources.tables import HuggingFaceReader, TableReader
 
     reader: DatasetReader
     if hasattr(dataset, "with_format") and hasattr(dataset, "_fingerprint"):
-        from weftline.engine.jobs.sources.hugging_face import HuggingFaceReader
-
         reader = HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), "the data set"))
     elif isinstance(dataset, pa.Table):
         reader = TableReader(dataset)
@@ -85,14 +82,14 @@ def source_over(dataset: Any, spec: DataSpec) -> Source:
 
 
 def open_loader(source: Source, spec: DataSpec) -> Loader:
-    """Return what reads the files that a source's rows name; close it after the last row."""
-    from weftline.engine.jobs.sources.loading import Loader
+    """Return a loader of the files named in a source's rows; close it after the last row."""
+    from weftline.engine.jobs.sources.media import Loader
 
     return Loader(folder=getattr(source, "folder", ""), storage=spec.storage)
 
 
 def need(package: str) -> Any:
-    """Return an optional package; MissingPackage when it is not installed."""
+    """Import an optional package; MissingPackage if it is not installed."""
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
@@ -102,14 +99,14 @@ def need(package: str) -> Any:
 def _reader(spec: DataSpec, stdin: BinaryIO | None) -> DatasetReader:
     hub = [one for one in spec.data if one.startswith(HUB) and not one.startswith("hf://")]
     if len(spec.data) > 1 and (hub or STDIN in spec.data):
-        raise InputError(f"{hub[0] if hub else STDIN} stands alone; found {_shown(spec)}")
+        raise InputError(f"{hub[0] if hub else STDIN} cannot be combined with other data; found {_shown(spec)}")
     if hub:
         need("datasets")
-        from weftline.engine.jobs.sources import hugging_face
+        from weftline.engine.jobs.sources.tables import by_name
 
         if spec.format not in (None, "hf"):
             raise InputError(f"{hub[0]}: --format {spec.format} is for files")
-        return hugging_face.by_name(hub[0].removeprefix(HUB), spec.split)
+        return by_name(hub[0].removeprefix(HUB), spec.split)
     if spec.data == (STDIN,):
         return _of_stdin(spec.format or "jsonl", stdin or sys.stdin.buffer)
     return _of_files(spec)
@@ -122,48 +119,48 @@ def _shown(spec: DataSpec) -> str:
 def _of_stdin(format: str, stream: BinaryIO) -> DatasetReader:
     from weftline.engine.jobs.sources.csv_reader import CsvReader
     from weftline.engine.jobs.sources.jsonl_reader import JsonlReader
-    from weftline.engine.jobs.sources.standard_input import StandardInput
-    from weftline.engine.jobs.sources.stream_reader import StreamReader
+    from weftline.engine.jobs.sources.tables import StreamReader
+    from weftline.engine.jobs.sources.text_reader import StandardInput
 
-    held = StandardInput(stream)
-    if format == "jsonl":
-        return JsonlReader(held)
-    if format == "csv":
-        return CsvReader(held)
-    if format == "arrow":
-        return StreamReader(held)
-    raise InputError(f"standard input: --format {format} cannot be read from it; expected jsonl, csv or arrow")
+    readers: dict[str, Callable[[StandardInput], DatasetReader]] = {
+        "jsonl": JsonlReader,
+        "csv": CsvReader,
+        "arrow": StreamReader,
+    }
+    if format not in readers:
+        raise InputError(f"standard input: --format {format} cannot be read from it; expected jsonl, csv or arrow")
+    return readers[format](StandardInput(stream))
 
 
 def _of_files(spec: DataSpec) -> DatasetReader:
-    from weftline.engine.jobs.sources.finding import look
+    from weftline.engine.jobs.sources.locations import look
 
     listings = [look(argument, spec.storage) for argument in spec.data]
     if len(listings) == 1 and listings[0].kind == "folder" and _is_saved(listings[0], spec.format):
-        need("datasets")
-        from weftline.engine.jobs.sources import hugging_face
-
-        fs, base = listings[0].fs, listings[0].base
-        url = base if listings[0].files[0].local else str(fs.unstrip_protocol(base))
-        return hugging_face.from_disk(url, listings[0].shown, spec.split, spec.storage)
+        return _saved(listings[0], spec)
     if spec.split is not None:
         raise InputError(f"--split {spec.split:.80}: only Hugging Face data sets have splits")
     if spec.format == "hf":
-        raise InputError(f"{listings[0].shown}: --format hf wants one folder that save_to_disk wrote, or hf:NAME")
-    formats, arguments = [], []
-    for listing in listings:
-        format, these = _usable(listing, spec.format)
-        formats.append(format)
-        arguments.append(these)
-    if len(set(formats)) > 1:
-        raise InputError(mixed(_shown(spec), dict.fromkeys(formats)))
-    _check_twice(arguments)
-    return _of_format(formats[0], [file for these in arguments for file in these])
+        raise InputError(f"{listings[0].shown}: --format hf expects one folder written by save_to_disk, or hf:NAME")
+    found = [_usable(listing, spec.format) for listing in listings]
+    formats = list(dict.fromkeys(format for format, _ in found))
+    if len(formats) > 1:
+        raise InputError(mixed(_shown(spec), formats))
+    _check_twice([files for _, files in found])
+    return _of_format(formats[0], [file for _, files in found for file in files])
 
 
 def _is_saved(listing: Listing, format: str | None) -> bool:
     here = {file.path.rsplit("/", 1)[-1] for file in listing.files if file.path.rsplit("/", 1)[0] == listing.base}
     return format in (None, "hf") and any(name in here for name in SAVED)
+
+
+def _saved(listing: Listing, spec: DataSpec) -> DatasetReader:
+    need("datasets")
+    from weftline.engine.jobs.sources.tables import from_disk
+
+    url = listing.base if listing.files[0].local else str(listing.fs.unstrip_protocol(listing.base))
+    return from_disk(url, listing.shown, spec.split, spec.storage)
 
 
 def _usable(listing: Listing, format: str | None) -> tuple[str, list[SourceFile]]:
@@ -176,25 +173,21 @@ def _usable(listing: Listing, format: str | None) -> tuple[str, list[SourceFile]
 
 
 def _check_twice(arguments: Sequence[Sequence[SourceFile]]) -> None:
-    """Refuse a file that several arguments mean; links in one folder may well lead to one file."""
+    """Refuse a file named by several arguments; links in one folder may lead to one file."""
     before: dict[str, SourceFile] = {}
     for files in arguments:
         for file in files:
             if other := before.get(file.same):
                 also = f", as {other.shown} too" if other.shown != file.shown else ""
-                raise InputError(f"{file.shown}: named twice{also}; each of its rows would be answered twice")
+                raise InputError(f"{file.shown}: named twice{also}; each of its rows would be processed twice")
         before |= {file.same: file for file in files}
 
 
 def _of_format(format: str, files: Sequence[SourceFile]) -> DatasetReader:
-    if format == "parquet":
-        from weftline.engine.jobs.sources.parquet_reader import ParquetReader
+    if format in ("parquet", "arrow"):
+        from weftline.engine.jobs.sources.tables import ArrowReader, ParquetReader
 
-        return ParquetReader(files)
-    if format == "arrow":
-        from weftline.engine.jobs.sources.arrow_reader import ArrowReader
-
-        return ArrowReader(files)
+        return ParquetReader(files) if format == "parquet" else ArrowReader(files)
     if format == "jsonl":
         from weftline.engine.jobs.sources.jsonl_reader import JsonlReader
 
@@ -205,9 +198,9 @@ def _of_format(format: str, files: Sequence[SourceFile]) -> DatasetReader:
         return CsvReader(files)
     if format == "webdataset":
         need("webdataset")
-        from weftline.engine.jobs.sources.tar_reader import TarReader
+        from weftline.engine.jobs.sources.media import TarReader
 
         return TarReader(files)
-    from weftline.engine.jobs.sources.media_reader import MediaReader
+    from weftline.engine.jobs.sources.media import MediaReader
 
     return MediaReader(files)

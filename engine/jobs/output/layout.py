@@ -1,0 +1,294 @@
+"""File names of a job's results; pure.
+
+    OUT/                          or x.parquet.job/ beside a single file x.parquet
+      part-00000.parquet          rows of a part
+      .part-00000.parquet.new     its next revision, until its record is there
+      _errors.jsonl               error rows of all parts
+      _media/part-00000/          pictures and recordings of a part; part-00000.r1/ those of revision 1
+      _weftline/manifest.json     what the job is
+      _weftline/part-00000.json   the record of a part: without it there is no part
+      _weftline/errors-00000.jsonl  error rows of a part; errors-00000.r1.jsonl those of revision 1
+      _weftline/restart           the job is being thrown away
+      _weftline/done.json         all is there
+      _weftline/lock              held by the run that writes
+
+Any of these may have a `.NAME.tmp` beside it for as long as it is being written. Names are relative, with `/` between
+folders, and folders end in `/`. What is no table begins with `_`, so that whoever reads the folder as a data set passes
+over it.
+
+Output formats and their selection by name; pure.
+
+Recovery plan after an interrupted run: from the files found to the actions; pure.
+
+A part is committed in this order, each step on disk before the next:
+
+    errors-N.jsonl, _media/part-N/*, part-N.parquet, part-N.json
+
+so whatever lies there without a record is of a part that does not exist, and is removed. A part's next revision goes
+
+    errors-N.r1.jsonl, _media/part-N.r1/*, .part-N.parquet.new, part-N.json (which now names the new data),
+    .part-N.parquet.new -> part-N.parquet, then the old errors are removed
+
+The record decides. Stopped before it, what is staged is of a revision that does not exist, and is removed; stopped
+after it, what is staged is what the record names, and takes its place. Readers of `part-*.parquet` see the old revision
+or the new, whole, and never both. On an object store "on disk" means that the object is there.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weftline.engine.jobs.output.files import Written
+from weftline.engine.jobs.output.manifest import PartRecord
+from weftline.errors import InputError
+
+STATE = "_weftline/"
+MEDIA = "_media/"
+OWNER = "owner.json"
+
+_DATA = re.compile(r"part-(\d{5,})(\.[A-Za-z0-9.]+)")
+_RECORD = re.compile(r"part-(\d{5,})\.json")
+_ERRORS = re.compile(r"errors-\d{5,}(\.r\d+)?\.jsonl")
+_MEDIA = re.compile(r"part-\d{5,}(\.r\d+)?/")
+_BEING_WRITTEN = re.compile(r"\..+\.tmp")
+_STAGED = re.compile(r"\.(part-\d{5,}\.[A-Za-z0-9.]+)\.new")
+
+
+@dataclass(frozen=True, slots=True)
+class ResultLayout:
+    """Where a job's files lie, relative to the folder in which its results lie.
+
+    work:   folder of parts and state: '' for the results' folder itself.
+    final:  the single file that is put together at the end; '' when results are a folder.
+    suffix: of a part's file, with its dot.
+    """
+
+    work: str = ""
+    final: str = ""
+    suffix: str = ".parquet"
+
+    @property
+    def state(self) -> str:
+        return self.work + STATE
+
+    @property
+    def manifest(self) -> str:
+        return self.state + "manifest.json"
+
+    @property
+    def done(self) -> str:
+        return self.state + "done.json"
+
+    @property
+    def restart(self) -> str:
+        return self.state + "restart"
+
+    @property
+    def errors(self) -> str:
+        return self.work + "_errors.jsonl"
+
+    @property
+    def media(self) -> str:
+        return self.work + MEDIA
+
+    def data_base(self, part: int) -> str:
+        return f"part-{part:05d}{self.suffix}"
+
+    def record(self, part: int) -> str:
+        return f"{self.state}part-{part:05d}.json"
+
+    def errors_base(self, part: int, revision: int) -> str:
+        return f"errors-{part:05d}{_revision(revision)}.jsonl"
+
+    def media_base(self, part: int, revision: int) -> str:
+        return f"part-{part:05d}{_revision(revision)}/"
+
+
+def _revision(revision: int) -> str:
+    return f".r{revision}" if revision else ""
+
+
+def being_written(name: str) -> str:
+    """Return the name that a file has until it is whole."""
+    folder, base = posixpath.split(name)
+    return posixpath.join(folder, f".{base}.tmp")
+
+
+def staged(name: str) -> str:
+    """Return the name that a data file's next revision has until it takes the place of the last one."""
+    folder, base = posixpath.split(name)
+    return posixpath.join(folder, f".{base}.new")
+
+
+def is_being_written(base: str) -> bool:
+    return _BEING_WRITTEN.fullmatch(base) is not None
+
+
+def staged_of(base: str) -> str:
+    """Return the data file whose next revision this is; '' when it is none."""
+    match = _STAGED.fullmatch(base)
+    return match[1] if match else ""
+
+
+def part_of_record(base: str) -> int | None:
+    """Return the part of a record's name; None for another name."""
+    match = _RECORD.fullmatch(base)
+    return int(match[1]) if match else None
+
+
+def is_data(base: str, suffix: str | None = None) -> bool:
+    """Whether a name is that of a part's data; of any format when no suffix is given."""
+    match = _DATA.fullmatch(base)
+    return match is not None and suffix in (None, match[2])
+
+
+def is_errors(base: str) -> bool:
+    return _ERRORS.fullmatch(base) is not None
+
+
+def is_media_folder(base: str) -> bool:
+    return _MEDIA.fullmatch(base) is not None
+
+
+FORMATS = ("parquet", "jsonl", "arrow", "hf")
+
+BY_SUFFIX = {
+    ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".arrow": "arrow",
+    ".feather": "arrow", ".ipc": "arrow",
+}  # fmt: skip
+"""Suffixes of a single file."""
+
+SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl", "arrow": ".arrow", "hf": ".arrow"}
+"""Suffixes of parts."""
+
+EXTRAS = {"hf": ("dataset_info.json", "state.json")}
+"""Files that stand beside the parts of a format when all are there."""
+
+_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,9}")
+_HINTS = {
+    ".csv": "CSV has no lists and no detections: write x.jsonl or x.parquet, both of which pandas reads",
+    ".tsv": "TSV has no lists and no detections: write x.jsonl or x.parquet, both of which pandas reads",
+    ".json": "results are one object a line: write x.jsonl",
+    ".gz": "results are not compressed from outside: write x.parquet, which is compressed inside",
+    ".zst": "results are not compressed from outside: write x.parquet, which is compressed inside",
+}
+
+
+def suffix(format: str) -> str:
+    """Return the suffix of a part's file, with its dot."""
+    return SUFFIXES[format]
+
+
+def format_of(out: str, format: str | None = None) -> tuple[str, bool]:
+    """Return the format that results are written in, and whether `out` is a single file.
+
+    A name with a known suffix is a single file of that format. A name without one, or with `/` at its end, is a folder:
+    of `format`, or of Parquet. InputError for a suffix that is not known, and for one that `format` contradicts.
+    """
+    if format is not None and format not in FORMATS:
+        raise InputError(f"output format: found {format!r:.40}, expected one of {', '.join(FORMATS)}")
+    path = out.rpartition("://")[2]
+    base = posixpath.basename(path)
+    ending = posixpath.splitext(base)[1].lower()
+    if "://" in out and "/" not in path:
+        ending = ""  # a bucket, whose name may have dots
+    if not out or out == "-":
+        raise InputError(f"--out {out or repr(out)}: results go to a file or a folder that can be resumed")
+    if not _SUFFIX.fullmatch(ending):
+        return format or "parquet", False
+    named = BY_SUFFIX.get(ending)
+    if named is None:
+        fix = _HINTS.get(ending, f"write {out}/ for a folder, or one of {', '.join(BY_SUFFIX)} for a single file")
+        raise InputError(f"--out {out}: {ending} is no format that is written\n    fix: {fix}")
+    if format not in (None, named):
+        what = "a folder" if format == "hf" else f"{format}, and {ending} is {named}"
+        fix = f"write {out.removesuffix(base) + posixpath.splitext(base)[0]}/, or leave the format out"
+        raise InputError(f"--out {out}: the format is {format}, which is {what}\n    fix: {fix}")
+    return named, True
+
+
+@dataclass(frozen=True, slots=True)
+class ResultNames:
+    """Names in the job's folder, in its state folder, and in its media folder."""
+
+    work: Sequence[str]
+    state: Sequence[str]
+    media: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What an earlier run left that belongs to no part.
+
+    files, folders: names to remove, relative to the results' folder.
+    """
+
+    files: Sequence[str]
+    folders: Sequence[str]
+
+
+def staged_files(found: ResultNames) -> dict[str, str]:
+    """Return the data files whose next revision is staged, with its name."""
+    return {of: base for base in found.work if (of := staged_of(base))}
+
+
+def leftovers(layout: ResultLayout, found: ResultNames, records: Iterable[PartRecord]) -> Leftovers:
+    """Return what belongs to no record; staged revisions are not looked at."""
+    records = list(records)
+    kept = {one.file for one in records}
+    errors = {one.errors_file for one in records}
+    media = {each.folder for one in records for each in one.media}
+    files = [layout.work + base for base in found.work if is_data(base, layout.suffix) and base not in kept]
+    files += [layout.work + base for base in found.work if is_being_written(base)]
+    files += [layout.state + base for base in found.state if is_errors(base) and base not in errors]
+    files += [layout.state + base for base in found.state if is_being_written(base)]
+    folders = [layout.media + base for base in found.media if is_media_folder(base) and base not in media]
+    return Leftovers(files, folders)
+
+
+def everything(layout: ResultLayout, found: ResultNames, extras: Iterable[str]) -> Leftovers:
+    """Return all that a job wrote but its manifest, its lock and the note that it is being thrown away."""
+    ours = {"_errors.jsonl", *extras}
+    files = [layout.final] if layout.final else []
+    files += [
+        layout.work + base
+        for base in found.work
+        if base in ours or is_data(base) or staged_of(base) or is_being_written(base)
+    ]
+    files += [
+        layout.state + base
+        for base in found.state
+        if base == "done.json" or part_of_record(base) is not None or is_errors(base)
+        or is_being_written(base)
+    ]  # fmt: skip
+    return Leftovers(files, [layout.media + base for base in found.media if is_media_folder(base)])
+
+
+def foreign(found: ResultNames) -> list[str]:
+    """Return the names that stand in the way of a new job, hidden ones aside; its own first steps do not."""
+    state = [base for base in found.state if base not in ("lock", OWNER) and not is_being_written(base)]
+    strangers = [base for base in found.work if base != STATE and not base.startswith(".")]
+    return [*strangers, *(STATE + base for base in state)]
+
+
+def damage(record: PartRecord, size_bytes: int | None, content: Written | None) -> str:
+    """Return what is wrong with a part's data, as a phrase; '' when it is what the record says.
+
+    size_bytes: of the file; None when it is missing.
+    content:    what was read of it; None when it was not read.
+    """
+    if size_bytes is None:
+        return f"{record.file} is missing"
+    if size_bytes != record.size_bytes:
+        return f"{record.file} has {size_bytes} bytes, and {record.size_bytes} were written"
+    if content is not None and content.sha256 != record.sha256:
+        return f"{record.file} does not hold what was written"
+    return ""
+
+
+def by_part(names: Iterable[str]) -> Mapping[int, str]:
+    """Return the records among the names, by part."""
+    return {part: base for base in names if (part := part_of_record(base)) is not None}

@@ -1,0 +1,295 @@
+"""Pipeline inputs from columns: mapping of columns to inputs, and conversion of values; null becomes None."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from weftline.engine.jobs.rows import Unusable
+from weftline.engine.jobs.sources.columns import (
+    MEDIA,
+    holds_bytes,
+    is_bytes,
+    is_encoded,
+    is_list,
+    is_text,
+    means,
+    misfit,
+    storage,
+    tensors,
+)
+from weftline.engine.jobs.sources.media import Loader
+from weftline.engine.jobs.sources.reader import FOLDER, HIDDEN, UNUSABLE
+from weftline.errors import InputError
+from weftline.nodes.ports import PortType
+from weftline.pipelines.check.problems import did_you_mean, listed
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Columns by pipeline input, without inputs that have no column.
+
+    schema: schema of the data set.
+    ports:  types of the inputs in `columns`.
+    needed: inputs that require a value in every row.
+    """
+
+    columns: Mapping[str, str]
+    schema: pa.Schema
+    ports: Mapping[str, PortType]
+    needed: Collection[str]
+
+    @property
+    def media(self) -> set[str]:
+        """Columns of encoded media and other bytes, bound or not: not kept in outputs by default.
+
+        Columns of file names are not among them: they are short and identify the row.
+        """
+        return {field.name for field in self.schema if holds_bytes(field.type)}
+
+    def inputs(self, table: pa.Table, loader: Loader) -> dict[str, list[Any]]:
+        """Return the values of each bound input: one per row, None, or Unusable.
+
+        Reads all files that rows name: a table should be no larger than one block.
+        """
+        folders = table.column(FOLDER).to_pylist() if FOLDER in table.schema.names else None
+        found = {
+            name: converted(table.column(column), self.schema.field(column), self.ports[name], loader, folders)
+            for name, column in self.columns.items()
+        }
+        for name in self.columns:
+            if name in self.needed:
+                empty = Unusable(f"column {self.columns[name]} is empty")
+                found[name] = [empty if value is None else value for value in found[name]]
+        return _with_broken(found, table)
+
+
+def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[str], maps: Mapping[str, str]) -> Binding:
+    """Map columns to the inputs of a pipeline; InputError lists all problems.
+
+    ports:  types of all inputs; an input without a mapping or a column of its name is left out.
+    needed: inputs that must have a column.
+    maps:   columns by input, where names differ. The only media column of a kind is mapped automatically if only one
+            input of that kind lacks a column.
+    """
+    names = [name for name in schema.names if name not in HIDDEN]
+    problems = []
+    columns: dict[str, str] = {}
+    for name, column in maps.items():
+        if name not in ports:
+            problems.append(f"--map {name}={column}: the pipeline has no input {name}{_near(name, ports)}")
+        elif column not in names:
+            problems.append(f"--map {name}={column}: there is no column {column}{_near(column, names)}")
+    maps = {**_only_media(schema, names, ports, needed, maps), **maps}
+    for name, port in ports.items():
+        column = maps.get(name, name)
+        if column in names:
+            columns[name] = column
+            if why := misfit(schema.field(column), port):
+                problems.append(f"input {name} ({port}) from column {column}: {why}")
+        elif name in needed and name not in maps:
+            problems.append(f"input {name} ({port}): there is no column {name}{_near(name, names)}")
+    if not problems and not columns:
+        problems.append("no input gets a column")
+    if problems:
+        inputs = ", ".join(f"{name} ({port})" for name, port in ports.items()) or "none"
+        problems += [f"    inputs: {inputs}", f"    columns: {listed(names)}", "    fix: --map INPUT=COLUMN"]
+        raise InputError("\n".join(problems))
+    return Binding(columns, schema, {name: ports[name] for name in columns}, frozenset(needed))
+
+
+def _only_media(
+    schema: pa.Schema,
+    names: Collection[str],
+    ports: Mapping[str, PortType],
+    needed: Collection[str],
+    maps: Mapping[str, str],
+) -> dict[str, str]:
+    """Map inputs without a column where only one column of their kind is left."""
+    taken = {maps.get(name, name) for name in ports}
+    lacking = [name for name in ports if name in needed and name not in maps and name not in names]
+    found: dict[str, str] = {}
+    for name in lacking:
+        kind = ports[name].kind
+        alike = [one for one in lacking if ports[one].kind == kind]
+        columns = [one for one in names if one not in taken and _is_of_kind(schema.field(one), kind)]
+        if len(alike) == len(columns) == 1:
+            found[name] = columns[0]
+    return found
+
+
+def _is_of_kind(field: pa.Field, kind: str) -> bool:
+    """Return True if a column holds files of a port's kind, by its name for paths, else by its type."""
+    if means(field) == "path":
+        return bool(field.name == kind)
+    return kind in MEDIA and holds_bytes(field.type)
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    hint = did_you_mean(name, known)
+    return f"; {hint}" if hint else ""
+
+
+def _with_broken(found: dict[str, list[Any]], table: pa.Table) -> dict[str, list[Any]]:
+    """Set the reason in every input of unreadable rows."""
+    if UNUSABLE not in table.schema.names:
+        return found
+    column = table.column(UNUSABLE)
+    if column.null_count == len(column):
+        return found
+    for row, reason in enumerate(column.to_pylist()):
+        if reason is not None:
+            for values in found.values():
+                values[row] = Unusable(reason)
+    return found
+
+
+def converted(
+    column: pa.ChunkedArray | pa.Array,
+    field: pa.Field,
+    port: PortType,
+    loader: Loader,
+    folders: Sequence[str] | None = None,
+) -> list[Any]:
+    """Return a column's values for an input of type `port`.
+
+    folders: folder that file names of each row are relative to; None: the loader's folder.
+    """
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):  # more than 2 GiB
+        array = pa.concat_arrays([chunk.cast(_large(chunk.type)) for chunk in array.chunks])
+    if port.kind == "tensor" and not pa.types.is_null(array.type):
+        return tensors(array, port)
+    while isinstance(array.type, pa.BaseExtensionType):
+        array = array.storage
+    type = array.type
+    if port.kind == "list" and is_list(type):
+        return _lists(array, field, port.item or PortType("any"), loader, folders)
+    if port.kind == "text":
+        return _texts(array, field, loader, folders)
+    if port.kind == "audio" and is_list(type):
+        return tensors(array, PortType("tensor", "float32", ("samples",)))
+    if port.kind in MEDIA:
+        return _media(array, loader, folders)
+    if port.kind == "any" and means(field) == "path":
+        return _files(array.to_pylist(), loader, folders)
+    return _json(array, field)
+
+
+def _large(type: pa.DataType) -> pa.DataType:
+    large = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+    return large.get(type, type)
+
+
+def _texts(array: pa.Array, field: pa.Field, loader: Loader, folders: Sequence[str] | None) -> list[Any]:
+    values: list[Any] = array.to_pylist()
+    if means(field) == "path":
+        values = _files(values, loader, folders)
+    elif not is_bytes(array.type):
+        return values
+    return [_decoded(value) if isinstance(value, bytes) else value for value in values]
+
+
+def _decoded(data: bytes) -> str | Unusable:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return Unusable(f"text that is not UTF-8 (byte {error.start})")
+
+
+def _media(array: pa.Array, loader: Loader, folders: Sequence[str] | None) -> list[Any]:
+    if is_text(array.type):
+        return _files(array.to_pylist(), loader, folders)
+    if not is_encoded(array.type):
+        found: list[Any] = array.to_pylist()
+        return found
+    there = array.is_valid().to_pylist()
+    data, paths = array.field("bytes").to_pylist(), array.field("path").to_pylist()
+    values = [one if whole else None for one, whole in zip(data, there, strict=True)]
+    names = [path if whole and one is None else None for path, one, whole in zip(paths, data, there, strict=True)]
+    for place, got in enumerate(_files(names, loader, folders)):
+        if got is not None:
+            values[place] = got
+    return values
+
+
+def _files(names: Sequence[str | None], loader: Loader, folders: Sequence[str] | None) -> list[Any]:
+    """Return the content of files; None without a name."""
+    places = [place for place, name in enumerate(names) if name is not None]
+    found = loader.read_all(
+        [name for name in names if name is not None], None if folders is None else [folders[place] for place in places]
+    )
+    values: list[Any] = [None] * len(names)
+    for place, data in zip(places, found, strict=True):
+        values[place] = data
+    return values
+
+
+def _json(array: pa.Array, field: pa.Field) -> list[Any]:
+    values = _pylist(array)
+    if is_text(array.type) and (means(field) == "json" or isinstance(field.type, pa.JsonType)):
+        return [None if value is None else _parsed(value) for value in values]
+    return values
+
+
+def _pylist(array: pa.Array) -> list[Any]:
+    values: list[Any] = array.to_pylist(maps_as_pydicts="lossy")
+    return [_plain(value) for value in values] if _is_beyond_json(array.type) else values
+
+
+def _is_beyond_json(type: pa.DataType) -> bool:
+    """Return True if values of a type contain times or decimals, which JSON lacks."""
+    if pa.types.is_map(type):
+        return _is_beyond_json(type.item_type)
+    if type.num_fields:
+        return any(_is_beyond_json(type.field(place).type) for place in range(type.num_fields))
+    return bool(pa.types.is_temporal(type) or pa.types.is_decimal(type))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return str(value) if isinstance(value, decimal.Decimal | datetime.timedelta) else value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return Unusable("not valid JSON")
+
+
+def _lists(
+    array: pa.Array, field: pa.Field, item: PortType, loader: Loader, folders: Sequence[str] | None
+) -> list[Any]:
+    """Return lists; all elements are converted in one call."""
+    lengths = np.asarray(array.value_lengths().fill_null(0)).astype(np.int64)
+    there = array.is_valid().to_pylist()
+    each = None if folders is None else [folders[row] for row in np.repeat(np.arange(len(lengths)), lengths).tolist()]
+    inner = pa.field(field.name, storage(array.type).value_type, metadata=field.metadata)
+    elements = converted(array.flatten(), inner, item, loader, each)
+    ends = np.cumsum(lengths)
+    values: list[Any] = []
+    for start, end, whole in zip((ends - lengths).tolist(), ends.tolist(), there, strict=True):
+        values.append(_whole(elements[start:end], item) if whole else None)
+    return values
+
+
+def _whole(elements: list[Any], item: PortType) -> list[Any] | Unusable:
+    for place, one in enumerate(elements):
+        if isinstance(one, Unusable):
+            return Unusable(f"element {place}: {one.reason}")
+        if one is None and item.kind not in ("json", "any"):
+            return Unusable(f"element {place} is empty")
+    return elements

@@ -1,0 +1,165 @@
+"""Reader interface of a data set: pieces, batches, marks and schema checks.
+
+    data set -> pieces (RowRange) -> Batch -> selection -> Rows
+
+A *piece* is a range of rows that can be read without the rows before it: a row group, a range, a whole file. A *batch*
+is the result of one read step. A piece is always cut into the same batches, so that a *mark*, the start of a batch in
+its piece, leads back to the same batch and to those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from weftline.errors import InputError
+from weftline.pipelines.check.problems import listed
+
+Mark = Any
+"""Start of a batch in its piece, as a JSON value. Only its reader interprets it."""
+
+UNUSABLE = "weftline:unusable"
+"""Hidden column: why a row could not be read, null for readable rows. The other columns of such a row are null."""
+
+FOLDER = "weftline:folder"
+"""Hidden column: folder of the row's file. Present if the files lie in several folders."""
+
+HIDDEN = (UNUSABLE, FOLDER)
+"""Columns of Rows.table that are not in Source.schema."""
+
+MEANS = b"weftline"
+"""Metadata key of a text column: `path` if it holds file names to read, `json` if it holds JSON text."""
+
+BATCH_ROWS_MAX = 4_096
+BATCH_BYTES = 16 << 20
+"""Approximate limit of a batch, from the average bytes per row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """File or data set that rows come from.
+
+    name:   used in row ids: the file's path below the folder common to all files.
+    shown:  used in messages: the file as the user wrote it.
+    folder: path or URL that paths in its rows are relative to; '' is the working directory.
+    """
+
+    name: str
+    shown: str
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Range of rows that can be read alone.
+
+    origin: index in DatasetReader.origins.
+    part:   number of the row group, record batch or range in the file; 0 for a whole file.
+    row:    number of the first row in the file, from 0.
+    rows:   number of rows; None if unknown.
+    """
+
+    origin: int
+    part: int = 0
+    row: int = 0
+    rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one piece that were read together.
+
+    at:    mark of this batch in its piece.
+    row:   number of the first row in the file.
+    table: the columns, with UNUSABLE if rows can be unreadable.
+    names: row ids that the format defines; None: made from file and row number.
+    """
+
+    at: Mark
+    row: int
+    table: pa.Table
+    names: Sequence[str] | None = None
+
+
+class DatasetReader(Protocol):
+    """Reader of one format. Every error is an InputError that names the file."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns without hidden ones; every batch has them in this order and of these types."""
+
+    @property
+    def origins(self) -> Sequence[Origin]: ...
+
+    @property
+    def rows(self) -> int | None:
+        """Number of rows; None if it requires reading everything."""
+
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
+        """Return all pieces in file order; small ones when `fine`, for a shuffle."""
+
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
+        """Yield the batches of a piece, from a mark on."""
+
+    def fingerprint(self) -> Mapping[str, str]:
+        """Return what identifies the data, one entry for each file or fact."""
+
+    def close(self) -> None:
+        """Close all files. Safe to call twice."""
+
+
+@runtime_checkable
+class ColumnReader(DatasetReader, Protocol):
+    """Reader that can read a subset of the columns."""
+
+    def only(self, names: Collection[str]) -> DatasetReader:
+        """Return a reader of these columns with the same batches and its own open files."""
+
+
+def rows_at_a_time(rows: int, size_bytes: int) -> int:
+    """Return the number of rows of a batch, given the total rows and bytes."""
+    return max(1, min(BATCH_ROWS_MAX, rows * BATCH_BYTES // max(size_bytes, 1)))
+
+
+def normalized_schema(schema: pa.Schema) -> pa.Schema:
+    """Return a schema without dictionary types, which vary by batch, and without pandas metadata."""
+    types = [one.value_type if pa.types.is_dictionary(one) else one for one in schema.types]
+    fields = [pa.field(one.name, type, metadata=one.metadata) for one, type in zip(schema, types, strict=True)]
+    metadata = {key: text for key, text in (schema.metadata or {}).items() if key != b"pandas"}
+    return pa.schema(fields, metadata or None)
+
+
+def check_names(schema: pa.Schema, shown: str) -> None:
+    """Refuse a file without columns or with duplicate column names."""
+    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if twice:
+        raise InputError(f"{shown}: several columns are called {listed(twice)}; names must differ")
+    if not schema.names:
+        raise InputError(f"{shown}: has no columns")
+
+
+def check_columns(schema: pa.Schema, found: pa.Schema, shown: str, first: str) -> None:
+    """Refuse a later file that lacks a column of the first file; additional columns are ignored."""
+    missing = [name for name in schema.names if name not in found.names]
+    if missing:
+        raise InputError(f"{shown}: has no column {listed(missing)}, which {first} has\n    fix: run them as two jobs")
+
+
+def cast_columns(table: pa.Table, schema: pa.Schema, shown: str) -> pa.Table:
+    """Return the columns of `schema`, cast where types differ; InputError names file and column."""
+    columns = []
+    for field in schema:
+        column = table.column(field.name)
+        if column.type != field.type:
+            try:
+                column = column.cast(field.type)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+                reason = str(error).splitlines()[0][:200]
+                raise InputError(
+                    f"{shown}: column {field.name}: found {column.type}, expected {field.type} as before it ({reason})"
+                ) from None
+        columns.append(column)
+    return pa.table(columns, schema=schema) if columns else table.select([])
