@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weftline.engine.jobs.job import run_job
-from weftline.engine.jobs.runners.opening import open_here
+from weftline.engine.jobs.runners.factory import open_here
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
 from weftline.engine.llm.node import Llm
 from weftline.nodes.contract import Batch, BatchNode, OpenContext

@@ -42,7 +42,7 @@ from benchmarks.busy_step import Busy, BusyConfig, multiplications, values
 from benchmarks.conditions import conditions, peak_memory, quantile, spread
 from weftline.engine.bench.arrivals import Open
 from weftline.engine.jobs.rows import BlockResult, RowBlock
-from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
+from weftline.engine.jobs.runners.session_runner import SessionAnswerer
 from weftline.engine.runtime.clock import MonotonicClock
 from weftline.engine.session import Session, load
 from weftline.pipelines.spec.builder import Builder

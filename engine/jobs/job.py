@@ -15,24 +15,21 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 
-from weftline.engine.jobs.blocks import Cut, Mark, cut, read_on, size_of
-from weftline.engine.jobs.flow import answered
+from weftline.engine.jobs.blocks import Cut, Mark, answered, cut, read_on, size_of
+from weftline.engine.jobs.commit import Commit, Parts, commit_again, commit_next, cuts_again, writing
 from weftline.engine.jobs.output.fingerprint import versions
 from weftline.engine.jobs.output.formats import EXTRAS
 from weftline.engine.jobs.output.joining import hf_files, join_parts
 from weftline.engine.jobs.output.store import Store
-from weftline.engine.jobs.parts import Commit, Parts, commit_next, writing
-from weftline.engine.jobs.preparing import Prepared, prepare
-from weftline.engine.jobs.progress import JobEnd, Progress
-from weftline.engine.jobs.retrying import commit_again, cuts_again
+from weftline.engine.jobs.prepare import Prepared, prepare
+from weftline.engine.jobs.progress import JobEnd, Progress, Tally
+from weftline.engine.jobs.recorder import Telling
 from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError, Stop
-from weftline.engine.jobs.runners.opening import AnswererFactory
+from weftline.engine.jobs.runners.factory import AnswererFactory
 from weftline.engine.jobs.sources.loading import Loader
 from weftline.engine.jobs.sources.opening import open_loader
 from weftline.engine.jobs.sources.shown import shown_url
 from weftline.engine.jobs.spec import ErrorsMax, JobSpec
-from weftline.engine.jobs.tally import Tally
-from weftline.engine.jobs.telling import Telling
 from weftline.errors import TooManyErrors
 
 INTERRUPTED = "it was interrupted"

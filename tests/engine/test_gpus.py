@@ -23,7 +23,7 @@ from weftline.engine import planned_pipeline as planned_module
 from weftline.engine import versions
 from weftline.engine.gpus import TRIES_MAX, GpuReservations
 from weftline.engine.jobs.rows import RowBlock
-from weftline.engine.jobs.runners import opening
+from weftline.engine.jobs.runners import factory as opening
 from weftline.engine.repository import FAILED, READY, Repository
 from weftline.engine.runtime.event_loop import Runtime
 from weftline.engine.session import Session, load

@@ -19,8 +19,8 @@ from examples.models.language import Thing
 from weftline.engine.jobs.job import run_job
 from weftline.engine.jobs.progress import JobEnd, Progress
 from weftline.engine.jobs.rows import BlockResult, RowBlock
-from weftline.engine.jobs.runners.opening import AnswererFactory, for_jobs, open_here
-from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
+from weftline.engine.jobs.runners.factory import AnswererFactory, for_jobs, open_here
+from weftline.engine.jobs.runners.session_runner import SessionAnswerer
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
 from weftline.engine.session import Session, plan_of
 

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
+from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.tally import Tally
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 

@@ -1,7 +1,7 @@
-"""Replica actor of Ray Data: owns a runner and executes blocks.
+"""Ray data set of block numbers, produced as blocks become available.
 
-What it is told travels as text and numbers: which function opens the answerer, and with what. Files that the pipeline
-names are read where the replica runs.
+Ray Data pulls what it reads, and a job pushes blocks: the feed waits between the two. The numbers are the same whoever
+reads them and however often, which Ray relies on when it reads again what a lost machine held.
 """
 
 from __future__ import annotations
@@ -10,20 +10,52 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 from uuid import uuid4
 
 import msgspec
 import pyarrow as pa
 import ray
+from ray.data import Datasource
+from ray.data.block import BlockMetadata
+from ray.data.datasource import ReadTask
 
 from weftline.engine.jobs.ray.codec import AnswererInfo, Sent, decode_block, encode_facts, encode_sent
-from weftline.engine.jobs.ray.feed import NUMBER
-from weftline.engine.jobs.ray.figures import STARTED
-from weftline.engine.jobs.ray.pieces import cut, joined
-from weftline.engine.jobs.ray.trials import Attempt, Span
+from weftline.engine.jobs.ray.coordinator import Attempt, Span, cut, joined
+from weftline.engine.jobs.ray.runner import STARTED
 from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock
 from weftline.errors import ModelError, WeftlineError
+
+NUMBER = "block"
+"""The column that has the numbers."""
+
+
+class BlockNumbers(Datasource):  # type: ignore[misc]
+    """`desk`: the actor to ask."""
+
+    def __init__(self, desk: Any) -> None:
+        super().__init__()
+        self._desk = desk
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        """Return one task, however many are asked for: there is one order."""
+        unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+        return [ReadTask(partial(numbers, self._desk), unknown)]
+
+
+def numbers(desk: Any) -> Iterator[pa.Table]:
+    """Yield the number of each block, a table each, until the desk is closed."""
+    number = 0
+    while ray.get(desk.wait_offered.remote(number)):
+        yield pa.table({NUMBER: [number]})
+        number += 1
+
 
 ANSWER = "answer"
 """The column that has the answers, each the bytes of a `codec.Sent`; empty for a block nobody waits for any more."""

@@ -1,14 +1,96 @@
-"""Summary of a job on the terminal: rows, rates, steps, errors and files."""
+"""Outcome of a job in one phrase, and suggested next steps."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from weftline.engine.jobs.progress import JobEnd
-from weftline.engine.jobs.report.advice import next_steps, outcome
-from weftline.engine.jobs.report.steps import StepReport, rows_per_s, step_figures, tokens_per_s
-from weftline.engine.jobs.report.words import as_name, counted, duration, milliseconds, one_line, percent, rate
+from weftline.engine.jobs.report.text import as_name, counted, duration, milliseconds, one_line, percent, rate
+
+WHY_CHARS_MAX = 400
+
+
+def outcome(end: JobEnd) -> str:
+    """Return 'finished', 'finished, 3 rows with errors' or 'stopped: why'."""
+    if not end.finished:
+        return f"stopped: {one_line(end.why, WHY_CHARS_MAX) or 'no reason was given'}"
+    return f"finished, {counted(end.errors, 'row')} with errors" if end.errors else "finished"
+
+
+def next_steps(end: JobEnd) -> list[str]:
+    """Return sentences, the most urgent first; none for a job that is done with."""
+    said = []
+    if not end.finished:
+        said.append("run the same command again: it goes on where this run stopped, and every row is written once")
+        if end.errors:
+            said.append(f"once it has finished, --retry-errors runs the {_error_rows(end)} again")
+    elif end.errors:
+        said.append(f"run the same command with --retry-errors: it runs the {_error_rows(end)} again and nothing else")
+    return said
+
+
+def _error_rows(end: JobEnd) -> str:
+    return counted(end.errors, "error row")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step.
+
+    items:      answered, elements of a `map:` one by one.
+    batches:    calls; batch_mean: items in one, 0 without any.
+    p50_ms, p99_ms: from leaving for the worker to the result, over all items; None without any.
+    busy_s:     time its node was at work, in all runs of the job.
+    busy:       share of this run that one instance was at work; None for a run that answered nothing.
+    """
+
+    name: str
+    items: int
+    failed: int
+    skipped: int
+    batches: float
+    batch_mean: float
+    p50_ms: float | None
+    p99_ms: float | None
+    busy_s: float
+    busy: float | None
+
+
+def step_figures(end: JobEnd) -> list[StepReport]:
+    """Return the figures of all steps, in the tally's order."""
+    spent = end.tally if end.spent is None else end.spent
+    fresh = end.rows > end.resumed
+    found = []
+    for name, tally in end.tally.steps.items():
+        room_ms = end.elapsed_s * 1000 * max(end.instances.get(name, 1), 1)
+        found.append(
+            StepReport(
+                name=name,
+                items=tally.rows,
+                failed=tally.failed,
+                skipped=tally.skipped,
+                batches=tally.batches,
+                batch_mean=tally.rows / tally.batches if tally.batches > 0 else 0.0,
+                p50_ms=tally.quantile_ms(0.5) if tally.run_ms else None,
+                p99_ms=tally.quantile_ms(0.99) if tally.run_ms else None,
+                busy_s=tally.busy_ms / 1000,
+                busy=min(1.0, spent.of(name).busy_ms / room_ms) if room_ms > 0 and fresh else None,
+            )
+        )
+    return found
+
+
+def rows_per_s(end: JobEnd) -> float:
+    """Return the rate of this run."""
+    return (end.rows - end.resumed) / end.elapsed_s if end.elapsed_s > 0 else 0.0
+
+
+def tokens_per_s(end: JobEnd) -> float:
+    """Return tokens over the time of this run; 0 without tokens."""
+    return end.figures.get("tokens", 0.0) / end.elapsed_s if end.elapsed_s > 0 else 0.0
+
 
 WIDTH = 100
 """Of the table, in characters; names of steps are broken where they need more."""

@@ -8,11 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
-from weftline.engine.jobs.runners.each_row import row_seed, usable
-from weftline.engine.jobs.runners.opening import AnswererFactory
+from weftline.engine.jobs.progress import Tally
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_seed, usable
+from weftline.engine.jobs.runners.factory import AnswererFactory
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
-from weftline.engine.jobs.tally import Tally
 from weftline.nodes.ports import PortType
 
 WORDS = """

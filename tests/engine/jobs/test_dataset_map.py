@@ -21,8 +21,8 @@ from PIL import Image
 from weftline import errors
 from weftline.engine.jobs.dataset_map import map_plan, map_rows
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.runners.opening import open_here
-from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
+from weftline.engine.jobs.runners.factory import open_here
+from weftline.engine.jobs.runners.session_runner import SessionAnswerer
 from weftline.engine.machine import this_machine
 from weftline.engine.session import load
 from weftline.nodes.ports import PortType

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from weftline.engine.jobs.flow import answered
+from weftline.engine.jobs.blocks import answered
 
 
 class Later:

@@ -24,7 +24,7 @@ from weftline.engine.jobs.output import place as places  # noqa: E402
 from weftline.engine.jobs.output.local_files import Disk, LocalFiles  # noqa: E402
 from weftline.engine.jobs.output.store import Store  # noqa: E402
 from weftline.engine.jobs.progress import Progress  # noqa: E402
-from weftline.engine.jobs.runners.opening import open_here  # noqa: E402
+from weftline.engine.jobs.runners.factory import open_here  # noqa: E402
 from weftline.engine.jobs.spec import ErrorsMax  # noqa: E402
 from weftline.errors import InputError, JobChanged, OutputFailed, PipelineError, SessionClosed, TooManyErrors  # noqa: E402
 
@@ -68,7 +68,7 @@ def test_every_row_is_there_once_in_order_with_what_was_kept(folder: Path, forma
 
 
 def test_results_are_what_a_loop_over_the_rows_gives(folder: Path) -> None:
-    from weftline.engine.jobs.runners.each_row import row_seed
+    from weftline.engine.jobs.rows import row_seed
 
     run_job(spec_of(folder, folder / "rows.jsonl", seed=0), plain())
     expected = [answer_plainly(text, row_seed(0, n)) for n, text in enumerate(BAD) if "fail" not in text]

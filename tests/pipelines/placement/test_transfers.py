@@ -187,7 +187,7 @@ def test_a_node_that_cannot_say_its_ports_is_a_problem(planned, near_catalog, mo
 
 
 def test_jobs_bring_blocks_of_rows_through_host_memory(planned) -> None:
-    from weftline.engine.jobs.runners.blocked import blocked
+    from weftline.engine.jobs.runners.plans import blocked
 
     text = PHOTO.replace(", map: image", "").replace("cut.crops", "find.image") % ("", "", "", "")
     plan = planned(text.replace("  cut: {node: cut, inputs: {image: photo, boxes: find.boxes}}\n", ""))

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weftline.cli.batch_figures import as_json, is_special, way_on
-from weftline.cli.batch_report import write_report
-from weftline.engine.jobs.progress import ErrorKind, JobEnd
+from weftline.cli.batch import as_json, is_special, way_on, write_report
+from weftline.engine.jobs.progress import ErrorKind, JobEnd, Tally
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
-from weftline.engine.jobs.tally import Tally
 
 END = JobEnd("shouter", ("rows.jsonl",), "out", {"results": "out"}, True, "", 10, 1, 4, 2.0, Tally())
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.engine.jobs.ray.answerers import Doubler
+from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.ray.codec import (
     AnswererInfo,
     Sent,
@@ -23,7 +24,6 @@ from weftline.engine.jobs.ray.codec import (
     encode_sent,
 )  # fmt: skip
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.tally import Tally
 from weftline.nodes.detections import Detections
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)))

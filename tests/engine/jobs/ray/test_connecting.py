@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weftline.engine.jobs.ray.connecting import Need, connected, room
+from weftline.engine.jobs.ray.cluster import Need, connected, room
 from weftline.errors import InputError
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from weftline.engine.jobs.ray.desk import OPEN_DEATHS_MAX, Desk
+from weftline.engine.jobs.ray.coordinator import OPEN_DEATHS_MAX, Desk
 
 
 def test_the_feed_hears_of_blocks_in_order_and_of_the_end() -> None:

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("ray")
 
 from tests.engine.jobs.ray.conftest import BODY, ENGINE, family
-from weftline.engine.jobs.ray.opening import open_on_cluster
+from weftline.engine.jobs.ray.runner import open_on_cluster
 from weftline.engine.jobs.rows import RowBlock, Unusable
-from weftline.engine.jobs.runners.opening import open_here
+from weftline.engine.jobs.runners.factory import open_here
 from weftline.errors import ModelError, PipelineError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]

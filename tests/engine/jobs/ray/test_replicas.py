@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from weftline.engine.jobs.ray.connecting import Need
-from weftline.engine.jobs.ray.pieces import LOST
-from weftline.engine.jobs.ray.replicas import ReplicaAnswerer
+from weftline.engine.jobs.ray.cluster import Need
+from weftline.engine.jobs.ray.coordinator import LOST
+from weftline.engine.jobs.ray.runner import ReplicaAnswerer
 from weftline.engine.jobs.rows import BlockResult, RowBlock, Unusable
 from weftline.errors import InputError, ModelError, SessionClosed
 

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
+from weftline.engine.jobs.ray.grpc_adapter import UNARY, full_name
 from weftline.engine.jobs.ray.service import PipelineReplica, config_of, config_text
-from weftline.engine.jobs.ray.servicer import UNARY, full_name
 from weftline.engine.serving.config import Logs, ServeConfig, ServedPipeline, ServeLimits
 from weftline.engine.serving.grpc.protos import HEALTH, V2
 from weftline.errors import ModelError

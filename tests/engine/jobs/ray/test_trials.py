@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.ray.trials import PIECES, ROW_DEATHS_MAX, Span, Trials, divided
+from weftline.engine.jobs.ray.coordinator import PIECES, ROW_DEATHS_MAX, Span, Trials, divided
 
 
 def attempts(trials: Trials, kills: set[int], outside: set[int] = frozenset()) -> tuple[list[Span], list[int], int]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.jobs.progress import ErrorKind, JobEnd, RatePoint, Sample
+from weftline.engine.jobs.progress import ErrorKind, JobEnd, RatePoint, Sample, Tally
 from weftline.engine.jobs.rows import Unusable
-from weftline.engine.jobs.tally import Tally
 from weftline.nodes.detections import Detections
 
 HOSTILE = (

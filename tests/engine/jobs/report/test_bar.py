@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from weftline.engine.jobs.progress import Progress
-from weftline.engine.jobs.report.bar import Teller
+from weftline.engine.jobs.report.progress_display import Teller
 
 
 class Clock:

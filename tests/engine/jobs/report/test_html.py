@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from tests.engine.jobs.report.made import HOSTILE, job, samples, tally
-from weftline.engine.jobs.progress import ErrorKind, JobEnd, RatePoint, Sample
-from weftline.engine.jobs.report.html import report
-from weftline.engine.jobs.report.sampler import RowSampler
-from weftline.engine.jobs.tally import StepTally, Tally
+from weftline.engine.jobs.progress import ErrorKind, JobEnd, RatePoint, Sample, StepTally, Tally
+from weftline.engine.jobs.report.page import report
+from weftline.engine.jobs.report.samples import RowSampler
 from weftline.nodes.detections import Detections
 
 VOID = {"meta", "img", "br"}

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from weftline.engine.jobs.progress import Progress
-from weftline.engine.jobs.report.pace import (
+from weftline.engine.jobs.report.progress_display import (
     RATE_POINTS_MAX,
     Every,
     Moving,

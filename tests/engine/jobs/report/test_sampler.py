@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from weftline.engine.jobs.progress import Sample
-from weftline.engine.jobs.report.sampler import RowSampler
-from weftline.engine.jobs.report.samples import Shown
+from weftline.engine.jobs.report.samples import RowSampler, Shown
 
 
 def offered(order: Sequence[int], failed: Sequence[int] = (), seed: int = 0, most: int = 24) -> list[int]:

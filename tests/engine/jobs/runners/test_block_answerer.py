@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.engine.fire import Gate, descriptors, memory_maps, wait_until
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.runners import blocked as blocked_module
-from weftline.engine.jobs.runners import packing
-from weftline.engine.jobs.runners.block_answerer import (
+from weftline.engine.jobs.progress import Tally
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable, row_error, row_seed
+from weftline.engine.jobs.runners import columns as packing
+from weftline.engine.jobs.runners import plans as blocked_module
+from weftline.engine.jobs.runners.block_runner import (
     BlockAnswerer,
     ByteAllowance,
     ahead_of,
@@ -27,10 +28,8 @@ from weftline.engine.jobs.runners.block_answerer import (
     count,
     parts,
 )
-from weftline.engine.jobs.runners.blocked import blocked
-from weftline.engine.jobs.runners.each_row import row_error, row_seed
+from weftline.engine.jobs.runners.plans import blocked
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
-from weftline.engine.jobs.tally import Tally
 from weftline.engine.scheduler import workers as crew
 from weftline.engine.scheduler.restarts import RestartPolicy
 from weftline.engine.session import load

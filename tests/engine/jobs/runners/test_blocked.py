@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weftline.engine.jobs.runners.blocked import (
+from weftline.engine.jobs.runners.plans import (
     ARENA_BYTES,
     RUN_MAX_MS,
     blockable,

@@ -15,11 +15,10 @@ pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 
-from weftline.engine.jobs.rows import RowBlock, RowError, Unusable
-from weftline.engine.jobs.runners.each_row import row_seed
-from weftline.engine.jobs.runners.opening import for_jobs
-from weftline.engine.jobs.runners.repeatable import repeatable
-from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
+from weftline.engine.jobs.rows import RowBlock, RowError, Unusable, row_seed
+from weftline.engine.jobs.runners.factory import for_jobs
+from weftline.engine.jobs.runners.plans import repeatable
+from weftline.engine.jobs.runners.session_runner import SessionAnswerer
 from weftline.engine.session import Session, load
 from weftline.errors import InputError, SessionClosed
 from weftline.nodes.urgency import seed_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weftline.engine.jobs.rows import RowError
-from weftline.engine.jobs.runners.tries import LONGEST_S, REFUSALS_MAX, Again, Heard, Tries
+from weftline.engine.jobs.runners.server_flow import LONGEST_S, REFUSALS_MAX, Again, Heard, Tries
 from weftline.errors import (
     AccessDenied,
     DeadlineExceeded,

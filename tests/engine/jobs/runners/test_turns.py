@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from weftline.engine.jobs.runners.tries import Again
-from weftline.engine.jobs.runners.turns import WindowQueue
-from weftline.engine.jobs.runners.window import Window
+from weftline.engine.jobs.runners.server_flow import Again, Window, WindowQueue
 
 
 async def settle() -> None:

@@ -19,9 +19,8 @@ from tests.engine.client.pipelines import echo, of_one_step
 from tests.engine.fire import Gate, wait_until
 from tests.engine.serving.grpc.served import Served, served_in_thread
 from tests.weftline.served import free_port
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.runners.each_row import row_seed
-from weftline.engine.jobs.runners.via import ServerAnswerer
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable, row_seed
+from weftline.engine.jobs.runners.server_runner import ServerAnswerer
 from weftline.engine.serving.backend import Record
 from weftline.engine.serving.config import GrpcDoor
 from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, Unavailable, UnknownModel

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.client.pipelines import of_one_step
 from tests.engine.serving.grpc.served import served_in_thread
 from weftline.engine.jobs.rows import RowBlock
-from weftline.engine.jobs.runners.via_opening import open_via
+from weftline.engine.jobs.runners.server_runner import open_via
 from weftline.errors import InputError, PipelineError, Unavailable
 
 ECHO = of_one_step("said", "echo")

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-from weftline.engine.jobs.ray.connecting import Need, check_room, connected
-from weftline.engine.jobs.ray.servicer import IMPORT_PATH, full_name
+from weftline.engine.jobs.ray.cluster import Need, check_room, connected
+from weftline.engine.jobs.ray.grpc_adapter import IMPORT_PATH, full_name
 from weftline.engine.machine import this_machine
 from weftline.engine.serving.config import ServeConfig
 from weftline.errors import InputError, ModelError, PipelineError, Problem, Unavailable

@@ -10,10 +10,13 @@ One actor, on the driver's machine. Blocks themselves lie in Ray's object store;
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.jobs.ray.trials import Attempt, Span, Trials
+from weftline.engine.jobs.progress import Tally
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 
 OPEN_DEATHS_MAX = 3
 """So many replicas may die while they open before the job gives up."""
@@ -115,3 +118,112 @@ class Desk:
     async def _tell(self) -> None:
         async with self._news:
             self._news.notify_all()
+
+
+PIECES = 8
+"""A span that killed its replica is divided into so many: finding one row of 1 000 takes four more deaths, not ten."""
+
+ROW_DEATHS_MAX = 2
+"""A row that ended so many replicas, alone, is an error. More than one, because machines are taken away, too."""
+
+Span = tuple[int, int]
+"""Rows of a block from the first number up to, not including, the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What to do now.
+
+    alone: answer nothing beside it in the same process, and tell of each span before it is tried.
+    spans: what to answer, in this order; those that are suspected come first.
+    lost:  rows that are given up.
+    """
+
+    alone: bool
+    spans: Sequence[Span]
+    lost: Sequence[int]
+
+
+class Trials:
+    """The attempts at one block. `begin` for each of them, `trying` before each span, `end` when it is answered."""
+
+    def __init__(self, rows: int) -> None:
+        self._spans: list[Span] = [(0, rows)]
+        self._lost: list[int] = []
+        self._deaths: dict[int, int] = {}
+        self._trying: Span | None = None
+        self._attempts = 0
+
+    def begin(self) -> Attempt:
+        """Return what to do in a new attempt; that there is one says that the one before has died, unless it ended."""
+        if self._trying is not None:
+            self._blame(self._trying)
+        self._trying = None
+        self._attempts += 1
+        return Attempt(self._attempts > 1, tuple(self._spans), tuple(sorted(self._lost)))
+
+    def trying(self, span: Span) -> None:
+        """Note that a span is about to be answered alone; the one before it has not killed anybody."""
+        if self._trying is not None:
+            self._spans.remove(self._trying)
+            self._spans.append(self._trying)
+        self._trying = span
+
+    def end(self) -> None:
+        """Note that all was answered; another attempt then means that the answer was lost on its way."""
+        self._trying = None
+
+    def _blame(self, span: Span) -> None:
+        start, stop = span
+        if stop - start > 1:
+            self._spans.remove(span)
+            self._spans[:0] = divided(span, PIECES)
+            return
+        self._deaths[start] = self._deaths.get(start, 0) + 1
+        if self._deaths[start] >= ROW_DEATHS_MAX:
+            self._spans.remove(span)
+            self._lost.append(start)
+
+
+def divided(span: Span, pieces: int) -> list[Span]:
+    """Return a span as at most so many spans of about the same length, none of them empty."""
+    start, stop = span
+    pieces = min(pieces, stop - start)
+    edges = [start + (stop - start) * place // pieces for place in range(pieces + 1)]
+    return list(itertools.pairwise(edges))
+
+
+LOST = RowError("", "WorkerDied", f"the row ended the replica that answered it, alone, {ROW_DEATHS_MAX} times")
+
+
+def cut(block: RowBlock, span: Span) -> RowBlock:
+    """Return the rows of a span as a block; the block itself when that is all of it."""
+    start, stop = span
+    if (start, stop) == (0, len(block)):
+        return block
+    return RowBlock(
+        block.part,
+        block.place_of(start),
+        block.ids[start:stop],
+        {name: values[start:stop] for name, values in block.inputs.items()},
+        block.table.slice(start, stop - start),
+        None if block.places is None else block.places[start:stop],
+    )
+
+
+def joined(
+    rows: int, outputs: Iterable[str], answers: Mapping[Span, BlockResult], lost: Sequence[int], reason: RowError = LOST
+) -> BlockResult:
+    """Return the answer to a block of so many rows from those to its spans; rows that were given up get `reason`.
+
+    outputs: names of the outputs, for a block of which nothing was answered.
+    """
+    columns: dict[str, list[Any]] = {name: [None] * rows for name in outputs}
+    errors = dict.fromkeys(lost, reason)
+    tally = Tally()
+    for (start, stop), answered in answers.items():
+        for name, values in answered.outputs.items():
+            columns.setdefault(name, [None] * rows)[start:stop] = values
+        errors |= {start + row: error for row, error in answered.errors.items()}
+        tally.merge(answered.tally)
+    return BlockResult(columns, dict(sorted(errors.items())), tally)

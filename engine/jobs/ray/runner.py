@@ -15,19 +15,22 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from weftline.engine.jobs.ray.cluster import Need, check_room, connected
 from weftline.engine.jobs.ray.codec import AnswererInfo, Sent, decode_facts, decode_sent, encode_block
-from weftline.engine.jobs.ray.connecting import Need, check_room, connected
-from weftline.engine.jobs.ray.figures import ReplicaStats
-from weftline.engine.jobs.rows import BlockResult, RowBlock
-from weftline.errors import ModelError, SessionClosed, WeftlineError
+from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock
+from weftline.engine.jobs.runners.factory import AnswererFactory, open_here
+from weftline.errors import ModelError, SessionClosed, Unavailable, WeftlineError
 from weftline.nodes.ports import PortType
+from weftline.pipelines.spec.loader import load_file
 
 IN_FLIGHT_MAX = 16
 """Most blocks that one replica has at a time; how many it is given is bounded by the answerer's `ahead` long before."""
@@ -144,8 +147,7 @@ class ReplicaAnswerer:
 
     def _listen(self, answers: Any) -> None:
         """Take answers as they come, until there are no more."""
-        from weftline.engine.jobs.ray.feed import NUMBER
-        from weftline.engine.jobs.ray.replica import ANSWER
+        from weftline.engine.jobs.ray.replica import ANSWER, NUMBER
 
         error: BaseException | None = None
         try:
@@ -205,7 +207,7 @@ def _start_desk(replicas: int) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from weftline.engine.jobs.ray.desk import Desk
+    from weftline.engine.jobs.ray.coordinator import Desk
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(num_cpus=0, scheduling_strategy=here)(Desk).remote(replicas)
@@ -233,8 +235,7 @@ def _pipeline(desk: Any, opener: str, arguments: str, replicas: int, need: Need)
 def _mapped(desk: Any, opener: str, arguments: str, replicas: int, need: Need) -> Any:
     import ray
 
-    from weftline.engine.jobs.ray.feed import BlockNumbers
-    from weftline.engine.jobs.ray.replica import Replica
+    from weftline.engine.jobs.ray.replica import BlockNumbers, Replica
 
     return ray.data.read_datasource(BlockNumbers(desk), num_cpus=0, override_num_blocks=1).map_batches(
         Replica,
@@ -262,3 +263,139 @@ def _resolve(future: Future[BlockResult], end: BlockResult | WeftlineError) -> N
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip()[:300] if lines else ''}"
+
+
+BUSY = "busy:"
+"""How figures begin that are fractions of now; all others are totals."""
+
+STARTED = "started"
+"""Of a replica: how many had been started when it opened, itself among them."""
+
+SILENT_S = 30.0
+"""A replica that has said nothing for so long is not counted as busy, nor as idle."""
+
+
+@dataclass(slots=True)
+class ReplicaStats:
+    """What replicas last said of themselves. One that was started again has another name, and its old totals count on.
+
+    replicas: how many there are at a time.
+    """
+
+    replicas: int
+    _said: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
+
+    def note(self, replica: str, figures: Mapping[str, float], now_s: float) -> None:
+        """Keep the figures; answers come in any order, so that a smaller total is an older one."""
+        before = self._said.get(replica, (now_s, {}))[1]
+        totals = {
+            name: value if name.startswith(BUSY) else max(value, before.get(name, 0.0))
+            for name, value in figures.items()
+        }
+        self._said[replica] = now_s, totals
+
+    def figures(self, now_s: float) -> dict[str, float]:
+        """Return totals summed up, and fractions as means of the replicas that have answered lately.
+
+        `replicas` is how many these are; `restarts` counts those that took the place of one that ended,
+        once one of them has answered.
+        """
+        summed: dict[str, float] = {}
+        lately = sorted(self._said.values(), key=lambda one: -one[0])[: self.replicas]
+        lately = [one for one in lately if now_s - one[0] <= SILENT_S]
+        for _, said in self._said.values():
+            for name, value in said.items():
+                if not name.startswith(BUSY) and name != STARTED:
+                    summed[name] = summed.get(name, 0.0) + value
+        for _, said in lately:
+            for name, value in said.items():
+                if name.startswith(BUSY):
+                    summed[name] = summed.get(name, 0.0) + value / len(lately)
+        started = max((said.get(STARTED, 0.0) for _, said in self._said.values()), default=0.0)
+        return {**summed, "replicas": float(len(lately)), "restarts": max(0.0, started - self.replicas)}
+
+
+DECIDE_S = 300.0
+"""How long the cluster may take to find room for the decision; it takes a moment of one replica's room."""
+
+OPENER = "weftline.engine.jobs.ray.runner:open_replica"
+
+
+def open_on_cluster(
+    pipeline: Path,
+    *,
+    outputs: Sequence[str] | None = None,
+    seed: int = 0,
+    block_rows: int | None = None,
+    mode: str = "auto",
+    replicas: int = 1,
+    need: Need = Need(),  # noqa: B008  frozen
+    address: str | None = None,
+) -> AnswererFactory:
+    """Connect to a cluster and decide how a job is answered there; as `open_here`, with whole-pipeline replicas.
+
+    The pipeline's file, and what it names, lie under the same paths on every machine. Calling what is returned opens
+    the replicas; closing their answerer ends the connection.
+    PipelineError for what is wrong with the file; InputError, Unavailable, MissingPackage for the cluster; ModelError
+    for what the cluster's machines say.
+    """
+    load_file(pipeline)
+    asked = {
+        "pipeline": str(pipeline.resolve()),
+        "outputs": None if outputs is None else list(outputs),
+        "seed": seed,
+        "block_rows": block_rows,
+        "mode": mode,
+    }
+    with ExitStack() as connecting:
+        connecting.enter_context(connected(address))
+        check_room(need, replicas)
+        said = _decided(asked, need)
+        connection = connecting.pop_all()
+    arguments = {**asked, "mode": said["mode"], "block_rows": said["block_rows"]}
+
+    def open_replicas(progress: object) -> Answerer:
+        return ReplicaAnswerer(OPENER, arguments, replicas=replicas, need=need, connection=connection)
+
+    return AnswererFactory(
+        said["mode"], said["why"], said["block_rows"], said["part_rows"], said["repeatable"], open_replicas
+    )  # fmt: skip
+
+
+def open_replica(
+    pipeline: str, outputs: Sequence[str] | None, seed: int, block_rows: int | None, mode: str
+) -> Answerer:
+    """Open the answerer of one replica, where it runs."""
+    return open_here(Path(pipeline), outputs=outputs, seed=seed, block_rows=block_rows, mode=mode)(None)
+
+
+def decide(asked: str) -> str:
+    """Return as JSON how a job would be answered on this machine, or `error`: why it cannot be. Runs on the cluster."""
+    told = msgspec.json.decode(asked)
+    try:
+        opening = open_here(Path(told.pop("pipeline")), **told)
+    except WeftlineError as error:
+        return msgspec.json.encode({"error": str(error)}).decode()
+    said: dict[str, Any] = {name: getattr(opening, name) for name in ("mode", "why", "block_rows", "part_rows")}
+    return msgspec.json.encode({**said, "repeatable": dict(opening.repeatable)}).decode()
+
+
+def _decided(asked: dict[str, Any], need: Need) -> dict[str, Any]:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+
+    task = ray.remote(num_cpus=need.cpus, num_gpus=need.gpus, max_retries=1)(decide)
+    try:
+        said: dict[str, Any] = msgspec.json.decode(
+            ray.get(task.remote(msgspec.json.encode(asked).decode()), timeout=DECIDE_S)
+        )
+    except GetTimeoutError:
+        found = f"the Ray cluster had no room for a replica within {DECIDE_S:g} s"
+        raise Unavailable(f"{found}\n    fix: wait until other work on it has ended, or ask for less") from None
+    except RayError as error:
+        told = " ".join(str(error).split())[-300:]
+        fix = "install the same weftline on every machine of the cluster"
+        raise ModelError(f"the Ray cluster could not plan the pipeline: {told}\n    fix: {fix}") from None
+    if "error" in said:
+        raise ModelError(f"on the Ray cluster: {said['error']}")
+    return said

@@ -20,15 +20,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
-from weftline.engine.jobs.runners.blocked import Blocked, blockable, blocked, rows_of
-from weftline.engine.jobs.runners.columns import Column, PackedColumn, own, read
-from weftline.engine.jobs.runners.each_row import row_error, row_seed
-from weftline.engine.jobs.runners.packing import Packer, Portion
-from weftline.engine.jobs.runners.repeatable import EXACT, check_outputs
+from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_error, row_seed
+from weftline.engine.jobs.runners.columns import Column, PackedColumn, Packer, Portion, own, read
+from weftline.engine.jobs.runners.plans import EXACT, Blocked, blockable, blocked, check_outputs, rows_of
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
-from weftline.engine.jobs.runners.utilisation import LATELY_MAX, busy
-from weftline.engine.jobs.tally import Tally
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.result import owned
 from weftline.engine.runtime.event_loop import Progress

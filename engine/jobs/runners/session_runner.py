@@ -12,11 +12,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
-from weftline.engine.jobs.runners.each_row import row_error, row_seed, usable
-from weftline.engine.jobs.runners.repeatable import check_outputs, repeatable
-from weftline.engine.jobs.runners.utilisation import LATELY_MAX, busy
-from weftline.engine.jobs.tally import Tally
+from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_error, row_seed, usable
+from weftline.engine.jobs.runners.plans import check_outputs, repeatable
 from weftline.engine.protocol.messages import BEAT_S
 from weftline.engine.result import Result
 from weftline.engine.row_groups import InputSpace

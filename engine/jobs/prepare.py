@@ -5,23 +5,27 @@ Writes the manifest. Every mistake that can be found without a model is found he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from weftline.engine.jobs.blocks import Mark, cut, read_on
 from weftline.engine.jobs.output.columns import Columns, columns_of
 from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
 from weftline.engine.jobs.output.formats import format_of, suffix
 from weftline.engine.jobs.output.manifest import Manifest
 from weftline.engine.jobs.output.place import LOCAL
 from weftline.engine.jobs.output.writers import check_columns
-from weftline.engine.jobs.rows import Source
-from weftline.engine.jobs.runners.blocked import needed
-from weftline.engine.jobs.runners.opening import AnswererFactory
+from weftline.engine.jobs.progress import Sample
+from weftline.engine.jobs.recorder import sample_of
+from weftline.engine.jobs.rows import RowBlock, Source, Stop
+from weftline.engine.jobs.runners.factory import AnswererFactory
+from weftline.engine.jobs.runners.plans import needed
 from weftline.engine.jobs.sources.binding import Binding, bind
-from weftline.engine.jobs.sources.opening import open_source
+from weftline.engine.jobs.sources.opening import open_loader, open_source
 from weftline.engine.jobs.sources.piece import HIDDEN
 from weftline.engine.jobs.spec import JobSpec
 from weftline.engine.machine import this_machine
@@ -172,3 +176,79 @@ def _chosen(what: str, names: Sequence[str] | None, known: Sequence[str]) -> tup
         hint = f"\n    fix: did you mean {', '.join(near)}?" if near else ""
         raise InputError(f"no {what} is called {', '.join(unknown)}; {what}s: {', '.join(known) or 'none'}{hint}")
     return tuple(dict.fromkeys(names))
+
+
+ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A pipeline input, its type, and the column it is given with that one's type; '' where it is left out."""
+
+    input: str
+    type: str
+    column: str
+    column_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a job would do.
+
+    mode, why, block_rows, part_rows, repeatable: as in Opening.
+    unused:   columns that give no input.
+    kept:     input columns that are written too; `columns` are those of the results, with their types.
+    expected: rows that are selected; None while unknown.
+    format:   of the results; `single_file` when they become one file.
+    rows:     the first rows, answered.
+    """
+
+    plan: Plan
+    mode: str
+    why: str
+    block_rows: int
+    part_rows: int
+    repeatable: Mapping[str, str]
+    inputs: Sequence[Mapped]
+    unused: Sequence[str]
+    kept: Sequence[str]
+    columns: Mapping[str, str]
+    expected: int | None
+    format: str
+    single_file: bool
+    rows: Sequence[Sample]
+
+
+def preview(spec: JobSpec, opening: AnswererFactory, rows: int = ROWS, stop: Stop = lambda: False) -> Preview:
+    """Return what a job would do, with its first rows answered; none when `stop` says so before they are.
+
+    Raises what run_job raises for mistakes in what it was told, and ModelError.
+    """
+    with prepare(spec, opening) as job:
+        ports, schema = job.plan.input_types, job.binding.schema
+        mapped = [
+            Mapped(name, str(ports[name]), column, str(schema.field(column).type) if column else "")
+            for name in (one.name for one in job.plan.inputs if not one.hidden)
+            for column in [job.binding.columns.get(name, "")]
+        ]
+        known = [name for name in schema.names if not name.startswith("weftline:")]
+        return Preview(
+            job.plan, opening.mode, opening.why, job.block_rows, job.part_rows, opening.repeatable, mapped,
+            [name for name in known if name not in job.binding.columns.values()], list(job.kept.names),
+            {field.name: str(field.type) for field in job.columns.schema}, job.source.expected, job.format,
+            job.single_file, _answered(job, opening, rows, stop),
+        )  # fmt: skip
+
+
+def _answered(job: Prepared, opening: AnswererFactory, rows: int, stop: Stop) -> list[Sample]:
+    with open_loader(job.source, job.spec.data) as loader:
+        first = next(islice(cut(read_on(job.source, Mark(), 0), rows, rows), 1), None)
+        if first is None or stop():
+            return []
+        block = RowBlock(0, 0, first.ids, job.binding.inputs(first.table, loader), first.table)
+        answerer = opening()
+        try:
+            answered = answerer.ask(block).result()
+        finally:
+            answerer.close()
+        return [sample_of(block, answered, row) for row in range(len(block))]

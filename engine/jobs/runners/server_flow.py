@@ -1,24 +1,17 @@
-"""Retry policy for rows sent to a server: retry, error row or job failure.
+"""Congestion window of a remote runner: limits the rows in flight, adapted to refusals.
 
-    refused for now          again after the pause that the server asked for; an error row when others pass and it does
-                             not; the job stops when nobody passes for `patience_s`
-    refused for good         an error row: `request_bytes_max`, an answer that is too large, and whatever else says
-                             nothing of later
-    no server, one that ends again with a growing pause; the job stops after `patience_s` without a sign of life
-    its worker died          once more, for the whole server may have been ending; then an error row
-    no such model, no access the job stops
-    anything else            an error row
-
-Time comes in as an argument. Pure.
+The rule is that of congestion windows (RFC 5681): the window grows by one with each answer until the first refusal,
+then by one with each windowful of answers; a refusal halves it, once for all rows that were under way together. Pure.
 """
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 from dataclasses import dataclass
 from typing import Literal
 
-from weftline.engine.jobs.rows import RowError
-from weftline.engine.jobs.runners.each_row import row_error
+from weftline.engine.jobs.rows import RowError, row_error
 from weftline.errors import (
     AccessDenied,
     JobChanged,
@@ -30,6 +23,95 @@ from weftline.errors import (
     WeftlineError,
     WorkerDied,
 )
+
+START, MOST = 8, 128
+"""Rows under way at first, and at most unless somebody says more: half of what `limits.requests_max` is when nobody
+sets it, for usual requests need room too."""
+
+
+@dataclass(slots=True)
+class Window:
+    """Counts what is under way.
+
+    most:  largest size.
+    fixed: the size never changes.
+    """
+
+    size: float = START
+    most: int = MOST
+    fixed: bool = False
+    open: int = 0
+    _sent: int = 0
+    _cut: int = 0  # rows with a lower number were under way when the window was halved
+    _calm: bool = True  # nothing was refused yet
+
+    @property
+    def full(self) -> bool:
+        """Whether no row may be sent now."""
+        return self.open >= int(self.size)
+
+    def send(self) -> int:
+        """Count a row out and return its number, which says what was under way together."""
+        self.open += 1
+        self._sent += 1
+        return self._sent
+
+    def back(self, answered: bool) -> None:
+        """Count a row in. One that was answered while the window was full makes room for more."""
+        grows = answered and self.full and not self.fixed
+        self.open -= 1
+        if grows:
+            self.size = min(float(self.most), self.size + (1.0 if self._calm else 1.0 / self.size))
+
+    def refuse(self, number: int) -> None:
+        """Halve the window because the row of that number was refused, if it was sent since it was halved last."""
+        if self.fixed or number <= self._cut:
+            return
+        self.size, self._calm, self._cut = max(1.0, self.size / 2), False, self._sent
+
+    def begin_again(self) -> None:
+        """Forget what was learnt: the server is another one now."""
+        if not self.fixed:
+            self.size, self._calm, self._cut = float(min(START, self.most)), True, self._sent
+
+
+class WindowQueue:
+    """A window, and who waits for room in it."""
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+
+    async def take(self, order: int) -> int:
+        """Wait until one more row may be under way, and return its number; `give` it back whatever happens."""
+        while self.window.full:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (order, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._wake()
+                raise
+        return self.window.send()
+
+    def give(self, number: int, answered: bool, failed: Again | None = None) -> None:
+        """Take a row back, and what its end says of the window."""
+        if failed is not None and failed.window == "half":
+            self.window.refuse(number)
+        elif failed is not None and failed.window == "first":
+            self.window.begin_again()
+        self.window.back(answered)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let as many rows go on as there is room for."""
+        room = int(self.window.size) - self.window.open
+        while room > 0 and self._waiting:
+            turn = heapq.heappop(self._waiting)[1]
+            if not turn.done():
+                turn.set_result(None)
+                room -= 1
+
 
 PATIENCE_S = 300.0
 """How long a job waits for a server that is being started again."""
@@ -46,7 +128,7 @@ DEATH_S = 0.5
 FIRST_S, LONGEST_S, FACTOR = 0.1, 5.0, 2.0
 """Pause before a server that was not reached is asked again; it doubles each time. With jitter of a half."""
 
-Window = Literal["same", "half", "first"]
+WindowHint = Literal["same", "half", "first"]
 """What a failed call says of how many rows may be under way: nothing, too many, or that the server is another now."""
 
 _ENDS_JOB = (UnknownModel, AccessDenied, JobChanged, SessionClosed)
@@ -57,7 +139,7 @@ class Again:
     """The row is sent again after a pause."""
 
     wait_s: float
-    window: Window = "same"
+    window: WindowHint = "same"
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weftline.engine.jobs.rows import Answerer
-from weftline.engine.jobs.runners.repeatable import check_outputs, repeatable
-from weftline.engine.jobs.runners.session_answerer import ROWS, SessionAnswerer
+from weftline.engine.jobs.runners.plans import check_outputs, repeatable
+from weftline.engine.jobs.runners.session_runner import ROWS, SessionAnswerer
 from weftline.engine.jobs.spec import PART_ROWS
 from weftline.engine.machine import this_machine
 from weftline.engine.runtime.event_loop import Progress
@@ -65,8 +65,8 @@ def open_here(
     mode:    'auto', 'blocks' (PipelineError where the pipeline does not allow it) or 'rows'.
     machine: what to place it on; None: this one.
     """
-    from weftline.engine.jobs.runners.block_answerer import BlockAnswerer, block_rows_of
-    from weftline.engine.jobs.runners.blocked import blockable
+    from weftline.engine.jobs.runners.block_runner import BlockAnswerer, block_rows_of
+    from weftline.engine.jobs.runners.plans import blockable
     from weftline.errors import PipelineError, Problem
 
     pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
