@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ResumePoint:
     """Where to read on: from `position` on the row with this place comes, and all that follow."""
 
     position: Position | None = None
@@ -30,12 +30,12 @@ class Mark:
         return {"position": None if self.position is None else dict(self.position), "place": self.place}
 
     @classmethod
-    def from_json(cls, said: Position) -> Mark:
+    def from_json(cls, said: Position) -> ResumePoint:
         return cls(said["position"], said["place"])
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BlockRows:
     """The rows of one block as they were read.
 
     part:  the part they belong to; `place` is that of the first.
@@ -46,7 +46,7 @@ class Cut:
     place: int
     ids: Sequence[str]
     table: pa.Table
-    after: Mark
+    after: ResumePoint
 
     @property
     def end(self) -> int:
@@ -54,39 +54,39 @@ class Cut:
         return self.place + len(self.ids)
 
 
-def read_on(source: Source, mark: Mark, place: int) -> Iterator[tuple[Mark, Rows]]:
+def read_on(source: Source, mark: ResumePoint, place: int) -> Iterator[tuple[ResumePoint, Rows]]:
     """Yield the rows from `place` on, with the mark each Rows was read from."""
     for rows in source.read(mark.position, mark.place):
         here, end = mark, rows.place + len(rows)
-        mark = Mark(rows.after, end)
+        mark = ResumePoint(rows.after, end)
         if end > place:
             yield here, _from(rows, max(0, place - rows.place))
 
 
-def cut(rows: Iterator[tuple[Mark, Rows]], part_rows: int, block_rows: int) -> Iterator[Cut]:
+def cut(rows: Iterator[tuple[ResumePoint, Rows]], part_rows: int, block_rows: int) -> Iterator[BlockRows]:
     """Cut rows that follow each other into blocks; the last may be short."""
     import pyarrow as pa
 
-    waiting: list[tuple[Mark, Rows]] = []
+    waiting: list[tuple[ResumePoint, Rows]] = []
     count = 0
 
-    def take(most: int) -> Cut:
+    def take(most: int) -> BlockRows:
         nonlocal count
         place = waiting[0][1].place
         ids: list[str] = []
         tables: list[pa.Table] = []
-        after = Mark()
+        after = ResumePoint()
         while waiting and len(ids) < most:
             mark, first = waiting.pop(0)
             some = min(most - len(ids), len(first))
             ids += first.ids[:some]
             tables.append(first.table.slice(0, some))
-            after = Mark(first.after, first.place + len(first))
+            after = ResumePoint(first.after, first.place + len(first))
             if some < len(first):
                 waiting.insert(0, (mark, _from(first, some)))
                 after = mark
         count -= len(ids)
-        return Cut(place // part_rows, place, ids, pa.concat_tables(tables), after)
+        return BlockRows(place // part_rows, place, ids, pa.concat_tables(tables), after)
 
     for mark, one in rows:
         if not len(one):
@@ -193,7 +193,7 @@ class _Ahead(Generic[Block]):
 
 def answered(
     blocks: Iterable[Block],
-    ask: Callable[[Block], Future[Answer]],
+    submit: Callable[[Block], Future[Answer]],
     ahead: int,
     *,
     size: Callable[[Block], int] = lambda block: 0,
@@ -216,7 +216,7 @@ def answered(
         while not stop():
             while len(asked) < ahead and asked_bytes < BYTES_MAX and (block := read.take()) is not None:
                 asked_bytes += size(block)
-                future = ask(block)
+                future = submit(block)
                 asked.append((block, future))
                 future.add_done_callback(lambda _: wake.set())
             if asked and asked[0][1].done():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, BinaryIO
 
-from weftline.engine.jobs.blocks import Cut, Mark, read_on
+from weftline.engine.jobs.blocks import BlockRows, ResumePoint, read_on
 from weftline.engine.jobs.output.columns import Columns
 from weftline.engine.jobs.output.draft import Draft
 from weftline.engine.jobs.output.errors_file import ErrorRow
@@ -16,7 +16,7 @@ from weftline.engine.jobs.output.store import Store
 from weftline.engine.jobs.output.tables import amend_part
 from weftline.engine.jobs.output.values import settled
 from weftline.engine.jobs.output.writers import write_part
-from weftline.engine.jobs.prepare import Prepared
+from weftline.engine.jobs.prepare import PreparedJob
 from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.rows import BlockResult, RowBlock
 from weftline.errors import InputError
@@ -43,14 +43,14 @@ class ResultPart:
         self.places: list[int] = []
         self.errors: list[ErrorRow] = []
         self.tally = Tally()
-        self.after = Mark()
+        self.after = ResumePoint()
         self._began_s = time.monotonic()
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._began_s
 
-    def add(self, block: RowBlock, answered: BlockResult, batch: pa.RecordBatch, after: Mark) -> None:
+    def add(self, block: RowBlock, answered: BlockResult, batch: pa.RecordBatch, after: ResumePoint) -> None:
         self.rows += len(block)
         self.batches.append(batch)
         self.places += [block.place_of(row) for row in range(len(block)) if row not in answered.errors]
@@ -77,7 +77,7 @@ class Parts:
         self._filling: ResultPart | None = None
         self._under_way: Future[int] | None = None
 
-    def add(self, block: RowBlock, answered: BlockResult, after: Mark) -> BlockResult:
+    def add(self, block: RowBlock, answered: BlockResult, after: ResumePoint) -> BlockResult:
         """Take in the answer to the next block; return it with rows that cannot be written as error rows."""
         if self._filling is None:
             draft = None
@@ -119,7 +119,7 @@ class Parts:
         return part.rows
 
 
-def commit_next(job: Prepared, store: Store) -> Commit:
+def commit_next(job: PreparedJob, store: Store) -> Commit:
     """Return what commits parts that follow each other."""
 
     def commit(part: ResultPart) -> None:
@@ -131,7 +131,7 @@ def commit_next(job: Prepared, store: Store) -> Commit:
     return commit
 
 
-def writing(job: Prepared, batches: Sequence[pa.RecordBatch]) -> Callable[[BinaryIO], None]:
+def writing(job: PreparedJob, batches: Sequence[pa.RecordBatch]) -> Callable[[BinaryIO], None]:
     """Return what writes these rows as a part's file."""
 
     def write(file: BinaryIO) -> None:
@@ -140,7 +140,7 @@ def writing(job: Prepared, batches: Sequence[pa.RecordBatch]) -> Callable[[Binar
     return write
 
 
-def cuts_again(job: Prepared, store: Store, rows: list[ErrorRow]) -> Iterator[tuple[Cut, list[int], bool]]:
+def cuts_again(job: PreparedJob, store: Store, rows: list[ErrorRow]) -> Iterator[tuple[BlockRows, list[int], bool]]:
     """Yield the error rows as blocks, each with its rows' places and whether it is the last of its part."""
     by_part: dict[int, list[int]] = {}
     for row in rows:
@@ -148,15 +148,21 @@ def cuts_again(job: Prepared, store: Store, rows: list[ErrorRow]) -> Iterator[tu
     for part, places in by_part.items():
         record = store.records[part]
         before = store.records[part - 1].after if part else {}
-        mark = Mark.from_json(before) if before else Mark()
+        mark = ResumePoint.from_json(before) if before else ResumePoint()
         found = list(_found(job, mark, record.place, record.place + record.rows, places))
         for at in range(0, len(places), job.block_rows):
             some = places[at : at + job.block_rows]
             ids, tables = zip(*found[at : at + job.block_rows], strict=True)
-            yield Cut(part, some[0], ids, _joined(tables), Mark()), some, at + job.block_rows >= len(places)
+            yield (
+                BlockRows(part, some[0], ids, _joined(tables), ResumePoint()),
+                some,
+                at + job.block_rows >= len(places),
+            )
 
 
-def _found(job: Prepared, mark: Mark, start: int, end: int, places: list[int]) -> Iterator[tuple[str, pa.Table]]:
+def _found(
+    job: PreparedJob, mark: ResumePoint, start: int, end: int, places: list[int]
+) -> Iterator[tuple[str, pa.Table]]:
     """Yield id and columns of the rows at these places, which rise."""
     left = iter(places)
     wanted = next(left, None)
@@ -176,7 +182,7 @@ def _joined(tables: tuple[pa.Table, ...]) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def commit_again(job: Prepared, store: Store) -> Commit:
+def commit_again(job: PreparedJob, store: Store) -> Commit:
     """Return what puts rows that were run again in the place of their parts' error rows."""
 
     def commit(part: ResultPart) -> None:

@@ -31,7 +31,7 @@ def error_json(error: RowError | None) -> dict[str, str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowChunk:
     """Consecutive rows.
 
     ids:    what messages call them.
@@ -70,10 +70,10 @@ class DatasetQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class ChunkedDataset:
     """A data set as runs of rows; `close` lets go of its files."""
 
-    each: Iterator[Run]
+    each: Iterator[RowChunk]
     close: Callable[[], None] = lambda: None
 
     def end(self) -> None:
@@ -101,13 +101,13 @@ def known_names(name: object, known: Iterable[object]) -> str:
     return f"{did_you_mean(str(name), names)} there are {listed(names)}".strip()
 
 
-def runs_of_path(path: str, wanted: DatasetQuery) -> Runs:
+def runs_of_path(path: str, wanted: DatasetQuery) -> ChunkedDataset:
     """Return the runs of a data set that is named as `weftline batch --data` names one."""
     spec = DataSpec((path,))
     source = open_source(spec)
     try:
         each = ((rows.ids, rows.table) for rows in source.read())
-        return Runs(runs_of_tables(each, wanted, source.schema, open_loader(source, spec)), source.close)
+        return ChunkedDataset(runs_of_tables(each, wanted, source.schema, open_loader(source, spec)), source.close)
     except BaseException:
         source.close()
         raise
@@ -145,7 +145,7 @@ def runs_of_tables(
     wanted: DatasetQuery,
     schema: pa.Schema | None = None,
     loader: Loader | None = None,
-) -> Iterator[Run]:
+) -> Iterator[RowChunk]:
     """Return the runs of tables; their columns are bound here and now, by the schema or else by the first of them."""
     from weftline.engine.jobs.sources.binding import bind
 
@@ -164,7 +164,7 @@ def _table_runs(
     kept: Sequence[str],
     rows: int,
     loader: Loader | None,
-) -> Iterator[Run]:
+) -> Iterator[RowChunk]:
     from weftline.engine.jobs.sources.loading import Loader
 
     with loader or Loader() as files:
@@ -172,7 +172,9 @@ def _table_runs(
             for start in range(0, len(table), rows):
                 part = table.slice(start, rows)
                 own = part.select(kept)
-                yield Run(ids[start : start + rows], binding.inputs(part, files), own.to_pylist, partial(_same, own))
+                yield RowChunk(
+                    ids[start : start + rows], binding.inputs(part, files), own.to_pylist, partial(_same, own)
+                )
 
 
 def _same(table: pa.Table) -> pa.Table:
@@ -186,7 +188,7 @@ FILES = ("image", "audio")
 """Kinds of inputs for which a text is the path of a file."""
 
 
-def runs_of_mappings(dataset: Iterable[Any], wanted: DatasetQuery) -> Iterator[Run]:
+def runs_of_mappings(dataset: Iterable[Any], wanted: DatasetQuery) -> Iterator[RowChunk]:
     """Return runs of rows whose values are what Session.run takes; what all rows have is seen by the first."""
     # What makes its rows as they are read may use their memory again for the next one.
     rows = iter(dataset) if isinstance(dataset, list | tuple) else map(_as_it_is, dataset)
@@ -234,7 +236,7 @@ def _is_media(value: Any, type: PortType) -> bool:
 
 def _mapping_runs(
     rows: Iterator[Any], columns: Mapping[str, str], media: Set[str], wanted: DatasetQuery
-) -> Iterator[Run]:
+) -> Iterator[RowChunk]:
     from weftline.engine.jobs.sources.loading import Loader
 
     place = 0
@@ -249,7 +251,7 @@ def _mapping_runs(
             }
             kept = [_chosen(row, media, wanted.keep) for row in part]
             ids = [str(number) for number in range(place, place + len(part))]
-            yield Run(ids, inputs, partial(list, kept), partial(_table, kept))
+            yield RowChunk(ids, inputs, partial(list, kept), partial(_table, kept))
             place += len(part)
 
 
@@ -299,21 +301,21 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def runs_of(dataset: Any, wanted: DatasetQuery) -> Runs:
+def runs_of(dataset: Any, wanted: DatasetQuery) -> ChunkedDataset:
     """Return a data set's rows in runs; InputError for what is no data set, or lacks a column that is needed."""
     need("pyarrow")
     if isinstance(dataset, str | os.PathLike):
         return runs_of_path(os.fspath(dataset), wanted)
     if callable(getattr(dataset, "with_format", None)) and callable(getattr(dataset, "iter", None)):
         tables = dataset.with_format("arrow").iter(batch_size=wanted.rows)
-        return Runs(runs_of_tables(numbered(as_tables(tables)), wanted))
+        return ChunkedDataset(runs_of_tables(numbered(as_tables(tables)), wanted))
     if hasattr(dataset, "__arrow_c_stream__"):
-        return Runs(runs_of_tables(numbered(streamed(dataset)), wanted))
+        return ChunkedDataset(runs_of_tables(numbered(streamed(dataset)), wanted))
     if isinstance(dataset, Mapping):
         splits = ", ".join(map(repr, itertools.islice(dataset, 8)))
         raise InputError(f"data set: found a mapping of {splits}; give one of its values, such as dataset['train']")
     if isinstance(dataset, Iterable) and not isinstance(dataset, bytes | bytearray):
-        return Runs(runs_of_mappings(dataset, wanted))
+        return ChunkedDataset(runs_of_mappings(dataset, wanted))
     raise InputError(
         f"data set: found {type(dataset).__name__}; expected a Hugging Face data set, an Arrow table, a path, or an "
         "iterable of dicts"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from weftline.engine.jobs.blocks import Mark, cut, read_on
+from weftline.engine.jobs.blocks import ResumePoint, cut, read_on
 from weftline.engine.jobs.output.columns import Columns, columns_of
 from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
 from weftline.engine.jobs.output.formats import format_of, suffix
@@ -22,7 +22,7 @@ from weftline.engine.jobs.output.writers import check_columns
 from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.recorder import sample_of
 from weftline.engine.jobs.rows import RowBlock, Source, Stop
-from weftline.engine.jobs.runners.factory import AnswererFactory
+from weftline.engine.jobs.runners.factory import RunnerFactory
 from weftline.engine.jobs.runners.plans import needed
 from weftline.engine.jobs.sources.binding import Binding, bind
 from weftline.engine.jobs.sources.opening import open_loader, open_source
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedJob:
     """A job that can begin. Close it, or use it in a with statement.
 
     kept:        the input columns that are written too.
@@ -71,14 +71,14 @@ class Prepared:
     def close(self) -> None:
         self.source.close()
 
-    def __enter__(self) -> Prepared:
+    def __enter__(self) -> PreparedJob:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
 
-def prepare(spec: JobSpec, opening: AnswererFactory) -> Prepared:
+def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
     """Check a job; PipelineError and InputError say everything that is wrong with it."""
     pipeline = load_file(spec.pipeline)
     plan = make_plan(pipeline, this_machine(), profile=profile_beside(pipeline))
@@ -101,7 +101,7 @@ def prepare(spec: JobSpec, opening: AnswererFactory) -> Prepared:
             spec.data.maps,
         )
         kept = _kept(source.schema, binding, spec.out.keep)
-        part_rows = spec.out.part_rows or opening.part_rows
+        part_rows = spec.out.part_rows or factory.part_rows
         columns = columns_of({name: types[name] for name in names}, kept, "id", spec.out.media)
         check_columns(columns.schema, format)
         manifest = Manifest(
@@ -111,13 +111,13 @@ def prepare(spec: JobSpec, opening: AnswererFactory) -> Prepared:
                 "columns": dict(binding.columns), "id": spec.data.id, "where": list(spec.data.where),
                 "shuffle": spec.data.shuffle, "shard": spec.data.shard, "limit": spec.data.limit,
                 "split": spec.data.split, "outputs": list(names), "keep": kept.names, "media": spec.out.media,
-                "part_rows": part_rows, "block_rows": opening.block_rows, "seed": spec.seed, "mode": opening.mode,
+                "part_rows": part_rows, "block_rows": factory.block_rows, "seed": spec.seed, "mode": factory.mode,
             },
             versions=versions(plan),
             schema=str(columns.schema.remove_metadata()),
         )  # fmt: skip
-        return Prepared(
-            spec, plan, source, binding, kept, columns, format, single_file, part_rows, opening.block_rows, manifest
+        return PreparedJob(
+            spec, plan, source, binding, kept, columns, format, single_file, part_rows, factory.block_rows, manifest
         )
     except BaseException:
         source.close()
@@ -182,7 +182,7 @@ ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class InputMapping:
     """A pipeline input, its type, and the column it is given with that one's type; '' where it is left out."""
 
     input: str
@@ -209,7 +209,7 @@ class Preview:
     block_rows: int
     part_rows: int
     repeatable: Mapping[str, str]
-    inputs: Sequence[Mapped]
+    inputs: Sequence[InputMapping]
     unused: Sequence[str]
     kept: Sequence[str]
     columns: Mapping[str, str]
@@ -219,36 +219,36 @@ class Preview:
     rows: Sequence[Sample]
 
 
-def preview(spec: JobSpec, opening: AnswererFactory, rows: int = ROWS, stop: Stop = lambda: False) -> Preview:
+def preview(spec: JobSpec, factory: RunnerFactory, rows: int = ROWS, stop: Stop = lambda: False) -> Preview:
     """Return what a job would do, with its first rows answered; none when `stop` says so before they are.
 
     Raises what run_job raises for mistakes in what it was told, and ModelError.
     """
-    with prepare(spec, opening) as job:
+    with prepare(spec, factory) as job:
         ports, schema = job.plan.input_types, job.binding.schema
         mapped = [
-            Mapped(name, str(ports[name]), column, str(schema.field(column).type) if column else "")
+            InputMapping(name, str(ports[name]), column, str(schema.field(column).type) if column else "")
             for name in (one.name for one in job.plan.inputs if not one.hidden)
             for column in [job.binding.columns.get(name, "")]
         ]
         known = [name for name in schema.names if not name.startswith("weftline:")]
         return Preview(
-            job.plan, opening.mode, opening.why, job.block_rows, job.part_rows, opening.repeatable, mapped,
+            job.plan, factory.mode, factory.why, job.block_rows, job.part_rows, factory.repeatable, mapped,
             [name for name in known if name not in job.binding.columns.values()], list(job.kept.names),
             {field.name: str(field.type) for field in job.columns.schema}, job.source.expected, job.format,
-            job.single_file, _answered(job, opening, rows, stop),
+            job.single_file, _answered(job, factory, rows, stop),
         )  # fmt: skip
 
 
-def _answered(job: Prepared, opening: AnswererFactory, rows: int, stop: Stop) -> list[Sample]:
+def _answered(job: PreparedJob, factory: RunnerFactory, rows: int, stop: Stop) -> list[Sample]:
     with open_loader(job.source, job.spec.data) as loader:
-        first = next(islice(cut(read_on(job.source, Mark(), 0), rows, rows), 1), None)
+        first = next(islice(cut(read_on(job.source, ResumePoint(), 0), rows, rows), 1), None)
         if first is None or stop():
             return []
         block = RowBlock(0, 0, first.ids, job.binding.inputs(first.table, loader), first.table)
-        answerer = opening()
+        runner = factory()
         try:
-            answered = answerer.ask(block).result()
+            answered = runner.submit(block).result()
         finally:
-            answerer.close()
+            runner.close()
         return [sample_of(block, answered, row) for row in range(len(block))]

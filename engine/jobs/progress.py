@@ -158,7 +158,7 @@ class Progress:
     errors:      error rows.
     committed:   rows that no crash can take back.
     elapsed_s:   since this run began to answer.
-    figures:     running totals of the answerer (`Answerer.figures`).
+    figures:     running totals of the answerer (`Runner.figures`).
     """
 
     rows: int
@@ -205,7 +205,7 @@ class RatePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class JobEnd:
+class JobResult:
     """What became of a job, everything that summary and report show.
 
     pipeline:  its name; `data` and `out` as the user wrote them.

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weftline.engine.jobs.progress import ErrorKind, JobEnd, Progress, Sample, Tally
-from weftline.engine.jobs.report.progress_display import Rates
+from weftline.engine.jobs.progress import ErrorKind, JobResult, Progress, Sample, Tally
+from weftline.engine.jobs.report.progress_display import RateHistory
 from weftline.engine.jobs.report.samples import RowSampler
 from weftline.engine.jobs.report.text import counted
-from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Runner
 
 KINDS_MAX = 50
 SPARE = 8
@@ -104,7 +104,7 @@ WATCH_S = 0.2
 """How often whoever watches is told."""
 
 
-class Telling:
+class JobRecorder:
     """One run of a job as it goes along.
 
     resumed, expected: rows that earlier runs answered, and rows in all (None: unknown).
@@ -117,9 +117,9 @@ class Telling:
         self.kinds, self._sampler = ErrorKinds(), RowSampler(seed=seed)
         self.spent = Tally()
         self._tracebacks: dict[str, str] = {}  # of exceptions that were raised at different lines, each once
-        self._untold: list[str] = []
-        self._started_s = self._told_s = time.monotonic()
-        self._rates = Rates()
+        self._unreported: list[str] = []
+        self._started_s = self._reported_s = time.monotonic()
+        self._rates = RateHistory()
 
     @property
     def elapsed_s(self) -> float:
@@ -127,7 +127,7 @@ class Telling:
 
     def begin(self) -> None:
         """The first row is about to be asked: the clock runs from here."""
-        self._started_s = self._told_s = time.monotonic()
+        self._started_s = self._reported_s = time.monotonic()
 
     def note(self, block: RowBlock, answered: BlockResult) -> None:
         """Take in what became of a block."""
@@ -145,9 +145,9 @@ class Telling:
             self._sampler.offer(places[row], lambda row=row: sample_of(block, answered, row), failed[row])  # type: ignore[misc]
         self._rates.see(self.progress({}))
 
-    def take_tracebacks(self) -> list[str]:
+    def pop_tracebacks(self) -> list[str]:
         """Return what is new of the first row's failure at each line of the steps' code, with its traceback."""
-        untold, self._untold = self._untold, []
+        untold, self._unreported = self._unreported, []
         return untold
 
     def _note_traceback(self, id: str, error: RowError) -> None:
@@ -155,7 +155,7 @@ class Telling:
         key = f"{error.step} {error.error} {raised_at}"
         if key not in self._tracebacks:
             self._tracebacks[key] = error.traceback
-            self._untold.append(f"{error.traceback}\nrow {id}: step {error.step}: {error.reason}")
+            self._unreported.append(f"{error.traceback}\nrow {id}: step {error.step}: {error.reason}")
 
     def commit(self, rows: int) -> None:
         """So many more rows are committed."""
@@ -164,9 +164,9 @@ class Telling:
     def due(self) -> bool:
         """Whether whoever watches is to be told now."""
         now_s = time.monotonic()
-        if now_s - self._told_s < WATCH_S:
+        if now_s - self._reported_s < WATCH_S:
             return False
-        self._told_s = now_s
+        self._reported_s = now_s
         return True
 
     def progress(self, figures: Mapping[str, float]) -> Progress:
@@ -174,10 +174,10 @@ class Telling:
             self.rows, self.resumed, self.expected, self.errors, self.committed, self.elapsed_s, dict(figures)
         )
 
-    def end(self, about: Mapping[str, object], answerer: Answerer | None, elapsed_s: float, why: str = "") -> JobEnd:
+    def end(self, about: Mapping[str, object], runner: Runner | None, elapsed_s: float, why: str = "") -> JobResult:
         """Return what became of the job, which took `elapsed_s`; `about` has the fields that do not change."""
-        figures = dict(answerer.figures()) if answerer is not None else {}
-        return JobEnd(
+        figures = dict(runner.figures()) if runner is not None else {}
+        return JobResult(
             **about,  # type: ignore[arg-type]
             finished=not why, why=why, rows=self.rows, errors=self.errors, resumed=self.resumed,
             elapsed_s=elapsed_s, tally=self.tally, figures=figures, rates=self._rates.points(), spent=self.spent,

@@ -151,7 +151,7 @@ class BlockResult:
     tally: Tally = field(default_factory=Tally)
 
 
-class Answerer(Protocol):
+class Runner(Protocol):
     """Whoever answers blocks. Thread-safe.
 
     ahead:       how many blocks it needs at a time to be kept busy.
@@ -173,7 +173,7 @@ class Answerer(Protocol):
     @property
     def repeatable(self) -> Mapping[str, str]: ...
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         """Answer a block. A row that fails is an error in Answered; an exception means that nobody can answer."""
 
     def figures(self) -> Mapping[str, float]:

@@ -406,7 +406,7 @@ def test_jobs_share_them_too(make: Callable[..., Builder], mode: str, monkeypatc
     blocking = gpus.reservation("other", gpus.new_session())
     blocking.reserve(planned(make(60))[0])
     try:
-        answerer = opening.open_here(make(60).build(), mode=mode)(None)
+        answerer = opening.local_runner_factory(make(60).build(), mode=mode)(None)
         try:
             answer = answerer.ask(RowBlock(0, 0, ["0"], {"x": ["x"]}, None)).result(30)
             assert list(answer.outputs["y"]) == ["x on fake:1"]

@@ -20,15 +20,15 @@ from weftline.cli.batch_commands import BatchRequest, RayTarget, ServerTarget
 from weftline.cli.exit import EXIT_INTERRUPTED
 from weftline.cli.progress import loading_shown
 from weftline.cli.show import finite, printable
-from weftline.engine.jobs.progress import JobEnd, Progress, StepTally
-from weftline.engine.jobs.runners.factory import AnswererFactory, open_here
+from weftline.engine.jobs.progress import JobResult, Progress, StepTally
+from weftline.engine.jobs.runners.factory import RunnerFactory, local_runner_factory
 from weftline.engine.jobs.spec import JobSpec
 from weftline.errors import InputError, MissingPackage, StepError, TooManyErrors
 from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.spec.loader import load_file
 
 if TYPE_CHECKING:
-    from weftline.engine.jobs.rows import Answerer
+    from weftline.engine.jobs.rows import Runner
     from weftline.engine.runtime.event_loop import Progress as Loading
 
 
@@ -42,10 +42,10 @@ def run_batch(request: BatchRequest, out: TextIO, err: TextIO) -> int:
         return _show_preview(request, out, err)
     from weftline.engine.jobs.job import run_job
 
-    with _Shown(err, request.quiet) as shown, Interrupts(shown.note) as interrupts:
+    with _Output(err, request.quiet) as shown, Interrupts(shown.note) as interrupts:
         try:
-            opening = _shown(opening_of(request), err, request.quiet, interrupts)
-            end = run_job(request.spec, opening, shown.progress, interrupts.asked, shown.note)
+            factory = _shown(opening_of(request), err, request.quiet, interrupts)
+            end = run_job(request.spec, factory, shown.progress, interrupts.asked, shown.note)
         except TooManyErrors as error:
             shown.close()
             _tell_end(error.end, request, out, err)
@@ -72,23 +72,23 @@ def _show_preview(request: BatchRequest, out: TextIO, err: TextIO) -> int:
     return 0
 
 
-def _shown(opening: AnswererFactory, err: TextIO, quiet: bool, interrupts: Interrupts | None = None) -> AnswererFactory:
+def _shown(factory: RunnerFactory, err: TextIO, quiet: bool, interrupts: Interrupts | None = None) -> RunnerFactory:
     """Return an opening that shows how models load, and that from then on a first signal asks and does not end."""
 
-    def opened(progress: Loading | None) -> Answerer:
+    def opened(progress: Loading | None) -> Runner:
         if quiet:
-            answerer = opening(progress)
+            runner = factory(progress)
         else:
             with loading_shown(err) as progress:
-                answerer = opening(progress)
+                runner = factory(progress)
         if interrupts is not None:
             interrupts.under_way()
-        return answerer
+        return runner
 
-    return replace(opening, open=opened)
+    return replace(factory, open=opened)
 
 
-def _tell_end(end: JobEnd, request: BatchRequest, out: TextIO, err: TextIO) -> None:
+def _tell_end(end: JobResult, request: BatchRequest, out: TextIO, err: TextIO) -> None:
     """Print the summary and what other programs read, and write the report."""
     if request.report is not None:
         end = write_report(end, request.report, request.spec.out.storage, lambda text: _say(text, err))
@@ -102,13 +102,13 @@ def _tell_end(end: JobEnd, request: BatchRequest, out: TextIO, err: TextIO) -> N
         print(end.files.get("results", end.out), file=out, flush=True)
 
 
-class _Shown:
+class _Output:
     """Progress and notes on standard error, until it is closed; a quiet one has only what must be told."""
 
     def __init__(self, err: TextIO, quiet: bool) -> None:
-        from weftline.engine.jobs.report.progress_display import Teller
+        from weftline.engine.jobs.report.progress_display import ProgressDisplay
 
-        self._teller = None if quiet else Teller(err, time.monotonic)
+        self._teller = None if quiet else ProgressDisplay(err, time.monotonic)
 
     def progress(self, progress: Progress) -> None:
         if self._teller is not None:
@@ -124,7 +124,7 @@ class _Shown:
             self._teller.close()
             self._teller = None
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *end: object) -> None:
@@ -136,7 +136,7 @@ def _say(text: str, err: TextIO) -> None:
         print(printable(text), file=err, flush=True)
 
 
-def opening_of(request: BatchRequest) -> AnswererFactory:
+def opening_of(request: BatchRequest) -> RunnerFactory:
     """Decide how the rows of a request are answered; PipelineError lists every problem. Nothing is started yet."""
     spec = request.spec
     _check_outputs(spec)
@@ -144,7 +144,7 @@ def opening_of(request: BatchRequest) -> AnswererFactory:
         return _of_server(spec, request.where)
     if request.where is not None:
         return _on_ray(spec, request.where)
-    return open_here(spec.pipeline, outputs=spec.out.outputs, seed=spec.seed, block_rows=spec.block_rows)
+    return local_runner_factory(spec.pipeline, outputs=spec.out.outputs, seed=spec.seed, block_rows=spec.block_rows)
 
 
 def _check_outputs(spec: JobSpec) -> None:
@@ -157,11 +157,11 @@ def _check_outputs(spec: JobSpec) -> None:
             )
 
 
-def _of_server(spec: JobSpec, via: ServerTarget) -> AnswererFactory:
-    from weftline.engine.jobs.runners.server_runner import open_via
+def _of_server(spec: JobSpec, via: ServerTarget) -> RunnerFactory:
+    from weftline.engine.jobs.runners.server_runner import server_runner_factory
 
     token, tls = via.remote.credentials()
-    return open_via(
+    return server_runner_factory(
         spec.pipeline,
         via.remote.url,
         model=via.model or "",
@@ -174,15 +174,15 @@ def _of_server(spec: JobSpec, via: ServerTarget) -> AnswererFactory:
     )
 
 
-def _on_ray(spec: JobSpec, ray: RayTarget) -> AnswererFactory:
+def _on_ray(spec: JobSpec, ray: RayTarget) -> RunnerFactory:
     """Return copies of what would run here, planned on the cluster: this machine may lack what they need.
 
     A job that began here can go on there, and the other way round.
     """
     from weftline.engine.jobs.ray.cluster import Need
-    from weftline.engine.jobs.ray.runner import open_on_cluster
+    from weftline.engine.jobs.ray.runner import ray_runner_factory
 
-    return open_on_cluster(
+    return ray_runner_factory(
         spec.pipeline,
         outputs=spec.out.outputs,
         seed=spec.seed,
@@ -196,7 +196,7 @@ def _on_ray(spec: JobSpec, ray: RayTarget) -> AnswererFactory:
 STDIN = "-"
 
 
-def as_json(end: JobEnd) -> dict[str, Any]:
+def as_json(end: JobResult) -> dict[str, Any]:
     """Return everything that can be counted about a job; times end in _s or _ms."""
     own_rows = end.rows - end.resumed
     return {
@@ -245,7 +245,7 @@ def is_special(spec: JobSpec) -> bool:
     return spec.restart or STDIN in spec.data.data
 
 
-def write_report(end: JobEnd, place: str, storage: Mapping[str, str], note: Callable[[str], None]) -> JobEnd:
+def write_report(end: JobResult, place: str, storage: Mapping[str, str], note: Callable[[str], None]) -> JobResult:
     """Write the report of a job, and return its end with the report among its files.
 
     One that a run wrote which answered rows is not replaced by that of a run which had nothing left to do.
@@ -283,7 +283,7 @@ class Interrupts:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._heard = 0
+        self._activity = 0
         self._under_way = False
         self._said = False
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -306,13 +306,13 @@ class Interrupts:
 
     def asked(self) -> bool:
         """Whether the job has been asked to end."""
-        if self._heard and not self._said:
+        if self._activity and not self._said:
             self._said = True
             self._say(ASKED)
-        return self._heard > 0
+        return self._activity > 0
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         """Count a signal. Prints nothing: what it interrupts may be printing."""
-        self._heard += 1
-        if self._heard > 1 or not self._under_way:
+        self._activity += 1
+        if self._activity > 1 or not self._under_way:
             raise KeyboardInterrupt

@@ -22,7 +22,7 @@ OPEN_DEATHS_MAX = 3
 """So many replicas may die while they open before the job gives up."""
 
 
-class Desk:
+class Coordinator:
     """All methods are called by way of Ray, in one event loop.
 
     replicas: how many there are at a time.
@@ -30,10 +30,10 @@ class Desk:
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
-        self._blocks: dict[int, tuple[Sequence[Any], Trials]] = {}
+        self._blocks: dict[int, tuple[Sequence[Any], AttemptState]] = {}
         self._offered = 0
         self._early: set[int] = set()
-        self._facts: bytes | None = None
+        self._info: bytes | None = None
         self._failure = ""
         self._closed = False
         self._arrived = self._opened = 0
@@ -43,7 +43,7 @@ class Desk:
 
     async def offer(self, number: int, rows: int, refs: Sequence[Any]) -> None:
         """Put a block up to be answered. Numbers go up from 0; they may come in another order."""
-        self._blocks[number] = refs, Trials(rows)
+        self._blocks[number] = refs, AttemptState(rows)
         self._early.add(number)
         while self._offered in self._early:
             self._early.discard(self._offered)
@@ -60,11 +60,11 @@ class Desk:
         self._blocks.clear()
         await self._tell()
 
-    async def wait_facts(self) -> bytes | None:
+    async def wait_info(self) -> bytes | None:
         """Wait for the first replica to open and return what it says of itself; None: none will, `failure` has why."""
         async with self._news:
-            await self._news.wait_for(lambda: self._facts is not None or self._failure or self._closed)
-        return self._facts
+            await self._news.wait_for(lambda: self._info is not None or self._failure or self._closed)
+        return self._info
 
     async def failure(self) -> str:
         """Return why the replicas gave up; '' while they have not."""
@@ -88,10 +88,10 @@ class Desk:
             await self.fail(f"{found}\n    fix: look at the cluster's logs (ray logs); memory is the usual reason")
         return self._failure
 
-    async def opened(self, facts: bytes) -> int:
+    async def opened(self, info: bytes) -> int:
         """Note that a replica is ready, and what it says of itself; returns how many were started so far."""
         self._opened += 1
-        self._facts = self._facts or facts
+        self._info = self._info or info
         await self._tell()
         return self._arrived
 
@@ -144,7 +144,7 @@ class Attempt:
     lost: Sequence[int]
 
 
-class Trials:
+class AttemptState:
     """The attempts at one block. `begin` for each of them, `trying` before each span, `end` when it is answered."""
 
     def __init__(self, rows: int) -> None:

@@ -2,7 +2,7 @@
 
     ask --block--> object store             Ray Data:  feed of numbers --> Replica, as many as were asked for
      |                  ^                                                      |
-     `--number--> Desk  `---------------- reads the block by its number ------'
+     `--number--> Coordinator  `---------------- reads the block by its number ------'
                                              driver <-- numbers with answers --'
 
 Ray Data pulls numbers through its actors, restarts those that die and hands their numbers over again; the desk tells
@@ -24,10 +24,10 @@ from typing import Any
 
 import msgspec
 
-from weftline.engine.jobs.ray.cluster import Need, check_room, connected
-from weftline.engine.jobs.ray.codec import AnswererInfo, Sent, decode_facts, decode_sent, encode_block
-from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock
-from weftline.engine.jobs.runners.factory import AnswererFactory, open_here
+from weftline.engine.jobs.ray.cluster import Need, check_capacity, connected
+from weftline.engine.jobs.ray.codec import ReplicaResult, RunnerInfo, decode_info, decode_sent, encode_block
+from weftline.engine.jobs.rows import BlockResult, RowBlock, Runner
+from weftline.engine.jobs.runners.factory import RunnerFactory, local_runner_factory
 from weftline.errors import ModelError, SessionClosed, Unavailable, WeftlineError
 from weftline.nodes.ports import PortType
 from weftline.pipelines.spec.loader import load_file
@@ -44,10 +44,10 @@ END_S = 20.0
 """How long blocks that are being answered may take to end when the job is closed."""
 
 
-class ReplicaAnswerer:
-    """Answers blocks on a cluster; see `rows.Answerer`. Opening it waits until the first replica has opened.
+class RayRunner:
+    """Answers blocks on a cluster; see `rows.Runner`. Opening it waits until the first replica has opened.
 
-    opener:    'module:function' that returns an Answerer, importable on every machine of the cluster.
+    opener:    'module:function' that returns an Runner, importable on every machine of the cluster.
     arguments: its keyword arguments; JSON values. Files among them are read where a replica runs.
     replicas:  how many.
     need:      what each takes.
@@ -70,24 +70,26 @@ class ReplicaAnswerer:
         self._next = 0
         self._failure: WeftlineError | None = None
         self._closed = False
-        self._fleet = ReplicaStats(replicas)
+        self._stats = ReplicaStats(replicas)
         self._open = ExitStack()
         self._thread: threading.Thread | None = None
         try:
             self._open.enter_context(connection or connected(address))
-            check_room(need, replicas)
+            check_capacity(need, replicas)
             import ray
 
             self._ray = ray
-            self._desk = _start_desk(replicas)
-            answers = _pipeline(self._desk, opener, msgspec.json.encode(dict(arguments)).decode(), replicas, need)
+            self._coordinator = _start_coordinator(replicas)
+            answers = _pipeline(
+                self._coordinator, opener, msgspec.json.encode(dict(arguments)).decode(), replicas, need
+            )
             self._thread = threading.Thread(target=self._listen, args=(answers,), name="weftline-replicas", daemon=True)
             self._thread.start()
-            self._facts = self._wait_facts()
+            self._info = self._wait_info()
         except BaseException:
             self.close()
             raise
-        self._ahead = replicas * (self._facts.ahead + 1)
+        self._ahead = replicas * (self._info.ahead + 1)
 
     @property
     def ahead(self) -> int:
@@ -95,21 +97,21 @@ class ReplicaAnswerer:
 
     @property
     def block_rows(self) -> int:
-        return self._facts.block_rows
+        return self._info.block_rows
 
     @property
     def inputs(self) -> Mapping[str, PortType]:
-        return self._facts.inputs
+        return self._info.inputs
 
     @property
     def outputs(self) -> Mapping[str, PortType]:
-        return self._facts.outputs
+        return self._info.outputs
 
     @property
     def repeatable(self) -> Mapping[str, str]:
-        return self._facts.repeatable
+        return self._info.repeatable
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         future: Future[BlockResult] = Future()
         with self._lock:
             if self._closed or self._failure is not None:
@@ -119,11 +121,11 @@ class ReplicaAnswerer:
             self._next += 1
             ref = self._ray.put(encode_block(block))
             self._asked[number] = future, ref
-        self._desk.offer.remote(number, len(block), [ref])  # in a list it travels as a reference
+        self._coordinator.offer.remote(number, len(block), [ref])  # in a list it travels as a reference
         return future
 
     def figures(self) -> Mapping[str, float]:
-        return self._fleet.figures(time.monotonic())
+        return self._stats.figures(time.monotonic())
 
     def settle(self) -> None:
         """Figures come with answers."""
@@ -136,9 +138,9 @@ class ReplicaAnswerer:
             self._closed = True
         try:
             if self._thread is not None:
-                self._desk.close.remote()
+                self._coordinator.close.remote()
                 self._thread.join(END_S)
-                self._ray.kill(self._desk)
+                self._ray.kill(self._coordinator)
             self._end(SessionClosed(CLOSED))
         finally:
             self._open.close()
@@ -166,9 +168,9 @@ class ReplicaAnswerer:
         if not data:
             _resolve(asked[0], SessionClosed(CLOSED))
             return
-        self._desk.forget.remote(number)
-        sent: Sent = decode_sent(data)
-        self._fleet.note(sent.replica, sent.figures, time.monotonic())
+        self._coordinator.forget.remote(number)
+        sent: ReplicaResult = decode_sent(data)
+        self._stats.note(sent.replica, sent.figures, time.monotonic())
         _resolve(asked[0], sent.answered)
 
     def _end(self, why: WeftlineError) -> None:
@@ -181,7 +183,7 @@ class ReplicaAnswerer:
 
     def _why(self, error: BaseException | None) -> WeftlineError:
         try:
-            told = self._ray.get(self._desk.failure.remote(), timeout=LOOK_S)
+            told = self._ray.get(self._coordinator.failure.remote(), timeout=LOOK_S)
         except Exception:
             told = ""  # the desk is gone, and that is then the reason
         if not told:
@@ -189,31 +191,31 @@ class ReplicaAnswerer:
             told = f"the replicas on the Ray cluster ended: {found}"
         return ModelError(told)
 
-    def _wait_facts(self) -> AnswererInfo:
+    def _wait_info(self) -> RunnerInfo:
         """Wait for the first replica; models may take their time, so only what cannot end is given up."""
-        asking = self._desk.wait_facts.remote()
+        asking = self._coordinator.wait_info.remote()
         while self._thread is not None and self._thread.is_alive():
             done, _ = self._ray.wait([asking], timeout=LOOK_S)
             if done:
                 data = self._ray.get(asking)
                 if data is None:
-                    raise ModelError(self._ray.get(self._desk.failure.remote()))
-                return decode_facts(data)
+                    raise ModelError(self._ray.get(self._coordinator.failure.remote()))
+                return decode_info(data)
         raise self._failure or ModelError("the replicas on the Ray cluster ended before one had opened")
 
 
-def _start_desk(replicas: int) -> Any:
+def _start_coordinator(replicas: int) -> Any:
     """Start the desk on this machine: with the driver gone nobody needs it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from weftline.engine.jobs.ray.coordinator import Desk
+    from weftline.engine.jobs.ray.coordinator import Coordinator
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=here)(Desk).remote(replicas)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(Coordinator).remote(replicas)
 
 
-def _pipeline(desk: Any, opener: str, arguments: str, replicas: int, need: Need) -> Any:
+def _pipeline(coordinator: Any, opener: str, arguments: str, replicas: int, need: Need) -> Any:
     """Return the data set of answers; nothing runs before it is iterated.
 
     Ray Data joins what is small into blocks of a size; here every row is on its way to somebody who waits, so that a
@@ -227,22 +229,22 @@ def _pipeline(desk: Any, opener: str, arguments: str, replicas: int, need: Need)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of max_concurrency, for which there is no other way
-            return _mapped(desk, opener, arguments, replicas, need)
+            return _mapped(coordinator, opener, arguments, replicas, need)
     finally:
         context.target_max_block_size, context.enable_progress_bars = before
 
 
-def _mapped(desk: Any, opener: str, arguments: str, replicas: int, need: Need) -> Any:
+def _mapped(coordinator: Any, opener: str, arguments: str, replicas: int, need: Need) -> Any:
     import ray
 
     from weftline.engine.jobs.ray.replica import BlockNumbers, Replica
 
-    return ray.data.read_datasource(BlockNumbers(desk), num_cpus=0, override_num_blocks=1).map_batches(
+    return ray.data.read_datasource(BlockNumbers(coordinator), num_cpus=0, override_num_blocks=1).map_batches(
         Replica,
         batch_size=1,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=replicas, max_tasks_in_flight_per_actor=IN_FLIGHT_MAX),
-        fn_constructor_args=(desk, opener, arguments),
+        fn_constructor_args=(coordinator, opener, arguments),
         num_cpus=need.cpus,
         num_gpus=need.gpus,
         max_concurrency=IN_FLIGHT_MAX,
@@ -321,7 +323,7 @@ DECIDE_S = 300.0
 OPENER = "weftline.engine.jobs.ray.runner:open_replica"
 
 
-def open_on_cluster(
+def ray_runner_factory(
     pipeline: Path,
     *,
     outputs: Sequence[str] | None = None,
@@ -331,7 +333,7 @@ def open_on_cluster(
     replicas: int = 1,
     need: Need = Need(),  # noqa: B008  frozen
     address: str | None = None,
-) -> AnswererFactory:
+) -> RunnerFactory:
     """Connect to a cluster and decide how a job is answered there; as `open_here`, with whole-pipeline replicas.
 
     The pipeline's file, and what it names, lie under the same paths on every machine. Calling what is returned opens
@@ -349,35 +351,33 @@ def open_on_cluster(
     }
     with ExitStack() as connecting:
         connecting.enter_context(connected(address))
-        check_room(need, replicas)
+        check_capacity(need, replicas)
         said = _decided(asked, need)
         connection = connecting.pop_all()
     arguments = {**asked, "mode": said["mode"], "block_rows": said["block_rows"]}
 
-    def open_replicas(progress: object) -> Answerer:
-        return ReplicaAnswerer(OPENER, arguments, replicas=replicas, need=need, connection=connection)
+    def open_replicas(progress: object) -> Runner:
+        return RayRunner(OPENER, arguments, replicas=replicas, need=need, connection=connection)
 
-    return AnswererFactory(
+    return RunnerFactory(
         said["mode"], said["why"], said["block_rows"], said["part_rows"], said["repeatable"], open_replicas
     )  # fmt: skip
 
 
-def open_replica(
-    pipeline: str, outputs: Sequence[str] | None, seed: int, block_rows: int | None, mode: str
-) -> Answerer:
+def open_replica(pipeline: str, outputs: Sequence[str] | None, seed: int, block_rows: int | None, mode: str) -> Runner:
     """Open the answerer of one replica, where it runs."""
-    return open_here(Path(pipeline), outputs=outputs, seed=seed, block_rows=block_rows, mode=mode)(None)
+    return local_runner_factory(Path(pipeline), outputs=outputs, seed=seed, block_rows=block_rows, mode=mode)(None)
 
 
 def decide(asked: str) -> str:
     """Return as JSON how a job would be answered on this machine, or `error`: why it cannot be. Runs on the cluster."""
     told = msgspec.json.decode(asked)
     try:
-        opening = open_here(Path(told.pop("pipeline")), **told)
+        factory = local_runner_factory(Path(told.pop("pipeline")), **told)
     except WeftlineError as error:
         return msgspec.json.encode({"error": str(error)}).decode()
-    said: dict[str, Any] = {name: getattr(opening, name) for name in ("mode", "why", "block_rows", "part_rows")}
-    return msgspec.json.encode({**said, "repeatable": dict(opening.repeatable)}).decode()
+    said: dict[str, Any] = {name: getattr(factory, name) for name in ("mode", "why", "block_rows", "part_rows")}
+    return msgspec.json.encode({**said, "repeatable": dict(factory.repeatable)}).decode()
 
 
 def _decided(asked: dict[str, Any], need: Need) -> dict[str, Any]:

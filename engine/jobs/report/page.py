@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from weftline.engine.jobs.progress import ErrorKind, JobEnd, Sample, bucket_of
+from weftline.engine.jobs.progress import ErrorKind, JobResult, Sample, bucket_of
 from weftline.engine.jobs.report import plots
-from weftline.engine.jobs.report.samples import SampleCell, Shown, small
+from weftline.engine.jobs.report.samples import SampleCell, SampleValue, small
 from weftline.engine.jobs.report.summary import (
     HEADINGS,
     StepReport,
@@ -37,10 +37,10 @@ SAMPLES_MAX, KINDS_MAX, STEPS_MAX, FACTS_MAX = 24, 51, 200, 100
 IDS_MAX = 5
 NAME_CHARS_MAX, ID_CHARS_MAX, REASON_CHARS_MAX, PATH_CHARS_MAX = 80, 80, 300, 500
 
-LEFT_OUT = Shown((SampleCell("left out: the page would be too large"),), absent=True)
+LEFT_OUT = SampleValue((SampleCell("left out: the page would be too large"),), absent=True)
 
 
-def report(end: JobEnd) -> str:
+def report(end: JobResult) -> str:
     """Return the page. MissingPackage without matplotlib."""
     from jinja2 import Environment, StrictUndefined
 
@@ -58,11 +58,11 @@ def report(end: JobEnd) -> str:
         step_headings=HEADINGS,
         kinds=[_kind(one) for one in end.kinds[:KINDS_MAX]],
         samples=_samples(end.samples),
-        facts=list(_facts(end))[:FACTS_MAX],
+        info=list(_info(end))[:FACTS_MAX],
     )
 
 
-def _headlines(end: JobEnd) -> list[tuple[str, str, bool]]:
+def _headlines(end: JobResult) -> list[tuple[str, str, bool]]:
     """Return (label, value, whether it is bad news)."""
     told = [("rows", _grouped(end.rows), False), ("errors", _grouped(end.errors), end.errors > 0)]
     told += [("from earlier runs", _grouped(end.resumed), False)] if end.resumed else []
@@ -72,7 +72,7 @@ def _headlines(end: JobEnd) -> list[tuple[str, str, bool]]:
     return told
 
 
-def _plots(end: JobEnd, steps: Sequence[StepReport]) -> Iterator[tuple[str, Any]]:
+def _plots(end: JobResult, steps: Sequence[StepReport]) -> Iterator[tuple[str, Any]]:
     from markupsafe import Markup
 
     busy = [(one.name, one.busy, one.busy_s) for one in steps if one.busy is not None]
@@ -118,7 +118,7 @@ def _kind(kind: ErrorKind) -> _Kind:
 class _Sample:
     id: str
     error: str
-    values: list[tuple[str, Shown]]
+    values: list[tuple[str, SampleValue]]
 
 
 def _samples(samples: Sequence[Sample]) -> list[_Sample]:
@@ -138,7 +138,7 @@ def _samples(samples: Sequence[Sample]) -> list[_Sample]:
     return told
 
 
-def _bytes_of(value: Shown) -> int:
+def _bytes_of(value: SampleValue) -> int:
     """Return what a value takes in the page, tags included."""
     from markupsafe import escape
 
@@ -146,7 +146,7 @@ def _bytes_of(value: Shown) -> int:
     return pictures + 60 + sum(len(escape(piece.text).encode()) for piece in value.pieces)
 
 
-def _facts(end: JobEnd) -> Iterator[tuple[str, str]]:
+def _info(end: JobResult) -> Iterator[tuple[str, str]]:
     """Yield what the job was, by name: where it read and wrote, instances, reproducibility, versions."""
     for name, value in (("data", ", ".join(end.data[:FACTS_MAX])), ("out", end.out), *end.files.items()):
         yield as_name(name, NAME_CHARS_MAX), as_name(value, PATH_CHARS_MAX)

@@ -40,7 +40,7 @@ BUSY = "busy:"
 """Figures with names that begin so say how busy a step is, from 0 to 1."""
 
 
-class Moving:
+class MovingRate:
     """The rate of a total over a window that ends now.
 
     It reaches back to the last change before the window where changes are rarer than that, so that a job that answers
@@ -71,7 +71,7 @@ class Moving:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ProgressSnapshot:
     """Progress with its rates. tokens_per_s: None without tokens; eta_s: time left, None while nobody can know it."""
 
     progress: Progress
@@ -84,10 +84,14 @@ class ProgressRate:
     """Sees a job's progress and says how fast it is now."""
 
     def __init__(self) -> None:
-        self._rows, self._tokens, self._long = Moving(RATE_WINDOW_S), Moving(RATE_WINDOW_S), Moving(ETA_WINDOW_S)
+        self._rows, self._tokens, self._long = (
+            MovingRate(RATE_WINDOW_S),
+            MovingRate(RATE_WINDOW_S),
+            MovingRate(ETA_WINDOW_S),
+        )
         self._begun = False
 
-    def see(self, progress: Progress, now_s: float) -> Standing:
+    def see(self, progress: Progress, now_s: float) -> ProgressSnapshot:
         fresh = progress.rows - progress.resumed
         for one in (self._rows, self._long):
             if not self._begun:
@@ -97,7 +101,7 @@ class ProgressRate:
         tokens = progress.figures.get("tokens")
         if tokens is not None:
             self._tokens.add(now_s, tokens)
-        return Standing(
+        return ProgressSnapshot(
             progress,
             self._rows.per_s(now_s),
             None if tokens is None else self._tokens.per_s(now_s),
@@ -116,7 +120,7 @@ def eta_s(progress: Progress, rows_per_s: float) -> float | None:
 
 
 @dataclass(slots=True)
-class Every:
+class Interval:
     """Says when it is time again. at_once: the first time is due, too."""
 
     span_s: float
@@ -133,7 +137,7 @@ class Every:
         return True
 
 
-def line(standing: Standing) -> str:
+def line(standing: ProgressSnapshot) -> str:
     """Return where a job stands as one line for a log."""
     told = standing.progress
     parts = [f"rows {rows_of(told)}", *rates_of(standing), f"errors {told.errors}", f"committed {told.committed}"]
@@ -151,7 +155,7 @@ def rows_of(progress: Progress) -> str:
     return f"{of} ({percent(min(progress.rows / progress.expected, 1.0))})" if progress.expected > 0 else of
 
 
-def rates_of(standing: Standing) -> list[str]:
+def rates_of(standing: ProgressSnapshot) -> list[str]:
     """Return '1234 rows/s', and '5678 tokens/s' where there are tokens."""
     tokens = [] if standing.tokens_per_s is None else [f"{rate(standing.tokens_per_s)} tokens/s"]
     return [f"{rate(standing.rows_per_s)} rows/s", *tokens]
@@ -166,7 +170,7 @@ def busy_of(progress: Progress) -> str:
 
 
 @dataclass(slots=True)
-class Rates:
+class RateHistory:
     """A job's throughput over time, as points for its report; when there are too many, neighbours become one."""
 
     points_max: int = RATE_POINTS_MAX
@@ -194,20 +198,20 @@ BAR_CELLS = 20
 NOTE_CHARS_MAX = 20_000
 
 
-class Teller:
+class ProgressDisplay:
     """Tells a job's progress; `close` tells the last of it. A context manager."""
 
     def __init__(self, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds that never go back."""
         self._err, self._clock, self._lock = err, clock, threading.Lock()
         self._pace = ProgressRate()
-        self._last: Standing | None = None
+        self._last: ProgressSnapshot | None = None
         self._said = ""
         self._closed = False
         self._screen = _Screen(err) if _is_terminal(err) else None
-        self._every = Every(DRAW_EVERY_S, at_once=True) if self._screen else Every(LINE_EVERY_S)
+        self._every = Interval(DRAW_EVERY_S, at_once=True) if self._screen else Interval(LINE_EVERY_S)
 
-    def __enter__(self) -> Teller:
+    def __enter__(self) -> ProgressDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -274,7 +278,7 @@ class _Screen:
                           redirect_stdout=False, redirect_stderr=False)  # fmt: skip
         self._started = False
 
-    def draw(self, standing: Standing) -> None:
+    def draw(self, standing: ProgressSnapshot) -> None:
         if not self._started:
             self._started = True
             self._live.start()
@@ -288,7 +292,7 @@ class _Screen:
             self._live.stop()
 
 
-def drawn(standing: Standing) -> RenderableType:
+def drawn(standing: ProgressSnapshot) -> RenderableType:
     """Return what a terminal shows: a bar with its figures, and below it how busy the steps are."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar

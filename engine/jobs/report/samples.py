@@ -158,7 +158,7 @@ class SampleCell:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class SampleValue:
     """What a page shows of one value. absent: there is none, and the text says so."""
 
     pieces: tuple[SampleCell, ...]
@@ -184,26 +184,26 @@ def small(sample: Sample) -> Sample:
 
 
 def _is_small(sample: Sample) -> bool:
-    return all(isinstance(one, Shown) for one in (*sample.inputs.values(), *sample.outputs.values()))
+    return all(isinstance(one, SampleValue) for one in (*sample.inputs.values(), *sample.outputs.values()))
 
 
-def _all_shown(values: Mapping[str, Any], beneath: np.ndarray | None) -> dict[str, Shown]:
+def _all_shown(values: Mapping[str, Any], beneath: np.ndarray | None) -> dict[str, SampleValue]:
     told = {harmless(name, NAME_CHARS_MAX): shown(value, beneath) for name, value in list(values.items())[:VALUES_MAX]}
     if len(values) > VALUES_MAX:
-        told["…"] = Shown((SampleCell(f"{len(values) - VALUES_MAX} more"),))
+        told["…"] = SampleValue((SampleCell(f"{len(values) - VALUES_MAX} more"),))
     return told
 
 
-def shown(value: Any, beneath: np.ndarray | None = None) -> Shown:
+def shown(value: Any, beneath: np.ndarray | None = None) -> SampleValue:
     """Return what is shown of a value; `beneath` is the picture that boxes are drawn into, uint8[H, W, 3]."""
-    if isinstance(value, Shown):
+    if isinstance(value, SampleValue):
         return value
     if value is None:
-        return Shown((SampleCell("absent"),), absent=True)
+        return SampleValue((SampleCell("absent"),), absent=True)
     try:
-        return Shown(tuple(_pieces(value, beneath)))
+        return SampleValue(tuple(_pieces(value, beneath)))
     except Exception as error:  # a job of hours does not end without a report because a node gave something odd
-        return Shown(
+        return SampleValue(
             (SampleCell(f"{type(value).__name__} that cannot be shown ({type(error).__name__})"),), absent=True
         )
 
@@ -315,7 +315,7 @@ def drawn(seed: int, places: np.ndarray) -> np.ndarray:
         return z ^ (z >> np.uint64(31))
 
 
-class _Lowest:
+class _BottomK:
     """The samples with the lowest numbers, at most so many."""
 
     def __init__(self, most: int) -> None:
@@ -345,8 +345,8 @@ class RowSampler:
 
     def __init__(self, most: int = MOST, seed: int = 0) -> None:
         self._most, self._seed = most, seed
-        self._first, self._failed = _Lowest(most // SHARES), _Lowest(most // SHARES)
-        self._large = _Lowest(most)
+        self._first, self._failed = _BottomK(most // SHARES), _BottomK(most // SHARES)
+        self._large = _BottomK(most)
 
     def offer(self, place: int, make: Callable[[], Sample], failed: bool = False) -> None:
         """Offer a row; `make` is called only when it is kept.
@@ -386,5 +386,5 @@ class RowSampler:
         return [chosen[place] for place in sorted(chosen)]
 
 
-def _as_bound(pool: _Lowest) -> np.uint64:
+def _as_bound(pool: _BottomK) -> np.uint64:
     return np.uint64(pool.bound)

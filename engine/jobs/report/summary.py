@@ -6,20 +6,20 @@ import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from weftline.engine.jobs.progress import JobEnd
+from weftline.engine.jobs.progress import JobResult
 from weftline.engine.jobs.report.text import as_name, counted, duration, milliseconds, one_line, percent, rate
 
 WHY_CHARS_MAX = 400
 
 
-def outcome(end: JobEnd) -> str:
+def outcome(end: JobResult) -> str:
     """Return 'finished', 'finished, 3 rows with errors' or 'stopped: why'."""
     if not end.finished:
         return f"stopped: {one_line(end.why, WHY_CHARS_MAX) or 'no reason was given'}"
     return f"finished, {counted(end.errors, 'row')} with errors" if end.errors else "finished"
 
 
-def next_steps(end: JobEnd) -> list[str]:
+def next_steps(end: JobResult) -> list[str]:
     """Return sentences, the most urgent first; none for a job that is done with."""
     said = []
     if not end.finished:
@@ -31,7 +31,7 @@ def next_steps(end: JobEnd) -> list[str]:
     return said
 
 
-def _error_rows(end: JobEnd) -> str:
+def _error_rows(end: JobResult) -> str:
     return counted(end.errors, "error row")
 
 
@@ -58,7 +58,7 @@ class StepReport:
     busy: float | None
 
 
-def step_figures(end: JobEnd) -> list[StepReport]:
+def step_figures(end: JobResult) -> list[StepReport]:
     """Return the figures of all steps, in the tally's order."""
     spent = end.tally if end.spent is None else end.spent
     fresh = end.rows > end.resumed
@@ -82,12 +82,12 @@ def step_figures(end: JobEnd) -> list[StepReport]:
     return found
 
 
-def rows_per_s(end: JobEnd) -> float:
+def rows_per_s(end: JobResult) -> float:
     """Return the rate of this run."""
     return (end.rows - end.resumed) / end.elapsed_s if end.elapsed_s > 0 else 0.0
 
 
-def tokens_per_s(end: JobEnd) -> float:
+def tokens_per_s(end: JobResult) -> float:
     """Return tokens over the time of this run; 0 without tokens."""
     return end.figures.get("tokens", 0.0) / end.elapsed_s if end.elapsed_s > 0 else 0.0
 
@@ -106,7 +106,7 @@ NAME_CHARS_MAX = 48
 PATH_CHARS_MAX = 1000
 
 
-def summary(end: JobEnd, width: int = WIDTH) -> str:
+def summary(end: JobResult, width: int = WIDTH) -> str:
     """Return the summary as plain text, without a line feed at its end."""
     lines = [f"{as_name(end.pipeline, NAME_CHARS_MAX)}: {outcome(end)}", *_headlines(end)]
     steps = step_figures(end)
@@ -118,7 +118,7 @@ def summary(end: JobEnd, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def _headlines(end: JobEnd) -> Iterator[str]:
+def _headlines(end: JobResult) -> Iterator[str]:
     resumed = f" ({end.resumed} of them from earlier runs)" if end.resumed else ""
     yield f"  rows    {end.rows}{resumed}: {end.rows - end.errors} ok, {counted(end.errors, 'error')}"
     yield f"  time    {duration(end.elapsed_s)}, {rate(rows_per_s(end))} rows/s"
@@ -157,7 +157,7 @@ def cells(one: StepReport) -> tuple[str, ...]:
     )
 
 
-def _errors(end: JobEnd) -> Iterator[str]:
+def _errors(end: JobResult) -> Iterator[str]:
     """Yield the most frequent kinds with some ids, and how many kinds are left out."""
     for kind in end.kinds[:KINDS_SHOWN]:
         where = " ".join(part for part in (one_line(kind.step, NAME_CHARS_MAX), one_line(kind.error, 80)) if part)
@@ -169,7 +169,7 @@ def _errors(end: JobEnd) -> Iterator[str]:
         yield f"and {rows} of {counted(len(rest), 'more kind')}"
 
 
-def _files(end: JobEnd) -> Iterator[str]:
+def _files(end: JobResult) -> Iterator[str]:
     widest = max((len(name) for name in end.files), default=0)
     for name, path in end.files.items():
         yield f"{as_name(name, NAME_CHARS_MAX):<{min(widest, NAME_CHARS_MAX)}}  {as_name(path, PATH_CHARS_MAX)}"

@@ -95,22 +95,22 @@ class PackedColumn:
         self._start = align_up(_SIZE_BYTES + len(self._front), ALIGN_BYTES)
         self.size_bytes = self._start + self._end
 
-    def write(self, room: np.ndarray) -> None:
+    def write(self, capacity: np.ndarray) -> None:
         """Write into `room`, uint8 [size_bytes]."""
         front = _SIZE_BYTES + len(self._front)
-        room[:_SIZE_BYTES] = np.frombuffer(len(self._front).to_bytes(_SIZE_BYTES, "little"), np.uint8)
-        room[_SIZE_BYTES:front] = np.frombuffer(self._front, np.uint8)
-        room[front : self._start] = 0
+        capacity[:_SIZE_BYTES] = np.frombuffer(len(self._front).to_bytes(_SIZE_BYTES, "little"), np.uint8)
+        capacity[_SIZE_BYTES:front] = np.frombuffer(self._front, np.uint8)
+        capacity[front : self._start] = 0
         for at, run in self._arrays:
             size = run[0].nbytes
-            whole = room[self._start + at : self._start + at + size * len(run)]
+            whole = capacity[self._start + at : self._start + at + size * len(run)]
             np.stack(run, out=whole.view(run[0].dtype).reshape(len(run), *run[0].shape))
 
     def array(self) -> np.ndarray:
         """Return the column as an array of its own."""
-        room = np.empty(self.size_bytes, np.uint8)
-        self.write(room)
-        return room
+        capacity = np.empty(self.size_bytes, np.uint8)
+        self.write(capacity)
+        return capacity
 
     def _head(self, values: Sequence[Packed]) -> _Head:
         """Describe values, all of them present, and lay out their arrays."""

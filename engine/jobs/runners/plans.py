@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from weftline.engine.jobs.runners.columns import COLUMN
-from weftline.engine.jobs.runners.rows_node import SEEDS, TOLD, HeavyRowsNode, RowsConfig, RowsNode
+from weftline.engine.jobs.runners.rows_node import OUTCOME, SEEDS, HeavyRowsNode, RowsConfig, RowsNode
 from weftline.errors import InputError
 from weftline.nodes.ports import Port, PortType
 from weftline.pipelines.check.options import to_options
@@ -56,7 +56,7 @@ PADS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
+class BlockPlan:
     """A plan for blocks.
 
     plan:  what is run; its inputs and outputs are columns, and tensors of seeds.
@@ -69,7 +69,7 @@ class Blocked:
     told: Mapping[str, str]
 
 
-def blockable(plan: Plan, outputs: Collection[str] | None = None) -> str:
+def find_block_obstacle(plan: Plan, outputs: Collection[str] | None = None) -> str:
     """Return why the steps that these outputs need (None: all) cannot be given blocks; '' when they can."""
     steps = needed(plan, outputs)
     if not steps:
@@ -136,7 +136,7 @@ def _typical_bytes(type: PortType) -> int:
     return TYPICAL_BYTES.get(type.kind, 1024)
 
 
-def blocked(plan: Plan, outputs: Collection[str] | None = None, block_rows: int = ROWS) -> Blocked:
+def block_plan(plan: Plan, outputs: Collection[str] | None = None, block_rows: int = ROWS) -> BlockPlan:
     """Return the plan that answers these outputs (None: all) for whole blocks; `blockable` must have said ''.
 
     Steps, their workers, instances and devices are those of `plan`; what these outputs do not need is left out, as are
@@ -166,7 +166,7 @@ def blocked(plan: Plan, outputs: Collection[str] | None = None, block_rows: int 
         input_types={one.name: PortType.parse(one.type) for one in inputs},
         input_readers={one.name: uses[Wire(None, one.name)] for one in inputs} | {seeds: len(run)},
         steps=steps,
-        outputs=(*wanted, *(PlannedOutput(names[name], Wire(name, port), TOLD) for name, port in told.items())),
+        outputs=(*wanted, *(PlannedOutput(names[name], Wire(name, port), OUTCOME) for name, port in told.items())),
         workers=tuple(
             dataclasses.replace(
                 plan.workers[old],
@@ -186,7 +186,7 @@ def blocked(plan: Plan, outputs: Collection[str] | None = None, block_rows: int 
         mps=plan.mps,
         chains=chains(steps, inputs),
     )
-    return Blocked(dataclasses.replace(new, budgets=_budgets(plan, new)), seeds, names)
+    return BlockPlan(dataclasses.replace(new, budgets=_budgets(plan, new)), seeds, names)
 
 
 def _budgets(plan: Plan, new: Plan) -> tuple[DeviceBudget, ...]:
@@ -247,7 +247,7 @@ def _step(
         node=f"{node.__module__}:{node.__name__}",
         options=to_options(config),
         inputs=(*columns, PlannedInput(seeds_port, Wire(None, seeds), SEEDS)),
-        outputs=(*(Port(port.name, COLUMN) for port in step.outputs), Port(told, TOLD)),
+        outputs=(*(Port(port.name, COLUMN) for port in step.outputs), Port(told, OUTCOME)),
         readers={port.name: uses.get(Wire(step.name, port.name), 0) for port in step.outputs} | {told: 1},
         batch=BatchPolicy(order="arrival"),
         mutates_inputs=False,

@@ -94,7 +94,7 @@ class WindowQueue:
                 raise
         return self.window.send()
 
-    def give(self, number: int, answered: bool, failed: Again | None = None) -> None:
+    def give(self, number: int, answered: bool, failed: Retry | None = None) -> None:
         """Take a row back, and what its end says of the window."""
         if failed is not None and failed.window == "half":
             self.window.refuse(number)
@@ -105,12 +105,12 @@ class WindowQueue:
 
     def _wake(self) -> None:
         """Let as many rows go on as there is room for."""
-        room = int(self.window.size) - self.window.open
-        while room > 0 and self._waiting:
+        capacity = int(self.window.size) - self.window.open
+        while capacity > 0 and self._waiting:
             turn = heapq.heappop(self._waiting)[1]
             if not turn.done():
                 turn.set_result(None)
-                room -= 1
+                capacity -= 1
 
 
 PATIENCE_S = 300.0
@@ -135,7 +135,7 @@ _ENDS_JOB = (UnknownModel, AccessDenied, JobChanged, SessionClosed)
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Retry:
     """The row is sent again after a pause."""
 
     wait_s: float
@@ -143,7 +143,7 @@ class Again:
 
 
 @dataclass(slots=True)
-class Heard:
+class ServerActivity:
     """What was heard of the server by now, over all rows.
 
     answered:   rows that it answered, error rows among them; the last of them at answered_s.
@@ -160,7 +160,7 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Tries:
+class RetryPolicy:
     """One row's."""
 
     patience_s: float = PATIENCE_S
@@ -171,7 +171,9 @@ class Tries:
     _missed_s: float = 0.0  # when it first reached nobody
     _deaths: int = 0
 
-    def after(self, error: WeftlineError, heard: Heard, now_s: float, chance: float = 0.5) -> Again | RowError:
+    def after(
+        self, error: WeftlineError, activity: ServerActivity, now_s: float, chance: float = 0.5
+    ) -> Retry | RowError:
         """Return when it is sent again, or its error; raise what ends the job.
 
         chance: from 0 to 1, spreads rows that reached nobody together.
@@ -179,42 +181,42 @@ class Tries:
         if isinstance(error, _ENDS_JOB):
             raise error
         if isinstance(error, LimitReached) and error.retry_after_s > 0:
-            heard.alive_s = now_s
-            return self._refuse(error, heard, now_s)
+            activity.alive_s = now_s
+            return self._refuse(error, activity, now_s)
         if isinstance(error, Unavailable | RequestCancelled):
             died = row_error(WorkerDied(str(error)))
             if not died.step:
-                return self._miss(error, heard, now_s, chance)
-            heard.alive_s = now_s
+                return self._miss(error, activity, now_s, chance)
+            activity.alive_s = now_s
             self._deaths += 1
-            return died if self._deaths >= DEATHS_MAX else Again(DEATH_S)
+            return died if self._deaths >= DEATHS_MAX else Retry(DEATH_S)
         return row_error(error)
 
-    def _refuse(self, error: LimitReached, heard: Heard, now_s: float) -> Again | RowError:
+    def _refuse(self, error: LimitReached, activity: ServerActivity, now_s: float) -> Retry | RowError:
         if not self._refused:
-            self._refused_s, self._others = now_s, heard.answered
+            self._refused_s, self._others = now_s, activity.answered
         self._refused += 1
         self._missed = 0
-        if self._refused >= REFUSALS_MAX and heard.answered - self._others >= REFUSALS_MAX:
+        if self._refused >= REFUSALS_MAX and activity.answered - self._others >= REFUSALS_MAX:
             return row_error(LimitReached(f"{error}; so the server said {self._refused} times"))
-        if now_s - max(self._refused_s, heard.answered_s) > self.patience_s:
+        if now_s - max(self._refused_s, activity.answered_s) > self.patience_s:
             raise LimitReached(
                 f"the server took no row for {self.patience_s:g} s: {_first_line(error)}"
                 "\n    fix: run the job again when there is room; it goes on where it stopped"
             )
-        return Again(error.retry_after_s, "half")
+        return Retry(error.retry_after_s, "half")
 
-    def _miss(self, error: WeftlineError, heard: Heard, now_s: float, chance: float) -> Again:
+    def _miss(self, error: WeftlineError, activity: ServerActivity, now_s: float, chance: float) -> Retry:
         if not self._missed:
             self._missed_s = now_s
-        if now_s - max(self._missed_s, heard.alive_s) > self.patience_s:
+        if now_s - max(self._missed_s, activity.alive_s) > self.patience_s:
             raise Unavailable(
                 f"no server for {self.patience_s:g} s: {_first_line(error)}"
                 "\n    fix: run the job again when it serves; it goes on where it stopped"
             )
         wait_s = min(LONGEST_S, FIRST_S * FACTOR ** min(self._missed, 10)) * (0.5 + chance)
         self._missed += 1
-        return Again(max(wait_s, min(error.retry_after_s, LONGEST_S)), "first")
+        return Retry(max(wait_s, min(error.retry_after_s, LONGEST_S)), "first")
 
 
 def _first_line(error: WeftlineError) -> str:

@@ -20,9 +20,18 @@ from weftline.engine.client.described import DescribedModel, DescribedPort
 from weftline.engine.client.options import ClientTls
 from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_seed, usable
-from weftline.engine.jobs.runners.factory import PART_ROWS_SLOW, AnswererFactory
+from weftline.engine.jobs.runners.factory import PART_ROWS_SLOW, RunnerFactory
 from weftline.engine.jobs.runners.plans import ROUNDING
-from weftline.engine.jobs.runners.server_flow import MOST, PATIENCE_S, START, Again, Heard, Tries, Window, WindowQueue
+from weftline.engine.jobs.runners.server_flow import (
+    MOST,
+    PATIENCE_S,
+    START,
+    Retry,
+    RetryPolicy,
+    ServerActivity,
+    Window,
+    WindowQueue,
+)
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.errors import InputError, JobChanged, MissingPackage, PipelineError, SessionClosed, WeftlineError
@@ -102,8 +111,8 @@ BLOCK_ROWS = 64
 T = TypeVar("T")
 
 
-class ServerAnswerer:
-    """Answers the rows of blocks by calls to a server; see rows.Answerer.
+class ServerRunner:
+    """Answers the rows of blocks by calls to a server; see rows.Runner.
 
     `needed` are the inputs that no row may leave out.
 
@@ -139,7 +148,7 @@ class ServerAnswerer:
         self._turns = WindowQueue(Window(in_flight or START, in_flight or MOST, in_flight is not None))
         self.block_rows = block_rows or BLOCK_ROWS
         self._patience_s = patience_s
-        self._heard = Heard(0, time.monotonic(), time.monotonic())
+        self._activity = ServerActivity(0, time.monotonic(), time.monotonic())
         self._known_anew = False  # the server may be another one, and its model another
         self._tokens = 0
         self._order = itertools.count()
@@ -176,7 +185,7 @@ class ServerAnswerer:
         """None: how many there are is the server's business."""
         return {}
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         with self._closing:
             if not self._closed:
                 return self._call(self._answer(block))
@@ -256,18 +265,18 @@ class ServerAnswerer:
 
     async def _row(self, inputs: Mapping[str, Any], seed: int, order: int) -> Result | RowError:
         """Ask until the row has an answer or an error; an exception when nobody can answer."""
-        tries = Tries(self._patience_s)
+        tries = RetryPolicy(self._patience_s)
         while True:
             number = await self._turns.take(order)
-            end: Result | RowError | Again | None = None
+            end: Result | RowError | Retry | None = None
             try:
                 end = await self._once(inputs, seed)
             except WeftlineError as error:
-                end = tries.after(error, self._heard, time.monotonic(), random.random())
+                end = tries.after(error, self._activity, time.monotonic(), random.random())
             finally:
-                self._turns.give(number, isinstance(end, Result), end if isinstance(end, Again) else None)
-            if not isinstance(end, Again):
-                self._heard.answer(time.monotonic())
+                self._turns.give(number, isinstance(end, Result), end if isinstance(end, Retry) else None)
+            if not isinstance(end, Retry):
+                self._activity.answer(time.monotonic())
                 return end
             self._known_anew = self._known_anew or end.window == "first"
             await asyncio.sleep(end.wait_s)
@@ -301,7 +310,7 @@ SERVER = "server"
 """The mode of such a job."""
 
 
-def open_via(
+def server_runner_factory(
     pipeline: Path | Pipeline,
     address: str,
     *,
@@ -313,22 +322,22 @@ def open_via(
     seed: int = 0,
     block_rows: int | None = None,
     in_flight: int | None = None,
-) -> AnswererFactory:
+) -> RunnerFactory:
     """Return the way through a server that serves this pipeline; opening it raises InputError when it does not.
 
     PipelineError has everything that is wrong with the file.
 
     address: 'host:port' of the server's gRPC door, or 'unix:/path' of its socket.
     model:   the name it is served under; '': the pipeline's own.
-    The rest is as for ServerAnswerer.
+    The rest is as for ServerRunner.
     """
     pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
     _, gives = ports_of(pipeline)
     rows = block_rows or BLOCK_ROWS
     wanted = tuple(outputs) if outputs is not None else tuple(gives)
-    return AnswererFactory(
+    return RunnerFactory(
         SERVER, "", rows, PART_ROWS_SLOW, dict.fromkeys(wanted, ROUNDING),
-        lambda progress: ServerAnswerer(
+        lambda progress: ServerRunner(
             address, model or pipeline.name, token=token, tls=tls, insecure=insecure, outputs=outputs,
             in_flight=in_flight, pipeline=pipeline, seed=seed, block_rows=rows,
         ),

@@ -37,8 +37,8 @@ WAIT_S, WAIT_S_MAX = 0.05, 2.0
 """How long a block that found no room waits before it tries again; it doubles each time."""
 
 
-class SessionAnswerer:
-    """Answers the rows of blocks through an open session; see rows.Answerer.
+class SessionRunner:
+    """Answers the rows of blocks through an open session; see rows.Runner.
 
     `needed` are the inputs that no row may leave out, `instances` how many each step has.
 
@@ -81,7 +81,7 @@ class SessionAnswerer:
         self._lately: deque[tuple[float, Tally]] = deque(maxlen=LATELY_MAX)
         self.instances = {step.name: len(step.workers) for step in plan.steps}
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         return self._pool.submit(self._answer, block)
 
     def figures(self) -> Mapping[str, float]:
@@ -94,7 +94,7 @@ class SessionAnswerer:
         return figures | busy(self._lately, self.instances)
 
     def settle(self) -> None:
-        """See rows.Answerer. Nodes tell what they count once a second."""
+        """See rows.Runner. Nodes tell what they count once a second."""
         if self._streams and self._answered_s is not None:
             self._closed.wait(max(0.0, self._answered_s + SETTLE_S - time.monotonic()))
 

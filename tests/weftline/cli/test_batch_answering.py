@@ -10,7 +10,7 @@ from tests.weftline.batch_files import shouter
 from weftline.cli.batch import opening_of
 from weftline.cli.batch_commands import BatchRequest, RayTarget, ServerTarget
 from weftline.cli.remote import Remote
-from weftline.engine.jobs.ray import runner as opening
+from weftline.engine.jobs.ray import runner as factory
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
 from weftline.errors import InputError
 
@@ -25,7 +25,7 @@ def test_copies_on_a_cluster_are_asked_for_the_same_job(
     request_here: BatchRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(opening, "open_on_cluster", lambda pipeline, **options: asked.update(options, file=pipeline))
+    monkeypatch.setattr(factory, "ray_runner_factory", lambda pipeline, **options: asked.update(options, file=pipeline))
     opening_of(replace(request_here, where=RayTarget(2, 0.5, "auto")))
     spec = request_here.spec
     assert (asked["file"], asked["outputs"], asked["seed"]) == (spec.pipeline, ("loud",), 3)
