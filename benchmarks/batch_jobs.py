@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weftline.engine.jobs.job import run_job
-from weftline.engine.jobs.runners.opening import open_here
+from weftline.engine.jobs.runners.factory import local_runner_factory
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
 from weftline.engine.llm.node import Llm
 from weftline.nodes.contract import Batch, BatchNode, OpenContext
@@ -92,7 +92,7 @@ def job(pipeline: Path, data: Path, out: Path, mode: str = "auto", block_rows: i
     """Run a job and return its figures; time is counted from the first row asked to the last committed."""
     spec = JobSpec(pipeline, DataSpec((str(data),)), OutSpec(str(out)), block_rows=block_rows)
     seen: list[Any] = []
-    opening = open_here(pipeline, mode=mode, block_rows=block_rows)
+    opening = local_runner_factory(pipeline, mode=mode, block_rows=block_rows)
     began_s = time.perf_counter()
     end = run_job(spec, opening, watch=seen.append)
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss

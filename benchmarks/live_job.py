@@ -2,7 +2,7 @@
 
 One step of known cost: a fixed part for each call, and a part for each item. Usual requests come at random moments
 (Poisson), one at a time, and keep the step busy for a given share of its time. The job has rows without end, through a
-SessionAnswerer on the same session. Each round measures one after the other, in turning order:
+SessionRunner on the same session. Each round measures one after the other, in turning order:
 
     quiet       usual requests alone
     solo        the job alone
@@ -42,7 +42,7 @@ from benchmarks.busy_step import Busy, BusyConfig, multiplications, values
 from benchmarks.conditions import conditions, peak_memory, quantile, spread
 from weftline.engine.bench.arrivals import Open
 from weftline.engine.jobs.rows import BlockResult, RowBlock
-from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
+from weftline.engine.jobs.runners.session_runner import SessionRunner
 from weftline.engine.runtime.clock import MonotonicClock
 from weftline.engine.session import Session, load
 from weftline.pipelines.spec.builder import Builder
@@ -78,7 +78,7 @@ class Job(threading.Thread):
 
     def __init__(self, session: Session) -> None:
         super().__init__(daemon=True)
-        self._answerer = SessionAnswerer(session)
+        self._answerer = SessionRunner(session)
         self._over = threading.Event()
         self._done: list[tuple[float, int]] = []
         self.start()

@@ -102,11 +102,13 @@ class OpenablePipeline(PlannedPipeline):
         pipeline. Nothing is written and nothing resumes: use `weftline batch` for that.
         """
         from weftline.engine.jobs.dataset_map import map_plan
-        from weftline.engine.jobs.runners.opening import open_here
+        from weftline.engine.jobs.runners.factory import local_runner_factory
 
         if self._graph is None:
             raise InputError("map: this pipeline was made from a plan alone; load it with weftline.load")
-        opening = open_here(self._graph, outputs=outputs, seed=seed, block_rows=block_rows, machine=self.machine)
+        opening = local_runner_factory(
+            self._graph, outputs=outputs, seed=seed, block_rows=block_rows, machine=self.machine
+        )
         return map_plan(self.plan, opening, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
 
 
@@ -285,9 +287,9 @@ class Session:
     ) -> Any:
         """Run the rows of a data set as OpenablePipeline.map does, on this session, behind other requests."""
         from weftline.engine.jobs.dataset_map import map_rows
-        from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
+        from weftline.engine.jobs.runners.session_runner import SessionRunner
 
-        answerer = SessionAnswerer(self, outputs=outputs, seed=seed, block_rows=block_rows)
+        answerer = SessionRunner(self, outputs=outputs, seed=seed, block_rows=block_rows)
         return map_rows(answerer, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
 
     def stream(self, options: RequestOptions | None = None, /, **inputs: Any) -> OutputStream:

@@ -188,7 +188,7 @@ class JobChanged(WeftlineError):
 class TooManyErrors(WeftlineError):
     """More of a job's rows failed than it bears; what was committed stays, and the job can be resumed.
 
-    end: how the job stood then, a JobEnd.
+    end: how the job stood then, a JobResult.
     """
 
     end: Any = None

@@ -6,9 +6,12 @@ alike in every run, wherever that run began.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from weftline.engine.jobs.rows import Position, RowBlock, Rows, Source
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ResumePoint:
     """Where to read on: from `position` on the row with this place comes, and all that follow."""
 
     position: Position | None = None
@@ -27,12 +30,12 @@ class Mark:
         return {"position": None if self.position is None else dict(self.position), "place": self.place}
 
     @classmethod
-    def from_json(cls, said: Position) -> Mark:
+    def from_json(cls, said: Position) -> ResumePoint:
         return cls(said["position"], said["place"])
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BlockRows:
     """The rows of one block as they were read.
 
     part:  the part they belong to; `place` is that of the first.
@@ -43,7 +46,7 @@ class Cut:
     place: int
     ids: Sequence[str]
     table: pa.Table
-    after: Mark
+    after: ResumePoint
 
     @property
     def end(self) -> int:
@@ -51,39 +54,39 @@ class Cut:
         return self.place + len(self.ids)
 
 
-def read_on(source: Source, mark: Mark, place: int) -> Iterator[tuple[Mark, Rows]]:
+def read_on(source: Source, mark: ResumePoint, place: int) -> Iterator[tuple[ResumePoint, Rows]]:
     """Yield the rows from `place` on, with the mark each Rows was read from."""
     for rows in source.read(mark.position, mark.place):
         here, end = mark, rows.place + len(rows)
-        mark = Mark(rows.after, end)
+        mark = ResumePoint(rows.after, end)
         if end > place:
             yield here, _from(rows, max(0, place - rows.place))
 
 
-def cut(rows: Iterator[tuple[Mark, Rows]], part_rows: int, block_rows: int) -> Iterator[Cut]:
+def cut(rows: Iterator[tuple[ResumePoint, Rows]], part_rows: int, block_rows: int) -> Iterator[BlockRows]:
     """Cut rows that follow each other into blocks; the last may be short."""
     import pyarrow as pa
 
-    waiting: list[tuple[Mark, Rows]] = []
+    waiting: list[tuple[ResumePoint, Rows]] = []
     count = 0
 
-    def take(most: int) -> Cut:
+    def take(most: int) -> BlockRows:
         nonlocal count
         place = waiting[0][1].place
         ids: list[str] = []
         tables: list[pa.Table] = []
-        after = Mark()
+        after = ResumePoint()
         while waiting and len(ids) < most:
             mark, first = waiting.pop(0)
             some = min(most - len(ids), len(first))
             ids += first.ids[:some]
             tables.append(first.table.slice(0, some))
-            after = Mark(first.after, first.place + len(first))
+            after = ResumePoint(first.after, first.place + len(first))
             if some < len(first):
                 waiting.insert(0, (mark, _from(first, some)))
                 after = mark
         count -= len(ids)
-        return Cut(place // part_rows, place, ids, pa.concat_tables(tables), after)
+        return BlockRows(place // part_rows, place, ids, pa.concat_tables(tables), after)
 
     for mark, one in rows:
         if not len(one):
@@ -120,3 +123,113 @@ def _from(rows: Rows, at: int) -> Rows:
     if not at:
         return rows
     return Rows(rows.place + at, rows.ids[at:], rows.table.slice(at), rows.after)
+
+
+BYTES_MAX = 512 << 20
+"""Most bytes of blocks that are asked at a time, and that are read and wait; one block may be larger."""
+
+LOOK_S = 0.2
+"""How often `idle` is called while nothing happens."""
+
+Block = TypeVar("Block")
+Answer = TypeVar("Answer")
+
+
+class _Ahead(Generic[Block]):
+    """Reads blocks in a thread, a bounded number ahead of whoever takes them."""
+
+    def __init__(self, blocks: Iterable[Block], most: int, size: Callable[[Block], int], wake: threading.Event) -> None:
+        self._blocks, self._most, self._size, self._wake = blocks, most, size, wake
+        self._read: deque[Block] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._over = self._left = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="weftline-read-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Block | None:
+        """Return the next block; None when none is there now."""
+        with self._changed:
+            if not self._read:
+                return None
+            block = self._read.popleft()
+            self._bytes -= self._size(block)
+            self._changed.notify()
+            return block
+
+    def over(self) -> bool:
+        """Whether all blocks were taken; what reading failed with is raised then."""
+        with self._changed:
+            over = self._over and not self._read
+        if over and self._error is not None:
+            raise self._error
+        return over
+
+    def leave(self) -> None:
+        """Read no more. The thread ends when the source gives the next rows, or has none."""
+        with self._changed:
+            self._left = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            for block in self._blocks:
+                with self._changed:
+                    while not self._left and (len(self._read) >= self._most or self._bytes >= BYTES_MAX):
+                        self._changed.wait()
+                    if self._left:
+                        return
+                    self._read.append(block)
+                    self._bytes += self._size(block)
+                self._wake.set()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._over = True
+            self._wake.set()
+
+
+def answered(
+    blocks: Iterable[Block],
+    submit: Callable[[Block], Future[Answer]],
+    ahead: int,
+    *,
+    size: Callable[[Block], int] = lambda block: 0,
+    stop: Callable[[], bool] = lambda: False,
+    idle: Callable[[], None] = lambda: None,
+) -> Generator[tuple[Block, Answer], None, None]:
+    """Yield each block with its answer, in order. What reading or answering failed with is raised where it belongs.
+    Close it when it is left early.
+
+    ahead: how many blocks are asked for at a time.
+    size:  of a block in bytes, about; asked for more than once.
+    stop:  looked at often; when it says so, nothing more is yielded.
+    idle:  called now and then while nothing else happens.
+    """
+    wake = threading.Event()
+    read = _Ahead(blocks, ahead, size, wake)
+    asked_bytes = 0
+    asked: deque[tuple[Block, Future[Answer]]] = deque()
+    try:
+        while not stop():
+            while len(asked) < ahead and asked_bytes < BYTES_MAX and (block := read.take()) is not None:
+                asked_bytes += size(block)
+                future = submit(block)
+                asked.append((block, future))
+                future.add_done_callback(lambda _: wake.set())
+            if asked and asked[0][1].done():
+                block, future = asked.popleft()
+                asked_bytes -= size(block)
+                yield block, future.result()
+            elif not asked and read.over():
+                return
+            else:
+                if not wake.wait(LOOK_S):
+                    idle()
+                wake.clear()
+    finally:
+        read.leave()
+        for _, future in asked:
+            future.cancel()

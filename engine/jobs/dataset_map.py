@@ -14,23 +14,27 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from weftline.engine.jobs.dataset_run import DatasetQuery, Run, Runs, error_json
-from weftline.engine.jobs.dataset_runs import runs_of
-from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError
-from weftline.errors import BY_NAME, InputError, RemoteTraceback, StepError, WeftlineError
+from weftline.engine.jobs.dataset_reader import ChunkedDataset, DatasetQuery, RowChunk, error_json, runs_of
+from weftline.engine.jobs.output.arrow import pa
+from weftline.engine.jobs.output.columns import Columns, columns_of
+from weftline.engine.jobs.output.values import MediaEncoder, settled
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Runner
+from weftline.errors import BY_NAME, InputError, MissingPackage, RemoteTraceback, StepError, WeftlineError
+from weftline.nodes.ports import PortType
 
 if TYPE_CHECKING:
     import datasets
 
-    from weftline.engine.jobs.runners.opening import AnswererFactory
+    from weftline.engine.jobs.runners.factory import RunnerFactory
     from weftline.pipelines.placement.plan import Plan
+
 
 ERROR = "error"
 """The key under which a row says why it has no outputs."""
 
 
 def map_rows(
-    answerer: Answerer,
+    runner: Runner,
     dataset: Any,
     *,
     maps: Mapping[str, str] | None = None,
@@ -54,20 +58,20 @@ def map_rows(
 
     A column that is called like an output, or `error` where that is a key, is called input_NAME.
     """
-    must = set(getattr(answerer, "needed", answerer.inputs) if needed is None else needed)
+    must = set(getattr(runner, "needed", runner.inputs) if needed is None else needed)
     try:
-        _check(errors, block_rows, answerer.outputs)
-        rows = block_rows or answerer.block_rows
-        runs = runs_of(dataset, DatasetQuery(answerer.inputs, must, dict(maps or {}), keep, rows))
+        _check(errors, block_rows, runner.outputs)
+        rows = block_rows or runner.block_rows
+        runs = runs_of(dataset, DatasetQuery(runner.inputs, must, dict(maps or {}), keep, rows))
     except BaseException:
-        answerer.close()
+        runner.close()
         raise
-    return _mapped(answerer, runs, errors == "rows", as_dataset)
+    return _mapped(runner, runs, errors == "rows", as_dataset)
 
 
 def map_plan(
     plan: Plan,
-    opening: AnswererFactory,
+    factory: RunnerFactory,
     dataset: Any,
     *,
     maps: Mapping[str, str] | None = None,
@@ -79,17 +83,17 @@ def map_plan(
 
     opening: who answers the rows of the plan.
     """
-    _check(errors, opening.block_rows, opening.repeatable)
+    _check(errors, factory.block_rows, factory.repeatable)
     asked = [one for one in plan.inputs if not one.hidden]
     inputs = {one.name: plan.input_types[one.name] for one in asked}
     must = {one.name for one in asked if not one.may_be_left_out}
-    runs = runs_of(dataset, DatasetQuery(inputs, must, dict(maps or {}), keep, opening.block_rows))
+    runs = runs_of(dataset, DatasetQuery(inputs, must, dict(maps or {}), keep, factory.block_rows))
     try:
-        answerer = opening()
+        runner = factory()
     except BaseException:
         runs.end()
         raise
-    return _mapped(answerer, runs, errors == "rows", as_dataset)
+    return _mapped(runner, runs, errors == "rows", as_dataset)
 
 
 def _check(errors: str, block_rows: int | None, outputs: Collection[str]) -> None:
@@ -101,24 +105,24 @@ def _check(errors: str, block_rows: int | None, outputs: Collection[str]) -> Non
         raise InputError(f"block_rows: expected 1 or more, found {block_rows}")
 
 
-def _mapped(answerer: Answerer, runs: Runs, told: bool, as_dataset: bool) -> MappedRows | datasets.Dataset:
+def _mapped(runner: Runner, runs: ChunkedDataset, told: bool, as_dataset: bool) -> MappedRows | datasets.Dataset:
     if not as_dataset:
-        return MappedRows(answerer, runs, told=told)
+        return MappedRows(runner, runs, told=told)
     try:
-        from weftline.engine.jobs.dataset_made import made_dataset
+        from weftline.engine.jobs.dataset_map import made_dataset
 
-        each = answered(answerer, runs)
-        return made_dataset(each if told else _without_errors(each), answerer.outputs, ERROR if told else None)
+        each = answered(runner, runs)
+        return made_dataset(each if told else _without_errors(each), runner.outputs, ERROR if told else None)
     finally:
-        _end(answerer, runs)
+        _end(runner, runs)
 
 
 class MappedRows(Iterator[dict[str, Any]]):
     """Answered rows, one after the other. Closing it, dropping it and reaching its end close everything behind it."""
 
-    def __init__(self, answerer: Answerer, runs: Runs, *, told: bool) -> None:
-        self._close: Callable[[], None] | None = lambda: _end(answerer, runs)
-        self._rows = _rows(answered(answerer, runs), tuple(answerer.outputs), told)
+    def __init__(self, runner: Runner, runs: ChunkedDataset, *, told: bool) -> None:
+        self._close: Callable[[], None] | None = lambda: _end(runner, runs)
+        self._rows = _rows(answered(runner, runs), tuple(runner.outputs), told)
 
     def __next__(self) -> dict[str, Any]:
         try:
@@ -146,17 +150,17 @@ class MappedRows(Iterator[dict[str, Any]]):
             threading.Thread(target=close, name="weftline-map-end").start()
 
 
-def answered(answerer: Answerer, runs: Runs) -> Iterator[tuple[Run, BlockResult]]:
+def answered(runner: Runner, runs: ChunkedDataset) -> Iterator[tuple[RowChunk, BlockResult]]:
     """Yield runs with what became of them, in order; while one is looked at, `ahead` others are in flight."""
     import pyarrow as pa
 
-    waiting: deque[tuple[Run, Future[BlockResult]]] = deque()
+    waiting: deque[tuple[RowChunk, Future[BlockResult]]] = deque()
     nothing, place = pa.table({}), 0
     try:
         for part, run in enumerate(runs.each):
-            waiting.append((run, answerer.ask(RowBlock(part, place, run.ids, run.inputs, nothing))))
+            waiting.append((run, runner.submit(RowBlock(part, place, run.ids, run.inputs, nothing))))
             place += len(run.ids)
-            if len(waiting) > answerer.ahead:
+            if len(waiting) > runner.ahead:
                 first, future = waiting.popleft()
                 yield first, future.result()
         while waiting:
@@ -168,7 +172,7 @@ def answered(answerer: Answerer, runs: Runs) -> Iterator[tuple[Run, BlockResult]
 
 
 def _rows(
-    each: Iterator[tuple[Run, BlockResult]], outputs: Sequence[str], told: bool
+    each: Iterator[tuple[RowChunk, BlockResult]], outputs: Sequence[str], told: bool
 ) -> Generator[dict[str, Any], None, None]:
     taken = (*outputs, ERROR) if told else tuple(outputs)
     known: dict[tuple[str, ...], list[str]] = {}
@@ -184,7 +188,7 @@ def _rows(
             yield answer | {ERROR: error_json(error)} if told else answer
 
 
-def _without_errors(each: Iterator[tuple[Run, BlockResult]]) -> Iterator[tuple[Run, BlockResult]]:
+def _without_errors(each: Iterator[tuple[RowChunk, BlockResult]]) -> Iterator[tuple[RowChunk, BlockResult]]:
     """Yield runs whose rows are all answered; the first error there is is raised."""
     for run, ended in each:
         for row in sorted(ended.errors)[:1]:
@@ -216,8 +220,78 @@ def as_exception(error: RowError, row: str) -> WeftlineError:
     return made
 
 
-def _end(answerer: Answerer, runs: Runs) -> None:
+def _end(runner: Runner, runs: ChunkedDataset) -> None:
     try:
         runs.end()
     finally:
-        answerer.close()
+        runner.close()
+
+
+NOTHING = pa.table({})
+WHY = pa.struct([("step", pa.string()), ("error", pa.string()), ("reason", pa.string())])
+"""The type of the column with errors."""
+
+
+def made_dataset(
+    each: Iterator[tuple[RowChunk, BlockResult]], outputs: Mapping[str, PortType], why: str | None = None
+) -> datasets.Dataset:
+    """Return the data set of all rows.
+
+    why: name of a column that says why rows have no outputs; None: there is none.
+    """
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise MissingPackage("datasets", "batch") from None
+    columns = columns_of(outputs, pa.schema([]), media="inline")
+    kept: list[pa.Table] = []
+    made: list[pa.Table] = []
+    reasons: list[dict[str, str] | None] = []
+    with MediaEncoder() as encoder:
+        for run, answered in each:
+            answered, table = _outputs(run, answered, columns, encoder)
+            kept.append(run.table())
+            made.append(table)
+            reasons += [error_json(answered.errors.get(row)) for row in range(len(run.ids))]
+    extra = {} if why is None else {why: pa.array(reasons, WHY)}
+    outputs_made = pa.concat_tables(made) if made else columns.schema.empty_table().drop_columns(columns.each[0].name)
+    return datasets.Dataset(_beside(_together(kept), outputs_made, extra, outputs))
+
+
+def _outputs(
+    run: RowChunk, answered: BlockResult, columns: Columns, encoder: MediaEncoder
+) -> tuple[BlockResult, pa.Table]:
+    """Return the outputs of a run's rows, nulls where a row failed; a value that cannot be written fails its row."""
+    answered, batch = settled(columns, answered, RowBlock(0, 0, run.ids, {}, NOTHING), encoder)
+    rows, places = iter(range(len(batch))), range(len(run.ids))
+    chosen = pa.array([None if place in answered.errors else next(rows) for place in places], pa.int64())
+    table = pa.Table.from_batches([batch]).drop_columns(columns.each[0].name)
+    return answered, table.take(chosen) if answered.errors else table
+
+
+def _together(tables: Sequence[pa.Table]) -> pa.Table:
+    try:
+        return pa.concat_tables(tables, promote_options="permissive") if tables else NOTHING
+    except pa.ArrowException as error:
+        raise InputError(f"columns that are kept change their type: {error}; choose others with keep=") from None
+
+
+def _beside(
+    kept: pa.Table, outputs: pa.Table, extra: Mapping[str, pa.Array], types: Mapping[str, PortType]
+) -> pa.Table:
+    """Return one table, named as the results of a job are, with what `datasets` needs to see pictures as pictures."""
+    named = columns_of({**types, **dict.fromkeys(extra, PortType("json"))}, kept.schema, media="inline")
+    fields: list[Any] = []
+    arrays: list[Any] = []
+    for one in named.each:
+        field = named.schema.field(one.name)
+        if one.origin == "kept":
+            fields.append(field)
+            arrays.append(kept.column(one.of).cast(field.type))
+        elif one.name in extra:
+            fields.append(pa.field(one.name, WHY))
+            arrays.append(extra[one.name])
+        elif one.origin == "output":
+            fields.append(field)
+            arrays.append(outputs.column(one.of))
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields, named.schema.metadata))

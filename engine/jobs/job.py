@@ -15,24 +15,21 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 
-from weftline.engine.jobs.blocks import Cut, Mark, cut, read_on, size_of
-from weftline.engine.jobs.flow import answered
+from weftline.engine.jobs.blocks import BlockRows, ResumePoint, answered, cut, read_on, size_of
+from weftline.engine.jobs.commit import Commit, Parts, commit_again, commit_next, cuts_again, writing
 from weftline.engine.jobs.output.fingerprint import versions
 from weftline.engine.jobs.output.layout import EXTRAS
 from weftline.engine.jobs.output.store import Store
 from weftline.engine.jobs.output.tables import hf_files, join_parts
-from weftline.engine.jobs.parts import Commit, Parts, commit_next, writing
-from weftline.engine.jobs.preparing import Prepared, prepare
-from weftline.engine.jobs.progress import JobEnd, Progress
-from weftline.engine.jobs.retrying import commit_again, cuts_again
-from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError, Stop
-from weftline.engine.jobs.runners.opening import AnswererFactory
+from weftline.engine.jobs.prepare import PreparedJob, prepare
+from weftline.engine.jobs.progress import JobResult, Progress, Tally
+from weftline.engine.jobs.recorder import JobRecorder
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Runner, Stop
+from weftline.engine.jobs.runners.factory import RunnerFactory
 from weftline.engine.jobs.sources.formats import shown_url
 from weftline.engine.jobs.sources.media import Loader
 from weftline.engine.jobs.sources.source import open_loader
 from weftline.engine.jobs.spec import ErrorsMax, JobSpec
-from weftline.engine.jobs.tally import Tally
-from weftline.engine.jobs.telling import Telling
 from weftline.errors import TooManyErrors
 
 INTERRUPTED = "it was interrupted"
@@ -42,22 +39,22 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadBlock:
     """One block, the mark behind it, whether its part is complete with it, and about how many bytes it holds."""
 
     block: RowBlock
-    after: Mark
+    after: ResumePoint
     completes: bool
     size_bytes: int
 
 
 def run_job(
     spec: JobSpec,
-    opening: AnswererFactory,
+    factory: RunnerFactory,
     watch: Watch = lambda progress: None,
     stop: Stop = lambda: False,
     note: Note = lambda text: None,
-) -> JobEnd:
+) -> JobResult:
     """Run a job, or go on with it, and return what became of it.
 
     opening: who answers the rows; called once it is known that there is something to answer.
@@ -69,13 +66,13 @@ def run_job(
     job's results are there. TooManyErrors (its `end` says how things stood), OutputFailed; ModelError; SessionClosed or
     Unavailable when nobody answers any more.
     """
-    with prepare(spec, opening) as job, _open_store(job) as store:
+    with prepare(spec, factory) as job, _open_store(job) as store:
         for warning in store.warnings:
             note(f"{warning}; results may differ in their last digits from those that are there")
-        return _Run(job, store, opening, watch, stop, note).run()
+        return _Run(job, store, factory, watch, stop, note).run()
 
 
-def _open_store(job: Prepared) -> Store:
+def _open_store(job: PreparedJob) -> Store:
     out = job.spec.out
     return Store.open(
         out.out,
@@ -92,20 +89,20 @@ class _Run:
     """One run of a job."""
 
     def __init__(
-        self, job: Prepared, store: Store, opening: AnswererFactory, watch: Watch, stop: Stop, note: Note
+        self, job: PreparedJob, store: Store, factory: RunnerFactory, watch: Watch, stop: Stop, note: Note
     ) -> None:
-        self._job, self._store, self._opening = job, store, opening
+        self._job, self._store, self._factory = job, store, factory
         self._watch, self._stop, self._note = watch, stop, note
-        self._answerer: Answerer | None = None
+        self._runner: Runner | None = None
         self._ends = False
         tally = Tally()
         for record in store.records:
             tally.merge(Tally.from_json(record.tally))
-        self._telling = Telling(store.rows, store.errors, job.source.expected, tally, job.spec.seed)
+        self._telling = JobRecorder(store.rows, store.errors, job.source.expected, tally, job.spec.seed)
         for row in store.error_rows():
             self._telling.kinds.add(row.id, RowError(row.step, row.error, row.reason))
 
-    def run(self) -> JobEnd:
+    def run(self) -> JobResult:
         store = self._store
         try:
             if self._job.spec.retry_errors:
@@ -116,15 +113,15 @@ class _Run:
                 self._finish()
             return self._ended("" if whole else INTERRUPTED)
         finally:
-            if self._answerer is not None:
-                self._answerer.close()
+            if self._runner is not None:
+                self._runner.close()
 
     def _run_rest(self) -> bool:
         """Answer the rows that are left; False when it was stopped."""
         store, job = self._store, self._job
         if store.rows:
             self._note(f"going on after {store.rows} rows that are committed")
-        mark = Mark.from_json(store.after) if store.after else Mark()
+        mark = ResumePoint.from_json(store.after) if store.after else ResumePoint()
         cuts = cut(read_on(job.source, mark, store.rows), job.part_rows, job.block_rows)
         readings = ((one, None, one.end % job.part_rows == 0) for one in cuts)
         return self._answer(readings, commit_next(job, store), job.spec.errors_max)
@@ -138,33 +135,33 @@ class _Run:
         self._note(f"running {len(rows)} error row{'s' if len(rows) != 1 else ''} again")
         whole, store, tally = self._store.finished, self._store, self._telling.tally
         expected = store.rows if whole else self._job.source.expected
-        self._telling = Telling(store.rows - len(rows), 0, expected, tally, self._job.spec.seed)
+        self._telling = JobRecorder(store.rows - len(rows), 0, expected, tally, self._job.spec.seed)
         again = self._answer(cuts_again(self._job, store, rows), commit_again(self._job, store), ErrorsMax())
         return again and (whole or self._run_rest())  # rows that nobody has answered yet
 
     def _answer(
-        self, cuts: Iterator[tuple[Cut, list[int] | None, bool]], commit: Commit, errors_max: ErrorsMax
+        self, cuts: Iterator[tuple[BlockRows, list[int] | None, bool]], commit: Commit, errors_max: ErrorsMax
     ) -> bool:
         """Answer blocks and commit their parts; False when it was stopped."""
         job, telling = self._job, self._telling
-        if self._answerer is None:
-            self._answerer = self._opening()
+        if self._runner is None:
+            self._runner = self._factory()
             telling.begin()
-        answerer = self._answerer
+        runner = self._runner
         parts = Parts(job.columns, self._store, commit, telling.commit)
 
-        def ask(reading: Reading) -> Future[BlockResult]:
-            return answerer.ask(reading.block)
+        def submit(reading: ReadBlock) -> Future[BlockResult]:
+            return runner.submit(reading.block)
 
         try:
             with open_loader(job.source, job.spec.data) as loader:
                 readings = (_reading(job, loader, *one) for one in cuts)
-                flow = answered(readings, ask, answerer.ahead, size=_size, stop=self._stopped, idle=self._look)
+                flow = answered(readings, submit, runner.ahead, size=_size, stop=self._stopped, idle=self._look)
                 with closing(flow):
                     for reading, answer in flow:
                         answer = parts.add(reading.block, answer, reading.after)
                         telling.note(reading.block, answer)
-                        for text in telling.take_tracebacks():
+                        for text in telling.pop_tracebacks():
                             self._note(text)
                         if errors_max.exceeded(telling.errors, telling.rows):
                             raise self._too_many(errors_max)
@@ -191,7 +188,7 @@ class _Run:
             self._watch(self._telling.progress(self._figures()))
 
     def _figures(self) -> Mapping[str, float]:
-        return self._answerer.figures() if self._answerer is not None else {}
+        return self._runner.figures() if self._runner is not None else {}
 
     def _too_many(self, most: ErrorsMax) -> TooManyErrors:
         telling = self._telling
@@ -208,7 +205,7 @@ class _Run:
         job, store = self._job, self._store
         schema = job.columns.schema
         if not store.records:  # a selection without rows has results all the same: none
-            store.commit(0, 0, 0, writing(job, ()), after=Mark().to_json(), tally=Tally().to_json())
+            store.commit(0, 0, 0, writing(job, ()), after=ResumePoint().to_json(), tally=Tally().to_json())
         if job.single_file:
             store.finish(lambda parts, out: join_parts(parts, job.format, out, schema))
         elif job.format == "hf":
@@ -219,37 +216,39 @@ class _Run:
         else:
             store.finish()
 
-    def _ended(self, why: str) -> JobEnd:
+    def _ended(self, why: str) -> JobResult:
         job, store, elapsed_s = self._job, self._store, self._telling.elapsed_s
-        if self._answerer is not None and not why:
-            self._answerer.settle()
+        if self._runner is not None and not why:
+            self._runner.settle()
         files = _files(job, store)
         about = {
             "pipeline": job.plan.name, "data": tuple(map(shown_url, job.spec.data.data)),
             "out": shown_url(job.spec.out.out), "files": files,
             "instances": {step.name: len(step.workers) for step in job.plan.steps},
-            "repeatable": self._opening.repeatable, "versions": versions(job.plan),
+            "repeatable": self._factory.repeatable, "versions": versions(job.plan),
             "settings": job.manifest.settings,
         }  # fmt: skip
         self._watch(self._telling.progress(self._figures()))
-        return self._telling.end(about, self._answerer, elapsed_s, why)
+        return self._telling.end(about, self._runner, elapsed_s, why)
 
 
-def _reading(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None, completes: bool) -> Reading:
+def _reading(
+    job: PreparedJob, loader: Loader, one: BlockRows, places: Sequence[int] | None, completes: bool
+) -> ReadBlock:
     block = _block(job, loader, one, places)
-    return Reading(block, one.after, completes, size_of(block))
+    return ReadBlock(block, one.after, completes, size_of(block))
 
 
-def _size(reading: Reading) -> int:
+def _size(reading: ReadBlock) -> int:
     return reading.size_bytes
 
 
-def _block(job: Prepared, loader: Loader, one: Cut, places: Sequence[int] | None) -> RowBlock:
+def _block(job: PreparedJob, loader: Loader, one: BlockRows, places: Sequence[int] | None) -> RowBlock:
     """Return what is asked for: inputs as they are sent, and the columns that are kept."""
     inputs = job.binding.inputs(one.table, loader)
     return RowBlock(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
 
 
-def _files(job: Prepared, store: Store) -> Mapping[str, str]:
+def _files(job: PreparedJob, store: Store) -> Mapping[str, str]:
     """Return what lies where; of a job that is not finished, where its results will be."""
     return store.finish() if store.finished else {"results": shown_url(job.spec.out.out)}

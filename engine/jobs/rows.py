@@ -9,16 +9,21 @@ same batches. A *part* is what is committed together: a run of whole blocks.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weftline.engine.jobs.tally import Tally
+from weftline.engine.jobs.progress import Tally
+from weftline.errors import WeftlineError, traceback_of
 from weftline.nodes.ports import PortType
+from weftline.nodes.urgency import SEEDS
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 Position = Mapping[str, Any]
 """Where a source stands, as JSON values: reading on from it gives the rows that follow. Opaque to everybody else."""
@@ -146,7 +151,7 @@ class BlockResult:
     tally: Tally = field(default_factory=Tally)
 
 
-class Answerer(Protocol):
+class Runner(Protocol):
     """Whoever answers blocks. Thread-safe.
 
     ahead:       how many blocks it needs at a time to be kept busy.
@@ -168,7 +173,7 @@ class Answerer(Protocol):
     @property
     def repeatable(self) -> Mapping[str, str]: ...
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         """Answer a block. A row that fails is an error in Answered; an exception means that nobody can answer."""
 
     def figures(self) -> Mapping[str, float]:
@@ -183,3 +188,30 @@ class Answerer(Protocol):
 
 Stop = Callable[[], bool]
 """Says whether the job has been asked to end."""
+
+
+_STEP = re.compile(r"^step ([A-Za-z_][\w.-]*): ")
+
+
+def usable(block: RowBlock, row: int, errors: dict[int, RowError]) -> dict[str, Any] | None:
+    """Return a row's inputs; None when one of them cannot be had, which is then its error."""
+    given = {name: values[row] for name, values in block.inputs.items()}
+    for name, value in given.items():
+        if isinstance(value, Unusable):
+            errors[row] = RowError("", "InputError", f"input {name}: {value.reason}")
+            return None
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def row_seed(seed: int, place: int) -> int:
+    """Return what chance in a row is drawn from: its own in every run, and unlike its neighbours'."""
+    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, place), digest_size=8).digest()) % SEEDS
+
+
+def row_error(error: WeftlineError) -> RowError:
+    """Return what a row's error says: the step at fault apart from the reason."""
+    text = str(error)
+    found = _STEP.match(text)
+    step = getattr(error, "step", "") or (found[1] if found else "")
+    reason = text[found.end() :] if found and found[1] == step else text
+    return RowError(step, type(error).__name__, " ".join(reason.split()), traceback_of(error))

@@ -23,7 +23,7 @@ from weftline.engine import planned_pipeline as planned_module
 from weftline.engine import versions
 from weftline.engine.gpus import TRIES_MAX, GpuReservations
 from weftline.engine.jobs.rows import RowBlock
-from weftline.engine.jobs.runners import opening
+from weftline.engine.jobs.runners import factory as opening
 from weftline.engine.repository import FAILED, READY, Repository
 from weftline.engine.runtime.event_loop import Runtime
 from weftline.engine.session import Session, load
@@ -406,7 +406,7 @@ def test_jobs_share_them_too(make: Callable[..., Builder], mode: str, monkeypatc
     blocking = gpus.reservation("other", gpus.new_session())
     blocking.reserve(planned(make(60))[0])
     try:
-        answerer = opening.open_here(make(60).build(), mode=mode)(None)
+        answerer = opening.local_runner_factory(make(60).build(), mode=mode)(None)
         try:
             answer = answerer.ask(RowBlock(0, 0, ["0"], {"x": ["x"]}, None)).result(30)
             assert list(answer.outputs["y"]) == ["x on fake:1"]

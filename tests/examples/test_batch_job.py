@@ -17,10 +17,10 @@ from examples.batch import make_scenes, score
 from examples.models import language
 from examples.models.language import Thing
 from weftline.engine.jobs.job import run_job
-from weftline.engine.jobs.progress import JobEnd, Progress
+from weftline.engine.jobs.progress import JobResult, Progress
 from weftline.engine.jobs.rows import BlockResult, RowBlock
-from weftline.engine.jobs.runners.opening import AnswererFactory, for_jobs, open_here
-from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
+from weftline.engine.jobs.runners.factory import RunnerFactory, for_jobs, local_runner_factory
+from weftline.engine.jobs.runners.session_runner import SessionRunner
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
 from weftline.engine.session import Session, plan_of
 
@@ -45,12 +45,12 @@ def session() -> Iterator[Session]:
         yield session
 
 
-def opening(session: Session, kind: type[SessionAnswerer] = SessionAnswerer) -> AnswererFactory:
-    here = open_here(PIPELINE, block_rows=PART_ROWS)
+def opening(session: Session, kind: type[SessionRunner] = SessionRunner) -> RunnerFactory:
+    here = local_runner_factory(PIPELINE, block_rows=PART_ROWS)
     return replace(here, open=lambda progress: kind(session, shared=False, block_rows=PART_ROWS))
 
 
-class Halting(SessionAnswerer):
+class Halting(SessionRunner):
     """Answers the first two parts, and the third never."""
 
     def ask(self, block: RowBlock) -> Future[BlockResult]:
@@ -58,7 +58,7 @@ class Halting(SessionAnswerer):
 
 
 @pytest.fixture(scope="module")
-def whole(data: Path, session: Session, tmp_path_factory: pytest.TempPathFactory) -> tuple[JobSpec, JobEnd]:
+def whole(data: Path, session: Session, tmp_path_factory: pytest.TempPathFactory) -> tuple[JobSpec, JobResult]:
     """Run the job in one go."""
     spec = job(data, tmp_path_factory.mktemp("whole") / "answers")
     return spec, run_job(spec, opening(session))
@@ -76,7 +76,7 @@ def parts(spec: JobSpec) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_every_picture_that_can_be_read_is_answered_rightly(whole: tuple[JobSpec, JobEnd]) -> None:
+def test_every_picture_that_can_be_read_is_answered_rightly(whole: tuple[JobSpec, JobResult]) -> None:
     spec, end = whole
     scored = score.read(Path(spec.out.out))
     assert end.finished and (end.rows, end.errors) == (COUNT, SPOILT)
@@ -86,7 +86,7 @@ def test_every_picture_that_can_be_read_is_answered_rightly(whole: tuple[JobSpec
 
 
 @pytest.mark.slow
-def test_what_the_rows_came_with_is_kept_and_the_order_is_theirs(data: Path, whole: tuple[JobSpec, JobEnd]) -> None:
+def test_what_the_rows_came_with_is_kept_and_the_order_is_theirs(data: Path, whole: tuple[JobSpec, JobResult]) -> None:
     spec, _ = whole
     rows = [
         row
@@ -99,7 +99,7 @@ def test_what_the_rows_came_with_is_kept_and_the_order_is_theirs(data: Path, who
         assert {name: row[name] for name in line} == line and row["id"] == line["photo"]
 
 
-def test_spoilt_pictures_are_error_rows_that_say_what_is_wrong(whole: tuple[JobSpec, JobEnd]) -> None:
+def test_spoilt_pictures_are_error_rows_that_say_what_is_wrong(whole: tuple[JobSpec, JobResult]) -> None:
     _, end = whole
     cut, missing, other = (f"{place:05}.png" for place in make_scenes.spoilt_places(make_scenes.SEED, COUNT, SPOILT))
     said = {kind.ids[0]: kind.reason for kind in end.kinds}
@@ -109,7 +109,7 @@ def test_spoilt_pictures_are_error_rows_that_say_what_is_wrong(whole: tuple[JobS
 
 @pytest.mark.slow
 def test_a_job_that_was_stopped_and_gone_on_with_gives_the_same(
-    data: Path, session: Session, whole: tuple[JobSpec, JobEnd], tmp_path: Path
+    data: Path, session: Session, whole: tuple[JobSpec, JobResult], tmp_path: Path
 ) -> None:
     spec, committed = job(data, tmp_path / "answers"), 0
 

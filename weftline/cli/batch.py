@@ -7,26 +7,30 @@ go to standard error.
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, TextIO
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
 
-from weftline.cli.batch_answering import opening_of
-from weftline.cli.batch_figures import as_json, is_special, way_on
-from weftline.cli.batch_options import BatchRequest
-from weftline.cli.batch_report import write_report
-from weftline.cli.batch_stop import Interrupts
+from weftline.cli.batch_commands import BatchRequest, RayTarget, ServerTarget
 from weftline.cli.exit import EXIT_INTERRUPTED
 from weftline.cli.progress import loading_shown
 from weftline.cli.show import finite, printable
-from weftline.engine.jobs.progress import JobEnd, Progress
-from weftline.errors import StepError, TooManyErrors
+from weftline.engine.jobs.progress import JobResult, Progress, StepTally
+from weftline.engine.jobs.runners.factory import RunnerFactory, local_runner_factory
+from weftline.engine.jobs.spec import JobSpec
+from weftline.errors import InputError, MissingPackage, StepError, TooManyErrors
+from weftline.pipelines.check.problems import did_you_mean, listed
+from weftline.pipelines.spec.loader import load_file
 
 if TYPE_CHECKING:
-    from weftline.engine.jobs.rows import Answerer
-    from weftline.engine.jobs.runners.opening import AnswererFactory
+    from weftline.engine.jobs.rows import Runner
     from weftline.engine.runtime.event_loop import Progress as Loading
+
 
 ERROR_ROWS = StepError.exit_code
 """Exit code of a job that finished with error rows."""
@@ -38,10 +42,10 @@ def run_batch(request: BatchRequest, out: TextIO, err: TextIO) -> int:
         return _show_preview(request, out, err)
     from weftline.engine.jobs.job import run_job
 
-    with _Shown(err, request.quiet) as shown, Interrupts(shown.note) as interrupts:
+    with _Output(err, request.quiet) as shown, Interrupts(shown.note) as interrupts:
         try:
-            opening = _shown(opening_of(request), err, request.quiet, interrupts)
-            end = run_job(request.spec, opening, shown.progress, interrupts.asked, shown.note)
+            factory = _shown(opening_of(request), err, request.quiet, interrupts)
+            end = run_job(request.spec, factory, shown.progress, interrupts.asked, shown.note)
         except TooManyErrors as error:
             shown.close()
             _tell_end(error.end, request, out, err)
@@ -61,30 +65,30 @@ def run_batch(request: BatchRequest, out: TextIO, err: TextIO) -> int:
 
 def _show_preview(request: BatchRequest, out: TextIO, err: TextIO) -> int:
     from weftline.cli.batch_preview import as_text
-    from weftline.engine.jobs.preview import preview
+    from weftline.engine.jobs.prepare import preview
 
     shown = preview(request.spec, _shown(opening_of(request), err, request.quiet))
     print(printable(as_text(shown, request.spec)), end="", file=out, flush=True)
     return 0
 
 
-def _shown(opening: AnswererFactory, err: TextIO, quiet: bool, interrupts: Interrupts | None = None) -> AnswererFactory:
+def _shown(factory: RunnerFactory, err: TextIO, quiet: bool, interrupts: Interrupts | None = None) -> RunnerFactory:
     """Return an opening that shows how models load, and that from then on a first signal asks and does not end."""
 
-    def opened(progress: Loading | None) -> Answerer:
+    def opened(progress: Loading | None) -> Runner:
         if quiet:
-            answerer = opening(progress)
+            runner = factory(progress)
         else:
             with loading_shown(err) as progress:
-                answerer = opening(progress)
+                runner = factory(progress)
         if interrupts is not None:
             interrupts.under_way()
-        return answerer
+        return runner
 
-    return replace(opening, open=opened)
+    return replace(factory, open=opened)
 
 
-def _tell_end(end: JobEnd, request: BatchRequest, out: TextIO, err: TextIO) -> None:
+def _tell_end(end: JobResult, request: BatchRequest, out: TextIO, err: TextIO) -> None:
     """Print the summary and what other programs read, and write the report."""
     if request.report is not None:
         end = write_report(end, request.report, request.spec.out.storage, lambda text: _say(text, err))
@@ -98,13 +102,13 @@ def _tell_end(end: JobEnd, request: BatchRequest, out: TextIO, err: TextIO) -> N
         print(end.files.get("results", end.out), file=out, flush=True)
 
 
-class _Shown:
+class _Output:
     """Progress and notes on standard error, until it is closed; a quiet one has only what must be told."""
 
     def __init__(self, err: TextIO, quiet: bool) -> None:
-        from weftline.engine.jobs.report.bar import Teller
+        from weftline.engine.jobs.report.progress_display import ProgressDisplay
 
-        self._teller = None if quiet else Teller(err, time.monotonic)
+        self._teller = None if quiet else ProgressDisplay(err, time.monotonic)
 
     def progress(self, progress: Progress) -> None:
         if self._teller is not None:
@@ -120,7 +124,7 @@ class _Shown:
             self._teller.close()
             self._teller = None
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *end: object) -> None:
@@ -130,3 +134,185 @@ class _Shown:
 def _say(text: str, err: TextIO) -> None:
     with suppress(OSError, ValueError):  # standard error is closed: nobody looks, and the code still tells
         print(printable(text), file=err, flush=True)
+
+
+def opening_of(request: BatchRequest) -> RunnerFactory:
+    """Decide how the rows of a request are answered; PipelineError lists every problem. Nothing is started yet."""
+    spec = request.spec
+    _check_outputs(spec)
+    if isinstance(request.where, ServerTarget):
+        return _of_server(spec, request.where)
+    if request.where is not None:
+        return _on_ray(spec, request.where)
+    return local_runner_factory(spec.pipeline, outputs=spec.out.outputs, seed=spec.seed, block_rows=spec.block_rows)
+
+
+def _check_outputs(spec: JobSpec) -> None:
+    known = list(load_file(spec.pipeline).outputs)
+    for name in spec.out.outputs or ():
+        if name not in known:
+            raise InputError(
+                f"--output {name:.80}: the pipeline has no such output; {did_you_mean(name, known)} "
+                f"it has {listed(known)}"
+            )
+
+
+def _of_server(spec: JobSpec, via: ServerTarget) -> RunnerFactory:
+    from weftline.engine.jobs.runners.server_runner import server_runner_factory
+
+    token, tls = via.remote.credentials()
+    return server_runner_factory(
+        spec.pipeline,
+        via.remote.url,
+        model=via.model or "",
+        token=token,
+        tls=tls,
+        insecure=via.remote.insecure,
+        outputs=spec.out.outputs,
+        seed=spec.seed,
+        block_rows=spec.block_rows,
+    )
+
+
+def _on_ray(spec: JobSpec, ray: RayTarget) -> RunnerFactory:
+    """Return copies of what would run here, planned on the cluster: this machine may lack what they need.
+
+    A job that began here can go on there, and the other way round.
+    """
+    from weftline.engine.jobs.ray.cluster import Need
+    from weftline.engine.jobs.ray.runner import ray_runner_factory
+
+    return ray_runner_factory(
+        spec.pipeline,
+        outputs=spec.out.outputs,
+        seed=spec.seed,
+        block_rows=spec.block_rows,
+        replicas=ray.replicas,
+        need=Need(gpus=ray.gpus_per_replica),
+        address=ray.address,
+    )
+
+
+STDIN = "-"
+
+
+def as_json(end: JobResult) -> dict[str, Any]:
+    """Return everything that can be counted about a job; times end in _s or _ms."""
+    own_rows = end.rows - end.resumed
+    return {
+        "pipeline": end.pipeline,
+        "data": list(end.data),
+        "out": end.out,
+        "files": dict(end.files),
+        "finished": end.finished,
+        "why": end.why,
+        "rows": end.rows,
+        "errors": end.errors,
+        "resumed": end.resumed,
+        "elapsed_s": round(end.elapsed_s, 3),
+        "rows_per_s": round(own_rows / end.elapsed_s, 3) if end.elapsed_s > 0 else 0.0,
+        "figures": dict(end.figures),
+        "steps": {name: _step_json(one) for name, one in end.tally.steps.items()},
+        "error_kinds": [
+            {"step": kind.step, "error": kind.error, "reason": kind.reason, "count": kind.count, "ids": list(kind.ids)}
+            for kind in end.kinds
+        ],
+        "repeatable": dict(end.repeatable),
+        "versions": dict(end.versions),
+    }
+
+
+def _step_json(step: StepTally) -> dict[str, Any]:
+    return {
+        "rows": step.rows,
+        "failed": step.failed,
+        "skipped": step.skipped,
+        "batches": round(step.batches, 3),
+        "busy_ms": round(step.busy_ms, 3),
+        "p50_ms": round(step.quantile_ms(0.5), 3),
+        "p99_ms": round(step.quantile_ms(0.99), 3),
+    }
+
+
+def way_on(spec: JobSpec) -> str:
+    """Return how a job that was stopped is gone on with."""
+    again = "run the same command" + (" without --restart" if spec.restart else "") + " to go on"
+    return again + ("; its rows have to come in again from the first" if STDIN in spec.data.data else "")
+
+
+def is_special(spec: JobSpec) -> bool:
+    """Whether more is to be said about going on than that the same command does."""
+    return spec.restart or STDIN in spec.data.data
+
+
+def write_report(end: JobResult, place: str, storage: Mapping[str, str], note: Callable[[str], None]) -> JobResult:
+    """Write the report of a job, and return its end with the report among its files.
+
+    One that a run wrote which answered rows is not replaced by that of a run which had nothing left to do.
+    """
+    try:
+        import fsspec
+
+        files, path = fsspec.core.url_to_fs(place, **storage)
+        if not (end.finished and end.rows == end.resumed and files.exists(path)):
+            from weftline.engine.jobs.report.page import report
+
+            text = report(end)
+            files.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
+            with files.transaction, files.open(path, "wb") as file:
+                file.write(text.encode("utf-8", "replace"))
+        return replace(end, files={**end.files, "report": place})
+    except ModuleNotFoundError as error:
+        note(f"no report: {MissingPackage(error.name or 'a package', 'batch')}")
+    except Exception as error:  # a file system of fsspec may raise anything
+        note(f"no report at {place}: {type(error).__name__}: {error}")
+    return end
+
+
+ASKED = "interrupted: committing what is finished; once more ends it at once"
+
+
+class Interrupts:
+    """Hears SIGINT and SIGTERM inside a with statement, and counts them.
+
+    say: called once from where `asked` is, after the first signal, with what happens now.
+
+    A signal that ends the job raises KeyboardInterrupt in the main thread. Outside the main thread nothing is heard.
+    A SIGINT that was ignored, as a shell does for what it runs in the background, stays ignored.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._activity = 0
+        self._under_way = False
+        self._said = False
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def under_way(self) -> None:
+        """Say that rows are being answered from now on: the first signal asks, instead of ending it."""
+        self._under_way = True
+
+    def asked(self) -> bool:
+        """Whether the job has been asked to end."""
+        if self._activity and not self._said:
+            self._said = True
+            self._say(ASKED)
+        return self._activity > 0
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """Count a signal. Prints nothing: what it interrupts may be printing."""
+        self._activity += 1
+        if self._activity > 1 or not self._under_way:
+            raise KeyboardInterrupt

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.report.samples import shown
-from weftline.engine.jobs.report.words import one_line
+from weftline.engine.jobs.report.text import one_line
 from weftline.engine.jobs.sources.formats import shown_url
 from weftline.engine.jobs.spec import DataSpec, JobSpec
 from weftline.pipelines.render.text import explain_text
 
 if TYPE_CHECKING:
-    from weftline.engine.jobs.preview import Preview
+    from weftline.engine.jobs.prepare import Preview
 
 VALUE_CHARS_MAX = 160
 """Longest value of a row that is shown."""

@@ -95,8 +95,8 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
 
 def _run_on_ray(request: ServeRequest, flags: RayFlags, out: TextIO) -> int:
     """The same on a Ray cluster."""
-    from weftline.engine.jobs.ray.connecting import Need
-    from weftline.engine.jobs.ray.serving import Deployed, OnRay, check_config, machine_for, serve_on_ray
+    from weftline.engine.jobs.ray.cluster import Need
+    from weftline.engine.jobs.ray.deployment import Deployed, OnRay, check_config, machine_for, serve_on_ray
 
     on = OnRay(flags.replicas, Need(gpus=flags.gpus_per_replica), flags.address)
     config, _ = assemble(request.files, request.config, request.flags, machine_for(on.need))

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
-from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.tally import Tally
+from weftline.engine.jobs.progress import Tally
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Runner, Unusable
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 
@@ -25,8 +25,8 @@ ARRAY, DETECTIONS, UNUSABLE, SCALAR = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True)
-class AnswererInfo:
-    """What an answerer says of itself; as in `Answerer`."""
+class RunnerInfo:
+    """What an answerer says of itself; as in `Runner`."""
 
     ahead: int
     block_rows: int
@@ -35,18 +35,18 @@ class AnswererInfo:
     repeatable: Mapping[str, str]
 
     @classmethod
-    def of(cls, answerer: Answerer) -> AnswererInfo:
+    def of(cls, runner: Runner) -> RunnerInfo:
         return cls(
-            answerer.ahead,
-            answerer.block_rows,
-            dict(answerer.inputs),
-            dict(answerer.outputs),
-            dict(answerer.repeatable),
+            runner.ahead,
+            runner.block_rows,
+            dict(runner.inputs),
+            dict(runner.outputs),
+            dict(runner.repeatable),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class ReplicaResult:
     """An answer as a replica sends it.
 
     replica: its name; another one after each start.
@@ -58,22 +58,22 @@ class Sent:
     figures: Mapping[str, float]
 
 
-def encode_facts(facts: AnswererInfo) -> bytes:
+def encode_info(info: RunnerInfo) -> bytes:
     return _encode(
         {
-            "ahead": facts.ahead,
-            "block_rows": facts.block_rows,
-            "inputs": {name: str(type) for name, type in facts.inputs.items()},
-            "outputs": {name: str(type) for name, type in facts.outputs.items()},
-            "repeatable": dict(facts.repeatable),
+            "ahead": info.ahead,
+            "block_rows": info.block_rows,
+            "inputs": {name: str(type) for name, type in info.inputs.items()},
+            "outputs": {name: str(type) for name, type in info.outputs.items()},
+            "repeatable": dict(info.repeatable),
         }
     )
 
 
-def decode_facts(data: bytes) -> AnswererInfo:
+def decode_info(data: bytes) -> RunnerInfo:
     said = _decode(data)
     inputs, outputs = ({name: PortType.parse(one) for name, one in said[of].items()} for of in ("inputs", "outputs"))
-    return AnswererInfo(said["ahead"], said["block_rows"], inputs, outputs, said["repeatable"])
+    return RunnerInfo(said["ahead"], said["block_rows"], inputs, outputs, said["repeatable"])
 
 
 def encode_block(block: RowBlock) -> bytes:
@@ -91,18 +91,18 @@ def decode_block(data: bytes) -> RowBlock:
     return RowBlock(part, place, ids, inputs, pa.table({}), places)
 
 
-def encode_sent(sent: Sent) -> bytes:
+def encode_sent(sent: ReplicaResult) -> bytes:
     answered = sent.answered
     errors = [[row, one.step, one.error, _sendable(one.reason)] for row, one in answered.errors.items()]
     outputs = {name: _column(values) for name, values in answered.outputs.items()}
     return _encode([sent.replica, dict(sent.figures), outputs, errors, answered.tally.to_json()])
 
 
-def decode_sent(data: bytes) -> Sent:
+def decode_sent(data: bytes) -> ReplicaResult:
     replica, figures, columns, errors, tally = _decode(data)
     outputs = {name: _decode(column) for name, column in columns.items()}
     rows = {row: RowError(step, error, reason) for row, step, error, reason in errors}
-    return Sent(replica, BlockResult(outputs, rows, Tally.from_json(tally)), figures)
+    return ReplicaResult(replica, BlockResult(outputs, rows, Tally.from_json(tally)), figures)
 
 
 def _column(values: Sequence[Any]) -> bytes:

@@ -1,7 +1,7 @@
-"""Replica actor of Ray Data: owns a runner and executes blocks.
+"""Ray data set of block numbers, produced as blocks become available.
 
-What it is told travels as text and numbers: which function opens the answerer, and with what. Files that the pipeline
-names are read where the replica runs.
+Ray Data pulls what it reads, and a job pushes blocks: the feed waits between the two. The numbers are the same whoever
+reads them and however often, which Ray relies on when it reads again what a lost machine held.
 """
 
 from __future__ import annotations
@@ -10,26 +10,58 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 from uuid import uuid4
 
 import msgspec
 import pyarrow as pa
 import ray
+from ray.data import Datasource
+from ray.data.block import BlockMetadata
+from ray.data.datasource import ReadTask
 
-from weftline.engine.jobs.ray.codec import AnswererInfo, Sent, decode_block, encode_facts, encode_sent
-from weftline.engine.jobs.ray.feed import NUMBER
-from weftline.engine.jobs.ray.figures import STARTED
-from weftline.engine.jobs.ray.pieces import cut, joined
-from weftline.engine.jobs.ray.trials import Attempt, Span
-from weftline.engine.jobs.rows import Answerer, BlockResult, RowBlock
+from weftline.engine.jobs.ray.codec import ReplicaResult, RunnerInfo, decode_block, encode_info, encode_sent
+from weftline.engine.jobs.ray.coordinator import Attempt, Span, cut, joined
+from weftline.engine.jobs.ray.runner import STARTED
+from weftline.engine.jobs.rows import BlockResult, RowBlock, Runner
 from weftline.errors import ModelError, WeftlineError
+
+NUMBER = "block"
+"""The column that has the numbers."""
+
+
+class BlockNumbers(Datasource):  # type: ignore[misc]
+    """`desk`: the actor to ask."""
+
+    def __init__(self, coordinator: Any) -> None:
+        super().__init__()
+        self._coordinator = coordinator
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        """Return one task, however many are asked for: there is one order."""
+        unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+        return [ReadTask(partial(numbers, self._coordinator), unknown)]
+
+
+def numbers(coordinator: Any) -> Iterator[pa.Table]:
+    """Yield the number of each block, a table each, until the desk is closed."""
+    number = 0
+    while ray.get(coordinator.wait_offered.remote(number)):
+        yield pa.table({NUMBER: [number]})
+        number += 1
+
 
 ANSWER = "answer"
 """The column that has the answers, each the bytes of a `codec.Sent`; empty for a block nobody waits for any more."""
 
 
-class Company:
+class SharedLock:
     """Lets work go on side by side, or one piece of it with nothing beside it."""
 
     def __init__(self) -> None:
@@ -71,21 +103,21 @@ class Replica:
     """Called by Ray Data with numbers of blocks, from several threads; returns their answers.
 
     desk:      the actor that knows the blocks.
-    opener:    'module:function', which returns an Answerer.
+    opener:    'module:function', which returns an Runner.
     arguments: its keyword arguments, as JSON.
     """
 
-    def __init__(self, desk: Any, opener: str, arguments: str) -> None:
-        self._desk = desk
+    def __init__(self, coordinator: Any, opener: str, arguments: str) -> None:
+        self._coordinator = coordinator
         self._name = uuid4().hex
-        self._company = Company()
-        if why := ray.get(desk.arrive.remote()):
+        self._lock0 = SharedLock()
+        if why := ray.get(coordinator.arrive.remote()):
             raise ModelError(why)
         with self._reporting("could not open the pipeline"):
-            self._answerer = named(opener)(**msgspec.json.decode(arguments))
-        facts = AnswererInfo.of(self._answerer)
-        self._outputs = tuple(facts.outputs)
-        self._started = float(ray.get(desk.opened.remote(encode_facts(facts))))
+            self._runner = named(opener)(**msgspec.json.decode(arguments))
+        info = RunnerInfo.of(self._runner)
+        self._outputs = tuple(info.outputs)
+        self._started = float(ray.get(coordinator.opened.remote(encode_info(info))))
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         found = batch.column(NUMBER).to_pylist()
@@ -93,25 +125,25 @@ class Replica:
         return pa.table({NUMBER: pa.array(found, pa.int64()), ANSWER: pa.array(answers, pa.large_binary())})
 
     def _answer(self, number: int) -> bytes:
-        begun = ray.get(self._desk.begin.remote(number))
+        begun = ray.get(self._coordinator.begin.remote(number))
         if begun is None:
             return b""
         attempt, refs = begun
         block = decode_block(ray.get(refs[0]))
         with self._reporting("could not answer"):
             answered = self._attempt(number, block, attempt)
-        ray.get(self._desk.end.remote(number))
-        return encode_sent(Sent(self._name, answered, {**self._answerer.figures(), STARTED: self._started}))
+        ray.get(self._coordinator.end.remote(number))
+        return encode_sent(ReplicaResult(self._name, answered, {**self._runner.figures(), STARTED: self._started}))
 
     def _attempt(self, number: int, block: RowBlock, attempt: Attempt) -> BlockResult:
         if not attempt.alone:
-            with self._company.joined():
-                return self._answerer.ask(block).result()
+            with self._lock0.joined():
+                return self._runner.submit(block).result()
         answers: dict[Span, BlockResult] = {}
-        with self._company.alone():
+        with self._lock0.alone():
             for span in attempt.spans:
-                ray.get(self._desk.trying.remote(number, span))
-                answers[span] = self._answerer.ask(cut(block, span)).result()
+                ray.get(self._coordinator.trying.remote(number, span))
+                answers[span] = self._runner.submit(cut(block, span)).result()
         return joined(len(block), self._outputs, answers, attempt.lost)
 
     @contextmanager
@@ -121,14 +153,14 @@ class Replica:
             yield
         except Exception as error:
             told = str(error) if isinstance(error, WeftlineError) else f"{type(error).__name__}: {error}"
-            ray.get(self._desk.fail.remote(f"a replica {what}: {told}"))
+            ray.get(self._coordinator.fail.remote(f"a replica {what}: {told}"))
             raise
 
 
-def named(opener: str) -> Callable[..., Answerer]:
+def named(opener: str) -> Callable[..., Runner]:
     """Return the function that 'module:function' names; ModelError when there is none."""
     module, _, function = opener.partition(":")
     try:
-        return cast(Callable[..., Answerer], getattr(importlib.import_module(module), function))
+        return cast(Callable[..., Runner], getattr(importlib.import_module(module), function))
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(f"{opener}: nothing of that name can be imported on this machine ({error})") from None

@@ -18,8 +18,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from weftline.engine.jobs.ray.call import Aborted, Message, RayCallContext
-from weftline.engine.jobs.ray.servicer import CHECK, STREAM, UNARY, full_name
+from weftline.engine.jobs.ray.grpc_adapter import CHECK, STREAM, UNARY, Aborted, Message, RayCallContext, full_name
 from weftline.engine.repository import Repository
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.logs import RequestLog, start_logs

@@ -1,107 +1,172 @@
-"""Jinja2 template of the HTML report.
+"""HTML report of a job in one self-contained file.
 
-Every value is escaped; `plots` and pictures' data are markup and base64 of our own making. Colours follow the reader's
-choice of light or dark; the plots have the same variables. A policy in the page forbids what it does not need.
+Everything that comes from data, models or users is bounded here, made harmless and escaped by the template. The page
+has no more than about PAGE_BYTES_MAX: pictures and texts of samples that would not fit are left out, and say so.
 """
 
-PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{{ end.pipeline }}: job report</title>
-<style>
-:root { --paper: #ffffff; --card: #f5f6f8; --ink: #1c2127; --soft: #5b6672; --grid: #dde1e6; --one: #2f6db3;
-  --two: #d07a1c; --bad: #b3261e; --good: #1c7a43;
-  --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14171b; --card: #1e2329; --ink: #e6e9ed; --soft: #9aa5b1;
-  --grid: #343b44; --one: #4a86cc; --two: #e39a4a; --bad: #f2857d; --good: #6cc592; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 72rem; font: 16px/1.45 var(--font); color: var(--ink);
-  background: var(--paper); overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; } p { margin: .3rem 0; }
-.soft { color: var(--soft); } .bad { color: var(--bad); } .good { color: var(--good); }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .6rem; margin: 1rem 0; }
-.figures div { background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }
-.figures b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums; line-height: 1.2; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 1.5rem;
-  align-items: start; }
-figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: .3rem; }
-svg { width: 100%; height: auto; display: block; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--grid);
-  overflow-wrap: break-word; }
-th { font-weight: 600; color: var(--soft); font-size: .875rem; white-space: nowrap; }
-td.n, th.n { text-align: right; white-space: nowrap; }
-td.name { min-width: 6rem; } td.whole { white-space: nowrap; } td.long { min-width: 14rem; }
-table.facts { width: auto; }
-.name, .long, .facts td { max-width: 40rem; overflow-wrap: anywhere; }
-.samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); gap: .8rem;
-  align-items: start; }
-.sample { background: var(--card); border-radius: .5rem; padding: .7rem .8rem; break-inside: avoid; }
-.sample h3 { font-size: .95rem; margin: 0 0 .4rem; } .sample.failed { border-left: 4px solid var(--bad); }
-.sample dl { margin: 0; } .sample dt { color: var(--soft); font-size: .85rem; margin-top: .4rem; }
-.sample dd { margin: 0; white-space: pre-wrap; }
-img { max-width: 100%; height: auto; display: block; border-radius: .25rem; }
-.id { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .9em; }
-@media print { :root { --paper: #fff; --card: #fff; --ink: #000; --soft: #444; --grid: #bbb; --one: #2f6db3; }
-  body { max-width: none; padding: 0; font-size: 10.5pt; } .sample, .figures div { border: 1px solid #bbb; }
-  .plots { grid-template-columns: 1fr 1fr; } figure { break-inside: avoid; } h2 { break-after: avoid; } }
-</style>
-</head>
-<body>
-<header>
-<h1>{{ end.pipeline }}</h1>
-<p class="{{ 'good' if end.finished and not end.errors else 'bad' if not end.finished else '' }}">{{ outcome }}</p>
-{% for one in next_steps %}<p>{{ one }}</p>
-{% endfor %}</header>
-<div class="figures">
-{% for label, value, bad in headlines %}<div><b{% if bad %} class="bad"{% endif %}>{{ value }}</b>\
-<span class="soft">{{ label }}</span></div>
-{% endfor %}</div>
-<div class="plots">
-{% for title, svg in plots %}<figure role="img" aria-label="{{ title }}"><figcaption>{{ title }}</figcaption>
-{{ svg }}
-</figure>
-{% endfor %}</div>
-{% if steps %}<h2>Steps</h2>
-<div class="wide"><table>
-<tr><th>step</th>{% for one in step_headings %}<th class="n">{{ one }}</th>{% endfor %}</tr>
-{% for name, cells in steps %}<tr><td class="name">{{ name }}</td>\
-{% for cell in cells %}<td class="n">{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}</table></div>
-<p class="soft">Times are from leaving for the worker to the result, one item at a time, to about 12 %. \
-Busy is the share of {% if end.resumed %}the last{% else %}the{% endif %} run that an instance of the step was at work.\
-</p>
-{% endif %}{% if kinds %}<h2>Errors</h2>
-<div class="wide"><table>
-<tr><th class="n">#</th><th class="n">rows</th><th>step</th><th>error</th><th>reason</th><th>ids</th></tr>
-{% for one in kinds %}<tr><td class="n">{{ loop.index }}</td><td class="n">{{ one.count }}</td>\
-<td class="name">{{ one.step }}</td><td class="whole">{{ one.error }}</td>\
-<td class="long">{{ one.reason }}</td><td class="id long">{{ one.ids }}</td></tr>
-{% endfor %}</table></div>
-{% endif %}{% if samples %}<h2>Samples</h2>
-<div class="samples">
-{% for sample in samples %}<article class="sample{% if sample.error %} failed{% endif %}">
-<h3 class="id">{{ sample.id }}</h3>
-{% if sample.error %}<p class="bad">{{ sample.error }}</p>
-{% endif %}<dl>
-{% for name, value in sample.values %}<dt>{{ name }}</dt><dd{% if value.absent %} class="soft"{% endif %}>\
-{% for piece in value.pieces %}{% if piece.picture %}<img src="data:{{ piece.picture.mime }};base64,\
-{{ piece.picture.data | base64 }}" width="{{ piece.picture.width }}" \
-height="{{ piece.picture.height }}" alt="{{ name }}">\
-{% endif %}{{ piece.text }}{% if not loop.last %}
-{% endif %}{% endfor %}</dd>
-{% endfor %}</dl>
-</article>
-{% endfor %}</div>
-{% endif %}<h2>About this job</h2>
-<div class="wide"><table class="facts">
-{% for name, value in facts %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>
-{% endfor %}</table></div>
-</body>
-</html>
-"""
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+from weftline.engine.jobs.progress import ErrorKind, JobResult, Sample, bucket_of
+from weftline.engine.jobs.report import plots
+from weftline.engine.jobs.report.samples import SampleCell, SampleValue, small
+from weftline.engine.jobs.report.summary import (
+    HEADINGS,
+    StepReport,
+    cells,
+    next_steps,
+    outcome,
+    rows_per_s,
+    step_figures,
+    tokens_per_s,
+)
+from weftline.engine.jobs.report.text import as_name, duration, one_line, rate
+
+TEMPLATE = "report.html.j2"
+
+SAMPLES_BYTES_MAX = 1_200_000
+"""Of samples with their pictures, as they stand in the page; plots and tables have the rest of 2 MB."""
+
+SAMPLES_MAX, KINDS_MAX, STEPS_MAX, FACTS_MAX = 24, 51, 200, 100
+IDS_MAX = 5
+NAME_CHARS_MAX, ID_CHARS_MAX, REASON_CHARS_MAX, PATH_CHARS_MAX = 80, 80, 300, 500
+
+LEFT_OUT = SampleValue((SampleCell("left out: the page would be too large"),), absent=True)
+
+
+def report(end: JobResult) -> str:
+    """Return the page. MissingPackage without matplotlib."""
+    from jinja2 import Environment, StrictUndefined
+
+    page = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    page.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
+    end = replace(end, pipeline=as_name(end.pipeline, NAME_CHARS_MAX))
+    steps = step_figures(end)
+    return page.from_string(resources.files(__package__).joinpath(TEMPLATE).read_text("utf-8")).render(
+        end=end,
+        outcome=outcome(end),
+        next_steps=next_steps(end),
+        headlines=_headlines(end),
+        plots=list(_plots(end, steps)),
+        steps=[(as_name(one.name, NAME_CHARS_MAX), cells(one)) for one in steps[:STEPS_MAX]],
+        step_headings=HEADINGS,
+        kinds=[_kind(one) for one in end.kinds[:KINDS_MAX]],
+        samples=_samples(end.samples),
+        info=list(_info(end))[:FACTS_MAX],
+    )
+
+
+def _headlines(end: JobResult) -> list[tuple[str, str, bool]]:
+    """Return (label, value, whether it is bad news)."""
+    told = [("rows", _grouped(end.rows), False), ("errors", _grouped(end.errors), end.errors > 0)]
+    told += [("from earlier runs", _grouped(end.resumed), False)] if end.resumed else []
+    told += [("time", duration(end.elapsed_s), False), ("rows/s", rate(rows_per_s(end)), False)]
+    if "tokens" in end.figures:
+        told += [("tokens", _grouped(end.figures["tokens"]), False), ("tokens/s", rate(tokens_per_s(end)), False)]
+    return told
+
+
+def _plots(end: JobResult, steps: Sequence[StepReport]) -> Iterator[tuple[str, Any]]:
+    from markupsafe import Markup
+
+    busy = [(one.name, one.busy, one.busy_s) for one in steps if one.busy is not None]
+    longest = sorted(steps, key=lambda one: -one.busy_s)[: plots.PANELS_MAX]
+    times = {one.name: end.tally.steps[one.name].run_ms for one in steps if one in longest}
+    kinds = [(f"{place}  {one.step or one.error}", one.count) for place, one in enumerate(end.kinds, 1)]
+    drawn = (
+        ("Throughput", plots.throughput(end.rates)),
+        ("Where the time goes", plots.utilisation(busy)),
+        (
+            "Time of a step, its items in brackets",
+            plots.latencies(times),
+        ),
+        ("Length of text outputs, their number in brackets", plots.lengths(end.tally.lengths)),
+        ("Errors by kind, as numbered in the table", plots.errors(kinds)),
+    )
+    for title, svg in drawn:
+        if svg:
+            yield title, Markup(svg)  # escaped by matplotlib, whose text is the names of steps and outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    count: int
+    step: str
+    error: str
+    reason: str
+    ids: str
+
+
+def _kind(kind: ErrorKind) -> _Kind:
+    ids = [as_name(id, ID_CHARS_MAX) for id in kind.ids[:IDS_MAX]]
+    return _Kind(
+        kind.count,
+        as_name(kind.step, NAME_CHARS_MAX),
+        as_name(kind.error, NAME_CHARS_MAX),
+        one_line(kind.reason, REASON_CHARS_MAX),
+        ", ".join([*ids, "…"] if kind.count > len(ids) else ids),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    id: str
+    error: str
+    values: list[tuple[str, SampleValue]]
+
+
+def _samples(samples: Sequence[Sample]) -> list[_Sample]:
+    """Return samples as the page shows them, as many of their values as there is room for."""
+    left, told = SAMPLES_BYTES_MAX, []
+    for sample in map(small, samples[:SAMPLES_MAX]):
+        values = []
+        for name, value in (*sample.inputs.items(), *sample.outputs.items()):
+            if sample.error and value.absent and name in sample.outputs:
+                continue  # a row with an error has no outputs
+            size = _bytes_of(value)
+            if size > left:
+                value, size = LEFT_OUT, 0
+            left -= size
+            values.append((name, value))
+        told.append(_Sample(sample.id, sample.error, values))
+    return told
+
+
+def _bytes_of(value: SampleValue) -> int:
+    """Return what a value takes in the page, tags included."""
+    from markupsafe import escape
+
+    pictures = sum(len(piece.picture.data) * 4 // 3 + 100 for piece in value.pieces if piece.picture is not None)
+    return pictures + 60 + sum(len(escape(piece.text).encode()) for piece in value.pieces)
+
+
+def _info(end: JobResult) -> Iterator[tuple[str, str]]:
+    """Yield what the job was, by name: where it read and wrote, instances, reproducibility, versions."""
+    for name, value in (("data", ", ".join(end.data[:FACTS_MAX])), ("out", end.out), *end.files.items()):
+        yield as_name(name, NAME_CHARS_MAX), as_name(value, PATH_CHARS_MAX)
+    if end.instances:
+        instances = list(end.instances.items())[:STEPS_MAX]
+        yield "instances", ", ".join(f"{as_name(step, NAME_CHARS_MAX)} {count}" for step, count in instances)
+    for output, kind in end.repeatable.items():
+        said = {"exact": "the same bytes in every run", "rounding": "numbers may differ by rounding"}.get(kind, kind)
+        yield f"output {as_name(output, NAME_CHARS_MAX)}", as_name(said, NAME_CHARS_MAX)
+    for output, counts in end.tally.lengths.items():
+        if empty := sum(count for bucket, count in counts.items() if bucket <= bucket_of(0)):
+            yield f"output {as_name(output, NAME_CHARS_MAX)}", f"empty in {_grouped(empty)} rows"
+    for name, value in end.settings.items():
+        if value not in (None, [], {}):
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=True, default=str)
+            yield as_name(name, NAME_CHARS_MAX), as_name(shown, PATH_CHARS_MAX)
+    for name, version in end.versions.items():
+        yield as_name(name, NAME_CHARS_MAX), as_name(version, NAME_CHARS_MAX)
+
+
+def _grouped(count: float) -> str:
+    """Return a count with narrow spaces between thousands."""
+    return f"{count:,.0f}".replace(",", "\u202f")

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from weftline.engine.jobs.progress import RatePoint
-from weftline.engine.jobs.report.words import one_line
-from weftline.engine.jobs.tally import BUCKETS_PER_DECADE, bucket_of
+from weftline.engine.jobs.progress import BUCKETS_PER_DECADE, RatePoint, bucket_of
+from weftline.engine.jobs.report.text import one_line
 from weftline.errors import MissingPackage
 
 WIDTH_IN = 5.2

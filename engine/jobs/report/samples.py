@@ -1,28 +1,129 @@
-"""Sample rows of the report: short texts and thumbnails.
-
-`small` turns a sample's values into `Shown` ones, and leaves those that already are; so rows are made small when they
-are kept, and a report takes them either way. Samples do not say the types of their values, so they are told by
-looking: uint8[H, W, 3] is a picture, a long float array within -1 to 1 is sound, bytes are what they decode to.
-"""
+"""Thumbnails with detections, and waveforms, for the report."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weftline.engine.jobs.progress import Sample
-from weftline.engine.jobs.report.pictures import Picture, is_picture, thumbnail, waveform
-from weftline.engine.jobs.report.words import harmless, one_line
+from weftline.engine.jobs.report.text import harmless, one_line
 from weftline.engine.jobs.rows import Unusable
 from weftline.errors import InputError
 from weftline.nodes.audio import decode_audio
 from weftline.nodes.detections import Detections
 from weftline.nodes.image import decode_image
 from weftline.nodes.ports import AUDIO_HZ
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+SIDE_MAX = 240
+"""Longest side of a picture, in pixels."""
+
+FRAMES_MAX = 12
+"""Most frames drawn into a picture: the surest."""
+
+LABEL_CHARS_MAX = 24
+JPEG_QUALITY = 80
+FONT_PX = 11
+
+FRAME_COLOURS = ((214, 54, 54), (36, 108, 216), (18, 138, 66), (205, 112, 0), (138, 66, 190), (0, 134, 144))
+"""By class; dark enough for white letters on them."""
+
+WAVE_WIDTH, WAVE_HEIGHT = 240, 60
+WAVE_COLOUR = (45, 105, 170)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An encoded thumbnail: its file, its type for browsers, and its size in pixels."""
+
+    data: bytes
+    mime: str
+    width: int
+    height: int
+
+
+def is_picture(array: np.ndarray) -> bool:
+    """Whether an array is a picture, uint8[H, W, 3], rather than any tensor."""
+    return array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3 and min(array.shape[:2]) > 0
+
+
+def thumbnail(picture: np.ndarray, found: Detections | None = None) -> Picture:
+    """Return a picture, uint8[H, W, 3], with no side above SIDE_MAX; with frames for what was found in it."""
+    from PIL import Image
+
+    height, width = picture.shape[:2]
+    scale = min(1.0, SIDE_MAX / max(height, width))
+    step = max(1, int(0.25 / scale))  # only every so many pixels of a very large picture are looked at
+    image = Image.fromarray(np.ascontiguousarray(picture[::step, ::step]))
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    if found is not None:
+        _frame(image, found, (size[0] / width, size[1] / height))
+    return _encoded(image)
+
+
+def waveform(samples: np.ndarray) -> Picture:
+    """Return the outline of a recording, float[samples] in -1 to 1, as a picture."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (WAVE_WIDTH, WAVE_HEIGHT), (255, 255, 255))
+    draw = ImageDraw.Draw(image)
+    middle, reach = (WAVE_HEIGHT - 1) / 2, WAVE_HEIGHT / 2 - 1
+    edges = np.linspace(0, len(samples), WAVE_WIDTH + 1).astype(int)
+    for x, (start, end) in enumerate(pairwise(edges.tolist())):
+        piece = samples[start : max(end, start + 1)]
+        low, high = (float(piece.min()), float(piece.max())) if len(piece) else (0.0, 0.0)
+        top, bottom = middle - np.clip(high, -1, 1) * reach, middle - np.clip(low, -1, 1) * reach
+        draw.line((x, float(top), x, float(bottom)), fill=WAVE_COLOUR)
+    return _encoded(image)
+
+
+def _frame(image: Image.Image, found: Detections, scale: tuple[float, float]) -> None:
+    """Draw frames and labels, the surest on top."""
+    from PIL import ImageDraw, ImageFont
+
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(FONT_PX)
+    width, height = image.size
+    for index in reversed(range(min(len(found), FRAMES_MAX))):
+        box = np.nan_to_num(found.boxes[index].astype(np.float64), posinf=1e9, neginf=0)
+        left, right = sorted(np.clip(box[[0, 2]] * scale[0], 0, width - 1).tolist())
+        top, bottom = sorted(np.clip(box[[1, 3]] * scale[1], 0, height - 1).tolist())
+        colour = FRAME_COLOURS[int(found.classes[index]) % len(FRAME_COLOURS)]
+        draw.rectangle((left, top, right, bottom), outline=colour, width=2)
+        text = f"{found.labels[index][:LABEL_CHARS_MAX]} {float(found.scores[index]):.2f}".replace("\n", " ")
+        text = text.encode("latin-1", "replace").decode("latin-1")  # letters that Pillow's own font may have
+        _, _, wide, tall = draw.textbbox((0, 0), text, font=font)
+        at_x = max(0.0, min(left, width - wide - 3))
+        at_y = top - tall - 3 if top >= tall + 3 else top
+        draw.rectangle((at_x, at_y, at_x + wide + 3, at_y + tall + 2), fill=colour)
+        draw.text((at_x + 2, at_y), text, fill=(255, 255, 255), font=font)
+
+
+def _encoded(image: Image.Image) -> Picture:
+    """Return a picture as PNG or JPEG, whichever is smaller: drawings and photographs differ."""
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("image/png", {"optimize": True}),
+        ("image/jpeg", {"quality": JPEG_QUALITY}),
+    )
+    files = []
+    for mime, options in kinds:
+        file = io.BytesIO()
+        image.save(file, mime.removeprefix("image/"), **options)
+        files.append((file.tell(), mime, file.getvalue()))
+    _, mime, data = min(files)
+    return Picture(data, mime, *image.size)
+
 
 TEXT_CHARS_MAX = 600
 """Longest text of a value."""
@@ -57,7 +158,7 @@ class SampleCell:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class SampleValue:
     """What a page shows of one value. absent: there is none, and the text says so."""
 
     pieces: tuple[SampleCell, ...]
@@ -83,26 +184,26 @@ def small(sample: Sample) -> Sample:
 
 
 def _is_small(sample: Sample) -> bool:
-    return all(isinstance(one, Shown) for one in (*sample.inputs.values(), *sample.outputs.values()))
+    return all(isinstance(one, SampleValue) for one in (*sample.inputs.values(), *sample.outputs.values()))
 
 
-def _all_shown(values: Mapping[str, Any], beneath: np.ndarray | None) -> dict[str, Shown]:
+def _all_shown(values: Mapping[str, Any], beneath: np.ndarray | None) -> dict[str, SampleValue]:
     told = {harmless(name, NAME_CHARS_MAX): shown(value, beneath) for name, value in list(values.items())[:VALUES_MAX]}
     if len(values) > VALUES_MAX:
-        told["…"] = Shown((SampleCell(f"{len(values) - VALUES_MAX} more"),))
+        told["…"] = SampleValue((SampleCell(f"{len(values) - VALUES_MAX} more"),))
     return told
 
 
-def shown(value: Any, beneath: np.ndarray | None = None) -> Shown:
+def shown(value: Any, beneath: np.ndarray | None = None) -> SampleValue:
     """Return what is shown of a value; `beneath` is the picture that boxes are drawn into, uint8[H, W, 3]."""
-    if isinstance(value, Shown):
+    if isinstance(value, SampleValue):
         return value
     if value is None:
-        return Shown((SampleCell("absent"),), absent=True)
+        return SampleValue((SampleCell("absent"),), absent=True)
     try:
-        return Shown(tuple(_pieces(value, beneath)))
+        return SampleValue(tuple(_pieces(value, beneath)))
     except Exception as error:  # a job of hours does not end without a report because a node gave something odd
-        return Shown(
+        return SampleValue(
             (SampleCell(f"{type(value).__name__} that cannot be shown ({type(error).__name__})"),), absent=True
         )
 
@@ -196,3 +297,94 @@ def _cut(value: Any, depth: int = JSON_DEPTH_MAX) -> Any:
     if isinstance(value, np.ndarray):
         return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
     return value if isinstance(value, int | float | bool | None) else repr(value)[:JSON_CHARS_MAX]
+
+
+MOST = 24
+SHARES = 3
+"""The first rows, the failed rows and the rows at large have a third each; what is not used is for rows at large."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def drawn(seed: int, places: np.ndarray) -> np.ndarray:
+    """Return a number for each place, uint64[places]: splitmix64 (Steele, Lea and Flood, 2014) of seed and place."""
+    with np.errstate(over="ignore"):
+        z = (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN + np.uint64(seed % (1 << 64))
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+class _BottomK:
+    """The samples with the lowest numbers, at most so many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.kept: dict[int, tuple[int, Sample]] = {}  # (number, sample) by place
+        self._highest = -1  # the place that leaves next, when it is full
+
+    @property
+    def bound(self) -> int:
+        """Numbers below this one are kept."""
+        if len(self.kept) < self._most:
+            return (1 << 64) - 1
+        return self.kept[self._highest][0] if self.kept else 0
+
+    def takes(self, number: int) -> bool:
+        return number < self.bound
+
+    def put(self, place: int, number: int, sample: Sample) -> None:
+        if place not in self.kept and len(self.kept) >= self._most:
+            del self.kept[self._highest]
+        self.kept[place] = (number, sample)
+        self._highest = max(self.kept, key=lambda one: self.kept[one][0])
+
+
+class RowSampler:
+    """Keeps rows. Not thread-safe."""
+
+    def __init__(self, most: int = MOST, seed: int = 0) -> None:
+        self._most, self._seed = most, seed
+        self._first, self._failed = _BottomK(most // SHARES), _BottomK(most // SHARES)
+        self._large = _BottomK(most)
+
+    def offer(self, place: int, make: Callable[[], Sample], failed: bool = False) -> None:
+        """Offer a row; `make` is called only when it is kept.
+
+        failed: the row has an error.
+        """
+        if failed:
+            wanted = [(self._failed, place)] if self._failed.takes(place) else []
+        else:
+            number = int(drawn(self._seed, np.array([place]))[0])
+            pools = ((self._first, place), (self._large, number))
+            wanted = [(pool, rank) for pool, rank in pools if pool.takes(rank)]
+        if not wanted:
+            return
+        sample = small(make())
+        for pool, rank in wanted:
+            pool.put(place, rank, sample)
+
+    def wanted(self, places: Sequence[int], failed: Sequence[bool] | None = None) -> list[int]:
+        """Return which of these rows, by their number in `places`, are worth an offer: few of a block, and quickly.
+
+        Offering them in this order leaves what offering all of them leaves.
+        """
+        at = np.fromiter(places, np.int64, len(places))
+        bad = np.zeros(len(at), bool) if failed is None else np.fromiter(failed, bool, len(at))
+        good = (drawn(self._seed, at) < _as_bound(self._large)) | (at.astype(np.uint64) < _as_bound(self._first))
+        keep = np.where(bad, at.astype(np.uint64) < _as_bound(self._failed), good)
+        return [int(row) for row in np.flatnonzero(keep)]
+
+    def samples(self) -> list[Sample]:
+        """Return what is kept, in the order of the rows."""
+        chosen = {place: sample for pool in (self._first, self._failed) for place, (_, sample) in pool.kept.items()}
+        for place, (_, sample) in sorted(self._large.kept.items(), key=lambda item: item[1][0]):
+            if len(chosen) >= self._most:
+                break
+            chosen.setdefault(place, sample)
+        return [chosen[place] for place in sorted(chosen)]
+
+
+def _as_bound(pool: _BottomK) -> np.uint64:
+    return np.uint64(pool.bound)

@@ -1,14 +1,96 @@
-"""Summary of a job on the terminal: rows, rates, steps, errors and files."""
+"""Outcome of a job in one phrase, and suggested next steps."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from weftline.engine.jobs.progress import JobEnd
-from weftline.engine.jobs.report.advice import next_steps, outcome
-from weftline.engine.jobs.report.steps import StepReport, rows_per_s, step_figures, tokens_per_s
-from weftline.engine.jobs.report.words import as_name, counted, duration, milliseconds, one_line, percent, rate
+from weftline.engine.jobs.progress import JobResult
+from weftline.engine.jobs.report.text import as_name, counted, duration, milliseconds, one_line, percent, rate
+
+WHY_CHARS_MAX = 400
+
+
+def outcome(end: JobResult) -> str:
+    """Return 'finished', 'finished, 3 rows with errors' or 'stopped: why'."""
+    if not end.finished:
+        return f"stopped: {one_line(end.why, WHY_CHARS_MAX) or 'no reason was given'}"
+    return f"finished, {counted(end.errors, 'row')} with errors" if end.errors else "finished"
+
+
+def next_steps(end: JobResult) -> list[str]:
+    """Return sentences, the most urgent first; none for a job that is done with."""
+    said = []
+    if not end.finished:
+        said.append("run the same command again: it goes on where this run stopped, and every row is written once")
+        if end.errors:
+            said.append(f"once it has finished, --retry-errors runs the {_error_rows(end)} again")
+    elif end.errors:
+        said.append(f"run the same command with --retry-errors: it runs the {_error_rows(end)} again and nothing else")
+    return said
+
+
+def _error_rows(end: JobResult) -> str:
+    return counted(end.errors, "error row")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step.
+
+    items:      answered, elements of a `map:` one by one.
+    batches:    calls; batch_mean: items in one, 0 without any.
+    p50_ms, p99_ms: from leaving for the worker to the result, over all items; None without any.
+    busy_s:     time its node was at work, in all runs of the job.
+    busy:       share of this run that one instance was at work; None for a run that answered nothing.
+    """
+
+    name: str
+    items: int
+    failed: int
+    skipped: int
+    batches: float
+    batch_mean: float
+    p50_ms: float | None
+    p99_ms: float | None
+    busy_s: float
+    busy: float | None
+
+
+def step_figures(end: JobResult) -> list[StepReport]:
+    """Return the figures of all steps, in the tally's order."""
+    spent = end.tally if end.spent is None else end.spent
+    fresh = end.rows > end.resumed
+    found = []
+    for name, tally in end.tally.steps.items():
+        room_ms = end.elapsed_s * 1000 * max(end.instances.get(name, 1), 1)
+        found.append(
+            StepReport(
+                name=name,
+                items=tally.rows,
+                failed=tally.failed,
+                skipped=tally.skipped,
+                batches=tally.batches,
+                batch_mean=tally.rows / tally.batches if tally.batches > 0 else 0.0,
+                p50_ms=tally.quantile_ms(0.5) if tally.run_ms else None,
+                p99_ms=tally.quantile_ms(0.99) if tally.run_ms else None,
+                busy_s=tally.busy_ms / 1000,
+                busy=min(1.0, spent.of(name).busy_ms / room_ms) if room_ms > 0 and fresh else None,
+            )
+        )
+    return found
+
+
+def rows_per_s(end: JobResult) -> float:
+    """Return the rate of this run."""
+    return (end.rows - end.resumed) / end.elapsed_s if end.elapsed_s > 0 else 0.0
+
+
+def tokens_per_s(end: JobResult) -> float:
+    """Return tokens over the time of this run; 0 without tokens."""
+    return end.figures.get("tokens", 0.0) / end.elapsed_s if end.elapsed_s > 0 else 0.0
+
 
 WIDTH = 100
 """Of the table, in characters; names of steps are broken where they need more."""
@@ -24,7 +106,7 @@ NAME_CHARS_MAX = 48
 PATH_CHARS_MAX = 1000
 
 
-def summary(end: JobEnd, width: int = WIDTH) -> str:
+def summary(end: JobResult, width: int = WIDTH) -> str:
     """Return the summary as plain text, without a line feed at its end."""
     lines = [f"{as_name(end.pipeline, NAME_CHARS_MAX)}: {outcome(end)}", *_headlines(end)]
     steps = step_figures(end)
@@ -36,7 +118,7 @@ def summary(end: JobEnd, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def _headlines(end: JobEnd) -> Iterator[str]:
+def _headlines(end: JobResult) -> Iterator[str]:
     resumed = f" ({end.resumed} of them from earlier runs)" if end.resumed else ""
     yield f"  rows    {end.rows}{resumed}: {end.rows - end.errors} ok, {counted(end.errors, 'error')}"
     yield f"  time    {duration(end.elapsed_s)}, {rate(rows_per_s(end))} rows/s"
@@ -75,7 +157,7 @@ def cells(one: StepReport) -> tuple[str, ...]:
     )
 
 
-def _errors(end: JobEnd) -> Iterator[str]:
+def _errors(end: JobResult) -> Iterator[str]:
     """Yield the most frequent kinds with some ids, and how many kinds are left out."""
     for kind in end.kinds[:KINDS_SHOWN]:
         where = " ".join(part for part in (one_line(kind.step, NAME_CHARS_MAX), one_line(kind.error, 80)) if part)
@@ -87,7 +169,7 @@ def _errors(end: JobEnd) -> Iterator[str]:
         yield f"and {rows} of {counted(len(rest), 'more kind')}"
 
 
-def _files(end: JobEnd) -> Iterator[str]:
+def _files(end: JobResult) -> Iterator[str]:
     widest = max((len(name) for name in end.files), default=0)
     for name, path in end.files.items():
         yield f"{as_name(name, NAME_CHARS_MAX):<{min(widest, NAME_CHARS_MAX)}}  {as_name(path, PATH_CHARS_MAX)}"

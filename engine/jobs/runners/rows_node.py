@@ -36,7 +36,7 @@ from weftline.pipelines.check.options import to_config
 SEEDS = PortType.parse("int64[?]")
 """The type of the port that says what chance is drawn from, one number for each row; -1 draws anew."""
 
-TOLD = PortType.parse("json")
+OUTCOME = PortType.parse("json")
 """The type of the port that carries Told."""
 
 
@@ -108,7 +108,7 @@ class RowsNode(BatchNode):
     def ports(cls, config: RowsConfig, step: StepContext) -> Ports:
         given = (Port(name, COLUMN) for name in config.takes if name not in {*config.fixed, *config.absent})
         gives = (Port(name, COLUMN) for name in config.gives)
-        return Ports((*given, Port(config.seeds, SEEDS)), (*gives, Port(config.told, TOLD)))
+        return Ports((*given, Port(config.seeds, SEEDS)), (*gives, Port(config.told, OUTCOME)))
 
     def open(self, context: OpenContext) -> None:
         config: RowsConfig = self.config

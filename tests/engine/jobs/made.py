@@ -8,11 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
-from weftline.engine.jobs.runners.each_row import row_seed, usable
-from weftline.engine.jobs.runners.opening import AnswererFactory
+from weftline.engine.jobs.progress import Tally
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_seed, usable
+from weftline.engine.jobs.runners.factory import RunnerFactory
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
-from weftline.engine.jobs.tally import Tally
 from weftline.nodes.ports import PortType
 
 WORDS = """
@@ -87,7 +86,7 @@ class Plain:
         self._answer = answer
         self._pool = ThreadPoolExecutor(3)
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         self.asked.append([block.place_of(row) for row in range(len(block))])
         return self._pool.submit(self._block, block)
 
@@ -123,8 +122,8 @@ def answer_plainly(text: str, seed: int) -> str:
     return f"{text.upper()} {seed}."
 
 
-def plain(answer: Callable[[str, int], str] = answer_plainly, block_rows: int = 4) -> AnswererFactory:
-    return AnswererFactory("rows", "", block_rows, 10, {"answer": "exact"}, lambda progress: Plain(answer, block_rows))
+def plain(answer: Callable[[str, int], str] = answer_plainly, block_rows: int = 4) -> RunnerFactory:
+    return RunnerFactory("rows", "", block_rows, 10, {"answer": "exact"}, lambda progress: Plain(answer, block_rows))
 
 
 def visible(folder: Path, out: str = "out") -> dict[str, bytes]:

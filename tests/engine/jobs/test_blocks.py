@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pa = pytest.importorskip("pyarrow")
 
-from weftline.engine.jobs.blocks import Cut, Mark, cut, read_on  # noqa: E402
+from weftline.engine.jobs.blocks import BlockRows, ResumePoint, cut, read_on  # noqa: E402
 from weftline.engine.jobs.rows import Rows  # noqa: E402
 
 
@@ -43,11 +43,11 @@ class Numbers:
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-def cuts(source: Numbers, mark: Mark, place: int, part: int, block: int) -> list[Cut]:
+def cuts(source: Numbers, mark: ResumePoint, place: int, part: int, block: int) -> list[BlockRows]:
     return list(cut(read_on(source, mark, place), part, block))
 
 
-def told(found: list[Cut]) -> list[tuple[int, int, list[str], list[int]]]:
+def told(found: list[BlockRows]) -> list[tuple[int, int, list[str], list[int]]]:
     return [(one.part, one.place, list(one.ids), one.table["x"].to_pylist()) for one in found]
 
 
@@ -55,8 +55,8 @@ def told(found: list[Cut]) -> list[tuple[int, int, list[str], list[int]]]:
 def test_blocks_are_the_same_however_rows_are_read(
     count: int, sizes: list[int], others: list[int], part: int, block: int
 ) -> None:
-    found = cuts(Numbers(count, sizes), Mark(), 0, part, block)
-    assert told(found) == told(cuts(Numbers(count, others), Mark(), 0, part, block))
+    found = cuts(Numbers(count, sizes), ResumePoint(), 0, part, block)
+    assert told(found) == told(cuts(Numbers(count, others), ResumePoint(), 0, part, block))
     assert [id for one in found for id in one.ids] == [str(n) for n in range(count)]
     for one in found:
         assert one.part == one.place // part == (one.end - 1) // part
@@ -69,8 +69,8 @@ def test_blocks_are_the_same_however_rows_are_read(
 def test_every_mark_leads_on(
     count: int, sizes: list[int], others: list[int], part: int, block: int, data: st.DataObject
 ) -> None:
-    found = cuts(Numbers(count, sizes), Mark(), 0, part, block)
+    found = cuts(Numbers(count, sizes), ResumePoint(), 0, part, block)
     at = data.draw(st.integers(0, len(found) - 1))
-    mark = Mark.from_json(found[at].after.to_json())
+    mark = ResumePoint.from_json(found[at].after.to_json())
     assert mark.place <= found[at].end
     assert told(cuts(Numbers(count, others), mark, found[at].end, part, block)) == told(found[at + 1 :])

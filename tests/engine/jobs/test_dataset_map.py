@@ -21,8 +21,8 @@ from PIL import Image
 from weftline import errors
 from weftline.engine.jobs.dataset_map import map_plan, map_rows
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.runners.opening import open_here
-from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
+from weftline.engine.jobs.runners.factory import local_runner_factory
+from weftline.engine.jobs.runners.session_runner import SessionRunner
 from weftline.engine.machine import this_machine
 from weftline.engine.session import load
 from weftline.nodes.ports import PortType
@@ -47,7 +47,7 @@ class Shouter:
         self.blocks: list[RowBlock] = []
         self.closed = threading.Event()
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         assert not self.closed.is_set()
         self.blocks.append(block)
         values = block.inputs["text"]
@@ -77,7 +77,7 @@ class Looker(Shouter):
         super().__init__()
         self.inputs, self.outputs = {"photo": IMAGE}, {"size": PortType("json"), "same": IMAGE}
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         self.blocks.append(block)
         pictures = [np.asarray(Image.open(io.BytesIO(one)).convert("RGB")) for one in block.inputs["photo"]]
         future: Future[BlockResult] = Future()
@@ -249,7 +249,7 @@ def test_a_file_that_is_not_there_fails_its_row(tmp_path: Path) -> None:
 
 
 class _Careful(Looker):
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         failed = {row: _error(one) for row, one in enumerate(block.inputs["photo"]) if _unusable(one)}
         future: Future[BlockResult] = Future()
         future.set_result(BlockResult({"size": [None], "same": [None]}, failed))
@@ -349,9 +349,9 @@ def test_a_real_pipeline_is_opened_once_the_data_fits_and_closed_with_the_rows(t
     (tmp_path / "shout.py").write_text(SHOUT_PY)
     (tmp_path / "shout.yaml").write_text(SHOUT)
     pipeline = load_file(tmp_path / "shout.yaml")
-    opening = open_here(pipeline, outputs=["loud"], block_rows=2)
+    factory = local_runner_factory(pipeline, outputs=["loud"], block_rows=2)
     opened: list[Any] = []
-    watched = replace(opening, open=lambda progress: opened.append(opening.open(progress)) or opened[-1])
+    watched = replace(factory, open=lambda progress: opened.append(factory.open(progress)) or opened[-1])
     plan = make_plan(pipeline, this_machine())
     with pytest.raises(errors.InputError, match="there is no 'text'"):
         map_plan(plan, watched, [{"word": "a"}])
@@ -360,7 +360,7 @@ def test_a_real_pipeline_is_opened_once_the_data_fits_and_closed_with_the_rows(t
     assert [row["loud"] for row in rows] == ["A!", None, "C?"]
     assert len(opened) == 1
     with pytest.raises(errors.StepError, match="shout: row 1: ValueError: it is bad"):
-        list(map_plan(plan, opening, pa.table({"text": ["a", "bad"]})))
+        list(map_plan(plan, factory, pa.table({"text": ["a", "bad"]})))
     children = psutil.Process().children(recursive=True)
     assert [one for one in children if "weftline.engine.worker" in " ".join(one.cmdline())] == []
 
@@ -369,6 +369,6 @@ def test_rows_of_an_open_session_leave_it_open(tmp_path: Path) -> None:
     (tmp_path / "shout.py").write_text(SHOUT_PY)
     (tmp_path / "shout.yaml").write_text(SHOUT)
     with load(tmp_path / "shout.yaml").open() as session:
-        rows = map_rows(SessionAnswerer(session, outputs=["loud"]), datasets.Dataset.from_list(ROWS))
+        rows = map_rows(SessionRunner(session, outputs=["loud"]), datasets.Dataset.from_list(ROWS))
         assert [row["loud"] for row in rows] == [f"{row['text'].upper()}!" for row in ROWS]
         assert session.run(text="a")["loud"] == "A!"

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from weftline.engine.jobs.flow import answered
+from weftline.engine.jobs.blocks import answered
 
 
 class Later:
@@ -19,7 +19,7 @@ class Later:
         self.most = 0
         self.asked = threading.Semaphore(0)
 
-    def ask(self, block: int) -> Future[str]:
+    def submit(self, block: int) -> Future[str]:
         self.open[block] = future = Future[str]()
         self.most = max(self.most, sum(not one.done() for one in self.open.values()))
         self.asked.release()
@@ -37,7 +37,7 @@ def test_answers_come_in_order_whichever_is_ready_first() -> None:
 
     other = threading.Thread(target=answer_backwards)
     other.start()
-    assert list(answered(range(3), later.ask, 3)) == [(n, f"answer {n}") for n in range(3)]
+    assert list(answered(range(3), later.submit, 3)) == [(n, f"answer {n}") for n in range(3)]
     other.join()
 
 
@@ -90,7 +90,7 @@ def test_what_answering_fails_with_is_raised_in_its_place() -> None:
 
 def test_a_stop_ends_it_and_lets_go_of_what_waits() -> None:
     later, stopped = Later(), threading.Event()
-    flow = answered(range(100), later.ask, 2, stop=stopped.is_set)
+    flow = answered(range(100), later.submit, 2, stop=stopped.is_set)
     assert (
         threading.Thread(target=lambda: (later.asked.acquire(timeout=10), later.open[0].set_result("a"))).start()
         is None
@@ -113,9 +113,9 @@ def test_somebody_is_told_while_nothing_happens() -> None:
         if calls[0] == 2:
             later.open[0].set_result("at last")
 
-    assert list(answered([0], later.ask, 1, idle=idle)) == [(0, "at last")]
+    assert list(answered([0], later.submit, 1, idle=idle)) == [(0, "at last")]
     assert calls[0] == 2
 
 
 def test_nothing_to_answer() -> None:
-    assert list(answered([], Later().ask, 3)) == []
+    assert list(answered([], Later().submit, 3)) == []

@@ -24,7 +24,7 @@ from weftline.engine.jobs.output import folder as places  # noqa: E402
 from weftline.engine.jobs.output.local_files import Disk, LocalFiles  # noqa: E402
 from weftline.engine.jobs.output.store import Store  # noqa: E402
 from weftline.engine.jobs.progress import Progress  # noqa: E402
-from weftline.engine.jobs.runners.opening import open_here  # noqa: E402
+from weftline.engine.jobs.runners.factory import local_runner_factory  # noqa: E402
 from weftline.engine.jobs.spec import ErrorsMax  # noqa: E402
 from weftline.errors import InputError, JobChanged, OutputFailed, PipelineError, SessionClosed, TooManyErrors  # noqa: E402
 
@@ -68,7 +68,7 @@ def test_every_row_is_there_once_in_order_with_what_was_kept(folder: Path, forma
 
 
 def test_results_are_what_a_loop_over_the_rows_gives(folder: Path) -> None:
-    from weftline.engine.jobs.runners.each_row import row_seed
+    from weftline.engine.jobs.rows import row_seed
 
     run_job(spec_of(folder, folder / "rows.jsonl", seed=0), plain())
     expected = [answer_plainly(text, row_seed(0, n)) for n, text in enumerate(BAD) if "fail" not in text]
@@ -142,8 +142,8 @@ def test_a_job_that_was_stopped_goes_on_to_the_same_end(folder: Path, rows: int)
 def test_a_finished_job_is_not_run_again(folder: Path) -> None:
     run_job(spec_of(folder, folder / "rows.jsonl"), plain())
     before, opened = visible(folder), []
-    opening = replace(plain(), open=lambda progress: opened.append(1))  # type: ignore[arg-type,return-value]
-    end = run_job(spec_of(folder, folder / "rows.jsonl"), opening)
+    factory = replace(plain(), open=lambda progress: opened.append(1))  # type: ignore[arg-type,return-value]
+    end = run_job(spec_of(folder, folder / "rows.jsonl"), factory)
     assert (end.finished, end.rows, end.resumed, end.errors, opened) == (True, 47, 47, 7, [])
     assert visible(folder) == before
 
@@ -260,14 +260,14 @@ def test_nothing_is_loaded_before_what_can_be_known_is_known(folder: Path) -> No
     def open_it(progress: object) -> Any:
         raise AssertionError("loaded")
 
-    opening = replace(plain(), open=open_it)
+    factory = replace(plain(), open=open_it)
     with pytest.raises(InputError, match=r"input text \(text\): there is no column text"):
         (folder / "other.jsonl").write_text('{"txt": "a"}\n')
-        run_job(spec_of(folder, folder / "other.jsonl"), opening)
+        run_job(spec_of(folder, folder / "other.jsonl"), factory)
     with pytest.raises(InputError, match=r"missing\.jsonl"):
-        run_job(spec_of(folder, folder / "missing.jsonl"), opening)
+        run_job(spec_of(folder, folder / "missing.jsonl"), factory)
     with pytest.raises(InputError, match=r"\.csv"):
-        run_job(spec_of(folder, folder / "rows.jsonl", "out.csv"), opening)
+        run_job(spec_of(folder, folder / "rows.jsonl", "out.csv"), factory)
 
 
 # bad rows
@@ -301,10 +301,10 @@ def test_error_rows_are_run_again_and_nothing_else(folder: Path) -> None:
         return answer_plainly(text.replace("fail", "row"), seed)
 
     run_job(spec_of(folder, folder / "rows.jsonl"), plain())
-    opening = plain(mended)
+    factory = plain(mended)
     made: list[Any] = []
-    opening = replace(opening, open=lambda progress: made.append(plain(mended).open(None)) or made[-1])
-    end = run_job(spec_of(folder, folder / "rows.jsonl", retry_errors=True), opening)
+    factory = replace(factory, open=lambda progress: made.append(plain(mended).open(None)) or made[-1])
+    end = run_job(spec_of(folder, folder / "rows.jsonl", retry_errors=True), factory)
     assert (end.finished, end.rows, end.errors) == (True, 47, 1)
     asked = [place for places in made[0].asked for place in places]
     assert asked == [n for n in range(47) if n % 7 == 3]
@@ -349,7 +349,7 @@ def test_r19_poison_rows_are_error_rows_and_the_job_finishes(folder: Path, mode:
     write_rows(folder / "rows.jsonl", texts)
     seen: list[Progress] = []
     spec = spec_of(folder, folder / "rows.jsonl")
-    end = run_job(spec, open_here(spec.pipeline, mode=mode, block_rows=5), watch=seen.append)
+    end = run_job(spec, local_runner_factory(spec.pipeline, mode=mode, block_rows=5), watch=seen.append)
     assert (end.finished, end.rows, end.errors) == (True, 30, 3)
     errors = {row["place"]: (row["step"], row["error"]) for row in errors_of(folder)}
     assert errors[4] == ("work", "StepError")
@@ -362,18 +362,18 @@ def test_r19_poison_rows_are_error_rows_and_the_job_finishes(folder: Path, mode:
 @pytest.mark.slow
 def test_both_ways_of_answering_give_the_same_rows_and_so_does_going_on(folder: Path) -> None:
     spec = spec_of(folder, folder / "rows.jsonl", "rows")
-    run_job(spec, open_here(spec.pipeline, mode="rows", block_rows=5))
+    run_job(spec, local_runner_factory(spec.pipeline, mode="rows", block_rows=5))
     spec = spec_of(folder, folder / "rows.jsonl", "blocks")
-    run_job(spec, open_here(spec.pipeline, mode="blocks", block_rows=5))
+    run_job(spec, local_runner_factory(spec.pipeline, mode="blocks", block_rows=5))
     assert visible(folder, "rows") == visible(folder, "blocks")
     assert len(rows_of(folder, "rows")) == 40
     seen: list[int] = []
     spec = spec_of(folder, folder / "rows.jsonl", "again")
-    opening = open_here(spec.pipeline, mode="rows", block_rows=5)
+    factory = local_runner_factory(spec.pipeline, mode="rows", block_rows=5)
     end = run_job(
-        spec, opening, watch=lambda progress: seen.append(progress.committed), stop=lambda: bool(seen and seen[-1])
+        spec, factory, watch=lambda progress: seen.append(progress.committed), stop=lambda: bool(seen and seen[-1])
     )
-    run_job(spec, opening)
+    run_job(spec, factory)
     assert visible(folder, "again") == visible(folder, "rows")
     assert end.why in ("", "it was interrupted")
 

@@ -8,7 +8,7 @@ pytest.importorskip("pyarrow")
 
 from tests.engine.jobs.made import plain, spec_of, write_pipeline, write_rows
 from weftline.engine.jobs.job import run_job
-from weftline.engine.jobs.preparing import data_around
+from weftline.engine.jobs.prepare import data_around
 from weftline.errors import InputError
 
 

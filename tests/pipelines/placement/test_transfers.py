@@ -187,12 +187,12 @@ def test_a_node_that_cannot_say_its_ports_is_a_problem(planned, near_catalog, mo
 
 
 def test_jobs_bring_blocks_of_rows_through_host_memory(planned) -> None:
-    from weftline.engine.jobs.runners.blocked import blocked
+    from weftline.engine.jobs.runners.plans import block_plan
 
     text = PHOTO.replace(", map: image", "").replace("cut.crops", "find.image") % ("", "", "", "")
     plan = planned(text.replace("  cut: {node: cut, inputs: {image: photo, boxes: find.boxes}}\n", ""))
     assert plan.step("find").near_outputs == {"image": "device"}
-    rows = blocked(plan).plan
+    rows = block_plan(plan).plan
     assert all((step.near_inputs, step.near_outputs) == ((), {}) for step in rows.steps)
     assert all(worker.device_arena_bytes == 0 for worker in rows.workers)
 

@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.cli.batch_options import BatchRequest, OnRay, Typed, Via, report_place, understood
+from weftline.cli.batch_commands import BatchOptions, BatchRequest, RayTarget, ServerTarget, parse, report_place
 from weftline.cli.remote import Remote
 from weftline.engine.jobs.spec import DataSpec, ErrorsMax, JobSpec, OutSpec
 
-LEAST = Typed(file="p.yaml", data=("rows.jsonl",), out="results")
+LEAST = BatchOptions(file="p.yaml", data=("rows.jsonl",), out="results")
 
 
 def meant(**typed: object) -> BatchRequest:
-    request, mistakes = understood(replace(LEAST, **typed))
+    request, mistakes = parse(replace(LEAST, **typed))
     assert request is not None and not mistakes
     return request
 
 
 def wrong(**typed: object) -> list[str]:
-    request, mistakes = understood(replace(LEAST, **typed))
+    request, mistakes = parse(replace(LEAST, **typed))
     assert request is None
     return list(mistakes)
 
@@ -65,7 +65,7 @@ def test_other_words_for_errors_max_are_refused(text: str) -> None:
 
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_a_shard_is_one_of_so_many(place: int, count: int) -> None:
-    request, mistakes = understood(replace(LEAST, shard=f"{place}/{count}"))
+    request, mistakes = parse(replace(LEAST, shard=f"{place}/{count}"))
     if place <= count:
         assert request is not None and request.spec.data.shard == (place, count)
     else:
@@ -111,14 +111,14 @@ def test_options_of_a_server_need_one() -> None:
         for name in ("--model", "--token-file", "--tls", "--ca", "--tls-cert", "--tls-key", "--insecure")
     ]
     remote = Remote("h:1", Path("t"), True, Path("c"))
-    assert meant(via="h:1", model="m", token_file=Path("t"), tls=True, ca=Path("c")).where == Via(remote, "m")
+    assert meant(via="h:1", model="m", token_file=Path("t"), tls=True, ca=Path("c")).where == ServerTarget(remote, "m")
 
 
 def test_options_of_a_cluster_need_one() -> None:
     said = wrong(replicas=2, gpus_per_replica=0.5, address="auto")
     assert said == [f"{name} needs --engine ray" for name in ("--replicas", "--gpus-per-replica", "--address")]
-    assert meant(engine="ray").where == OnRay()
-    assert meant(engine="ray", replicas=2, gpus_per_replica=0.5, address="auto").where == OnRay(2, 0.5, "auto")
+    assert meant(engine="ray").where == RayTarget()
+    assert meant(engine="ray", replicas=2, gpus_per_replica=0.5, address="auto").where == RayTarget(2, 0.5, "auto")
 
 
 def test_a_report_lies_with_the_results_unless_it_is_named_or_not_wanted() -> None:

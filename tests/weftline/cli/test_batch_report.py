@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from weftline.cli.batch_figures import as_json, is_special, way_on
-from weftline.cli.batch_report import write_report
-from weftline.engine.jobs.progress import ErrorKind, JobEnd
+from weftline.cli.batch import as_json, is_special, way_on, write_report
+from weftline.engine.jobs.progress import ErrorKind, JobResult, Tally
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
-from weftline.engine.jobs.tally import Tally
 
-END = JobEnd("shouter", ("rows.jsonl",), "out", {"results": "out"}, True, "", 10, 1, 4, 2.0, Tally())
+END = JobResult("shouter", ("rows.jsonl",), "out", {"results": "out"}, True, "", 10, 1, 4, 2.0, Tally())
 
 
 def test_a_report_is_written_whole_and_stands_among_the_files(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from weftline.cli.batch_stop import ASKED, Interrupts
+from weftline.cli.batch import ASKED, Interrupts
 
 
 def test_the_first_signal_asks_and_the_second_ends() -> None:

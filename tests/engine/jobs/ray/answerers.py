@@ -27,7 +27,7 @@ class Doubler:
         self._pool = ThreadPoolExecutor(2)
         self._rows = 0
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         return self._pool.submit(self._answer, block)
 
     def _answer(self, block: RowBlock) -> BlockResult:

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from tests.engine.jobs.ray.test_service import Context
-from weftline.engine.jobs.ray.call import Aborted, RayCallContext
+from weftline.engine.jobs.ray.grpc_adapter import Aborted, RayCallContext
 
 
 def test_aborting_gives_the_call_its_status_and_ends_the_handler() -> None:

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.engine.jobs.ray.answerers import Doubler
+from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.ray.codec import (
-    AnswererInfo,
-    Sent,
+    ReplicaResult,
+    RunnerInfo,
     decode_block,
-    decode_facts,
+    decode_info,
     decode_sent,
     encode_block,
-    encode_facts,
+    encode_info,
     encode_sent,
 )  # fmt: skip
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.tally import Tally
 from weftline.nodes.detections import Detections
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)))
@@ -52,7 +52,9 @@ def block_of(values: list[Any], places: list[int] | None = None) -> RowBlock:
 @given(st.lists(VALUES, max_size=5))
 def test_values_of_every_kind_arrive_as_they_were(values: list[Any]) -> None:
     assert same(values, decode_block(encode_block(block_of(values))).inputs["x"])
-    assert same(values, decode_sent(encode_sent(Sent("r", BlockResult({"x": values}), {}))).answered.outputs["x"])
+    assert same(
+        values, decode_sent(encode_sent(ReplicaResult("r", BlockResult({"x": values}), {}))).answered.outputs["x"]
+    )
 
 
 def test_a_block_keeps_part_place_ids_and_places_and_leaves_its_table() -> None:
@@ -63,7 +65,7 @@ def test_a_block_keeps_part_place_ids_and_places_and_leaves_its_table() -> None:
 
 def test_objects_in_a_picture_arrive() -> None:
     found = Detections(np.ones((2, 4), np.float32), np.ones(2, np.float32), np.array([0, 1], np.int32), ("a", "b"))
-    (back,) = decode_sent(encode_sent(Sent("r", BlockResult({"x": [found]}), {}))).answered.outputs["x"]
+    (back,) = decode_sent(encode_sent(ReplicaResult("r", BlockResult({"x": [found]}), {}))).answered.outputs["x"]
     assert back.to_json() == found.to_json() and back.names == found.names
 
 
@@ -77,7 +79,9 @@ def test_a_value_that_cannot_travel_makes_its_row_unusable_and_no_other(value: A
 def test_errors_tally_and_figures_arrive() -> None:
     tally = Tally()
     tally.of("a").add(12.0, 3.0, 4, 4)
-    sent = Sent("me", BlockResult({"x": [None]}, {0: RowError("a", "StepError", "bad \ud800")}, tally), {"tokens": 3.0})
+    sent = ReplicaResult(
+        "me", BlockResult({"x": [None]}, {0: RowError("a", "StepError", "bad \ud800")}, tally), {"tokens": 3.0}
+    )
     back = decode_sent(encode_sent(sent))
     assert back.replica == "me" and back.figures == {"tokens": 3.0}
     assert back.answered.errors == {0: RowError("a", "StepError", "bad ?")}
@@ -85,5 +89,5 @@ def test_errors_tally_and_figures_arrive() -> None:
 
 
 def test_what_an_answerer_says_of_itself_arrives() -> None:
-    facts = AnswererInfo.of(Doubler())
-    assert decode_facts(encode_facts(facts)) == facts
+    info = RunnerInfo.of(Doubler())
+    assert decode_info(encode_info(info)) == info

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weftline.engine.jobs.ray.connecting import Need, connected, room
+from weftline.engine.jobs.ray.cluster import Need, capacity, connected
 from weftline.errors import InputError
 
 
@@ -26,7 +26,7 @@ from weftline.errors import InputError
 def test_as_many_replicas_fit_as_one_machine_after_the_other_holds(
     nodes: list[dict[str, float]], need: Need, fits: int
 ) -> None:
-    assert room(nodes, need) == fits
+    assert capacity(nodes, need) == fits
 
 
 def test_the_client_protocol_is_refused_with_what_to_do() -> None:

@@ -1,6 +1,6 @@
 """Figures of several replicas."""
 
-from weftline.engine.jobs.ray.figures import SILENT_S, STARTED, ReplicaStats
+from weftline.engine.jobs.ray.runner import SILENT_S, STARTED, ReplicaStats
 
 
 def test_totals_add_up_and_fractions_are_means() -> None:

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("ray")
 
 from tests.engine.jobs.ray.conftest import BODY, ENGINE, family
-from weftline.engine.jobs.ray.opening import open_on_cluster
+from weftline.engine.jobs.ray.runner import ray_runner_factory
 from weftline.engine.jobs.rows import RowBlock, Unusable
-from weftline.engine.jobs.runners.opening import open_here
+from weftline.engine.jobs.runners.factory import local_runner_factory
 from weftline.errors import ModelError, PipelineError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -28,19 +28,19 @@ def block_of(number: int) -> RowBlock:
 @pytest.mark.slow
 def test_a_pipeline_is_decided_and_answered_on_the_cluster_as_here(greet: Callable[..., Path]) -> None:
     path = greet()
-    here, there = open_here(path), open_on_cluster(path)
+    here, there = local_runner_factory(path), ray_runner_factory(path)
     decided = [(one.mode, one.why, one.block_rows, one.part_rows, one.repeatable) for one in (here, there)]
     assert decided[0] == decided[1]
     found = []
-    for opening in (here, there):
-        answerer = opening()
+    for factory in (here, there):
+        runner = factory()
         try:
-            asked = [answerer.ask(block_of(number)) for number in range(5)]
+            asked = [runner.submit(block_of(number)) for number in range(5)]
             answered = [one.result(60.0) for one in asked]
             found.append([(one.outputs, one.errors, one.tally.steps["hello"].rows) for one in answered])
-            assert {name: str(type) for name, type in answerer.outputs.items()} == {"said": "text"}
+            assert {name: str(type) for name, type in runner.outputs.items()} == {"said": "text"}
         finally:
-            answerer.close()
+            runner.close()
     assert found[0] == found[1]
     assert found[1][2][0]["said"][:2] == ["hello 2 0", "hello 2 1"] and list(found[1][2][1]) == [15]
     assert not psutil.wait_procs(family(ENGINE), timeout=10)[1]
@@ -48,6 +48,6 @@ def test_a_pipeline_is_decided_and_answered_on_the_cluster_as_here(greet: Callab
 
 def test_mistakes_in_the_file_are_told_here_and_those_of_the_plan_by_the_cluster(greet: Callable[..., Path]) -> None:
     with pytest.raises(PipelineError, match="did you mean steps"):
-        open_on_cluster(greet("inputs: {text: text}\nstepz: {}\noutputs: {}\n"))
+        ray_runner_factory(greet("inputs: {text: text}\nstepz: {}\noutputs: {}\n"))
     with pytest.raises(ModelError, match=r"on the Ray cluster: (?s:.*)cannot be answered by whole blocks"):
-        open_on_cluster(greet(BODY.replace("node: template,", "node: template, timeout_ms: 60000,")), mode="blocks")
+        ray_runner_factory(greet(BODY.replace("node: template,", "node: template, timeout_ms: 60000,")), mode="blocks")

@@ -6,8 +6,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.ray.pieces import LOST, cut, joined
-from weftline.engine.jobs.ray.trials import divided
+from weftline.engine.jobs.ray.coordinator import LOST, cut, divided, joined
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 
 

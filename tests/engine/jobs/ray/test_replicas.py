@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from weftline.engine.jobs.ray.connecting import Need
-from weftline.engine.jobs.ray.pieces import LOST
-from weftline.engine.jobs.ray.replicas import ReplicaAnswerer
+from weftline.engine.jobs.ray.cluster import Need
+from weftline.engine.jobs.ray.coordinator import LOST
+from weftline.engine.jobs.ray.runner import RayRunner
 from weftline.engine.jobs.rows import BlockResult, RowBlock, Unusable
 from weftline.errors import InputError, ModelError, SessionClosed
 
@@ -30,10 +30,8 @@ def replicas(
     count: int = 2,
     need: Need | None = None,
     **arguments: Any,
-) -> Iterator[ReplicaAnswerer]:
-    opened = ReplicaAnswerer(
-        f"tests.engine.jobs.ray.answerers:{opener}", arguments, replicas=count, need=need or Need(1)
-    )
+) -> Iterator[RayRunner]:
+    opened = RayRunner(f"tests.engine.jobs.ray.answerers:{opener}", arguments, replicas=count, need=need or Need(1))
     try:
         yield opened
     finally:
@@ -45,8 +43,8 @@ def block_of(number: int) -> RowBlock:
     return RowBlock(0, numbers[0], [str(n) for n in numbers], {"n": numbers}, pa.table({"kept": numbers}))
 
 
-def answers(opened: ReplicaAnswerer, blocks: range) -> list[BlockResult]:
-    asked = [opened.ask(block_of(number)) for number in blocks]
+def answers(opened: RayRunner, blocks: range) -> list[BlockResult]:
+    asked = [opened.submit(block_of(number)) for number in blocks]
     return [one.result(WAIT_S) for one in asked]
 
 
@@ -74,7 +72,7 @@ def test_a_job_with_deaths_has_every_row_once_and_the_row_that_kills_is_an_error
         assert sum(each.tally.steps["double"].rows for each in found) == 24 * ROWS - 1
 
         # and a replica that is killed from outside, in the middle
-        asked = [opened.ask(block_of(number)) for number in range(30, 60)]
+        asked = [opened.submit(block_of(number)) for number in range(30, 60)]
         pids = [pid for pid in asked[0].result(WAIT_S).outputs["pid"] if pid]
         os.kill(pids[0], signal.SIGKILL)
         assert twice([one.result(WAIT_S) for one in asked]) == expected(range(30, 60))
@@ -82,9 +80,9 @@ def test_a_job_with_deaths_has_every_row_once_and_the_row_that_kills_is_an_error
         # a value that cannot be had
         block = block_of(70)
         bad = RowBlock(0, 0, block.ids, {"n": [Unusable("no file"), *block.inputs["n"][1:]]}, block.table)
-        assert list(opened.ask(bad).result(WAIT_S).errors) == [0]
+        assert list(opened.submit(bad).result(WAIT_S).errors) == [0]
     with pytest.raises(SessionClosed):
-        opened.ask(block_of(0)).result(0)
+        opened.submit(block_of(0)).result(0)
 
 
 @pytest.mark.slow(but_first=1)
@@ -112,7 +110,7 @@ def test_what_no_machine_can_hold_is_refused_at_once() -> None:
 @pytest.mark.slow
 def test_blocks_that_wait_when_a_job_is_closed_end_with_an_error() -> None:
     with replicas(count=1) as opened:
-        asked = [opened.ask(block_of(number)) for number in range(200)]
+        asked = [opened.submit(block_of(number)) for number in range(200)]
         asked[0].result(WAIT_S)
     ends = [one.exception(0) for one in asked]
     assert any(isinstance(one, SessionClosed) for one in ends) and ends[0] is None

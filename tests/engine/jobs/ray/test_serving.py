@@ -22,8 +22,8 @@ from tritonclient.utils import InferenceServerException
 from tests.engine.jobs.ray.conftest import BODY, HEAD
 from tests.weftline.served import Served, serving
 from weftline.cli.main import main
-from weftline.engine.jobs.ray.connecting import Need
-from weftline.engine.jobs.ray.serving import check_config, machine_for
+from weftline.engine.jobs.ray.cluster import Need
+from weftline.engine.jobs.ray.deployment import check_config, machine_for
 from weftline.engine.serving.config import GrpcDoor, HttpDoor, ServeConfig, ServedPipeline, Tls
 from weftline.errors import PipelineError
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.ray.trials import PIECES, ROW_DEATHS_MAX, Span, Trials, divided
+from weftline.engine.jobs.ray.coordinator import PIECES, ROW_DEATHS_MAX, AttemptState, Span, divided
 
 
-def attempts(trials: Trials, kills: set[int], outside: set[int] = frozenset()) -> tuple[list[Span], list[int], int]:
+def attempts(
+    trials: AttemptState, kills: set[int], outside: set[int] = frozenset()
+) -> tuple[list[Span], list[int], int]:
     """Play replicas until a block is answered; return the spans of the last attempt, the lost rows and the deaths.
 
     outside: numbers of attempts in which something else ends the replica, at its first span.
@@ -33,21 +35,21 @@ def attempts(trials: Trials, kills: set[int], outside: set[int] = frozenset()) -
 )
 def test_exactly_the_rows_that_kill_are_lost_and_all_others_are_answered_once(case: tuple[int, set[int]]) -> None:
     rows, kills = case
-    done, lost, _ = attempts(Trials(rows), kills)
+    done, lost, _ = attempts(AttemptState(rows), kills)
     assert set(lost) == kills
     answered = [row for start, stop in done for row in range(start, stop)]
     assert sorted(answered) == [row for row in range(rows) if row not in kills]
 
 
 def test_the_first_death_accuses_nobody_since_other_blocks_ran_beside() -> None:
-    trials = Trials(100)
+    trials = AttemptState(100)
     assert not trials.begin().alone
     second = trials.begin()
     assert second.alone and second.spans == ((0, 100),)
 
 
 def test_a_block_whose_answer_was_lost_on_its_way_is_answered_whole_again() -> None:
-    trials = Trials(100)
+    trials = AttemptState(100)
     trials.begin()
     trials.begin()
     trials.trying((0, 100))
@@ -56,16 +58,16 @@ def test_a_block_whose_answer_was_lost_on_its_way_is_answered_whole_again() -> N
 
 
 def test_a_row_of_a_thousand_is_found_in_few_deaths() -> None:
-    assert attempts(Trials(1000), {777})[2] <= 1 + 1 + 4 + ROW_DEATHS_MAX
+    assert attempts(AttemptState(1000), {777})[2] <= 1 + 1 + 4 + ROW_DEATHS_MAX
 
 
 @given(st.integers(1, 100), st.integers(1, 5))
 def test_two_deaths_from_outside_lose_no_row(rows: int, when: int) -> None:
-    assert attempts(Trials(rows), set(), {0, when})[1] == []
+    assert attempts(AttemptState(rows), set(), {0, when})[1] == []
 
 
 def test_what_is_suspected_is_tried_first_and_what_has_passed_last() -> None:
-    trials = Trials(64)
+    trials = AttemptState(64)
     trials.begin()
     trials.begin()
     trials.trying((0, 64))

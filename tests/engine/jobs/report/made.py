@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.jobs.progress import ErrorKind, JobEnd, RatePoint, Sample
+from weftline.engine.jobs.progress import ErrorKind, JobResult, RatePoint, Sample, Tally
 from weftline.engine.jobs.rows import Unusable
-from weftline.engine.jobs.tally import Tally
 from weftline.nodes.detections import Detections
 
 HOSTILE = (
@@ -73,7 +72,7 @@ def samples(count: int = 24) -> tuple[Sample, ...]:
     return tuple(made)
 
 
-def job(**changed: object) -> JobEnd:
+def job(**changed: object) -> JobResult:
     draw = random.Random(1)
     rates = [RatePoint(second + 0.5, 28 * (1 - math.exp(-second / 3)) + draw.gauss(0, 1.5)) for second in range(71)]
     prompt = "the prompt has N tokens; the context has room for N"
@@ -100,4 +99,4 @@ def job(**changed: object) -> JobEnd:
         ],
         "versions": {"weftline": "0.1.0", "python": "3.11.2", "pyarrow": "26.0.0"},
     }  # fmt: skip
-    return JobEnd(**{**values, **changed})  # type: ignore[arg-type]
+    return JobResult(**{**values, **changed})  # type: ignore[arg-type]

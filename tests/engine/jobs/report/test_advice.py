@@ -1,7 +1,7 @@
 """What became of a job, and what to do next."""
 
 from tests.engine.jobs.report.made import job
-from weftline.engine.jobs.report.advice import next_steps, outcome
+from weftline.engine.jobs.report.summary import next_steps, outcome
 
 
 def test_a_job_without_errors_needs_nothing() -> None:

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from weftline.engine.jobs.progress import Progress
-from weftline.engine.jobs.report.bar import Teller
+from weftline.engine.jobs.report.progress_display import ProgressDisplay
 
 
 class Clock:
@@ -29,7 +29,7 @@ def at(rows: int, elapsed_s: float, **figures: float) -> Progress:
 
 def test_a_log_has_a_line_every_ten_seconds_and_one_at_the_end() -> None:
     err, clock = io.StringIO(), Clock()
-    with Teller(err, clock) as teller:
+    with ProgressDisplay(err, clock) as teller:
         for second in range(26):
             clock.now_s = 100.0 + second
             teller.update(at(second * 10, float(second)))
@@ -43,7 +43,7 @@ def test_a_log_has_a_line_every_ten_seconds_and_one_at_the_end() -> None:
 
 def test_the_end_is_not_told_twice_and_nothing_comes_after_it() -> None:
     err, clock = io.StringIO(), Clock()
-    teller = Teller(err, clock)
+    teller = ProgressDisplay(err, clock)
     teller.update(at(0, 0.0))
     clock.now_s += 10
     teller.update(at(1000, 10.0))
@@ -57,7 +57,7 @@ def test_the_end_is_not_told_twice_and_nothing_comes_after_it() -> None:
 
 def test_a_job_without_progress_says_nothing() -> None:
     err = io.StringIO()
-    Teller(err, Clock()).close()
+    ProgressDisplay(err, Clock()).close()
     assert err.getvalue() == ""
 
 
@@ -65,7 +65,7 @@ def test_a_terminal_shows_a_bar_that_is_erased_at_the_end(monkeypatch: pytest.Mo
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "140")
     err, clock = Terminal(), Clock()
-    teller = Teller(err, clock)
+    teller = ProgressDisplay(err, clock)
     teller.update(at(0, 0.0))
     clock.now_s += 0.05
     teller.update(at(7, 0.05))
@@ -86,7 +86,7 @@ def test_a_drawing_has_two_lines_however_narrow_the_terminal(columns: int, monke
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
     err = Terminal()
-    Teller(err, Clock()).update(at(500, 10.0, **{f"busy:step{number}": 0.5 for number in range(30)}))
+    ProgressDisplay(err, Clock()).update(at(500, 10.0, **{f"busy:step{number}": 0.5 for number in range(30)}))
     assert err.getvalue().count("\n") == 1
 
 
@@ -95,9 +95,9 @@ def test_without_colour_nothing_is_coloured(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("COLORTERM", raising=False)
     coloured, plain = Terminal(), Terminal()
-    Teller(coloured, Clock()).update(at(500, 10.0))
+    ProgressDisplay(coloured, Clock()).update(at(500, 10.0))
     monkeypatch.setenv("NO_COLOR", "1")
-    Teller(plain, Clock()).update(at(500, 10.0))
+    ProgressDisplay(plain, Clock()).update(at(500, 10.0))
     assert "\x1b[36m" in coloured.getvalue()
     assert "\x1b[36m" not in plain.getvalue() and "500/1000" in plain.getvalue()
 
@@ -106,7 +106,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     err = Terminal()
     clock = Clock()
-    with Teller(err, clock) as teller:
+    with ProgressDisplay(err, clock) as teller:
         teller.update(at(400, 8.0))
         clock.now_s += 10
         teller.update(at(900, 18.0))
@@ -123,19 +123,19 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_job_goes_on_when_nobody_can_see_it(kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     err, clock = kind(), Clock()
-    teller = Teller(err, clock)
+    teller = ProgressDisplay(err, clock)
     teller.update(at(1, 1.0))
     err.close()
     clock.now_s += 20
     teller.update(at(2, 21.0))
     teller.note("anybody?")
     teller.close()
-    Teller(err, clock).close()
+    ProgressDisplay(err, clock).close()
 
 
 def test_any_thread_may_tell() -> None:
     err, clock = io.StringIO(), Clock()
-    teller = Teller(err, clock)
+    teller = ProgressDisplay(err, clock)
     threads = [threading.Thread(target=teller.update, args=(at(n, 10.0),)) for n in range(8)]
     for one in threads:
         one.start()

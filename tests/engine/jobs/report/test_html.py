@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from tests.engine.jobs.report.made import HOSTILE, job, samples, tally
-from weftline.engine.jobs.progress import ErrorKind, JobEnd, RatePoint, Sample
-from weftline.engine.jobs.report.html import report
-from weftline.engine.jobs.report.sampler import RowSampler
-from weftline.engine.jobs.tally import StepTally, Tally
+from weftline.engine.jobs.progress import ErrorKind, JobResult, RatePoint, Sample, StepTally, Tally
+from weftline.engine.jobs.report.page import report
+from weftline.engine.jobs.report.samples import RowSampler
 from weftline.nodes.detections import Detections
 
 VOID = {"meta", "img", "br"}
@@ -99,7 +98,7 @@ def test_pictures_are_small_files_in_the_page(ordinary: str) -> None:
         assert int(one["width"] or 0) <= 240 and int(one["height"] or 0) <= 240
 
 
-def empty(**changed: Any) -> JobEnd:
+def empty(**changed: Any) -> JobResult:
     nothing: dict[str, Any] = {
         "data": (), "out": "", "files": {}, "rows": 0, "errors": 0, "elapsed_s": 0.0, "tally": Tally(), "figures": {},
         "instances": {}, "repeatable": {}, "rates": (), "samples": (), "kinds": (), "versions": {},
@@ -122,7 +121,7 @@ def test_a_step_that_never_ran_is_in_the_table() -> None:
     assert "never" in check_alone(report(empty(tally=Tally({"never": StepTally(skipped=9)})))).text
 
 
-def hostile() -> JobEnd:
+def hostile() -> JobResult:
     """Return a job whose every text is an attack."""
     odd = Detections(np.zeros((1, 4), np.float32), np.ones(1, np.float32), np.zeros(1, np.int32), (HOSTILE,))
     values = {

@@ -5,7 +5,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.report.kinds import IDS_MAX, OTHER, ErrorKinds, common
+from weftline.engine.jobs.recorder import IDS_MAX, OTHER, ErrorKinds, common
 from weftline.engine.jobs.rows import RowError
 
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.engine.jobs.report.made import found, photo, sound
-from weftline.engine.jobs.report.pictures import SIDE_MAX, Picture, is_picture, thumbnail, waveform
+from weftline.engine.jobs.report.samples import SIDE_MAX, Picture, is_picture, thumbnail, waveform
 from weftline.nodes.detections import Detections
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from weftline.engine.jobs.progress import Sample
-from weftline.engine.jobs.report.sampler import RowSampler
-from weftline.engine.jobs.report.samples import Shown
+from weftline.engine.jobs.report.samples import RowSampler, SampleValue
 
 
 def offered(order: Sequence[int], failed: Sequence[int] = (), seed: int = 0, most: int = 24) -> list[int]:
@@ -65,7 +64,7 @@ def test_rows_at_large_are_spread_evenly() -> None:
 def test_what_is_kept_is_small() -> None:
     sampler = RowSampler()
     sampler.offer(0, lambda: Sample("0", {"image": np.zeros((2000, 2000, 3), np.uint8)}, {}))
-    assert all(isinstance(value, Shown) for value in sampler.samples()[0].inputs.values())
+    assert all(isinstance(value, SampleValue) for value in sampler.samples()[0].inputs.values())
 
 
 def test_rows_that_are_not_kept_are_not_made() -> None:

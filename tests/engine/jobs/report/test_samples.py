@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.engine.jobs.report.made import HOSTILE, found, photo, sound
 from weftline.engine.jobs.progress import Sample
-from weftline.engine.jobs.report.samples import TEXT_CHARS_MAX, VALUES_MAX, Shown, shown, small
+from weftline.engine.jobs.report.samples import TEXT_CHARS_MAX, VALUES_MAX, SampleValue, shown, small
 from weftline.engine.jobs.rows import Unusable
 from weftline.nodes.detections import Detections
 
@@ -121,4 +121,4 @@ def test_a_value_that_cannot_be_shown_says_so() -> None:
 def test_what_is_small_stays_what_it_is() -> None:
     kept = small(Sample("1", {"image": photo()}, {"things": found(), "answer": None}))
     assert small(kept) is kept
-    assert all(isinstance(value, Shown) for value in kept.outputs.values())
+    assert all(isinstance(value, SampleValue) for value in kept.outputs.values())

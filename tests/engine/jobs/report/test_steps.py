@@ -3,8 +3,8 @@
 import pytest
 
 from tests.engine.jobs.report.made import job
-from weftline.engine.jobs.report.steps import rows_per_s, step_figures, tokens_per_s
-from weftline.engine.jobs.tally import StepTally, Tally
+from weftline.engine.jobs.progress import StepTally, Tally
+from weftline.engine.jobs.report.summary import rows_per_s, step_figures, tokens_per_s
 
 
 def one_step(rows: int = 100, batch: int = 10, node_ms: float = 50.0) -> Tally:

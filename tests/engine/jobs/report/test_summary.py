@@ -1,9 +1,8 @@
 """The table that a terminal shows at the end."""
 
 from tests.engine.jobs.report.made import HOSTILE, job
-from weftline.engine.jobs.progress import ErrorKind
+from weftline.engine.jobs.progress import ErrorKind, StepTally, Tally
 from weftline.engine.jobs.report.summary import summary
-from weftline.engine.jobs.tally import StepTally, Tally
 
 
 def test_a_summary_has_rows_rates_steps_errors_files_and_the_next_command() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.report.words import as_name, counted, duration, harmless, one_line, percent, rate
+from weftline.engine.jobs.report.text import as_name, counted, duration, harmless, one_line, percent, rate
 
 
 @pytest.mark.parametrize(

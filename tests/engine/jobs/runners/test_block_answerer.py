@@ -16,21 +16,20 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.engine.fire import Gate, descriptors, memory_maps, wait_until
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.runners import blocked as blocked_module
-from weftline.engine.jobs.runners import packing
-from weftline.engine.jobs.runners.block_answerer import (
-    BlockAnswerer,
+from weftline.engine.jobs.progress import Tally
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable, row_error, row_seed
+from weftline.engine.jobs.runners import columns as packing
+from weftline.engine.jobs.runners import plans as blocked_module
+from weftline.engine.jobs.runners.block_runner import (
+    BlockRunner,
     ByteAllowance,
     ahead_of,
     block_rows_of,
     count,
     parts,
 )
-from weftline.engine.jobs.runners.blocked import blocked
-from weftline.engine.jobs.runners.each_row import row_error, row_seed
+from weftline.engine.jobs.runners.plans import block_plan
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
-from weftline.engine.jobs.tally import Tally
 from weftline.engine.scheduler import workers as crew
 from weftline.engine.scheduler.restarts import RestartPolicy
 from weftline.engine.session import load
@@ -47,17 +46,17 @@ STEPS = Path(__file__).parents[2]
 EXAMPLES = Path(__file__).parents[4] / "examples"
 HUNG_S = 60.0
 
-Start = Callable[..., BlockAnswerer]
+Start = Callable[..., BlockRunner]
 
 
 @pytest.fixture
 def start(warm: None) -> Iterator[Start]:
     """Open answerers; afterwards they leave nothing behind."""
     before = descriptors(), memory_maps()
-    opened: list[BlockAnswerer] = []
+    opened: list[BlockRunner] = []
 
-    def start(pipeline: Any, **more: Any) -> BlockAnswerer:
-        opened.append(BlockAnswerer(pipeline, **more))
+    def start(pipeline: Any, **more: Any) -> BlockRunner:
+        opened.append(BlockRunner(pipeline, **more))
         return opened[-1]
 
     yield start
@@ -79,8 +78,8 @@ def block_of(inputs: Mapping[str, Sequence[Any]], place: int = 0) -> RowBlock:
     return RowBlock(0, place, [str(row) for row in range(rows)], inputs, None)
 
 
-def answered(answerer: BlockAnswerer, inputs: Mapping[str, Sequence[Any]], place: int = 0) -> BlockResult:
-    return answerer.ask(block_of(inputs, place)).result(HUNG_S)
+def answered(runner: BlockRunner, inputs: Mapping[str, Sequence[Any]], place: int = 0) -> BlockResult:
+    return runner.submit(block_of(inputs, place)).result(HUNG_S)
 
 
 def row_by_row(source: Any, inputs: Mapping[str, Sequence[Any]]) -> list[Mapping[str, Any] | RowError]:
@@ -167,7 +166,7 @@ def test_random_pipelines_answer_and_fail_as_row_by_row(seed: int, start: Start)
 
 
 @pytest.fixture(scope="module")
-def chain() -> Iterator[tuple[BlockAnswerer, Callable[[list[Any]], list[Any]]]]:
+def chain() -> Iterator[tuple[BlockRunner, Callable[[list[Any]], list[Any]]]]:
     """Two steps that fail on some texts, one item by item and one as a whole; and what Session.run says."""
     p = pipeline()
     x = p.input("x", "text")
@@ -180,7 +179,7 @@ def chain() -> Iterator[tuple[BlockAnswerer, Callable[[list[Any]], list[Any]]]]:
     )
     p.output("first", first.output)
     built = p.build()
-    answerer = BlockAnswerer(built)
+    runner = BlockRunner(built)
     with load(built).open() as session:
 
         def rows(texts: list[Any]) -> list[Any]:
@@ -192,17 +191,17 @@ def chain() -> Iterator[tuple[BlockAnswerer, Callable[[list[Any]], list[Any]]]]:
                     found.append(row_error(error))
             return found
 
-        yield answerer, rows
-    answerer.close()
+        yield runner, rows
+    runner.close()
 
 
 @pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 13), max_size=30))
 def test_whichever_rows_fail_the_others_are_answered(lengths: list[int], chain: Any) -> None:
-    answerer, rows = chain
+    runner, rows = chain
     texts = ["abcdefghijklmnop"[:length] for length in lengths]
-    same(by_row(answered(answerer, {"x": texts})), rows(texts))
+    same(by_row(answered(runner, {"x": texts})), rows(texts))
 
 
 @pytest.mark.slow
@@ -245,11 +244,11 @@ def test_examples_answer_as_row_by_row(name: str) -> None:
     pytest.importorskip("onnxruntime")
     file, inputs = examples()[name]
     rows = row_by_row(file, inputs)
-    answerer = BlockAnswerer(file)
+    runner = BlockRunner(file)
     try:
-        found = by_row(answered(answerer, inputs))
+        found = by_row(answered(runner, inputs))
     finally:
-        answerer.close()
+        runner.close()
     for one, other in zip(found, rows, strict=True):
         assert isinstance(one, RowError) == isinstance(other, RowError)
         if isinstance(one, RowError) or isinstance(other, RowError):
@@ -313,10 +312,10 @@ def test_the_same_block_forms_the_same_batches_by_row_order(start: Start, gate: 
     x = p.input("x", "text")
     first = p.step("first", "function", **function("picky", a=x))
     p.output("y", p.step("s", "fire_steps.py:Gated", **gate.options, value=first.output, batch={"items_max": 4}).value)
-    answerer = start(p)
+    runner = start(p)
     texts = ["a", "abc", "ab", "b", "c", "d", "def", "e", "f"]
     for _ in range(2):
-        answered(answerer, {"x": texts})
+        answered(runner, {"x": texts})
     right = [["ok a", "ok ab", "ok b", "ok c"], ["ok d", "ok e", "ok f"]]
     assert gate.calls() == right * 2
 
@@ -332,13 +331,13 @@ def test_every_row_has_its_own_seed_by_its_place(start: Start, tmp_path: Path) -
 
     p = Builder("seeds", base_dir=tmp_path)
     p.output("y", p.step("s", "function", function="seeds.py:seed", a=p.input("x", "text")).output)
-    answerer = start(p, seed=3)
-    assert answered(answerer, {"x": ["a", "b"]}, place=7).outputs["y"] == [
+    runner = start(p, seed=3)
+    assert answered(runner, {"x": ["a", "b"]}, place=7).outputs["y"] == [
         of(7),
         of(8),
     ]
     block = RowBlock(0, 0, ["p", "q"], {"x": ["a", "b"]}, None, places=[5, 90])
-    assert answerer.ask(block).result(HUNG_S).outputs["y"] == [
+    assert runner.submit(block).result(HUNG_S).outputs["y"] == [
         of(5),
         of(90),
     ]
@@ -348,9 +347,9 @@ def test_every_row_has_its_own_seed_by_its_place(start: Start, tmp_path: Path) -
 def test_blocks_are_answered_whatever_their_order_and_size(start: Start) -> None:
     p = pipeline()
     p.output("y", p.step("s", "function", **function("mark", a=p.input("x", "text"))).output)
-    answerer = start(p, block_rows=10)
-    assert answerer.block_rows == 10
-    asked = [(place, answerer.ask(block_of({"x": [f"{place}.{row}" for row in range(place)]}))) for place in range(40)]
+    runner = start(p, block_rows=10)
+    assert runner.block_rows == 10
+    asked = [(place, runner.submit(block_of({"x": [f"{place}.{row}" for row in range(place)]}))) for place in range(40)]
     for place, future in asked:
         assert future.result(HUNG_S).outputs["y"] == [f"({place}.{row})" for row in range(place)]
 
@@ -361,15 +360,15 @@ def test_what_steps_did_is_counted(start: Start) -> None:
     x, o = p.input("x", "text"), p.input("o", "text", optional=True)
     s = p.step("s", "function", **function("picky", a=x, batch={"items_max": 4}))
     p.output("y", p.step("t", "function", **function("both", a=s.output, b=o, batch={"items_max": 2})).output)
-    answerer = start(p)
-    answer = answered(answerer, {"x": ["a", "b", "abc", "c", "d"], "o": ["x", None, "x", "x", "x"]})
+    runner = start(p)
+    answer = answered(runner, {"x": ["a", "b", "abc", "c", "d"], "o": ["x", None, "x", "x", "x"]})
     first, second = answer.tally.steps["s"], answer.tally.steps["t"]
     assert (first.rows, first.failed, first.skipped) == (4, 1, 0)
     assert (second.rows, second.failed, second.skipped) == (3, 0, 1)
     assert second.batches == pytest.approx(2)
     assert first.busy_ms > 0
     assert sum(answer.tally.lengths["y"].values()) == 3
-    assert set(answerer.figures()) == {"busy:s", "busy:t"}
+    assert set(runner.figures()) == {"busy:s", "busy:t"}
 
 
 def test_only_what_is_wanted_runs_and_comes(start: Start, gate: Gate) -> None:
@@ -377,16 +376,16 @@ def test_only_what_is_wanted_runs_and_comes(start: Start, gate: Gate) -> None:
     x, z = p.input("x", "text"), p.input("z", "text", optional=True)
     p.output("gated", p.step("g", "fire_steps.py:Gated", **gate.options, value=z).value)
     p.output("y", p.step("s", "echo", value=x).value)
-    answerer = start(p, outputs=["y"])
-    answer = answered(answerer, {"x": ["a"], "z": ["b"]})
+    runner = start(p, outputs=["y"])
+    answer = answered(runner, {"x": ["a"], "z": ["b"]})
     assert answer.outputs == {"y": ["a"]}
     assert gate.calls() == []
-    assert {name: str(type) for name, type in answerer.outputs.items()} == {"y": "text"}
-    assert {name: str(type) for name, type in answerer.inputs.items()} == {"x": "text", "z": "text"}
-    assert answerer.needed == {"x"}
-    assert answerer.repeatable == {"y": "exact"}
-    assert answerer.instances == {"s": 1}
-    assert set(answerer.pids()) == {"s"}
+    assert {name: str(type) for name, type in runner.outputs.items()} == {"y": "text"}
+    assert {name: str(type) for name, type in runner.inputs.items()} == {"x": "text", "z": "text"}
+    assert runner.needed == {"x"}
+    assert runner.repeatable == {"y": "exact"}
+    assert runner.instances == {"s": 1}
+    assert set(runner.pids()) == {"s"}
 
 
 # what goes wrong
@@ -405,9 +404,9 @@ def test_values_that_cannot_be_had_are_error_rows(start: Start) -> None:
 def test_a_block_without_a_usable_row_is_answered(start: Start) -> None:
     p = pipeline()
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
-    answerer = start(p)
-    assert list(answered(answerer, {"x": [7, None]}).errors) == [0, 1]
-    assert answered(answerer, {"x": []}).outputs == {"y": []}
+    runner = start(p)
+    assert list(answered(runner, {"x": [7, None]}).errors) == [0, 1]
+    assert answered(runner, {"x": []}).outputs == {"y": []}
 
 
 @pytest.mark.slow
@@ -458,11 +457,11 @@ def test_a_worker_killed_within_a_block_changes_nothing(start: Start, gate: Gate
     p = pipeline()
     x = p.input("x", "text")
     p.output("y", p.step("s", "fire_steps.py:Gated", **gate.options, value=x, batch={"items_max": 4}).value)
-    answerer = start(p)
+    runner = start(p)
     gate.close()
-    future = answerer.ask(block_of({"x": list("abcdef")}))
+    future = runner.submit(block_of({"x": list("abcdef")}))
     wait_until(lambda: len(gate.calls()) == 1)
-    os.kill(answerer.pids()["s"], signal.SIGKILL)
+    os.kill(runner.pids()["s"], signal.SIGKILL)
     wait_until(lambda: len(gate.calls()) == 2)
     gate.open()
     answer = future.result(HUNG_S)
@@ -479,11 +478,11 @@ def test_a_step_that_never_comes_back_stops_the_job(
     p = pipeline()
     x = p.input("x", "text")
     p.output("y", p.step("s", "fire_steps.py:Fragile", folder=str(tmp_path), value=x).value)
-    answerer = start(p)
+    runner = start(p)
     (tmp_path / "broken").touch()
-    os.kill(answerer.pids()["s"], signal.SIGKILL)
+    os.kill(runner.pids()["s"], signal.SIGKILL)
     with pytest.raises(WeftlineError, match="keeps failing to start"):
-        answerer.ask(block_of({"x": ["a", "b"]})).result(HUNG_S)
+        runner.submit(block_of({"x": ["a", "b"]})).result(HUNG_S)
 
 
 @pytest.mark.slow
@@ -491,12 +490,12 @@ def test_closing_ends_what_is_under_way(start: Start, gate: Gate) -> None:
     p = pipeline()
     x = p.input("x", "text")
     p.output("y", p.step("s", "fire_steps.py:Gated", **gate.options, value=x).value)
-    answerer = start(p)
+    runner = start(p)
     gate.close()
-    future = answerer.ask(block_of({"x": ["a"]}))
+    future = runner.submit(block_of({"x": ["a"]}))
     wait_until(gate.calls)
-    answerer.close()
-    answerer.close()
+    runner.close()
+    runner.close()
     with pytest.raises(SessionClosed):
         future.result(HUNG_S)
 
@@ -505,14 +504,14 @@ def test_a_pipeline_that_cannot_be_given_blocks_is_refused() -> None:
     p = pipeline()
     p.output("y", p.step("s", "trickle", value=p.input("x", "text")).value)
     with pytest.raises(PipelineError, match="cannot be answered by whole blocks: step s streams"):
-        BlockAnswerer(p)
+        BlockRunner(p)
 
 
 def test_an_output_that_does_not_exist_is_refused() -> None:
     p = pipeline()
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
     with pytest.raises(InputError, match="no output is called z; outputs: y"):
-        BlockAnswerer(p, outputs=["z"])
+        BlockRunner(p, outputs=["z"])
 
 
 @pytest.mark.slow
@@ -547,8 +546,8 @@ def test_as_many_blocks_are_under_way_as_keep_all_workers_busy() -> None:
     two = p.step("two", "echo", value=one.value, instances=3)
     p.output("y", p.step("three", "echo", value=two.value, worker="w").value)
     p.output("z", p.step("four", "echo", value=x, worker="w").value)
-    assert ahead_of(blocked(plan_of(p))) == 2 * (1 + 3 + 1) + 1
-    assert ahead_of(blocked(plan_of(load_file(EXAMPLES / "tabular.yaml")))) == 3
+    assert ahead_of(block_plan(plan_of(p))) == 2 * (1 + 3 + 1) + 1
+    assert ahead_of(block_plan(plan_of(load_file(EXAMPLES / "tabular.yaml")))) == 3
     assert block_rows_of(plan_of(p)) == 1024
 
 
@@ -561,17 +560,17 @@ def test_failed_rows_are_counted_apart() -> None:
 
 
 def test_room_is_shared_out_and_the_largest_gets_all_of_it() -> None:
-    room = ByteAllowance(10)
-    with room.take(6), room.take(4):
+    capacity = ByteAllowance(10)
+    with capacity.take(6), capacity.take(4):
         pass
-    with ThreadPoolExecutor() as pool, room.take(6):
+    with ThreadPoolExecutor() as pool, capacity.take(6):
 
         def wait() -> bool:
-            with room.take(1000):
+            with capacity.take(1000):
                 return True
 
         waiting = pool.submit(wait)
-        with room.take(4):
+        with capacity.take(4):
             assert not waiting.done()
     assert waiting.result(HUNG_S)
 
@@ -581,11 +580,11 @@ def test_a_block_that_finds_no_room_for_now_waits(start: Start, gate: Gate, monk
     monkeypatch.setattr(blocked_module, "ARENA_BYTES", 1 << 20)
     p = pipeline(arena_bytes=1 << 20)
     p.output("y", p.step("s", "fire_steps.py:Gated", **gate.options, value=p.input("x", "text")).value)
-    answerer = start(p)
+    runner = start(p)
     gate.close()
     text = "a" * 349_000  # three of them fit into the arena, and their whole pages do not
-    futures = [answerer.ask(block_of({"x": [text]})) for _ in range(3)]
-    wait_until(lambda: answerer._session.stats()["requests"]["refused"])
+    futures = [runner.submit(block_of({"x": [text]})) for _ in range(3)]
+    wait_until(lambda: runner._session.stats()["requests"]["refused"])
     gate.open()
     assert [future.result(HUNG_S).outputs["y"] == [text] for future in futures] == [True] * 3
 
@@ -595,11 +594,11 @@ def test_closing_ends_those_that_wait_for_room(start: Start, gate: Gate, monkeyp
     monkeypatch.setattr(blocked_module, "ARENA_BYTES", 1 << 20)
     p = pipeline(arena_bytes=1 << 20)
     p.output("y", p.step("s", "fire_steps.py:Gated", **gate.options, value=p.input("x", "text")).value)
-    answerer = start(p)
+    runner = start(p)
     gate.close()
-    futures = [answerer.ask(block_of({"x": ["a" * 700_000]})) for _ in range(3)]
+    futures = [runner.submit(block_of({"x": ["a" * 700_000]})) for _ in range(3)]
     wait_until((gate.folder / "calls").exists)
-    answerer.close()
+    runner.close()
     for future in futures:
         with pytest.raises(SessionClosed):
             future.result(HUNG_S)

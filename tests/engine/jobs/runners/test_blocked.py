@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from weftline.engine.jobs.runners.blocked import (
+from weftline.engine.jobs.runners.plans import (
     ARENA_BYTES,
     RUN_MAX_MS,
-    blockable,
-    blocked,
+    block_plan,
+    find_block_obstacle,
     needed,
     rows_of,
 )
@@ -42,7 +42,7 @@ def one_step(**more: Any) -> Plan:
 
 def test_the_deadline_of_the_pipeline_does_not_apply_to_blocks() -> None:
     plan = plan_of(lambda p, x: p.step("s", "echo", value=x).value, deadline_ms=5.0, refuse_early=False)
-    limits = blocked(plan).plan.limits
+    limits = block_plan(plan).plan.limits
     assert (limits.deadline_ms, limits.refuse_early) == (None, True)
 
 
@@ -68,7 +68,7 @@ HINDRANCES: dict[str, Any] = {
 
 @pytest.mark.parametrize("why", HINDRANCES)
 def test_what_depends_on_a_single_row_cannot_be_given_blocks(why: str) -> None:
-    assert blockable(plan_of(HINDRANCES[why])) == why
+    assert find_block_obstacle(plan_of(HINDRANCES[why])) == why
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_depends_on_a_single_row_cannot_be_given_blocks(why: str) -> None:
     ],
 )
 def test_examples_that_are_plain_can_be_given_blocks(file: str, why: str) -> None:
-    found = blockable(make_plan(load_file(EXAMPLES / file), MACHINE))
+    found = find_block_obstacle(make_plan(load_file(EXAMPLES / file), MACHINE))
     assert bool(found) == bool(why), found
 
 
@@ -95,11 +95,11 @@ def test_only_steps_that_are_wanted_can_hinder() -> None:
     p.output("told", p.step("t", "trickle", value=x).value)
     p.output("same", x)
     plan = make_plan(p.build(), MACHINE)
-    assert blockable(plan) == "step t streams"
-    assert blockable(plan, ["plain", "same"]) == ""
-    assert blockable(plan, ["same"]) == "no step runs for these outputs"
+    assert find_block_obstacle(plan) == "step t streams"
+    assert find_block_obstacle(plan, ["plain", "same"]) == ""
+    assert find_block_obstacle(plan, ["same"]) == "no step runs for these outputs"
     assert [step.name for step in needed(plan, ["plain"])] == ["s"]
-    rewritten = blocked(plan, ["plain", "same"]).plan
+    rewritten = block_plan(plan, ["plain", "same"]).plan
     assert [step.name for step in rewritten.steps] == ["s"]
     assert [worker.name for worker in rewritten.workers] == ["s"]
     assert [one.name for one in rewritten.outputs] == ["plain", "s: told"]
@@ -107,7 +107,7 @@ def test_only_steps_that_are_wanted_can_hinder() -> None:
 
 def test_steps_keep_their_names_workers_devices_and_instances() -> None:
     plan = make_plan(load_file(EXAMPLES / "embedding.yaml"), MACHINE)
-    rewritten = blocked(plan).plan
+    rewritten = block_plan(plan).plan
     assert [step.name for step in rewritten.steps] == [step.name for step in plan.steps]
     for old, new in zip(plan.steps, rewritten.steps, strict=True):
         assert new.workers == old.workers
@@ -123,7 +123,7 @@ def test_a_step_is_told_all_that_it_needs_to_run_its_node() -> None:
         return p.step("s", "function", function="plain_steps.py:both", a=x, b=constant("!"), batch=batch).output
 
     plan = plan_of(build)
-    (step,) = blocked(plan).plan.steps
+    (step,) = block_plan(plan).plan.steps
     config: RowsConfig = to_config(RowsNode, step.options)
     assert config.runs == plan.steps[0].node
     assert config.runs_options == plan.steps[0].options
@@ -142,7 +142,7 @@ def test_every_value_has_as_many_readers_as_read_it() -> None:
         p.output("again", s.value)
         return p.step("t", "function", function="plain_steps.py:both", a=s.value, b=x).output
 
-    rewritten = blocked(plan_of(build)).plan
+    rewritten = block_plan(plan_of(build)).plan
     assert rewritten.input_readers == {"x": 2, "seeds": 2}
     assert rewritten.step("s").readers == {"value": 2, "told": 1}
     assert rewritten.step("t").readers == {"output": 1, "told": 1}
@@ -152,21 +152,21 @@ def test_names_of_its_own_give_way_to_the_pipelines() -> None:
     p = Builder("p", base_dir=STEPS)
     seeds = p.input("seeds", "text")
     p.output("y", p.step("s", "echo", value=seeds).value)
-    found = blocked(make_plan(p.build(), MACHINE))
+    found = block_plan(make_plan(p.build(), MACHINE))
     assert found.seeds == "seeds_"
     assert [one.name for one in found.plan.inputs] == ["seeds", "seeds_"]
 
 
 def test_limits_grow_with_what_a_request_carries() -> None:
     plan = one_step(run_max_ms=1000, batch={"items_max": 10})
-    assert blocked(plan, block_rows=1005).plan.steps[0].run_max_ms == 101_000
+    assert block_plan(plan, block_rows=1005).plan.steps[0].run_max_ms == 101_000
     slow = one_step(run_max_ms=80_000_000, batch={"items_max": 1})
-    assert blocked(slow, block_rows=1000).plan.steps[0].run_max_ms == RUN_MAX_MS
+    assert block_plan(slow, block_rows=1000).plan.steps[0].run_max_ms == RUN_MAX_MS
     small = plan_of(lambda p, x: p.step("s", "echo", value=x).value, arena_bytes=1 << 20, request_bytes_max=1 << 16)
-    limits = blocked(small).plan.limits
+    limits = block_plan(small).plan.limits
     assert limits.arena_bytes == ARENA_BYTES
     assert limits.request_bytes_max > 1 << 30
-    assert {worker.arena_bytes for worker in blocked(small).plan.workers} == {ARENA_BYTES}
+    assert {worker.arena_bytes for worker in block_plan(small).plan.workers} == {ARENA_BYTES}
 
 
 def test_what_it_takes_of_gpus_is_claimed_and_nothing_for_what_is_left_out() -> None:
@@ -178,21 +178,21 @@ def test_what_it_takes_of_gpus_is_claimed_and_nothing_for_what_is_left_out() -> 
     plan = make_plan(p.build(), Machine(4, 64 << 30, gpus))
     more = (Claim("s", "arena", gib, "assumed"), Claim("s", "another pipeline", gib, "claimed"))
     budgets = tuple(replace(one, claims=one.claims + more, kv_bytes=gib) for one in plan.budgets)
-    (budget,) = blocked(replace(plan, budgets=budgets), ["s"]).plan.budgets
+    (budget,) = block_plan(replace(plan, budgets=budgets), ["s"]).plan.budgets
     assert (budget.device, budget.total_bytes, budget.kv_bytes) == ("fake:0", 24 * gib, 0)
     assert sorted((claim.who, claim.what, claim.bytes) for claim in budget.claims) == [
         ("", "reserve", gib),
         ("s", "context", gib // 2),
         ("s", "weights and work", 4 * gib),
     ]
-    assert [one.device for one in blocked(plan).plan.budgets] == ["fake:0", "fake:1"]
-    assert blocked(one_step()).plan.budgets == ()
+    assert [one.device for one in block_plan(plan).plan.budgets] == ["fake:0", "fake:1"]
+    assert block_plan(one_step()).plan.budgets == ()
 
 
 def test_what_is_asked_of_gpus_is_asked_for_blocks_too() -> None:
     p = Builder("p", base_dir=STEPS, gpu={"ordering": "event", "mps": True})
     p.output("y", p.step("s", "echo", value=p.input("x", "text"), device="fake:0").value)
-    made = blocked(make_plan(p.build(), Machine(4, 64 << 30, (Device("fake:0", 24 << 30),)))).plan
+    made = block_plan(make_plan(p.build(), Machine(4, 64 << 30, (Device("fake:0", 24 << 30),)))).plan
     assert (made.ordering, made.mps) == ("event", True)
 
 
@@ -204,7 +204,7 @@ def test_steps_of_one_worker_hand_over_inside_it() -> None:
 
     plan = plan_of(build)
     assert plan.chains == ()
-    assert blocked(plan).plan.chains == ((0, 1),)
+    assert block_plan(plan).plan.chains == ((0, 1),)
 
 
 @pytest.mark.parametrize(

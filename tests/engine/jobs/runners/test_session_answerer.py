@@ -15,11 +15,10 @@ pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 
-from weftline.engine.jobs.rows import RowBlock, RowError, Unusable
-from weftline.engine.jobs.runners.each_row import row_seed
-from weftline.engine.jobs.runners.opening import for_jobs
-from weftline.engine.jobs.runners.repeatable import repeatable
-from weftline.engine.jobs.runners.session_answerer import SessionAnswerer
+from weftline.engine.jobs.rows import RowBlock, RowError, Unusable, row_seed
+from weftline.engine.jobs.runners.factory import for_jobs
+from weftline.engine.jobs.runners.plans import repeatable
+from weftline.engine.jobs.runners.session_runner import SessionRunner
 from weftline.engine.session import Session, load
 from weftline.errors import InputError, SessionClosed
 from weftline.nodes.urgency import seed_of
@@ -98,15 +97,15 @@ def block(numbers: list[Any], place: int = 0, **more: list[Any]) -> RowBlock:
     return RowBlock(0, place, ids, {"numbers": numbers, **more}, pa.table({"id": ids}))
 
 
-def answerer(session: Session, **more: Any) -> SessionAnswerer:
-    return SessionAnswerer(session, shared=False, **more)
+def runner(session: Session, **more: Any) -> SessionRunner:
+    return SessionRunner(session, shared=False, **more)
 
 
 @pytest.mark.slow
 def test_each_row_is_answered_as_it_would_be_alone(session: Session) -> None:
     numbers: list[Any] = [[1, 2], [3, 4, 5], [], [13], [6, 7, 13, 8], [9]]
     answered = (
-        answerer(session, seed=7).ask(block(numbers, place=100, mode=["a", None, "c", None, "e", "f"])).result(60)
+        runner(session, seed=7).submit(block(numbers, place=100, mode=["a", None, "c", None, "e", "f"])).result(60)
     )
     assert answered.outputs["sum"] == [6, 24, 0, None, None, 18]
     assert answered.outputs["big"] == [None, 24, None, None, None, None]
@@ -126,23 +125,23 @@ def test_the_same_block_forms_the_same_batches(session: Session) -> None:
     def batches(result: Any) -> dict[str, float]:
         return {name: round(one.batches, 6) for name, one in result.tally.steps.items()}
 
-    one = answerer(session).ask(block(numbers)).result(60)
-    many = answerer(session)
-    others = [many.ask(block(numbers)) for _ in range(4)]
+    one = runner(session).submit(block(numbers)).result(60)
+    many = runner(session)
+    others = [many.submit(block(numbers)) for _ in range(4)]
     assert all(batches(other.result(60)) == batches(one) for other in others)
     assert one.tally.steps["each"].batches == 9  # 36 elements of all rows, in fours
 
 
 @pytest.mark.slow
 def test_a_row_that_kills_its_worker_is_one_error_row(session: Session) -> None:
-    answered = answerer(session).ask(block([[1], [66], [2], [3, 4]])).result(60)
+    answered = runner(session).submit(block([[1], [66], [2], [3, 4]])).result(60)
     assert answered.outputs["sum"] == [2, None, 4, 14]
     assert (answered.errors[1].step, answered.errors[1].error) == ("each", "WorkerDied")
     assert list(answered.errors) == [1]
 
 
 def test_values_that_cannot_be_had_or_are_refused_are_error_rows(session: Session) -> None:
-    answered = answerer(session).ask(block([Unusable("column numbers is empty"), "text", [1]])).result(60)
+    answered = runner(session).submit(block([Unusable("column numbers is empty"), "text", [1]])).result(60)
     assert answered.errors[0] == RowError("", "InputError", "input numbers: column numbers is empty")
     assert answered.errors[1].step == "" and answered.errors[1].error == "InputError"
     assert answered.outputs["sum"] == [None, None, 2]
@@ -151,8 +150,8 @@ def test_values_that_cannot_be_had_or_are_refused_are_error_rows(session: Sessio
 def test_more_rows_than_memory_are_answered_in_turns(session: Session) -> None:
     """Each row takes half a MiB of the 4 that there are; several blocks want them at the same time."""
     long = "x" * (1 << 19)
-    asked = answerer(session, outputs=["seed"])
-    futures = [asked.ask(block([[]] * 6, mode=[long] * 6)) for _ in range(4)]
+    asked = runner(session, outputs=["seed"])
+    futures = [asked.submit(block([[]] * 6, mode=[long] * 6)) for _ in range(4)]
     for future in futures:
         answered = future.result(60)
         assert not answered.errors
@@ -160,15 +159,15 @@ def test_more_rows_than_memory_are_answered_in_turns(session: Session) -> None:
 
 
 def test_a_row_larger_than_all_memory_is_an_error_row(session: Session) -> None:
-    answered = answerer(session, outputs=["seed"]).ask(block([[], []], mode=["x" * (5 << 20), "b"])).result(60)
+    answered = runner(session, outputs=["seed"]).submit(block([[], []], mode=["x" * (5 << 20), "b"])).result(60)
     assert answered.errors[0].error == "LimitReached" and "arena_bytes" in answered.errors[0].reason
     assert answered.outputs["seed"][1][0] == "b"
 
 
 def test_beside_usual_requests_everybody_is_answered(session: Session) -> None:
-    asked = SessionAnswerer(session, shared=True, block_rows=8)
+    asked = SessionRunner(session, shared=True, block_rows=8)
     assert set(asked.repeatable.values()) == {"rounding"}
-    futures = [asked.ask(block([[n]] * 8)) for n in range(6)]
+    futures = [asked.submit(block([[n]] * 8)) for n in range(6)]
     usual = [session.run(numbers=[100 + n])["sum"] for n in range(20)]
     assert usual == [200 + 2 * n for n in range(20)]
     assert [future.result(60).outputs["sum"] for future in futures] == [[2 * n] * 8 for n in range(6)]
@@ -176,7 +175,7 @@ def test_beside_usual_requests_everybody_is_answered(session: Session) -> None:
 
 def test_unknown_outputs_are_refused(session: Session) -> None:
     with pytest.raises(InputError, match="no output is called total; outputs: sum, big, seed"):
-        SessionAnswerer(session, outputs=["total"])
+        SessionRunner(session, outputs=["total"])
 
 
 def test_the_deadline_of_a_pipeline_does_not_apply_to_a_job_of_its_own(session: Session) -> None:
@@ -196,8 +195,8 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
     opened = Session(for_jobs(load(tmp_path / "slow.yaml").plan, 32))
     opened.open()
     pids = opened.pids()
-    asked = SessionAnswerer(opened, shared=False, own=True)
-    future = asked.ask(RowBlock(0, 0, ["a"] * 100, {"x": ["a"] * 100}, pa.table({"id": ["a"] * 100})))
+    asked = SessionRunner(opened, shared=False, own=True)
+    future = asked.submit(RowBlock(0, 0, ["a"] * 100, {"x": ["a"] * 100}, pa.table({"id": ["a"] * 100})))
     closer = threading.Timer(0.5, asked.close)
     closer.start()
     with pytest.raises(SessionClosed):
@@ -239,6 +238,6 @@ def test_rows_whose_values_do_not_all_fit_at_once_are_answered_all_the_same(tmp_
     (tmp_path / "large.yaml").write_text(LARGE)
     with load(tmp_path / "large.yaml").open() as opened:
         block = RowBlock(0, 0, [str(n) for n in range(40)], {"n": list(range(40))}, pa.table({}))
-        answered = answerer(opened).ask(block).result(60)
+        answered = runner(opened).submit(block).result(60)
     assert answered.errors == {}
     assert answered.outputs["size"] == [500_000 + n for n in range(40)]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from weftline.engine.jobs.runners.tries import Again
-from weftline.engine.jobs.runners.turns import WindowQueue
-from weftline.engine.jobs.runners.window import Window
+from weftline.engine.jobs.runners.server_flow import Retry, Window, WindowQueue
 
 
 async def settle() -> None:
@@ -54,11 +52,11 @@ def test_ends_are_told_to_the_window() -> None:
     async def go() -> None:
         turns = WindowQueue(Window(4))
         numbers = [await turns.take(order) for order in range(4)]
-        turns.give(numbers[0], False, Again(0.1, "half"))
+        turns.give(numbers[0], False, Retry(0.1, "half"))
         assert turns.window.size == 2
-        turns.give(numbers[1], False, Again(0.1))
+        turns.give(numbers[1], False, Retry(0.1))
         assert turns.window.size == 2
-        turns.give(numbers[2], False, Again(0.1, "first"))
+        turns.give(numbers[2], False, Retry(0.1, "first"))
         assert turns.window.size == 8
         for _ in range(7):
             numbers.append(await turns.take(4))

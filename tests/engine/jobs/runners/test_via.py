@@ -19,9 +19,8 @@ from tests.engine.client.pipelines import echo, of_one_step
 from tests.engine.fire import Gate, wait_until
 from tests.engine.serving.grpc.served import Served, served_in_thread
 from tests.weftline.served import free_port
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
-from weftline.engine.jobs.runners.each_row import row_seed
-from weftline.engine.jobs.runners.via import ServerAnswerer
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable, row_seed
+from weftline.engine.jobs.runners.server_runner import ServerRunner
 from weftline.engine.serving.backend import Record
 from weftline.engine.serving.config import GrpcDoor
 from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, Unavailable, UnknownModel
@@ -82,26 +81,26 @@ def of_model(server: Served, model: str) -> list[Record]:
 @pytest.mark.slow
 def test_every_row_is_answered_once_in_its_place(server: Served) -> None:
     server.records.clear()
-    answerer = ServerAnswerer(server.address, "wide", seed=3)
+    runner = ServerRunner(server.address, "wide", seed=3)
     try:
-        assert answerer.inputs == {"words": PortType.parse("text"), "numbers": PortType.parse("float32[N]")}
-        assert answerer.outputs == answerer.inputs and answerer.needed == {"words", "numbers"}
-        assert answerer.repeatable == {"words": "rounding", "numbers": "rounding"}
+        assert runner.inputs == {"words": PortType.parse("text"), "numbers": PortType.parse("float32[N]")}
+        assert runner.outputs == runner.inputs and runner.needed == {"words", "numbers"}
+        assert runner.repeatable == {"words": "rounding", "numbers": "rounding"}
         blocks = [
             block(first, words=texts(50, first), numbers=[[float(first + row)] for row in range(50)])
             for first in (0, 50, 100)
         ]
-        for first, answered in zip((0, 50, 100), [answerer.ask(one) for one in blocks], strict=True):
+        for first, answered in zip((0, 50, 100), [runner.submit(one) for one in blocks], strict=True):
             found = answered.result(60)
             assert not found.errors
             assert list(found.outputs["words"]) == texts(50, first)
             assert [one.tolist() for one in found.outputs["numbers"]] == [[float(first + row)] for row in range(50)]
             calls = found.tally.of("wide")
             assert (calls.rows, calls.failed, sum(found.tally.lengths["words"].values())) == (50, 0, 50)
-        assert answerer.figures()["in_flight"] > 8, "it grows while nothing is refused"
+        assert runner.figures()["in_flight"] > 8, "it grows while nothing is refused"
     finally:
-        answerer.close()
-    asked = [one.ask for one in of_model(server, "wide")]
+        runner.close()
+    asked = [one.submit for one in of_model(server, "wide")]
     assert Counter(one.inputs["words"] for one in asked) == Counter(texts(150))
     assert all(one.job and one.priority == -100 for one in asked)
     assert {one.inputs["words"]: one.seed for one in asked} == {f"t{place}": row_seed(3, place) for place in range(150)}
@@ -110,17 +109,17 @@ def test_every_row_is_answered_once_in_its_place(server: Served) -> None:
 @pytest.mark.slow
 def test_seeds_belong_to_places_wherever_a_row_stands(server: Served) -> None:
     server.records.clear()
-    answerer = ServerAnswerer(server.address, "fails")
+    runner = ServerRunner(server.address, "fails")
     rows = block(x=["a", "b"])
-    answerer.ask(RowBlock(0, 0, rows.ids, rows.inputs, rows.table, places=[7, 40])).result(60)
-    answerer.close()
-    assert {one.ask.seed for one in of_model(server, "fails")} == {row_seed(0, 7), row_seed(0, 40)}
+    runner.submit(RowBlock(0, 0, rows.ids, rows.inputs, rows.table, places=[7, 40])).result(60)
+    runner.close()
+    assert {one.submit.seed for one in of_model(server, "fails")} == {row_seed(0, 7), row_seed(0, 40)}
 
 
 def test_a_bad_row_is_an_error_and_its_neighbours_are_answered(server: Served) -> None:
-    answerer = ServerAnswerer(server.address, "fails")
-    found = answerer.ask(block(x=["a", "bad", Unusable("no such file"), None, 5, "b"])).result(60)
-    answerer.close()
+    runner = ServerRunner(server.address, "fails")
+    found = runner.submit(block(x=["a", "bad", Unusable("no such file"), None, 5, "b"])).result(60)
+    runner.close()
     assert list(found.outputs["y"]) == ["a", None, None, None, None, "b"]
     errors = dict(found.errors)
     assert errors[1] == RowError("only", "StepError", "RuntimeError: failed on purpose")
@@ -131,41 +130,41 @@ def test_a_bad_row_is_an_error_and_its_neighbours_are_answered(server: Served) -
 
 
 def test_a_row_that_is_too_large_is_its_own_error(server: Served) -> None:
-    answerer = ServerAnswerer(server.address, "tight")
-    found = answerer.ask(block(a=["a", "x" * 2000, "x" * 700], b=["b", "b", "x" * 700])).result(60)
-    answerer.close()
+    runner = ServerRunner(server.address, "tight")
+    found = runner.submit(block(a=["a", "x" * 2000, "x" * 700], b=["b", "b", "x" * 700])).result(60)
+    runner.close()
     assert (list(found.outputs["a"]), list(found.errors)) == (["a", None, None], [1, 2])
     assert found.errors[1].error == "InputError" and "1000" in found.errors[1].reason
     assert found.errors[2].error == "LimitReached" and "request_bytes_max is 1000" in found.errors[2].reason
 
 
 def test_what_a_row_leaves_out_is_left_out_and_only_wanted_outputs_come(server: Served) -> None:
-    answerer = ServerAnswerer(server.address, "maybe")
-    found = answerer.ask(block(x=["a", "b"], more=["c", None])).result(60)
+    runner = ServerRunner(server.address, "maybe")
+    found = runner.submit(block(x=["a", "b"], more=["c", None])).result(60)
     assert (list(found.outputs["y"]), list(found.outputs["z"])) == (["a", "b"], ["c", None])
-    assert answerer.needed == {"x"}
-    answerer.close()
-    answerer = ServerAnswerer(server.address, "maybe", outputs=["z"])
-    assert list(answerer.outputs) == ["z"]
-    assert dict(answerer.ask(block(x=["a"], more=["c"])).result(60).outputs) == {"z": ["c"]}
-    answerer.close()
+    assert runner.needed == {"x"}
+    runner.close()
+    runner = ServerRunner(server.address, "maybe", outputs=["z"])
+    assert list(runner.outputs) == ["z"]
+    assert dict(runner.submit(block(x=["a"], more=["c"])).result(60).outputs) == {"z": ["c"]}
+    runner.close()
 
 
 def test_no_more_rows_are_under_way_than_was_said(server: Served) -> None:
     server.records.clear()
-    answerer = ServerAnswerer(server.address, "slow", in_flight=3)
-    wait_for([answerer.ask(block(x=texts(20))) for _ in range(2)], 60)
-    answerer.close()
+    runner = ServerRunner(server.address, "slow", in_flight=3)
+    wait_for([runner.submit(block(x=texts(20))) for _ in range(2)], 60)
+    runner.close()
     assert 1 < most_at_once(of_model(server, "slow")) <= 3
-    assert answerer.figures() == {"in_flight": 3.0}
+    assert runner.figures() == {"in_flight": 3.0}
 
 
 def test_a_row_that_was_refused_goes_before_those_behind_it() -> None:
     with flaky() as server:
         server.refusals = [Refuse("RESOURCE_EXHAUSTED", pushback_ms="10")]
-        answerer = ServerAnswerer(server.url, "m", in_flight=1)
-        found = answerer.ask(block(x=texts(400))).result(60)
-        answerer.close()
+        runner = ServerRunner(server.url, "m", in_flight=1)
+        found = runner.submit(block(x=texts(400))).result(60)
+        runner.close()
         order = [bytes(one.raw_input_contents[0][4:]).decode() for one in server.seen]
     assert list(found.outputs["x"]) == texts(400)
     assert order[0] == "t0" and 1 <= order[1:].index("t0") < 399
@@ -174,13 +173,13 @@ def test_a_row_that_was_refused_goes_before_those_behind_it() -> None:
 
 def test_a_full_server_is_asked_again_until_every_row_has_passed(server: Served) -> None:
     server.records.clear()
-    answerer = ServerAnswerer(server.address, "small")
-    found = answerer.ask(block(x=texts(80))).result(60)
-    answerer.close()
+    runner = ServerRunner(server.address, "small")
+    found = runner.submit(block(x=texts(80))).result(60)
+    runner.close()
     assert not found.errors and list(found.outputs["y"]) == texts(80)
     ends = Counter(one.status for one in of_model(server, "small"))
     assert ends["OK"] == 80 and 1 <= ends["RESOURCE_EXHAUSTED"] < 80, "it finds how many there is room for"
-    assert answerer.figures()["in_flight"] < 8
+    assert runner.figures()["in_flight"] < 8
 
 
 # servers that come and go
@@ -195,14 +194,14 @@ def test_a_server_that_is_restarted_in_the_middle_loses_no_row(tmp_path: Path) -
     gate, port = Gate(tmp_path), free_port()
     gate.close()
     with serving(port, gated=gated(gate)) as server:
-        answerer = ServerAnswerer(f"127.0.0.1:{port}", "gated")
-        answer: Future[BlockResult] = answerer.ask(block(x=texts(30)))
+        runner = ServerRunner(f"127.0.0.1:{port}", "gated")
+        answer: Future[BlockResult] = runner.submit(block(x=texts(30)))
         wait_until(lambda: server.open_requests("gated") > 0)
     gate.open()
     assert not answer.done()
     with serving(port, gated=gated(gate)):
         found = answer.result(60)
-    answerer.close()
+    runner.close()
     assert not found.errors and list(found.outputs["y"]) == texts(30)
 
 
@@ -211,13 +210,13 @@ def test_a_server_that_stays_away_stops_the_job(tmp_path: Path) -> None:
     gate, port = Gate(tmp_path), free_port()
     gate.close()
     with serving(port, gated=gated(gate)) as server:
-        answerer = ServerAnswerer(f"127.0.0.1:{port}", "gated", patience_s=0.3)
-        answer = answerer.ask(block(x=texts(30)))
+        runner = ServerRunner(f"127.0.0.1:{port}", "gated", patience_s=0.3)
+        answer = runner.submit(block(x=texts(30)))
         wait_until(lambda: server.open_requests("gated") > 0)
     gate.open()
     with pytest.raises(Unavailable, match=r"no server for 0.3 s: .*\n.*goes on where it stopped"):
         answer.result(60)
-    answerer.close()
+    runner.close()
 
 
 @pytest.mark.slow
@@ -225,29 +224,29 @@ def test_another_model_at_the_same_place_stops_the_job(tmp_path: Path) -> None:
     gate, port = Gate(tmp_path), free_port()
     gate.close()
     with serving(port, gated=gated(gate)) as server:
-        answerer = ServerAnswerer(f"127.0.0.1:{port}", "gated")
-        answer = answerer.ask(block(x=texts(30)))
+        runner = ServerRunner(f"127.0.0.1:{port}", "gated")
+        answer = runner.submit(block(x=texts(30)))
         wait_until(lambda: server.open_requests("gated") > 0)
     gate.open()
     other = of_one_step("gated", "echo").replace("{y: only", "{other: only")
     with serving(port, gated=other), pytest.raises(JobChanged, match="other inputs or outputs"):
         answer.result(60)
-    answerer.close()
+    runner.close()
 
 
 def test_closing_ends_what_is_open_and_leaves_no_thread(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     gate.close()
     with served_in_thread({"gated": gated(gate)}) as server:
-        answerer = ServerAnswerer(server.address, "gated")
-        answer = answerer.ask(block(x=texts(5)))
+        runner = ServerRunner(server.address, "gated")
+        answer = runner.submit(block(x=texts(5)))
         wait_until(lambda: server.open_requests("gated") > 0)
-        answerer.close()
-        answerer.close()
+        runner.close()
+        runner.close()
         with pytest.raises(SessionClosed, match="ended"):
             answer.result(10)
         with pytest.raises(SessionClosed, match="ended"):
-            answerer.ask(block(x=["a"])).result(10)
+            runner.submit(block(x=["a"])).result(10)
         wait_until(lambda: server.open_requests("gated") == 0)
         assert "weftline-via" not in [one.name for one in threading.enumerate()]
         gate.open()
@@ -262,7 +261,7 @@ def pipeline(text: str) -> Any:
 
 def test_the_pipeline_of_the_file_is_taken(server: Served) -> None:
     for model, text in (("wide", WIDE), ("fails", FAILS), ("maybe", MAYBE)):
-        ServerAnswerer(server.address, model, pipeline=pipeline(text)).close()
+        ServerRunner(server.address, model, pipeline=pipeline(text)).close()
 
 
 @pytest.mark.parametrize(
@@ -279,7 +278,7 @@ def test_the_pipeline_of_the_file_is_taken(server: Served) -> None:
 )  # fmt: skip
 def test_another_pipeline_is_refused_with_both_lists(server: Served, text: str, said: str) -> None:
     with pytest.raises(InputError) as refused:
-        ServerAnswerer(server.address, "wide", pipeline=pipeline(text))
+        ServerRunner(server.address, "wide", pipeline=pipeline(text))
     assert said in str(refused.value) and "fix: name the file that is served" in str(refused.value)
     assert str(refused.value).startswith(f"model wide at {server.address} is not the pipeline job.yaml")
 
@@ -297,16 +296,16 @@ def test_what_cannot_be_is_said_at_once(
     server: Served, model: str, more: Mapping[str, Any], kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
-        ServerAnswerer(server.address, model, **more)
+        ServerRunner(server.address, model, **more)
 
 
 def test_no_server_is_said_at_once() -> None:
     with pytest.raises(Unavailable, match="cannot reach a server"):
-        ServerAnswerer(f"127.0.0.1:{free_port()}", "wide")
+        ServerRunner(f"127.0.0.1:{free_port()}", "wide")
     assert "weftline-via" not in [one.name for one in threading.enumerate()]
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "weftline.engine.client.async_client", None)
     with pytest.raises(MissingPackage, match=r"weftline\[client\]"):
-        ServerAnswerer("localhost:1", "wide")
+        ServerRunner("localhost:1", "wide")

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.client.pipelines import of_one_step
 from tests.engine.serving.grpc.served import served_in_thread
 from weftline.engine.jobs.rows import RowBlock
-from weftline.engine.jobs.runners.via_opening import open_via
+from weftline.engine.jobs.runners.server_runner import server_runner_factory
 from weftline.errors import InputError, PipelineError, Unavailable
 
 ECHO = of_one_step("said", "echo")
@@ -21,28 +21,28 @@ def test_a_job_goes_through_a_server(tmp_path: Path) -> None:
     file = tmp_path / "said.yaml"
     file.write_text(ECHO)
     with served_in_thread({"said": ECHO, "other": ECHO.replace("{x:", "{z:").replace("value: x", "value: z")}) as one:
-        opening = open_via(file, one.address, block_rows=5)
-        assert (opening.mode, opening.why, opening.block_rows) == ("server", "", 5)
-        assert opening.repeatable == {"y": "rounding"}
-        answerer = opening(None)
-        assert answerer.block_rows == 5
-        found = answerer.ask(RowBlock(0, 0, ["a", "b"], {"x": ["1", "2"]}, pa.table({}))).result(60)
-        answerer.close()
+        factory = server_runner_factory(file, one.address, block_rows=5)
+        assert (factory.mode, factory.why, factory.block_rows) == ("server", "", 5)
+        assert factory.repeatable == {"y": "rounding"}
+        runner = factory(None)
+        assert runner.block_rows == 5
+        found = runner.submit(RowBlock(0, 0, ["a", "b"], {"x": ["1", "2"]}, pa.table({}))).result(60)
+        runner.close()
         assert list(found.outputs["y"]) == ["1", "2"]
         with pytest.raises(InputError, match=r"model other at .* is not the pipeline"):
-            open_via(file, one.address, model="other")(None)
+            server_runner_factory(file, one.address, model="other")(None)
 
 
 def test_nothing_is_asked_before_it_is_opened(tmp_path: Path) -> None:
     file = tmp_path / "said.yaml"
     file.write_text(ECHO)
-    opening = open_via(file, "127.0.0.1:1")
+    factory = server_runner_factory(file, "127.0.0.1:1")
     with pytest.raises(Unavailable):
-        opening(None)
+        factory(None)
 
 
 def test_a_wrong_file_is_said_before_anything(tmp_path: Path) -> None:
     file = tmp_path / "said.yaml"
     file.write_text(ECHO.replace("node: echo", "node: ecko"))
     with pytest.raises(PipelineError, match="did you mean echo"):
-        open_via(file, "127.0.0.1:1")
+        server_runner_factory(file, "127.0.0.1:1")

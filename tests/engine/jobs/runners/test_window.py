@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.runners.window import MOST, START, Window
+from weftline.engine.jobs.runners.server_flow import MOST, START, Window
 
 
 def windowful(window: Window) -> list[int]:

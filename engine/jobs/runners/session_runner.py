@@ -12,11 +12,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
-from weftline.engine.jobs.runners.each_row import row_error, row_seed, usable
-from weftline.engine.jobs.runners.repeatable import check_outputs, repeatable
-from weftline.engine.jobs.runners.utilisation import LATELY_MAX, busy
-from weftline.engine.jobs.tally import Tally
+from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_error, row_seed, usable
+from weftline.engine.jobs.runners.plans import check_outputs, repeatable
 from weftline.engine.protocol.messages import BEAT_S
 from weftline.engine.result import Result
 from weftline.engine.row_groups import InputSpace
@@ -39,8 +37,8 @@ WAIT_S, WAIT_S_MAX = 0.05, 2.0
 """How long a block that found no room waits before it tries again; it doubles each time."""
 
 
-class SessionAnswerer:
-    """Answers the rows of blocks through an open session; see rows.Answerer.
+class SessionRunner:
+    """Answers the rows of blocks through an open session; see rows.Runner.
 
     `needed` are the inputs that no row may leave out, `instances` how many each step has.
 
@@ -83,7 +81,7 @@ class SessionAnswerer:
         self._lately: deque[tuple[float, Tally]] = deque(maxlen=LATELY_MAX)
         self.instances = {step.name: len(step.workers) for step in plan.steps}
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         return self._pool.submit(self._answer, block)
 
     def figures(self) -> Mapping[str, float]:
@@ -96,7 +94,7 @@ class SessionAnswerer:
         return figures | busy(self._lately, self.instances)
 
     def settle(self) -> None:
-        """See rows.Answerer. Nodes tell what they count once a second."""
+        """See rows.Runner. Nodes tell what they count once a second."""
         if self._streams and self._answered_s is not None:
             self._closed.wait(max(0.0, self._answered_s + SETTLE_S - time.monotonic()))
 

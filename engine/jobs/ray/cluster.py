@@ -63,7 +63,7 @@ def connected(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def check_room(need: Need, replicas: int) -> int:
+def check_capacity(need: Need, replicas: int) -> int:
     """Return how many replicas the cluster's machines can hold now; InputError when not a single one fits.
 
     Machines that an autoscaler would add are not there yet: start one of the kind that is needed.
@@ -71,7 +71,7 @@ def check_room(need: Need, replicas: int) -> int:
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fits = room(nodes, need)
+    fits = capacity(nodes, need)
     if not fits:
         has = "; ".join(f"{one.get('CPU', 0):g} CPUs and {one.get('GPU', 0):g} GPUs" for one in nodes)
         raise InputError(
@@ -81,7 +81,7 @@ def check_room(need: Need, replicas: int) -> int:
     return min(fits, replicas)
 
 
-def room(nodes: Iterable[Mapping[str, float]], need: Need) -> int:
+def capacity(nodes: Iterable[Mapping[str, float]], need: Need) -> int:
     """Return how many replicas machines with these resources hold, when they hold nothing else."""
     return sum(min(_times(node.get("CPU", 0.0), need.cpus), _times(node.get("GPU", 0.0), need.gpus)) for node in nodes)
 

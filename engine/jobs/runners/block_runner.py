@@ -20,15 +20,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
-from weftline.engine.jobs.runners.blocked import Blocked, blockable, blocked, rows_of
-from weftline.engine.jobs.runners.columns import Column, PackedColumn, own, read
-from weftline.engine.jobs.runners.each_row import row_error, row_seed
-from weftline.engine.jobs.runners.packing import Packer, Portion
-from weftline.engine.jobs.runners.repeatable import EXACT, check_outputs
+from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_error, row_seed
+from weftline.engine.jobs.runners.columns import Column, PackedColumn, Packer, Portion, own, read
+from weftline.engine.jobs.runners.plans import EXACT, BlockPlan, block_plan, check_outputs, find_block_obstacle, rows_of
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
-from weftline.engine.jobs.runners.utilisation import LATELY_MAX, busy
-from weftline.engine.jobs.tally import Tally
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.result import owned
 from weftline.engine.runtime.event_loop import Progress
@@ -61,8 +57,8 @@ def block_rows_of(plan: Plan, outputs: Sequence[str] | None = None) -> int:
     return rows_of(plan, outputs)
 
 
-class BlockAnswerer:
-    """Answers whole blocks; see rows.Answerer. Opens the models, and ends them with `close`.
+class BlockRunner:
+    """Answers whole blocks; see rows.Runner. Opens the models, and ends them with `close`.
 
     `needed` are the inputs that no row may leave out, `instances` how many each step has.
 
@@ -87,7 +83,7 @@ class BlockAnswerer:
         plan = plan_of(pipeline, machine)
         types = {one.name: one.type for one in plan.outputs}
         check_outputs(plan, tuple(outputs) if outputs is not None else tuple(types))
-        why = blockable(plan, outputs)
+        why = find_block_obstacle(plan, outputs)
         if why:
             raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])
         self.outputs = {name: types[name] for name in outputs or types}
@@ -99,7 +95,7 @@ class BlockAnswerer:
         }
         self._seed = seed
         self.block_rows = block_rows or block_rows_of(plan, outputs)
-        self._blocked = blocked(plan, outputs, self.block_rows)
+        self._blocked = block_plan(plan, outputs, self.block_rows)
         self._sent = [one.name for one in self._blocked.plan.inputs if one.name != self._blocked.seeds]
         self.ahead = ahead_of(self._blocked)
         self.instances = {step.name: len(step.workers) for step in self._blocked.plan.steps}
@@ -113,7 +109,7 @@ class BlockAnswerer:
             self._blocked.plan,
             progress,
             machine,
-            again=lambda there: blocked(plan_of(pipeline, there), outputs, self.block_rows).plan,
+            again=lambda there: block_plan(plan_of(pipeline, there), outputs, self.block_rows).plan,
         )
         self._session.open()
 
@@ -121,7 +117,7 @@ class BlockAnswerer:
     def repeatable(self) -> Mapping[str, str]:
         return dict.fromkeys(self.outputs, EXACT)
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         return self._askers.submit(self._answer, block)
 
     def figures(self) -> Mapping[str, float]:
@@ -246,11 +242,11 @@ def parts(rows: int, deadly: bool) -> list[tuple[int, int]]:
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def ahead_of(blocked: Blocked) -> int:
+def ahead_of(block_plan: BlockPlan) -> int:
     """Return how many blocks keep every worker of a plan busy: two for each of the longest way through it, and one."""
     depth: dict[str | None, int] = {None: 0}
     workers: dict[str | None, tuple[int, ...]] = {None: ()}
-    for step in blocked.plan.steps:
+    for step in block_plan.plan.steps:
         before = {given.wire.step for given in step.inputs}
         depth[step.name] = max(
             depth[one] + (len(step.workers) if workers[one] != step.workers else 0) for one in before
@@ -277,4 +273,4 @@ def _marked(values: Sequence[Any]) -> tuple[Sequence[Any], bytes]:
 def _pending(column: PackedColumn) -> PendingTensor:
     """Return a column that is written where its first reader finds it."""
     spec = TensorSpec("uint8", (column.size_bytes,))
-    return PendingTensor(spec, lambda room: column.write(np.frombuffer(room, np.uint8)))
+    return PendingTensor(spec, lambda capacity: column.write(np.frombuffer(capacity, np.uint8)))

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weftline.engine.jobs.rows import Answerer
-from weftline.engine.jobs.runners.repeatable import check_outputs, repeatable
-from weftline.engine.jobs.runners.session_answerer import ROWS, SessionAnswerer
+from weftline.engine.jobs.rows import Runner
+from weftline.engine.jobs.runners.plans import check_outputs, repeatable
+from weftline.engine.jobs.runners.session_runner import ROWS, SessionRunner
 from weftline.engine.jobs.spec import PART_ROWS
 from weftline.engine.machine import this_machine
 from weftline.engine.runtime.event_loop import Progress
@@ -30,7 +30,7 @@ PART_ROWS_SLOW = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class AnswererFactory:
+class RunnerFactory:
     """How a job will be answered; calling it loads the models.
 
     mode:       'blocks', 'rows', or who else answers ('server', 'ray').
@@ -45,13 +45,13 @@ class AnswererFactory:
     block_rows: int
     part_rows: int
     repeatable: Mapping[str, str]
-    open: Callable[[Progress | None], Answerer]
+    open: Callable[[Progress | None], Runner]
 
-    def __call__(self, progress: Progress | None = None) -> Answerer:
+    def __call__(self, progress: Progress | None = None) -> Runner:
         return self.open(progress)
 
 
-def open_here(
+def local_runner_factory(
     pipeline: Path | Pipeline,
     *,
     outputs: Sequence[str] | None = None,
@@ -59,33 +59,33 @@ def open_here(
     block_rows: int | None = None,
     mode: str = "auto",
     machine: Machine | None = None,
-) -> AnswererFactory:
+) -> RunnerFactory:
     """Decide how a job is answered in workers of its own; PipelineError lists every problem.
 
     mode:    'auto', 'blocks' (PipelineError where the pipeline does not allow it) or 'rows'.
     machine: what to place it on; None: this one.
     """
-    from weftline.engine.jobs.runners.block_answerer import BlockAnswerer, block_rows_of
-    from weftline.engine.jobs.runners.blocked import blockable
+    from weftline.engine.jobs.runners.block_runner import BlockRunner, block_rows_of
+    from weftline.engine.jobs.runners.plans import find_block_obstacle
     from weftline.errors import PipelineError, Problem
 
     pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
     plan = make_plan(pipeline, machine or this_machine(), profile=profile_beside(pipeline))
     wanted = tuple(outputs) if outputs is not None else tuple(one.name for one in plan.outputs)
     check_outputs(plan, wanted)
-    why = blockable(plan, wanted) if mode != ROW_BY_ROW else "row by row was asked for"
+    why = find_block_obstacle(plan, wanted) if mode != ROW_BY_ROW else "row by row was asked for"
     if not why:
         rows = block_rows or block_rows_of(plan, wanted)
-        return AnswererFactory(
+        return RunnerFactory(
             BLOCKS, "", rows, PART_ROWS, repeatable(plan, wanted, False),
-            lambda progress: BlockAnswerer(
+            lambda progress: BlockRunner(
                 pipeline, outputs=outputs, seed=seed, block_rows=rows, progress=progress, machine=machine
             ),
         )  # fmt: skip
     if mode == BLOCKS:
         raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])
     rows = block_rows or min(ROWS, block_rows_of(plan, wanted))
-    return AnswererFactory(
+    return RunnerFactory(
         ROW_BY_ROW, why, rows, PART_ROWS_SLOW, repeatable(plan, wanted, False),
         lambda progress: _row_by_row(pipeline, plan, outputs, seed, rows, progress, machine),
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _row_by_row(
     block_rows: int,
     progress: Progress | None,
     machine: Machine | None,
-) -> Answerer:
+) -> Runner:
     session = Session(
         for_jobs(plan, block_rows),
         progress,
@@ -107,7 +107,7 @@ def _row_by_row(
         again=lambda there: for_jobs(make_plan(pipeline, there, profile=profile_beside(pipeline)), block_rows),
     )
     session.open()
-    return SessionAnswerer(session, outputs=outputs, shared=False, seed=seed, block_rows=block_rows, own=True)
+    return SessionRunner(session, outputs=outputs, shared=False, seed=seed, block_rows=block_rows, own=True)
 
 
 def for_jobs(plan: Plan, block_rows: int) -> Plan:

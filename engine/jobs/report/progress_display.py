@@ -6,11 +6,20 @@ answered count as done, and never as fast.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
 
 from weftline.engine.jobs.progress import Progress, RatePoint
-from weftline.engine.jobs.report.words import duration, one_line, percent, rate
+from weftline.engine.jobs.report.text import duration, harmless, one_line, percent, rate
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
 
 RATE_WINDOW_S = 5.0
 """The rate that is shown is of the last so many seconds."""
@@ -31,7 +40,7 @@ BUSY = "busy:"
 """Figures with names that begin so say how busy a step is, from 0 to 1."""
 
 
-class Moving:
+class MovingRate:
     """The rate of a total over a window that ends now.
 
     It reaches back to the last change before the window where changes are rarer than that, so that a job that answers
@@ -62,7 +71,7 @@ class Moving:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ProgressSnapshot:
     """Progress with its rates. tokens_per_s: None without tokens; eta_s: time left, None while nobody can know it."""
 
     progress: Progress
@@ -75,10 +84,14 @@ class ProgressRate:
     """Sees a job's progress and says how fast it is now."""
 
     def __init__(self) -> None:
-        self._rows, self._tokens, self._long = Moving(RATE_WINDOW_S), Moving(RATE_WINDOW_S), Moving(ETA_WINDOW_S)
+        self._rows, self._tokens, self._long = (
+            MovingRate(RATE_WINDOW_S),
+            MovingRate(RATE_WINDOW_S),
+            MovingRate(ETA_WINDOW_S),
+        )
         self._begun = False
 
-    def see(self, progress: Progress, now_s: float) -> Standing:
+    def see(self, progress: Progress, now_s: float) -> ProgressSnapshot:
         fresh = progress.rows - progress.resumed
         for one in (self._rows, self._long):
             if not self._begun:
@@ -88,7 +101,7 @@ class ProgressRate:
         tokens = progress.figures.get("tokens")
         if tokens is not None:
             self._tokens.add(now_s, tokens)
-        return Standing(
+        return ProgressSnapshot(
             progress,
             self._rows.per_s(now_s),
             None if tokens is None else self._tokens.per_s(now_s),
@@ -107,7 +120,7 @@ def eta_s(progress: Progress, rows_per_s: float) -> float | None:
 
 
 @dataclass(slots=True)
-class Every:
+class Interval:
     """Says when it is time again. at_once: the first time is due, too."""
 
     span_s: float
@@ -124,7 +137,7 @@ class Every:
         return True
 
 
-def line(standing: Standing) -> str:
+def line(standing: ProgressSnapshot) -> str:
     """Return where a job stands as one line for a log."""
     told = standing.progress
     parts = [f"rows {rows_of(told)}", *rates_of(standing), f"errors {told.errors}", f"committed {told.committed}"]
@@ -142,7 +155,7 @@ def rows_of(progress: Progress) -> str:
     return f"{of} ({percent(min(progress.rows / progress.expected, 1.0))})" if progress.expected > 0 else of
 
 
-def rates_of(standing: Standing) -> list[str]:
+def rates_of(standing: ProgressSnapshot) -> list[str]:
     """Return '1234 rows/s', and '5678 tokens/s' where there are tokens."""
     tokens = [] if standing.tokens_per_s is None else [f"{rate(standing.tokens_per_s)} tokens/s"]
     return [f"{rate(standing.rows_per_s)} rows/s", *tokens]
@@ -157,7 +170,7 @@ def busy_of(progress: Progress) -> str:
 
 
 @dataclass(slots=True)
-class Rates:
+class RateHistory:
     """A job's throughput over time, as points for its report; when there are too many, neighbours become one."""
 
     points_max: int = RATE_POINTS_MAX
@@ -179,3 +192,131 @@ class Rates:
         """Return one point for each stretch, at its middle, with its mean rate."""
         pairs = zip(self._marks, self._marks[1:])
         return [RatePoint((b[0] + a[0]) / 2, (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairs if b[0] > a[0]]
+
+
+BAR_CELLS = 20
+NOTE_CHARS_MAX = 20_000
+
+
+class ProgressDisplay:
+    """Tells a job's progress; `close` tells the last of it. A context manager."""
+
+    def __init__(self, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds that never go back."""
+        self._err, self._clock, self._lock = err, clock, threading.Lock()
+        self._pace = ProgressRate()
+        self._last: ProgressSnapshot | None = None
+        self._said = ""
+        self._closed = False
+        self._screen = _Screen(err) if _is_terminal(err) else None
+        self._every = Interval(DRAW_EVERY_S, at_once=True) if self._screen else Interval(LINE_EVERY_S)
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def update(self, progress: Progress) -> None:
+        """Take in where the job stands, and show it when it is time."""
+        with self._lock:
+            if self._closed:
+                return
+            now_s = self._clock()
+            self._last = self._pace.see(progress, now_s)
+            if not self._every.due(now_s):
+                return
+            if self._screen is not None:
+                self._try(self._screen.draw, self._last)
+            else:
+                self._say_last()
+
+    def note(self, text: str) -> None:
+        """Print a line of its own, above what is drawn."""
+        with self._lock:
+            self._say(harmless(text, NOTE_CHARS_MAX))
+
+    def close(self) -> None:
+        """Print where the job stands at the end as a plain line, and nothing after that. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._screen is not None:
+                self._try(self._screen.clear)
+                self._screen = None
+            self._say_last()
+
+    def _say_last(self) -> None:
+        """Print the line of the last update, unless that has been said word for word."""
+        if self._last is not None and (text := line(self._last)) != self._said:
+            self._said = text
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        if self._screen is not None:
+            self._try(self._screen.above, text)
+        else:
+            self._try(print, text, file=self._err, flush=True)
+
+    def _try(self, show: Callable[..., object], *what: Any, **how: Any) -> None:
+        try:
+            show(*what, **how)
+        except (OSError, ValueError):  # standard error is closed: nobody looks, and the job goes on
+            pass
+
+
+class _Screen:
+    """The lines at the bottom of a terminal; drawn when told to, never by a thread of its own."""
+
+    def __init__(self, err: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console: Console = Console(file=err, highlight=False, markup=False, emoji=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True,
+                          redirect_stdout=False, redirect_stderr=False)  # fmt: skip
+        self._started = False
+
+    def draw(self, standing: ProgressSnapshot) -> None:
+        if not self._started:
+            self._started = True
+            self._live.start()
+        self._live.update(drawn(standing), refresh=True)
+
+    def above(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def clear(self) -> None:
+        if self._started:
+            self._live.stop()
+
+
+def drawn(standing: ProgressSnapshot) -> RenderableType:
+    """Return what a terminal shows: a bar with its figures, and below it how busy the steps are."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    told = standing.progress
+    parts: list[tuple[str, str]] = [(rows_of(told), "bold")]
+    parts += [(one, "cyan") for one in rates_of(standing)]
+    parts += [(f"errors {told.errors}", "red" if told.errors else ""), (f"committed {told.committed}", "")]
+    parts += [(f"ETA {duration(standing.eta_s)}", "bold")] if standing.eta_s is not None else []
+    figures = Text("  ").join(Text(text, style) for text, style in parts)
+    figures.no_wrap, figures.overflow = True, "ellipsis"
+    first: RenderableType = figures
+    if told.expected:
+        first = Table.grid(padding=(0, 1))
+        first.add_row(ProgressBar(told.expected, min(told.rows, told.expected), width=BAR_CELLS), figures)
+    busy = busy_of(told)
+    return Group(first, Text(f"busy {busy}", "dim", no_wrap=True, overflow="ellipsis")) if busy else first
+
+
+def _is_terminal(err: TextIO) -> bool:
+    """Whether lines can be drawn again: TERM is the terminal's own word for what it can."""
+    try:
+        return err.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    except ValueError:  # closed
+        return False

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-from weftline.engine.jobs.ray.connecting import Need, check_room, connected
-from weftline.engine.jobs.ray.servicer import IMPORT_PATH, full_name
+from weftline.engine.jobs.ray.cluster import Need, check_capacity, connected
+from weftline.engine.jobs.ray.grpc_adapter import IMPORT_PATH, full_name
 from weftline.engine.machine import this_machine
 from weftline.engine.serving.config import ServeConfig
 from weftline.errors import InputError, ModelError, PipelineError, Problem, Unavailable
@@ -116,13 +116,13 @@ def serve_on_ray(config: ServeConfig, on: OnRay, announce: Callable[[Deployed], 
     ModelError when the replicas cannot be deployed. Whatever was started has ended then.
     """
     check_config(config)
-    with connected(on.address), _signals() as heard:
+    with connected(on.address), _signals() as activity:
         try:
             with _deployed(config, on) as where:
                 announce(where)
                 _wait()
         except StopSignal:
-            return 0 if len(heard) == 1 else 128 + heard[-1]
+            return 0 if len(activity) == 1 else 128 + activity[-1]
     return 0  # not reached: waiting ends with an error or a signal
 
 
@@ -131,7 +131,7 @@ def _deployed(config: ServeConfig, on: OnRay) -> Iterator[Deployed]:
     """Have the application deployed meanwhile."""
     from ray import serve
 
-    check_room(on.need, on.replicas)
+    check_capacity(on.need, on.replicas)
     ours = not _serve_runs()
     if not ours and APP in serve.status().applications:
         fix = f"end the command that serves it, or `python -c 'from ray import serve; serve.delete(\"{APP}\")'`"
@@ -270,15 +270,15 @@ def _free_port() -> int:
 @contextmanager
 def _signals() -> Iterator[list[int]]:
     """Raise StopSignal in this thread at SIGTERM and SIGINT, and list them; restores Ray's handlers at the end."""
-    heard: list[int] = []
+    activity: list[int] = []
 
     def hear(signum: int, frame: FrameType | None) -> None:
-        heard.append(signum)
+        activity.append(signum)
         raise StopSignal
 
     before = {signum: signal.signal(signum, hear) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield heard
+        yield activity
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, BinaryIO
 
-from weftline.engine.jobs.blocks import Mark
+from weftline.engine.jobs.blocks import BlockRows, ResumePoint, read_on
 from weftline.engine.jobs.output.columns import Columns
 from weftline.engine.jobs.output.manifest import ErrorRow
 from weftline.engine.jobs.output.store import Draft, Store
-from weftline.engine.jobs.output.tables import write_part
+from weftline.engine.jobs.output.tables import amend_part, write_part
 from weftline.engine.jobs.output.values import MediaEncoder, settled
-from weftline.engine.jobs.preparing import Prepared
+from weftline.engine.jobs.prepare import PreparedJob
+from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.rows import BlockResult, RowBlock
-from weftline.engine.jobs.tally import Tally
+from weftline.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 Commit = Callable[["ResultPart"], None]
 """Commits a part that is complete; called in a thread."""
@@ -38,14 +40,14 @@ class ResultPart:
         self.places: list[int] = []
         self.errors: list[ErrorRow] = []
         self.tally = Tally()
-        self.after = Mark()
+        self.after = ResumePoint()
         self._began_s = time.monotonic()
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._began_s
 
-    def add(self, block: RowBlock, answered: BlockResult, batch: pa.RecordBatch, after: Mark) -> None:
+    def add(self, block: RowBlock, answered: BlockResult, batch: pa.RecordBatch, after: ResumePoint) -> None:
         self.rows += len(block)
         self.batches.append(batch)
         self.places += [block.place_of(row) for row in range(len(block)) if row not in answered.errors]
@@ -72,7 +74,7 @@ class Parts:
         self._filling: ResultPart | None = None
         self._under_way: Future[int] | None = None
 
-    def add(self, block: RowBlock, answered: BlockResult, after: Mark) -> BlockResult:
+    def add(self, block: RowBlock, answered: BlockResult, after: ResumePoint) -> BlockResult:
         """Take in the answer to the next block; return it with rows that cannot be written as error rows."""
         if self._filling is None:
             draft = None
@@ -114,7 +116,7 @@ class Parts:
         return part.rows
 
 
-def commit_next(job: Prepared, store: Store) -> Commit:
+def commit_next(job: PreparedJob, store: Store) -> Commit:
     """Return what commits parts that follow each other."""
 
     def commit(part: ResultPart) -> None:
@@ -126,10 +128,71 @@ def commit_next(job: Prepared, store: Store) -> Commit:
     return commit
 
 
-def writing(job: Prepared, batches: Sequence[pa.RecordBatch]) -> Callable[[BinaryIO], None]:
+def writing(job: PreparedJob, batches: Sequence[pa.RecordBatch]) -> Callable[[BinaryIO], None]:
     """Return what writes these rows as a part's file."""
 
     def write(file: BinaryIO) -> None:
         write_part(job.format, job.columns.schema, batches, file)
 
     return write
+
+
+def cuts_again(job: PreparedJob, store: Store, rows: list[ErrorRow]) -> Iterator[tuple[BlockRows, list[int], bool]]:
+    """Yield the error rows as blocks, each with its rows' places and whether it is the last of its part."""
+    by_part: dict[int, list[int]] = {}
+    for row in rows:
+        by_part.setdefault(row.part, []).append(row.place)
+    for part, places in by_part.items():
+        record = store.records[part]
+        before = store.records[part - 1].after if part else {}
+        mark = ResumePoint.from_json(before) if before else ResumePoint()
+        found = list(_found(job, mark, record.place, record.place + record.rows, places))
+        for at in range(0, len(places), job.block_rows):
+            some = places[at : at + job.block_rows]
+            ids, tables = zip(*found[at : at + job.block_rows], strict=True)
+            yield (
+                BlockRows(part, some[0], ids, _joined(tables), ResumePoint()),
+                some,
+                at + job.block_rows >= len(places),
+            )
+
+
+def _found(
+    job: PreparedJob, mark: ResumePoint, start: int, end: int, places: list[int]
+) -> Iterator[tuple[str, pa.Table]]:
+    """Yield id and columns of the rows at these places, which rise."""
+    left = iter(places)
+    wanted = next(left, None)
+    for _, rows in read_on(job.source, mark, start):
+        while wanted is not None and wanted < rows.place + len(rows):
+            yield rows.ids[wanted - rows.place], rows.table.slice(wanted - rows.place, 1)
+            wanted = next(left, None)
+        if wanted is None or rows.place + len(rows) >= end:
+            break
+    if wanted is not None:
+        raise InputError(f"row {wanted} of the job is not in the data any more")
+
+
+def _joined(tables: tuple[pa.Table, ...]) -> pa.Table:
+    import pyarrow as pa
+
+    return pa.concat_tables(tables)
+
+
+def commit_again(job: PreparedJob, store: Store) -> Commit:
+    """Return what puts rows that were run again in the place of their parts' error rows."""
+
+    def commit(part: ResultPart) -> None:
+        record = store.records[part.part]
+        failed = set(record.error_places)
+        places = [place for place in range(record.place, record.place + record.rows) if place not in failed]
+        tally = Tally.from_json(record.tally)
+        tally.merge(part.tally)
+
+        def write(out: BinaryIO) -> None:
+            with store.open_part(part.part) as old:
+                amend_part(old, places, part.batches, part.places, job.format, job.columns.schema, out)
+
+        store.amend(part.part, write, part.errors, part.draft or (), tally.to_json(), part.seconds)
+
+    return commit

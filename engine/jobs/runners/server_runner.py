@@ -1,8 +1,7 @@
-"""Remote runner: each row is one call to a running server, marked as a row of a job.
+"""Check that a server's model matches a pipeline file, by names and types of its ports.
 
-Calls are made by one thread with an event loop, as many at a time as the server takes (window.py), rows in their order
-(turns.py). What becomes of calls that fail is in tries.py. Batches are formed by the server, of whatever rows and usual
-requests wait there: numbers are the same in every run within rounding.
+What is behind the ports (models, prompts, versions of weights) no server tells; that the file it serves is the same is
+the operator's word.
 """
 
 from __future__ import annotations
@@ -12,28 +11,96 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weftline.engine.client.described import DescribedModel
+from weftline.engine.client.described import DescribedModel, DescribedPort
 from weftline.engine.client.options import ClientTls
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
-from weftline.engine.jobs.runners.each_row import row_seed, usable
-from weftline.engine.jobs.runners.repeatable import ROUNDING
-from weftline.engine.jobs.runners.served_model import check_same, described_ports, types_of
-from weftline.engine.jobs.runners.tries import PATIENCE_S, Again, Heard, Tries
-from weftline.engine.jobs.runners.turns import WindowQueue
-from weftline.engine.jobs.runners.window import MOST, START, Window
-from weftline.engine.jobs.tally import Tally
+from weftline.engine.jobs.progress import Tally
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_seed, usable
+from weftline.engine.jobs.runners.factory import PART_ROWS_SLOW, RunnerFactory
+from weftline.engine.jobs.runners.plans import ROUNDING
+from weftline.engine.jobs.runners.server_flow import (
+    MOST,
+    PATIENCE_S,
+    START,
+    Retry,
+    RetryPolicy,
+    ServerActivity,
+    Window,
+    WindowQueue,
+)
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
-from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, WeftlineError
+from weftline.errors import InputError, JobChanged, MissingPackage, PipelineError, SessionClosed, WeftlineError
+from weftline.nodes.ports import PortType
+from weftline.pipelines.check.checker import examine
 from weftline.pipelines.spec.graph import Pipeline
+from weftline.pipelines.spec.loader import load_file
 
 if TYPE_CHECKING:
     from weftline.engine.client.async_client import AsyncClient
+
+
+Ports = Mapping[str, str]
+"""Written types by name; of an input that may be left out, with a `?`."""
+
+
+def ports_of(pipeline: Pipeline) -> tuple[Ports, Ports]:
+    """Return a pipeline's inputs and outputs; PipelineError has everything that is wrong with it."""
+    checked = examine(pipeline)
+    if checked.problems:
+        raise PipelineError(checked.problems)
+    inputs = {
+        one.name: _written(checked.sizes.settle(PortType.parse(one.type), ""), one.may_be_left_out)
+        for one in checked.pipeline.inputs
+        if not one.hidden
+    }
+    found = {name: checked.type_of(wire) for name, wire in checked.pipeline.outputs.items()}
+    return inputs, {name: str(type) for name, type in found.items() if type is not None}
+
+
+def described_ports(model: DescribedModel) -> tuple[Ports, Ports]:
+    """Return a served model's inputs and outputs."""
+    inputs = {name: _written(port.type or port, port.optional) for name, port in model.inputs.items()}
+    return inputs, {name: str(port) for name, port in model.outputs.items()}
+
+
+def check_same(pipeline: Pipeline, model: DescribedModel, address: str) -> None:
+    """Raise InputError with both lists when a server's model cannot be this pipeline."""
+    ours, theirs = ports_of(pipeline), described_ports(model)
+    if ours == theirs:
+        return
+    lines = [f"model {model.name} at {address} is not the pipeline {pipeline.file or pipeline.name}"]
+    for what, own, served in zip(("inputs", "outputs"), ours, theirs, strict=True):
+        if own != served:
+            lines.append(f"    {what} of the file:   {_listed(own)}")
+            lines.append(f"    {what} of the server: {_listed(served)}")
+    lines.append("    fix: name the file that is served, or the model that serves this file")
+    raise InputError("\n".join(lines))
+
+
+def types_of(ports: Iterable[DescribedPort], model: str, address: str) -> dict[str, PortType]:
+    """Return types by port; InputError when the server does not know Weftline's types."""
+    found = list(ports)
+    if any(port.type is None for port in found):
+        told = ", ".join(f"{port.name} ({port})" for port in found if port.type is None)
+        raise InputError(
+            f"model {model} at {address} tells no types of {told}"
+            "\n    fix: a job needs a Weftline server, of this version or a later one"
+        )
+    return {port.name: port.type for port in found if port.type is not None}
+
+
+def _written(type: object, optional: bool) -> str:
+    return f"{type}?" if optional else str(type)
+
+
+def _listed(ports: Ports) -> str:
+    return ", ".join(f"{name}: {type}" for name, type in ports.items()) or "none"
+
 
 IN_FLIGHT_MAX = 256
 """Most rows under way that can be asked for."""
@@ -44,8 +111,8 @@ BLOCK_ROWS = 64
 T = TypeVar("T")
 
 
-class ServerAnswerer:
-    """Answers the rows of blocks by calls to a server; see rows.Answerer.
+class ServerRunner:
+    """Answers the rows of blocks by calls to a server; see rows.Runner.
 
     `needed` are the inputs that no row may leave out.
 
@@ -81,7 +148,7 @@ class ServerAnswerer:
         self._turns = WindowQueue(Window(in_flight or START, in_flight or MOST, in_flight is not None))
         self.block_rows = block_rows or BLOCK_ROWS
         self._patience_s = patience_s
-        self._heard = Heard(0, time.monotonic(), time.monotonic())
+        self._activity = ServerActivity(0, time.monotonic(), time.monotonic())
         self._known_anew = False  # the server may be another one, and its model another
         self._tokens = 0
         self._order = itertools.count()
@@ -118,7 +185,7 @@ class ServerAnswerer:
         """None: how many there are is the server's business."""
         return {}
 
-    def ask(self, block: RowBlock) -> Future[BlockResult]:
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
         with self._closing:
             if not self._closed:
                 return self._call(self._answer(block))
@@ -198,18 +265,18 @@ class ServerAnswerer:
 
     async def _row(self, inputs: Mapping[str, Any], seed: int, order: int) -> Result | RowError:
         """Ask until the row has an answer or an error; an exception when nobody can answer."""
-        tries = Tries(self._patience_s)
+        tries = RetryPolicy(self._patience_s)
         while True:
             number = await self._turns.take(order)
-            end: Result | RowError | Again | None = None
+            end: Result | RowError | Retry | None = None
             try:
                 end = await self._once(inputs, seed)
             except WeftlineError as error:
-                end = tries.after(error, self._heard, time.monotonic(), random.random())
+                end = tries.after(error, self._activity, time.monotonic(), random.random())
             finally:
-                self._turns.give(number, isinstance(end, Result), end if isinstance(end, Again) else None)
-            if not isinstance(end, Again):
-                self._heard.answer(time.monotonic())
+                self._turns.give(number, isinstance(end, Result), end if isinstance(end, Retry) else None)
+            if not isinstance(end, Retry):
+                self._activity.answer(time.monotonic())
                 return end
             self._known_anew = self._known_anew or end.window == "first"
             await asyncio.sleep(end.wait_s)
@@ -237,3 +304,41 @@ def _client(address: str, token: str | None, tls: bool | str | Path | ClientTls,
     except ModuleNotFoundError as error:
         raise MissingPackage(error.name or "grpcio", "client") from None
     return AsyncClient(address, token=token, tls=tls, insecure=insecure, retries=0)
+
+
+SERVER = "server"
+"""The mode of such a job."""
+
+
+def server_runner_factory(
+    pipeline: Path | Pipeline,
+    address: str,
+    *,
+    model: str = "",
+    token: str | None = None,
+    tls: bool | str | Path | ClientTls = False,
+    insecure: bool = False,
+    outputs: Sequence[str] | None = None,
+    seed: int = 0,
+    block_rows: int | None = None,
+    in_flight: int | None = None,
+) -> RunnerFactory:
+    """Return the way through a server that serves this pipeline; opening it raises InputError when it does not.
+
+    PipelineError has everything that is wrong with the file.
+
+    address: 'host:port' of the server's gRPC door, or 'unix:/path' of its socket.
+    model:   the name it is served under; '': the pipeline's own.
+    The rest is as for ServerRunner.
+    """
+    pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
+    _, gives = ports_of(pipeline)
+    rows = block_rows or BLOCK_ROWS
+    wanted = tuple(outputs) if outputs is not None else tuple(gives)
+    return RunnerFactory(
+        SERVER, "", rows, PART_ROWS_SLOW, dict.fromkeys(wanted, ROUNDING),
+        lambda progress: ServerRunner(
+            address, model or pipeline.name, token=token, tls=tls, insecure=insecure, outputs=outputs,
+            in_flight=in_flight, pipeline=pipeline, seed=seed, block_rows=rows,
+        ),
+    )  # fmt: skip

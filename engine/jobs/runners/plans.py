@@ -14,9 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from weftline.engine.jobs.runners.columns import COLUMN
-from weftline.engine.jobs.runners.rows_node import SEEDS, TOLD, HeavyRowsNode, RowsConfig, RowsNode
+from weftline.engine.jobs.runners.rows_node import OUTCOME, SEEDS, HeavyRowsNode, RowsConfig, RowsNode
+from weftline.errors import InputError
 from weftline.nodes.ports import Port, PortType
 from weftline.pipelines.check.options import to_options
+from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.placement.budget import ARENA, OF_OTHERS
 from weftline.pipelines.placement.chains import chains
 from weftline.pipelines.placement.plan import DeviceBudget, Plan, PlannedInput, PlannedOutput, PlannedStep
@@ -54,7 +56,7 @@ PADS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
+class BlockPlan:
     """A plan for blocks.
 
     plan:  what is run; its inputs and outputs are columns, and tensors of seeds.
@@ -67,7 +69,7 @@ class Blocked:
     told: Mapping[str, str]
 
 
-def blockable(plan: Plan, outputs: Collection[str] | None = None) -> str:
+def find_block_obstacle(plan: Plan, outputs: Collection[str] | None = None) -> str:
     """Return why the steps that these outputs need (None: all) cannot be given blocks; '' when they can."""
     steps = needed(plan, outputs)
     if not steps:
@@ -134,7 +136,7 @@ def _typical_bytes(type: PortType) -> int:
     return TYPICAL_BYTES.get(type.kind, 1024)
 
 
-def blocked(plan: Plan, outputs: Collection[str] | None = None, block_rows: int = ROWS) -> Blocked:
+def block_plan(plan: Plan, outputs: Collection[str] | None = None, block_rows: int = ROWS) -> BlockPlan:
     """Return the plan that answers these outputs (None: all) for whole blocks; `blockable` must have said ''.
 
     Steps, their workers, instances and devices are those of `plan`; what these outputs do not need is left out, as are
@@ -164,7 +166,7 @@ def blocked(plan: Plan, outputs: Collection[str] | None = None, block_rows: int 
         input_types={one.name: PortType.parse(one.type) for one in inputs},
         input_readers={one.name: uses[Wire(None, one.name)] for one in inputs} | {seeds: len(run)},
         steps=steps,
-        outputs=(*wanted, *(PlannedOutput(names[name], Wire(name, port), TOLD) for name, port in told.items())),
+        outputs=(*wanted, *(PlannedOutput(names[name], Wire(name, port), OUTCOME) for name, port in told.items())),
         workers=tuple(
             dataclasses.replace(
                 plan.workers[old],
@@ -184,7 +186,7 @@ def blocked(plan: Plan, outputs: Collection[str] | None = None, block_rows: int 
         mps=plan.mps,
         chains=chains(steps, inputs),
     )
-    return Blocked(dataclasses.replace(new, budgets=_budgets(plan, new)), seeds, names)
+    return BlockPlan(dataclasses.replace(new, budgets=_budgets(plan, new)), seeds, names)
 
 
 def _budgets(plan: Plan, new: Plan) -> tuple[DeviceBudget, ...]:
@@ -245,7 +247,7 @@ def _step(
         node=f"{node.__module__}:{node.__name__}",
         options=to_options(config),
         inputs=(*columns, PlannedInput(seeds_port, Wire(None, seeds), SEEDS)),
-        outputs=(*(Port(port.name, COLUMN) for port in step.outputs), Port(told, TOLD)),
+        outputs=(*(Port(port.name, COLUMN) for port in step.outputs), Port(told, OUTCOME)),
         readers={port.name: uses.get(Wire(step.name, port.name), 0) for port in step.outputs} | {told: 1},
         batch=BatchPolicy(order="arrival"),
         mutates_inputs=False,
@@ -279,3 +281,34 @@ def _free(name: str, taken: Collection[str]) -> str:
     while name in taken:
         name += "_"
     return name
+
+
+EXACT, ROUNDING = "exact", "rounding"
+"""Whether the same rows give the same bytes in every run, or numbers that may differ by rounding."""
+
+
+def repeatable(plan: Plan, outputs: Sequence[str], shared: bool) -> dict[str, str]:
+    """Return for each output whether a job gives the same bytes in every run.
+
+    Batches that usual requests share, and steps that batch as they go along, make numbers differ by rounding; so does
+    everything that is made of these.
+    """
+    loose = {None: False} | {step.name: shared or step.streams for step in plan.steps}
+    for step in plan.steps:  # each comes after what it reads
+        wires = [given.wire for given in step.inputs] + list(step.when.wires if step.when is not None else ())
+        loose[step.name] = loose[step.name] or any(loose[wire.step] for wire in wires)
+    for step in plan.steps:
+        if step.fallback is not None:
+            loose[step.name] = loose[step.name] or loose[step.fallback]
+    wire_of = {one.name: one.wire for one in plan.outputs}
+    return {name: ROUNDING if loose[wire_of[name].step] else EXACT for name in outputs}
+
+
+def check_outputs(plan: Plan, outputs: Sequence[str]) -> None:
+    """Raise InputError when the pipeline lacks one of these outputs."""
+    known = [one.name for one in plan.outputs]
+    unknown = [name for name in outputs if name not in known]
+    if unknown or not outputs:
+        hints = [hint for name in unknown if (hint := did_you_mean(name, known))]
+        told = f"no output is called {listed(unknown)}; outputs: {listed(known)}"
+        raise InputError(told + (f"\n    fix: {hints[0]}" if hints else ""))

@@ -5,24 +5,28 @@ Writes the manifest. Every mistake that can be found without a model is found he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from weftline.engine.jobs.blocks import ResumePoint, cut, read_on
 from weftline.engine.jobs.output.columns import Columns, columns_of
 from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
 from weftline.engine.jobs.output.folder import LOCAL
 from weftline.engine.jobs.output.layout import format_of, suffix
 from weftline.engine.jobs.output.manifest import Manifest
 from weftline.engine.jobs.output.tables import check_columns
-from weftline.engine.jobs.rows import Source
-from weftline.engine.jobs.runners.blocked import needed
-from weftline.engine.jobs.runners.opening import AnswererFactory
+from weftline.engine.jobs.progress import Sample
+from weftline.engine.jobs.recorder import sample_of
+from weftline.engine.jobs.rows import RowBlock, Source, Stop
+from weftline.engine.jobs.runners.factory import RunnerFactory
+from weftline.engine.jobs.runners.plans import needed
 from weftline.engine.jobs.sources.inputs import Binding, bind
 from weftline.engine.jobs.sources.reader import HIDDEN
-from weftline.engine.jobs.sources.source import open_source
+from weftline.engine.jobs.sources.source import open_loader, open_source
 from weftline.engine.jobs.spec import JobSpec
 from weftline.engine.machine import this_machine
 from weftline.errors import InputError, PipelineError, Problem
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedJob:
     """A job that can begin. Close it, or use it in a with statement.
 
     kept:        the input columns that are written too.
@@ -67,14 +71,14 @@ class Prepared:
     def close(self) -> None:
         self.source.close()
 
-    def __enter__(self) -> Prepared:
+    def __enter__(self) -> PreparedJob:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
 
-def prepare(spec: JobSpec, opening: AnswererFactory) -> Prepared:
+def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
     """Check a job; PipelineError and InputError say everything that is wrong with it."""
     pipeline = load_file(spec.pipeline)
     plan = make_plan(pipeline, this_machine(), profile=profile_beside(pipeline))
@@ -97,7 +101,7 @@ def prepare(spec: JobSpec, opening: AnswererFactory) -> Prepared:
             spec.data.maps,
         )
         kept = _kept(source.schema, binding, spec.out.keep)
-        part_rows = spec.out.part_rows or opening.part_rows
+        part_rows = spec.out.part_rows or factory.part_rows
         columns = columns_of({name: types[name] for name in names}, kept, "id", spec.out.media)
         check_columns(columns.schema, format)
         manifest = Manifest(
@@ -107,13 +111,13 @@ def prepare(spec: JobSpec, opening: AnswererFactory) -> Prepared:
                 "columns": dict(binding.columns), "id": spec.data.id, "where": list(spec.data.where),
                 "shuffle": spec.data.shuffle, "shard": spec.data.shard, "limit": spec.data.limit,
                 "split": spec.data.split, "outputs": list(names), "keep": kept.names, "media": spec.out.media,
-                "part_rows": part_rows, "block_rows": opening.block_rows, "seed": spec.seed, "mode": opening.mode,
+                "part_rows": part_rows, "block_rows": factory.block_rows, "seed": spec.seed, "mode": factory.mode,
             },
             versions=versions(plan),
             schema=str(columns.schema.remove_metadata()),
         )  # fmt: skip
-        return Prepared(
-            spec, plan, source, binding, kept, columns, format, single_file, part_rows, opening.block_rows, manifest
+        return PreparedJob(
+            spec, plan, source, binding, kept, columns, format, single_file, part_rows, factory.block_rows, manifest
         )
     except BaseException:
         source.close()
@@ -172,3 +176,79 @@ def _chosen(what: str, names: Sequence[str] | None, known: Sequence[str]) -> tup
         hint = f"\n    fix: did you mean {', '.join(near)}?" if near else ""
         raise InputError(f"no {what} is called {', '.join(unknown)}; {what}s: {', '.join(known) or 'none'}{hint}")
     return tuple(dict.fromkeys(names))
+
+
+ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class InputMapping:
+    """A pipeline input, its type, and the column it is given with that one's type; '' where it is left out."""
+
+    input: str
+    type: str
+    column: str
+    column_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a job would do.
+
+    mode, why, block_rows, part_rows, repeatable: as in Opening.
+    unused:   columns that give no input.
+    kept:     input columns that are written too; `columns` are those of the results, with their types.
+    expected: rows that are selected; None while unknown.
+    format:   of the results; `single_file` when they become one file.
+    rows:     the first rows, answered.
+    """
+
+    plan: Plan
+    mode: str
+    why: str
+    block_rows: int
+    part_rows: int
+    repeatable: Mapping[str, str]
+    inputs: Sequence[InputMapping]
+    unused: Sequence[str]
+    kept: Sequence[str]
+    columns: Mapping[str, str]
+    expected: int | None
+    format: str
+    single_file: bool
+    rows: Sequence[Sample]
+
+
+def preview(spec: JobSpec, factory: RunnerFactory, rows: int = ROWS, stop: Stop = lambda: False) -> Preview:
+    """Return what a job would do, with its first rows answered; none when `stop` says so before they are.
+
+    Raises what run_job raises for mistakes in what it was told, and ModelError.
+    """
+    with prepare(spec, factory) as job:
+        ports, schema = job.plan.input_types, job.binding.schema
+        mapped = [
+            InputMapping(name, str(ports[name]), column, str(schema.field(column).type) if column else "")
+            for name in (one.name for one in job.plan.inputs if not one.hidden)
+            for column in [job.binding.columns.get(name, "")]
+        ]
+        known = [name for name in schema.names if not name.startswith("weftline:")]
+        return Preview(
+            job.plan, factory.mode, factory.why, job.block_rows, job.part_rows, factory.repeatable, mapped,
+            [name for name in known if name not in job.binding.columns.values()], list(job.kept.names),
+            {field.name: str(field.type) for field in job.columns.schema}, job.source.expected, job.format,
+            job.single_file, _answered(job, factory, rows, stop),
+        )  # fmt: skip
+
+
+def _answered(job: PreparedJob, factory: RunnerFactory, rows: int, stop: Stop) -> list[Sample]:
+    with open_loader(job.source, job.spec.data) as loader:
+        first = next(islice(cut(read_on(job.source, ResumePoint(), 0), rows, rows), 1), None)
+        if first is None or stop():
+            return []
+        block = RowBlock(0, 0, first.ids, job.binding.inputs(first.table, loader), first.table)
+        runner = factory()
+        try:
+            answered = runner.submit(block).result()
+        finally:
+            runner.close()
+        return [sample_of(block, answered, row) for row in range(len(block))]

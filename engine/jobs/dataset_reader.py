@@ -1,0 +1,322 @@
+"""Data types of `map`: a run of rows, its settings, and a data set as runs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weftline.engine.jobs.rows import RowError, Unusable
+from weftline.engine.jobs.sources.source import need, open_loader, open_source
+from weftline.engine.jobs.spec import DataSpec
+from weftline.errors import InputError
+from weftline.nodes.ports import PortType
+from weftline.pipelines.check.problems import did_you_mean, listed
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from weftline.engine.jobs.sources.inputs import Binding
+    from weftline.engine.jobs.sources.media import Loader
+
+
+def error_json(error: RowError | None) -> dict[str, str] | None:
+    """Return a row's error as it stands under `error`; None for a row without."""
+    return None if error is None else {"step": error.step, "error": error.error, "reason": error.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunk:
+    """Consecutive rows.
+
+    ids:    what messages call them.
+    inputs: as in rows.RowBlock.
+    kept:   makes the columns that are kept, a dict for each row.
+    table:  makes the same as an Arrow table.
+    """
+
+    ids: Sequence[str]
+    inputs: Mapping[str, Sequence[Any]]
+    kept: Callable[[], Sequence[Mapping[str, Any]]]
+    table: Callable[[], pa.Table]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetQuery:
+    """What is read from a data set.
+
+    inputs: types by pipeline input.
+    needed: inputs that no row may leave out.
+    maps:   columns by pipeline input, where the names differ.
+    keep:   columns that are kept; None: all but those that media are read from.
+    rows:   most rows of a run.
+    """
+
+    inputs: Mapping[str, PortType]
+    needed: Set[str]
+    maps: Mapping[str, str]
+    keep: Sequence[str] | None
+    rows: int
+
+    def __post_init__(self) -> None:
+        for name in self.maps:
+            if name not in self.inputs:
+                raise InputError(f"maps: {name!r:.80} is no input of the pipeline; {known_names(name, self.inputs)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedDataset:
+    """A data set as runs of rows; `close` lets go of its files."""
+
+    each: Iterator[RowChunk]
+    close: Callable[[], None] = lambda: None
+
+    def end(self) -> None:
+        """Let go of everything: files, threads, and whatever yields the rows."""
+        try:
+            if isinstance(self.each, Generator):
+                self.each.close()
+        finally:
+            self.close()
+
+
+def kept_of(columns: Sequence[str], media: Set[str], wanted: DatasetQuery) -> list[str]:
+    """Return the columns that come along; InputError for one that is not there."""
+    if wanted.keep is None:
+        return [name for name in columns if name not in media]
+    for name in wanted.keep:
+        if name not in columns:
+            raise InputError(f"keep: {name!r:.80} is no column; {known_names(name, columns)}")
+    return list(wanted.keep)
+
+
+def known_names(name: object, known: Iterable[object]) -> str:
+    """Return what there is, for a message about a name that is not there."""
+    names = [str(one) for one in known]
+    return f"{did_you_mean(str(name), names)} there are {listed(names)}".strip()
+
+
+def runs_of_path(path: str, wanted: DatasetQuery) -> ChunkedDataset:
+    """Return the runs of a data set that is named as `weftline batch --data` names one."""
+    spec = DataSpec((path,))
+    source = open_source(spec)
+    try:
+        each = ((rows.ids, rows.table) for rows in source.read())
+        return ChunkedDataset(runs_of_tables(each, wanted, source.schema, open_loader(source, spec)), source.close)
+    except BaseException:
+        source.close()
+        raise
+
+
+def as_tables(tables: Iterable[Any]) -> Iterator[pa.Table]:
+    """Yield what a Hugging Face data set yields as tables."""
+    import pyarrow as pa
+
+    for table in tables:
+        yield table if isinstance(table, pa.Table) else pa.table(table)
+
+
+def streamed(dataset: Any) -> Iterator[pa.Table]:
+    """Yield a table, or the batches of whatever has an Arrow stream."""
+    import pyarrow as pa
+
+    if isinstance(dataset, pa.Table):
+        yield dataset
+    else:
+        for batch in pa.RecordBatchReader.from_stream(dataset):
+            yield pa.Table.from_batches([batch])
+
+
+def numbered(tables: Iterable[pa.Table]) -> Iterator[tuple[Sequence[str], pa.Table]]:
+    """Yield tables with ids for their rows: their numbers in the data set."""
+    place = 0
+    for table in tables:
+        yield [str(row) for row in range(place, place + len(table))], table
+        place += len(table)
+
+
+def runs_of_tables(
+    tables: Iterator[tuple[Sequence[str], pa.Table]],
+    wanted: DatasetQuery,
+    schema: pa.Schema | None = None,
+    loader: Loader | None = None,
+) -> Iterator[RowChunk]:
+    """Return the runs of tables; their columns are bound here and now, by the schema or else by the first of them."""
+    from weftline.engine.jobs.sources.inputs import bind
+
+    if schema is None:
+        first = next(tables, None)
+        if first is None:
+            return iter(())
+        schema, tables = first[1].schema, itertools.chain([first], tables)
+    binding = bind(schema, wanted.inputs, wanted.needed, wanted.maps)
+    return _table_runs(tables, binding, kept_of(schema.names, binding.media, wanted), wanted.rows, loader)
+
+
+def _table_runs(
+    tables: Iterator[tuple[Sequence[str], pa.Table]],
+    binding: Binding,
+    kept: Sequence[str],
+    rows: int,
+    loader: Loader | None,
+) -> Iterator[RowChunk]:
+    from weftline.engine.jobs.sources.media import Loader
+
+    with loader or Loader() as files:
+        for ids, table in tables:
+            for start in range(0, len(table), rows):
+                part = table.slice(start, rows)
+                own = part.select(kept)
+                yield RowChunk(
+                    ids[start : start + rows], binding.inputs(part, files), own.to_pylist, partial(_same, own)
+                )
+
+
+def _same(table: pa.Table) -> pa.Table:
+    return table
+
+
+MEDIA = ("image", "audio", "bytes")
+"""Kinds of inputs whose columns are not kept when nobody says: they are large."""
+
+FILES = ("image", "audio")
+"""Kinds of inputs for which a text is the path of a file."""
+
+
+def runs_of_mappings(dataset: Iterable[Any], wanted: DatasetQuery) -> Iterator[RowChunk]:
+    """Return runs of rows whose values are what Session.run takes; what all rows have is seen by the first."""
+    # What makes its rows as they are read may use their memory again for the next one.
+    rows = iter(dataset) if isinstance(dataset, list | tuple) else map(_as_it_is, dataset)
+    first = next(rows, None)
+    if first is None:
+        return iter(())
+    _check_mapping(first, 0)
+    columns = {name: wanted.maps.get(name, name) for name in wanted.inputs}
+    for name in wanted.needed:
+        column = columns[name]
+        if column not in first:
+            raise InputError(
+                f"row 0: input {name} is needed, and there is no {column!r:.80}; {known_names(column, first)}"
+                f"\n    fix: maps={{{name!r}: ...}} says which column it is"
+            )
+    media = {column for name, column in columns.items() if _is_media(first.get(column), wanted.inputs[name])}
+    kept_of(list(first), media, wanted)
+    return _mapping_runs(itertools.chain([first], rows), columns, media, wanted)
+
+
+def _as_it_is(row: Any) -> Any:
+    """Return a row that its source cannot change any more; what cannot be copied is left as it is."""
+    if not isinstance(row, Mapping):
+        return row
+    fixed = {}
+    for name, value in row.items():
+        try:
+            fixed[name] = copy.deepcopy(value)
+        except Exception:
+            fixed[name] = value
+    return fixed
+
+
+def _check_mapping(row: Any, place: int) -> None:
+    if not isinstance(row, Mapping):
+        raise InputError(f"row {place}: found {type(row).__name__}; expected a dict of columns")
+
+
+def _is_media(value: Any, type: PortType) -> bool:
+    """Whether it is a picture, a recording or other bytes, and not the name of a file."""
+    while type.item is not None:
+        type = type.item
+    return type.kind in MEDIA and not isinstance(value, str | Path)
+
+
+def _mapping_runs(
+    rows: Iterator[Any], columns: Mapping[str, str], media: Set[str], wanted: DatasetQuery
+) -> Iterator[RowChunk]:
+    from weftline.engine.jobs.sources.media import Loader
+
+    place = 0
+    with Loader() as loader:
+        while part := list(itertools.islice(rows, wanted.rows)):
+            for row, one in enumerate(part):
+                _check_mapping(one, place + row)
+            inputs = {
+                name: _values(part, column, wanted.inputs[name], name in wanted.needed, loader)
+                for name, column in columns.items()
+                if name in wanted.needed or any(column in row for row in part)
+            }
+            kept = [_chosen(row, media, wanted.keep) for row in part]
+            ids = [str(number) for number in range(place, place + len(part))]
+            yield RowChunk(ids, inputs, partial(list, kept), partial(_table, kept))
+            place += len(part)
+
+
+def _values(rows: Sequence[Mapping[str, Any]], column: str, type: PortType, needed: bool, loader: Loader) -> list[Any]:
+    """Return one input of some rows; files that are named are read, and features with bytes or a path opened."""
+    values = [_content(row.get(column), type) for row in rows]
+    named = {place: name for place, value in enumerate(values) if (name := _file_of(value, type)) is not None}
+    for place, data in zip(named, loader.read_all(list(named.values())), strict=True):
+        values[place] = data
+    if needed:
+        empty = Unusable(f"column {column} is empty")
+        values = [empty if value is None else value for value in values]
+    return values
+
+
+def _content(value: Any, type: PortType) -> Any:
+    """Return a value, or what is inside the feature of a Hugging Face data set: its bytes, else its path."""
+    if type.kind in FILES and isinstance(value, Mapping) and {"bytes", "path"} <= set(value):
+        return value["bytes"] if value["bytes"] is not None else value["path"]
+    return value
+
+
+def _file_of(value: Any, type: PortType) -> str | None:
+    """Return the path or URL of the file that a value names; None when it names none."""
+    if isinstance(value, Path):
+        return str(value)
+    return value if isinstance(value, str) and type.kind in FILES else None
+
+
+def _chosen(row: Mapping[str, Any], media: Set[str], keep: Sequence[str] | None) -> dict[str, Any]:
+    if keep is None:
+        return {name: value for name, value in row.items() if name not in media}
+    return {name: row.get(name) for name in keep}
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    import pyarrow as pa
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    try:
+        return pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in names})
+    except (pa.ArrowException, TypeError) as error:
+        raise InputError(f"columns that are kept fit no table: {error}; choose others with keep=") from None
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def runs_of(dataset: Any, wanted: DatasetQuery) -> ChunkedDataset:
+    """Return a data set's rows in runs; InputError for what is no data set, or lacks a column that is needed."""
+    need("pyarrow")
+    if isinstance(dataset, str | os.PathLike):
+        return runs_of_path(os.fspath(dataset), wanted)
+    if callable(getattr(dataset, "with_format", None)) and callable(getattr(dataset, "iter", None)):
+        tables = dataset.with_format("arrow").iter(batch_size=wanted.rows)
+        return ChunkedDataset(runs_of_tables(numbered(as_tables(tables)), wanted))
+    if hasattr(dataset, "__arrow_c_stream__"):
+        return ChunkedDataset(runs_of_tables(numbered(streamed(dataset)), wanted))
+    if isinstance(dataset, Mapping):
+        splits = ", ".join(map(repr, itertools.islice(dataset, 8)))
+        raise InputError(f"data set: found a mapping of {splits}; give one of its values, such as dataset['train']")
+    if isinstance(dataset, Iterable) and not isinstance(dataset, bytes | bytearray):
+        return ChunkedDataset(runs_of_mappings(dataset, wanted))
+    raise InputError(
+        f"data set: found {type(dataset).__name__}; expected a Hugging Face data set, an Arrow table, a path, or an "
+        "iterable of dicts"
+    )
