@@ -22,7 +22,7 @@ from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tls import ssl_context
 from weftline.engine.serving.backend import Backend
-from weftline.engine.serving.config import HttpDoor, ServeConfig
+from weftline.engine.serving.config import HttpConfig, ServeConfig
 from weftline.engine.serving.grpc.control import LogSettings, TraceSettings
 from weftline.engine.serving.http.connection import limited, watch
 from weftline.engine.serving.http.door import Figures, HttpContext
@@ -59,7 +59,7 @@ class HttpServer:
         logs: LogSettings | None = None,
         sock: socket.socket | None = None,
     ) -> None:
-        self._at = config.http or HttpDoor()
+        self._at = config.http or HttpConfig()
         self._tls = config.tls
         self._limits = config.limits
         self._sock = sock

@@ -23,7 +23,7 @@ from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable
 from weftline.engine.jobs.runners.each_row import row_seed
 from weftline.engine.jobs.runners.via import ServerAnswerer
 from weftline.engine.serving.backend import Record
-from weftline.engine.serving.config import GrpcDoor
+from weftline.engine.serving.config import GrpcConfig
 from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, Unavailable, UnknownModel
 from weftline.nodes.ports import PortType
 from weftline.pipelines.spec.loader import load_yaml
@@ -187,7 +187,7 @@ def test_a_full_server_is_asked_again_until_every_row_has_passed(server: Served)
 
 
 def serving(port: int, **pipelines: str) -> Any:
-    return served_in_thread(pipelines, grpc=GrpcDoor(port=port))
+    return served_in_thread(pipelines, grpc=GrpcConfig(port=port))
 
 
 @pytest.mark.slow
