@@ -30,7 +30,10 @@ PURE = [
     *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "where", "report", "hints", "trace")),
     *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
     *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),
-    *(f"engine/serving/{name}.py" for name in ("access/methods", "access/rate", "access/token_entries", "statistics")),
+    *(
+        f"engine/serving/{name}.py"
+        for name in ("auth/methods", "auth/rate", "auth/token_entries", "statistics", "openai/bodies")
+    ),
     *(f"engine/serving/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),
     *(f"engine/serving/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
     *(f"engine/metrics/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
@@ -47,7 +50,7 @@ FRAMEWORKS = (
 )
 MAY_LOAD = (
     "engine/llm/",  # of which only the pure files and node.py must load without one
-    *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/v2/wire.py"),
+    *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/openai/", "engine/serving/v2/wire.py"),
     *("engine/serving/server.py", "engine/serving/frontend/process.py", "engine/client/", "engine/metrics/"),
     *("engine/jobs/output/", "engine/jobs/sources/", "engine/jobs/ray/"),
 )
@@ -205,7 +208,7 @@ WALL_CLOCK = {
     *("time.time", "time.time_ns", "time.localtime", "time.ctime"),
     *("datetime.now", "datetime.utcnow", "date.today", "datetime.today"),
 }
-TELLS_THE_TIME = {"engine/serving/http/door.py", "engine/serving/local.py"}
+TELLS_THE_TIME = {"engine/serving/http/context.py", "engine/serving/local.py"}
 """Where the wall clock is read, to be told to people: when an answer was made, when a traced request began."""
 
 
