@@ -32,7 +32,10 @@ PURE = [
     *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "where", "report", "hints", "trace")),
     *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
     *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),
-    *(f"engine/serving/{name}.py" for name in ("auth/methods", "auth/rate", "auth/token_entries", "statistics")),
+    *(
+        f"engine/serving/{name}.py"
+        for name in ("auth/methods", "auth/rate", "auth/token_entries", "statistics", "openai/bodies")
+    ),
     *(f"engine/serving/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),
     *(f"engine/serving/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
     *(f"engine/metrics/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
@@ -204,7 +207,7 @@ WALL_CLOCK = {
     *("time.time", "time.time_ns", "time.localtime", "time.ctime"),
     *("datetime.now", "datetime.utcnow", "date.today", "datetime.today"),
 }
-TELLS_THE_TIME = {"engine/serving/http/door.py", "engine/serving/local.py"}
+TELLS_THE_TIME = {"engine/serving/http/context.py", "engine/serving/local.py"}
 """Where the wall clock is read, to be told to people: when an answer was made, when a traced request began."""
 
 

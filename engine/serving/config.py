@@ -1,4 +1,4 @@
-"""Server configuration of `weftline serve`, as frozen values.
+"""Server configuration: the schema of serve files and the values that servers read.
 
     pipelines:
       assistant: {file: assistant.yaml, expose: [answer]}
@@ -8,153 +8,277 @@
     tokens: tokens.yaml
     tls: {certificate: cert.pem, key: key.pem}
 
-Frozen values only; `settings.py` reads the file and says what is wrong with it.
+Each class is a frozen value and a pydantic schema at once: a key, its default, its bounds and its documentation stand
+here only. Bounds apply to files (`serve_file.py`); code may construct any value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
+
+from weftline.pipelines.spec.schema import Name
 
 LOOPBACK = "127.0.0.1"
 
 FREE_BYTES = 64 << 10
-"""Messages of up to this size take nothing of a door's budget, so that small requests never wait behind large ones; the
-server has read as much before it is asked. `limits.calls_max` bounds how many there are."""
+"""Messages of up to this size are not counted against a server's byte budget, so that small requests never wait behind
+large ones. `limits.calls_max` bounds their number."""
+
+MODEL_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
+"""Names of served pipelines. A leading dot is refused: `.` and `..` would be lost in a URL."""
+
+GROUP_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}\$?$"
+HOST_PATTERN = r"^[A-Za-z0-9._:%-]{1,253}$"
+COLLECTOR_PATTERN = r"^(https?://[A-Za-z0-9._:\[\]-]{1,253}/?)?$"
+
+PIPELINES_MAX = 64
+"""Most pipelines of one server, and of one repository."""
+
+EXPOSED_MAX = 64
+"""Most steps of one pipeline that are models of their own."""
+
+PATH_CHARS_MAX = 1024
+"""Longest path, in characters."""
+
+_SCHEMA = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def _number(least: float, most: float) -> Any:
+    """Return the bounds of a number in a file. Both ends catch slips: bytes for megabytes, milliseconds for seconds."""
+    return Field(strict=True, ge=least, le=most)
+
+
+def _to_path(value: Any, info: ValidationInfo) -> Any:
+    """Return a path relative to the folder in the validation context; other values fail the type check that follows."""
+    if not isinstance(value, str):
+        return value
+    if not value or len(value) > PATH_CHARS_MAX or "\0" in value:
+        raise ValueError(f"not a path: expected 1 to {PATH_CHARS_MAX} characters")
+    return (info.context or Path()) / value
+
+
+def _to_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _to_long_form(value: Any) -> Any:
+    return {"file": value} if isinstance(value, str) else value
+
+
+FilePath = Annotated[Path, BeforeValidator(_to_path, json_schema_input_type=str)]
+Host = Annotated[str, Field(pattern=HOST_PATTERN)]
+Port = Annotated[int, _number(0, 65_535)]
+Switch = Annotated[bool, Field(strict=True)]
+StepNames = Annotated[
+    tuple[Name, ...],
+    Field(max_length=EXPOSED_MAX, strict=True),
+    BeforeValidator(_to_tuple, json_schema_input_type=list[Name]),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPipeline:
-    """A pipeline that a server may serve.
+    """A pipeline that a server may serve."""
 
-    file:   its YAML file, relative to the configuration file's folder.
-    expose: steps that are models of their own too, as `pipeline.step`; each is loaded a second time.
-    load:   open it when the server starts; otherwise when an admin asks for it.
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
-    file: Path
-    expose: tuple[str, ...] = ()
-    load: bool = True
+    file: FilePath
+    """Its YAML file, relative to the configuration file's folder."""
 
+    expose: StepNames = ()
+    """Steps that are models of their own too, as `pipeline.step`; each is loaded a second time."""
 
-@dataclass(frozen=True, slots=True)
-class GrpcDoor:
-    """Where gRPC listens.
-
-    host, port: an address; port 0 takes any free one, and `weftline serve` prints which.
-    socket:     a Unix socket instead of an address, which only the server's own user may use.
-    processes:  0 serves beside the engine; more are ingress processes of their own that share the port.
-    reflection: answer server reflection.
-    socket_group: a group whose members may use the socket too.
-    """
-
-    host: str = LOOPBACK
-    port: int = 8001
-    socket: Path | None = None
-    processes: int = 0
-    reflection: bool = True
-    socket_group: str | None = None
+    load: Switch = True
+    """Load it when the server starts; otherwise when an admin requests it."""
 
 
 @dataclass(frozen=True, slots=True)
-class HttpDoor:
-    """Where HTTP listens: OpenAI's paths, the v2 REST protocol, /metrics, /livez, /readyz."""
+class GrpcConfig:
+    """Address and processes of the gRPC server."""
 
-    host: str = LOOPBACK
-    port: int = 8000
+    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
+
+    host: Host = LOOPBACK
+    """Address to listen on."""
+
+    port: Port = 8001
+    """Port to listen on; 0 selects a free one, and `weftline serve` prints it."""
+
+    socket: FilePath | None = None
+    """Unix socket to listen on instead of an address; only the server's own user may connect."""
+
+    processes: Annotated[int, _number(0, 64)] = 0
+    """0 serves in the engine's process; N starts N ingress processes that share the port."""
+
+    reflection: Switch = True
+    """Answer server reflection."""
+
+    socket_group: Annotated[str, Field(pattern=GROUP_PATTERN)] | None = None
+    """A group whose members may use the socket too."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """Address of the HTTP server: OpenAI's paths, the v2 REST protocol, /metrics, /livez, /readyz."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
+
+    host: Host = LOOPBACK
+    """Address to listen on."""
+
+    port: Port = 8000
+    """Port to listen on; 0 selects a free one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files. They are read again when they change; open connections keep what they began with.
+    """PEM files. Changed files are read again for new connections; open connections keep their certificates."""
 
-    client_ca: whose certificates clients must show (mutual TLS); None: they need not show any.
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
+    certificate: FilePath
+    """The server's certificate and those between it and the root."""
+
+    key: FilePath
+    """Its private key."""
+
+    client_ca: FilePath | None = None
+    """Authority whose certificates clients must present (mutual TLS). Left out, clients present none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeLimits:
-    """What a door accepts before anything is decoded; over a limit the answer is a refusal that names it.
+    """Limits on requests, checked before anything is decoded; a refusal names the limit."""
 
-    message_bytes_max:   largest message, in and out.
-    inflight_bytes_max:  most bytes of messages that a door of one process holds at a time, `message_bytes_max` at
-                         least; HTTP bodies without room wait unread and are then refused, gRPC messages are refused.
-    tensors_max:         most tensors of one request, inputs and wanted outputs each.
-    batch_max:           most items in the batch dimension of one request.
-    elements_max:        most elements of a request's tensors sent as JSON or typed contents, and most values of JSON
-                         documents; of a BYTES tensor 65 536 at most.
-    metadata_bytes_max:  most bytes of a call's metadata or headers.
-    calls_max:           most calls at a time, over all connections of a process.
-    streams_max:         most calls at a time of one connection.
-    stream_requests_max: most unanswered requests of one ModelStreamInfer call.
-    regions_max:         most shared-memory regions registered at a time.
-    region_bytes_max:    largest shared-memory region.
-    keepalive_s:         how long a silent connection may be before it is asked whether it lives.
-    keepalive_wait_s:    how long it then has to answer.
-    header_s:            how long an HTTP client may take to send a request.
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
-    message_bytes_max: int = 64 << 20
-    inflight_bytes_max: int = 256 << 20
-    tensors_max: int = 256
-    batch_max: int = 256
-    elements_max: int = 1 << 20
-    metadata_bytes_max: int = 16 << 10
-    calls_max: int = 4096
-    streams_max: int = 256
-    stream_requests_max: int = 256
-    regions_max: int = 64
-    region_bytes_max: int = 1 << 30
-    keepalive_s: float = 20.0
-    keepalive_wait_s: float = 10.0
-    header_s: float = 20.0
+    message_bytes_max: Annotated[int, _number(1 << 10, (1 << 31) - 1)] = 64 << 20  # gRPC: a length has 31 bits
+    """Largest message, in and out."""
+
+    inflight_bytes_max: Annotated[int, _number(1 << 10, 1 << 40)] = 256 << 20
+    """Most bytes of messages that a server of one process holds at a time, at least `message_bytes_max`. An HTTP body
+    over it waits unread and is then refused; a gRPC message is refused."""
+
+    tensors_max: Annotated[int, _number(1, 65_536)] = 256
+    """Most tensors of one request, inputs and wanted outputs each."""
+
+    batch_max: Annotated[int, _number(1, 65_536)] = 256
+    """Most items in the batch dimension of one request."""
+
+    elements_max: Annotated[int, _number(1, 1 << 30)] = 1 << 20
+    """Most elements of a request's tensors sent as JSON or typed contents, and most values of JSON documents; of a
+    BYTES tensor 65 536 at most."""
+
+    metadata_bytes_max: Annotated[int, _number(1 << 10, 1 << 20)] = 16 << 10
+    """Most bytes of a call's metadata or headers."""
+
+    calls_max: Annotated[int, _number(1, 1_000_000)] = 4096
+    """Most calls at a time, over all connections of a process."""
+
+    streams_max: Annotated[int, _number(1, 1_000_000)] = 256
+    """Most calls at a time of one connection."""
+
+    stream_requests_max: Annotated[int, _number(1, 1_000_000)] = 256
+    """Most unanswered requests of one ModelStreamInfer call."""
+
+    regions_max: Annotated[int, _number(1, 65_536)] = 64
+    """Most shared-memory regions registered at a time."""
+
+    region_bytes_max: Annotated[int, _number(1, 1 << 40)] = 1 << 30
+    """Largest shared-memory region."""
+
+    keepalive_s: Annotated[float, _number(1, 86_400)] = 20.0
+    """Idle time of a connection before a keepalive ping."""
+
+    keepalive_wait_s: Annotated[float, _number(1, 3600)] = 10.0
+    """Longest wait for the answer to a keepalive ping."""
+
+    header_s: Annotated[float, _number(0.1, 3600)] = 20.0
+    """Longest time in which an HTTP client may send a request."""
 
     @property
     def budget_bytes(self) -> int:
-        """Size of a door's budget for messages: one of the largest always fits."""
+        """Byte budget of a server for messages; one message of the largest size always fits."""
         return max(self.inflight_bytes_max, self.message_bytes_max)
 
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """What is written to standard error.
+    """The log on standard error."""
 
-    format:   'json' has one object a line; 'text' is for people.
-    level:    'debug', 'info', 'warning' or 'error'.
-    requests: a line for every request, not only for those that fail.
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
     format: Literal["text", "json"] = "text"
+    """'json' writes one object per line; 'text' is for reading."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
-    requests: bool = False
+    """'debug', 'info', 'warning' or 'error'."""
+
+    requests: Switch = False
+    """Log every request; otherwise only those that fail."""
+
+
+AnyPipeline = Annotated[
+    ServedPipeline,
+    BeforeValidator(_to_long_form, json_schema_input_type=Annotated[str, Field(description="file")] | ServedPipeline),
+]
+Pipelines = Annotated[
+    Mapping[Annotated[str, Field(pattern=MODEL_PATTERN)], AnyPipeline],
+    Field(max_length=PIPELINES_MAX),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Everything a server is told.
+    """A serve file."""
 
-    http:          None: no HTTP.
-    tokens:        the token file; None: nobody needs a token.
-    insecure:      listen beyond loopback without TLS or tokens.
-    shared_memory: clients may register system shared memory.
-    grace_s:       how long open requests get to finish after SIGTERM.
-    otlp:          where spans are sent (OTLP over gRPC), 'http://host:4317'; '' for nowhere.
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
-    pipelines: Mapping[str, ServedPipeline]
-    grpc: GrpcDoor = GrpcDoor()
-    http: HttpDoor | None = None
+    pipelines: Pipelines
+    """Pipelines to serve, by the name that clients use: a pipeline file, or a mapping with more keys."""
+
+    grpc: GrpcConfig = GrpcConfig()
+    """Address and processes of the gRPC server."""
+
+    http: HttpConfig | None = None
+    """Address of the HTTP server; `{}` selects the defaults. Left out, there is no HTTP."""
+
     tls: Tls | None = None
-    tokens: Path | None = None
-    insecure: bool = False
-    shared_memory: bool = False
-    grace_s: float = 30.0
+    """Certificates. Left out, connections are not encrypted."""
+
+    tokens: FilePath | None = None
+    """The token file. Left out, callers need no token."""
+
+    insecure: Switch = False
+    """Listen beyond loopback without TLS or tokens."""
+
+    shared_memory: Switch = False
+    """Clients may register system shared memory."""
+
+    grace_s: Annotated[float, _number(0, 86_400)] = 30.0
+    """Longest time for open requests to finish after SIGTERM."""
+
     limits: ServeLimits = ServeLimits()
-    logs: Logs = field(default_factory=Logs)
-    otlp: str = ""
+    """Limits on requests."""
+
+    logs: Logs = Logs()
+    """The log on standard error."""
+
+    otlp: Annotated[str, Field(pattern=COLLECTOR_PATTERN)] = ""
+    """Collector of spans (OTLP over gRPC), 'http://host:4317'; '' disables them."""
+
+
+SECTIONS: Mapping[str, type[Any]] = {
+    "pipelines": ServedPipeline,
+    "grpc": GrpcConfig,
+    "http": HttpConfig,
+    "tls": Tls,
+    "limits": ServeLimits,
+    "logs": Logs,
+}
+"""Classes of the keys that hold a mapping; under `pipelines`, one for each name."""

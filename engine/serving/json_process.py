@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from weftline.engine.serving.frontend.child import environment
-from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_jobs import Job, run
 from weftline.engine.worker.hardening import harden
 from weftline.errors import InputError, LimitReached, WeftlineError

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.serving.keys import EXPOSED_MAX, PIPELINES_MAX, ServeFile
+from pydantic import TypeAdapter
+
+from weftline.engine.serving.config import EXPOSED_MAX, PIPELINES_MAX, ServeConfig
 from weftline.pipelines.render.reference import table
 from weftline.pipelines.spec.document import TEXT_BYTES_MAX
 
@@ -18,9 +20,9 @@ _INTRO = f"""\
 
 <!-- Written by `{COMMAND}`; do not edit by hand. -->
 
-A serve file says what `weftline serve` serves, and where. Unknown keys are refused, with file, line and the nearest
-known key. Options of the command line override it. Environment variables change nothing but values that name them, as
-`${{NAME}}` or `${{NAME:-default}}` ([how](yaml.md)).
+A serve file lists the pipelines that `weftline serve` serves, its addresses and its limits. Unknown keys are refused,
+with file, line and the nearest known key. Options of the command line override it. Environment variables change only
+values that name them, as `${{NAME}}` or `${{NAME:-default}}` ([how](yaml.md)).
 
 ```yaml
 pipelines:
@@ -30,21 +32,21 @@ grpc: {{host: 127.0.0.1, port: 8001}}
 http: {{port: 8000}}
 ```
 
-- A file with `pipelines:` is a serve file; any other is a pipeline's, which is served under its own name.
+- A file with `pipelines:` is a serve file; any other file is a pipeline file, served under the pipeline's name.
 - Relative paths are relative to the file's folder. Those on the command line are relative to the current one.
 - A pipeline's name has 1 to 128 letters, digits, `.`, `_` and `-`, and does not start with a dot. A step that is
   exposed is called `pipeline.step`, which must not be a pipeline's name as well.
 - At most {PIPELINES_MAX} pipelines, {EXPOSED_MAX} exposed steps of each, and {TEXT_BYTES_MAX:,} bytes. Anchors,
   aliases, tags and duplicate keys are refused, as in [pipeline files](yaml.md).
-- `weftline serve ... --print-config` prints what files and options come to, defaults included, as a serve file.
+- `weftline serve ... --print-config` prints the merged configuration, defaults included, as a serve file.
 - Times end in `_s` (seconds), sizes in `_bytes`.
 """
 
 _PARTS = (
     ("The file", ""),
     ("A pipeline, in long form", "ServedPipeline"),
-    ("`grpc`", "GrpcDoor"),
-    ("`http`", "HttpDoor"),
+    ("`grpc`", "GrpcConfig"),
+    ("`http`", "HttpConfig"),
     ("`tls`", "Tls"),
     ("`limits`", "ServeLimits"),
     ("`logs`", "Logs"),
@@ -53,7 +55,7 @@ _PARTS = (
 
 def serve_reference() -> str:
     """Return the page, in Markdown: every key of a serve file."""
-    schema = ServeFile.model_json_schema()
+    schema = TypeAdapter(ServeConfig).json_schema()
     defs = schema["$defs"]
     parts = [_INTRO]
     for title, name in _PARTS:
@@ -63,7 +65,7 @@ def serve_reference() -> str:
 
 
 def _without_inner(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with mappings shown as such: each has a table of its own."""
+    """Return the schema with nested mappings shown as `mapping`; each has a table of its own."""
     properties = dict(schema["properties"])
     for key, entry in properties.items():
         if "$ref" in entry:

@@ -12,11 +12,10 @@ import typer
 import yaml
 
 from weftline.cli import serve_commands
-from weftline.engine.serving.assembly import Flags, assemble, merge
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.auth.methods import METHODS, METRICS, OPEN
 from weftline.engine.serving.config import ServeConfig, ServedPipeline
-from weftline.engine.serving.settings import ServeSettings, to_settings
+from weftline.engine.serving.serve_file import Flags, ServeFile, assemble, merge, parse_serve_file
 from weftline.pipelines.spec.document import read_document
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +38,10 @@ def manifest(name: str) -> dict[str, Any]:
     return dict(found[0])
 
 
-def served() -> ServeSettings:
-    return to_settings(read_document(manifest("kubernetes/configmap.yaml")["data"]["serve.yaml"], "map"), "map", ROOT)
+def served() -> ServeFile:
+    return parse_serve_file(
+        read_document(manifest("kubernetes/configmap.yaml")["data"]["serve.yaml"], "map"), "map", ROOT
+    )
 
 
 def unit() -> configparser.ConfigParser:

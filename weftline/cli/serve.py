@@ -16,9 +16,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, TextIO
 
 from weftline.cli.progress import loading_shown
-from weftline.engine.serving.assembly import COMMAND_LINE, Flags, assemble
 from weftline.engine.serving.auth.exposure import check_exposure
-from weftline.engine.serving.settings import read_file, to_text
+from weftline.engine.serving.serve_file import COMMAND_LINE, Flags, assemble, read_file, to_text
 from weftline.errors import MissingPackage, PipelineError, Problem
 from weftline.pipelines.spec.document import without_secrets
 

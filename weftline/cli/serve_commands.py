@@ -105,7 +105,7 @@ def serve(
       weftline serve pipeline.yaml --engine ray --address auto --replicas 4 --gpus-per-replica 1 --insecure
     """
     from weftline.cli.serve import RayFlags, ServeRequest, run_serve
-    from weftline.engine.serving.assembly import Flags
+    from weftline.engine.serving.serve_file import Flags
 
     on_ray = {"--replicas": replicas, "--gpus-per-replica": gpus_per_replica, "--address": address}
     idle = [name for name, value in on_ray.items() if value is not None]

@@ -16,7 +16,7 @@ import grpc.aio
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.methods import METHODS, OPEN
 from weftline.engine.serving.grpc.calls import CALLER, Context, refuse
-from weftline.engine.serving.grpc.serving import DrainSwitch, closing
+from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
 
 
 class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -39,7 +39,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if method not in self._served:
             return _refusing(None)
         if not self._serving.on and METHODS.get(method) is not OPEN:
-            return _refusing(closing())
+            return _refusing(draining_error())
         try:
             if self._gate.asks_tokens:
                 sent = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]

@@ -18,8 +18,7 @@ import grpc
 from weftline.engine.serving.backend import Backend
 from weftline.engine.serving.grpc.calls import CALLER, Context, handlers_of, parse, refuse, request_class
 from weftline.engine.serving.grpc.protos import HEALTH, HEALTH_SERVICE
-from weftline.engine.serving.grpc.readiness import server_ready
-from weftline.engine.serving.grpc.serving import DrainSwitch
+from weftline.engine.serving.lifecycle import DrainSwitch, server_ready
 from weftline.errors import LimitReached, UnknownModel
 
 LOOK_S = 0.1

@@ -6,19 +6,19 @@ bytes until they are placed, and those of an answer are views of shared memory u
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Caller
-from weftline.engine.serving.backend import Answer, Ask, Backend
+from weftline.engine.serving.backend import Answer, Backend
 from weftline.engine.serving.config import FREE_BYTES, ServeLimits
 from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.grpc.calls import CALLER, Context, refuse
-from weftline.engine.serving.grpc.control import TraceSettings
 from weftline.engine.serving.json_parser import JsonParser
+from weftline.engine.serving.lifecycle import gather_or_cancel
+from weftline.engine.serving.live_settings import TraceSettings
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.v2.answering import to_response
 from weftline.engine.serving.v2.asking import ParsedRequest, to_asks
@@ -103,7 +103,7 @@ class Inference:
         room:   waits until there is room for them.
         """
         asks = asked.asks
-        answers = [await self.backend.ask(asks[0])] if len(asks) == 1 else await self._together(asks)
+        answers = await gather_or_cancel([self.backend.ask(ask) for ask in asks], Answer.release)
         try:
             if room is not None:
                 await room()
@@ -135,16 +135,3 @@ class Inference:
             traceparent=call.parent,
             size_bytes=size_bytes,
         )
-
-    async def _together(self, asks: Sequence[Ask]) -> list[Answer]:
-        """Answer the items of a batch side by side; when one fails the others are withdrawn, or given back."""
-        tasks = [asyncio.ensure_future(self.backend.ask(ask)) for ask in asks]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            for end in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(end, Answer):
-                    end.release()
-            raise

@@ -12,10 +12,9 @@ from weftline.engine.serving.backend import Backend
 from weftline.engine.serving.face import ModelFace, ModelState
 from weftline.engine.serving.grpc.calls import CALLER, Unary
 from weftline.engine.serving.grpc.protos import V2
-from weftline.engine.serving.grpc.readiness import model_ready, server_ready
 from weftline.engine.serving.grpc.rendering import render_config, render_figures, render_metadata
-from weftline.engine.serving.grpc.serving import DrainSwitch
 from weftline.engine.serving.identity import NAME
+from weftline.engine.serving.lifecycle import DrainSwitch, model_ready, server_ready
 from weftline.engine.serving.replies import told
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.errors import InputError, ModelError

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from weftline.engine.serving.grpc.calls import Unary
-from weftline.engine.serving.grpc.control import LogSettings, LogValue, TraceSettings
 from weftline.engine.serving.grpc.protos import V2
+from weftline.engine.serving.live_settings import LogSettings, LogValue, TraceSettings
 from weftline.errors import InputError
 
 

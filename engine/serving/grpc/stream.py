@@ -32,7 +32,7 @@ from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.grpc.calls import Context, refuse
 from weftline.engine.serving.grpc.infer import CallContext, Inference
-from weftline.engine.serving.grpc.serving import DrainSwitch, closing
+from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
 from weftline.engine.serving.replies import told
 from weftline.engine.serving.v2.answering import to_piece
 from weftline.engine.serving.v2.asking import ParsedRequest
@@ -99,7 +99,7 @@ class InferStream:
             task = asyncio.ensure_future(self._answer(data))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        self._failed = closing()
+        self._failed = draining_error()
 
     def _full(self) -> bool:
         """Whether the client has to take some answers before it is read from again."""
@@ -135,7 +135,7 @@ class InferStream:
     def _drain(self) -> None:
         """Read no more; open requests finish."""
         if not self._reader.done():
-            self._failed = closing()
+            self._failed = draining_error()
             self._reader.cancel()
 
     def _fail(self, error: Exception) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.v2 import bytes_tensor
 from weftline.engine.serving.v2.datatypes import BYTES, NUMPY
 from weftline.engine.serving.v2.nouns import InferRequest, InferResponse, Parameter, Tensor, WantedOutput

@@ -1,4 +1,4 @@
-"""Request body reader: size limits, decompression and strict JSON.
+"""Request body reader: size limits, decompression, strict JSON and forms.
 
 Whether a caller may send a body at all is decided from its headers, before any of this (`middleware.py`).
 """
@@ -10,14 +10,15 @@ import mmap
 import zlib
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from weftline.engine.runtime.byte_budget import RETRY_S, ByteBudget
 from weftline.engine.serving.config import FREE_BYTES, ServeLimits
 from weftline.engine.serving.http.connection import BODY_BYTES_S
-from weftline.engine.serving.http.refusal import HttpError, too_large
+from weftline.engine.serving.http.errors import HttpError, too_large
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.v2.strict_json import loads
 from weftline.errors import LimitReached
@@ -33,6 +34,9 @@ DEFLATE_RATIO = 1032
 
 ASIDE_BYTES = 1 << 10
 """From so many compressed bytes on, up to a megabyte unpacked, a thread unpacks them."""
+
+FIELDS_MAX, FIELD_BYTES_MAX = 64, 64 << 10
+"""Most fields of a form besides its file, and the largest of them."""
 
 _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
@@ -184,3 +188,41 @@ async def json_object_of(
     if not isinstance(value, dict):
         raise HttpError("the body: expected a JSON object")
     return value
+
+
+class _InMemory(MultiPartParser):
+    spool_max_size = 1 << 62  # the body's limit has been applied before
+
+
+async def form_of(request: Request) -> FormData:
+    """Return the fields of a form with at most one file."""
+    kind = request.headers.get("content-type", "")
+    if not kind.lower().startswith("multipart/form-data"):
+        raise HttpError("content-type: expected multipart/form-data", code=415)
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise HttpError("content-encoding: a form is taken as it is, without compression", code=415)
+    parser = _InMemory(
+        request.headers, request.stream(), max_files=1, max_fields=FIELDS_MAX, max_part_size=FIELD_BYTES_MAX
+    )
+    try:
+        return await parser.parse()
+    except MultiPartException as error:
+        raise HttpError(f"the form: {error.message}") from None
+    except (ValueError, KeyError, AssertionError):
+        raise HttpError("the form cannot be read") from None
+
+
+def text_field(form: FormData, field: str) -> str | None:
+    """Return a field that occurs at most once; None when it is absent or empty."""
+    values = form.getlist(field)
+    if len(values) > 1 or any(not isinstance(one, str) for one in values):
+        raise HttpError(f"{field}: expected one text", param=field)
+    return str(values[0]) if values and values[0] else None
+
+
+async def file_field(form: FormData, field: str) -> bytes:
+    """Return the bytes of the form's file. Its name means nothing here."""
+    found = form.get(field)
+    if not isinstance(found, UploadFile):
+        raise HttpError(f"{field}: expected a file", param=field)
+    return await found.read()

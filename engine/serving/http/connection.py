@@ -14,11 +14,15 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
+from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weftline.engine.serving.config import ServeLimits
+
+T = TypeVar("T")
 
 BODY_BYTES_S = 256 << 10
 """Slowest a large body may come, in bytes a second, once `header_s` is over."""
@@ -31,7 +35,7 @@ TARGET = "weftline.target"
 """Where in a scope the request's target stands as it was sent: ASGI keeps its path alone."""
 
 STALL_S = 60.0
-"""How long a client may take nothing of an answer, as at the gRPC door."""
+"""How long a client may read nothing of a response, as in the gRPC server."""
 
 
 def overdue_s(now_s: float, began_s: float, received_bytes: int, header_s: float) -> float:
@@ -180,3 +184,31 @@ def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
                 self.transport.close()
 
     return LimitedProtocol
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; when the client disconnects first, cancel it and raise ClientGone.
+
+    The request's body must have been read. `work` has ended when this returns or raises.
+    """
+    task = asyncio.ensure_future(work)
+    disconnected = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        unfinished = [one for one in (task, disconnected) if not one.done()]
+        for one in unfinished:
+            one.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

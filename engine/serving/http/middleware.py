@@ -29,16 +29,16 @@ from weftline.engine.serving.auth.exposure import is_loopback
 from weftline.engine.serving.auth.gate import Caller, Gate
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, OPEN
 from weftline.engine.serving.config import LOOPBACK
-from weftline.engine.serving.http.attended import ClientGone
 from weftline.engine.serving.http.body import Body
-from weftline.engine.serving.http.connection import TARGET
-from weftline.engine.serving.http.door import ID_CHARS_MAX, SPAN, HttpContext
-from weftline.engine.serving.http.problems import problem_response
-from weftline.engine.serving.http.refusal import HttpError, too_large, unknown_path, wrong_method
-from weftline.errors import AccessDenied, LimitReached, SessionClosed
+from weftline.engine.serving.http.connection import TARGET, ClientGone
+from weftline.engine.serving.http.context import ID_CHARS_MAX, SPAN, HttpContext
+from weftline.engine.serving.http.errors import HttpError, too_large, unknown_path, wrong_method
+from weftline.engine.serving.http.responses import error_response
+from weftline.engine.serving.lifecycle import draining_error
+from weftline.errors import AccessDenied, LimitReached
 
 WORK = (INFER, MEMORY, ADMIN)
-"""Kinds of requests that a server which drains takes no more."""
+"""Kinds of requests that a draining server refuses."""
 
 _log = logging.getLogger("weftline.ingress")
 
@@ -50,38 +50,38 @@ class HttpGuard:
     """
 
     def __init__(
-        self, app: ASGIApp, *, door: HttpContext, gate: Gate, routes: Sequence[Route], host: str = LOOPBACK
+        self, app: ASGIApp, *, context: HttpContext, gate: Gate, routes: Sequence[Route], host: str = LOOPBACK
     ) -> None:
         self._app = app
-        self._door = door
+        self._context = context
         self._gate = gate
         self._routes = routes
         self._browsers = gate.asks_tokens
         self._names = not is_loopback(host)
         self._calls = 0
-        self._inflight = ByteBudget("limits.inflight_bytes_max", door.limits.budget_bytes)
+        self._inflight = ByteBudget("limits.inflight_bytes_max", context.limits.budget_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RuntimeError(f"the HTTP door was asked for {scope['type']}")
-        told = _Told(send, scope)
+            raise RuntimeError(f"unsupported ASGI scope: {scope['type']}")
+        sender = _ResponseSender(send, scope)
         self._calls += 1
         try:
             scope["weftline.caller"] = self._admitted(scope)
-            body = Body(receive, Headers(scope=scope), self._door.limits, self._inflight)
+            body = Body(receive, Headers(scope=scope), self._context.limits, self._inflight)
             with closing(body):
-                await self._app(scope, body.receive, told.send)
+                await self._app(scope, body.receive, sender.send)
         except (ClientGone, ClientDisconnect):
             return
         except asyncio.CancelledError:  # only a server whose grace time is over cancels
-            await self._tell(draining(), scope, receive, told)
+            await self._send_error(draining_error(), scope, receive, sender)
         except Exception as error:
-            await self._tell(error, scope, receive, told)
+            await self._send_error(error, scope, receive, sender)
         finally:
             self._calls -= 1
 
     def _admitted(self, scope: Scope) -> Caller:
-        """Return who calls, or raise why they may not."""
+        """Return the caller; raise the refusal of a request that is not allowed."""
         headers = Headers(scope=scope)
         check_host(headers.getlist("host"), scope.get("http_version", "1.1"), scope.get(TARGET, b""))
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -96,8 +96,8 @@ class HttpGuard:
                 raise wrong_method(allowed) from None
             raise
         kind = METHODS.get(name)
-        if kind in WORK and not self._door.serving.on:
-            raise draining()
+        if kind in WORK and not self._context.serving.on:
+            raise draining_error()
         if kind is not OPEN:
             self._check_browser(headers)
             self._check_limits(headers)
@@ -127,21 +127,21 @@ class HttpGuard:
             raise HttpError("the host is not this machine: call the server by its address, or by localhost", code=403)
 
     def _check_limits(self, headers: Headers) -> None:
-        if self._calls > self._door.limits.calls_max:
+        if self._calls > self._context.limits.calls_max:
             raise LimitReached("too many calls at a time (limits.calls_max)", retry_after_s=1.0)
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length[:20]) > self._door.limits.message_bytes_max:
-            raise too_large(self._door.limits.message_bytes_max)
+        if not length.isdigit() or int(length[:20]) > self._context.limits.message_bytes_max:
+            raise too_large(self._context.limits.message_bytes_max)
 
-    async def _tell(self, error: BaseException, scope: Scope, receive: Receive, told: _Told) -> None:
-        if told.started:
+    async def _send_error(self, error: BaseException, scope: Scope, receive: Receive, sender: _ResponseSender) -> None:
+        if sender.started:
             _log.error("an answer could not be finished", exc_info=error)
             return  # the server closes the connection, so the client sees that it is not whole
-        await problem_response(error, scope["path"])(scope, receive, told.send)
+        await error_response(error, scope["path"])(scope, receive, sender.send)
 
 
-class _Told:
-    """Sends, knows whether an answer has begun, and names the request and its trace in it."""
+class _ResponseSender:
+    """Send messages, record whether a response has started, and add request id and trace context to it."""
 
     __slots__ = ("_scope", "_send", "started")
 
@@ -161,12 +161,6 @@ class _Told:
                 headers.append((b"traceparent", span.encode("latin-1")))
             message = {**message, "headers": headers}
         await self._send(message)
-
-
-def draining() -> SessionClosed:
-    error = SessionClosed("the server is shutting down; ask again in a moment")
-    error.retry_after_s = 1.0  # by then something else listens here, or soon will
-    return error
 
 
 def check_host(hosts: Sequence[str], version: str, target: bytes) -> None:

@@ -1,4 +1,4 @@
-"""v2 REST routes besides inference: server, models, load, unload and settings."""
+"""v2 REST routes: server, models, inference, load, unload, settings and shared memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from weftline.engine.serving.http.body import json_object_of
-from weftline.engine.serving.http.door import HttpContext, caller_of
-from weftline.engine.serving.http.refusal import HttpError
-from weftline.engine.serving.http.replying import json_response
+from weftline.engine.serving.backend import Answer, Ask
+from weftline.engine.serving.face import ModelFace
+from weftline.engine.serving.http.binary_tensors import HEADER, BinaryOutputs, response_body
+from weftline.engine.serving.http.body import body_of, json_object_of
+from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.context import ID_CHARS_MAX, SPAN, HttpContext, caller_of, deadline_ms_of
+from weftline.engine.serving.http.errors import HttpError
+from weftline.engine.serving.http.responses import JSON, json_response
 from weftline.engine.serving.identity import NAME, version
+from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.replies import told
 from weftline.engine.serving.statistics import ModelFigures, Spent
+from weftline.engine.serving.v2.answering import to_response
+from weftline.engine.serving.v2.asking import ParsedRequest, to_asks
 from weftline.engine.serving.v2.metadata import ModelMetadata, config_of, metadata_of
 from weftline.engine.serving.v2.names import check_name, check_version
+from weftline.engine.serving.v2.nouns import InferRequest
 from weftline.errors import AccessDenied, ModelError, UnknownModel
 
 EXTENSIONS = (
@@ -37,11 +46,11 @@ SETTINGS_BYTES_MAX = 64 << 10
 class RestServer:
     """/v2, /v2/health/*, /v2/repository/*, /v2/trace/setting, /v2/logging."""
 
-    def __init__(self, door: HttpContext) -> None:
-        self._door = door
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
 
     async def metadata(self, request: Request) -> ASGIApp:
-        off = () if self._door.shared_memory.enabled else ("system_shared_memory",)
+        off = () if self._context.shared_memory.enabled else ("system_shared_memory",)
         extensions = [one for one in EXTENSIONS if one not in off]
         return json_response({"name": NAME, "version": version(), "extensions": extensions})
 
@@ -49,7 +58,7 @@ class RestServer:
         return json_response({"live": True})
 
     async def ready(self, request: Request) -> ASGIApp:
-        ready = self._door.ready()
+        ready = self._context.ready()
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def index(self, request: Request) -> ASGIApp:
@@ -65,29 +74,29 @@ class RestServer:
                     "state": one.state.upper(),
                     "reason": told(ModelError(one.why)).message if caller.admin and one.why else "",
                 }
-                for one in self._door.backend.index()
+                for one in self._context.backend.index()
                 if caller.may(one.name) and (one.ready or not only_ready)
             ]
         )
 
     async def load(self, request: Request) -> ASGIApp:
         _check_no_files(await json_object_of(request, SETTINGS_BYTES_MAX, empty=True))
-        await self._door.backend.load(check_name(request.path_params["model"]))
+        await self._context.backend.load(check_name(request.path_params["model"]))
         return json_response({})
 
     async def unload(self, request: Request) -> ASGIApp:
         await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
-        await self._door.backend.unload(check_name(request.path_params["model"]))
+        await self._context.backend.unload(check_name(request.path_params["model"]))
         return json_response({})
 
     async def trace(self, request: Request) -> ASGIApp:
         model = request.path_params.get("model", "")
         if model:
-            self._door.face(request, check_name(model))
+            self._context.face(request, check_name(model))
         if request.method == "POST":
             body = await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
-            self._door.trace.set({name: _texts(name, value) for name, value in body.items()}, model)
-        now = self._door.trace.get(model)
+            self._context.trace.set({name: _texts(name, value) for name, value in body.items()}, model)
+        now = self._context.trace.get(model)
         return json_response({name: list(found) if name == "trace_level" else found[0] for name, found in now.items()})
 
     async def logging(self, request: Request) -> ASGIApp:
@@ -96,46 +105,135 @@ class RestServer:
             for name, value in body.items():
                 if not isinstance(value, bool | int | str):
                     raise HttpError(f"{name!r:.80}: expected true, false, a whole number or a text")
-            self._door.logs.set(body)
-        return json_response(self._door.logs.get())
+            self._context.logs.set(body)
+        return json_response(self._context.logs.get())
 
 
 class RestModels:
     """/v2/models/*: metadata, readiness, configuration and statistics of models."""
 
-    def __init__(self, door: HttpContext) -> None:
-        self._door = door
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
 
     async def metadata(self, request: Request) -> ASGIApp:
         name, version = _named(request)
-        return json_response(_metadata(metadata_of(self._door.face(request, name, version))))
+        return json_response(_metadata(metadata_of(self._context.face(request, name, version))))
 
     async def ready(self, request: Request) -> ASGIApp:
         name, version = _named(request)
         if not caller_of(request).may(name):
             raise AccessDenied("this token does not allow that model")
-        found = next((one for one in self._door.backend.index() if one.name == name), None)
+        found = next((one for one in self._context.backend.index() if one.name == name), None)
         if found is None or version not in ("", str(found.version)):
             raise UnknownModel("no model has that name and version")
-        ready = found.ready and self._door.serving.on
+        ready = found.ready and self._context.serving.on
         return json_response({"name": name, "ready": ready}, 200 if ready else 503)
 
     async def config(self, request: Request) -> ASGIApp:
         name, version = _named(request)
-        return json_response(config_of(self._door.face(request, name, version)))
+        return json_response(config_of(self._context.face(request, name, version)))
 
     async def stats(self, request: Request) -> ASGIApp:
         """Of one model with its steps, or of all that the caller may see."""
         name, version = _named(request) if "model" in request.path_params else ("", "")
         if name:
-            face = self._door.face(request, name, version)
+            face = self._context.face(request, name, version)
             versions = {name: face.version}
         else:
             caller = caller_of(request)
-            serving = {one.name: one.version for one in self._door.backend.index() if one.ready}
+            serving = {one.name: one.version for one in self._context.backend.index() if one.ready}
             versions = {name: one for name, one in serving.items() if caller.may(name)}
-        figures = await self._door.figures(versions)
+        figures = await self._context.figures(versions)
         return json_response({"model_stats": [_figures(one) for one in figures]})
+
+
+class Infer:
+    """Both paths, with a version and without."""
+
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
+
+    async def infer(self, request: Request) -> ASGIApp:
+        limits = self._context.limits
+        model = check_name(request.path_params["model"])
+        version = check_version(request.path_params.get("version", ""))
+        face = self._context.face(request, model, version)
+        body = await body_of(request, limits.message_bytes_max)
+        json, regions = self._context.json, self._context.shared_memory if self._context.shared_memory.enabled else None
+        asking, wanted = await json.rest_body(body, request.headers.get(HEADER), model, version, limits)
+        caller_of(request).check_regions(asking)
+        asked = to_asks(
+            await json.elements(asking, face, limits, regions),
+            face,
+            limits,
+            regions,
+            deadline_ms=deadline_ms_of(request),
+            caller=caller_of(request).name,
+            door="http",
+            traceparent=request.headers.get("traceparent", "")[:ID_CHARS_MAX],
+            size_bytes=len(body),
+        )
+        return await while_connected(request.receive, self._answered(request, asking, asked, face, wanted))
+
+    async def _answered(
+        self, request: Request, asking: InferRequest, asked: ParsedRequest, face: ModelFace, wanted: BinaryOutputs
+    ) -> Response:
+        answers = await gather_or_cancel([self._ask(one) for one in asked.asks], Answer.release)
+        try:
+            response = to_response(asking, face, answers, asked.batch, self._context.shared_memory)
+            body, length = response_body(response, wanted)
+        finally:
+            for answer in answers:
+                answer.release()
+        request.scope[SPAN] = answers[0].traceparent
+        headers = {} if length is None else {HEADER: str(length)}
+        return Response(body, 200, headers, JSON if length is None else "application/octet-stream")
+
+    async def _ask(self, ask: Ask) -> Answer:
+        answer = await self._context.backend.ask(ask)
+        if self._context.trace.active:
+            self._context.trace.note(ask, answer.timings, answer.total_ms)
+        return answer
+
+
+class HttpSharedMemory:
+    """The paths under /v2/systemsharedmemory and /v2/cudasharedmemory."""
+
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
+
+    async def status(self, request: Request) -> ASGIApp:
+        regions = self._context.shared_memory.status(request.path_params.get("region", ""))
+        return json_response(
+            [{"name": one.name, "key": one.key, "offset": one.offset, "byte_size": one.size_bytes} for one in regions]
+        )
+
+    async def register(self, request: Request) -> ASGIApp:
+        body = await json_object_of(request, SETTINGS_BYTES_MAX)
+        key = body.get("key")
+        if not isinstance(key, str):
+            raise HttpError("key: expected a text, the name of a shared-memory object", param="key")
+        self._context.shared_memory.register(
+            request.path_params["region"], key, _whole(body, "offset", 0), _whole(body, "byte_size", None)
+        )
+        return json_response({})
+
+    async def unregister(self, request: Request) -> ASGIApp:
+        region = request.path_params.get("region")
+        if region is None:
+            self._context.shared_memory.unregister_all()
+        else:
+            self._context.shared_memory.unregister(region)
+        return json_response({})
+
+    async def cuda_status(self, request: Request) -> ASGIApp:
+        return json_response([])
+
+    async def cuda_register(self, request: Request) -> ASGIApp:
+        raise HttpError("this server shares no CUDA memory; use system shared memory, or send the tensor itself")
+
+    async def cuda_unregister(self, request: Request) -> ASGIApp:
+        return json_response({})  # there is none, so none is left
 
 
 def _named(request: Request) -> tuple[str, str]:
@@ -195,3 +293,10 @@ def _figures(one: ModelFigures) -> dict[str, Any]:
 
 def _spent(one: Spent) -> dict[str, int]:
     return {"count": one.count, "ns": one.ns}
+
+
+def _whole(body: Mapping[str, Any], key: str, default: int | None) -> int:
+    value = body.get(key, default)
+    if type(value) is not int:
+        raise HttpError(f"{key}: expected a whole number of bytes", param=key)
+    return value

@@ -1,6 +1,6 @@
 """Route table of the HTTP server and the ASGI application.
 
-The gate's table (`access/methods.py`) has the same paths with the right each takes; a test compares the two.
+The gate's table (`auth/methods.py`) has the same paths with the right each takes; a test compares the two.
 """
 
 from __future__ import annotations
@@ -17,47 +17,48 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http import rest_v2
-from weftline.engine.serving.http.door import HttpContext
-from weftline.engine.serving.http.memory_v2 import HttpSharedMemory
+from weftline.engine.serving.http.context import HttpContext, caller_of
 from weftline.engine.serving.http.middleware import HttpGuard
 from weftline.engine.serving.http.openapi import document
-from weftline.engine.serving.http.probes import Probes
-from weftline.engine.serving.http.replying import json_response
-from weftline.engine.serving.http.tensors_v2 import Infer
+from weftline.engine.serving.http.responses import json_response, text_response
+from weftline.engine.serving.http.rest_v2 import HttpSharedMemory, Infer
 from weftline.engine.serving.openai.audio import Transcriptions
 from weftline.engine.serving.openai.chat import Chat
 from weftline.engine.serving.openai.completions import Completions
 from weftline.engine.serving.openai.embeddings import Embeddings
 from weftline.engine.serving.openai.models import OpenAiModels
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def application(door: HttpContext, gate: Gate, host: str = LOOPBACK) -> Starlette:
-    """Return the ASGI application of a door."""
-    every = routes(door)
-    return Starlette(routes=every, middleware=[Middleware(HttpGuard, door=door, gate=gate, routes=every, host=host)])
+def application(context: HttpContext, gate: Gate, host: str = LOOPBACK) -> Starlette:
+    """Return the ASGI application."""
+    every = routes(context)
+    return Starlette(
+        routes=every, middleware=[Middleware(HttpGuard, context=context, gate=gate, routes=every, host=host)]
+    )
 
 
-def routes(door: HttpContext) -> list[Route]:
-    """Return every path with what answers it."""
-    return [*_openai(door), *_v2(door), *_v2_memory(door), *_probes(door)]
+def routes(context: HttpContext) -> list[Route]:
+    """Return all routes."""
+    return [*_openai(context), *_v2(context), *_v2_memory(context), *_probes(context)]
 
 
-def _openai(door: HttpContext) -> list[Route]:
-    models = OpenAiModels(door)
+def _openai(context: HttpContext) -> list[Route]:
+    models = OpenAiModels(context)
     return [
-        _post("/v1/chat/completions", Chat(door).create),
-        _post("/v1/completions", Completions(door).create),
-        _post("/v1/embeddings", Embeddings(door).create),
-        _post("/v1/audio/transcriptions", Transcriptions(door).create),
+        _post("/v1/chat/completions", Chat(context).create),
+        _post("/v1/completions", Completions(context).create),
+        _post("/v1/embeddings", Embeddings(context).create),
+        _post("/v1/audio/transcriptions", Transcriptions(context).create),
         _get("/v1/models", models.list),
         _get("/v1/models/{model}", models.get),
     ]
 
 
-def _v2(door: HttpContext) -> list[Route]:
-    server, models, infer = rest_v2.RestServer(door), rest_v2.RestModels(door), Infer(door)
+def _v2(context: HttpContext) -> list[Route]:
+    server, models, infer = rest_v2.RestServer(context), rest_v2.RestModels(context), Infer(context)
     found = [
         _get("/v2", server.metadata),
         _get("/v2/health/live", server.live),
@@ -81,8 +82,8 @@ def _v2(door: HttpContext) -> list[Route]:
     return found
 
 
-def _v2_memory(door: HttpContext) -> list[Route]:
-    memory = HttpSharedMemory(door)
+def _v2_memory(context: HttpContext) -> list[Route]:
+    memory = HttpSharedMemory(context)
     found = []
     for path, status, register, unregister in (
         ("/v2/systemsharedmemory", memory.status, memory.register, memory.unregister),
@@ -98,8 +99,8 @@ def _v2_memory(door: HttpContext) -> list[Route]:
     return found
 
 
-def _probes(door: HttpContext) -> list[Route]:
-    probes = Probes(door)
+def _probes(context: HttpContext) -> list[Route]:
+    probes = Probes(context)
 
     async def openapi(request: Request) -> ASGIApp:
         return json_response(document())
@@ -112,6 +113,27 @@ def _probes(door: HttpContext) -> list[Route]:
         _get("/metrics", probes.metrics),
         _get("/openapi.json", openapi),
     ]
+
+
+class Probes:
+    """Health and metrics routes. A draining server is live and not ready."""
+
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
+
+    async def live(self, request: Request) -> ASGIApp:
+        return text_response("live\n")
+
+    async def ready(self, request: Request) -> ASGIApp:
+        """Whether every model is ready and new work is taken; which are not, by name and without the reason."""
+        missing = [
+            one.name for one in self._context.backend.index() if not one.ready and caller_of(request).may(one.name)
+        ]
+        ready = self._context.ready()
+        return json_response({"ready": ready, "not_ready": missing}, 200 if ready else 503)
+
+    async def metrics(self, request: Request) -> ASGIApp:
+        return Response(await self._context.backend.metrics(), media_type=METRICS_TYPE)
 
 
 def _get(path: str, endpoint: Endpoint) -> Route:
@@ -127,7 +149,7 @@ def _both(path: str, endpoint: Endpoint) -> Route:
 
 
 class _Application:
-    """An endpoint as an ASGI application: whatever it returns answers the request."""
+    """An endpoint as an ASGI application; the response that it returns is sent."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint

@@ -2,10 +2,8 @@
 
     server = HttpServer(config, backend, gate)
     port = await server.start()
-    server.set_serving(False)         # not ready, and no new work
-    await server.stop(grace_s=30)     # open requests finish, then they are cut
 
-It sets no signal handlers and knows nothing of processes.
+`lifecycle.py` has the rest of its life. It installs no signal handlers and starts no processes.
 """
 
 from __future__ import annotations
@@ -22,28 +20,29 @@ from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tls import ssl_context
 from weftline.engine.serving.backend import Backend
-from weftline.engine.serving.config import HttpDoor, ServeConfig
-from weftline.engine.serving.grpc.control import LogSettings, TraceSettings
+from weftline.engine.serving.config import HttpConfig, ServeConfig
 from weftline.engine.serving.http.connection import limited, watch
-from weftline.engine.serving.http.door import Figures, HttpContext
+from weftline.engine.serving.http.context import Figures, HttpContext
 from weftline.engine.serving.http.routes import application
+from weftline.engine.serving.lifecycle import NetworkServer
+from weftline.engine.serving.live_settings import LogSettings, TraceSettings
 from weftline.engine.serving.statistics import Statistics
 
 KEEP_ALIVE_S = 75
-"""How long a connection may rest between two requests; longer than the pools of usual clients and proxies."""
+"""Idle time of a connection between two requests; longer than in the pools of usual clients and proxies."""
 
 BACKLOG = 2048
 
 FAREWELL_S = 0.5
-"""How long a client may take to read that its request was cut."""
+"""How long a client may take to read that its request was cancelled."""
 
 
-class HttpServer:
-    """One listening HTTP door.
+class HttpServer(NetworkServer):
+    """The HTTP server of one process.
 
-    shared_memory: regions that clients registered; shared with the gRPC door. None: there are none.
-    figures:       what v2's statistics tell, such as `Statistics.tell`; zeros when left out.
-    trace, logs:   settings shared with the gRPC door; own ones when left out.
+    shared_memory: registered regions, shared with the gRPC server; None: there are none.
+    figures:       source of v2's statistics, such as `Statistics.tell`; zeros when left out.
+    trace, logs:   settings shared with the gRPC server; own ones when left out.
     sock:          a bound socket instead of `config.http`'s address.
     """
 
@@ -59,25 +58,27 @@ class HttpServer:
         logs: LogSettings | None = None,
         sock: socket.socket | None = None,
     ) -> None:
-        self._at = config.http or HttpDoor()
+        super().__init__()
+        self._at = config.http or HttpConfig()
         self._tls = config.tls
         self._limits = config.limits
         self._sock = sock
-        self.door = HttpContext(
+        self.context = HttpContext(
             backend,
             config.limits,
+            self.serving,
+            self.json,
             shared_memory=shared_memory or SharedMemory(config.limits, False),
             figures=figures or Statistics().tell,
             trace=trace or TraceSettings(),
             logs=logs or LogSettings(),
         )
-        self.app: Starlette = application(self.door, gate, self._at.host)
+        self.app: Starlette = application(self.context, gate, self._at.host)
         self.port = 0
         self._server: _Server | None = None
         self._running: asyncio.Task[None] | None = None
 
-    async def start(self) -> int:
-        """Listen, and return the port, which `port` has from then on; OSError when the address cannot be had."""
+    async def _listen(self) -> int:
         sock = self._sock or _bound(self._at.host, self._at.port)
         watch(sock, self._limits)
         config = uvicorn.Config(
@@ -98,35 +99,26 @@ class HttpServer:
             config.ssl = ssl_context(self._tls)
         self._server = _Server(config)
         self.port = sock.getsockname()[1]
-        self._running = asyncio.create_task(self._server.serve([sock]), name="http door")
+        self._running = asyncio.create_task(self._server.serve([sock]), name="http server")
         while not self._server.started:
             if self._running.done():
                 self._running.result()
-                raise OSError("the HTTP door did not open")
+                raise OSError("the HTTP server did not start")
             await asyncio.sleep(0.005)
         return self.port
 
-    def set_serving(self, serving: bool) -> None:
-        """Say whether new work is taken; when it is not, /readyz says so and requests are refused (503)."""
-        self.door.serving.on = serving
-
-    async def stop(self, grace_s: float = 0.0) -> None:
-        """Take no connection any more, let open requests finish for `grace_s`, cut the rest. Safe to call twice."""
-        self.set_serving(False)
+    async def _close(self, grace_s: float) -> None:
         if self._server is None or self._running is None:
             return
         self._server.grace_s = grace_s
         self._server.should_exit = True
-        try:
-            await asyncio.shield(self._running)
-        finally:
-            self.door.json.close()
+        await asyncio.shield(self._running)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, which whoever owns the process has, and with an end of its own.
+    """uvicorn without signal handlers, and with a shutdown of its own.
 
-    grace_s: how long open requests may go on once it is to end; then they are told that the server is shutting down.
+    grace_s: longest time for open requests on shutdown; then each is answered that the server is shutting down.
     """
 
     grace_s = 0.0

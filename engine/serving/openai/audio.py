@@ -10,57 +10,51 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from weftline.engine.result import StreamedOutput
-from weftline.engine.serving.http.door import HttpContext, ask_for
-from weftline.engine.serving.http.mapping import SpeechPorts, speech_ports
-from weftline.engine.serving.http.multipart import file_field, form_of, text_field
-from weftline.engine.serving.http.refusal import HttpError, unsupported
-from weftline.engine.serving.http.replying import json_response, text_response
-from weftline.engine.serving.http.sse import DONE, EventStream, event
-from weftline.engine.serving.openai.fields import model_of
+from weftline.engine.serving.http.body import file_field, form_of, text_field
+from weftline.engine.serving.http.context import HttpContext, ask_for
+from weftline.engine.serving.http.errors import unsupported
+from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response, text_response
+from weftline.engine.serving.openai.bodies import TranscriptionBody
+from weftline.engine.serving.openai.ports import SpeechPorts, speech_ports
+
+FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream")
 
 
 class Transcriptions:
     """The path."""
 
-    def __init__(self, door: HttpContext) -> None:
-        self._door = door
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
 
     async def create(self, request: Request) -> ASGIApp:
         form = await form_of(request)
-        model = model_of({"model": text_field(form, "model")})
-        ports = speech_ports(self._door.face(request, model))
-        inputs = {ports.audio: await file_field(form, "file")} | _hints(form, ports)
-        plain = _is_plain(form)
-        ask = ask_for(request, model, inputs, [ports.output], {})
-        if text_field(form, "stream") in ("true", "True", "1"):
-            first, stream = await self._door.begin(request, ask)
+        body = TranscriptionBody.parse({name: text_field(form, name) for name in FIELDS})
+        ports = speech_ports(self._context.face(request, body.model))
+        inputs = {ports.audio: await file_field(form, "file")} | _hints(body, ports)
+        _check_lists(form)
+        ask = ask_for(request, body.model, inputs, [ports.output])
+        if body.streamed:
+            first, stream = await self._context.begin(request, ask)
             return EventStream(events(ports.output, first, stream))
-        text = (await self._door.answer(request, ask)).get(ports.output) or ""
-        return text_response(text + "\n") if plain else json_response({"text": text})
+        text = (await self._context.answer(request, ask)).get(ports.output) or ""
+        return text_response(text + "\n") if body.response_format == "text" else json_response({"text": text})
 
 
-def _hints(form: FormData, ports: SpeechPorts) -> dict[str, Any]:
-    """Return the inputs for what is said of the recording; Refusal for what the model could not follow."""
+def _hints(body: TranscriptionBody, ports: SpeechPorts) -> dict[str, Any]:
+    """Return the inputs for language and prompt; HttpError when the model has no such input."""
     inputs = {}
-    for field, port in (("language", ports.language), ("prompt", ports.prompt)):
-        given = text_field(form, field)
-        if given is not None and port is None:
+    for field, value, port in (("language", body.language, ports.language), ("prompt", body.prompt, ports.prompt)):
+        if value is not None and port is None:
             raise unsupported(field, f"the model has no input `{field}: text`; its operator sets it, leave it out")
-        if given is not None and port is not None:
-            inputs[port] = given
-    if text_field(form, "temperature") not in (None, "0", "0.0"):
-        raise unsupported("temperature", "the likeliest words are taken; leave it out")
-    for field in ("timestamp_granularities[]", "include[]", "chunking_strategy", "known_speaker_names[]"):
-        if form.getlist(field) not in ([], ["auto"]):
-            raise unsupported(field, "not supported by this server; leave it out")
+        if value is not None and port is not None:
+            inputs[port] = value
     return inputs
 
 
-def _is_plain(form: FormData) -> bool:
-    format = text_field(form, "response_format")
-    if format not in (None, "json", "text"):
-        raise HttpError("response_format: expected json or text; no times of words are known", param="response_format")
-    return format == "text"
+def _check_lists(form: FormData) -> None:
+    for field in ("timestamp_granularities[]", "include[]", "chunking_strategy", "known_speaker_names[]"):
+        if form.getlist(field) not in ([], ["auto"]):
+            raise unsupported(field, "not supported by this server; leave it out")
 
 
 async def events(

@@ -13,12 +13,12 @@ from starlette.types import ASGIApp
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.http.body import json_object_of
-from weftline.engine.serving.http.door import HttpContext, ask_for, caller_of
-from weftline.engine.serving.http.mapping import ChatPorts, chat_ports
-from weftline.engine.serving.http.refusal import unsupported
-from weftline.engine.serving.http.replying import json_response
-from weftline.engine.serving.http.sse import DONE, EventStream, event
-from weftline.engine.serving.openai.answer import (
+from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
+from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response
+from weftline.engine.serving.openai.bodies import ChatBody, answers_output
+from weftline.engine.serving.openai.messages import chat_inputs
+from weftline.engine.serving.openai.ports import ChatPorts, chat_ports
+from weftline.engine.serving.openai.responses import (
     ChunkHeader,
     Usage,
     chat_choice,
@@ -28,17 +28,6 @@ from weftline.engine.serving.openai.answer import (
     finish_of,
     usage_of,
 )
-from weftline.engine.serving.openai.fields import (
-    chat_logprobs,
-    check_no_sampling,
-    check_refused,
-    count_of,
-    flag,
-    model_of,
-    sampling_of,
-    wants_usage,
-)
-from weftline.engine.serving.openai.messages import chat_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +44,35 @@ class ChatRequest:
 class Chat:
     """The path; see `docs/guides/openai.md` for what each field does."""
 
-    def __init__(self, door: HttpContext) -> None:
-        self._door = door
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
 
     async def create(self, request: Request) -> ASGIApp:
-        body = await json_object_of(request, self._door.limits.message_bytes_max, json=self._door.json)
-        asked = self._asked(request, body)
-        if flag(body, "stream"):
-            first, stream = await self._door.begin(request, asked.ask)
-            head = ChunkHeader("chat.completion.chunk", asked.model, int(self._door.now_s()))
+        body = await json_object_of(request, self._context.limits.message_bytes_max, json=self._context.json)
+        chat = ChatBody.parse(body)
+        asked = self._asked(request, chat)
+        if chat.stream:
+            first, stream = await self._context.begin(request, asked.ask)
+            head = ChunkHeader("chat.completion.chunk", asked.model, int(self._context.now_s()))
             return EventStream(chunks(asked, head, first, stream))
-        outputs = await self._door.answer(request, asked.ask)
-        head = ChunkHeader("chat.completion", asked.model, int(self._door.now_s()))
+        outputs = await self._context.answer(request, asked.ask)
+        head = ChunkHeader("chat.completion", asked.model, int(self._context.now_s()))
         return json_response(completion(asked, head, outputs))
 
-    def _asked(self, request: Request, body: Mapping[str, Any]) -> ChatRequest:
-        model = model_of(body)
-        ports = chat_ports(self._door.face(request, model))
-        check_refused(body)
+    def _asked(self, request: Request, body: ChatBody) -> ChatRequest:
+        ports = chat_ports(self._context.face(request, body.model))
         inputs = chat_inputs(body, ports)
-        logprobs, n = chat_logprobs(body), count_of(body)
-        sampling = sampling_of(body, logprobs)
+        sampling = body.sampling()
         if ports.sampling is None:
-            check_no_sampling(body, sampling, model)
+            body.check_no_sampling(sampling)
         elif sampling:
             inputs[ports.sampling] = sampling
-        several = n > 1 or logprobs is not None
-        if several and ports.answers is None:
-            raise unsupported("n" if n > 1 else "logprobs", "the model gives neither; it has no output `answers: json`")
+        answers = answers_output(body, ports.answers)
         if ports.tenant is not None and caller_of(request).name:
-            inputs[ports.tenant] = caller_of(request).name  # nobody else's cached prompts can be felt in the timing
-        wanted = [ports.output, ports.usage, ports.tool_calls, ports.answers if several else None]
-        ask = ask_for(request, model, inputs, [name for name in wanted if name], body)
-        return ChatRequest(ask, ports, model, logprobs is not None, wants_usage(body))
+            inputs[ports.tenant] = caller_of(request).name  # so that timing reveals no cached prompt of another caller
+        wanted = [ports.output, ports.usage, ports.tool_calls, answers]
+        ask = ask_for(request, body.model, inputs, [name for name in wanted if name], body.priority)
+        return ChatRequest(ask, ports, body.model, body.likeliest is not None, body.usage_in_stream)
 
 
 def completion(asked: ChatRequest, head: ChunkHeader, outputs: Mapping[str, Any]) -> dict[str, Any]:

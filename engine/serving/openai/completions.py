@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,15 @@ from starlette.types import ASGIApp
 
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Ask
-from weftline.engine.serving.http.attended import while_connected
 from weftline.engine.serving.http.body import json_object_of
-from weftline.engine.serving.http.door import HttpContext, ask_for, caller_of
-from weftline.engine.serving.http.mapping import TextPorts, completion_ports
-from weftline.engine.serving.http.refusal import HttpError, unsupported
-from weftline.engine.serving.http.replying import json_response
-from weftline.engine.serving.http.sse import DONE, EventStream, event
-from weftline.engine.serving.http.together import gathered
-from weftline.engine.serving.openai.answer import (
+from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
+from weftline.engine.serving.http.errors import unsupported
+from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response
+from weftline.engine.serving.lifecycle import gather_or_cancel
+from weftline.engine.serving.openai.bodies import CompletionBody, answers_output
+from weftline.engine.serving.openai.ports import TextPorts, completion_ports
+from weftline.engine.serving.openai.responses import (
     ChunkHeader,
     Usage,
     choices_of,
@@ -27,16 +27,6 @@ from weftline.engine.serving.openai.answer import (
     text_choice,
     usage_of,
 )
-from weftline.engine.serving.openai.fields import (
-    check_no_sampling,
-    check_refused,
-    count_of,
-    flag,
-    model_of,
-    sampling_of,
-    wants_usage,
-)
-from weftline.engine.serving.openai.texts import texts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +44,38 @@ class CompletionRequest:
 class Completions:
     """The path."""
 
-    def __init__(self, door: HttpContext) -> None:
-        self._door = door
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
 
     async def create(self, request: Request) -> ASGIApp:
-        body = await json_object_of(request, self._door.limits.message_bytes_max, json=self._door.json)
+        fields = await json_object_of(request, self._context.limits.message_bytes_max, json=self._context.json)
+        body = CompletionBody.parse(fields, texts_max=self._context.limits.batch_max)
         asked = self._asked(request, body)
-        head = ChunkHeader("text_completion", asked.model, int(self._door.now_s()))
-        if flag(body, "stream"):
+        head = ChunkHeader("text_completion", asked.model, int(self._context.now_s()))
+        if body.stream:
             if len(asked.asks) > 1:
                 raise unsupported("prompt", "one prompt streams at a time; send a request for each")
-            first, stream = await self._door.begin(request, asked.asks[0])
+            first, stream = await self._context.begin(request, asked.asks[0])
             return EventStream(chunks(asked, head, first, stream))
         answers = await while_connected(
-            request.receive, gathered([self._door.outputs(request, one) for one in asked.asks])
+            request.receive, gather_or_cancel([self._context.outputs(request, one) for one in asked.asks])
         )
         return json_response(completion(asked, head, answers))
 
-    def _asked(self, request: Request, body: Mapping[str, Any]) -> CompletionRequest:
-        model = model_of(body)
-        ports = completion_ports(self._door.face(request, model))
-        check_refused(body)
-        prompts = texts_of(body.get("prompt"), "prompt", self._door.limits.batch_max)
-        n, logprobs = count_of(body), _logprobs(body)
-        sampling = sampling_of(body, logprobs)
-        if flag(body, "echo"):
-            sampling["echo"] = True
+    def _asked(self, request: Request, body: CompletionBody) -> CompletionRequest:
+        ports = completion_ports(self._context.face(request, body.model))
+        sampling = body.sampling()
         if ports.sampling is None:
-            check_no_sampling(body, sampling, model)
-        several = n > 1 or logprobs is not None
-        if several and ports.answers is None:
-            raise unsupported("n" if n > 1 else "logprobs", "the model gives neither; it has no output `answers: json`")
+            body.check_no_sampling(sampling)
+        answers = answers_output(body, ports.answers)
         fixed: dict[str, Any] = {ports.sampling: sampling} if ports.sampling is not None and sampling else {}
         if ports.tenant is not None and caller_of(request).name:
             fixed[ports.tenant] = caller_of(request).name
-        wanted = [name for name in (ports.output, ports.usage, ports.answers if several else None) if name]
-        asks = tuple(ask_for(request, model, {ports.prompt: one} | fixed, wanted, body) for one in prompts)
-        return CompletionRequest(asks, ports, model, n, logprobs is not None, wants_usage(body))
+        wanted = [name for name in (ports.output, ports.usage, answers) if name]
+        asks = tuple(
+            ask_for(request, body.model, {ports.prompt: one} | fixed, wanted, body.priority) for one in body.prompt
+        )
+        return CompletionRequest(asks, ports, body.model, body.n, body.likeliest is not None, body.usage_in_stream)
 
 
 def completion(asked: CompletionRequest, head: ChunkHeader, answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -138,10 +123,3 @@ async def chunks(
     if asked.usage:
         yield event(told | {"usage": usage_of(usage).to_json()})
     yield DONE
-
-
-def _logprobs(body: Mapping[str, Any]) -> int | None:
-    given = body.get("logprobs")
-    if given is not None and (type(given) is not int or not 0 <= given <= 20):
-        raise HttpError("logprobs: expected a whole number from 0 to 20", param="logprobs")
-    return given

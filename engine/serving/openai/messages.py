@@ -7,17 +7,22 @@ recordings go to inputs of their own: those of the last message that has any, si
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.serving.http.mapping import ChatPorts
-from weftline.engine.serving.http.refusal import HttpError, unsupported
-from weftline.engine.serving.openai.media import picture_of, placed, recording_of
+from weftline.engine.serving.face import PortFace
+from weftline.engine.serving.http.errors import HttpError, unsupported
+from weftline.engine.serving.openai.bodies import ChatBody
+from weftline.engine.serving.openai.ports import ChatPorts
+
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-"""Keys of a message that a model sees; what answers carry besides (refusal, annotations) is left out."""
+"""Keys of a message that are passed to the model; other keys of answers (refusal, annotations) are dropped."""
 MESSAGES_MAX = 1024
 
 
@@ -37,7 +42,7 @@ class Conversation:
 
 
 def read_conversation(messages: object) -> Conversation:
-    """Return what `messages` says; Refusal tells which message is wrong, and how."""
+    """Read `messages`; HttpError names the invalid message."""
     if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
         raise HttpError(f"messages: expected a list of 1 to {MESSAGES_MAX} messages", param="messages")
     read: list[dict[str, Any]] = []
@@ -50,23 +55,25 @@ def read_conversation(messages: object) -> Conversation:
     return Conversation(tuple(read), images, audio)
 
 
-def chat_inputs(body: Mapping[str, Any], ports: ChatPorts) -> dict[str, Any]:
+def chat_inputs(body: ChatBody, ports: ChatPorts) -> dict[str, Any]:
     """Return the model's inputs for a chat request, all but `sampling`."""
-    said = read_conversation(body.get("messages"))
+    conversation = read_conversation(body.messages)
     inputs: dict[str, Any] = {}
     if ports.messages is not None:
-        inputs[ports.messages] = list(said.messages)
+        inputs[ports.messages] = list(conversation.messages)
     elif ports.prompt is not None:
-        if said.question is None:
-            raise HttpError("messages: found no user message, and its text is all the model takes", param="messages")
-        inputs[ports.prompt] = said.question
-    inputs |= placed(said.images, ports.images, "picture")
-    inputs |= placed(said.audio, ports.audio, "recording")
+        if conversation.question is None:
+            raise HttpError(
+                "messages: found no user message, and its text is the only input of the model", param="messages"
+            )
+        inputs[ports.prompt] = conversation.question
+    inputs |= media_inputs(conversation.images, ports.images, "picture")
+    inputs |= media_inputs(conversation.audio, ports.audio, "recording")
     return inputs | _tools(body, ports)
 
 
-def _tools(body: Mapping[str, Any], ports: ChatPorts) -> dict[str, Any]:
-    tools, choice = body.get("tools"), body.get("tool_choice")
+def _tools(body: ChatBody, ports: ChatPorts) -> dict[str, Any]:
+    tools, choice = body.tools, body.tool_choice
     if choice not in (None, "none", "auto"):
         raise unsupported("tool_choice", "no call can be forced here; expected none or auto")
     if not tools or choice == "none":
@@ -74,7 +81,7 @@ def _tools(body: Mapping[str, Any], ports: ChatPorts) -> dict[str, Any]:
     if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
         raise HttpError("tools: expected a list of objects", param="tools")
     if ports.tools is None:
-        raise unsupported("tools", "the model takes none; give it an input `tools: json`")
+        raise unsupported("tools", "the model has no tools; add an input `tools: json`")
     return {ports.tools: tools}
 
 
@@ -113,3 +120,56 @@ def _read_content(where: str, content: object) -> tuple[str, tuple[bytes, ...], 
         else:
             raise HttpError(f"{at}: expected a part of type text, image_url or input_audio", param="messages")
     return "".join(texts), tuple(images), tuple(audio)
+
+
+def picture_of(part: Mapping[str, Any], where: str) -> bytes:
+    """Return the encoded picture of an `image_url` part, which must be a `data:` URL; HttpError otherwise."""
+    inner = part.get("image_url")
+    url = inner.get("url") if isinstance(inner, dict) else inner
+    if not isinstance(url, str):
+        raise HttpError(f"{where}.image_url.url: expected a data: URL", param="messages")
+    if not url[:5].lower() == "data:":
+        raise HttpError(
+            f"{where}.image_url.url: this server fetches no URLs; send the picture itself as data:image/png;base64,...",
+            param="messages",
+        )
+    head, comma, data = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise HttpError(f"{where}.image_url.url: expected data:image/...;base64,...", param="messages")
+    return _decoded(data, f"{where}.image_url.url")
+
+
+def recording_of(part: Mapping[str, Any], where: str) -> bytes:
+    """Return the encoded recording of an `input_audio` part."""
+    inner = part.get("input_audio")
+    data = inner.get("data") if isinstance(inner, dict) else None
+    if not isinstance(data, str) or (isinstance(inner, dict) and inner.get("format", "wav") not in AUDIO_FORMATS):
+        formats = ", ".join(AUDIO_FORMATS)
+        raise HttpError(f"{where}.input_audio: expected data in base64, and a format of {formats}", param="messages")
+    return _decoded(data, f"{where}.input_audio.data")
+
+
+def media_inputs(found: Sequence[bytes], ports: Sequence[PortFace], what: str) -> dict[str, Any]:
+    """Assign pictures or recordings to input ports in order; the first list port gets all that remain."""
+    inputs: dict[str, Any] = {}
+    rest = list(found)
+    for port in ports:
+        if port.type.startswith("list["):
+            inputs[port.name], rest = rest, []
+        elif rest:
+            inputs[port.name] = rest.pop(0)
+        elif not port.optional:
+            raise HttpError(f"the model wants {what}s: its input {port.name} got none", param="messages")
+    if rest:
+        took = len(found) - len(rest)
+        raise HttpError(
+            f"found {len(found)} {what}s in the last message with any; the model accepts {took}", param="messages"
+        )
+    return inputs
+
+
+def _decoded(data: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise HttpError(f"{where}: found no valid base64", param="messages") from None

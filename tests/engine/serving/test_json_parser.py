@@ -17,7 +17,7 @@ from tests.engine.serving.v2.held import face
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.serving import json_process
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.v2 import bytes_tensor
 from weftline.engine.serving.v2.asking import to_asks

@@ -17,7 +17,7 @@ import tritonclient.grpc as triton
 from tests.engine.serving.grpc.asking import text
 from weftline.engine.repository import Repository
 from weftline.engine.serving.auth.tokens import digest
-from weftline.engine.serving.config import GrpcDoor, HttpDoor, ServeConfig, ServedPipeline
+from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, ServedPipeline
 from weftline.engine.serving.frontend.desk import FrontendManager
 from weftline.engine.serving.frontend.spec import GRPC, HTTP, IngressSpec
 from weftline.engine.serving.local import LocalBackend
@@ -56,7 +56,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
     with Repository() as repository:
         backend = LocalBackend(repository, {"chat": ServedPipeline(folder / "chat.yaml")})
         desk = FrontendManager(backend)
-        told = ServeConfig({}, grpc=GrpcDoor(port=0), http=HttpDoor(port=0), tokens=tokens)
+        told = ServeConfig({}, grpc=GrpcConfig(port=0), http=HttpConfig(port=0), tokens=tokens)
 
         async def start() -> dict[str, int]:
             await backend.open()

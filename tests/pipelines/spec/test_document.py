@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftline.engine.jobs.output.fingerprint import pipeline_fingerprint
-from weftline.engine.serving.settings import read_settings
+from weftline.engine.serving.serve_file import read_serve_file
 from weftline.errors import PipelineError
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.planner import make_plan
@@ -139,13 +139,13 @@ def test_an_inner_pipeline_hides_its_secrets_too(environment: pytest.MonkeyPatch
 def test_a_serve_file_takes_variables_and_hides_secrets(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("pipelines: {a: '${MODELS}/a.yaml'}\ngrpc:\n  port: ${PORT}\n  host: '${GRPC_HOST:-127.0.0.1}'\n")
-    config = read_settings(file).config
+    config = read_serve_file(file).config
     assert (config.grpc.port, config.grpc.host, config.pipelines["a"].file) == (
         9001, "127.0.0.1", Path("/srv/models/a.yaml"),
     )  # fmt: skip
     file.write_text("pipelines: {a: a.yaml}\notlp: ${API_TOKEN}\n")
     with pytest.raises(PipelineError) as raised:
-        read_settings(file)
+        read_serve_file(file)
     assert "hunter22" not in str(raised.value)
 
 

@@ -25,7 +25,7 @@ from tests.weftline.served import Served, ask, free_port, serving, wait_until
 from weftline.engine.serving.auth.token_entries import read_tokens
 from weftline.engine.serving.auth.tokens import digest
 from weftline.engine.serving.config import ServeConfig, ServedPipeline
-from weftline.engine.serving.settings import read_settings
+from weftline.engine.serving.serve_file import read_serve_file
 
 PIPELINE = """weftline: 1
 name: {name}
@@ -390,7 +390,7 @@ def test_the_configuration_it_prints_is_one(folder: Path) -> None:
     ended = weftline(folder, "serve", "shout.yaml", "--http-port", "0", "--expose", "say", "--print-config")
     assert ended.returncode == 0
     (folder / "printed.yaml").write_text(ended.stdout)
-    said = read_settings(folder / "printed.yaml").config
+    said = read_serve_file(folder / "printed.yaml").config
     assert said.pipelines == {"shout": ServedPipeline(folder / "shout.yaml", ("say",))}
     assert said.http is not None
     assert said.limits == ServeConfig({}).limits

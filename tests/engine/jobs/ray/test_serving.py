@@ -24,7 +24,7 @@ from tests.weftline.served import Served, serving
 from weftline.cli.main import main
 from weftline.engine.jobs.ray.cluster import Need
 from weftline.engine.jobs.ray.deployment import check_config, machine_for
-from weftline.engine.serving.config import GrpcDoor, HttpDoor, ServeConfig, ServedPipeline, Tls
+from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, ServedPipeline, Tls
 from weftline.errors import PipelineError
 
 END_S, HEALED_S = 40.0, 40.0
@@ -37,10 +37,10 @@ def test_what_ray_serve_cannot_do_is_refused_all_at_once() -> None:
     config = replace(
         CONFIG,
         insecure=False,
-        http=HttpDoor(),
+        http=HttpConfig(),
         tls=Tls(Path("a"), Path("b")),
         shared_memory=True,
-        grpc=GrpcDoor(processes=2, socket=Path("s")),
+        grpc=GrpcConfig(processes=2, socket=Path("s")),
         otlp="http://localhost:4317",
         tokens=Path("/nowhere/tokens.yaml"),
     )

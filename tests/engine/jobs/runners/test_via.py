@@ -22,7 +22,7 @@ from tests.weftline.served import free_port
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable, row_seed
 from weftline.engine.jobs.runners.server_runner import ServerRunner
 from weftline.engine.serving.backend import Record
-from weftline.engine.serving.config import GrpcDoor
+from weftline.engine.serving.config import GrpcConfig
 from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, Unavailable, UnknownModel
 from weftline.nodes.ports import PortType
 from weftline.pipelines.spec.loader import load_yaml
@@ -186,7 +186,7 @@ def test_a_full_server_is_asked_again_until_every_row_has_passed(server: Served)
 
 
 def serving(port: int, **pipelines: str) -> Any:
-    return served_in_thread(pipelines, grpc=GrpcDoor(port=port))
+    return served_in_thread(pipelines, grpc=GrpcConfig(port=port))
 
 
 @pytest.mark.slow

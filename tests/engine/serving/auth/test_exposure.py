@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from weftline.engine.serving.auth.exposure import check_exposure, is_loopback
-from weftline.engine.serving.config import GrpcDoor, HttpDoor, ServeConfig, Tls
+from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, Tls
 from weftline.errors import PipelineError
 
 TLS = Tls(Path("cert.pem"), Path("key.pem"))
 TOKENS = Path("tokens.yaml")
 HERE = ServeConfig({})
-OPEN = ServeConfig({}, GrpcDoor(host="0.0.0.0"), HttpDoor(host="::"))
+OPEN = ServeConfig({}, GrpcConfig(host="0.0.0.0"), HttpConfig(host="::"))
 
 
 def said(config: ServeConfig) -> list[str]:
@@ -21,7 +21,7 @@ def said(config: ServeConfig) -> list[str]:
 
 def test_what_is_said_by_default_is_loopback_and_passes() -> None:
     check_exposure(HERE)
-    check_exposure(ServeConfig({}, http=HttpDoor()))
+    check_exposure(ServeConfig({}, http=HttpConfig()))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_addresses_of_this_machine_are_loopback(host: str) -> None:
 def test_whatever_is_not_certainly_loopback_is_not(host: str) -> None:
     assert not is_loopback(host)
     with pytest.raises(PipelineError):
-        check_exposure(ServeConfig({}, GrpcDoor(host=host)))
+        check_exposure(ServeConfig({}, GrpcConfig(host=host)))
 
 
 def test_every_open_door_is_named_with_what_to_add() -> None:
@@ -68,9 +68,9 @@ def test_with_both_or_with_a_plain_yes_it_passes() -> None:
 
 
 def test_a_unix_socket_is_not_exposed_but_http_beside_it_may_be() -> None:
-    door = GrpcDoor(host="0.0.0.0", socket=Path("weftline.sock"))
+    door = GrpcConfig(host="0.0.0.0", socket=Path("weftline.sock"))
     check_exposure(ServeConfig({}, door))
-    assert len(said(ServeConfig({}, door, HttpDoor(host="0.0.0.0")))) == 1
+    assert len(said(ServeConfig({}, door, HttpConfig(host="0.0.0.0")))) == 1
 
 
 def test_problems_can_be_said_of_a_configuration_file() -> None:

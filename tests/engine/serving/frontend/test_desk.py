@@ -28,7 +28,7 @@ from weftline.engine.protocol.messages import Value
 from weftline.engine.repository import Repository
 from weftline.engine.scheduler.restarts import RestartPolicy
 from weftline.engine.serving.backend import Ask
-from weftline.engine.serving.config import GrpcDoor, ServeConfig, ServedPipeline
+from weftline.engine.serving.config import GrpcConfig, ServeConfig, ServedPipeline
 from weftline.engine.serving.frontend import keeper
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.desk import FrontendManager
@@ -73,7 +73,7 @@ def nothing_is_left(repository: Repository, gate: Gate) -> Iterator[None]:
 
 def spec(name: str = "line", port: int = 0, **more: Any) -> IngressSpec:
     pipelines = {"a": ServedPipeline(Path("a.yaml"), ("s",))}
-    return IngressSpec(name, ("grpc",), ServeConfig(pipelines, grpc=GrpcDoor(port=port), **more))
+    return IngressSpec(name, ("grpc",), ServeConfig(pipelines, grpc=GrpcConfig(port=port), **more))
 
 
 @asynccontextmanager

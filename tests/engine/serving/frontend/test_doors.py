@@ -22,7 +22,7 @@ import tritonclient.http as triton_http
 from tests.engine.fire import builder as base
 from tests.engine.fire import settled, wait_until
 from weftline.engine.repository import Repository
-from weftline.engine.serving.config import GrpcDoor, HttpDoor, ServeConfig
+from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig
 from weftline.engine.serving.frontend.desk import FrontendManager
 from weftline.engine.serving.frontend.spec import GRPC, HTTP, IngressSpec
 from weftline.engine.serving.local import LocalBackend
@@ -52,7 +52,7 @@ async def served(
     statistics = Statistics()
     backend = LocalBackend(repository, {}, observers=[statistics], metrics=lambda: b"up 1\n")
     desk = FrontendManager(backend, 64 << 20, statistics=statistics)
-    told = ServeConfig({}, grpc=GrpcDoor(port=0), http=HttpDoor(port=0), **config)
+    told = ServeConfig({}, grpc=GrpcConfig(port=0), http=HttpConfig(port=0), **config)
     try:
         yield desk, await desk.start_ingress(IngressSpec("doors", doors, told))
     finally:
@@ -155,7 +155,7 @@ def test_two_ingress_processes_share_a_port(repository: Repository) -> None:
     async def script() -> None:
         desk = FrontendManager(LocalBackend(repository, {}), 16 << 20)
         try:
-            config = ServeConfig({}, grpc=GrpcDoor(port=0, processes=2))
+            config = ServeConfig({}, grpc=GrpcConfig(port=0, processes=2))
             spec = IngressSpec("grpc-0", (GRPC,), config)
             ports = await desk.start_ingress(spec)
             assert await desk.start_ingress(replace(spec, name="grpc-1").at(ports)) == ports

@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weftline.engine.serving.config import GrpcDoor, HttpDoor, Logs, ServeConfig, ServedPipeline, ServeLimits, Tls
+from weftline.engine.serving.config import GrpcConfig, HttpConfig, Logs, ServeConfig, ServedPipeline, ServeLimits, Tls
 from weftline.engine.serving.frontend.spec import GRPC, HTTP, IngressSpec, decode_spec, encode_spec
 
 FULL = ServeConfig(
     {"a": ServedPipeline(Path("/a.yaml"), ("s",), load=False)},
-    GrpcDoor("::1", 1, Path("/run/s"), 2, reflection=False),
-    HttpDoor("0.0.0.0", 2),
+    GrpcConfig("::1", 1, Path("/run/s"), 2, reflection=False),
+    HttpConfig("0.0.0.0", 2),
     Tls(Path("/c"), Path("/k"), Path("/ca")),
     Path("/tokens"),
     insecure=True,

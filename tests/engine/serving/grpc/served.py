@@ -24,7 +24,7 @@ from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Record
-from weftline.engine.serving.config import GrpcDoor, ServeConfig, ServedPipeline, ServeLimits
+from weftline.engine.serving.config import GrpcConfig, ServeConfig, ServedPipeline, ServeLimits
 from weftline.engine.serving.grpc.server import GrpcServer
 from weftline.engine.serving.local import LocalBackend
 from weftline.engine.serving.statistics import Statistics
@@ -104,7 +104,7 @@ async def served(
     lazy: Sequence[str] = (),
     tokens: Path | None = None,
     limits: ServeLimits | None = None,
-    grpc: GrpcDoor | None = None,
+    grpc: GrpcConfig | None = None,
     shared_memory: bool = False,
     **config: Any,
 ) -> AsyncIterator[Served]:
@@ -122,7 +122,7 @@ async def served(
                 file.write_text(text)
             entries[name] = ServedPipeline(file, tuple((expose or {}).get(name, ())), name not in lazy)
         limits = limits or ServeLimits()
-        told = ServeConfig(entries, grpc or GrpcDoor(port=0), limits=limits, shared_memory=shared_memory, **config)
+        told = ServeConfig(entries, grpc or GrpcConfig(port=0), limits=limits, shared_memory=shared_memory, **config)
         statistics, records = Statistics(), list[Record]()
         backend = LocalBackend(repository, entries, observers=[statistics, records.append])
         await backend.open()

@@ -14,8 +14,8 @@ from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc import infer
 from weftline.engine.serving.grpc.calls import CALLER
-from weftline.engine.serving.grpc.control import TraceSettings
 from weftline.engine.serving.grpc.infer import Inference
+from weftline.engine.serving.live_settings import TraceSettings
 
 LIMITS = ServeLimits()
 

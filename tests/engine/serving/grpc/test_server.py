@@ -15,7 +15,7 @@ import pytest
 
 from tests.engine.serving.grpc.asking import METHOD, request, text_request
 from tests.engine.serving.grpc.served import ECHO, ENDLESS, WORDS, Served, served
-from weftline.engine.serving.config import GrpcDoor, ServeConfig, ServeLimits
+from weftline.engine.serving.config import GrpcConfig, ServeConfig, ServeLimits
 from weftline.engine.serving.grpc.server import options
 from weftline.errors import ModelError
 
@@ -90,7 +90,7 @@ def test_what_is_not_finished_within_the_grace_is_cancelled(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_it_listens_at_a_unix_socket(tmp_path: Path) -> None:
     async def go() -> None:
-        door = GrpcDoor(socket=tmp_path / "weftline.sock")
+        door = GrpcConfig(socket=tmp_path / "weftline.sock")
         async with served({"echo": ECHO}, grpc=door) as server, grpc.aio.insecure_channel(server.address) as channel:
             answer = await channel.unary_unary(METHOD + "ModelInfer")(request().SerializeToString(), timeout=20)
             assert b"\1\2\3" in answer
@@ -104,7 +104,7 @@ def test_it_listens_at_a_unix_socket(tmp_path: Path) -> None:
 def test_a_socket_that_took_its_place_is_left_alone_when_it_stops(tmp_path: Path) -> None:
     async def go() -> None:
         path = tmp_path / "weftline.sock"
-        async with served({"echo": ECHO}, grpc=GrpcDoor(socket=path)):
+        async with served({"echo": ECHO}, grpc=GrpcConfig(socket=path)):
             path.unlink()
             other = socket.socket(socket.AF_UNIX)
             other.bind(str(path))
@@ -141,7 +141,7 @@ def test_an_address_that_is_taken_is_said_to_be(tmp_path: Path) -> None:
         async with served({}) as first:
             port = int(first.address.rpartition(":")[2])
             with pytest.raises(ModelError, match=f"port {port}: it is in use"):
-                async with served({}, grpc=GrpcDoor(port=port)):
+                async with served({}, grpc=GrpcConfig(port=port)):
                     pass
 
     run(go())
@@ -149,6 +149,6 @@ def test_an_address_that_is_taken_is_said_to_be(tmp_path: Path) -> None:
 
 def test_a_port_is_shared_only_among_processes_of_one_server() -> None:
     def shared(processes: int) -> int:
-        return int(dict(options(ServeConfig({}, GrpcDoor(processes=processes))))["grpc.so_reuseport"])
+        return int(dict(options(ServeConfig({}, GrpcConfig(processes=processes))))["grpc.so_reuseport"])
 
     assert [shared(count) for count in (0, 1, 2)] == [0, 0, 1]

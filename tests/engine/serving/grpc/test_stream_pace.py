@@ -14,10 +14,10 @@ from weftline.engine.serving.auth.gate import EVERYBODY
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc.calls import CALLER
-from weftline.engine.serving.grpc.control import TraceSettings
 from weftline.engine.serving.grpc.infer import Inference
-from weftline.engine.serving.grpc.serving import DrainSwitch
 from weftline.engine.serving.grpc.stream import UNSENT_BYTES_MAX, InferStream
+from weftline.engine.serving.lifecycle import DrainSwitch
+from weftline.engine.serving.live_settings import TraceSettings
 
 
 def test_a_sequence_waits_for_its_own_and_for_nobody_else() -> None:

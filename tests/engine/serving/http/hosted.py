@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.backend import Backend
-from weftline.engine.serving.config import HttpDoor, ServeConfig
+from weftline.engine.serving.config import HttpConfig, ServeConfig
 from weftline.engine.serving.http.server import HttpServer
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def hosted(
 
         async def start() -> Hosted:
             served = await backend() if callable(backend) else backend
-            told = ServeConfig({}, http=HttpDoor(port=0), **config)
+            told = ServeConfig({}, http=HttpConfig(port=0), **config)
             memory = SharedMemory(told.limits, shared_memory)
             server = HttpServer(told, served, gate or Gate(None, told.limits), memory, figures=figures)
             return Hosted(server, asyncio.get_running_loop(), await server.start())

@@ -5,7 +5,7 @@ import zlib
 import pytest
 
 from weftline.engine.serving.http.body import _WINDOW, decompressed
-from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.http.errors import HttpError
 
 GZIP, DEFLATE = _WINDOW["gzip"], _WINDOW["deflate"]
 LIMIT = 1 << 20

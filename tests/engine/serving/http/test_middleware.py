@@ -67,7 +67,7 @@ def door() -> Iterator[Hosted]:
 def every_route(door: Hosted) -> list[tuple[str, str]]:
     return [
         (method, route.path)
-        for route in routes(door.server.door)
+        for route in routes(door.server.context)
         for method in sorted((route.methods or set()) - {"HEAD"})
     ]
 
@@ -119,7 +119,7 @@ def test_a_path_in_another_spelling_is_none_of_ours(closed: Hosted) -> None:
 def test_methods_that_a_path_does_not_take_are_refused(closed: Hosted) -> None:
     assert httpx.put(f"{closed.url}/v1/models").status_code == 401
     told = httpx.put(f"{closed.url}/v1/models", headers={"authorization": f"Bearer {USER}"})
-    assert (told.status_code, told.json()["error"]["message"]) == (405, "this path takes GET")
+    assert (told.status_code, told.json()["error"]["message"]) == (405, "this path accepts GET")
     assert httpx.post(f"{closed.url}/livez").status_code == 401
     assert httpx.head(f"{closed.url}/livez").status_code == 200
 
@@ -149,7 +149,7 @@ def test_a_token_reaches_its_models_and_learns_of_no_other(closed: Hosted) -> No
 
 
 def test_the_tenant_of_cached_prompts_is_the_callers_name(closed: Hosted) -> None:
-    served: Any = closed.server.door.backend
+    served: Any = closed.server.context.backend
     client = openai.OpenAI(base_url=f"{closed.url}/v1", api_key=USER, max_retries=0)
     client.chat.completions.create(model="chat", messages=HI)
     assert served.asked[-1].inputs["tenant"] == "web"
@@ -426,7 +426,7 @@ def test_every_route_is_found_by_its_own_template(door: Hosted) -> None:
     for method, path in every_route(door):
         found = [
             route.path
-            for route in routes(door.server.door)
+            for route in routes(door.server.context)
             if route.matches({"type": "http", "method": method, "path": filled(path)})[0] is Match.FULL
         ]
         assert found[0] == path

@@ -22,7 +22,7 @@ from tests.engine.serving.http.backends import Functions, chatting
 from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.auth.gate import Gate
-from weftline.engine.serving.config import HttpDoor, ServeConfig, Tls
+from weftline.engine.serving.config import HttpConfig, ServeConfig, Tls
 from weftline.engine.serving.http.server import HttpServer
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -122,7 +122,7 @@ def test_a_port_that_is_taken_is_an_error() -> None:
     with hosted(backend()) as door:
 
         async def again() -> None:
-            config = ServeConfig({}, http=HttpDoor(port=door.port))
+            config = ServeConfig({}, http=HttpConfig(port=door.port))
             await HttpServer(config, backend(), Gate(None)).start()
 
         with pytest.raises(OSError):

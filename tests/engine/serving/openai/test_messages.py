@@ -5,14 +5,19 @@ import pytest
 
 from tests.engine.serving.http.backends import face
 from weftline.engine.llm.messages import check_messages
-from weftline.engine.serving.http.mapping import chat_ports
-from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.http.errors import HttpError
+from weftline.engine.serving.openai.bodies import ChatBody
 from weftline.engine.serving.openai.messages import chat_inputs, read_conversation
+from weftline.engine.serving.openai.ports import chat_ports
 
 LLM = chat_ports(face("m", {"messages": "json", "tools": "json?", "photo": "image?"}, {"text": "text"}))
 PLAIN = chat_ports(face("m", {"question": "text"}, {"text": "text"}))
 PNG = b"\x89PNG picture"
 URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
+
+
+def body(fields: dict[str, Any]) -> ChatBody:
+    return ChatBody.parse({"model": "m"} | fields)
 
 
 def user(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +36,7 @@ def test_a_conversation_with_tool_calls_reaches_the_llm_step_as_it_is_said() -> 
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": [], "audio": None},
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
     ]
-    inputs = chat_inputs({"messages": said, "tools": [{"type": "function"}]}, LLM)
+    inputs = chat_inputs(body({"messages": said, "tools": [{"type": "function"}]}), LLM)
     assert inputs["messages"] == [
         {"role": "developer", "content": "be short"},
         {"role": "user", "content": "what now?"},
@@ -48,36 +53,37 @@ def test_a_model_with_a_text_input_gets_the_last_user_message() -> None:
         {"role": "assistant", "content": "two"},
         {"role": "user", "content": "3"},
     ]
-    assert chat_inputs({"messages": said}, PLAIN) == {"question": "3"}
+    assert chat_inputs(body({"messages": said}), PLAIN) == {"question": "3"}
     with pytest.raises(HttpError, match="no user message"):
-        chat_inputs({"messages": said[1:2]}, PLAIN)
+        chat_inputs(body({"messages": said[1:2]}), PLAIN)
 
 
 def test_pictures_of_the_last_message_with_any_go_to_the_image_inputs() -> None:
     said = [user(picture("data:image/png;base64,b2xk")), user({"type": "text", "text": "hm"}, picture())]
-    inputs = chat_inputs({"messages": said}, LLM)
+    inputs = chat_inputs(body({"messages": said}), LLM)
     assert inputs["photo"] == PNG
     assert inputs["messages"][1] == {"role": "user", "content": "hm"}
 
 
 def test_a_list_of_images_takes_all_that_are_left() -> None:
     ports = chat_ports(face("m", {"q": "text", "first": "image", "rest": "list[image]"}, {"text": "text"}))
-    inputs = chat_inputs({"messages": [user({"type": "text", "text": "?"}, picture(), picture(), picture())]}, ports)
+    parts = [{"type": "text", "text": "?"}, picture(), picture(), picture()]
+    inputs = chat_inputs(body({"messages": [user(*parts)]}), ports)
     assert (inputs["first"], inputs["rest"]) == (PNG, [PNG, PNG])
 
 
 def test_recordings_go_to_the_audio_inputs() -> None:
     ports = chat_ports(face("m", {"question": "audio"}, {"text": "text"}))
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(b"RIFF").decode(), "format": "wav"}}
-    assert chat_inputs({"messages": [user(part)]}, ports) == {"question": b"RIFF"}
+    assert chat_inputs(body({"messages": [user(part)]}), ports) == {"question": b"RIFF"}
     with pytest.raises(HttpError, match="its input question got none"):
-        chat_inputs({"messages": [user({"type": "text", "text": "?"})]}, ports)
+        chat_inputs(body({"messages": [user({"type": "text", "text": "?"})]}), ports)
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1/x.png", "https://host/x.png", "file:///etc/passwd", "ftp://x/y", "x"])
 def test_nothing_is_ever_fetched(url: str) -> None:
-    with pytest.raises(HttpError, match="fetches nothing"):
-        chat_inputs({"messages": [user(picture(url))]}, LLM)
+    with pytest.raises(HttpError, match="fetches no URLs"):
+        chat_inputs(body({"messages": [user(picture(url))]}), LLM)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +118,14 @@ def test_a_message_that_is_none_is_refused_with_its_place(messages: Any) -> None
 
 def test_too_many_pictures_are_refused_rather_than_forgotten() -> None:
     with pytest.raises(HttpError, match="found 2 pictures"):
-        chat_inputs({"messages": [user(picture(), picture())]}, LLM)
+        chat_inputs(body({"messages": [user(picture(), picture())]}), LLM)
 
 
 def test_tools_are_refused_where_none_can_be_called_and_never_forced() -> None:
     said = [{"role": "user", "content": "x"}]
-    for body in ({"tools": [{}], "tool_choice": "required"}, {"tools": "x"}, {"tools": ["x"]}):
+    for fields in ({"tools": [{}], "tool_choice": "required"}, {"tools": "x"}, {"tools": ["x"]}):
         with pytest.raises(HttpError):
-            chat_inputs({"messages": said} | body, LLM)
-    with pytest.raises(HttpError, match="takes none"):
-        chat_inputs({"messages": said, "tools": [{}]}, PLAIN)
-    assert "tools" not in chat_inputs({"messages": said, "tools": [{}], "tool_choice": "none"}, LLM)
+            chat_inputs(body({"messages": said} | fields), LLM)
+    with pytest.raises(HttpError, match="has no tools"):
+        chat_inputs(body({"messages": said, "tools": [{}]}), PLAIN)
+    assert "tools" not in chat_inputs(body({"messages": said, "tools": [{}], "tool_choice": "none"}), LLM)

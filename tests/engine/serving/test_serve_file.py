@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from weftline.engine.serving import assembly
-from weftline.engine.serving.assembly import Flags, assemble, merge
-from weftline.engine.serving.config import GrpcDoor, HttpDoor, ServeConfig, ServedPipeline, Tls
+from weftline.engine.serving import serve_file
+from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, ServedPipeline, Tls
+from weftline.engine.serving.serve_file import Flags, assemble, merge
 from weftline.errors import InputError, PipelineError
 from weftline.pipelines.placement.machine import Device, Machine
 
@@ -56,14 +56,14 @@ def test_a_serve_file_is_known_by_its_pipelines_and_others_join_it(write: Writer
 
 
 def test_flags_override_the_file() -> None:
-    said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))}, GrpcDoor(port=1), HttpDoor(port=2), grace_s=3)
+    said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))}, GrpcConfig(port=1), HttpConfig(port=2), grace_s=3)
     flags = Flags(
         host="::1", port=11, http_port=12, processes=2, grace_s=0.0, log_format="json", log_requests=True,
         tokens=Path("t"), tls_cert=Path("c"), tls_key=Path("k"), client_ca=Path("a"), insecure=True,
         shared_memory=True, otlp="http://o:1", expose=("a", "p.b", "a"), verbose=True,
     )  # fmt: skip
     told = merge(said, flags)
-    assert (told.grpc, told.http) == (GrpcDoor("::1", 11, None, 2), HttpDoor("::1", 12))
+    assert (told.grpc, told.http) == (GrpcConfig("::1", 11, None, 2), HttpConfig("::1", 12))
     assert told.tls == Tls(Path("c"), Path("k"), Path("a"))
     assert (told.tokens, told.grace_s, told.otlp) == (Path("t"), 0.0, "http://o:1")
     assert (told.logs.format, told.logs.requests, told.logs.level) == ("json", True, "debug")
@@ -73,9 +73,9 @@ def test_flags_override_the_file() -> None:
 
 
 def test_http_is_off_until_it_is_asked_for_and_then_on_loopback() -> None:
-    said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))}, GrpcDoor("0.0.0.0"))
+    said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))}, GrpcConfig("0.0.0.0"))
     assert merge(said, Flags()).http is None
-    assert merge(said, Flags(http_port=0)).http == HttpDoor("127.0.0.1", 0)
+    assert merge(said, Flags(http_port=0)).http == HttpConfig("127.0.0.1", 0)
 
 
 def test_one_certificate_flag_alone_is_refused_unless_the_file_has_the_other() -> None:
@@ -169,7 +169,7 @@ def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
     def refused(pipeline: object, step: str) -> None:
         raise InputError("it is the scheduler's")
 
-    monkeypatch.setattr(assembly, "alone", refused)
+    monkeypatch.setattr(serve_file, "alone", refused)
     assert "step a cannot be a model of its own: it is the scheduler's" in wrong(
         [write("shout")], flags=Flags(expose=("a",))
     )

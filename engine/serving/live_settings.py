@@ -23,7 +23,7 @@ LogValue = bool | int | str
 
 
 @dataclass(frozen=True, slots=True)
-class GrpcTracing:
+class TraceSampling:
     """What is traced.
 
     on:    whether anything is.
@@ -40,8 +40,8 @@ class TraceSettings:
     """Which requests are traced. Settings of a model stand before those of all."""
 
     def __init__(self) -> None:
-        self._all = GrpcTracing()
-        self._models: dict[str, GrpcTracing] = {}
+        self._all = TraceSampling()
+        self._models: dict[str, TraceSampling] = {}
         self._seen: dict[str, int] = {}
         self.active = False
         """Whether any request may be traced: looked at before anything else, for it is nearly always False."""
@@ -63,7 +63,7 @@ class TraceSettings:
 
         InputError: an unknown setting or value, or one that only the operator has.
         """
-        fallback = self._all if model else GrpcTracing()
+        fallback = self._all if model else TraceSampling()
         changed = self._models.get(model, self._all) if model else self._all
         for name, values in wanted.items():
             changed = _with_trace(changed, fallback, name, tuple(values))
@@ -125,7 +125,7 @@ class LogSettings:
             self._logger.setLevel(level)
 
 
-def _with_trace(one: GrpcTracing, fallback: GrpcTracing, name: str, values: tuple[str, ...]) -> GrpcTracing:
+def _with_trace(one: TraceSampling, fallback: TraceSampling, name: str, values: tuple[str, ...]) -> TraceSampling:
     match name:
         case "trace_level":
             if not values:

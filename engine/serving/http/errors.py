@@ -6,11 +6,11 @@ from weftline.errors import InputError
 
 
 class HttpError(InputError):
-    """A request that HTTP itself refuses.
+    """A request that the HTTP server itself refuses.
 
     code:  the HTTP status of the answer.
-    param: the field of the body that is wrong, as OpenAI's errors name it; None when it is no field.
-    close: the connection ends with the answer, since what follows on it cannot be told from this request.
+    param: the invalid field of the body, as OpenAI's errors name it; None when it is not a field.
+    close: close the connection after the answer, since the bytes that follow cannot be attributed to a request.
     """
 
     def __init__(self, message: str, *, code: int = 400, param: str | None = None, close: bool = False) -> None:
@@ -25,7 +25,7 @@ def unknown_path() -> HttpError:
 
 
 def wrong_method(allowed: set[str]) -> HttpError:
-    return HttpError(f"this path takes {', '.join(sorted(allowed))}", code=405)
+    return HttpError(f"this path accepts {', '.join(sorted(allowed))}", code=405)
 
 
 def too_large(bytes_max: int) -> HttpError:
@@ -33,5 +33,5 @@ def too_large(bytes_max: int) -> HttpError:
 
 
 def unsupported(field: str, why: str) -> HttpError:
-    """Return what to raise for a field that would change the answer, were it understood."""
+    """Return the error of a field that would change the answer if it were implemented."""
     return HttpError(f"{field}: {why}", param=field)

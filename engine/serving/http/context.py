@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -15,11 +15,11 @@ from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.backend import Ask, Backend
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.face import ModelFace
-from weftline.engine.serving.grpc.control import LogSettings, TraceSettings
-from weftline.engine.serving.grpc.readiness import server_ready
-from weftline.engine.serving.http.attended import while_connected
-from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_parser import JsonParser
+from weftline.engine.serving.lifecycle import DrainSwitch, server_ready
+from weftline.engine.serving.live_settings import LogSettings, TraceSettings
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.errors import AccessDenied
 
@@ -27,57 +27,51 @@ Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]
 """Returns the figures of models that are given with the version that serves, and of their steps."""
 
 SPAN = "weftline.traceparent"
-"""Where in a scope the trace context of the request's own span stands, for the answer's headers."""
+"""Scope key of the trace context of the request's own span, for the response headers."""
 
 ID_CHARS_MAX = 128
 DEADLINE_HEADER = "x-request-timeout-ms"
 """Header with the milliseconds that a request has; OpenAI's protocol has no field for it."""
 
 
-@dataclass(slots=True)
-class HttpDrainState:
-    """Whether new work is taken. Changed by the server alone, when it drains."""
-
-    on: bool = True
-
-
 @dataclass(frozen=True, slots=True)
 class HttpContext:
-    """What the paths need.
+    """Dependencies of the routes.
 
-    shared_memory: regions that clients registered; it refuses all where it is off.
-    figures:       what v2's statistics tell.
-    trace, logs:   what v2 clients may set.
-    json:          reads bodies and elements that are JSON.
+    serving:       accepting state of the server.
+    json:          parser of JSON bodies and elements.
+    shared_memory: registered regions; refuses every registration where shared memory is off.
+    figures:       source of v2's statistics.
+    trace, logs:   settings that v2 clients may change.
     now_s:         seconds since the epoch.
     """
 
     backend: Backend
     limits: ServeLimits
+    serving: DrainSwitch
+    json: JsonParser
     shared_memory: SharedMemory
     figures: Figures
     trace: TraceSettings
     logs: LogSettings
-    serving: HttpDrainState = field(default_factory=HttpDrainState)
-    json: JsonParser = field(default_factory=JsonParser)
     now_s: Callable[[], float] = time.time
 
     def face(self, request: Request, model: str, version: str = "") -> ModelFace:
-        """Return the face of a model that the caller may use; whoever may not is not told whether it exists."""
+        """Return the metadata of a model that the caller may use; AccessDenied also for an unknown one."""
         if not caller_of(request).may(model):
             raise AccessDenied("this token does not allow that model")
         return self.backend.face(model, version)
 
     def ready(self) -> bool:
-        """Whether every model that should serve is ready, and new work is taken; the gRPC door says the same."""
+        """Return True while new work is accepted and no model has failed, as the gRPC server does."""
         return self.serving.on and server_ready(self.backend.index())
 
     async def answer(self, request: Request, ask: Ask) -> dict[str, Any]:
-        """Return the outputs of a request, the caller's own; a client that leaves withdraws it."""
+        """Return copies of a request's outputs; a client that disconnects cancels it."""
         return await while_connected(request.receive, self.outputs(request, ask))
 
     async def outputs(self, request: Request, ask: Ask) -> dict[str, Any]:
-        """Return the outputs of a request, copied out of what the engine lent."""
+        """Return copies of a request's outputs."""
         with await self.backend.ask(ask) as answer:
             request.scope[SPAN] = answer.traceparent
             if self.trace.active:
@@ -87,7 +81,7 @@ class HttpContext:
     async def begin(
         self, request: Request, ask: Ask
     ) -> tuple[StreamedOutput | None, AsyncGenerator[StreamedOutput, None]]:
-        """Return a stream and its first piece, None when it has none: what fails before is an error, not a stream."""
+        """Return a stream and its first chunk, None when it has none; earlier failures are raised."""
         stream = self.backend.stream(ask)
         try:
             return await while_connected(request.receive, anext(stream, None)), stream
@@ -97,21 +91,24 @@ class HttpContext:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return who asks, as the gate said."""
+    """Return the caller that the gate admitted."""
     caller: Caller = request.scope["weftline.caller"]
     return caller
 
 
 def ask_for(
-    request: Request, model: str, inputs: Mapping[str, Any], outputs: Sequence[str], body: Mapping[str, Any]
+    request: Request, model: str, inputs: Mapping[str, Any], outputs: Sequence[str], priority: int | None = None
 ) -> Ask:
-    """Return one request to a model for the caller, with what its headers say of time, name and trace."""
+    """Build a request of the caller, with deadline, id and trace context from its headers.
+
+    priority: as in vLLM, lower values run first.
+    """
     return Ask(
         model,
         inputs,
         tuple(outputs),
         deadline_ms_of(request),
-        priority_of(body),
+        -(priority or 0),
         id=id_of(request),
         caller=caller_of(request).name,
         door="http",
@@ -121,7 +118,7 @@ def ask_for(
 
 
 def id_of(request: Request) -> str:
-    """Return the caller's name for its request; '' without one."""
+    """Return the request id of the caller; '' without one."""
     given = request.headers.get("x-request-id", "")
     if len(given) > ID_CHARS_MAX or not given.isprintable():
         raise HttpError(f"x-request-id: expected at most {ID_CHARS_MAX} printable characters")
@@ -129,20 +126,10 @@ def id_of(request: Request) -> str:
 
 
 def deadline_ms_of(request: Request) -> float | None:
-    """Return how long the request has by its header; None without one."""
+    """Return the deadline in the header; None without one."""
     given = request.headers.get(DEADLINE_HEADER)
     if given is None:
         return None
     if not (given.isascii() and given.isdigit() and len(given) <= 8):
         raise HttpError(f"{DEADLINE_HEADER}: expected a whole number of milliseconds")
     return float(given)
-
-
-def priority_of(body: Mapping[str, Any]) -> int:
-    """Return the engine's priority for the field `priority`, where, as in vLLM, the lower goes first."""
-    given = body.get("priority")
-    if given is None:
-        return 0
-    if type(given) is not int or not -100 <= given <= 100:
-        raise HttpError("priority: expected a whole number from -100 (first) to 100", param="priority")
-    return -given

@@ -3,16 +3,12 @@ from typing import Any
 import pytest
 
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.serving.http.refusal import HttpError
-from weftline.engine.serving.openai.fields import (
-    chat_logprobs,
-    check_no_sampling,
-    check_refused,
-    count_of,
-    model_of,
-    sampling_of,
-    wants_usage,
-)
+from weftline.engine.serving.http.errors import HttpError
+from weftline.engine.serving.openai.bodies import ChatBody, CompletionBody, EmbeddingBody
+
+
+def chat(fields: dict[str, Any]) -> ChatBody:
+    return ChatBody.parse({"model": "m"} | fields)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +32,7 @@ from weftline.engine.serving.openai.fields import (
     ],
 )
 def test_fields_become_sampling_options_that_the_llm_step_takes(body: dict[str, Any], sampling: dict[str, Any]) -> None:
-    assert sampling_of(body, None) == sampling
+    assert chat(body).sampling() == sampling
     SamplingParams.read(sampling)
 
 
@@ -45,7 +41,7 @@ def test_fields_become_sampling_options_that_the_llm_step_takes(body: dict[str, 
 )
 def test_a_response_format_that_is_none_is_refused_by_name(format: Any) -> None:
     with pytest.raises(HttpError) as refused:
-        sampling_of({"response_format": format}, None)
+        chat({"response_format": format}).sampling()
     assert refused.value.param == "response_format"
 
 
@@ -64,47 +60,66 @@ def test_a_response_format_that_is_none_is_refused_by_name(format: Any) -> None:
 )
 def test_a_field_that_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(HttpError) as refused:
-        check_refused({field: value})
+        chat({field: value})
     assert refused.value.param == field
 
 
 def test_fields_that_ask_for_what_happens_anyway_are_no_reason_to_refuse() -> None:
-    check_refused({"best_of": 1, "suffix": "", "modalities": ["text"], "functions": None, "parallel_tool_calls": True})
+    chat({"best_of": 1, "suffix": "", "modalities": ["text"], "functions": None, "parallel_tool_calls": True})
 
 
 def test_a_model_without_sampling_options_takes_only_what_asks_for_nothing() -> None:
-    body = {"temperature": 1.0, "top_p": 1, "n": 1, "presence_penalty": 0, "stop": []}
-    check_no_sampling(body, sampling_of(body, None), "m")
+    body = chat({"temperature": 1.0, "top_p": 1, "n": 1, "presence_penalty": 0, "stop": []})
+    body.check_no_sampling(body.sampling())
     for field, value in {"temperature": 0.5, "max_completion_tokens": 4, "stop": "x"}.items():
         with pytest.raises(HttpError) as refused:
-            check_no_sampling({field: value}, sampling_of({field: value}, None), "m")
+            chat({field: value}).check_no_sampling(chat({field: value}).sampling())
         assert refused.value.param == field
 
 
 def test_true_is_not_one_and_one_is_not_true() -> None:
     with pytest.raises(HttpError):
-        check_no_sampling({}, {"temperature": True}, "m")
+        chat({}).check_no_sampling({"temperature": True})
 
 
 def test_log_probabilities_are_asked_for_by_two_fields() -> None:
-    assert chat_logprobs({}) is None
-    assert chat_logprobs({"logprobs": False}) is None
-    assert chat_logprobs({"logprobs": True}) == 0
-    assert chat_logprobs({"logprobs": True, "top_logprobs": 4}) == 4
+    assert chat({}).likeliest is None
+    assert chat({"logprobs": False}).likeliest is None
+    assert chat({"logprobs": True}).likeliest == 0
+    assert chat({"logprobs": True, "top_logprobs": 4}).sampling() == {"logprobs": 4}
     for wrong in ({"logprobs": 1}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
-        with pytest.raises(HttpError):
-            chat_logprobs(wrong)
+        with pytest.raises(HttpError) as refused:
+            chat(wrong)
+        assert refused.value.param == next(reversed(wrong))
+    assert CompletionBody.parse({"model": "m", "prompt": "a", "logprobs": 0}).likeliest == 0
 
 
 def test_counts_names_and_options_of_streams_are_checked() -> None:
-    assert (count_of({}), count_of({"n": 3})) == (1, 3)
-    assert wants_usage({"stream_options": {"include_usage": True}})
-    assert not wants_usage({"stream_options": {}})
+    assert (chat({}).n, chat({"n": 3}).n) == (1, 3)
+    assert chat({"stream_options": {"include_usage": True}}).usage_in_stream
+    assert not chat({"stream_options": {}}).usage_in_stream
     for wrong in (0, 65, True, 1.5, "2"):
-        with pytest.raises(HttpError):
-            count_of({"n": wrong})
+        with pytest.raises(HttpError, match="n: expected a whole number from 1 to 64"):
+            chat({"n": wrong})
     for wrong in (None, "", 3, ["a"]):
-        with pytest.raises(HttpError):
-            model_of({"model": wrong})
-    with pytest.raises(HttpError):
-        wants_usage({"stream_options": True})
+        with pytest.raises(HttpError, match="model: expected the name of a model"):
+            chat({"model": wrong})
+    with pytest.raises(HttpError, match="stream_options: expected an object"):
+        chat({"stream_options": True})
+
+
+def test_all_wrong_fields_are_named_at_once_and_param_is_the_first() -> None:
+    with pytest.raises(HttpError) as refused:
+        chat({"priority": 101, "stream": "yes", "stream_options": {"include_usage": 1}})
+    assert str(refused.value) == (
+        "priority: expected a whole number from -100 (first) to 100; stream: expected true or false; "
+        "stream_options.include_usage: expected true or false"
+    )
+    assert refused.value.param == "priority"
+
+
+@pytest.mark.parametrize("field", ["encoding_format", "dimensions", "priority", "input"])
+def test_embedding_fields_are_refused_by_name(field: str) -> None:
+    with pytest.raises(HttpError, match=f"^{field}: expected ") as refused:
+        EmbeddingBody.parse({"model": "m", "input": "a"} | {field: 101})
+    assert refused.value.param == field

@@ -1,14 +1,13 @@
 """A serve file: what it says, what is wrong with it, and that what is printed can be read again."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from weftline.engine.serving import keys
-from weftline.engine.serving.config import GrpcDoor, HttpDoor, Logs, ServeConfig, ServedPipeline, ServeLimits, Tls
-from weftline.engine.serving.settings import read_settings, to_text
+from weftline.engine.serving.config import GrpcConfig, HttpConfig, Logs, ServeConfig, ServedPipeline, ServeLimits, Tls
+from weftline.engine.serving.serve_file import read_serve_file, to_text
 from weftline.errors import PipelineError
 
 Writer = Callable[[str], Path]
@@ -26,7 +25,7 @@ def write(tmp_path: Path) -> Writer:
 
 def problems(file: Path) -> list[str]:
     with pytest.raises(PipelineError) as error:
-        read_settings(file)
+        read_serve_file(file)
     return [f"{one.line} {one.path}: {one.found} | {one.expected} | {one.fix}" for one in error.value.problems]
 
 
@@ -46,13 +45,13 @@ limits: {calls_max: 8, header_s: 1.5}
 logs: {format: json, level: warning, requests: true}
 otlp: http://collector:4317
 """)
-    assert read_settings(file).config == ServeConfig(
+    assert read_serve_file(file).config == ServeConfig(
         pipelines={
             "assistant": ServedPipeline(tmp_path / "assistant.yaml", ("answer",), load=False),
             "ocr": ServedPipeline(tmp_path / "sub/ocr.yaml"),
         },
-        grpc=GrpcDoor("::1", 9001, None, 2, reflection=False),
-        http=HttpDoor(port=0),
+        grpc=GrpcConfig("::1", 9001, None, 2, reflection=False),
+        http=HttpConfig(port=0),
         tls=Tls(tmp_path / "cert.pem", tmp_path / "key.pem", Path("/ca.pem")),
         tokens=tmp_path / "tokens.yaml",
         insecure=True,
@@ -65,7 +64,7 @@ otlp: http://collector:4317
 
 
 def test_what_is_not_said_is_the_default_and_http_is_off(write: Writer, tmp_path: Path) -> None:
-    told = read_settings(write("pipelines: {ocr: ocr.yaml}\n")).config
+    told = read_serve_file(write("pipelines: {ocr: ocr.yaml}\n")).config
     assert told == ServeConfig({"ocr": ServedPipeline(tmp_path / "ocr.yaml")})
     assert told.http is None
 
@@ -135,24 +134,22 @@ def test_no_problem_shows_a_regular_expression(write: Writer) -> None:
     "tls: {certificate: c, key: k}\nlimits: {regions_max: 3}\nlogs: {format: json}\n",
 ])  # fmt: skip
 def test_what_is_printed_says_the_same(write: Writer, text: str) -> None:
-    told = read_settings(write(text)).config
-    assert read_settings(write(to_text(told))).config == told
+    told = read_serve_file(write(text)).config
+    assert read_serve_file(write(to_text(told))).config == told
 
 
 def test_every_number_has_bounds_and_every_key_its_documentation() -> None:
-    bare = []
-    for kind in (ServeConfig, GrpcDoor, HttpDoor, ServeLimits, Logs, Tls, ServedPipeline):
-        for one in fields(kind):
-            if one.type in ("int", "float") and one.name not in keys.BOUNDS.get(kind, {}):
-                bare.append(f"{kind.__name__}.{one.name}")
-    assert bare == []
-    for entry in (*keys.ENTRIES.values(), keys.ServeFile):
-        assert [name for name, one in entry.model_fields.items() if not one.description] == [], entry
+    schema = TypeAdapter(ServeConfig).json_schema()
+    bare, unexplained = [], []
+    for kind in (schema, *schema["$defs"].values()):
+        for name, one in kind["properties"].items():
+            if one.get("type") in ("integer", "number") and not {"minimum", "maximum"} <= one.keys():
+                bare.append(f"{kind['title']}.{name}")
+            if not one.get("description") and "$ref" not in one:
+                unexplained.append(f"{kind['title']}.{name}")
+        assert kind["description"], kind["title"]
+    assert (bare, unexplained) == ([], [])
 
 
-def test_the_defaults_of_a_file_are_those_of_the_values() -> None:
-    for name, entry in keys.ENTRIES.items():
-        if name in ("pipelines", "tls"):
-            continue
-        kind = {"grpc": GrpcDoor, "http": HttpDoor, "limits": ServeLimits, "logs": Logs}[name]
-        assert dict(entry()) == {one.name: getattr(kind(), one.name) for one in fields(kind)}
+def test_code_may_construct_values_that_a_file_may_not() -> None:
+    assert ServeLimits(calls_max=0, message_bytes_max=1).budget_bytes == 256 << 20

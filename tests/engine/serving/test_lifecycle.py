@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weftline.engine.serving.face import LOADING, READY, UNAVAILABLE, ModelState
-from weftline.engine.serving.grpc.readiness import model_ready, server_ready
+from weftline.engine.serving.lifecycle import model_ready, server_ready
 
 GOOD = ModelState("good", 2, READY)
 

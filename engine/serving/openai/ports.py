@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weftline.engine.serving.face import ModelFace, PortFace
-from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.http.errors import HttpError
 
 OWN_MEANING = ("adapter", "tenant", "language")
 """Text inputs that are never what the user says."""

@@ -1,8 +1,8 @@
 import pytest
 
 from tests.engine.serving.http.backends import face
-from weftline.engine.serving.http.mapping import chat_ports, completion_ports, embedding_ports, speech_ports
-from weftline.engine.serving.http.refusal import HttpError
+from weftline.engine.serving.http.errors import HttpError
+from weftline.engine.serving.openai.ports import chat_ports, completion_ports, embedding_ports, speech_ports
 
 
 def test_a_model_with_messages_chats_and_its_other_ports_are_found_by_name() -> None:

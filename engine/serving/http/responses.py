@@ -1,0 +1,122 @@
+"""HTTP responses: JSON, plain text, errors and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.errors import HttpError
+from weftline.engine.serving.openai.bodies import FIELD_OF
+from weftline.engine.serving.replies import HTTP_STATUS, ErrorReply, told
+from weftline.errors import SessionClosed, UnknownModel
+
+JSON = "application/json"
+_RETRIABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+_SAMPLING = re.compile(r"\bsampling\.([a-z_]+)")
+
+DONE = b"data: [DONE]\n\n"
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # nginx would buffer the events
+]
+
+
+def json_response(value: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON response. NaN and infinities become null."""
+    return Response(msgspec.json.encode(value), code, headers, JSON)
+
+
+def text_response(text: str, code: int = 200) -> Response:
+    return Response(text, code, media_type="text/plain; charset=utf-8")
+
+
+def error_response(error: BaseException, path: str) -> Response:
+    """Return the response for an error; under /v1 in OpenAI's format, else in v2's."""
+    reply = told(error)
+    code = _code_of(error, reply.status)
+    body = _openai_body(error, reply, code) if path.startswith("/v1") else {"error": reply.message}
+    headers = {"x-should-retry": "true" if reply.status in _RETRIABLE and code != 413 else "false"}
+    if reply.retry_after_s > 0:
+        headers["retry-after"] = str(math.ceil(reply.retry_after_s))
+        headers["retry-after-ms"] = str(math.ceil(reply.retry_after_s * 1e3))
+    if code == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, HttpError) and error.close:
+        headers["connection"] = "close"
+    return json_response(body, code, headers)
+
+
+def _code_of(error: BaseException, status: str) -> int:
+    """Return the HTTP status of an error with that gRPC status name."""
+    return error.code if isinstance(error, HttpError) else HTTP_STATUS.get(status, 500)
+
+
+def openai_problem(error: BaseException) -> dict[str, Any]:
+    """Return an error in OpenAI's format: {"error": {message, type, param, code}}."""
+    reply = told(error)
+    return _openai_body(error, reply, _code_of(error, reply.status))
+
+
+def _openai_body(error: BaseException, reply: ErrorReply, code: int) -> dict[str, Any]:
+    kind = _TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
+    unknown = isinstance(error, UnknownModel)
+    name = "model_not_found" if unknown else _CODES.get(code)
+    param = "model" if unknown else _param_of(error, reply.message)
+    return {"error": {"message": reply.message, "type": kind, "param": param, "code": name}}
+
+
+def _param_of(error: BaseException, message: str) -> str | None:
+    if isinstance(error, HttpError):
+        return error.param
+    found = _SAMPLING.search(message)
+    return FIELD_OF.get(found[1], found[1]) if found else None
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """Encode a JSON value as one server-sent event. JSON contains no line ends, so the value is one line."""
+    return b"data: %b\n\n" % msgspec.json.encode(value)
+
+
+class EventStream:
+    """An ASGI response of server-sent events.
+
+    Each event waits until the connection accepts it, so a client that does not read blocks the stream and the step that
+    writes it. A client that disconnects cancels the request. An error ends the stream with an event in OpenAI's format,
+    and without [DONE].
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._write(send))
+        except asyncio.CancelledError:  # the server's grace time is over
+            await self._end(send, event(openai_problem(SessionClosed("the server is shutting down"))))
+        finally:
+            await self._events.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+        try:
+            async for one in self._events:
+                await send({"type": "http.response.body", "body": one, "more_body": True})
+        except Exception as error:
+            await self._end(send, event(openai_problem(error)))
+        else:
+            await self._end(send, b"")
+
+    async def _end(self, send: Send, last: bytes) -> None:
+        await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -1,0 +1,289 @@
+"""Bodies of OpenAI requests, one pydantic model for each, and the sampling options that they set.
+
+Three kinds of fields, so that no answer silently differs from the one requested:
+
+- *supported*: checked here, or passed to the llm step's `sampling`, which checks them; a model without that input
+  refuses them unless the value is what would happen anyway;
+- *harmless*: billing, storage, caching, and every undocumented field; ignored;
+- *refused*: they would change the answer and are not implemented; the error names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+
+from weftline.engine.serving.http.errors import HttpError, unsupported
+
+PASSED = (
+    *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "n"),
+    *("top_k", "min_p", "typical_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "allowed_token_ids"),
+    *("bad_words", "skip_special_tokens"),
+)
+"""Fields that are keys of `sampling` under the same name: OpenAI's, then extensions that other servers accept too."""
+
+FIELD_OF = {"tokens_max": "max_tokens", "tokens_min": "min_tokens"} | dict.fromkeys(
+    ("json_schema", "json_object"), "response_format"
+)
+"""Fields of the keys of `sampling` that have another name."""
+
+NO_CHANGE: dict[str, tuple[Any, ...]] = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "n": (1,),
+    "stop": ([],),
+}
+"""Values of `sampling` that change nothing, and are accepted for a model without sampling options."""
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "suffix": ("",),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "prompt_logprobs": (),
+    "moderation": (),
+}
+"""Fields that would change the answer, with the values that would not."""
+
+Flag = Annotated[bool, Field(strict=True, description="true or false")]
+LikeliestCount = Annotated[int, Field(strict=True, ge=0, le=20, description="a whole number from 0 to 20")]
+Body = TypeVar("Body", bound="OpenAiBody")
+
+
+def _to_texts(value: Any, info: ValidationInfo) -> list[str]:
+    field, texts_max = info.field_name, (info.context or {}).get("texts_max")
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and any(isinstance(one, int | list) for one in texts):
+        raise HttpError(f"{field}: found token ids; expected text", param=field)
+    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+        raise HttpError(f"{field}: expected a text, or a list of texts", param=field)
+    if texts_max is not None and len(texts) > texts_max:
+        raise HttpError(f"{field}: found {len(texts)} texts, limits.batch_max is {texts_max}", param=field)
+    return texts
+
+
+Texts = Annotated[list[str], BeforeValidator(_to_texts), Field(description="a text, or a list of texts")]
+
+
+class OpenAiBody(BaseModel):
+    """Fields of every body. A field's description completes "expected ..." in its error."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str = Field(strict=True, min_length=1, description="the name of a model, as the list of models has it")
+    priority: int | None = Field(
+        None, strict=True, ge=-100, le=100, description="a whole number from -100 (first) to 100"
+    )
+
+    @classmethod
+    def parse(cls: type[Body], fields: Mapping[str, Any], *, texts_max: int | None = None) -> Body:
+        """Validate a body; HttpError names the first wrong field in `param` and lists all wrong fields.
+
+        texts_max: most texts of a `prompt` or `input`.
+        """
+        try:
+            return cls.model_validate(fields, context={"texts_max": texts_max})
+        except ValidationError as error:
+            wrong = list(dict.fromkeys(_path(one["loc"]) for one in error.errors(include_url=False)))
+            text = "; ".join(f"{path}: expected {_expected(cls, path)}" for path in wrong)
+            raise HttpError(text, param=wrong[0].partition(".")[0]) from None
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    include_usage: Flag | None = None
+
+
+class GenerationBody(OpenAiBody):
+    """Fields of chat and completion requests."""
+
+    stream: Flag | None = None
+    stream_options: StreamOptions | None = Field(None, description="an object")
+    n: int = Field(1, strict=True, ge=1, le=64, description="a whole number from 1 to 64")
+    stop: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    min_tokens: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    seed: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+    response_format: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    typical_p: Any = None
+    repetition_penalty: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    skip_special_tokens: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, fields: Any) -> Any:
+        for field, harmless in REFUSED.items():
+            value = fields.get(field)
+            if value is not None and not any(_same(value, one) for one in harmless):
+                raise unsupported(field, "not supported by this server; leave it out")
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """True if the last chunk of a stream must count tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def likeliest(self) -> int | None:
+        """Number of likeliest tokens listed with each token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the options for the llm step's `sampling`."""
+        options = {name: getattr(self, name) for name in PASSED if name in self.model_fields_set}
+        for field, key in (("max_tokens", "tokens_max"), ("min_tokens", "tokens_min"), ("stop", "stop")):
+            if field in self.model_fields_set:
+                options[key] = getattr(self, field)
+        if self.max_completion_tokens is not None:
+            options["tokens_max"] = self.max_completion_tokens
+        if isinstance(self.stop, str):
+            options["stop"] = [self.stop]
+        if self.likeliest is not None:
+            options["logprobs"] = self.likeliest
+        return options | constraint_of(self.response_format)
+
+    def check_no_sampling(self, sampling: Mapping[str, Any]) -> None:
+        """Refuse options that would change the answer, for a model without a `sampling` input."""
+        for key, value in sampling.items():
+            if any(_same(value, one) for one in NO_CHANGE.get(key, ())):
+                continue
+            field = FIELD_OF.get(key, key)
+            if key == "tokens_max" and self.max_completion_tokens is not None:
+                field = "max_completion_tokens"
+            why = f"model {self.model} has no sampling options; leave {field} out, or add an input `sampling: json`"
+            raise unsupported(field, why)
+
+
+class ChatBody(GenerationBody):
+    """Body of /v1/chat/completions. `messages.py` reads the messages."""
+
+    messages: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    logprobs: Flag | None = None
+    top_logprobs: LikeliestCount | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise HttpError("top_logprobs: requires logprobs: true", param="top_logprobs")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(GenerationBody):
+    """Body of /v1/completions."""
+
+    prompt: Texts
+    echo: Flag | None = None
+    logprobs: LikeliestCount | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
+
+    def sampling(self) -> dict[str, Any]:
+        return super().sampling() | ({"echo": True} if self.echo else {})
+
+
+class EmbeddingBody(OpenAiBody):
+    """Body of /v1/embeddings."""
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="float or base64")
+    dimensions: None = Field(None, description="nothing; a model returns vectors of one length, leave it out")
+
+
+class TranscriptionBody(OpenAiBody):
+    """Form of /v1/audio/transcriptions, besides its file."""
+
+    language: str | None = None
+    prompt: str | None = None
+    response_format: Literal["json", "text"] | None = Field(
+        None, description="json or text; times of words are not known"
+    )
+    temperature: Literal["0", "0.0"] | None = Field(
+        None, description="0: the likeliest words are selected; leave it out"
+    )
+    stream: str | None = None
+
+    @property
+    def streamed(self) -> bool:
+        return self.stream in ("true", "True", "1")
+
+
+def answers_output(body: GenerationBody, output: str | None) -> str | None:
+    """Return the output with several answers or log-probabilities, if the body requests either."""
+    if body.n == 1 and body.likeliest is None:
+        return None
+    if output is None:
+        field = "n" if body.n > 1 else "logprobs"
+        raise unsupported(field, "not supported by the model; it has no output `answers: json`")
+    return output
+
+
+def constraint_of(format: Any) -> dict[str, Any]:
+    """Return the sampling option of a `response_format`; {} for plain text."""
+    kind = format.get("type") if isinstance(format, dict) else None
+    if format is None or kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        expected = "expected text, json_object or json_schema"
+        raise HttpError(f"response_format.type: {expected}", param="response_format")
+    inner = format.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict):
+        expected = "expected an object, a JSON schema"
+        raise HttpError(f"response_format.json_schema.schema: {expected}", param="response_format")
+    return {"json_schema": schema}
+
+
+def _path(loc: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+def _expected(kind: type[BaseModel], path: str) -> str:
+    """Return the description of a field; of one in a nested object, `stream_options.include_usage`, its own."""
+    name, _, rest = path.partition(".")
+    if rest:
+        return _expected(StreamOptions, rest)
+    field = kind.model_fields[name]
+    nested = [mark for one in get_args(field.annotation) for mark in getattr(one, "__metadata__", ())]
+    return next((one.description for one in (field, *nested) if getattr(one, "description", None)), "another value")
+
+
+def _same(one: Any, other: Any) -> bool:
+    return (type(one) in (int, float) and type(other) in (int, float) and one == other) or (
+        type(one) is type(other) and one == other
+    )
