@@ -16,8 +16,8 @@ from weftline.engine.serving.http.replying import json_response
 from weftline.engine.serving.identity import NAME, version
 from weftline.engine.serving.replies import told
 from weftline.engine.serving.statistics import ModelFigures, Spent
+from weftline.engine.serving.v2.messages import check_name, check_version
 from weftline.engine.serving.v2.metadata import ModelMetadata, config_of, metadata_of
-from weftline.engine.serving.v2.names import check_name, check_version
 from weftline.errors import AccessDenied, ModelError, UnknownModel
 
 EXTENSIONS = (

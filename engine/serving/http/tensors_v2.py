@@ -16,10 +16,9 @@ from weftline.engine.serving.http.body import body_of
 from weftline.engine.serving.http.door import ID_CHARS_MAX, SPAN, HttpContext, caller_of, deadline_ms_of
 from weftline.engine.serving.http.problems import JSON
 from weftline.engine.serving.http.together import gathered
-from weftline.engine.serving.v2.answering import to_response
-from weftline.engine.serving.v2.asking import ParsedRequest, to_asks
-from weftline.engine.serving.v2.names import check_name, check_version
-from weftline.engine.serving.v2.nouns import InferRequest
+from weftline.engine.serving.v2.messages import InferRequest, check_name, check_version
+from weftline.engine.serving.v2.request import ParsedRequest, to_asks
+from weftline.engine.serving.v2.response import to_response
 
 
 class Infer:

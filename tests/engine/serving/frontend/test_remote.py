@@ -67,7 +67,7 @@ def repository(gate: Gate) -> Iterator[Repository]:
         repository.load("fail", one_step("fail", "fail", "text", equals="bad"))
         repository.load("trickle", one_step("trickle", "trickle", "text", pieces=5))
         p = base("seeded")
-        function = "ingress/link/seed_step.py:brought"
+        function = "serving/frontend/seed_step.py:brought"
         p.output("y", p.step("s", "function", value=p.input("x", "text"), function=function).output)
         repository.load("seeded", p)
         p = base("gated")
