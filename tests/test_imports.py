@@ -34,15 +34,15 @@ PURE = [
     *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),
     *(
         f"engine/serving/{name}.py"
-        for name in ("auth/methods", "auth/rate", "auth/token_entries", "statistics", "openai/bodies")
+        for name in ("auth/methods", "auth/rate", "auth/token_entries", "openai/bodies", "statistics")
     ),
-    *(f"engine/serving/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),
-    *(f"engine/serving/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
+    *(f"engine/serving/v2/{name}.py" for name in ("messages", "datatypes", "elements", "strict_json")),
+    *(f"engine/serving/v2/{name}.py" for name in ("request", "response", "parameters", "metadata")),
     *(f"engine/metrics/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
-    *(f"engine/jobs/{name}.py" for name in ("rows", "tally", "spec", "progress", "blocks")),
+    *(f"engine/jobs/{name}.py" for name in ("rows", "spec", "progress", "blocks", "sources/formats")),
     *(f"engine/jobs/output/{name}.py" for name in ("layout", "manifest")),
-    *(f"engine/jobs/runners/{name}.py" for name in ("tries", "window", "repeatable", "each_row")),
-    *(f"engine/jobs/{name}.py" for name in ("report/pace", "report/kinds", "sources/formats")),
+    *(f"engine/jobs/runners/{name}.py" for name in ("plans",)),
+    *(f"engine/jobs/report/{name}.py" for name in ("summary", "text")),
 ]
 IMPURE = {"torch", "time", "datetime", "socket", "asyncio", "threading", "subprocess", "selectors", "select", "signal"}
 FRAMEWORKS = (
@@ -52,7 +52,7 @@ FRAMEWORKS = (
 )
 MAY_LOAD = (
     "engine/llm/",  # of which only the pure files and node.py must load without one
-    *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/openai/", "engine/serving/v2/wire.py"),
+    *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/openai/", "engine/serving/v2/protobuf.py"),
     *("engine/serving/server.py", "engine/serving/frontend/process.py", "engine/client/", "engine/metrics/"),
     *("engine/jobs/output/", "engine/jobs/sources/", "engine/jobs/ray/"),
 )

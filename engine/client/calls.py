@@ -22,9 +22,9 @@ from weftline.engine.client.shared_inputs import SharedInputs
 from weftline.engine.client.steps import SERVICE, Pause, SendRequest, Steps
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
-from weftline.engine.serving.v2.nouns import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
+from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
 from weftline.engine.serving.v2.parameters import EMPTY_FINAL
-from weftline.engine.serving.v2.wire import parse_response, request_bytes
+from weftline.engine.serving.v2.protobuf import parse_response, request_bytes
 from weftline.errors import DeadlineExceeded, InputError, WeftlineError
 from weftline.nodes.urgency import PRIORITY_MAX
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from weftline.engine.client.described import DescribedPort
 from weftline.engine.client.encoder import ARRAYS
-from weftline.engine.serving.v2.bytes_tensor import decode
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, NUMPY
-from weftline.engine.serving.v2.nouns import Tensor
+from weftline.engine.serving.v2.elements import decode_elements
+from weftline.engine.serving.v2.messages import Tensor
 from weftline.errors import InputError, WeftlineError
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
@@ -139,6 +139,6 @@ def _elements(tensor: Tensor) -> list[bytes]:
             raise Garbled(f"output {tensor.name} has {len(elements)} elements, its shape is {list(tensor.shape)}")
         return elements
     try:
-        return [bytes(one) for one in decode(tensor.raw or b"", count)]
+        return [bytes(one) for one in decode_elements(tensor.raw or b"", count)]
     except InputError as error:
         raise Garbled(f"output {tensor.name}: {error}") from None

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from weftline.engine.client.described import DescribedPort
-from weftline.engine.serving.v2.bytes_tensor import encode
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, datatype_of, trailing_dims
-from weftline.engine.serving.v2.nouns import Tensor
+from weftline.engine.serving.v2.elements import encode_elements
+from weftline.engine.serving.v2.messages import Tensor
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import MediaLimits, to_value
@@ -170,7 +170,7 @@ def _loose(value: Any) -> bytes:
 
 
 def _bytes(name: str, shape: tuple[int, ...], elements: Sequence[bytes]) -> Tensor:
-    return Tensor(name, BYTES, shape, encode(elements))
+    return Tensor(name, BYTES, shape, encode_elements(elements))
 
 
 def _array(name: str, array: np.ndarray, dtype: str | None) -> Tensor:

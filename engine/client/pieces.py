@@ -13,8 +13,8 @@ from weftline.engine.client.decoder import Garbled, value_of
 from weftline.engine.client.described import DescribedModel, DescribedPort
 from weftline.engine.client.refusal import RETRY_AFTER, Refusal, Refused
 from weftline.engine.result import StreamedOutput
-from weftline.engine.serving.v2.nouns import STATUS
-from weftline.engine.serving.v2.wire import parse_stream_response
+from weftline.engine.serving.v2.messages import STATUS
+from weftline.engine.serving.v2.protobuf import parse_stream_response
 from weftline.errors import InputError
 
 FINAL = "triton_final_response"

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2
 from weftline.engine.client.refusal import Refused
 from weftline.engine.client.region import PLACED_BYTES_MIN, SharedRegion
 from weftline.engine.client.steps import SERVICE, SHORT_MS, SendRequest, Steps
-from weftline.engine.serving.v2.nouns import Region, Tensor
+from weftline.engine.serving.v2.messages import Region, Tensor
 from weftline.errors import LimitReached
 
 pb: Any = service_pb2

@@ -20,11 +20,11 @@ from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.live_settings import TraceSettings
 from weftline.engine.serving.regions import Regions
-from weftline.engine.serving.v2.answering import to_response
-from weftline.engine.serving.v2.asking import ParsedRequest, to_asks
-from weftline.engine.serving.v2.nouns import InferRequest, InferResponse
+from weftline.engine.serving.v2.messages import InferRequest, InferResponse
+from weftline.engine.serving.v2.protobuf import parse_request, response_bytes
+from weftline.engine.serving.v2.request import ParsedRequest, to_asks
+from weftline.engine.serving.v2.response import to_response
 from weftline.engine.serving.v2.strict_json import INLINE_BYTES
-from weftline.engine.serving.v2.wire import parse_request, response_bytes
 
 
 @dataclass(slots=True)

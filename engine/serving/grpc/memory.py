@@ -11,7 +11,7 @@ from typing import Any
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.grpc.calls import Unary
 from weftline.engine.serving.grpc.protos import V2
-from weftline.engine.serving.v2.names import check_name
+from weftline.engine.serving.v2.messages import check_name
 from weftline.errors import InputError
 
 HANDLE_BYTES = 64

@@ -34,10 +34,10 @@ from weftline.engine.serving.grpc.calls import Context, refuse
 from weftline.engine.serving.grpc.infer import CallContext, Inference
 from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
 from weftline.engine.serving.replies import told
-from weftline.engine.serving.v2.answering import to_piece
-from weftline.engine.serving.v2.asking import ParsedRequest
-from weftline.engine.serving.v2.nouns import STATUS, InferRequest, InferResponse, Parameter
-from weftline.engine.serving.v2.wire import parse_request, stream_response_bytes
+from weftline.engine.serving.v2.messages import STATUS, InferRequest, InferResponse, Parameter
+from weftline.engine.serving.v2.protobuf import parse_request, stream_response_bytes
+from weftline.engine.serving.v2.request import ParsedRequest
+from weftline.engine.serving.v2.response import to_chunk_response
 from weftline.errors import LimitReached
 
 FINAL, RETRY_MS = "triton_final_response", "retry_after_ms"
@@ -223,7 +223,7 @@ class InferStream:
         if piece is None:
             response = InferResponse(face.name, str(face.version), request.id, ())
         else:
-            response = to_piece(request, face, piece, face.version)
+            response = to_chunk_response(request, face, piece, face.version)
         await self._room()
         await self._write(_flagged(response, final))
 

@@ -22,11 +22,10 @@ from weftline.engine.serving.identity import NAME, version
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.replies import told
 from weftline.engine.serving.statistics import ModelFigures, Spent
-from weftline.engine.serving.v2.answering import to_response
-from weftline.engine.serving.v2.asking import ParsedRequest, to_asks
+from weftline.engine.serving.v2.messages import InferRequest, check_name, check_version
 from weftline.engine.serving.v2.metadata import ModelMetadata, config_of, metadata_of
-from weftline.engine.serving.v2.names import check_name, check_version
-from weftline.engine.serving.v2.nouns import InferRequest
+from weftline.engine.serving.v2.request import ParsedRequest, to_asks
+from weftline.engine.serving.v2.response import to_response
 from weftline.errors import AccessDenied, ModelError, UnknownModel
 
 EXTENSIONS = (

@@ -12,11 +12,11 @@ from weftline.engine.client.encoder import tensor_of
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.face import ModelFace, PortFace
-from weftline.engine.serving.v2.answering import to_response
-from weftline.engine.serving.v2.asking import to_asks
+from weftline.engine.serving.v2.messages import InferRequest
 from weftline.engine.serving.v2.metadata import config_of, metadata_of
-from weftline.engine.serving.v2.nouns import InferRequest
-from weftline.engine.serving.v2.wire import parse_request, parse_response, request_bytes, response_bytes
+from weftline.engine.serving.v2.protobuf import parse_request, parse_response, request_bytes, response_bytes
+from weftline.engine.serving.v2.request import to_asks
+from weftline.engine.serving.v2.response import to_response
 
 
 def face(type: str, optional: bool = False) -> ModelFace:

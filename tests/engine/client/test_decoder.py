@@ -11,7 +11,7 @@ from tests.engine.client.faces import came_back
 from tests.engine.client.test_encoder import DTYPES, FOUND
 from weftline.engine.client.decoder import Garbled, value_of
 from weftline.engine.client.described import DescribedPort
-from weftline.engine.serving.v2.nouns import Tensor
+from weftline.engine.serving.v2.messages import Tensor
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 

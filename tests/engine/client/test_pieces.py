@@ -12,15 +12,15 @@ from weftline.engine.client.pieces import STATUS, Pieces
 from weftline.engine.client.refusal import Refused
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.face import ModelFace, PortFace
-from weftline.engine.serving.v2.answering import to_piece
-from weftline.engine.serving.v2.nouns import InferRequest, InferResponse
-from weftline.engine.serving.v2.wire import stream_response_bytes
+from weftline.engine.serving.v2.messages import InferRequest, InferResponse
+from weftline.engine.serving.v2.protobuf import stream_response_bytes
+from weftline.engine.serving.v2.response import to_chunk_response
 
 FACE = ModelFace("m", 2, (), (PortFace("text", "text", pieces=True), PortFace("facts", "json")))
 
 
 def response(output: str, value: Any, **parameters: Any) -> bytes:
-    piece = to_piece(InferRequest("m", ()), FACE, StreamedOutput(output, value, False), 2)
+    piece = to_chunk_response(InferRequest("m", ()), FACE, StreamedOutput(output, value, False), 2)
     return stream_response_bytes(InferResponse("m", "2", "", piece.outputs, parameters))
 
 

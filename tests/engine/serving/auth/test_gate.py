@@ -9,7 +9,7 @@ from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, 
 from weftline.engine.serving.auth.tokens import TOKEN_CHARS_MAX, TokenFile, digest
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.replies import told
-from weftline.engine.serving.v2.nouns import InferRequest, Region, Tensor, WantedOutput
+from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor, WantedOutput
 from weftline.errors import AccessDenied, LimitReached
 
 INFER_RPC = "/inference.GRPCInferenceService/ModelInfer"

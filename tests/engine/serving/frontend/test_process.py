@@ -1,4 +1,4 @@
-"""The real doors in processes of their own, asked by stock clients: answers, figures, and a kill -9 in mid-stream."""
+"""gRPC and HTTP servers in ingress processes, with stock clients: responses, statistics, kill -9 in mid-stream."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.engine.fire import builder as base
 from tests.engine.fire import settled, wait_until
 from weftline.engine.repository import Repository
 from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig
-from weftline.engine.serving.frontend.desk import FrontendManager
-from weftline.engine.serving.frontend.spec import GRPC, HTTP, IngressSpec
+from weftline.engine.serving.frontend.messages import GRPC, HTTP, IngressSpec
+from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.local import LocalBackend
 from weftline.engine.serving.statistics import Statistics
 from weftline.errors import WeftlineError
@@ -47,16 +47,16 @@ def repository() -> Iterator[Repository]:
 
 @asynccontextmanager
 async def served(
-    repository: Repository, *doors: str, **config: Any
+    repository: Repository, *servers: str, **config: Any
 ) -> AsyncIterator[tuple[FrontendManager, dict[str, int]]]:
     statistics = Statistics()
     backend = LocalBackend(repository, {}, observers=[statistics], metrics=lambda: b"up 1\n")
-    desk = FrontendManager(backend, 64 << 20, statistics=statistics)
-    told = ServeConfig({}, grpc=GrpcConfig(port=0), http=HttpConfig(port=0), **config)
+    manager = FrontendManager(backend, 64 << 20, statistics=statistics)
+    full = ServeConfig({}, grpc=GrpcConfig(port=0), http=HttpConfig(port=0), **config)
     try:
-        yield desk, await desk.start_ingress(IngressSpec("doors", doors, told))
+        yield manager, await manager.start_ingress(IngressSpec("servers", servers, full))
     finally:
-        await desk.stop()
+        await manager.stop()
 
 
 def run(script: Any) -> Any:
@@ -79,8 +79,8 @@ def test_tritonclient_is_answered_through_a_grpc_ingress(repository: Repository)
                     for value in (np.arange(6, dtype=np.float32), LARGE):
                         found = client.infer("array", array_input(value)).as_numpy("y")
                         assert found.tobytes() == value.tobytes()
-                    told = client.get_inference_statistics("array", as_json=True)["model_stats"][0]
-                    assert told["inference_stats"]["success"]["count"] == "2"
+                    stats = client.get_inference_statistics("array", as_json=True)["model_stats"][0]
+                    assert stats["inference_stats"]["success"]["count"] == "2"
 
             await asyncio.to_thread(client)
 
@@ -98,8 +98,8 @@ def test_tritonclient_is_answered_through_an_http_ingress(repository: Repository
                     given.set_data_from_numpy(LARGE)
                     found = client.infer("array", [given]).as_numpy("y")
                     assert found.tobytes() == LARGE.tobytes()
-                    told = client.get_inference_statistics("array")["model_stats"][0]
-                    assert told["inference_stats"]["success"]["count"] == 1
+                    stats = client.get_inference_statistics("array")["model_stats"][0]
+                    assert stats["inference_stats"]["success"]["count"] == 1
                 at = f"http://127.0.0.1:{ports[HTTP]}"
                 assert httpx.get(f"{at}/readyz").status_code == 200
                 assert httpx.get(f"{at}/metrics").text == "up 1\n"
@@ -111,23 +111,23 @@ def test_tritonclient_is_answered_through_an_http_ingress(repository: Repository
 
 @pytest.mark.slow
 def test_clients_of_a_killed_ingress_see_unavailable_and_the_next_one_serves_them(repository: Repository) -> None:
-    """R5, with the real door: a stream and a stuck client on it, kill -9, and the same address again."""
+    """R5, with the gRPC server: a stream and a stuck client on it, kill -9, and the same address again."""
     session = repository.get("flood")
 
     def client(port: int, kill: Callable[[], None]) -> float:
         with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
-            heard: queue.Queue[tuple[Any, Any]] = queue.Queue()
-            client.start_stream(lambda result, error: heard.put((result, error)))
+            received: queue.Queue[tuple[Any, Any]] = queue.Queue()
+            client.start_stream(lambda result, error: received.put((result, error)))
             given = triton.InferInput("x", [1], "BYTES")
             given.set_data_from_numpy(np.array([b"a"], dtype=np.object_))
             client.async_stream_infer("flood", [given])
-            assert heard.get(timeout=10)[1] is None
+            assert received.get(timeout=10)[1] is None
             assert session.stats()["requests"]["open"] == 1
             since = time.monotonic()
             kill()
             wait_until(lambda: session.stats()["requests"]["open"] == 0, 3)
             took_s = time.monotonic() - since
-            while (end := heard.get(timeout=10))[1] is None:
+            while (end := received.get(timeout=10))[1] is None:
                 pass
             assert "UNAVAILABLE" in str(end[1])
             client.stop_stream(cancel_requests=True)
@@ -138,12 +138,12 @@ def test_clients_of_a_killed_ingress_see_unavailable_and_the_next_one_serves_the
                     assert again.infer("array", array_input(np.ones(3, np.float32))).as_numpy("y").tolist() == [1] * 3
                 return took_s
             except triton.InferenceServerException:
-                assert time.monotonic() < until, "nobody serves there any more"
+                assert time.monotonic() < until, "no server listens there"
                 time.sleep(0.1)
 
     async def script() -> float:
-        async with served(repository, GRPC) as (desk, ports):
-            pid = desk.pids()["doors"]
+        async with served(repository, GRPC) as (manager, ports):
+            pid = manager.pids()["servers"]
             return await asyncio.to_thread(client, ports[GRPC], lambda: os.kill(pid, signal.SIGKILL))
 
     assert run(script()) < 1.0
@@ -153,12 +153,12 @@ def test_clients_of_a_killed_ingress_see_unavailable_and_the_next_one_serves_the
 @pytest.mark.slow
 def test_two_ingress_processes_share_a_port(repository: Repository) -> None:
     async def script() -> None:
-        desk = FrontendManager(LocalBackend(repository, {}), 16 << 20)
+        manager = FrontendManager(LocalBackend(repository, {}), 16 << 20)
         try:
             config = ServeConfig({}, grpc=GrpcConfig(port=0, processes=2))
             spec = IngressSpec("grpc-0", (GRPC,), config)
-            ports = await desk.start_ingress(spec)
-            assert await desk.start_ingress(replace(spec, name="grpc-1").at(ports)) == ports
+            ports = await manager.start_ingress(spec)
+            assert await manager.start_ingress(replace(spec, name="grpc-1").at(ports)) == ports
 
             def clients() -> None:
                 for _ in range(8):
@@ -168,9 +168,9 @@ def test_two_ingress_processes_share_a_port(repository: Repository) -> None:
                         client.infer("array", array_input(np.ones(3, np.float32)))
 
             await asyncio.to_thread(clients)
-            assert len(desk.pids()) == 2
+            assert len(manager.pids()) == 2
         finally:
-            await desk.stop()
+            await manager.stop()
 
     run(script())
 

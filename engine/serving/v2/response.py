@@ -1,4 +1,4 @@
-"""Conversion of engine answers to v2 responses: single, batched and streamed.
+"""Conversion of backend responses to v2 responses: single, batched and streamed.
 
     text                      BYTES [1], UTF-8             tensor     its datatype and shape
     json, detections, any     BYTES [1], compact JSON      image      UINT8 [H, W, 3]
@@ -8,11 +8,11 @@
     list of arrays of several shapes                       BYTES [1], compact JSON: nested lists
     absent                                                 shape [0], with the parameter {"absent": true}
 
-An `any` output goes by what it is: text and bytes as BYTES [1], arrays as tensors, everything else as JSON.
+The value of an `any` output decides: text and bytes are BYTES [1], arrays are tensors, everything else is JSON.
 
-Nothing is copied here: `raw` of a dense tensor is a view of the array that was lent, so answers may be released only
-when the response is bytes. Only batches of more than one are put side by side first, and arrays that are not row-major.
-An output that the client wants in a region is written there at once.
+Nothing is copied here: `raw` of a dense tensor is a view of a borrowed array, so an Answer is released only after the
+response has been encoded. Exceptions: batches of more than one are concatenated, and arrays that are not row-major are
+copied. An output for a region is written there at once.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.face import ModelFace, PortFace
 from weftline.engine.serving.regions import Regions
-from weftline.engine.serving.v2 import bytes_tensor
-from weftline.engine.serving.v2.datatypes import BYTES, datatype_of, trailing_dims
-from weftline.engine.serving.v2.forms import form_of
-from weftline.engine.serving.v2.nouns import InferRequest, InferResponse, Parameter, Region, Tensor, WantedOutput
+from weftline.engine.serving.v2.datatypes import BYTES, datatype_of, form_of, trailing_dims
+from weftline.engine.serving.v2.elements import encode_elements
+from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Region, Tensor, WantedOutput
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.shm.view import dtype_name
 
 ABSENT: dict[str, Parameter] = {"absent": True}
-"""Parameter of an output that has no value, as when its step was skipped."""
+"""Parameter of an output without a value, as of a skipped step."""
 
 JSON_ELEMENTS_MAX = 1 << 20
 """Most numbers of arrays of several shapes that are written as JSON."""
@@ -46,12 +45,12 @@ JSON_ELEMENTS_MAX = 1 << 20
 def to_response(
     request: InferRequest, face: ModelFace, answers: Sequence[Answer], batch: int | None, regions: Regions | None = None
 ) -> InferResponse:
-    """Return the response to a request; turn it into bytes before any of the answers is released.
+    """Convert the answers of a request; encode the result before any of them is released.
 
     answers: one for each of `ParsedRequest.asks`, in their order.
     batch:   `ParsedRequest.batch`.
 
-    InputError when outputs of a batch cannot be put side by side, or one does not fit into the region it is wanted in.
+    InputError if outputs of a batch differ in shape, or if one does not fit into its region.
     """
     wanted = request.outputs or [WantedOutput(port.name) for port in face.outputs]
     tensors = []
@@ -60,20 +59,20 @@ def to_response(
         if batch is None:
             tensor = _tensor(port, answers[0].outputs.get(one.name))
         else:
-            tensor = _side_by_side(port, [_tensor(port, answer.outputs.get(one.name)) for answer in answers])
-        tensors.append(tensor if one.region is None else _written(tensor, one.region, regions))
+            tensor = _concatenated(port, [_tensor(port, answer.outputs.get(one.name)) for answer in answers])
+        tensors.append(tensor if one.region is None else _write_to_region(tensor, one.region, regions))
     return InferResponse(face.name, str(answers[0].version), request.id, tuple(tensors))
 
 
-def to_piece(
-    request: InferRequest, face: ModelFace, piece: StreamedOutput, version: int, regions: Regions | None = None
+def to_chunk_response(
+    request: InferRequest, face: ModelFace, chunk: StreamedOutput, version: int, regions: Regions | None = None
 ) -> InferResponse:
-    """Return the response that carries one piece of a stream: one tensor. Regions are for whole outputs alone."""
-    port = _port(face, piece.output)
-    tensor = _tensor(port, piece.value)
-    region = next((one.region for one in request.outputs if one.name == piece.output), None)
-    if region is not None and piece.last:
-        tensor = _written(tensor, region, regions)
+    """Convert one chunk of a stream to a response with one tensor. Only whole outputs are written to regions."""
+    port = _port(face, chunk.output)
+    tensor = _tensor(port, chunk.value)
+    region = next((one.region for one in request.outputs if one.name == chunk.output), None)
+    if region is not None and chunk.last:
+        tensor = _write_to_region(tensor, region, regions)
     return InferResponse(face.name, str(version), request.id, (tensor,))
 
 
@@ -85,18 +84,18 @@ def _port(face: ModelFace, name: str) -> PortFace:
 
 
 def _tensor(port: PortFace, value: Any) -> Tensor:
-    """Return one output of one item."""
+    """Convert one output of one item."""
     name, kind = port.name, port.type
     if value.__class__ is np.ndarray:
         return _dense(name, value, kind)
     if kind == "text" and isinstance(value, str):
-        return Tensor(name, BYTES, (1,), bytes_tensor.encode((value.encode(),)))
+        return Tensor(name, BYTES, (1,), encode_elements((value.encode(),)))
     if value is None and (port.optional or kind != "json"):
         numbers = form_of(kind).numbers if kind not in ("json", "any") else None
         return Tensor(name, (numbers and numbers.datatype) or BYTES, (0,), b"", parameters=ABSENT)
     if isinstance(value, list | tuple) and form_of(kind).listed:
         return _list(name, value, kind)
-    return Tensor(name, BYTES, (1,), bytes_tensor.encode((_element(value, kind),)))
+    return Tensor(name, BYTES, (1,), encode_elements((_element(value, kind),)))
 
 
 def _dense(name: str, array: np.ndarray, type: str) -> Tensor:
@@ -109,12 +108,10 @@ def _dense(name: str, array: np.ndarray, type: str) -> Tensor:
 
 
 def _list(name: str, values: Sequence[Any], type: str) -> Tensor:
-    """Return a list: its elements side by side, one dimension more in front."""
+    """Convert a list to one tensor, with one dimension more in front."""
     form = form_of(type)
     if form.numbers is None:
-        return Tensor(
-            name, BYTES, (len(values),), bytes_tensor.encode([_element(value, form.element) for value in values])
-        )
+        return Tensor(name, BYTES, (len(values),), encode_elements([_element(value, form.element) for value in values]))
     if not values:
         dims = form.numbers.dims or ()
         return Tensor(
@@ -129,13 +126,13 @@ def _list(name: str, values: Sequence[Any], type: str) -> Tensor:
         return _dense(name, np.stack(values), type)
     if sum(one.size for one in values if isinstance(one, np.ndarray)) > JSON_ELEMENTS_MAX:
         raise InputError(
-            f"output {name}: a list of arrays of several shapes, too large for JSON\n    fix: want other outputs"
+            f"output {name}: a list of arrays of several shapes, too large for JSON\n    fix: select other outputs"
         )
-    return Tensor(name, BYTES, (1,), bytes_tensor.encode((_json(values),)))
+    return Tensor(name, BYTES, (1,), encode_elements((_json(values),)))
 
 
 def _element(value: Any, kind: str) -> bytes:
-    """Return a value as one element of a BYTES tensor: text and bytes as they are, unless the port says json."""
+    """Encode a value as one BYTES element: text and bytes unchanged, except for a json port."""
     if kind != "json":
         if isinstance(value, str):
             return value.encode()
@@ -145,7 +142,7 @@ def _element(value: Any, kind: str) -> bytes:
 
 
 def _json(value: Any) -> bytes:
-    """Return a value as compact JSON; numbers that JSON does not have become null."""
+    """Encode a value as compact JSON; numbers that JSON lacks become null."""
     if isinstance(value, list | tuple):
         value = [one.to_json() if isinstance(one, Detections) else one for one in value]
     elif isinstance(value, Detections):
@@ -162,8 +159,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"no json for a value of type {type(value).__name__}")
 
 
-def _side_by_side(port: PortFace, tensors: list[Tensor]) -> Tensor:
-    """Return one output of all items of a batch, with their number in front."""
+def _concatenated(port: PortFace, tensors: list[Tensor]) -> Tensor:
+    """Concatenate one output of all items of a batch, with the batch size in front."""
     first, count = tensors[0], len(tensors)
     if len({(one.datatype, one.shape, bool(one.parameters)) for one in tensors}) > 1:
         raise InputError(
@@ -175,8 +172,8 @@ def _side_by_side(port: PortFace, tensors: list[Tensor]) -> Tensor:
     return Tensor(port.name, first.datatype, (count, *first.shape), raw)
 
 
-def _written(tensor: Tensor, region: Region, regions: Regions | None) -> Tensor:
-    """Write a tensor into the region it is wanted in, and return it without its bytes."""
+def _write_to_region(tensor: Tensor, region: Region, regions: Regions | None) -> Tensor:
+    """Write a tensor into its region, and return it without its bytes."""
     if regions is None:
         raise InputError(f"output {tensor.name}: found a shared-memory region, and this server shares no memory")
     data = tensor.raw if tensor.raw is not None else b""

@@ -29,17 +29,17 @@ from weftline.engine.repository import Repository
 from weftline.engine.scheduler.restarts import RestartPolicy
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import GrpcConfig, ServeConfig, ServedPipeline
-from weftline.engine.serving.frontend import keeper
 from weftline.engine.serving.frontend import messages as msg
-from weftline.engine.serving.frontend.desk import FrontendManager
-from weftline.engine.serving.frontend.spec import IngressSpec
+from weftline.engine.serving.frontend import supervisor
+from weftline.engine.serving.frontend.messages import IngressSpec
+from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.local import LocalBackend
 from weftline.errors import LimitReached, SessionClosed, WeftlineError
 from weftline.nodes.urgency import SequencePart
 from weftline.shm.block import Place
 
 ENTRY = "tests.engine.serving.frontend.line_process"
-EXTENT_BYTES = 32 << 20
+BUFFER_BYTES = 32 << 20
 ROOT = Path(__file__).parents[4]
 
 
@@ -77,16 +77,16 @@ def spec(name: str = "line", port: int = 0, **more: Any) -> IngressSpec:
 
 
 @asynccontextmanager
-async def desk(repository: Repository) -> AsyncIterator[FrontendManager]:
-    desk = FrontendManager(LocalBackend(repository, {}), EXTENT_BYTES)
+async def manager(repository: Repository) -> AsyncIterator[FrontendManager]:
+    manager = FrontendManager(LocalBackend(repository, {}), BUFFER_BYTES)
     try:
-        yield desk
+        yield manager
     finally:
-        await desk.stop()
+        await manager.stop()
 
 
 class Client:
-    """A client of the line door."""
+    """A client of the line server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -95,21 +95,21 @@ class Client:
     async def connect(cls, port: int) -> Client:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
-    def say(self, **told: Any) -> None:
-        self.writer.write(json.dumps(told).encode() + b"\n")
+    def send(self, **fields: Any) -> None:
+        self.writer.write(json.dumps(fields).encode() + b"\n")
 
-    async def hear(self) -> dict[str, Any] | None:
+    async def receive(self) -> dict[str, Any] | None:
         """Return the next line; None when the connection is closed."""
         try:
             line = await self.reader.readline()
         except ConnectionError:
             return None
-        heard: dict[str, Any] | None = json.loads(line) if line else None
-        return heard
+        message: dict[str, Any] | None = json.loads(line) if line else None
+        return message
 
-    async def ask(self, **told: Any) -> dict[str, Any] | None:
-        self.say(**told)
-        return await self.hear()
+    async def ask(self, **fields: Any) -> dict[str, Any] | None:
+        self.send(**fields)
+        return await self.receive()
 
 
 def run(script: Coroutine[Any, Any, Any]) -> Any:
@@ -140,7 +140,7 @@ def leased(repository: Repository) -> int:
 @pytest.mark.slow
 def test_an_ingress_process_answers_and_ends_with_nothing_left(repository: Repository) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             pid = d.pids()["line"]
             client = await Client.connect(ports["grpc"])
@@ -165,7 +165,7 @@ def test_it_has_neither_privileges_nor_secrets_nor_frameworks(
     monkeypatch.setenv("SECRET_TOKEN", "x")
 
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             who = await (await Client.connect(ports["grpc"])).ask(do="who") or {}
             assert (who["dumpable"], who["no_new_privs"]) == (0, 1)
@@ -178,7 +178,7 @@ def test_it_has_neither_privileges_nor_secrets_nor_frameworks(
 @pytest.mark.slow
 def test_a_door_that_cannot_open_is_an_error_that_says_so_and_leaves_nothing(repository: Repository) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             with socket.socket() as taken:
                 taken.bind(("127.0.0.1", 0))
                 taken.listen()
@@ -192,7 +192,7 @@ def test_a_door_that_cannot_open_is_an_error_that_says_so_and_leaves_nothing(rep
 @pytest.mark.slow
 def test_a_process_that_never_comes_up_is_an_error(repository: Repository) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             with pytest.raises(SessionClosed, match="exit code 1"):
                 await d.start_ingress(spec(), "tests.engine.serving.frontend.nothing_like_it")
             assert d.pids() == {}
@@ -203,12 +203,12 @@ def test_a_process_that_never_comes_up_is_an_error(repository: Repository) -> No
 @pytest.mark.slow
 def test_a_drain_lets_open_calls_finish_and_ends_the_process(repository: Repository, gate: Gate) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             pid = d.pids()["line"]
             gate.close()
             client = await Client.connect(ports["grpc"])
-            client.say(ask="gated", x="a")
+            client.send(ask="gated", x="a")
             await until(lambda: opened(repository) == 1)
             draining = asyncio.create_task(d.drain(10))
             await asyncio.sleep(0.1)
@@ -216,7 +216,7 @@ def test_a_drain_lets_open_calls_finish_and_ends_the_process(repository: Reposit
                 await Client.connect(ports["grpc"])
             assert not draining.done()
             gate.open()
-            assert await client.hear() == {"y": "a"}
+            assert await client.receive() == {"y": "a"}
             await draining
             assert not psutil.pid_exists(pid)
 
@@ -226,16 +226,16 @@ def test_a_drain_lets_open_calls_finish_and_ends_the_process(repository: Reposit
 @pytest.mark.slow
 def test_a_drain_cuts_what_takes_longer_than_the_grace(repository: Repository, gate: Gate) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             gate.close()
             client = await Client.connect(ports["grpc"])
-            client.say(ask="gated", x="a")
+            client.send(ask="gated", x="a")
             await until(lambda: opened(repository) == 1)
             since = time.monotonic()
             await d.drain(0.2)
             assert time.monotonic() - since < 4
-            assert await client.hear() is None
+            assert await client.receive() is None
             gate.open()
             await until(lambda: opened(repository) == 0)
 
@@ -245,7 +245,7 @@ def test_a_drain_cuts_what_takes_longer_than_the_grace(repository: Repository, g
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_end_are_for_the_engine(repository: Repository, signum: signal.Signals) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             client = await Client.connect(ports["grpc"])
             os.kill(d.pids()["line"], signum)
@@ -259,10 +259,10 @@ def test_processes_learn_of_models_that_change_and_of_none_that_could_not_be_loo
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             client = await Client.connect(ports["grpc"])
-            monkeypatch.setattr(d, "look", lambda: 1 / 0)
+            monkeypatch.setattr(d, "publish", lambda: 1 / 0)
             await asyncio.sleep(0.3)
             monkeypatch.undo()
             p = base("late")
@@ -290,7 +290,7 @@ def test_a_killed_ingress_frees_what_it_held_within_a_second_and_harms_no_other(
     """R5: two processes, eight streams and large requests in one of them, kill -9."""
 
     async def script() -> float:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             doomed = await d.start_ingress(spec("doomed"), ENTRY)
             other = await d.start_ingress(spec("other"), ENTRY)
             healthy = await Client.connect(other["grpc"])
@@ -298,19 +298,19 @@ def test_a_killed_ingress_frees_what_it_held_within_a_second_and_harms_no_other(
             clients = [await Client.connect(doomed["grpc"]) for _ in range(12)]
             for at, client in enumerate(clients):
                 if at < 8:
-                    client.say(stream="flood", x="a")
+                    client.send(stream="flood", x="a")
                 elif at < 10:
-                    client.say(ask="array", items=2_000_000)
+                    client.send(ask="array", items=2_000_000)
                 else:
-                    client.say(ask="gated", x="b" * 50_000)
-            assert all([await client.hear() for client in clients[:8]])
+                    client.send(ask="gated", x="b" * 50_000)
+            assert all([await client.receive() for client in clients[:8]])
             await until(lambda: opened(repository) >= 10)
             os.kill(d.pids()["doomed"], signal.SIGKILL)
             gate_opens = asyncio.get_running_loop().call_later(0.5, gate.open)
             took_s = await until(lambda: opened(repository) == 0, 2.0)
             assert await asyncio.wait_for(healthy.ask(ask="text", x="a"), 1) == {"y": "a"}
             for client in clients:
-                while await client.hear() is not None:
+                while await client.receive() is not None:
                     pass  # what was on its way; then the connection is closed, and stays no second longer
             await until(lambda: leased(repository) == 0, 2.0)
             gate_opens.cancel()
@@ -323,13 +323,13 @@ def test_a_killed_ingress_frees_what_it_held_within_a_second_and_harms_no_other(
 @pytest.mark.slow
 def test_it_is_started_again_where_it_was(repository: Repository) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             for _ in range(2):
                 pid = d.pids()["line"]
                 client = await Client.connect(ports["grpc"])
-                client.say(do="exit")
-                assert await client.hear() is None
+                client.send(do="exit")
+                assert await client.receive() is None
                 await until(lambda pid=pid: d.ready and d.pids().get("line") not in (None, pid))  # type: ignore[misc]
                 assert await (await Client.connect(ports["grpc"])).ask(ask="text", x="a") == {"y": "a"}
 
@@ -337,12 +337,12 @@ def test_it_is_started_again_where_it_was(repository: Repository) -> None:
 
 
 def test_stopping_does_not_wait_for_a_back_off(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "RestartPolicy", lambda: RestartPolicy(first_ms=60_000.0, longest_ms=60_000.0))
+    monkeypatch.setattr(supervisor, "RestartPolicy", lambda: RestartPolicy(first_ms=60_000.0, longest_ms=60_000.0))
 
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
-            (await Client.connect(ports["grpc"])).say(do="exit")
+            (await Client.connect(ports["grpc"])).send(do="exit")
             await until(lambda: not d.pids() and not d.ready)
             since = time.monotonic()
             await d.stop()
@@ -355,15 +355,15 @@ def test_stopping_does_not_wait_for_a_back_off(repository: Repository, monkeypat
 def test_one_that_never_comes_up_again_is_given_up_and_others_serve_on(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "RestartPolicy", lambda: RestartPolicy(first_ms=1.0, longest_ms=1.0, crashes_max=1))
+    monkeypatch.setattr(supervisor, "RestartPolicy", lambda: RestartPolicy(first_ms=1.0, longest_ms=1.0, crashes_max=1))
 
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             doomed = await d.start_ingress(spec("doomed"), ENTRY)
             other = await d.start_ingress(spec("other"), ENTRY)
-            monkeypatch.setattr(d._keepers[0], "_entry", "tests.engine.serving.frontend.nothing_like_it")
-            (await Client.connect(doomed["grpc"])).say(do="exit")
-            await until(lambda: d._keepers[0].given_up, 15)
+            monkeypatch.setattr(d._supervisors[0], "_entry", "tests.engine.serving.frontend.nothing_like_it")
+            (await Client.connect(doomed["grpc"])).send(do="exit")
+            await until(lambda: d._supervisors[0].given_up, 15)
             assert not d.ready and set(d.pids()) == {"other"}
             assert await (await Client.connect(other["grpc"])).ask(ask="text", x="a") == {"y": "a"}
 
@@ -374,15 +374,15 @@ def test_one_that_never_comes_up_again_is_given_up_and_others_serve_on(
 def test_one_that_says_nothing_any_more_is_killed_and_started_again(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "SILENT_S", 0.5)
+    monkeypatch.setattr(supervisor, "SILENT_S", 0.5)
     monkeypatch.setattr(msg, "PING_S", 0.1)
 
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             await asyncio.sleep(1.0)
             pid = d.pids()["line"]  # it answers, so it lives
-            (await Client.connect(ports["grpc"])).say(do="hang")
+            (await Client.connect(ports["grpc"])).send(do="hang")
             await until(lambda: d.ready and d.pids().get("line") not in (None, pid), 30)
             assert await (await Client.connect(ports["grpc"])).ask(ask="text", x="a") == {"y": "a"}
 
@@ -393,11 +393,11 @@ def test_one_that_says_nothing_any_more_is_killed_and_started_again(
 def test_one_that_could_not_be_heard_because_the_engine_stood_still_is_not_killed(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "SILENT_S", 1.0)
+    monkeypatch.setattr(supervisor, "SILENT_S", 1.0)
     monkeypatch.setattr(msg, "PING_S", 0.2)
 
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             await d.start_ingress(spec(), ENTRY)
             pid = d.pids()["line"]
             for _ in range(3):
@@ -414,15 +414,15 @@ def test_it_ends_within_a_second_when_the_engine_is_killed(tmp_path: Path) -> No
     script = """
 import asyncio, sys
 from pathlib import Path
-from weftline.engine.serving.frontend.desk import FrontendManager
+from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.local import LocalBackend
 from weftline.engine.repository import Repository
-from tests.engine.serving.frontend.test_desk import ENTRY, spec
+from tests.engine.serving.frontend.test_supervisor import ENTRY, spec
 
 async def main():
-    desk = FrontendManager(LocalBackend(Repository(), {}), 1 << 20)
-    await desk.start_ingress(spec(), ENTRY)
-    print(desk.pids()["line"], flush=True)
+    manager = FrontendManager(LocalBackend(Repository(), {}), 1 << 20)
+    await manager.start_ingress(spec(), ENTRY)
+    print(manager.pids()["line"], flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -444,29 +444,29 @@ asyncio.run(main())
 # hostile ones
 
 
-def _question(inputs: dict[str, Value], number: int = 1 << 40) -> bytes:
-    return msg.encode(msg.Question(number, False, "array", inputs))
+def _request(inputs: dict[str, Value], number: int = 1 << 40) -> bytes:
+    return msg.encode(msg.FrontendRequest(number, False, Ask("array", {}), inputs))
 
 
 HOSTILE: dict[str, list[bytes]] = {
     "no message": [b"\xc1\xc1"],
-    "an unknown message": [b"\x91\xa5Begin"],
+    "an unknown message": [b"\x91\xa5Start"],
     "the engine's own message": [msg.encode(msg.Ping())],
-    "a place behind the extent": [_question({"x": Value("tensor", "uint8", (8,), None, Place(0, 1 << 40, 8, 0, 0))})],
-    "a place before it": [_question({"x": Value("tensor", "uint8", (8,), None, Place(0, -8, 8, -8, 0))})],
-    "a size that is not the tensor's": [_question({"x": Value("tensor", "uint8", (9,), None, Place(0, 0, 8, 0, 0))})],
-    "another arena": [_question({"x": Value("tensor", "uint8", (8,), None, Place(1, 0, 8, 0, 0))})],
-    "a negative dimension": [_question({"x": Value("tensor", "uint8", (-1, -8), None, Place(0, 0, 8, 0, 0))})],
-    "a dtype that is none": [_question({"x": Value("tensor", "object", (1,), b"12345678")})],
-    "a tensor without its bytes": [_question({"x": Value("tensor", "uint8", (8,), b"")})],
-    "text that is none": [_question({"x": Value("text", data=b"\xff\xfe")})],
-    "detections that are none": [_question({"x": Value("detections", data=b"\x93\x01\x02\x03")})],
-    "json that is none": [_question({"x": Value("json", data=b"\xdd\xff\xff\xff\xff")})],
-    "a pending tensor of another size": [_question({"x": Value("pending", "float32", (1 << 40,), b"1234")})],
-    "an id used twice": [_question({"x": Value("text", data=b"a")})] * 2,
+    "a place behind the buffer": [_request({"x": Value("tensor", "uint8", (8,), None, Place(0, 1 << 40, 8, 0, 0))})],
+    "a place before it": [_request({"x": Value("tensor", "uint8", (8,), None, Place(0, -8, 8, -8, 0))})],
+    "a size that is not the tensor's": [_request({"x": Value("tensor", "uint8", (9,), None, Place(0, 0, 8, 0, 0))})],
+    "another arena": [_request({"x": Value("tensor", "uint8", (8,), None, Place(1, 0, 8, 0, 0))})],
+    "a negative dimension": [_request({"x": Value("tensor", "uint8", (-1, -8), None, Place(0, 0, 8, 0, 0))})],
+    "a dtype that is none": [_request({"x": Value("tensor", "object", (1,), b"12345678")})],
+    "a tensor without its bytes": [_request({"x": Value("tensor", "uint8", (8,), b"")})],
+    "text that is none": [_request({"x": Value("text", data=b"\xff\xfe")})],
+    "detections that are none": [_request({"x": Value("detections", data=b"\x93\x01\x02\x03")})],
+    "json that is none": [_request({"x": Value("json", data=b"\xdd\xff\xff\xff\xff")})],
+    "a pending tensor of another size": [_request({"x": Value("pending", "float32", (1 << 40,), b"1234")})],
+    "an id used twice": [_request({"x": Value("text", data=b"a")})] * 2,
     "a block that was not lent": [msg.encode(msg.BlockReleased(0))],
     "no block at all": [msg.encode(msg.BlockReleased(-1))],
-    "doors opened twice": [msg.encode(msg.ServersOpened({"grpc": 1}))],
+    "servers opened twice": [msg.encode(msg.ServersOpened({"grpc": 1}))],
 }
 
 
@@ -477,11 +477,11 @@ def test_a_hostile_ingress_is_cut_off_and_harms_nothing(repository: Repository, 
     async def script() -> None:
         backend = LocalBackend(repository, {})
         async with linked(backend) as hostile, linked(backend) as healthy:
-            hostile.clerk._opened.set_result({})
+            hostile.connection._ports.set_result({})
             for body in HOSTILE[what]:
-                hostile.wire.send(body)
-            await asyncio.wait_for(hostile.clerk.wait_closed(), 5)
-            assert hostile.clerk.why_closed
+                hostile.transport.send(body)
+            await asyncio.wait_for(hostile.connection.wait_closed(), 5)
+            assert hostile.connection.close_reason
             with await healthy.remote.ask(Ask("text", {"x": "a"})) as answer:
                 assert answer.outputs == {"y": "a"}
 
@@ -493,14 +493,11 @@ def test_a_hostile_ingress_is_cut_off_and_harms_nothing(repository: Repository, 
 @given(at=st.floats(0, 1, exclude_max=True), to=st.integers(0, 255), cut=st.booleans())
 def test_a_question_with_any_byte_changed_harms_nothing(repository: Repository, at: float, to: int, cut: bool) -> None:
     body = msg.encode(
-        msg.Question(
+        msg.FrontendRequest(
             5,
             False,
-            "array",
+            Ask("array", {}, ("y",), 50.0, sequence=SequencePart("q", start=True)),
             {"x": Value("tensor", "float32", (2,), b"12345678"), "y": Value("list", items=(Value("text", data=b"a"),))},
-            ("y",),
-            50.0,
-            sequence=SequencePart("q", start=True),
         )
     )
     place = int(at * len(body))
@@ -509,7 +506,7 @@ def test_a_question_with_any_byte_changed_harms_nothing(repository: Repository, 
     async def script() -> None:
         backend = LocalBackend(repository, {})
         async with linked(backend, 1 << 20) as hostile, linked(backend, 1 << 20) as healthy:
-            hostile.wire.send(body)
+            hostile.transport.send(body)
             with await healthy.remote.ask(Ask("text", {"x": "a"})) as answer:
                 assert answer.outputs == {"y": "a"}
             await asyncio.sleep(0.005)
@@ -520,9 +517,9 @@ def test_a_question_with_any_byte_changed_harms_nothing(repository: Repository, 
 def test_a_frame_too_long_is_refused_when_it_is_announced(repository: Repository) -> None:
     async def script() -> None:
         async with linked(LocalBackend(repository, {}), frame_bytes_max=1000) as hostile:
-            assert hostile.wire._transport is not None
-            hostile.wire._transport.write((1001).to_bytes(4, "little"))
-            await asyncio.wait_for(hostile.clerk.wait_closed(), 5)
+            assert hostile.transport._transport is not None
+            hostile.transport._transport.write((1001).to_bytes(4, "little"))
+            await asyncio.wait_for(hostile.connection.wait_closed(), 5)
 
     run(script())
 
@@ -530,10 +527,10 @@ def test_a_frame_too_long_is_refused_when_it_is_announced(repository: Repository
 @pytest.mark.slow
 def test_a_process_that_babbles_is_started_anew(repository: Repository) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             pid = d.pids()["line"]
-            (await Client.connect(ports["grpc"])).say(do="babble")
+            (await Client.connect(ports["grpc"])).send(do="babble")
             await until(lambda: d.ready and d.pids().get("line") not in (None, pid))
             assert await (await Client.connect(ports["grpc"])).ask(ask="text", x="a") == {"y": "a"}
 
@@ -547,7 +544,7 @@ def test_more_calls_than_the_limit_are_refused(repository: Repository, gate: Gat
         gate.close()
         async with linked(LocalBackend(repository, {}), calls_max=3) as link:
             asking = [asyncio.create_task(link.remote.ask(Ask("gated", {"x": "a"}))) for _ in range(3)]
-            await until(lambda: link.clerk.open_requests == 3)
+            await until(lambda: link.connection.open_requests == 3)
             with pytest.raises(LimitReached, match="calls_max") as caught:
                 await link.remote.ask(Ask("gated", {"x": "b"}))
             assert caught.value.retry_after_s > 0
@@ -564,7 +561,7 @@ def test_more_calls_than_the_limit_are_refused(repository: Repository, gate: Gat
 @pytest.mark.slow
 def test_three_hundred_large_requests_leave_the_memory_where_it_was(repository: Repository) -> None:
     async def script() -> None:
-        async with desk(repository) as d:
+        async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)
             here, there = psutil.Process(), psutil.Process(d.pids()["line"])
             clients = [await Client.connect(ports["grpc"]) for _ in range(3)]

@@ -13,12 +13,12 @@ from tests.engine.serving.v2.held import HeldRegions, face
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.v2.answering import to_piece, to_response
-from weftline.engine.serving.v2.asking import to_asks
-from weftline.engine.serving.v2.bytes_tensor import decode, encode
 from weftline.engine.serving.v2.datatypes import datatype_of
-from weftline.engine.serving.v2.nouns import InferRequest, Region, Tensor, WantedOutput
-from weftline.engine.serving.v2.wire import response_bytes
+from weftline.engine.serving.v2.elements import decode_elements, encode_elements
+from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor, WantedOutput
+from weftline.engine.serving.v2.protobuf import response_bytes
+from weftline.engine.serving.v2.request import to_asks
+from weftline.engine.serving.v2.response import to_chunk_response, to_response
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.shm.spec import ITEM_BYTES, STAND_INS
@@ -36,7 +36,7 @@ def answered(type: str, *values: Any, batch: int | None = None, name: str = "y")
 
 def elements(tensor: Tensor) -> list[bytes]:
     assert tensor.datatype == "BYTES" and tensor.raw is not None
-    return [bytes(one) for one in decode(tensor.raw, int(np.prod(tensor.shape)))]
+    return [bytes(one) for one in decode_elements(tensor.raw, int(np.prod(tensor.shape)))]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_place_too_small_says_how_large_it_should_be_and_is_not_written() -> N
 
 def test_a_piece_carries_what_is_new_and_nothing_else() -> None:
     model = face({}, {"y+": "text", "z": "text"})
-    response = to_piece(ALL, model, StreamedOutput("y", "new", False), 5)
+    response = to_chunk_response(ALL, model, StreamedOutput("y", "new", False), 5)
     assert [(one.name, elements(one)) for one in response.outputs] == [("y", [b"new"])]
     assert (response.version, response.id) == ("5", "id7")
 
@@ -164,10 +164,10 @@ def test_a_stream_writes_whole_outputs_into_regions_and_no_pieces() -> None:
     regions = HeldRegions(r=bytes(16))
     wanted = InferRequest("m", (), (WantedOutput("y", Region("r", 0, 16)),))
     model = face({}, {"y+": "text"})
-    piece = to_piece(wanted, model, StreamedOutput("y", "new", False), 5, regions)
+    piece = to_chunk_response(wanted, model, StreamedOutput("y", "new", False), 5, regions)
     assert piece.outputs[0].region is None and regions.held["r"] == bytes(16)
-    whole = to_piece(wanted, model, StreamedOutput("y", "news", True), 5, regions)
-    assert whole.outputs[0].region == Region("r", 0, 8) and regions.held["r"][:8] == encode([b"news"])
+    whole = to_chunk_response(wanted, model, StreamedOutput("y", "news", True), 5, regions)
+    assert whole.outputs[0].region == Region("r", 0, 8) and regions.held["r"][:8] == encode_elements([b"news"])
 
 
 def test_the_stock_client_reads_text_and_numbers() -> None:
