@@ -38,10 +38,10 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from weftline.engine.llm import attention
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
 
 VOCABULARY = 4096
 TIE = 1e-4

@@ -39,8 +39,8 @@ from weftline.engine.llm.gpu.graphs import DecodeGraphs
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits, Share
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits, ScheduledChunk
 from weftline.engine.llm.tokens import Tokens
 from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.channel import Channel
@@ -75,17 +75,17 @@ class NoModel:
 
     def release_adapter(self, name: str) -> None: ...
 
-    def run(self, shares: Sequence[Share], copies: Sequence[tuple[int, int]] = ()) -> Any:
+    def run(self, chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]] = ()) -> Any:
         tokens: list[int] = []
         places: list[int] = []
         spans: list[Span] = []
         keep: list[int] = []
-        for share in shares:
-            row, start, count = len(tokens), share.start, share.count
-            spans.append(Span(row, start, count, share.sequence.table))
-            tokens += share.tokens if count > 1 else share.sequence.tokens[start : start + 1]
+        for chunk in chunks:
+            row, start, count = len(tokens), chunk.start, chunk.count
+            spans.append(Span(row, start, count, chunk.sequence.table))
+            tokens += chunk.tokens if count > 1 else chunk.sequence.tokens[start : start + 1]
             places += range(start, start + count)
-            keep += range(row + count - share.rows, row + count)
+            keep += range(row + count - chunk.rows, row + count)
         self._form.fill(spans)
         torch.tensor([tokens, places])
         torch.tensor(keep)
@@ -105,8 +105,8 @@ class NoModelAhead(NoModel):
         self.adapters = None
         self._flying: dict[int, int] = {}
 
-    def launch(self, shares: Sequence[Share], copies: Sequence[tuple[int, int]] = ()) -> Any:
-        return Runner.launch(self, shares, copies)  # type: ignore[arg-type]
+    def launch(self, chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]] = ()) -> Any:
+        return Runner.launch(self, chunks, copies)  # type: ignore[arg-type]
 
     def _check_adapters(self, graphs: DecodeGraphs) -> None: ...
 
@@ -246,7 +246,7 @@ def decode(options: argparse.Namespace) -> None:
         engine.add(at, [at] * (100 + at), SamplingParams(tokens_max=2000, ignore_eos=True))
     for _ in range(50):
         engine.step()
-    sampler = engine._compute._sampler
+    sampler = engine._executor._sampler
     if options.profile:
         _profile(time_rounds, engine, sampler, options.rounds)
         return

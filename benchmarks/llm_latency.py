@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.llm import VOCABULARY, build_asks, build_model, machine
 from weftline.engine.llm import attention
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
 
 KV_BYTES = 1 << 30
 LONG = 8192

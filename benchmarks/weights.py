@@ -28,11 +28,11 @@ from benchmarks.llm import VOCABULARY, machine
 from weftline.engine.llm import attention
 from weftline.engine.llm.cpu import attention as attention_cpu
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.quantised import quantise, weight_bytes
-from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
 
 PROMPT = 32
 BATCHES = (1, 32)

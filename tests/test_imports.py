@@ -39,7 +39,7 @@ PURE = [
     *(f"engine/serving/v2/{name}.py" for name in ("messages", "datatypes", "elements", "strict_json")),
     *(f"engine/serving/v2/{name}.py" for name in ("request", "response", "parameters", "metadata")),
     *(f"engine/metrics/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
-    *(f"engine/jobs/{name}.py" for name in ("rows", "spec", "progress", "blocks", "sources/formats")),
+    *(f"engine/jobs/{name}.py" for name in ("rows", "spec", "sources/formats")),
     *(f"engine/jobs/output/{name}.py" for name in ("layout", "manifest")),
     *(f"engine/jobs/runners/{name}.py" for name in ("plans",)),
     *(f"engine/jobs/report/{name}.py" for name in ("summary", "text")),

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weftline.engine.llm.pages import PageTable
+from weftline.engine.llm.kv_cache import PageTable
 from weftline.errors import ModelError
 
 NAME = "weftline_paged"

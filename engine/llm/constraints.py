@@ -1,7 +1,7 @@
 """Structured-output constraints of running requests: compilation and state.
 
-Compiling and matching are the business of `weftline.engine.llm.grammar.compiler`; here is kept who has which matcher.
-An engine without a tokenizer refuses constraints.
+`weftline.engine.llm.grammar.compiler` compiles; this module maps sequences to matchers. An engine without a tokenizer
+refuses constraints.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from weftline.engine.llm.tokens import Tokens
 
 _PREFIX = "sampling: the constraint: "
-"""How the compiler, which does not know under which key a constraint came, begins its errors."""
+"""Prefix of the compiler's errors, which do not contain the key of the constraint."""
 WAIT_MS = 2.0
-"""How long a round waits for a grammar when there is nothing else to compute."""
+"""Time that a step waits for a grammar when there is nothing else to compute."""
 
 
 class Constraints:
-    """Matchers by sequence; the compiler is made when the first grammar comes. tokens: None keeps no constraints."""
+    """Matchers by sequence; the compiler starts with the first grammar. tokens: None refuses constraints."""
 
     def __init__(self, tokens: Tokens | None, vocabulary: int = 0, ends: frozenset[int] = frozenset()) -> None:
         self._tokens = tokens
@@ -34,22 +34,22 @@ class Constraints:
         self._matchers: dict[int, Any] = {}
 
     def start(self, request: LlmRequest) -> bool:
-        """Begin to compile what a request's answers must be like; False when they may be anything."""
-        wanted = request.sequences[0].params.constraint
-        if not wanted:
+        """Start compiling a request's constraint; return False when it has none."""
+        constraints = request.sequences[0].params.constraint
+        if not constraints:
             return False
         if self._tokens is None:
-            raise InputError(f"sampling.{next(iter(wanted))}: this engine cannot keep answers to a grammar")
+            raise InputError(f"sampling.{next(iter(constraints))}: this engine does not support constraints")
         from weftline.engine.llm.grammar.compiler import Constraint, GrammarCompiler
 
-        constraint = Constraint.read(wanted)
+        constraint = Constraint.read(constraints)
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._tokens.tokenizer, self._vocabulary, self._ends)
         self._pending[request.sequences[0].order] = self._compiler.submit(constraint)
         return True
 
     def is_ready(self, request: LlmRequest, wait: bool) -> bool:
-        """Whether a request's grammar is compiled; raises what is wrong with it. wait: give it WAIT_MS."""
+        """Return whether a request's grammar is compiled; InputError if it is invalid. wait: wait up to WAIT_MS."""
         first = request.sequences[0].order
         pending = self._pending[first]
         if wait and not pending.ready:
@@ -69,11 +69,11 @@ class Constraints:
 
     @property
     def any(self) -> bool:
-        """Whether any sequence has a grammar to follow."""
+        """Return whether any sequence has a grammar."""
         return bool(self._matchers)
 
     def matcher(self, sequence: Sequence) -> Any:
-        """Return a sequence's matcher; None when it may say anything."""
+        """Return a sequence's matcher; None without a constraint."""
         return self._matchers.get(sequence.order) if self._matchers else None
 
     def accept(self, sequence: Sequence, token: int) -> None:
@@ -82,11 +82,11 @@ class Constraints:
             matcher.accept(token)
 
     def complete(self, sequence: Sequence) -> bool:
-        """Whether a sequence's text is whole and nothing can follow."""
+        """Return whether a sequence's text is complete and nothing can follow."""
         matcher = self.matcher(sequence)
         return matcher is not None and bool(matcher.finished)
 
-    def forget(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence) -> None:
         self._pending.pop(sequence.order, None)
         self._matchers.pop(sequence.order, None)
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from weftline.engine.llm.loading import RunnerOptions, load_model
+from weftline.engine.llm.model_loader import RunnerOptions, load_model
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import ModelError

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits, Share
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.sampling.sampler import Row, Sampler
+from weftline.engine.llm.schedule import RoundLimits, ScheduledChunk
 from weftline.engine.llm.sequence import Sequence as SequenceState
 from weftline.errors import ModelError
 from weftline.nodes.contract import DeviceRoom
@@ -108,7 +108,7 @@ def keep_room(engine: Engine, room: DeviceRoom, meter: Meter) -> bool:
     # a layer that changes its size lies there twice meanwhile, and blocks are rounded up
     pages = runner.pages - -(-(missing + 2 * runner.layers * BLOCK_BYTES) // runner.page_bytes)
     _log.warning("%d bytes too many are taken with CUDA graphs: %d pages instead of %d", missing, pages, runner.pages)
-    engine.open_with(engine.resize(pages))
+    engine.set_pages_at_wake(engine.resize(pages))
     return True
 
 
@@ -121,12 +121,12 @@ def compute_largest(runner: Runner, limits: RoundLimits) -> None:
     count = max(1, min(limits.sequences_max, limits.tokens_max))
     each, more = divmod(limits.tokens_max, count)
     sizes = [min(each + (at < more), runner.context_max) for at in range(count)]
-    shares = [Share(_made_up(runner, at, tokens), 0, tokens) for at, tokens in enumerate(sizes)]
+    chunks = [ScheduledChunk(_made_up(runner, at, tokens), 0, tokens) for at, tokens in enumerate(sizes)]
     try:
-        logits = runner.run_eagerly(shares)
+        logits = runner.run_eagerly(chunks)
         if runner.head is None:
             sampler = Sampler(runner.ends, runner.vocabulary)
-            sampler.pick(logits, [Row(share.sequence) for share in shares])
+            sampler.pick(logits, [Row(chunk.sequence) for chunk in chunks])
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weftline.engine.llm.answers import Answers
+from weftline.engine.llm.counters import TokenCounters, figures
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
+from weftline.engine.llm.output import RequestOutput
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.request import Update, Wish
+from weftline.engine.llm.request import LlmRequestOptions
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
-from weftline.engine.llm.totals import Totals, figures
+from weftline.engine.llm.update import TokenUpdate
 from weftline.errors import InputError, WeftlineError
 from weftline.node import (
     USUAL,
@@ -69,12 +70,12 @@ class _Submitted:
     item: int
     tokens: list[int]
     params: SamplingParams
-    wish: Wish
+    options: LlmRequestOptions
     now_ms: float
 
 
 class Llm(StreamNode):
-    """Answers prompts or conversations with a transformers model, many at once, streaming."""
+    """Answer prompts or conversations with a transformers model, batched continuously, streaming."""
 
     Config: ClassVar[type[Any]] = LlmConfig
     extra: ClassVar[str] = "llm"
@@ -88,8 +89,8 @@ class Llm(StreamNode):
         self._progress: Callable[[str, float], None] = lambda phrase, fraction: None
         self._retained: list[int] = []
         self._refused: list[Piece] = []
-        self._answers: dict[int, Answers] = {}
-        self._totals = Totals()
+        self._outputs: dict[int, RequestOutput] = {}
+        self._counters = TokenCounters()
         self._room: DeviceRoom | None = None
         self._kv_most_bytes = 0
         self._long: list[_Submitted] = []  # items for which the KV memory is too small now
@@ -131,7 +132,7 @@ class Llm(StreamNode):
     def open(self, context: OpenContext) -> None:
         self._progress = context.progress
         try:
-            from weftline.engine.llm.opening import open_engine
+            from weftline.engine.llm.startup import open_engine
         except ModuleNotFoundError as error:
             raise MissingPackage(error.name or "torch", self.extra) from error
         self._engine, self._tokens = open_engine(self.config, context)
@@ -157,7 +158,7 @@ class Llm(StreamNode):
         """Record CUDA graphs and compile kernels, so that nothing of that is left for the time when requests wait."""
         engine.record(lambda done, all: self._progress(f"recording CUDA graphs, {done} of {all}", 0.9))
         if engine.runner.head is not None:
-            engine.add(-1, [0], SamplingParams(), Wish(pool=True))
+            engine.add(-1, [0], SamplingParams(), LlmRequestOptions(pool=True))
             engine.step()
             return
         prompt, plain = [0] * max(1, min(4, engine.context_max - 2)), SamplingParams(tokens_max=2, ignore_eos=True)
@@ -186,7 +187,7 @@ class Llm(StreamNode):
         if self._engine is not None:
             self._engine.close()
         self._engine = self._tokens = None
-        self._answers.clear()
+        self._outputs.clear()
         self._long.clear()
 
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
@@ -199,7 +200,7 @@ class Llm(StreamNode):
             tokens = words.raw(inputs["text"] or " ") if pool else self._prompt_tokens(inputs)
             fixed = self._fixed(tokens)
             template = (Retention(0, fixed, PRIORITY_TEMPLATE),) if fixed else ()
-            wish = Wish(
+            options = LlmRequestOptions(
                 urgency.priority, deadline_ms, _salt(urgency.caller, _name(inputs, "tenant")), _name(inputs, "adapter"),
                 (*template, *read_retention(inputs.get("retention"))), pool,
                 shared=fixed if inputs.get("messages") is None else 0,  # a conversation may be all the caller's
@@ -207,7 +208,7 @@ class Llm(StreamNode):
         except WeftlineError as error:
             self._refuse(item, error)
         else:
-            asked = _Submitted(item, tokens, params, wish, now_ms)
+            asked = _Submitted(item, tokens, params, options, now_ms)
             runner = engine.runner
             most = min(runner.context_max, self._kv_most_bytes // runner.page_bytes * runner.page_tokens)
             if engine.context_max <= len(tokens) < most:
@@ -219,14 +220,14 @@ class Llm(StreamNode):
         """Have the engine take an item; one that it does not take gets its reason in a piece."""
         engine, words = self._opened()
         try:
-            engine.add(asked.item, asked.tokens, asked.params, asked.wish, now_ms=asked.now_ms)
+            engine.add(asked.item, asked.tokens, asked.params, asked.options, now_ms=asked.now_ms)
         except WeftlineError as error:
             self._refuse(asked.item, error)
         else:
-            self._answers[asked.item] = Answers(asked.params.n, words.decode)
+            self._outputs[asked.item] = RequestOutput(asked.params.n, words.decode)
 
     def _refuse(self, item: int, error: WeftlineError) -> None:
-        self._totals.failed += 1
+        self._counters.failed += 1
         self._refused.append(Piece(item, last=True, error=error))
 
     def cancel(self, item: int) -> None:
@@ -234,19 +235,19 @@ class Llm(StreamNode):
         self._refused = [piece for piece in self._refused if piece.item != item]
         if any(one.item == item for one in self._long):
             self._long = [one for one in self._long if one.item != item]
-            self._totals.dropped += 1
-        if self._answers.pop(item, None) is not None:
-            self._totals.dropped += 1
+            self._counters.dropped += 1
+        if self._outputs.pop(item, None) is not None:
+            self._counters.dropped += 1
             engine.cancel(item)
 
     def pause(self, item: int) -> None:
         engine, _ = self._opened()
-        if item in self._answers:
+        if item in self._outputs:
             engine.pause(item)
 
     def resume(self, item: int) -> None:
         engine, _ = self._opened()
-        if item in self._answers:
+        if item in self._outputs:
             engine.resume(item)
 
     def memory(self) -> NodeMemory | None:
@@ -263,7 +264,7 @@ class Llm(StreamNode):
 
     def figures(self) -> Mapping[str, float]:
         engine, _ = self._opened()
-        return figures(self._totals, engine.stats())
+        return figures(self._counters, engine.stats())
 
     def resize_memory(self, bytes: int) -> int:
         engine, _ = self._opened()
@@ -353,27 +354,27 @@ class Llm(StreamNode):
         page_tokens: int = self.config.page_tokens
         return same - same % page_tokens  # a page with anything else in it is of no use to others
 
-    def _take(self, update: Update, pieces: list[Piece]) -> None:
+    def _take(self, update: TokenUpdate, pieces: list[Piece]) -> None:
         """Apply a round's update to a request, and append the pieces for its caller."""
         item = update.id
-        answers = self._answers[item]
-        self._totals.take(update, first=not answers.begun)
+        output = self._outputs[item]
+        self._counters.add(update, first=not output.begun)
         if update.error is not None:
-            del self._answers[item]
+            del self._outputs[item]
             pieces.append(Piece(item, last=True, error=update.error))
             return
         if update.pooled is not None:
-            del self._answers[item]
+            del self._outputs[item]
             pieces.append(Piece(item, self._pooled(update), last=True))
             return
-        answers.take(update)
-        if update.text and answers.streams:
+        output.add(update)
+        if update.text and output.streams:
             pieces.append(Piece(item, {"text": update.text}))
         if update.last:
-            del self._answers[item]
-            pieces.append(Piece(item, answers.outputs(), last=True))
+            del self._outputs[item]
+            pieces.append(Piece(item, output.outputs(), last=True))
 
-    def _pooled(self, update: Update) -> dict[str, Any]:
+    def _pooled(self, update: TokenUpdate) -> dict[str, Any]:
         usage = {"prompt_tokens": update.prompt_tokens, "cached_tokens": update.cached_tokens}
         if self.config.task == "embed":
             return {"embedding": update.pooled, "usage": usage}

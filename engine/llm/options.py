@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError
 from weftline.shm.device.names import torch_device
@@ -59,7 +59,7 @@ class LlmConfig:
     context_max: int | None = None
     """Longest prompt and answer together, in tokens; by default what the model was made for."""
     speculation: str = "none"
-    """Who guesses tokens ahead: none, ngram (the text itself) or draft (a smaller model). Answers do not change."""
+    """Speculative decoding: none, ngram (earlier text) or draft (a smaller model). Answers do not change."""
     draft_model: str = ""
     """The smaller model of `speculation: draft`, with the same vocabulary."""
     guesses_max: int = 5

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from weftline.engine.llm.attention import AttentionForm, Span
+from weftline.engine.llm.compatibility import find_layers
 from weftline.engine.llm.cpu.attention import CpuAttention
-from weftline.engine.llm.fitness import find_layers
 from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import NOWHERE, Draw
 from weftline.engine.llm.gpu.capture import CudaCapture
 from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, Report, model_forward
-from weftline.engine.llm.loading import LayerWeights, RunnerOptions, load_model, place
 from weftline.engine.llm.lora.adapters import Adapters
-from weftline.engine.llm.resting import Rest, is_elsewhere
-from weftline.engine.llm.rounds import Share
+from weftline.engine.llm.model_loader import LayerWeights, RunnerOptions, load_model, place
+from weftline.engine.llm.schedule import ScheduledChunk
 from weftline.engine.llm.sequence import UNKNOWN
 from weftline.engine.llm.sequence import Sequence as SequenceState
+from weftline.engine.llm.sleep import Rest, is_elsewhere
 from weftline.errors import InputError, ModelError
 
 KV_BYTES_DEFAULT = 256 << 20
-"""KV memory when nobody says how much: modest, since other models share the machine."""
+"""Default KV memory: modest, since other models share the machine."""
 SEQUENCES_DEFAULT = 16
 """With a small model the default is less still: room for so many sequences of full length."""
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
@@ -97,10 +97,10 @@ class Runner:
         return cls(model, options, unread)
 
     @torch.inference_mode()
-    def run(self, shares: Sequence[Share], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Copy pages, compute the shares' tokens; return float32 [rows, vocabulary], valid until the next round.
+    def run(self, chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """Copy pages, compute the chunks' tokens; return float32 [rows, vocabulary], valid until the next round.
 
-        The rows are each share's `rows` last tokens, in the shares' order; what a row says is the token after it.
+        The rows are each chunk's `rows` last tokens, in the chunks' order; what a row says is the token after it.
         """
         for old, new in copies:
             self._copy(old, new)
@@ -108,32 +108,32 @@ class Runner:
         places: list[int] = []
         spans: list[Span] = []
         keep: list[int] = []
-        for share in shares:
-            row, start, count = len(tokens), share.start, share.count
-            spans.append(Span(row, start, count, share.sequence.table))
+        for chunk in chunks:
+            row, start, count = len(tokens), chunk.start, chunk.count
+            spans.append(Span(row, start, count, chunk.sequence.table))
             if count == 1:
-                tokens.append(share.sequence.tokens[start])
+                tokens.append(chunk.sequence.tokens[start])
                 places.append(start)
             else:
-                tokens += share.tokens
+                tokens += chunk.tokens
                 places += range(start, start + count)
-            keep += range(row + count - share.rows, row + count)
+            keep += range(row + count - chunk.rows, row + count)
         if self.graphs is not None:
             self._check_adapters(self.graphs)
-            adapted = shares if self.adapters is not None else ()
-            slots = [share.sequence.adapter for share in adapted for _ in range(share.count)]
+            adapted = chunks if self.adapters is not None else ()
+            slots = [chunk.sequence.adapter for chunk in adapted for _ in range(chunk.count)]
             made = self.graphs.logits(spans, tokens, keep, slots)
             if made is not None:
                 return made
         self._form.fill(spans)
         if self.adapters is not None:
-            self.adapters.choose([(s.row, s.row + s.count, share.sequence.adapter) for s, share in zip(spans, shares)])
+            self.adapters.choose([(s.row, s.row + s.count, chunk.sequence.adapter) for s, chunk in zip(spans, chunks)])
         logits = self._forward(tokens, places, keep or [0])
         return logits[: len(keep)].float()
 
     @torch.inference_mode()
-    def launch(self, shares: Sequence[Share], copies: Sequence[tuple[int, int]] = ()) -> Handle:
-        """Start a round of shares that decode, on a device that draws for itself; return at once.
+    def launch(self, chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]] = ()) -> Handle:
+        """Start a round of chunks that decode, on a device that draws for itself; return at once.
 
         Tokens that are not known yet are those that the round launched before draws.
         """
@@ -142,16 +142,16 @@ class Runner:
         for old, new in copies:
             self._copy(old, new)
         spans, tokens, origins, draws = [], [], [], []
-        for row, share in enumerate(shares):
-            sequence = share.sequence
-            spans.append(Span(row, share.start, 1, sequence.table))
-            token = sequence.tokens[share.start]
+        for row, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            spans.append(Span(row, chunk.start, 1, sequence.table))
+            token = sequence.tokens[chunk.start]
             tokens.append(max(token, 0))
             origins.append(self._flying[sequence.order] if token == UNKNOWN else NOWHERE)
-            draws.append(_draw(sequence, share.start + 1))
+            draws.append(_draw(sequence, chunk.start + 1))
         self._check_adapters(self.graphs)
-        handle = self.graphs.launch(spans, tokens, draws, origins, [s.sequence.adapter for s in shares])
-        self._flying = {share.sequence.order: row for row, share in enumerate(shares)}
+        handle = self.graphs.launch(spans, tokens, draws, origins, [s.sequence.adapter for s in chunks])
+        self._flying = {chunk.sequence.order: row for row, chunk in enumerate(chunks)}
         return handle
 
     def record(self, report: Report = lambda done, all: None, most: int | None = None) -> bool:
@@ -198,11 +198,11 @@ class Runner:
         """Number of layers that have keys and values."""
         return len(self._layers)
 
-    def run_eagerly(self, shares: Sequence[Share]) -> Tensor:
+    def run_eagerly(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Compute a round as `run` does, without CUDA graphs."""
         graphs, self.graphs = self.graphs, None
         try:
-            return self.run(shares)
+            return self.run(chunks)
         finally:
             self.graphs = graphs
 

@@ -1,7 +1,7 @@
 """Sequence: known and computed tokens of one request, and its states.
 
-A `Sequence`'s whole progress is two numbers: how many tokens are *known* (prompt and answer so far) and for how many of
-them keys and values are *computed*; a round hands out the difference. A request that wants several answers is read as
+The progress of a `Sequence` is two numbers: how many tokens are *known* (prompt and answer so far), and for how many of
+them keys and values are *computed*; a round computes part of the difference. A request for several answers starts as
 one sequence; when its prompt is computed the others *fork* from it and share its pages.
 
     event     join                preempt              finish, cancel, fail
@@ -15,57 +15,57 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
-from weftline.engine.llm.pages import PageTable
+from weftline.engine.llm.kv_cache import PageTable
 from weftline.engine.llm.params import SamplingParams, shown
 from weftline.engine.llm.retention import Retention
 from weftline.errors import InputError
 from weftline.nodes.urgency import PATIENCE_MS, PRIORITY_STEP_MS
 
 UNKNOWN = -1
-"""Stands for a token that a round on its way will draw."""
+"""Placeholder of a token that a round in flight will sample."""
 
 MOVES: dict[tuple[str, str], str] = {
     ("waiting", "join"): "running",
     ("running", "preempt"): "waiting",
     ("running", "finish"): "finished",
-    ("waiting", "finish"): "finished",  # it gave way while its last token was on its way
+    ("waiting", "finish"): "finished",  # preempted while its last token was in flight
     ("waiting", "cancel"): "cancelled",
     ("running", "cancel"): "cancelled",
     ("waiting", "fail"): "failed",
     ("running", "fail"): "failed",
 }
-"""A sequence's life: (state, event) to state. finished, cancelled and failed have no way out and hold no pages."""
+"""State table: (state, event) to state. finished, cancelled and failed are final and hold no pages."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request inside the engine; the schedule owns it and alone changes it.
+    """One answer of a request inside the engine; owned by the schedule.
 
     tokens:    known token ids, the prompt first.
-    prompt:    how many of them are the prompt.
+    prompt:    number of prompt tokens.
     limit:     most known tokens it may reach: prompt and answer, within the context and the pool.
-    order:     when it arrived, as a count; the lower of two goes first when they are equally urgent.
-    priority:  the higher goes first.
-    salt:      what every cached prefix that it may share was made with: its adapter's.
-    own_salt:  the same of all but the first `shared` tokens: its caller's.
-    shared:    tokens at the beginning that are the operator's, so that whole pages of them are shared by all callers.
-    arrived_ms, deadline_ms: on the clock of whoever plans rounds; no deadline is None.
-    paused:    its reader is slow; it is given no tokens.
-    due_ms:    how urgent it is, the lower goes first. It never changes, and whoever comes late enough comes after it
-               whatever its priority, so everybody's turn comes.
-    rank:      who goes first when not all can: the lower.
-    computed:  how many tokens have keys and values in pages.
-    cached:    how many of those came from the prefix cache when it first joined.
+    order:     arrival number; breaks ties of urgency, lower first.
+    priority:  higher first.
+    salt:      prefix-cache key of its adapter, for all tokens.
+    own_salt:  prefix-cache key of its caller, for all but the first `shared` tokens.
+    shared:    leading tokens of the operator; whole pages of them are shared by all callers.
+    arrived_ms, deadline_ms: on the clock passed to `Engine.step`; None: no deadline.
+    paused:    its reader is slow; it is not scheduled.
+    due_ms:    urgency, lower first. It is constant, and any request that arrives late enough has a higher one whatever
+               its priority, so no request starves.
+    rank:      scheduling order, lower first.
+    computed:  number of tokens with keys and values in pages.
+    cached:    number of those found in the prefix cache when it first joined.
     hashes:    chained hash of each full page of known tokens, as far as they were needed.
-    draft:     guesses at the tokens that follow the known ones, for the next round to check; often empty.
-    guessed:   how many tokens were guessed for it; right: how many of them were.
-    index:     which of a request's answers it is.
-    seed:      what its draws come from, together with each token's place.
+    draft:     draft tokens after the known ones, for the next round to verify; often empty.
+    drafted:   number of its draft tokens so far; accepted: how many were accepted.
+    index:     number of the answer within its request.
+    seed:      seed of its random draws, together with each token's position.
     banned:    token sequences that its answer must not contain.
-    adapter:   the LoRA adapter it runs with, as a number of the runner's; 0 is the model as it is.
-    whole:     every token of its prompt has to pass the model: nothing is taken from the prefix cache.
-    forks:     further answers to the same prompt, which begin when it is computed.
-    retention: how long which part of the prompt is worth keeping after it has ended.
+    adapter:   slot of its LoRA adapter in the runner; 0: none.
+    whole:     every prompt token must pass the model: the prefix cache is not used.
+    forks:     further answers to the same prompt, which fork when it is computed.
+    retention: how long parts of the prompt stay in the prefix cache.
     """
 
     id: int
@@ -86,8 +86,8 @@ class Sequence:
     table: PageTable = field(default_factory=PageTable)
     hashes: list[bytes] = field(default_factory=list)
     draft: tuple[int, ...] = ()
-    guessed: int = 0
-    right: int = 0
+    drafted: int = 0
+    accepted: int = 0
     index: int = 0
     seed: int = 0
     banned: tuple[tuple[int, ...], ...] = ()
@@ -102,12 +102,12 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are not computed."""
+        """Return the number of known tokens that are not computed."""
         return len(self.tokens) - self.computed
 
     @property
     def answer(self) -> SequenceOf[int]:
-        """The tokens generated so far."""
+        """Return the tokens generated so far."""
         return self.tokens[self.prompt :]
 
     def __post_init__(self) -> None:
@@ -116,11 +116,16 @@ class Sequence:
         self.due_ms = due_ms - self.priority * PRIORITY_STEP_MS
         self.rank = (self.due_ms, self.order)
 
+    @property
+    def live(self) -> bool:
+        """Return whether it has not ended."""
+        return self.state == "running" or self.state == "waiting"
+
     def expired(self, now_ms: float) -> bool:
         return self.deadline_ms is not None and now_ms >= self.deadline_ms
 
     def move(self, event: str) -> None:
-        """Take the step `event` in the table of moves."""
+        """Change the state by `event`; RuntimeError for an illegal move."""
         to = MOVES.get((self.state, event))
         if to is None:
             allowed = [e for s, e in MOVES if s == self.state]

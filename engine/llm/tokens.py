@@ -9,7 +9,7 @@ before the template is rendered, and the rendered text is encoded piece by piece
     rendered   "<|im_start|>user ignore this \\ue000 and<|im_end|>"
     encoded    [<|im_start|>, user, ignore, this] + [<, |, im, _, end, |, >] + [and, <|im_end|>]
 
-Out of tokens: see `weftline.engine.llm.stream`.
+Out of tokens: see `weftline.engine.llm.detokenizer`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weftline.engine.llm.detokenizer import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
 from weftline.engine.llm.messages import check_messages, check_tools, mapped
-from weftline.engine.llm.stream import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
 from weftline.errors import InputError, ModelError
 from weftline.nodes.hugging_face import first_line
 

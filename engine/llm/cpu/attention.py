@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weftline.engine.llm.attention import LayerPages, Span
-from weftline.engine.llm.pages import PageTable
+from weftline.engine.llm.kv_cache import PageTable
 
 FEW_ROWS = 8
 """Spans of so many rows are done row by row: more would read the same keys too often."""

@@ -29,11 +29,11 @@ from weftline.engine.llm.gpu.parts import (
     need_card,
     scale_figures,
 )
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.quantised import weight_bytes
-from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import InputError
 from weftline.gpu_check.running import RIGHT, CheckOutcome, Skipped, Wrong, judged, quantile
 

@@ -39,7 +39,7 @@ from weftline.engine.llm.attention import Span
 from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import Draw, RoundView, input_tokens
 from weftline.engine.llm.gpu.capture import Capture
-from weftline.engine.llm.sampling.drawing import DrawSettings, draw
+from weftline.engine.llm.sampling.draw import DrawSettings, draw
 from weftline.nodes.hugging_face import first_line
 from weftline.nodes.out_of_memory import is_out_of_memory
 
@@ -285,7 +285,7 @@ class DecodeGraphs:
 
 
 def draw_tokens(logits: Tensor, kind: str, settings: dict[str, Tensor]) -> Tensor:
-    """Draw by `weftline.engine.llm.sampling.drawing`, with no more work than `kind` needs."""
+    """Draw by `weftline.engine.llm.sampling.draw`, with no more work than `kind` needs."""
     if kind == "greedy":
         return logits.argmax(dim=-1)
     names = tuple(settings) if kind == "narrow" else ("temperature", "seed", "position")

@@ -22,7 +22,7 @@ from weftline.engine.llm.gpu.buffers import Draw
 from weftline.engine.llm.gpu.capture import Capture, CudaCapture, FakeCapture
 from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, model_forward
 from weftline.engine.llm.gpu.plain import PlainOps
-from weftline.engine.llm.pages import PageTable
+from weftline.engine.llm.kv_cache import PageTable
 from weftline.shm.device.names import is_fake
 
 PAGE_TOKENS = 16

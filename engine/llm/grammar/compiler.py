@@ -30,10 +30,9 @@ from collections import OrderedDict
 from typing import Any
 
 from weftline.engine.llm.grammar.constraint import Constraint
-from weftline.engine.llm.grammar.matcher import Grammar
-from weftline.engine.llm.grammar.process import TrialProcess
-from weftline.engine.llm.grammar.refusal import told
-from weftline.engine.llm.grammar.vocabulary import Vocabulary, read_vocabulary
+from weftline.engine.llm.grammar.masks import Vocabulary, read_vocabulary
+from weftline.engine.llm.grammar.matcher import Grammar, told
+from weftline.engine.llm.grammar.sandbox import TrialProcess
 from weftline.errors import InputError, LimitReached, MissingPackage, ModelError, SessionClosed, WeftlineError
 
 __all__ = ["Constraint", "Grammar", "GrammarCompiler", "Pending"]

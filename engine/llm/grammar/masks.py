@@ -1,7 +1,8 @@
-"""Token masks of a round, from matchers to logits.
+"""Token masks of a round: bits from the matchers, applied to the logits.
 
-`fill_masks` needs no logits, so it can run while the device computes them; `Masks.apply` waits for nothing but the copy
-of its bits. A row of 150 000 tokens is 19 KB of bits.
+`fill_masks` needs no logits and can run while the device computes them; `Masks.apply` waits only for the copy of its
+bits. A row of 150 000 tokens is 19 KB of bits. `Vocabulary` is the tokenizer in the form that llguidance expects.
+Control tokens and padding of the logits are not text: no constraint ever allows them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from weftline.engine.llm.grammar.matcher import Matcher
-from weftline.errors import InputError, StepError, WeftlineError
+from weftline.errors import InputError, ModelError, StepError, WeftlineError
 
 TASK_MIN = 4
 """Fewest matchers that are worth a task of their own for an executor."""
@@ -157,3 +159,44 @@ def _fill_all(jobs: list[_Job]) -> list[tuple[int, int | WeftlineError]]:
             )
             outcomes.append((job.place, told))
     return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer as the parser knows it.
+
+    tokenizer: llguidance's.   size: columns of the logits.   words: 32-bit words of a mask's row.
+    ends:      tokens that end a text.   silent: ids below `size` that are no text, `ends` among them.
+    plain:     int32 [words], the bits of all that are.
+    """
+
+    tokenizer: Any
+    size: int
+    words: int
+    ends: frozenset[int]
+    silent: frozenset[int]
+    plain: Tensor
+
+
+def read_vocabulary(tokenizer: Any, size: int, ends: frozenset[int]) -> Vocabulary | ModelError:
+    """Return the tokenizer's tables, or why there are none; about a second for 150 000 tokens."""
+    from llguidance.hf import from_tokenizer
+
+    known = len(tokenizer)
+    if not ends or max(ends) >= size:
+        return ModelError("structured output: the model has no end-of-text token among its logits")
+    try:
+        made = from_tokenizer(tokenizer, n_vocab=max(known, size), eos_token=sorted(ends), slices=None)
+        silent = {token for token in range(size) if token >= known or made.is_special_token(token)} | ends
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library's own panics are no Exceptions
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return ModelError(f"structured output: the model's tokenizer cannot be used: {reason:.200}")
+    words = (max(known, size) + 31) // 32
+    bits = torch.ones(words * 32, dtype=torch.bool)
+    bits[sorted(silent)] = False
+    bits[size:] = False
+    weights = 1 << torch.arange(32, dtype=torch.int64)
+    plain = (bits.view(words, 32) * weights).sum(dim=1).to(torch.int32)
+    return Vocabulary(made, size, words, ends, frozenset(silent), plain)

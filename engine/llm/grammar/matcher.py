@@ -1,15 +1,15 @@
 """Grammar matcher of one sequence: state and permitted next tokens.
 
-llguidance does the parsing, and bounds the memory and the steps of each move (`LIMITS`). What it does not bound is
-bounded here: the processor time of a move, and of all moves together by their number. A matcher over a limit raises
-InputError for its own request, and nobody else's.
+llguidance parses, and bounds memory and steps of each move (`LIMITS`). This module also bounds processor time per move
+and in total. A matcher over a limit raises InputError for its own request only.
 
-The end of the text is not left to the grammar: end tokens are allowed exactly where the text is complete, and tokens
-that are no text (control tokens, padding) never, even when a grammar names them.
+The end of the text is not decided by the grammar alone: end tokens are allowed exactly where the text is complete, and
+control tokens and padding never, even when a grammar names them.
 
-Sequences with one constraint share what the parser learns about it (its lexer's states), which makes the later ones
-quicker and could make them pay for an earlier one's excess. So a matcher that fails in shared state starts again once
-with fresh state, and fails only if it fails there too.
+Sequences with the same constraint share the parser's lexer states, which speeds up later ones and could charge them for
+an earlier one's excess. A matcher that fails in shared state therefore restarts once with fresh state.
+
+The parser's error messages name its own parts and limits. `explain` translates them for the author of the constraint.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.llm.grammar.refusal import SIMPLER, WHERE, told
 from weftline.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weftline.engine.llm.grammar.vocabulary import Vocabulary
+    from weftline.engine.llm.grammar.masks import Vocabulary
 
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,  # ways to go on at one place: about 500 optional properties
@@ -254,3 +253,35 @@ class Matcher:
 
 _BITS = [1 << bit if bit < 31 else -(1 << 31) for bit in range(32)]
 """Single bits as int32 has them: the last one is the sign."""
+
+
+WHERE = "sampling: the constraint:"
+SIMPLER = "make it simpler, or less ambiguous"
+
+
+def told(error: str) -> str:
+    """Return the parser's complaint as the caller may read it: what is wrong, without how the parser is made."""
+    lines = error.partition("\n<non-verbose/>")[0].splitlines() or [""]
+    reason = next((meaning for sign, meaning in _MEANINGS.items() if sign in lines[0]), "")
+    if not reason:  # of a wrong pattern, only one of the lines says what is wrong
+        reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+        reason = reason.partition(" in regex /")[0].replace("json-schema://", "")
+    return f"{WHERE} {reason.strip() or 'it cannot be used':.300}"
+
+
+_MEANINGS = {
+    "too many states:": f"needs too many states; {SIMPLER}",
+    "too many expressions constructed": f"is too large once its repeats are written out; {SIMPLER}",
+    "Too many items (limit": f"can go on in too many ways at once; {SIMPLER}",
+    "Current row has": f"can go on in too many ways at once; {SIMPLER}",
+    "too big (limit for this grammar": f"is too large once its repeats are written out; {SIMPLER}",
+    "schema too large": f"is too large once its alternatives are written out; {SIMPLER}",
+    "fuel exhausted": f"takes too long to prepare; {SIMPLER}",
+    "lexer precomputation failed": f"takes too long to prepare; {SIMPLER}",
+    "special token": "it names a control token, which is no text; write the text itself",
+    "rollback not supported": "tokens cannot be taken back; leave out max_tokens and stop",
+    "NoExtension": "no text satisfies it",
+    "InternalError": f"is too complex; {SIMPLER}",
+    "panic:": "it cannot be used",
+}
+"""What the parser says (a part of its first line), and what that means to whoever wrote the constraint."""

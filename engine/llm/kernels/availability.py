@@ -1,6 +1,6 @@
 """Availability check of the Triton kernels on a device.
 
-Answers without loading Triton where the device rules it out already, and without compiling anything.
+Checks availability without loading Triton where the device rules it out already, and without compiling anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sampling kernel: temperature, top-k, top-p, min-p and typical, without a sort.
 
-It draws the tokens of `weftline.engine.llm.sampling.drawing`, which defines what is drawn. Each narrowing keeps the
+It draws the tokens of `weftline.engine.llm.sampling.draw`, which defines what is drawn. Each narrowing keeps the
 tokens whose score is above a threshold, where the score is the scaled logit, or for typical sampling the negative
 distance from the expected surprise. A token is kept exactly if the weight of the tokens with higher scores is below a
 goal: a number of tokens (top-k) or a share of the probability (top-p, typical). That is monotone in the score, so the
@@ -33,7 +33,7 @@ TILE = 4096
 """Logits read at a time: 8 for each thread, two loads of 16 bytes."""
 WARPS = 16
 COLD = tl.constexpr(1e-5)
-"""As in `weftline.engine.llm.sampling.drawing`."""
+"""As in `weftline.engine.llm.sampling.draw`."""
 
 _BELOW_ALL = tl.constexpr(-2139095042)
 """One less than the order number of minus infinity."""
@@ -374,7 +374,7 @@ def draw_tokens(
 ) -> Tensor:
     """Return int64 [rows], a token for each row of `logits`, float32 [rows, vocabulary] with dense rows.
 
-    The rest as in `weftline.engine.llm.sampling.drawing.DrawSettings`.
+    The rest as in `weftline.engine.llm.sampling.draw.DrawSettings`.
     """
     out, launch = draw_launch(logits, temperature, seed, position, top_k, top_p, min_p, typical_p)
     launch.run()

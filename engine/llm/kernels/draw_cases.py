@@ -1,6 +1,6 @@
 """Test cases of the sampling kernel and its mismatches against the reference.
 
-The reference is `weftline.engine.llm.sampling.drawing` in torch's operations on a CPU.
+The reference is `weftline.engine.llm.sampling.draw` in torch's operations on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weftline.engine.llm.kernels.draw import TILE, draw_launch
-from weftline.engine.llm.sampling.drawing import DrawSettings, draw
+from weftline.engine.llm.sampling.draw import DrawSettings, draw
 
 VOCABULARY = 250
 """More than one of the interpreter's tiles, and no multiple of them."""

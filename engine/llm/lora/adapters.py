@@ -8,21 +8,24 @@ It works on a model as transformers made it and on one whose linear layers were 
 which columns were which layer. The weights below may be of any format, also quantised. Layers get their place for
 adapters when the first adapter that needs it is loaded, and a round in which no row has an adapter computes what the
 bare model computes. `load` and `drop` belong between rounds, and to the thread that runs them.
+
+`find_adapter_layers` maps the names that layers had in training to the model's linear layers: the `parts` of a merged
+layer are the output columns of each trained layer (`weftline.engine.llm.fusion.fuse`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weftline.engine.llm.lora.file import RANK_MAX, Adapter, read_adapter
-from weftline.engine.llm.lora.linear import AdapterRows, LoraLinear
-from weftline.engine.llm.lora.places import AdapterPlace, find_places, like_computed
+from weftline.engine.llm.lora.linear import AdapterRows, LoraLinear, OutputSlice
 from weftline.errors import InputError, LimitReached, ModelError
 
 SLOTS_MAX = 8
@@ -189,9 +192,9 @@ class Adapters:
         for layer in self._layers.values():
             layer.clear(slot)
 
-    def _fit(self, name: str, adapter: Adapter) -> dict[str, AdapterPlace]:
+    def _fit(self, name: str, adapter: Adapter) -> dict[str, AdapterLayer]:
         """Return where the adapter's layers are; ModelError when one is not there or of another size."""
-        places = dict(find_places(self._model))
+        places = dict(find_adapter_layers(self._model))
         for module, (a, b) in adapter.pairs.items():
             place = places.get(module)
             if place is None:
@@ -208,7 +211,7 @@ class Adapters:
                 )
         return places
 
-    def _layer(self, place: AdapterPlace, rank: int) -> LoraLinear:
+    def _layer(self, place: AdapterLayer, rank: int) -> LoraLinear:
         layer = self._layers.get(place.path)
         if layer is None:
             layer = LoraLinear.make(
@@ -228,3 +231,61 @@ def _where(spans: Sequence[tuple[int, int]], device: torch.device) -> slice | Te
     if len(spans) == 1:
         return slice(*spans[0])
     return torch.tensor([row for start, stop in spans for row in range(start, stop)], device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayer:
+    """One layer: columns `parts[part]` of the output of `module`, which lies at `path` and has inputs of `width`."""
+
+    path: str
+    module: nn.Module
+    parts: tuple[OutputSlice, ...]
+    part: int
+    width: int
+
+
+def find_adapter_layers(model: nn.Module) -> Iterator[tuple[str, AdapterLayer]]:
+    """Yield the layers that adapters can change, under the names that they had when the model was trained.
+
+    A merged layer comes after the ones it was made of, should these still be there. The output layer is left out: it
+    sees only the rows whose logits are wanted.
+    """
+    whole: Any = model
+    head = whole.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    merged: list[tuple[str, AdapterLayer]] = []
+    for path, module in model.named_modules():
+        if module is head:
+            continue
+        parts = getattr(module, "parts", None)
+        sizes = _sizes(module)
+        if sizes is None:
+            continue
+        if not parts:
+            yield path, AdapterLayer(path, module, (OutputSlice(path, 0, sizes[1]),), 0, sizes[0])
+            continue
+        above = path.rpartition(".")[0]
+        named = tuple(OutputSlice(_whole(above, name), start, stop) for name, start, stop in parts)
+        merged += [(part.name, AdapterLayer(path, module, named, at, sizes[0])) for at, part in enumerate(named)]
+    yield from merged
+
+
+def _whole(above: str, name: str) -> str:
+    """Return a part's full path; it may be given as one, or by the layer's own name."""
+    return name if "." in name or not above else f"{above}.{name}"
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Return inputs and outputs of a linear layer, whatever class and format; None for anything else."""
+    found = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if type(found[0]) is int and type(found[1]) is int:
+        return found[0], found[1]
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2:  # GPT-2's, transposed
+        return int(weight.shape[0]), int(weight.shape[1])
+    return None
+
+
+def like_computed(model: Any) -> Tensor:
+    """Return a tensor of the dtype that the model computes in, on its device: embeddings are never quantised."""
+    weight: Tensor = model.get_input_embeddings().weight
+    return torch.empty(0, dtype=weight.dtype, device=weight.device)

@@ -1,11 +1,11 @@
 """Messages from the first tensor-parallel rank to the others.
 
     frame    kind uint32 | payload bytes uint32 | payload
-    round    int32: copies | shares | (from, to) for each copy
-             for each share: start | count | rows | adapter | run | pages | its tokens | its page table
+    round    int32: copies | chunks | (from, to) for each copy
+             for each chunk: start | count | rows | adapter | run | pages | its tokens | its page table
 
 Numbers only, and text for errors: nothing that is read here can be code. A follower knows no requests: what it gets of
-a round is a `RemoteShare`, which has of a `weftline.engine.llm.rounds.Share` what a runner reads.
+a round is a `RemoteChunk`, which has of a `weftline.engine.llm.schedule.ScheduledChunk` what a runner reads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-from weftline.engine.llm.pages import PageTable
-from weftline.engine.llm.rounds import Share
+from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.schedule import ScheduledChunk
 
 FRAME_BYTES_MAX = 256 << 20
 """Largest payload: a round of a million tokens with tables of as many pages is far below."""
@@ -66,7 +66,7 @@ class FollowerSettings:
 
 
 class _Tokens:
-    """The tokens that a share computes, by their places in the sequence."""
+    """The tokens that a chunk computes, by their places in the sequence."""
 
     __slots__ = ("_first", "_tokens")
 
@@ -87,8 +87,8 @@ class RemoteSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteShare:
-    """A share of a round as a follower sees it; the names are those of `Share`."""
+class RemoteChunk:
+    """A chunk of a round as a follower sees it; the names are those of `ScheduledChunk`."""
 
     sequence: RemoteSequence
     start: int
@@ -97,33 +97,33 @@ class RemoteShare:
     tokens: list[int]
 
 
-def encode_round(shares: Sequence[Share], copies: Sequence[tuple[int, int]]) -> bytes:
+def encode_round(chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]]) -> bytes:
     """Return the payload of a ROUND frame."""
-    numbers = array("i", (len(copies), len(shares)))
+    numbers = array("i", (len(copies), len(chunks)))
     for copy in copies:
         numbers.extend(copy)
-    for share in shares:
-        table = share.sequence.table
-        numbers.extend((share.start, share.count, share.rows, share.sequence.adapter, table.run, len(table.pages)))
-        numbers.extend(share.tokens)
+    for chunk in chunks:
+        table = chunk.sequence.table
+        numbers.extend((chunk.start, chunk.count, chunk.rows, chunk.sequence.adapter, table.run, len(table.pages)))
+        numbers.extend(chunk.tokens)
         numbers.extend(table.pages)
     return numbers.tobytes()
 
 
-def decode_round(payload: bytes) -> tuple[list[RemoteShare], list[tuple[int, int]]]:
-    """Return the shares and copies of a ROUND frame."""
+def decode_round(payload: bytes) -> tuple[list[RemoteChunk], list[tuple[int, int]]]:
+    """Return the chunks and copies of a ROUND frame."""
     numbers = array("i")
     numbers.frombytes(payload)
     copies = [(numbers[at], numbers[at + 1]) for at in range(2, 2 + 2 * numbers[0], 2)]
-    shares, at = [], 2 + 2 * numbers[0]
+    chunks, at = [], 2 + 2 * numbers[0]
     for _ in range(numbers[1]):
         start, count, rows, adapter, run, pages = numbers[at : at + 6]
         tokens = numbers[at + 6 : at + 6 + count].tolist()
         at += 6 + count
         table = PageTable(numbers[at : at + pages].tolist(), run)
         at += pages
-        shares.append(RemoteShare(RemoteSequence(_Tokens(start, tokens), table, adapter), start, count, rows, tokens))
-    return shares, copies
+        chunks.append(RemoteChunk(RemoteSequence(_Tokens(start, tokens), table, adapter), start, count, rows, tokens))
+    return chunks, copies
 
 
 def send(channel: socket.socket, kind: Kind, payload: bytes = b"") -> None:

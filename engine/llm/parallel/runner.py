@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from weftline.engine.llm.cpu import attention as attention_cpu
-from weftline.engine.llm.loading import RunnerOptions, load_model
+from weftline.engine.llm.model_loader import RunnerOptions, load_model
 from weftline.engine.llm.parallel.followers import LOAD_MAX_S, START_MAX_S, Followers, end_with
 from weftline.engine.llm.parallel.messages import FollowerSettings, Kind, decode_round, encode_round, receive, send
 from weftline.engine.llm.parallel.peers import COLLECTIVE_MAX_S, Peers
 from weftline.engine.llm.parallel.shards import shard
-from weftline.engine.llm.rounds import Share
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import ScheduledChunk
 from weftline.errors import ModelError, WorkerDied
 
 RANKS_MAX = 16
@@ -109,11 +109,11 @@ class ParallelRunner(Runner):
         """The processes of the other ranks."""
         return self._followers.pids
 
-    def run(self, shares: Sequence[Share], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+    def run(self, chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
         """Compute a round on all ranks; see `Runner.run`. WorkerDied when one of them cannot."""
-        self._begin(Kind.ROUND, encode_round(shares, copies))
+        self._begin(Kind.ROUND, encode_round(chunks, copies))
         try:
-            return super().run(shares, copies)
+            return super().run(chunks, copies)
         except Exception as error:  # this rank is somewhere in the middle, the others wait for it
             raise self._lose(error) from error
 
@@ -184,8 +184,8 @@ def follow(channel: socket.socket, rank: int, ranks: int) -> None:
     while True:
         kind, payload = receive(channel)
         if kind is Kind.ROUND:
-            shares, copies = decode_round(payload)
-            runner.run(shares, copies)  # type: ignore[arg-type]  # of a share it has what a runner reads
+            chunks, copies = decode_round(payload)
+            runner.run(chunks, copies)  # type: ignore[arg-type]  # of a chunk it has what a runner reads
         elif kind is Kind.RESIZE:
             runner.resize(int.from_bytes(payload, "little"))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tests.engine.llm import tiny
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.schedule import RoundLimits
 
 PAGES = 22
 """Of 8 tokens each: too few for what runs at once."""

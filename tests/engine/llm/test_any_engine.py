@@ -7,11 +7,11 @@ import random
 import pytest
 
 from tests.engine.llm import tiny
-from tests.engine.llm.test_drafting import Wrong
-from weftline.engine.llm.drafting import NgramGuesser, Speculation
+from tests.engine.llm.test_speculation import Wrong
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.schedule import RoundLimits
+from weftline.engine.llm.speculation import NgramProposer, Speculation
 
 STEPS_MAX = 3000
 """Far more rounds than any of these engines needs: who is not done by then never will be."""
@@ -38,7 +38,7 @@ def _alone(prompt: list[int], params: SamplingParams) -> dict[int, list[int]]:
 
 
 def _engine(rng: random.Random) -> Engine:
-    guesser = rng.choice([None, None, NgramGuesser, Wrong])
+    guesser = rng.choice([None, None, NgramProposer, Wrong])
     runner = tiny.fresh_runner("llama", rng.randint(12, 80), rng.choice([4, 8, 16]), rng.choice(["cpu", "gpu"]))
     limits = RoundLimits(rng.choice([3, 8, 48, 64]), rng.choice([1, 2, 6]))
     return Engine(runner, None, limits, rng.random() < 0.8, Speculation(guesser(), 4) if guesser else None)

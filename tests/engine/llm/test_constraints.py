@@ -1,4 +1,4 @@
-"""Answers that must be of a form, inside the engine: they are, whatever else happens, and nobody else waits."""
+"""Constrained answers inside the engine: they are valid whatever else happens, and other requests do not wait."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from tests.engine.llm import tiny
 from weftline.engine.llm.constraints import Constraints
-from weftline.engine.llm.drafting import NgramGuesser, Speculation
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.request import Wish
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.request import LlmRequestOptions
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
+from weftline.engine.llm.speculation import NgramProposer, Speculation
 from weftline.engine.llm.tokens import Tokens
 from weftline.errors import DeadlineExceeded, InputError
 
@@ -39,7 +39,7 @@ def engine(folder: Path):
     runner = Runner.open(folder, RunnerOptions(kv_bytes=60 * 16 * 512))
     tokens = Tokens.open(folder, runner.context_max)
     constraints = Constraints(tokens, runner.vocabulary, runner.ends)
-    made = Engine(runner, tokens, RoundLimits(64, 8), speculation=Speculation(NgramGuesser()), constraints=constraints)
+    made = Engine(runner, tokens, RoundLimits(64, 8), speculation=Speculation(NgramProposer()), constraints=constraints)
     yield made
     made.close()
 
@@ -140,7 +140,7 @@ def test_a_form_of_the_wrong_type_is_refused_and_not_taken_for_none(engine, kind
 
 def test_others_run_while_a_form_is_prepared_and_it_can_be_cancelled_or_expire(engine):
     engine.add(1, [5, 6], SamplingParams(tokens_max=30, ignore_eos=True))
-    engine.add(2, [5, 6], SamplingParams(**FREE, regex="[ab]{3}"), Wish(deadline_ms=5.0))
+    engine.add(2, [5, 6], SamplingParams(**FREE, regex="[ab]{3}"), LlmRequestOptions(deadline_ms=5.0))
     engine.add(3, [5, 6], SamplingParams(**FREE, regex="[cd]{3}"))
     first = engine.step(0.0)
     assert [update.id for update in first] == [1]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.engine.llm import coverage, tiny
 from weftline.engine.llm import attention, fitness
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.runner import Runner
 from weftline.errors import ModelError
 

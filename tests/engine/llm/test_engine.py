@@ -10,8 +10,8 @@ import torch
 from tests.engine.llm import tiny
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.request import Wish
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.request import LlmRequestOptions
+from weftline.engine.llm.schedule import RoundLimits
 from weftline.engine.llm.tokens import Tokens
 from weftline.errors import DeadlineExceeded, InputError, StepError
 
@@ -121,8 +121,8 @@ def test_an_engine_of_paused_requests_is_not_busy_and_a_cancelled_one_frees_its_
 def test_a_request_past_its_deadline_fails_at_the_next_round_and_frees_its_pages():
     engine = Engine(tiny.runner("llama"), None, RoundLimits(16, 1), prefix_cache=False)
     long = SamplingParams(tokens_max=50, ignore_eos=True)
-    engine.add(1, [5, 6, 7], long, Wish(deadline_ms=100.0))
-    engine.add(2, [5, 6, 8], long, Wish(deadline_ms=90.0))
+    engine.add(1, [5, 6, 7], long, LlmRequestOptions(deadline_ms=100.0))
+    engine.add(2, [5, 6, 8], long, LlmRequestOptions(deadline_ms=90.0))
     engine.add(3, [5, 6, 9], SamplingParams(tokens_max=2, ignore_eos=True), now_ms=0.0)
     assert [update.id for update in engine.step(89.0)] == [2]
     updates = engine.step(90.0)
@@ -140,7 +140,7 @@ def test_a_request_past_its_deadline_fails_at_the_next_round_and_frees_its_pages
 def test_the_higher_priority_answers_first():
     engine = Engine(tiny.runner("llama"), None, RoundLimits(16, 1))
     for id, priority in ((1, 0), (2, -5), (3, 5)):
-        engine.add(id, [5, 6, id], SamplingParams(tokens_max=2, ignore_eos=True), Wish(priority=priority))
+        engine.add(id, [5, 6, id], SamplingParams(tokens_max=2, ignore_eos=True), LlmRequestOptions(priority=priority))
     finished = [update.id for _ in range(6) for update in engine.step() if update.finish]
     assert finished == [3, 1, 2]
 
@@ -243,12 +243,12 @@ class _Faulty:
     def __getattr__(self, name: str):
         return getattr(self._real, name)
 
-    def run(self, shares, copies=()):
-        hit = [self._token in s.sequence.tokens for s in shares]
+    def run(self, chunks, copies=()):
+        hit = [self._token in s.sequence.tokens for s in chunks]
         if any(hit) and not self._nan:
             raise RuntimeError("the kernel did not like it")
-        logits = self._real.run(shares, copies).clone()
-        sampled = [h for h, s in zip(hit, shares) if s.samples]
+        logits = self._real.run(chunks, copies).clone()
+        sampled = [h for h, s in zip(hit, chunks) if s.samples]
         logits[torch.tensor(sampled, dtype=torch.bool)] = torch.nan
         return logits
 

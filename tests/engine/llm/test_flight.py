@@ -10,11 +10,11 @@ import random
 import pytest
 
 from tests.engine.llm import tiny
-from weftline.engine.llm.compute import Flight
 from weftline.engine.llm.engine import Engine
+from weftline.engine.llm.executor import RoundInFlight
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.request import Wish
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.request import LlmRequestOptions
+from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import DeadlineExceeded
 
 
@@ -64,8 +64,8 @@ def test_answers_are_those_of_rounds_one_after_the_other(pages):
     asks = _asks(3)
     ahead = _engine(pages)
     flown = []
-    launch = ahead._compute.launch
-    ahead._compute.launch = lambda round: flown.append(launch(round)) or flown[-1]
+    launch = ahead._executor.launch
+    ahead._executor.launch = lambda round: flown.append(launch(round)) or flown[-1]
     assert _answers(ahead, asks) == _answers(_engine(pages, form="cpu"), asks)
     assert sum(flight is not None for flight in flown) > 8
 
@@ -81,7 +81,7 @@ def test_whoever_leaves_while_a_round_is_on_its_way_gets_nothing_more():
     engine = _engine()
     long = SamplingParams(tokens_max=40, ignore_eos=True)
     for at in range(4):
-        engine.add(at, [5, 6, 7 + at], long, Wish(deadline_ms=8.0) if at == 3 else Wish())
+        engine.add(at, [5, 6, 7 + at], long, LlmRequestOptions(deadline_ms=8.0) if at == 3 else LlmRequestOptions())
     got = {at: [] for at in range(4)}
     errors, step = {}, 0
     while engine.busy:
@@ -114,7 +114,7 @@ def test_a_device_that_fails_fails_the_round_and_not_the_engine():
     engine.add(1, [5, 6, 7], SamplingParams(tokens_max=9, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    engine._flight = Flight(engine._flight.shares, None)
+    engine._in_flight = RoundInFlight(engine._in_flight.chunks, None)
     updates = [update for _ in range(2) for update in engine.step()]
     assert [(update.id, update.last) for update in updates if update.error] == [(1, True)]
     assert len(_answers(engine, [([5, 6], SamplingParams(tokens_max=4, ignore_eos=True))])[0, 0]) == 4
@@ -128,13 +128,13 @@ class Clock:
         self.noted: list[tuple[int, float]] = []
         runner, launch, run = engine.runner, engine.runner.launch, engine.runner.run
 
-        def later(shares, copies=()):
+        def later(chunks, copies=()):
             self.idle_ms = max(self.idle_ms, self.now_ms) + 6
-            return Landing(self, launch(shares, copies), self.idle_ms)
+            return Landing(self, launch(chunks, copies), self.idle_ms)
 
-        def now(shares, copies=()):
+        def now(chunks, copies=()):
             self.now_ms = self.idle_ms = max(self.idle_ms, self.now_ms) + 15
-            return run(shares, copies)
+            return run(chunks, copies)
 
         runner.launch, runner.run = later, now
         engine._pace.note = lambda decoding, chunk, ms: self.noted.append((chunk, ms))

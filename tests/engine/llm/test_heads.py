@@ -15,11 +15,11 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from tests.engine.llm import tiny
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.heads import UNFINISHED_MAX, Embedding, Scores, open_head
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.request import Wish
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.request import LlmRequestOptions
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import ModelError
 
@@ -71,9 +71,9 @@ def _pooled(runner: Runner, prompts: list[list[int]], seed: int = 0) -> tuple[di
     while coming or engine.busy:
         while coming and (not engine.busy or rng.random() < 0.6):
             at = coming.pop(0)
-            engine.add(at, prompts[at], SamplingParams(), Wish(pool=True))
+            engine.add(at, prompts[at], SamplingParams(), LlmRequestOptions(pool=True))
             if at % 3 == 0:
-                engine.add(1000 + at, prompts[at][::-1], SamplingParams(), Wish(pool=True))
+                engine.add(1000 + at, prompts[at][::-1], SamplingParams(), LlmRequestOptions(pool=True))
         engine.cancel(1000 + rng.randrange(len(prompts)))
         if rng.random() < 0.5:
             engine.resize(PAGES_LEAST if rng.random() < 0.5 else PAGES)
@@ -170,10 +170,10 @@ def test_an_embedding_is_the_same_where_its_neighbour_in_the_round_lacks_memory(
         """The first prompt is read in two rounds, and the second in the second of these."""
         engine, found = Engine(runner, None, RoundLimits(30, 5)), dict[int, list[float]]()
         for id, prompt in enumerate((first, second)):
-            engine.add(id, prompt, SamplingParams(), Wish(pool=True))
+            engine.add(id, prompt, SamplingParams(), LlmRequestOptions(pool=True))
         while engine.busy:
             found |= {update.id: update.pooled.tolist() for update in engine.step()}
-        shortages.append(engine.stats().short)
+        shortages.append(engine.stats().out_of_memory)
         return [found[id] for id in range(2)]
 
     usual, finished, shortages = runner.head.finish, list[int](), list[int]()

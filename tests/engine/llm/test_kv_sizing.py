@@ -12,8 +12,8 @@ from weftline.engine.llm import kv_sizing
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.kv_sizing import BLOCK_BYTES, WORK_BYTES, compute_largest, fill_device, keep_room
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import ModelError
 from weftline.nodes.contract import DeviceRoom
 
@@ -116,10 +116,10 @@ def test_the_largest_round_has_all_tokens_and_all_sequences(small, monkeypatch, 
     seen = []
     run = Runner.run
 
-    def noted(self, shares, copies=()):
-        seen.append([share.count for share in shares])
+    def noted(self, chunks, copies=()):
+        seen.append([chunk.count for chunk in chunks])
         assert self.graphs is None, "a graph is made for rounds that come again"
-        return run(self, shares[:2], copies)
+        return run(self, chunks[:2], copies)
 
     monkeypatch.setattr(Runner, "run", noted)
     monkeypatch.setattr(kv_sizing.Sampler, "pick", lambda self, logits, rows: seen.append(len(rows)))
@@ -135,7 +135,7 @@ def test_the_largest_round_is_computed_and_drawn_from_for_real(small):
 
 
 def test_a_round_for_which_there_is_no_memory_ends_nothing(small, monkeypatch, caplog):
-    def short(shares, copies=()):
+    def short(chunks, copies=()):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(small, "run", short)

@@ -218,7 +218,7 @@ def test_a_model_without_a_chat_template_takes_raw_prompts_only(tmp_path):
 def test_ports_and_the_deciding_files_import_neither_torch_nor_transformers():
     code = (
         "import sys; from pathlib import Path; from weftline.node import StepContext\n"
-        "from weftline.engine.llm.node import Llm; import weftline.engine.llm.rounds\n"
+        "from weftline.engine.llm.node import Llm; import weftline.engine.llm.schedule\n"
         "Llm.ports(Llm.Config(model='m'), StepContext(Path()))\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )

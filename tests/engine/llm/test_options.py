@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from tests.engine.llm import tiny
-from weftline.engine.llm import opening
+from weftline.engine.llm import startup as opening
 from weftline.engine.llm.attention import Span
 from weftline.engine.llm.gpu.attention import GpuAttention
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig, round_limits
-from weftline.engine.llm.pages import PageTable
-from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
 from weftline.nodes.contract import OpenContext, StepContext
 
 

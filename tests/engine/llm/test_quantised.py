@@ -16,11 +16,11 @@ from tests.engine.llm import tiny, tiny_adapters
 from weftline.engine.llm import attention, quantised
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion import linear as fuse_linear
-from weftline.engine.llm.loading import RunnerOptions
 from weftline.engine.llm.lora.adapters import Adapters
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.quantised import WeightPlan, plan_weights, quantise, weight_bytes
-from weftline.engine.llm.request import Wish
+from weftline.engine.llm.request import LlmRequestOptions
 from weftline.engine.llm.runner import Runner
 from weftline.errors import MissingPackage, ModelError
 
@@ -137,7 +137,7 @@ def test_a_fused_engine_with_adapters_answers_as_the_same_weights_in_full_would(
         engine.runner.load_adapter("a", tiny_adapters.write(tmp_path))
         for at, name in enumerate(["a", "", "a"]):
             params = SamplingParams(tokens_max=8, ignore_eos=True)
-            engine.add(at, tiny.prompts(3, seed=2)[at], params, Wish(adapter=name))
+            engine.add(at, tiny.prompts(3, seed=2)[at], params, LlmRequestOptions(adapter=name))
         while engine.busy:
             for update in engine.step():
                 found[update.id] += update.tokens

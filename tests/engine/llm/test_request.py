@@ -7,8 +7,8 @@ import pytest
 from tests.engine.llm import tiny
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.request import Wish
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.request import LlmRequestOptions
+from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import InputError
 
 
@@ -75,7 +75,7 @@ def test_a_cancel_and_a_deadline_end_all_answers_of_a_request():
     engine = _engine()
     many = SamplingParams(tokens_max=50, n=5, temperature=1.0, ignore_eos=True)
     engine.add(1, [5, 6, 7], many)
-    engine.add(2, [5, 6, 8], many, Wish(deadline_ms=50.0))
+    engine.add(2, [5, 6, 8], many, LlmRequestOptions(deadline_ms=50.0))
     engine.add(3, [5, 6, 9], many)
     engine.cancel(3)
     for now_ms in range(5):
@@ -109,4 +109,4 @@ def test_what_the_model_does_not_have_is_refused_and_others_are_unaffected(param
 
 def test_an_unknown_adapter_is_refused():
     with pytest.raises(InputError, match="no adapters"):
-        _engine().add(1, [5, 6], SamplingParams(), Wish(adapter="legal"))
+        _engine().add(1, [5, 6], SamplingParams(), LlmRequestOptions(adapter="legal"))

@@ -6,9 +6,9 @@ import random
 
 from tests.engine.llm import tiny
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.pages import PagePool, PageTable
+from weftline.engine.llm.kv_cache import PagePool, PageTable
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.schedule import RoundLimits
 
 PARAMS = {"tokens_max": 30, "ignore_eos": True, "temperature": 0.8}
 

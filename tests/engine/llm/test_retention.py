@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from weftline.engine.llm.pages import PagePool, PageTable
+from weftline.engine.llm.kv_cache import PagePool, PageTable, PrefixCache
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.prefix import PrefixCache
 from weftline.engine.llm.retention import IdlePages, Retention, Worth, read_retention, worth
-from weftline.engine.llm.rounds import RoundLimits, Schedule
+from weftline.engine.llm.schedule import RoundLimits, Schedule
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import InputError
 
@@ -90,8 +89,8 @@ def test_what_are_no_ranges_is_refused(sent):
 def _run(schedule: Schedule, sequence: Sequence) -> None:
     schedule.add(sequence)
     while sequence.state != "finished":
-        for share in schedule.plan().shares:
-            schedule.advance(share, [0] if share.samples else [])
+        for chunk in schedule.plan().chunks:
+            schedule.advance(chunk, [0] if chunk.samples else [])
         if len(sequence.tokens) >= sequence.limit:
             schedule.leave(sequence, "finish")
 

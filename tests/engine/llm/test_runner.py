@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, MambaC
 from tests.engine.llm import tiny
 from weftline.engine.llm import attention
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.node import Llm, LlmConfig
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import ModelError
 from weftline.nodes.contract import ConfigError, OpenContext
 

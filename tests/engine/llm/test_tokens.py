@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, normalizers
 
 from tests.engine.llm import tiny
-from weftline.engine.llm.stream import TextStream, WindowDecoder
+from weftline.engine.llm.detokenizer import TextStream, WindowDecoder
 from weftline.engine.llm.tokens import Tokens
 from weftline.errors import InputError
 

@@ -10,7 +10,7 @@ import torch
 from weftline.engine.llm.attention import LayerPages, Span, paged_attention
 from weftline.engine.llm.cpu import attention as attention_cpu
 from weftline.engine.llm.cpu.attention import CpuAttention, stretches
-from weftline.engine.llm.pages import PageTable
+from weftline.engine.llm.kv_cache import PageTable
 
 PAGE = 4
 

@@ -20,7 +20,7 @@ from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion.fuse import FusionReport, fuse
 from weftline.engine.llm.fusion.linear import merged_linears
 from weftline.engine.llm.fusion.probe import ProbeForm, ask, seated
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.runner import Runner
 

@@ -20,11 +20,11 @@ from weftline.engine.llm.gpu import attention as gpu_attention
 from weftline.engine.llm.gpu.attention import GpuAttention, ops_for
 from weftline.engine.llm.gpu.buffers import BufferLimits, RoundBuffers
 from weftline.engine.llm.gpu.plain import PlainOps
-from weftline.engine.llm.loading import RunnerOptions
-from weftline.engine.llm.pages import PageTable
+from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
 
 PAGE, PAGES, HEADS, KV, WIDTH = 4, 24, 4, 2, 16
 CPU = torch.device("cpu")

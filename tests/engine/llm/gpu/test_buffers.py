@@ -9,7 +9,7 @@ import torch
 
 from weftline.engine.llm.attention import Span
 from weftline.engine.llm.gpu.buffers import NOWHERE, BufferLimits, Draw, RoundBuffers, input_tokens
-from weftline.engine.llm.pages import PagePool, PageTable
+from weftline.engine.llm.kv_cache import PagePool, PageTable
 
 LIMITS = BufferLimits(rows_max=32, sequences_max=8, pages_max=6)
 

@@ -15,19 +15,19 @@ from transformers import AutoModelForCausalLM
 from tests.engine.llm import tiny, tiny_adapters
 from weftline.engine.llm import attention
 from weftline.engine.llm.constraints import Constraints
-from weftline.engine.llm.drafting import DraftGuesser, Guesser, NgramGuesser, Speculation
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import rows as fuse_rows
 from weftline.engine.llm.gpu.capture import Capture, FakeCapture
-from weftline.engine.llm.loading import RunnerOptions
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.request import Wish
-from weftline.engine.llm.rounds import RoundLimits
+from weftline.engine.llm.request import LlmRequestOptions
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.sampling.sampler import Sampler
+from weftline.engine.llm.schedule import RoundLimits
+from weftline.engine.llm.speculation import DraftModelProposer, NgramProposer, Proposer, Speculation
 from weftline.engine.llm.tokens import Tokens
 
 SIZES = (1, 2, 4, 8, 16, 32, 48)
@@ -79,7 +79,7 @@ def _eager(runner: Runner) -> list[int]:
     return rounds
 
 
-def _said(engine: Engine, asks: list[tuple[list[int], SamplingParams, Wish]]) -> dict[Any, list[Any]]:
+def _said(engine: Engine, asks: list[tuple[list[int], SamplingParams, LlmRequestOptions]]) -> dict[Any, list[Any]]:
     """Return all that is said of the requests: tokens, and log-probabilities to the last bit."""
     found: dict[Any, list[Any]] = {}
     for at, (prompt, params, wish) in enumerate(asks):
@@ -105,11 +105,11 @@ KINDS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def _asks(tokens: int) -> list[tuple[list[int], SamplingParams, Wish]]:
+def _asks(tokens: int) -> list[tuple[list[int], SamplingParams, LlmRequestOptions]]:
     prompts = tiny.prompts(len(KINDS), seed=12, longest=70)
     usual = SamplingParams(tokens_max=tokens, ignore_eos=True)
     return [
-        (prompt, dataclasses.replace(usual, seed=at, **kind), Wish())
+        (prompt, dataclasses.replace(usual, seed=at, **kind), LlmRequestOptions())
         for at, (prompt, kind) in enumerate(zip(prompts, KINDS, strict=True))
     ]
 
@@ -139,21 +139,24 @@ def test_windows_soft_caps_and_norms_of_heads_are_no_different(family: str) -> N
 @pytest.mark.parametrize("kind", ["ngram", "draft"])
 def test_guesses_are_checked_by_graphs(kind: str) -> None:
     said, stats = [], []
-    asks = [([7, 8, 9] * 6 + [at], SamplingParams(tokens_max=10, ignore_eos=True), Wish()) for at in range(3, 6)]
+    asks = [
+        ([7, 8, 9] * 6 + [at], SamplingParams(tokens_max=10, ignore_eos=True), LlmRequestOptions())
+        for at in range(3, 6)
+    ]
     for capture in (FakeCapture(), Computed()):
-        guesser: Guesser = NgramGuesser()
+        guesser: Proposer = NgramProposer()
         runner = _runner(capture)
         rounds = [_eager(runner)]
         if kind == "draft":
             small = _runner(type(capture)(), pages=60)
-            guesser = DraftGuesser(small, Sampler(small.ends, small.vocabulary), 48)
+            guesser = DraftModelProposer(small, Sampler(small.ends, small.vocabulary), 48)
             rounds.append(_eager(small))
         engine = Engine(runner, None, RoundLimits(48, 6), speculation=Speculation(guesser))
         said.append(_said(engine, asks))
         stats.append(engine.stats())
         assert not any(rounds)
     assert said[0] == said[1]
-    assert stats[0] == stats[1] and stats[0].guessed > 0 and stats[0].graphs > 0
+    assert stats[0] == stats[1] and stats[0].drafted > 0 and stats[0].graphs > 0
     assert kind == "ngram" or stats[0].right > 0
 
 
@@ -169,7 +172,9 @@ def test_a_grammar_in_the_round_is_no_different(tmp_path: Path) -> None:
         engine = Engine(runner, tokens, RoundLimits(48, 8), constraints=constraints)
         free = SamplingParams(tokens_max=40, temperature=1.0, seed=4)
         forms: list[dict[str, Any]] = [{"regex": "(ab|cd){3,5}x"}, {}, {"choice": ["yes", "no"]}]
-        asks = [([5, 6, 7 + at], dataclasses.replace(free, **form), Wish()) for at, form in enumerate(forms)]
+        asks = [
+            ([5, 6, 7 + at], dataclasses.replace(free, **form), LlmRequestOptions()) for at, form in enumerate(forms)
+        ]
         said.append(_said(engine, asks))
         engine.close()
         assert not rounds
@@ -179,7 +184,7 @@ def test_a_grammar_in_the_round_is_no_different(tmp_path: Path) -> None:
 def test_each_row_of_a_prompt_has_its_requests_adapter(tmp_path: Path) -> None:
     folder, said = tiny_adapters.write(tmp_path / "poems"), []
     asks = [
-        (prompt, SamplingParams(tokens_max=3, ignore_eos=True), Wish(adapter="poems" if at % 2 else ""))
+        (prompt, SamplingParams(tokens_max=3, ignore_eos=True), LlmRequestOptions(adapter="poems" if at % 2 else ""))
         for at, prompt in enumerate(tiny.prompts(3, seed=8, longest=30))
     ]
     for capture in (FakeCapture(), None):
@@ -269,7 +274,7 @@ def test_sizes_without_memory_are_computed_and_smaller_ones_have_graphs(caplog: 
 def test_without_memory_for_drawing_on_the_device_the_graphs_stay_and_the_host_draws() -> None:
     runner = _runner(FakeCapture())
     assert runner.graphs is not None
-    asks = [([5, 6, 7 + at], SamplingParams(tokens_max=4, ignore_eos=True), Wish()) for at in range(2)]
+    asks = [([5, 6, 7 + at], SamplingParams(tokens_max=4, ignore_eos=True), LlmRequestOptions()) for at in range(2)]
     engine, capture = Engine(runner, None, RoundLimits(48, 6)), runner.graphs.capture
 
     def short(*given: Any) -> Tensor:

@@ -23,8 +23,8 @@ from weftline.engine.llm.gpu.buffers import NOWHERE, Draw, RoundView
 from weftline.engine.llm.gpu.capture import FakeCapture
 from weftline.engine.llm.gpu.graphs import UNSOUND, DecodeGraphs, Handle, draw_tokens, model_forward
 from weftline.engine.llm.gpu.plain import PlainOps
-from weftline.engine.llm.loading import RunnerOptions
-from weftline.engine.llm.pages import PageTable
+from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.runner import Runner
 

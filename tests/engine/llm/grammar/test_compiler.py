@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.engine.llm import tiny
 from weftline.engine.llm.grammar import compiler as grammar_module
 from weftline.engine.llm.grammar.compiler import Constraint, GrammarCompiler, Pending
-from weftline.engine.llm.grammar.process import TrialProcess
+from weftline.engine.llm.grammar.sandbox import TrialProcess
 from weftline.errors import InputError, LimitReached, MissingPackage, ModelError, SessionClosed, WeftlineError
 
 WORDS = tiny.tokenizer()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weftline.engine.llm.grammar.refusal import told
+from weftline.engine.llm.grammar.matcher import told
 
 
 @pytest.mark.parametrize(

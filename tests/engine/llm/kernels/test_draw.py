@@ -14,7 +14,8 @@ from weftline.engine.llm.kernels import draw as draw_kernels
 from weftline.engine.llm.kernels.draw import draw_launch
 from weftline.engine.llm.kernels.draw_cases import draw_cases, draw_error
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.sampling import drawing, noise, sampler
+from weftline.engine.llm.sampling import draw as drawing
+from weftline.engine.llm.sampling import noise, sampler
 from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.sequence import Sequence
 

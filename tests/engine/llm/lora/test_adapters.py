@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from tests.engine.llm import tiny, tiny_adapters
 from weftline.engine.llm import attention
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.loading import RunnerOptions
 from weftline.engine.llm.lora.adapters import Adapters
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.request import Wish
+from weftline.engine.llm.request import LlmRequestOptions
 from weftline.engine.llm.runner import Runner
 from weftline.errors import InputError, LimitReached, ModelError
 
@@ -311,7 +311,7 @@ def answers(engine: Engine, asked: list[tuple[list[int], str]], tokens: int = 8)
     """Return the greedy answers to prompts, each with the adapter of that name, all computed together."""
     found: list[list[int]] = [[] for _ in asked]
     for at, (prompt, name) in enumerate(asked):
-        engine.add(at, prompt, SamplingParams(tokens_max=tokens, ignore_eos=True), Wish(adapter=name))
+        engine.add(at, prompt, SamplingParams(tokens_max=tokens, ignore_eos=True), LlmRequestOptions(adapter=name))
     while engine.busy:
         for update in engine.step():
             assert update.error is None
@@ -358,11 +358,11 @@ def test_a_dropped_adapter_answers_what_had_begun_and_nothing_new(tmp_path: Path
     serving.runner.load_adapter("a", tiny_adapters.write(tmp_path / "a"))
     adapters = serving.runner.adapters
     assert adapters is not None
-    serving.add(1, prompt, SamplingParams(tokens_max=8, ignore_eos=True), Wish(adapter="a"))
+    serving.add(1, prompt, SamplingParams(tokens_max=8, ignore_eos=True), LlmRequestOptions(adapter="a"))
     found = [token for update in serving.step() for token in update.tokens]
     assert not adapters.drop("a")
     with pytest.raises(InputError, match="none is loaded"):
-        serving.add(2, prompt, SamplingParams(tokens_max=8), Wish(adapter="a"))
+        serving.add(2, prompt, SamplingParams(tokens_max=8), LlmRequestOptions(adapter="a"))
     while serving.busy:
         found += [token for update in serving.step() for token in update.tokens]
     assert adapters.users("a") == 0

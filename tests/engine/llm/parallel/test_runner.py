@@ -13,15 +13,15 @@ import torch
 
 from tests.engine.llm import tiny
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.loading import RunnerOptions
-from weftline.engine.llm.pages import PageTable
+from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.parallel.messages import Kind, decode_round, encode_round
 from weftline.engine.llm.parallel.peers import Peers
 from weftline.engine.llm.parallel.runner import ParallelRunner
 from weftline.engine.llm.parallel.shards import shard
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.rounds import RoundLimits, Share
 from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits, ScheduledChunk
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import ModelError, WorkerDied
 
@@ -144,7 +144,7 @@ def test_a_round_that_fails_on_the_first_rank_ends_the_others_which_wait_for_it(
     runner = ParallelRunner(alone.model, RunnerOptions(page_tokens=8))
     monkeypatch.setattr(runner, "_followers", followers, raising=False)
     monkeypatch.setattr(runner, "_peers", _Alone(0, 2, torch.device("cpu")), raising=False)
-    wrong = Share(Sequence(1, [5], 1, 9, SamplingParams(), 1, table=PageTable([10**6])), 0, 1)
+    wrong = ScheduledChunk(Sequence(1, [5], 1, 9, SamplingParams(), 1, table=PageTable([10**6])), 0, 1)
     for _ in range(2):
         with pytest.raises(WorkerDied, match="a round failed on its first rank with IndexError"):
             runner.run([wrong])
@@ -198,10 +198,10 @@ def test_the_ranks_parts_of_a_matrix_are_the_whole_of_it(family):
 def test_a_follower_reads_of_a_round_what_was_sent():
     first = Sequence(1, list(range(40, 60)), 20, 30, SamplingParams(), 1, table=PageTable([4, 5, 9], 2))
     second = Sequence(2, [3, 4, 5, 6], 3, 9, SamplingParams(), 2, table=PageTable([7], 0), adapter=2)
-    shares = [Share(first, 16, 4), Share(second, 3, 3, (8, 9))]
-    found, copies = decode_round(encode_round(shares, [(1, 2), (3, 4)]))
+    chunks = [ScheduledChunk(first, 16, 4), ScheduledChunk(second, 3, 3, (8, 9))]
+    found, copies = decode_round(encode_round(chunks, [(1, 2), (3, 4)]))
     assert copies == [(1, 2), (3, 4)]
-    for one, sent in zip(found, shares, strict=True):
+    for one, sent in zip(found, chunks, strict=True):
         assert (one.start, one.count, one.rows, one.tokens) == (sent.start, sent.count, sent.rows, sent.tokens)
         assert one.sequence.tokens[one.start] == sent.sequence.tokens[sent.start]
         assert (one.sequence.table.pages, one.sequence.table.run) == (

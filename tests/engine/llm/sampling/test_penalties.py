@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftline.engine.llm.sampling.penalties import History
+from weftline.engine.llm.sampling.logits_processing import TokenCounts
 
 TOKEN = st.integers(0, 40)
 STEP = st.one_of(
@@ -17,7 +17,7 @@ STEP = st.one_of(
 )
 
 
-def _check(history: History, tokens: list[int], prompt: int, draft: list[int], from_prompt: bool) -> None:
+def _check(history: TokenCounts, tokens: list[int], prompt: int, draft: list[int], from_prompt: bool) -> None:
     ids, times = history.count(tokens, prompt, draft, from_prompt)
     found = dict(zip(ids.tolist(), times.tolist(), strict=True))
     answer = Counter([*tokens[prompt:], *draft])
@@ -28,7 +28,7 @@ def _check(history: History, tokens: list[int], prompt: int, draft: list[int], f
 @given(st.lists(TOKEN, max_size=20), st.lists(STEP, max_size=12), st.lists(TOKEN, max_size=5), st.booleans())
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_counts_are_those_of_counting_anew(tokens, steps, draft, from_prompt):
-    history, prompt = History(), len(tokens) // 2
+    history, prompt = TokenCounts(), len(tokens) // 2
     for kind, some in steps:
         if kind == "say":
             tokens += some
@@ -49,7 +49,7 @@ def test_only_what_is_new_is_looked_at():
             Counted.looked += 1
             return super().__getitem__(at)
 
-    tokens, history = Counted(range(100)), History()
+    tokens, history = Counted(range(100)), TokenCounts()
     history.count(tokens, 50)
     Counted.looked = 0
     tokens.append(7)

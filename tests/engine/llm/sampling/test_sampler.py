@@ -12,8 +12,9 @@ import torch
 from tests.engine.llm import plain_sampling
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.sampling import sampler as sampling
-from weftline.engine.llm.sampling.sampler import Row, Sampler, TokenChoice
+from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.sequence import Sequence
+from weftline.engine.llm.update import SampledToken
 from weftline.errors import InputError
 
 VOCABULARY = 60
@@ -25,7 +26,7 @@ def _sequence(tokens: list[int] | None = None, prompt: int = 2, order: int = 0, 
     return Sequence(1, tokens or [1, 2], prompt, 99, SamplingParams(**params), order, seed=seed)
 
 
-def _pick(logits: torch.Tensor, *rows: Sequence | Row, ends: frozenset[int] = frozenset()) -> list[TokenChoice]:
+def _pick(logits: torch.Tensor, *rows: Sequence | Row, ends: frozenset[int] = frozenset()) -> list[SampledToken]:
     made = [row if isinstance(row, Row) else Row(row) for row in rows]
     return Sampler(ends, logits.shape[1]).pick(logits.clone(), made)
 
@@ -64,9 +65,9 @@ def _random_row(chance: random.Random, order: int) -> Row:
 @pytest.mark.parametrize("few", [8, 128])
 def test_random_rounds_are_what_the_definition_says(few, monkeypatch):
     monkeypatch.setattr(
-        "weftline.engine.llm.sampling.wants._FEW", few
+        "weftline.engine.llm.sampling.logits_processing._SORTED_FIRST", few
     )  # with 8, most rows need more than is sorted at first
-    monkeypatch.setattr("weftline.engine.llm.sampling.wants._MORE", 3)
+    monkeypatch.setattr("weftline.engine.llm.sampling.logits_processing._MORE", 3)
     chance, sampler, compared = random.Random(few), Sampler(ENDS, VOCABULARY), 0
     for round in range(60):
         rows = [_random_row(chance, 100 * round + at) for at in range(chance.randrange(1, 9))]

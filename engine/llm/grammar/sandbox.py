@@ -1,0 +1,176 @@
+"""Trial process that compiles untrusted grammars under a time and a memory limit.
+
+    python -m weftline.engine.llm.grammar.sandbox <pid of its parent> <memory in bytes>
+
+`TrialProcess` is the parent's side: start, request, timeout and kill. It sends one request at a time from one thread;
+`close` may be called from another. The process ends when that thread ends.
+
+The child reads JSON lines {"grammar": text} and answers each with a line {"error": text}, empty for a valid grammar;
+its first line, {"error": ""}, means ready. It uses a byte vocabulary instead of the model's tokens and so starts at
+once. It drops the right to new privileges, limits its memory, and ends with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from weftline.errors import InputError, LimitReached, SessionClosed
+
+TRIAL_MAX_MS = 2_000.0
+TRIAL_MEMORY_BYTES = 1 << 30
+"""Address space of the process: an interpreter takes about 100 MB of it, the largest grammar within the limits 50."""
+START_MAX_MS = 60_000.0
+"""Longest the process may take to start; a tenth of a second where nothing else runs."""
+ANSWER_BYTES_MAX = 1 << 20
+_READ_BYTES = 65536
+_WRITE_BYTES = 4096
+"""What a pipe takes whole when it says that it takes anything."""
+_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+
+
+class TrialProcess:
+    """Tries grammars. Nothing is started before the first one; after a kill, the next one starts a new process."""
+
+    def __init__(
+        self,
+        trial_max_ms: float = TRIAL_MAX_MS,
+        memory_bytes: int = TRIAL_MEMORY_BYTES,
+        command: tuple[str, ...] = ("-m", "weftline.engine.llm.grammar.sandbox"),
+    ) -> None:
+        """command: what the interpreter is to run; tests have others."""
+        self._trial_max_ms = trial_max_ms
+        self._memory_bytes = memory_bytes
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def wait_trial(self, grammar: str) -> str:
+        """Return what is wrong with a grammar, empty for nothing; waits for at most the limits above.
+
+        InputError when it takes more time or memory than it may; LimitReached when no process can be started.
+        """
+        process = self._process or self._wait_start()
+        try:
+            return self._wait_answer(process, json.dumps({"grammar": grammar}).encode() + b"\n", self._trial_max_ms)
+        except TimeoutError:
+            self.kill()
+            most = f"{self._trial_max_ms:g} ms"
+            raise InputError(f"sampling: the constraint: not prepared after {most}, the limit; simplify it") from None
+        except (OSError, ValueError):
+            self.kill()
+            if self._closed:
+                raise SessionClosed("the engine was closed while the constraint was prepared") from None
+            most = f"{self._memory_bytes >> 20} MiB"
+            raise InputError(
+                f"sampling: the constraint: it ended the process that prepares them, which may use {most}; simplify it"
+            ) from None
+
+    def kill(self) -> None:
+        """End the process at once; the next trial starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def close(self) -> None:
+        """End the process, whatever it does, and start no more; a trial that waits for it ends with SessionClosed."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()  # its pipes are closed by the thread that reads them
+
+    def _wait_start(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise SessionClosed("the engine is closed")
+        limits = (str(os.getpid()), str(self._memory_bytes))
+        try:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", *self._command, *limits],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env=_environment(),
+            )
+            self._wait_answer(process, b"", START_MAX_MS)
+            return process
+        except (OSError, ValueError):
+            self.kill()
+            raise LimitReached("no process can be started to prepare constraints; try again", 1.0) from None
+
+    def _wait_answer(self, process: subprocess.Popen[bytes], question: bytes, most_ms: float) -> str:
+        """Send a line and return the `error` of the next one. TimeoutError; OSError or ValueError: no such answer."""
+        if process.stdin is None or process.stdout is None:
+            raise OSError("a process without pipes")
+        os.set_blocking(process.stdin.fileno(), False)  # one that does not read must not be waited for either
+        ends_at = time.monotonic() + most_ms / 1e3
+        unsent, answer = memoryview(question), b""
+        while not answer.endswith(b"\n"):
+            waited = select.poll()
+            waited.register(process.stdout, select.POLLIN)
+            if unsent:
+                waited.register(process.stdin, select.POLLOUT)
+            left_ms = (ends_at - time.monotonic()) * 1e3
+            ready = dict(waited.poll(left_ms)) if left_ms > 0 else {}
+            if not ready:
+                raise TimeoutError
+            if process.stdin.fileno() in ready:
+                unsent = unsent[os.write(process.stdin.fileno(), unsent[:_WRITE_BYTES]) :]
+            if process.stdout.fileno() in ready:
+                read = os.read(process.stdout.fileno(), _READ_BYTES)
+                answer += read
+                if not read or len(answer) > ANSWER_BYTES_MAX:
+                    raise OSError("the process is gone, or says too much")
+        return str(json.loads(answer)["error"])
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+
+
+def confine(parent: int, memory_bytes: int) -> None:
+    """Limit this process, and tie its life to that of the thread that started it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    if os.getppid() != parent:  # it ended before the first of these calls
+        os._exit(1)
+
+
+def main() -> None:
+    """Answer lines until there are no more."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from weftline.engine.llm.grammar.matcher import LIMITS
+
+    confine(int(sys.argv[1]), int(sys.argv[2]))
+    tokenizer, limits = LLTokenizer("byte"), LLParserLimits(**LIMITS)
+    print('{"error": ""}', flush=True)
+    for line in sys.stdin.buffer:
+        tried = LLMatcher(tokenizer, json.loads(line)["grammar"], log_level=0, limits=limits)
+        if not tried.is_error():
+            tried.compute_bitmask()
+        print(json.dumps({"error": tried.get_error()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

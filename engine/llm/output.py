@@ -1,0 +1,137 @@
+"""Output of a request: text and finish reason of each answer, and the outputs of the whole request.
+
+A round adds one token to an answer, or several when draft tokens were accepted. `SequenceOutput` detokenizes them, ends
+the answer at a stop token, a stop string or its length limit, and drops tokens after the end. `RequestOutput` collects
+the updates of all answers of one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+from weftline.engine.llm.detokenizer import TextStream
+from weftline.engine.llm.sequence import Sequence
+from weftline.engine.llm.update import SampledToken, TokenUpdate
+
+_EMPTY = TokenUpdate(-1)
+
+
+class SequenceOutput:
+    """Text and finish reason of `sequence`.
+
+    ends: the model's end-of-text tokens.   text: detokenizer, which also matches stop strings; None: tokens only.
+    """
+
+    def __init__(self, sequence: Sequence, ends: frozenset[int], text: TextStream | None, echo: str = "") -> None:
+        params = sequence.params
+        self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else ends)
+        self._text = text
+        self._echo = echo
+        self._known = len(sequence.tokens)
+        self._limit = sequence.limit
+
+    def add(self, update: TokenUpdate) -> None:
+        """Set text and finish reason of `update`, and cut its tokens after the one that ends the answer.
+
+        `finish` is already 'stop' where a constraint permits nothing after the last token.
+        """
+        if len(update.tokens) != 1 or update.finish is not None or self._echo or update.tokens[0] in self._stops:
+            self.add_all(update)
+            return
+        self._known += 1  # nearly all rounds add one token that ends nothing
+        finish = "length" if self._known >= self._limit else None
+        stream = self._text
+        if stream is not None:
+            update.text = stream.push(update.tokens[0])
+            if finish is not None and not stream.stopped:
+                update.text += stream.finish()  # held-back text may complete a stop string
+            finish = "stop" if stream.stopped else finish
+        update.finish = finish
+
+    def add_all(self, update: TokenUpdate) -> None:
+        """Do the same for any number of tokens, stop tokens and echoed prompts included."""
+        text, self._echo = self._echo, ""
+        finish = None
+        for count, token in enumerate(update.tokens, start=1):
+            self._known += 1
+            ended = token in self._stops
+            complete = update.finish is not None and count == len(update.tokens)
+            finish = "stop" if ended or complete else "length" if self._known >= self._limit else None
+            if self._text is not None:
+                text += "" if ended else self._text.push(token)
+                if finish is not None and not self._text.stopped:
+                    text += self._text.finish()
+                finish = "stop" if self._text.stopped else finish
+            if finish is not None:
+                update.tokens, update.logprobs = update.tokens[:count], update.logprobs[:count]
+                break
+        update.text, update.finish = text, finish
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer so far. latest: the newest update, whose counts are those of the whole answer."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[SampledToken] = field(default_factory=list)
+    latest: TokenUpdate = field(default_factory=lambda: _EMPTY)
+
+
+class RequestOutput:
+    """Answers of one request. decode: token ids to text, for the names of tokens with log-probabilities."""
+
+    def __init__(self, count: int, decode: Callable[[SequenceOf[int]], str]) -> None:
+        self._answers = [_Answer() for _ in range(count)]
+        self._decode = decode
+        self._prompt: tuple[SampledToken, ...] = ()
+        self._latest = _EMPTY  # of any answer
+
+    @property
+    def streams(self) -> bool:
+        """Return whether text is streamed: of a single answer, not of several at once."""
+        return len(self._answers) == 1
+
+    @property
+    def begun(self) -> bool:
+        """Return whether any update was added."""
+        return self._latest is not _EMPTY
+
+    def add(self, update: TokenUpdate) -> None:
+        answer = self._answers[update.index]
+        answer.latest = self._latest = update
+        if update.text:
+            answer.texts.append(update.text)
+        if update.logprobs:
+            answer.logprobs += update.logprobs
+        if update.prompt_logprobs:
+            self._prompt = update.prompt_logprobs
+
+    def outputs(self) -> dict[str, Any]:
+        """Return the step's outputs: text and usage of the first answer, and all answers."""
+        first = self._answers[0]
+        usage = {
+            "prompt_tokens": self._latest.prompt_tokens,
+            "completion_tokens": sum(answer.latest.completion_tokens for answer in self._answers),
+            "cached_tokens": self._latest.cached_tokens,
+            "finish_reason": first.latest.finish,
+        }
+        if any(answer.latest.drafted_tokens for answer in self._answers):
+            usage["guessed_tokens"] = sum(answer.latest.drafted_tokens for answer in self._answers)
+            usage["right_tokens"] = sum(answer.latest.accepted_tokens for answer in self._answers)
+        answers = [self._to_json(index, answer) for index, answer in enumerate(self._answers)]
+        if self._prompt:
+            answers[0]["prompt_logprobs"] = [None, *map(self._token, self._prompt)]
+        return {"text": "".join(first.texts), "usage": usage, "answers": answers}
+
+    def _to_json(self, index: int, answer: _Answer) -> dict[str, Any]:
+        body: dict[str, Any] = {"index": index, "text": "".join(answer.texts), "finish_reason": answer.latest.finish}
+        if answer.logprobs:
+            body["logprobs"] = [self._token(one) for one in answer.logprobs]
+        return body
+
+    def _token(self, one: SampledToken) -> dict[str, Any]:
+        top = [{"id": token, "token": self._decode([token]), "logprob": logprob} for token, logprob in one.top]
+        return {"id": one.token, "token": self._decode([one.token]), "logprob": one.logprob, "top": top}
