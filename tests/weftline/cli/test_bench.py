@@ -33,7 +33,7 @@ def test_a_closed_load_prints_all_its_parts(weft, write) -> None:
     assert ended.code == 0, ended.err
     for said in (
         "machine     ", " cores, ", "; weftline ", "pipeline    test: 3 steps, 3 workers",
-        "inputs      made up, seed 0: x (12 words at random), n ({})",
+        "inputs      generated, seed 0: x (12 words at random), n ({})",
         "load        closed, 3 callers; 0.", " ok, 0 failed\n", "throughput  ", "latency     p50 ",
         "steps, times in ms", "batches, share of calls by their number of items",
         "workers, share of the time they were busy", "where the time of an answered request went",
@@ -86,7 +86,7 @@ def test_rows_of_a_file_are_taken_in_turn(weft, write, tmp_path: Path) -> None:
     ended = weft("bench", write(CHAIN), "--data", str(data), "-i", "x=given", "--requests", "6", *SHORT)
     assert ended.code == 0, ended.err
     assert f"inputs      3 rows of {data}, in turn\n" in ended.out
-    assert "made up" not in ended.out
+    assert "generated" not in ended.out
     assert "6 sent, 6 ok" in ended.out
 
 
@@ -133,7 +133,7 @@ def test_made_up_inputs_that_do_not_fit_are_told_as_such(weft, write) -> None:
     ended = weft("bench", write(limited))
     assert (ended.code, ended.out) == (3, "")
     assert "input x: " in ended.err
-    assert "    inputs were made up, seed 0: x (12 words at random), n ({})\n" in ended.err
+    assert "    inputs were generated, seed 0: x (12 words at random), n ({})\n" in ended.err
 
 
 @pytest.mark.slow

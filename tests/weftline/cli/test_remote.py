@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from tests.engine.serving.grpc.served import ECHO, FAILS, Served, served_in_thread
 from weftline import errors
+from weftline.cli.main import app
 from weftline.cli.remote import NOT_READY, Remote, load_model, show_status, unload_model
-from weftline.cli.remote_commands import add_to
 from weftline.engine.client.client import Client
 from weftline.engine.client.refusal import Unavailable
 from weftline.engine.serving.auth.tokens import digest
@@ -165,8 +164,6 @@ def test_what_a_server_says_moves_no_cursor(remote: Remote, monkeypatch: pytest.
 
 
 def test_the_commands_have_their_options_and_end_with_their_codes(server: Served, remote: Remote) -> None:
-    app = typer.Typer()
-    add_to(app)
     options = ["--url", server.address, "--token-file", str(remote.token_file)]
     runner = CliRunner()
     shown = runner.invoke(app, ["status", "--json", *options])
