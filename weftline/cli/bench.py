@@ -24,11 +24,11 @@ from weftline.cli.report import print_report
 from weftline.cli.run import check_outputs
 from weftline.cli.show import printable
 from weftline.engine.bench.arrivals import Closed, Open
-from weftline.engine.bench.driver import REQUESTS_MAX
 from weftline.engine.bench.hints import hints
 from weftline.engine.bench.load import bench as measure
-from weftline.engine.bench.made_up import about, made_up
+from weftline.engine.bench.load_generator import REQUESTS_MAX
 from weftline.engine.bench.report import Report
+from weftline.engine.bench.sample_inputs import sample_input, sample_text
 from weftline.engine.bench.trace import REQUESTS_MAX as TRACED_MAX
 from weftline.engine.bench.trace import trace
 from weftline.engine.machine import this_machine
@@ -209,10 +209,10 @@ def bench_inputs(
         if not (one.hidden or one.optional or one.default is not None) and any(one.name not in row for row in rows)
     ]
     if lacking:
-        names = ", ".join(f"{one.name} ({about(plan.input_types[one.name])})" for one in lacking)
+        names = ", ".join(f"{one.name} ({sample_text(plan.input_types[one.name])})" for one in lacking)
         sources.append(f"generated, seed {seed}: {names}")
         rows = [
-            {**{one.name: made_up(plan, one, seed + variant) for one in lacking}, **row}
+            {**{one.name: sample_input(plan, one, seed + variant) for one in lacking}, **row}
             for variant, row in enumerate(rows if data is not None else rows * VARIANTS)
         ]
     return rows, sources

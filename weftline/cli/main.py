@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from weftline.cli.exit import ending, exit_codes, open_closed_streams
+from weftline.cli.exit import exit_codes, open_closed_streams, run_command
 from weftline.cli.options import Verbose
 
 COMMANDS = {
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbose = not {"--verbose", "-v"}.isdisjoint(words)
     if verbose:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    return ending(lambda: _dispatch(words), verbose=verbose)
+    return run_command(lambda: _dispatch(words), verbose=verbose)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -6,8 +6,8 @@
 FILE is the flagship; it needs everything that its steps need. `--shared` stands for a language model and an embedding
 model that share the device, which need no more than `weftline serve` does. Workers are hardened, memory is budgeted,
 and the KV memory takes what the budget leaves, as in service. The same inputs are given to the CPU first; answers of
-the device are compared with the CPU's, and what differs is told: numbers that are rounded otherwise may end in other
-words.
+the device are compared with the CPU's, and differences are reported: other rounding may lead to
+other words.
 """
 
 from __future__ import annotations

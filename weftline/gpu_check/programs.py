@@ -62,7 +62,7 @@ PLACE_WIDTH = 26
 ENGINE_HOPS = "benchmarks/device_hop.py"
 SANITIZER = "compute-sanitizer"
 SANITIZER_CODE = 9
-"""What compute-sanitizer is told to end with when it found something."""
+"""Exit code of compute-sanitizer when it found an error."""
 
 
 def check_memory_accesses(trial: Trial) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Trial:
         return Crew(self.device, self.environment, self.until_s + OVERTIME_S)
 
     def say(self, text: str) -> None:
-        """Tell whoever waits how far the part is; a line on standard error."""
+        """Print progress on standard error."""
         print(f"{self.part}: {text}", file=sys.stderr, flush=True)
 
 

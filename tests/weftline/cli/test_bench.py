@@ -61,17 +61,24 @@ def test_figures_are_written_as_json_and_add_up(weft, write, tmp_path: Path) -> 
     assert ended.code == 0, ended.err
     assert f"wrote {figures}\nwrote {trace}, 20 requests; open it at ui.perfetto.dev\n" in ended.err
     assert "stopped: after 20 requests" in ended.out
-    told = json.loads(figures.read_text())
-    assert (told["sent"], told["ok"], told["errors"], told["stopped"]) == (20, 20, [], "after 20 requests")
-    assert [step["step"] for step in told["steps"]] == ["a", "b"]  # c is for another output
-    assert all(step["count"] == 20 for step in told["steps"])
-    spent = told["where"]
+    figures_json = json.loads(figures.read_text())
+    assert (figures_json["sent"], figures_json["ok"], figures_json["errors"], figures_json["stopped"]) == (
+        20,
+        20,
+        [],
+        "after 20 requests",
+    )
+    assert [step["step"] for step in figures_json["steps"]] == ["a", "b"]  # c is for another output
+    assert all(step["count"] == 20 for step in figures_json["steps"])
+    spent = figures_json["where"]
     parts = ("queue_ms", "batch_wait_ms", "node_ms", "hand_over_ms")
     steps_ms = sum(step[part] for step in spent["steps"] for part in parts)
-    assert steps_ms + sum(spent["outside"].values()) == pytest.approx(spent["mean_ms"]) == told["latency"]["mean"]
+    assert (
+        steps_ms + sum(spent["outside"].values()) == pytest.approx(spent["mean_ms"]) == figures_json["latency"]["mean"]
+    )
     assert all(step["node_ms"] > 0 for step in spent["steps"])
     assert [path["steps"] for path in spent["paths"]] == [["a", "b"]]
-    assert told["options"] == {"load": {"callers": 8}, "warm_up_s": 0.0, "seed": 0}
+    assert figures_json["options"] == {"load": {"callers": 8}, "warm_up_s": 0.0, "seed": 0}
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(one.get("cat") == "request" for one in events) == 20
     assert {one["name"] for one in events if one.get("cat") == "batch" and one["ph"] == "X"} == {"a", "b"}

@@ -102,7 +102,7 @@ def talk(step: ChatStep, ask: Any, lines: str, conversation: Conversation | None
 
 
 def typed(step: ChatStep, ask: Any, *lines: str, conversation: Conversation | None = None) -> str:
-    """Return what is told beside the answers when `lines` are typed."""
+    """Return the notes on standard error when `lines` are typed."""
     err = Tty()
     Chat(step, conversation or Conversation(), {}, ask, Typed(lines, err)).run()
     return re.sub(r"\x1b\[\dm", "", err.getvalue())
@@ -143,7 +143,7 @@ def test_an_llm_step_of_a_pipeline_inside_the_pipeline_can_be_chosen(write, tmp_
 
 
 @pytest.mark.parametrize(
-    ("steps", "wanted", "told"),
+    ("steps", "wanted", "printed"),
     [
         ("a: {node: echo, inputs: {value: x}}", "", "the pipeline has no llm step that generates text"),
         ("a: {node: llm, model: M, prompt: '{{ x }}'}\n  b: {node: llm, model: M, prompt: '{{ x }}'}", "", "a, b"),
@@ -152,23 +152,23 @@ def test_an_llm_step_of_a_pipeline_inside_the_pipeline_can_be_chosen(write, tmp_
     ],
     ids=["none", "several", "unknown", "another kind"],
 )
-def test_without_one_llm_step_it_says_so(weft, write, steps: str, wanted: str, told: str) -> None:
+def test_without_one_llm_step_it_says_so(weft, write, steps: str, wanted: str, printed: str) -> None:
     outputs = ", ".join(f"{name}: {name}.text" for name in re.findall(r"(\w): {node: llm", steps)) or "a: a.value"
     file = write(f"inputs: {{x: text}}\nsteps:\n  {steps.replace('M', str(MODEL))}\noutputs: {{{outputs}}}\n")
     ended = weft("chat", file, "--once", "hello", *(("--step", wanted) if wanted else ()))
     assert (ended.code, ended.out) == (3, "")
-    assert told in ended.err and "fix: " in ended.err
+    assert printed in ended.err and "fix: " in ended.err
     assert "loading" not in ended.err
 
 
 def test_a_wrong_option_is_refused_before_a_model_is_loaded(weft, tmp_path: Path) -> None:
-    for words, told in (
+    for words, printed in (
         (("--set", "temprature=1"), "did you mean temperature?"),
         (("--set", "temperature"), "expected KEY=VALUE"),
         (("--load", str(tmp_path / "none.json")), "cannot be read"),
     ):
         ended = weft("chat", str(FLAGSHIP), "--once", "hello", *words)
-        assert ended.code == 3 and told in ended.err
+        assert ended.code == 3 and printed in ended.err
         assert "loading" not in ended.err
 
 
@@ -204,7 +204,7 @@ def test_a_conversation_is_saved_and_loaded_and_replaces_no_other_file(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "printed"),
     [
         ("{", "is not a saved conversation: Input data was truncated"),
         ("[" * 100_000, "is not a saved conversation: "),
@@ -220,9 +220,9 @@ def test_a_conversation_is_saved_and_loaded_and_replaces_no_other_file(tmp_path:
         ('[{"role": "user", "content": 5}]', r"Expected `str`, got `int` - at `\$\[0\].content`"),
     ],
 )
-def test_a_file_that_holds_no_conversation_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_that_holds_no_conversation_is_refused(tmp_path: Path, text: str, printed: str) -> None:
     (tmp_path / "chat.json").write_text(text)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=printed):
         Conversation.load(tmp_path / "chat.json")
 
 
@@ -233,12 +233,12 @@ def test_a_line_is_a_command_a_text_or_a_mistake() -> None:
     assert parse_line("hello") == ("", "hello")
     assert parse_line("//etc is a folder") == ("", "/etc is a folder")
     assert parse_line("/system  Be brief. ") == ("/system", "Be brief.")
-    for line, told in (
+    for line, printed in (
         ("/rest", "did you mean /reset"),
         ("/save", "the name of a file is missing"),
         ("/reset now", "has no argument"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=printed):
             parse_line(line)
 
 
@@ -295,8 +295,8 @@ def test_a_question_that_fails_leaves_the_conversation_as_it_was(step: ChatStep)
 
 def test_ctrl_c_keeps_the_part_so_far(step: ChatStep) -> None:
     ask = Answers(..., "Yes.")
-    told = typed(step, ask, "one?", "two?", "/stats")
-    assert "stopped; the part so far stays" in told and "stopped: 1 answer" in told
+    printed = typed(step, ask, "one?", "two?", "/stats")
+    assert "stopped; the part so far stays" in printed and "stopped: 1 answer" in printed
     assert [message["content"] for message in ask.asked[-1]["messages"]] == ["one?", "Well,", "two?"]
 
 
@@ -306,10 +306,10 @@ def test_ctrl_c_in_a_pipe_ends_the_command(step: ChatStep) -> None:
 
 
 def test_a_terminal_shows_figures_after_each_answer(step: ChatStep) -> None:
-    told = typed(step, Answers("Yes."), "one?")
-    assert "models/shapes-chat, step answer; /help lists commands" in told
-    assert re.search(r"20 tokens at [\d.]+/s, first after \d+ ms, 15 of 30 prompt tokens cached \(50%\)", told)
-    assert "cut: the context is full" in told, "20 of at most 64 tokens, and yet for its length"
+    printed = typed(step, Answers("Yes."), "one?")
+    assert "models/shapes-chat, step answer; /help lists commands" in printed
+    assert re.search(r"20 tokens at [\d.]+/s, first after \d+ ms, 15 of 30 prompt tokens cached \(50%\)", printed)
+    assert "cut: the context is full" in printed, "20 of at most 64 tokens, and yet for its length"
 
 
 def test_rates_count_tokens_after_the_first() -> None:
@@ -426,12 +426,12 @@ def test_a_model_without_a_chat_template_goes_on_with_plain_text(write, tmp_path
     step = chat_step(load_file(write(TALK.format(model=plain))))
     with load(step.pipeline).open() as session:
         code, out, err = talk(step, session.stream, "/set tokens_max 5\nhello\nagain\n", Conversation("Be brief."))
-        told = talk(step, session.stream, "a\n/system b\n")
+        printed = talk(step, session.stream, "a\n/system b\n")
     assert code == 0, err
     assert err.count("no chat template: the conversation is sent as plain text") == 1
     assert "accepts no system message; it is removed" in err
     assert out.count("\n") >= 2
-    assert told[0] == 1 and "error: /system: the model has no chat template" in told[2]
+    assert printed[0] == 1 and "error: /system: the model has no chat template" in printed[2]
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ class Terminal:
             return False
         try:
             data = os.read(self._ours, 65536)
-        except OSError:  # nobody holds the other side any more
+        except OSError:  # the other side is closed
             return False
         self.said += data.decode()
         return bool(data)

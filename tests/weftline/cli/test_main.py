@@ -184,9 +184,9 @@ def test_one_node_is_shown_with_ports_and_options(weft) -> None:
     shown = weft("nodes", "echo").out
     assert "  value  text\n" in shown
     assert '  type: str, default "text"\n      port type of `value`, in and out.' in shown
-    told = json.loads(weft("nodes", "echo", "--json").out)
-    assert told["inputs"] == [{"name": "value", "type": "text", "optional": False, "pieces": False, "about": ""}]
-    assert [(one["name"], one["default"]) for one in told["options"]] == [
+    described = json.loads(weft("nodes", "echo", "--json").out)
+    assert described["inputs"] == [{"name": "value", "type": "text", "optional": False, "pieces": False, "about": ""}]
+    assert [(one["name"], one["default"]) for one in described["options"]] == [
         ("type", "text"),
         ("delay_ms", 0.0),
         ("delay_item_ms", 0.0),

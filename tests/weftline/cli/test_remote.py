@@ -63,11 +63,11 @@ def test_status_is_a_table_of_models(server: Served, remote: Remote) -> None:
 
 def test_status_as_json_is_one_object(remote: Remote) -> None:
     code, text = status(remote, as_json=True)
-    told = json.loads(text)
-    assert code == 0 and told["ready"] is True
-    echo = told["models"][0]
+    parsed = json.loads(text)
+    assert code == 0 and parsed["ready"] is True
+    echo = parsed["models"][0]
     assert (echo["name"], echo["state"], echo["version"]) == ("echo", "ready", 1)
-    assert told["models"][1]["requests"] >= 0
+    assert parsed["models"][1]["requests"] >= 0
 
 
 def test_unload_and_load_change_what_serves(remote: Remote) -> None:
@@ -120,7 +120,7 @@ def test_without_the_right_to_load_nothing_is_loaded(server: Served, tmp_path: P
 
 def test_a_model_that_the_server_was_not_told_of_is_unknown(remote: Remote) -> None:
     with pytest.raises(errors.UnknownModel) as unknown:
-        load_model(remote, "nobody", io.StringIO())
+        load_model(remote, "missing", io.StringIO())
     assert unknown.value.exit_code == 3
 
 
