@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions, memory_bytes, spread
-from weftline.engine.bench.made_up import made_up
+from weftline.engine.bench.sample_inputs import sample_input
 from weftline.engine.machine import this_machine
 from weftline.engine.session import Session, load
 from weftline.pipelines.placement.machine import Device
@@ -127,7 +127,7 @@ def measure(name: str, model: Model, device: str, turns: int) -> Iterator[list[s
     """Yield the rows of one model: awake, and each way to sleep."""
     with opened(model, device, None) as session:
         plan = session.plan
-        given = made_up(plan, plan.inputs[0], 1)
+        given = sample_input(plan, plan.inputs[0], 1)
         for _ in range(3):
             ask_ms(session, given)
         awake = [ask_ms(session, given) for _ in range(max(turns, 20))]

@@ -15,13 +15,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import typer
 
 import weftline
 import weftline.nodes.current
 from weftline import errors
 from weftline.cli.exit import exit_codes
-from weftline.cli.main import app
+from weftline.cli.main import COMMANDS, command
 from weftline.engine import repository
 from weftline.engine.llm import sequence
 from weftline.engine.protocol import messages
@@ -223,10 +222,9 @@ def test_every_error_has_its_heading_status_and_exit_code() -> None:
 
 def test_every_command_and_option_has_its_place() -> None:
     text = read("docs/reference/cli.md")
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert [heading for heading in headings(text) if heading in commands] == list(commands)
-    for name, command in commands.items():
-        options = {max(one.opts, key=len) for one in command.params if one.param_type_name == "option"}
+    assert [heading for heading in headings(text) if heading in COMMANDS] == list(COMMANDS)
+    for name in COMMANDS:
+        options = {max(one.opts, key=len) for one in command(name).params if one.param_type_name == "option"}
         told = set(re.findall(r"^\| `(?:-\w`, `)?(--[\w-]+)", section(text, name), re.MULTILINE))
         assert told == options, name
 

@@ -29,7 +29,7 @@ PURE = [
         for room in ("scheduler",)
         for path in sorted((ROOT / "engine" / room).glob("*.py"))
     ),
-    *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "where", "report", "hints", "trace")),
+    *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "critical_path", "report", "hints", "trace")),
     *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
     *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),
     *(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weftline.engine.bench.arrivals import Closed, Open
+from weftline.engine.bench.critical_path import AFTER, BATCH_WAIT, BEFORE, BETWEEN, HAND_OVER, NODE, QUEUE
 from weftline.engine.bench.report import Report, StepLoad
-from weftline.engine.bench.where import AFTER, BATCH_WAIT, BEFORE, BETWEEN, HAND_OVER, NODE, QUEUE
 from weftline.pipelines.placement.plan import Plan, PlannedStep
 
 BUSY = 0.85

@@ -4,8 +4,8 @@
         report = bench(session, lambda number: {"text": f"question {number}"}, Open(rate_per_s=200))
         print(report.per_s, report.latency.p99)
 
-Latency counts from the moment a request was meant to be sent, and how late it really was is kept beside it: a load
-that cannot keep up shows, and flatters nobody.
+Latency counts from the scheduled send time, and the delay of the actual send is recorded: a load generator that cannot
+keep up is visible in the report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from weftline.engine.bench.arrivals import Closed, Open
-from weftline.engine.bench.driver import REQUESTS_MAX, Ask, Driver, Inputs, Progress
+from weftline.engine.bench.load_generator import REQUESTS_MAX, Ask, Inputs, LoadGenerator, Progress
 from weftline.engine.bench.outcome import RequestOutcome
 from weftline.engine.bench.report import Report, report
 from weftline.engine.request import RequestOptions
@@ -44,13 +44,12 @@ def bench(
     outputs: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Load a session and return what it showed; InputError when it does not take the inputs.
+    """Run a load on a session and return the report; InputError for inputs that the pipeline refuses.
 
-    warm_up_s:    the load runs for so long before anything counts.
-    requests_max: the load ends when so many requests have been measured, at most REQUESTS_MAX.
+    warm_up_s:    time before the first request that counts.
+    requests_max: most measured requests, at most REQUESTS_MAX.
     deadline_ms:  of every request; the pipeline's own when left out.
-    Interrupted with Ctrl-C, it returns what was measured so far, with `stopped` saying so. Not to be called from inside
-    an event loop.
+    Ctrl-C ends the load: the report has the requests so far, and `stopped` is set. Must not be called in an event loop.
     """
     if isinstance(load, Closed) and not 1 <= load.callers <= CALLERS_MAX:
         raise InputError(f"{load.callers} callers; a closed load has 1 to {CALLERS_MAX}")
@@ -60,7 +59,7 @@ def bench(
     asyncio.run(_probe(ask, make_inputs))
     most = min(requests_max, REQUESTS_MAX)
     budget_ms = session.plan.limits.deadline_ms if deadline_ms is None else deadline_ms
-    run = Driver(ask, make_inputs, deadline_ms, progress)
+    run = LoadGenerator(ask, make_inputs, deadline_ms, progress)
     length_ms, warm_up_ms = (warm_up_s + duration_s) * 1000, warm_up_s * 1000
     if isinstance(load, Closed):
         driving = run.closed(load.callers, length_ms, warm_up_ms, most)
@@ -88,13 +87,13 @@ def run_open(
     make_inputs: Inputs,
     deadline_ms: float | None = None,
 ) -> list[RequestOutcome]:
-    """Send a request at each of these times, in milliseconds from the start and rising; return what became of each.
+    """Send a request at each of these times, in milliseconds from the start and rising; return the outcome of each.
 
     target: a session, or a function of the inputs. A coroutine function runs in the load's event loop, a plain one in a
             thread. What it returns or raises may bring `timings`.
     """
     with _Target(target) as ask:
-        run = Driver(ask, make_inputs, deadline_ms)
+        run = LoadGenerator(ask, make_inputs, deadline_ms)
         asyncio.run(run.open(iter(arrivals_ms)))
         return run.outcomes
 
@@ -109,13 +108,13 @@ def run_closed(
 ) -> list[RequestOutcome]:
     """Run a closed load: N concurrent callers for a given time; return the outcome of each request."""
     with _Target(target) as ask:
-        run = Driver(ask, make_inputs, deadline_ms)
+        run = LoadGenerator(ask, make_inputs, deadline_ms)
         asyncio.run(run.closed(callers, duration_s * 1000))
         return run.outcomes
 
 
 async def _probe(ask: Ask, make_inputs: Inputs) -> None:
-    """Send one request ahead and raise if its inputs are refused; other failures are left to the load."""
+    """Send one request and raise InputError if its inputs are refused; the load records other failures."""
     try:
         await ask(make_inputs(0), None)
     except InputError:

@@ -1,6 +1,6 @@
 """Outcome of one measured request: times, status and durations of its steps.
 
-Outcomes are what a load gives and all that figures, critical paths and traces are made from.
+Reports, critical paths and traces are computed from outcomes only.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from weftline.engine.scheduler.request import StepTiming
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """One request of a load; times are on the clock that the timings are on, in milliseconds.
+    """One request of a load; times in milliseconds, on the clock of the timings.
 
-    sent_ms:  when it was meant to be sent. Latency counts from here, so that a late load does not flatter anybody.
-    ended_ms: when its answer, or its error, was there.
+    sent_ms:  scheduled send time. Latency counts from here, so that a late load generator shows (coordinated omission).
+    ended_ms: time of its answer or error.
     error:    class name of its error; '' when it was answered.
-    message:  what the error said.
-    timings:  of its steps, as far as it came.
-    late_ms:  how much later than meant it was sent.
-    traceback: of the exception that a step's code raised; '' where there is none.
+    message:  text of the error.
+    timings:  of the steps that ran.
+    late_ms:  delay of the actual send.
+    traceback: of the exception that a step's code raised; '' for none.
     """
 
     sent_ms: float

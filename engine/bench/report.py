@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weftline.engine.bench.critical_path import TimeBreakdown, where
 from weftline.engine.bench.outcome import RequestOutcome
-from weftline.engine.bench.where import TimeBreakdown, where
 from weftline.engine.scheduler.request import StepTiming
 from weftline.pipelines.placement.plan import Plan, PlannedStep
 
@@ -191,7 +191,7 @@ def _step(step: PlannedStep, timings: Sequence[StepTiming]) -> StepLoad:
     ended = Counter(one.outcome for one in timings)
     calls: dict[int, float] = defaultdict(float)
     for one in ran:
-        if one.batch:  # 0: its worker died, and nobody knows
+        if one.batch:  # 0: its worker died, so the batch is unknown
             calls[one.batch] += 1 / one.batch  # each of a call's items stands for its part of the call
     called = sum(calls.values())
     return StepLoad(

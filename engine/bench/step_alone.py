@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.bench.made_up import made_up
+from weftline.engine.bench.sample_inputs import sample_input
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.runtime.event_loop import Progress
@@ -80,7 +80,9 @@ class StepAlone:
         self._asked = 0
         self.failure = ""
         wanted = [one for one in plan.inputs if one.name in connected or not one.optional]
-        self._rows = [{one.name: made_up(plan, one, seed + variant) for one in wanted} for variant in range(VARIANTS)]
+        self._rows = [
+            {one.name: sample_input(plan, one, seed + variant) for one in wanted} for variant in range(VARIANTS)
+        ]
 
     @property
     def items_max(self) -> int:

@@ -52,8 +52,8 @@ def trace(outcomes: Sequence[RequestOutcome], plan: Plan, requests_max: int = RE
     events += _requests(shown, start_ms, batches, places)
     events += _lanes_of_batches(batches, places)
     note = "" if len(shown) == len(outcomes) else f"the first {len(shown)} of {len(outcomes)} requests"
-    told = {"pipeline": plan.name, **({"shown": note} if note else {})}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
+    metadata = {"pipeline": plan.name, **({"shown": note} if note else {})}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata}
 
 
 def lanes(spans: Sequence[tuple[int, int]]) -> list[int]:

@@ -1,7 +1,7 @@
 """Generator of the reference page of metrics: `python -m weftline.engine.metrics.reference`.
 
-Series come from the table that `/metrics` is written from. What attributes of spans mean is stated here; a test holds
-that a span has these and no others.
+Series come from the table that `/metrics` is written from. Attributes of spans are described here; a test compares
+them with real spans.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ COMMAND = "python -m weftline.engine.metrics.reference"
 PROCESS: Mapping[str, tuple[str, str, str]] = {
     "process_virtual_memory_bytes": ("gauge", "bytes", "address space of the server's process"),
     "process_resident_memory_bytes": ("gauge", "bytes", "memory of the server's process"),
-    "process_start_time_seconds": ("gauge", "seconds", "when it started, since the epoch"),
-    "process_cpu_seconds_total": ("counter", "seconds", "its processor time"),
-    "process_open_fds": ("gauge", "descriptors", "its open descriptors"),
-    "process_max_fds": ("gauge", "descriptors", "most that it may have"),
+    "process_start_time_seconds": ("gauge", "seconds", "start time, since the epoch"),
+    "process_cpu_seconds_total": ("counter", "seconds", "processor time of the server's process"),
+    "process_open_fds": ("gauge", "descriptors", "open descriptors of the server's process"),
+    "process_max_fds": ("gauge", "descriptors", "largest number of descriptors"),
 }
 """Of prometheus_client: (kind, unit, meaning)."""
 
 REQUEST_SPAN: Mapping[str, str] = {
-    "weftline.model": "the model, as the client named it",
-    "weftline.version": "the version that answered; 0 when none did",
+    "weftline.model": "model name in the request",
+    "weftline.version": "version that ran the request; 0 for none",
     "weftline.door": "`grpc`, `grpc-stream` or `http`",
     "weftline.status": "gRPC status name",
-    "weftline.request_id": "the client's name for the request, if it gave one",
-    "weftline.caller": "name in the token file, with tokens",
-    "weftline.request_bytes": "size of the message it came in",
-    "weftline.pieces": "pieces of a streamed answer",
-    "weftline.steps_left_out": f"steps that are not shown: there were more than {SPANS_MAX}",
-    "gen_ai.operation.name": "`generate_content` or `embeddings`; this and the following of language models only",
+    "weftline.request_id": "request id of the client, if present",
+    "weftline.caller": "caller's name in the token file, with tokens",
+    "weftline.request_bytes": "size of the request message",
+    "weftline.pieces": "chunks of a streamed response",
+    "weftline.steps_left_out": f"number of steps without a span, above {SPANS_MAX} steps",
+    "gen_ai.operation.name": "`generate_content` or `embeddings`; this and the following for language models only",
     "gen_ai.provider.name": "`weftline`",
-    "gen_ai.request.model": "the model again",
+    "gen_ai.request.model": "the same as `weftline.model`",
     "gen_ai.usage.input_tokens": "tokens of the prompt",
-    "gen_ai.usage.output_tokens": "tokens of the answer",
-    "gen_ai.response.finish_reasons": "why the answer ended: `stop` or `length`",
-    "gen_ai.latency.time_to_first_token": "of a streamed answer, in seconds",
+    "gen_ai.usage.output_tokens": "generated tokens",
+    "gen_ai.response.finish_reasons": "end of generation: `stop` or `length`",
+    "gen_ai.latency.time_to_first_token": "of a streamed response, in seconds",
 }
 STEP_SPAN: Mapping[str, str] = {
-    "weftline.step": "the step",
+    "weftline.step": "name of the step",
     "weftline.outcome": "`ok`, `failed`, `lost` (its worker died, or it took too long) or `skipped`",
-    "weftline.worker": "the process that ran it",
-    "weftline.batch": "how many items shared the call",
-    "weftline.attempt": "1, or more when it was tried again",
-    "weftline.queue_seconds": "how long it had waited before the span begins",
-    "weftline.batch_wait_seconds": "the part of that in which it waited for company",
-    "weftline.node_seconds": "the part of the span that was spent in the node",
-    "weftline.element": "of a `map:` step, which element of the list",
+    "weftline.worker": "name of the worker process",
+    "weftline.batch": "items in the batch",
+    "weftline.attempt": "1, or more for a retry",
+    "weftline.queue_seconds": "queue time before the span",
+    "weftline.batch_wait_seconds": "part of the queue time spent waiting for a fuller batch",
+    "weftline.node_seconds": "part of the span spent in the node",
+    "weftline.element": "index of the list element, for a `map:` step",
 }
 
 _INTRO = f"""\
@@ -65,50 +65,50 @@ _INTRO = f"""\
 
 <!-- Written by `{COMMAND}`; do not edit by hand. -->
 
-`GET /metrics` at the HTTP door answers in Prometheus' text format. A dashboard for Grafana is
+`GET /metrics` of the HTTP server returns Prometheus' text format. A dashboard for Grafana is
 [examples/deploy/grafana/weftline.json](../../examples/deploy/grafana/weftline.json).
 
 - Units are seconds, bytes, and ratios from 0 to 1. A histogram `x` is shown as `x_bucket`, `x_sum` and `x_count`.
-- Labels have values that the operator wrote, or a fixed few. Nothing that a client sends becomes a label: requests
-  that name no served model count under an empty `model`.
+- Label values come from the operator's files or from a fixed list. Clients cannot add any: requests for a model that is
+  not served count under an empty `model`.
 - `model` is a pipeline or an exposed step, as clients name it.
-- Counters whose meaning ends in "since it was loaded" begin again at 0 when a model is loaded again, which `rate()` and
-  `increase()` know how to read. So do those of a worker that was started again.
-- Requests count when they end. What is said of steps comes from the timings of those requests.
+- Counters "since the model was loaded" reset to 0 when a model is reloaded, and counters of a worker when it is
+  restarted. `rate()` and `increase()` handle resets.
+- Requests count when they end. Series of steps are computed from the timings of those requests.
 
 """
 
 _GPUS = f"""\
 ## GPUs
 
-Read through NVML, at most once in {SAMPLE_S:g} s, when the figures are requested. They are of the GPUs that this
-server may use (`CUDA_VISIBLE_DEVICES`). `gpu` is the number that `nvidia-smi` gives a GPU, `uuid` its UUID. Without a
-driver there are none of these series, and what a GPU does not support is left out; a part of one (MIG) has no load.
-What a step holds is what was measured when it was open, of its largest instance.
+Read through NVML at a scrape, at most once in {SAMPLE_S:g} s, for the GPUs that this server may use
+(`CUDA_VISIBLE_DEVICES`). `gpu` is the number of the GPU in `nvidia-smi`, `uuid` its UUID. Without a driver these series
+are missing, as are values that a GPU does not support; a MIG device has no utilization. The memory of a step is that of
+its largest instance, measured when it was open.
 
 """
 
 _LLM = """\
 ## Language models
 
-Names, labels and buckets are vLLM's, so that dashboards made for vLLM show this server too. `model_name` is the model
-as clients name it; `engine` is the worker that runs the engine, by name. What engines count comes with their
-heartbeats, once a second. The histograms are of whole requests, have no `engine`, and count requests whose pipeline
-gives the llm step's `usage` out.
+Names, labels and buckets are vLLM's, so that dashboards made for vLLM work here. `model_name` is the model as clients
+name it; `engine` is the name of the worker that runs the engine. Counters of engines are updated once a second, with
+heartbeats. The histograms are of whole requests, have no `engine`, and count requests of pipelines with the llm step's
+`usage` among their outputs.
 
 """
 
 _SPANS = f"""\
 ## Spans
 
-With `otlp: http://host:4317` in the configuration, every request becomes a span of kind SERVER, and every step that it
-ran one of kind INTERNAL below it. They are made when the request has ended, and sent every {SEND_EVERY_S:g} s; when a
-collector is slow or gone, {QUEUE_MAX:,} wait and the others are dropped. It needs `weftline[trace]`.
+With `otlp: http://host:4317` in the configuration, every request has a span of kind SERVER, with a child span of kind
+INTERNAL for every step that ran. Spans are created when the request has ended, and sent every {SEND_EVERY_S:g} s. When
+the collector is slow or down, {QUEUE_MAX:,} spans are queued and further ones dropped. Requires `weftline[trace]`.
 
-A `traceparent` header (W3C Trace Context) that comes with a request makes its span a child of the caller's, and its
-sampling flag decides whether it is recorded; one that is malformed is ignored. The answer carries the `traceparent` of
-the request's own span. A span has the status ERROR where the server failed: UNKNOWN, DEADLINE_EXCEEDED, UNIMPLEMENTED,
-INTERNAL, UNAVAILABLE, DATA_LOSS. No value of a request is in a span.
+With a `traceparent` header (W3C Trace Context) the span is a child of the caller's span, and the header's sampling flag
+decides whether it is recorded. A malformed header is ignored. The response has the `traceparent` of the request's span.
+A span has the status ERROR where the server failed: UNKNOWN, DEADLINE_EXCEEDED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE,
+DATA_LOSS. No value of a request is in a span.
 
 """
 
@@ -119,7 +119,7 @@ def metrics_reference() -> str:
         _INTRO,
         "## Requests\n\n" + _table(series.REQUEST_SERIES),
         "\n## Steps\n\n" + _table(series.STEP_SERIES),
-        f"\nA node of your own shows figures by defining `figures()`: at most {FIGURES_MAX} finite numbers by name.\n",
+        f"\nA node exports its own values by defining `figures()`: at most {FIGURES_MAX} finite numbers by name.\n",
         "\n## The engine\n\n" + _table(series.ENGINE_SERIES),
         "\n" + _GPUS + _table(series.GPU_SERIES),
         "\n## Processes\n\n" + _table(series.PROCESS_SERIES),

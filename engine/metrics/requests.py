@@ -1,7 +1,7 @@
 """Request metrics: aggregation of the records of ended requests.
 
-Pure, and owned by `Metrics`, whose lock guards it. Labels stay bounded whatever clients send: a model counts under its
-name once a request of it has reached a version, a caller when the token file names it, a door when it is one of ours.
+Pure, and owned by `Metrics`, whose lock guards it. Clients cannot add labels: a model has its own series once a
+request has reached a version of it, a caller if the token file has it, a protocol if the server has it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_MODEL = ""
 """The label of requests that named no model that was ever served."""
 
 MODELS_MAX = 1024
-"""Most models told apart; a repository holds fewer at a time."""
+"""Most models with series of their own; a repository holds fewer at a time."""
 
 STATUSES = frozenset(
     (
@@ -75,7 +75,7 @@ class _Model:
 
 
 class RequestMetrics:
-    """The sums. callers: names that get a series of their own; requests of others count without."""
+    """Sums over ended requests. callers: names with a series of their own; other callers have none."""
 
     def __init__(self, callers: Collection[str] = ()) -> None:
         self._callers = frozenset(callers)
@@ -117,7 +117,7 @@ class RequestMetrics:
         name = record.model
         found = self._models.get(name)
         if found is None:
-            # Without a version nobody knows whether there is such a model.
+            # Without a version the model may not exist.
             name = name if record.version and len(self._models) < MODELS_MAX else NO_MODEL
             found = self._models.setdefault(name, _Model())
         return found

@@ -1,8 +1,8 @@
 """Table of all metric series: name, kind, labels, unit and meaning.
 
-Base units only: seconds, bytes, ratios from 0 to 1. Labels have values that the operator wrote (models, steps, workers,
-devices, names of the token file) or a fixed few; nothing that a client sends becomes one. Series of language models
-have the names and the shapes that vLLM gives them, so that dashboards made for it show ours.
+Base units only: seconds, bytes, ratios from 0 to 1. Label values come from the operator's files (models, steps,
+workers, devices, names of the token file) or from a fixed list; clients cannot add any. Series of language models have
+vLLM's names, labels and buckets, so that dashboards made for vLLM work here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Series:
 
     name:   as it is shown; a counter's ends in `_total`.
     unit:   of its values, in words.
-    about:  what it says, as a phrase; after a semicolon, what to know about it.
+    about:  help text: a phrase, and a remark after a semicolon.
     bounds: of a histogram's buckets, without the infinite one.
     """
 
@@ -60,143 +60,153 @@ def _histogram(name: str, labels: str, unit: str, about: str, bounds: tuple[floa
     return Series(name, "histogram", tuple(labels.split()), unit, about, bounds)
 
 
-BUILD = _gauge("weftline_build_info", "version python", "", "always 1; the labels say what runs")
-MODEL_READY = _gauge("weftline_model_ready", "model", "0 or 1", "whether every step of the model can answer now")
-MODEL_VERSION = _gauge("weftline_model_version", "model", "", "number of the version that serves")
+BUILD = _gauge("weftline_build_info", "version python", "", "always 1; the labels are the versions")
+MODEL_READY = _gauge("weftline_model_ready", "model", "0 or 1", "1 if every step of the model is ready")
+MODEL_VERSION = _gauge("weftline_model_version", "model", "", "number of the serving version")
 
 REQUESTS = _counter("weftline_requests_total", "model door status", "requests",
-    "requests that ended, by gRPC status name; `model` is empty where no served model was named")  # fmt: skip
+    "ended requests by gRPC status name; `model` is empty for a model that is not served")  # fmt: skip
 DURATION = _histogram("weftline_request_duration_seconds", "model outcome", "seconds",
-    "from a request's arrival to its outputs; `outcome` is `ok` or `failed`", SECONDS)  # fmt: skip
+    "time from a request's arrival to its outputs; `outcome` is `ok` or `failed`", SECONDS)  # fmt: skip
 FIRST_PIECE = _histogram("weftline_request_first_piece_seconds", "model", "seconds",
-    "from a request's arrival to the first piece of a streamed answer", SECONDS)  # fmt: skip
-PIECES = _counter("weftline_request_pieces_total", "model", "pieces", "pieces of streamed answers")
-RECEIVED = _counter("weftline_request_received_bytes_total", "model", "bytes", "bytes of the messages requests came in")
+    "time from a request's arrival to the first chunk of a streamed response", SECONDS)  # fmt: skip
+PIECES = _counter("weftline_request_pieces_total", "model", "chunks", "chunks of streamed responses")
+RECEIVED = _counter("weftline_request_received_bytes_total", "model", "bytes", "bytes of request messages")
 CALLERS = _counter("weftline_caller_requests_total", "caller status", "requests",
-    "requests that ended, by the name in the token file")  # fmt: skip
-IN_FLIGHT = _gauge("weftline_requests_in_flight", "model", "requests", "requests that are admitted and not answered")
+    "ended requests by the caller's name in the token file")  # fmt: skip
+IN_FLIGHT = _gauge("weftline_requests_in_flight", "model", "requests", "admitted requests that have not ended")
 SLO_LATENCY = _gauge("weftline_slo_latency_objective_seconds", "model", "seconds",
-    "`slo.latency_p99_ms`: 99 % of answers should take at most this long")  # fmt: skip
+    "`slo.latency_p99_ms`: objective for the p99 latency")  # fmt: skip
 SLO_P99 = _gauge("weftline_slo_latency_recent_seconds", "model", "seconds",
-    "p99 latency of the last 1000 answers; only of models with an objective")  # fmt: skip
+    "p99 latency of the last 1000 responses; only for models with an objective")  # fmt: skip
 SLO_ANSWERS = _counter("weftline_slo_answers_total", "model", "requests",
-    "answers that were compared with the objective; since the model was loaded")  # fmt: skip
+    "responses that were compared with the objective; since the model was loaded")  # fmt: skip
 SLO_OVER = _counter("weftline_slo_answers_over_total", "model", "requests",
-    "answers that took longer than the objective; since the model was loaded")  # fmt: skip
+    "responses that took longer than the objective; since the model was loaded")  # fmt: skip
 
 STEP_ITEMS = _counter("weftline_step_items_total", "model step outcome", "items",
-    "items of a step that ended; `outcome` is `ok`, `failed`, `lost` or `skipped`")  # fmt: skip
+    "ended items of a step; `outcome` is `ok`, `failed`, `lost` or `skipped`")  # fmt: skip
 STEP_QUEUE = _histogram("weftline_step_queue_seconds", "model step outcome", "seconds",
-    "from an item having all its inputs to its leaving for a worker", SECONDS)  # fmt: skip
+    "queue time: from complete inputs to dispatch", SECONDS)  # fmt: skip
 STEP_RUN = _histogram("weftline_step_run_seconds", "model step outcome", "seconds",
-    "from an item's leaving to its result being back, messages included", SECONDS)  # fmt: skip
+    "run time: from dispatch to the result, including messages", SECONDS)  # fmt: skip
 STEP_NODE = _histogram("weftline_step_node_seconds", "model step outcome", "seconds",
-    "time in the node of the call that an item was part of", SECONDS)  # fmt: skip
+    "duration of the node's call on the item's batch", SECONDS)  # fmt: skip
 STEP_BATCH = _histogram("weftline_step_batch_items", "model step", "items",
-    "how many items shared an item's call; counted for each item, not for each call", ITEMS)  # fmt: skip
+    "batch size of an item's call; observed once for each item, not for each call", ITEMS)  # fmt: skip
 STEP_CALLS = _counter("weftline_step_calls_total", "model step", "calls",
-    "calls of a step, each item standing for its part of one; items / calls is the mean batch")  # fmt: skip
-STEP_WAITING = _gauge("weftline_step_queue_depth", "model step", "items", "items that wait for a step")
+    "calls of a step, as the sum of 1 / batch size over items; items / calls is the mean batch size")  # fmt: skip
+STEP_WAITING = _gauge("weftline_step_queue_depth", "model step", "items", "items that wait in the step's queue")
 STEP_ITEMS_MAX = _gauge("weftline_step_batch_items_max", "model step", "items",
-    "items that a call may have now; fewer than `batch.items_max` after an out-of-memory error")  # fmt: skip
+    "current largest batch; less than `batch.items_max` after an out-of-memory error")  # fmt: skip
 STEP_OUT_OF_MEMORY = _counter("weftline_step_out_of_memory_total", "model step", "dispatches",
-    "dispatches with a batch for which there was no memory; since it was loaded")  # fmt: skip
-STEP_WORKERS = _gauge("weftline_step_workers", "model step", "workers", "instances of a step that there should be")
-STEP_WORKERS_READY = _gauge("weftline_step_workers_ready", "model step", "workers", "those of them that can answer")
-STEP_WORKERS_ASLEEP = _gauge("weftline_step_workers_asleep", "model step", "workers", "those that sleep until needed")
-STEP_SLEPT = _counter("weftline_step_sleeps_total", "model step", "times", "sleeps it fell into; since it was loaded")
-STEP_WOKEN = _counter("weftline_step_wakes_total", "model step", "times", "how often it was woken; since it was loaded")
+    "batches that failed with an out-of-memory error; since the model was loaded")  # fmt: skip
+STEP_WORKERS = _gauge("weftline_step_workers", "model step", "workers", "configured instances of a step")
+STEP_WORKERS_READY = _gauge("weftline_step_workers_ready", "model step", "workers", "instances that are ready")
+STEP_WORKERS_ASLEEP = _gauge("weftline_step_workers_asleep", "model step", "workers", "instances that sleep")
+STEP_SLEPT = _counter(
+    "weftline_step_sleeps_total", "model step", "times", "times a step went to sleep; since the model was loaded"
+)
+STEP_WOKEN = _counter(
+    "weftline_step_wakes_total", "model step", "times", "times a step woke up; since the model was loaded"
+)
 STEP_WAKE = _gauge("weftline_step_wake_seconds", "model step", "seconds",
-    "what the last waking took, from the request for it until an instance could answer")  # fmt: skip
+    "duration of the last wake-up, until an instance was ready")  # fmt: skip
 DEVICE_LEFT = _gauge("weftline_device_left_bytes", "model device", "bytes",
-    "what was left of a GPU, but for the reserve, when everything on it was open")  # fmt: skip
+    "memory of a GPU that was left, without the reserve, when all steps were open")  # fmt: skip
 DEVICE_WORKER = _gauge("weftline_device_worker_bytes", "model device worker", "bytes",
-    "what a worker took of its GPU when it was open, but for its context")  # fmt: skip
+    "GPU memory of a worker when its steps were open, without its context")  # fmt: skip
 DEVICE_STEP = _gauge("weftline_device_step_bytes", "model device step moment", "bytes",
-    "what an instance of a step takes of its GPU; `moment` is `open` or `peak`")  # fmt: skip
+    "GPU memory of a step's instance; `moment` is `open` or `peak`")  # fmt: skip
 
 GPU_INFO = _gauge("weftline_gpu_info", "gpu uuid device name", "",
-    "always 1; `device` is what pipelines call the GPU")  # fmt: skip
+    "always 1; `device` is the GPU's name in pipelines")  # fmt: skip
 GPU_BUSY = _gauge("weftline_gpu_utilization_ratio", "gpu uuid", "ratio",
-    "part of the driver's last sampling period in which a kernel ran")  # fmt: skip
+    "share of the driver's last sampling period in which a kernel ran")  # fmt: skip
 GPU_MEMORY_BUSY = _gauge("weftline_gpu_memory_utilization_ratio", "gpu uuid", "ratio",
-    "part of that period in which its memory was read or written")  # fmt: skip
-GPU_TOTAL = _gauge("weftline_gpu_memory_total_bytes", "gpu uuid", "bytes", "its memory")
-GPU_USED = _gauge("weftline_gpu_memory_used_bytes", "gpu uuid", "bytes", "the part of it in use, by all processes")
+    "share of the same period in which memory was read or written")  # fmt: skip
+GPU_TOTAL = _gauge("weftline_gpu_memory_total_bytes", "gpu uuid", "bytes", "memory of the GPU")
+GPU_USED = _gauge("weftline_gpu_memory_used_bytes", "gpu uuid", "bytes", "memory in use by all processes")
 GPU_PLANNED = _gauge("weftline_gpu_memory_planned_bytes", "gpu uuid model owner what", "bytes",
-    "what the plan set aside for a step or a worker; `what` is as in weftline plan")  # fmt: skip
+    "memory that the plan reserves for a step or a worker; `what` is as in weftline plan")  # fmt: skip
 GPU_HELD = _gauge("weftline_gpu_memory_held_bytes", "gpu uuid model owner what", "bytes",
-    "what is held for one of ours; `what` is `arena` (of a worker), `open`, `peak` or `kv` (of a step's instance)",
+    "memory held by this server; `what` is `arena` (of a worker), `open`, `peak` or `kv` (of a step's instance)",
 )  # fmt: skip
 GPU_PROCESS = _gauge("weftline_gpu_memory_process_bytes", "gpu uuid model worker", "bytes",
-    "memory of a worker's process, its context included; only where the driver shows this server its pid")  # fmt: skip
+    "memory of a worker process with its context; missing where the driver hides its pid")  # fmt: skip
 GPU_OTHERS = _gauge("weftline_gpu_memory_others_bytes", "gpu uuid", "bytes",
-    "what is in use but for our workers: other processes, and contexts of workers whose pid is not shown")  # fmt: skip
+    "memory in use by other processes, and by contexts of workers whose pid is hidden")  # fmt: skip
 GPU_POWER = _gauge("weftline_gpu_power_watts", "gpu uuid", "watts", "power draw")
-GPU_POWER_LIMIT = _gauge("weftline_gpu_power_limit_watts", "gpu uuid", "watts", "the power limit in force")
+GPU_POWER_LIMIT = _gauge("weftline_gpu_power_limit_watts", "gpu uuid", "watts", "current power limit")
 GPU_TEMPERATURE = _gauge("weftline_gpu_temperature_celsius", "gpu uuid", "degrees Celsius", "temperature of the chip")
 GPU_THROTTLED = _gauge("weftline_gpu_throttled", "gpu uuid reason", "0 or 1",
-    "whether clocks are held back now, by NVML's reasons without idleness, such as `sw_power_cap`, "
-    "`hw_thermal_slowdown`")  # fmt: skip
+    "1 if clocks are throttled for this NVML reason, such as `sw_power_cap`; without idleness")  # fmt: skip
 GPU_ECC = _counter("weftline_gpu_ecc_errors_total", "gpu uuid kind", "errors",
     "ECC errors since the driver was loaded; `kind` is `corrected` or `uncorrected`")  # fmt: skip
 
 STEP_OUTPUT_DROPPED = _counter("weftline_step_output_dropped_bytes_total", "model step", "bytes",
-    "what a step printed beyond its allowance, which was dropped; since it was loaded")  # fmt: skip
+    "output of a step that was dropped above its limit; since the model was loaded")  # fmt: skip
 
-DISPATCHES = _counter("weftline_dispatches_total", "model", "dispatches", "batches sent; since it was loaded")
-DISPATCHED = _counter("weftline_dispatched_items_total", "model", "items", "items in them; since it was loaded")
-DEATHS = _counter("weftline_worker_deaths_total", "model", "deaths", "workers that died; since it was loaded")
-RESTARTS = _counter("weftline_worker_restarts_total", "model", "starts", "workers started again; since it was loaded")
-RETRIED = _counter("weftline_items_retried_total", "model", "items", "items tried again; since it was loaded")
+DISPATCHES = _counter(
+    "weftline_dispatches_total", "model", "dispatches", "dispatched batches; since the model was loaded"
+)
+DISPATCHED = _counter(
+    "weftline_dispatched_items_total", "model", "items", "dispatched items; since the model was loaded"
+)
+DEATHS = _counter("weftline_worker_deaths_total", "model", "deaths", "worker deaths; since the model was loaded")
+RESTARTS = _counter("weftline_worker_restarts_total", "model", "starts", "worker restarts; since the model was loaded")
+RETRIED = _counter("weftline_items_retried_total", "model", "items", "retried items; since the model was loaded")
 QUARANTINED = _counter("weftline_inputs_quarantined_total", "model", "inputs",
-    "inputs that killed workers and are refused now; since it was loaded")  # fmt: skip
+    "inputs that killed workers and are now refused; since the model was loaded")  # fmt: skip
 LATE = _counter("weftline_items_late_total", "model", "items",
-    "items dropped before dispatch because they could not meet their deadline; since it was loaded")  # fmt: skip
+    "items dropped before dispatch because they could not meet their deadline; since the model was loaded")  # fmt: skip
 STALE = _counter("weftline_stale_messages_total", "model", "messages",
-    "messages of workers about what had ended when they came, dropped; since it was loaded")  # fmt: skip
+    "dropped worker messages about tasks that had ended; since the model was loaded")  # fmt: skip
 ARENA_QUARANTINED = _gauge("weftline_arena_quarantined_bytes", "model", "bytes",
-    "device memory that a worker read when it died, until the memory's owner has settled")  # fmt: skip
+    "device memory of dead workers' reads, unusable until its owner has synchronized")  # fmt: skip
 UNFINISHED = _gauge("weftline_dispatches_unfinished", "model", "dispatches",
-    "batches that were answered and that devices still work on")  # fmt: skip
+    "answered batches whose device work is not finished")  # fmt: skip
 COPIED = _counter("weftline_copied_bytes_total", "model where", "bytes",
-    "bytes copied by us; `where` is `in`, `between` or `out` of shared memory; since it was loaded")  # fmt: skip
-ARENA_SIZE = _gauge("weftline_arena_size_bytes", "model", "bytes", "shared memory of the model, all arenas together")
-ARENA_LEASED = _gauge("weftline_arena_leased_bytes", "model", "bytes", "the part of it that is in use")
-ARENA_BLOCKS = _gauge("weftline_arena_leased_blocks", "model", "blocks", "leases that are held")
+    "tensor bytes copied; `where` is `in`, `between` or `out` of shared memory; since the model was loaded",
+)  # fmt: skip
+ARENA_SIZE = _gauge("weftline_arena_size_bytes", "model", "bytes", "shared memory of all arenas of the model")
+ARENA_LEASED = _gauge("weftline_arena_leased_bytes", "model", "bytes", "shared memory in use")
+ARENA_BLOCKS = _gauge("weftline_arena_leased_blocks", "model", "blocks", "leased blocks")
 ARENA_STALE = _counter("weftline_arena_stale_leases_total", "model", "leases",
-    "releases of a lease that was no longer held; since it was loaded")  # fmt: skip
-KV_TOTAL = _gauge("weftline_kv_total_bytes", "model device", "bytes", "KV memory that llm steps of a device share")
-KV_UNASSIGNED = _gauge("weftline_kv_unassigned_bytes", "model device", "bytes", "the part of it that no step has")
-KV_HELD = _gauge("weftline_kv_held_bytes", "model device instance", "bytes", "the part that an instance may hold")
-KV_USED = _gauge("weftline_kv_used_bytes", "model device instance", "bytes", "the part that an instance works with")
-NODE_FIGURE = _gauge("weftline_node_figure", "model step worker figure", "as the node says",
-    "what a node counts of itself (`Node.figures`), where it is no series of its own")  # fmt: skip
+    "releases of leases that had ended; since the model was loaded")  # fmt: skip
+KV_TOTAL = _gauge("weftline_kv_total_bytes", "model device", "bytes", "KV memory shared by the llm steps of a device")
+KV_UNASSIGNED = _gauge("weftline_kv_unassigned_bytes", "model device", "bytes", "KV memory that is assigned to no step")
+KV_HELD = _gauge("weftline_kv_held_bytes", "model device instance", "bytes", "KV memory assigned to an instance")
+KV_USED = _gauge("weftline_kv_used_bytes", "model device instance", "bytes", "KV memory that an instance uses")
+NODE_FIGURE = _gauge("weftline_node_figure", "model step worker figure", "set by the node",
+    "value of `Node.figures` that has no series of its own")  # fmt: skip
 
 WORKER_RESIDENT = _gauge("weftline_worker_resident_memory_bytes", "model worker", "bytes",
-    "memory of a worker process, shared memory that it has touched included")  # fmt: skip
+    "memory of a worker process, with the shared memory that it has touched")  # fmt: skip
 WORKER_CPU = _counter("weftline_worker_cpu_seconds_total", "model worker", "seconds", "processor time of the process")
 WORKER_FDS = _gauge("weftline_worker_open_fds", "model worker", "descriptors",
-    "open descriptors of the process; only where the server may look, which as a rule is as root")  # fmt: skip
+    "open descriptors of the process; usually visible to root only")  # fmt: skip
 INGRESS_RESIDENT = _gauge("weftline_ingress_resident_memory_bytes", "process", "bytes",
-    "memory of an ingress process, which holds doors only")  # fmt: skip
+    "memory of an ingress process")  # fmt: skip
 INGRESS_CPU = _counter("weftline_ingress_cpu_seconds_total", "process", "seconds", "processor time of the process")
 INGRESS_FDS = _gauge("weftline_ingress_open_fds", "process", "descriptors",
-    "open descriptors of the process, connections among them; where the server may look")  # fmt: skip
+    "open descriptors of the process, including connections; missing without permission")  # fmt: skip
 
-LLM_RUNNING = _gauge("vllm:num_requests_running", "model_name engine", "requests", "answers that are being written")
-LLM_WAITING = _gauge("vllm:num_requests_waiting", "model_name engine", "requests", "answers that wait to be begun")
+LLM_RUNNING = _gauge("vllm:num_requests_running", "model_name engine", "requests", "sequences that generate now")
+LLM_WAITING = _gauge("vllm:num_requests_waiting", "model_name engine", "requests", "sequences that wait to start")
 LLM_KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "model_name engine", "ratio",
-    "part of the KV pages that requests use; pages kept for reuse count as free, as in vLLM")  # fmt: skip
+    "share of KV pages used by requests; cached pages count as free, as in vLLM")  # fmt: skip
 LLM_PREFIX_QUERIES = _counter("vllm:prefix_cache_queries_total", "model_name engine", "tokens",
     "prompt tokens looked up in the prefix cache")  # fmt: skip
-LLM_PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "model_name engine", "tokens", "those of them found there")
+LLM_PREFIX_HITS = _counter(
+    "vllm:prefix_cache_hits_total", "model_name engine", "tokens", "prompt tokens found in the prefix cache"
+)
 LLM_PREEMPTIONS = _counter("vllm:num_preemptions_total", "model_name engine", "preemptions",
-    "answers that gave way for lack of pages")  # fmt: skip
-LLM_PROMPT = _counter("vllm:prompt_tokens_total", "model_name engine", "tokens", "prompt tokens, cached ones included")
-LLM_GENERATED = _counter("vllm:generation_tokens_total", "model_name engine", "tokens", "tokens of answers")
+    "sequences preempted for lack of pages")  # fmt: skip
+LLM_PROMPT = _counter("vllm:prompt_tokens_total", "model_name engine", "tokens", "prompt tokens, including cached ones")
+LLM_GENERATED = _counter("vllm:generation_tokens_total", "model_name engine", "tokens", "generated tokens")
 LLM_SUCCESS = _counter("vllm:request_success_total", "model_name engine finished_reason", "answers",
-    "answers that ended; `finished_reason` is `stop`, `length`, `abort` or `error`")  # fmt: skip
+    "ended sequences; `finished_reason` is `stop`, `length`, `abort` or `error`")  # fmt: skip
 LLM_DRAFTED = _counter("vllm:spec_decode_num_draft_tokens_total", "model_name engine", "tokens",
     "tokens guessed by speculation")  # fmt: skip
 LLM_ACCEPTED = _counter("vllm:spec_decode_num_accepted_tokens_total", "model_name engine", "tokens",
@@ -207,14 +217,16 @@ LLM_FIRST_TOKEN = _histogram("vllm:time_to_first_token_seconds", "model_name", "
 LLM_INTER_TOKEN = _histogram("vllm:inter_token_latency_seconds", "model_name", "seconds",
     "between two tokens of a streamed answer; each gap counts, with the answer's mean", TOKEN_SECONDS)  # fmt: skip
 LLM_OUTPUT_TOKEN = _histogram("vllm:time_per_output_token_seconds", "model_name", "seconds",
-    "the same under vLLM's earlier name", TOKEN_SECONDS)  # fmt: skip
+    "the same under an earlier name of vLLM", TOKEN_SECONDS)  # fmt: skip
 LLM_REQUEST_TOKEN = _histogram("vllm:request_time_per_output_token_seconds", "model_name", "seconds",
-    "a streamed answer's mean time between two tokens", TOKEN_SECONDS)  # fmt: skip
+    "mean time between two tokens of a streamed response", TOKEN_SECONDS)  # fmt: skip
 LLM_E2E = _histogram("vllm:e2e_request_latency_seconds", "model_name", "seconds",
-    "from a request's arrival to the end of its answer", ANSWER_SECONDS)  # fmt: skip
-LLM_REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", "model_name", "tokens", "a request's prompt", TOKENS)
+    "time from a request's arrival to the end of its response", ANSWER_SECONDS)  # fmt: skip
+LLM_REQUEST_PROMPT = _histogram(
+    "vllm:request_prompt_tokens", "model_name", "tokens", "prompt tokens of a request", TOKENS
+)
 LLM_REQUEST_GENERATED = _histogram("vllm:request_generation_tokens", "model_name", "tokens",
-    "a request's answer, all of its answers together", TOKENS)  # fmt: skip
+    "generated tokens of a request, over all its choices", TOKENS)  # fmt: skip
 
 REQUEST_SERIES = (
     REQUESTS, DURATION, FIRST_PIECE, PIECES, RECEIVED, CALLERS, IN_FLIGHT, SLO_LATENCY, SLO_P99, SLO_ANSWERS, SLO_OVER,

@@ -43,7 +43,7 @@ _LLM: Mapping[str, Series] = {
 }
 _PAGES = ("pages_used", "pages_idle", "pages_free")
 _REASONS = ("stop", "length", "error", "abort")
-_SPOKEN_FOR = frozenset((*_LLM, *_PAGES, *(f"finished_{reason}_total" for reason in _REASONS)))
+_LLM_SERIES = frozenset((*_LLM, *_PAGES, *(f"finished_{reason}_total" for reason in _REASONS)))
 """Figures of an llm step that are series of their own."""
 _WORKER = (series.WORKER_RESIDENT, series.WORKER_CPU, series.WORKER_FDS)
 _INGRESS = (series.INGRESS_RESIDENT, series.INGRESS_CPU, series.INGRESS_FDS)
@@ -90,8 +90,8 @@ def samples(model: str, session: StatsSource, usage_of: Callable[[int], ProcessU
     yield from _kv(model, stats["kv"])
     for step, dropped in stats.get("output_dropped_bytes", {}).items():
         yield series.STEP_OUTPUT_DROPPED, (model, step), dropped
-    for step, told in stats["figures"].items():
-        for worker, figures in told.items():
+    for step, by_worker in stats["figures"].items():
+        for worker, figures in by_worker.items():
             yield from _figures(model, step, worker, figures)
     for worker, pid in session.pids().items():
         yield from _process(_WORKER, (model, worker), usage_of(pid))
@@ -109,10 +109,10 @@ def _objective(model: str, slo: Mapping[str, Any]) -> Iterator[Sample]:
 
 def gpu_samples(gpus: Sequence[Gpu], sessions: Mapping[str, StatsSource]) -> Iterator[Sample]:
     """Yield the series of GPUs, with what each session that can be read has of them."""
-    told = {}
+    readable = {}
     for model, session in sorted(sessions.items()) if gpus else ():
         try:
-            told[model] = session.stats(), session.pids()
+            readable[model] = session.stats(), session.pids()
         except WeftlineError:  # it has just been closed
             continue
     for gpu in gpus:
@@ -135,7 +135,7 @@ def gpu_samples(gpus: Sequence[Gpu], sessions: Mapping[str, StatsSource]) -> Ite
             if errors is not None:
                 yield series.GPU_ECC, (*of, kind), errors
         others = gpu.used_bytes
-        for model, (stats, pids) in told.items():
+        for model, (stats, pids) in readable.items():
             memory = stats["device_memory"].get(gpu.device)
             if memory is None:
                 continue
@@ -191,7 +191,7 @@ def _devices(model: str, devices: Mapping[str, Mapping[str, Any]]) -> Iterator[S
 
 
 def _figures(model: str, step: str, worker: str, figures: Mapping[str, float]) -> Iterator[Sample]:
-    is_llm = figures.keys() >= _SPOKEN_FOR
+    is_llm = figures.keys() >= _LLM_SERIES
     if is_llm:
         used, idle, free = (figures[name] for name in _PAGES)
         yield series.LLM_KV_USAGE, (model, worker), used / max(used + idle + free, 1)
@@ -200,7 +200,7 @@ def _figures(model: str, step: str, worker: str, figures: Mapping[str, float]) -
         for reason in _REASONS:
             yield series.LLM_SUCCESS, (model, worker, reason), figures[f"finished_{reason}_total"]
     for name, value in figures.items():
-        if not (is_llm and name in _SPOKEN_FOR):
+        if not (is_llm and name in _LLM_SERIES):
             yield series.NODE_FIGURE, (model, step, worker, name), value
 
 

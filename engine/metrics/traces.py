@@ -110,8 +110,8 @@ class _Sender:
         self._exporter = exporter
         self._trace: Any = trace
         self._span: type[ReadableSpan] = sdk.ReadableSpan
-        told = {"service.name": service, "service.version": version, "telemetry.sdk.language": "python"}
-        self._resource = resources.Resource({key: value for key, value in told.items() if value})
+        service_attributes = {"service.name": service, "service.version": version, "telemetry.sdk.language": "python"}
+        self._resource = resources.Resource({key: value for key, value in service_attributes.items() if value})
         self._scope = InstrumentationScope("weftline", version or None)
         self.processor: SpanProcessor = BatchSpanProcessor(
             exporter,

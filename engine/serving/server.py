@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.metrics.metrics import Metrics
+from weftline.engine.metrics.registry import Metrics
 from weftline.engine.metrics.traces import Tracing, to_collector
 from weftline.engine.repository import Repository
 from weftline.engine.runtime.event_loop import Progress

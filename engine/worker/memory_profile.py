@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.bench.made_up import made_up_tensor
+from weftline.engine.bench.sample_inputs import sample_tensor
 from weftline.engine.protocol.messages import DeviceUse, Failure, Item, StepToOpen
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.protocol.values import pack
@@ -143,7 +143,7 @@ def _rows(step: StepToOpen, hosted: HostedStep) -> list[list[Packed]]:
     if step.items_max < 2 or node.stateful or not node.idempotent or not types or not all(map(_is_fixed, types)):
         return []
     draw = np.random.default_rng(0)
-    one = [pack(made_up_tensor(type, draw), type, name) for (name, _), type in zip(step.inputs, types)]
+    one = [pack(sample_tensor(type, draw), type, name) for (name, _), type in zip(step.inputs, types)]
     if sum(packed.size_bytes for packed in one) * step.items_max > BATCH_BYTES_MAX:
         return []
     return [one] * step.items_max

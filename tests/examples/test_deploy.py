@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
-from weftline.cli import serve_commands
+from weftline.cli.main import command
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.auth.methods import METHODS, METRICS, OPEN
 from weftline.engine.serving.config import ServeConfig, ServedPipeline
@@ -26,10 +25,7 @@ SAID = ServeConfig({"p": ServedPipeline(Path("p.yaml"))})
 
 def options(words: list[str]) -> dict[str, Any]:
     """Return what the command line makes of words after `weftline serve`; it fails on one that it does not have."""
-    app = typer.Typer()
-    serve_commands.add_to(app)
-    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    return dict(serve.make_context("serve", list(words)).params)
+    return dict(command("serve").make_context("serve", list(words)).params)
 
 
 def manifest(name: str) -> dict[str, Any]:

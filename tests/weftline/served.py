@@ -72,7 +72,7 @@ class Served:
         self.look()
 
     def look(self) -> None:
-        """Remember its processes, so that afterwards it can be told whether one was left."""
+        """Record its processes, so that a leftover one can be found afterwards."""
         with suppress(psutil.NoSuchProcess):
             own = psutil.Process(self.process.pid)
             self.family |= {own, *own.children(recursive=True)}
@@ -91,7 +91,7 @@ class Served:
         return [str(one) for one in self.family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
     def status(self, path: str) -> int:
-        """Return the HTTP status of a GET; 0 when nobody answers."""
+        """Return the HTTP status of a GET; 0 without an answer."""
         try:
             with urllib.request.urlopen(f"{self.http}{path}", timeout=10) as answer:
                 return int(answer.status)

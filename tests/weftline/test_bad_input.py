@@ -44,17 +44,17 @@ def png_header(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("what", MALFORMED)
 def test_malformed_yaml_is_refused_with_its_line(weft, tmp_path: Path, what: str) -> None:
-    text, told = MALFORMED[what]
+    text, expected = MALFORMED[what]
     (tmp_path / "bad.yaml").write_text(f"weftline: 1\nname: bad\n{text}")
     ended = weft("run", str(tmp_path / "bad.yaml"))
     assert (ended.code, ended.out) == (2, "")
     assert f"{tmp_path / 'bad.yaml'}:" in ended.err
-    assert told in ended.err
+    assert expected in ended.err
     assert "nothing was started" in ended.err
 
 
 @pytest.mark.parametrize(
-    ("inputs", "told"),
+    ("inputs", "expected"),
     [
         ([], "--input x is missing"),
         (["x=1", "z=2"], "--input z: the pipeline has no such input\n    the pipeline's inputs: x (text)"),
@@ -65,16 +65,16 @@ def test_malformed_yaml_is_refused_with_its_line(weft, tmp_path: Path, what: str
         (["x=@/"], "input x: there is no file"),
     ],
 )
-def test_wrong_inputs_are_named_before_anything_starts(weft, write, inputs: list[str], told: str) -> None:
+def test_wrong_inputs_are_named_before_anything_starts(weft, write, inputs: list[str], expected: str) -> None:
     words = [word for one in inputs for word in ("--input", one)]
     ended = weft("run", write(ECHO.format("text")), *words)
     assert (ended.code, ended.out) == (3, "")
-    assert told in ended.err
+    assert expected in ended.err
     assert "loading" not in ended.err
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "told"),
+    ("kind", "text", "expected"),
     [
         ("json", "{1}", "input x: not valid json at character 2"),
         ("json", "[" * 100_000, "input x: not valid json"),
@@ -85,14 +85,14 @@ def test_wrong_inputs_are_named_before_anything_starts(weft, write, inputs: list
         ("detections", "[{}]", 'wants detections, as json: [{"name": "cup"'),
     ],
 )
-def test_values_of_the_wrong_type_are_refused(weft, write, kind: str, text: str, told: str) -> None:
+def test_values_of_the_wrong_type_are_refused(weft, write, kind: str, text: str, expected: str) -> None:
     ended = weft("run", write(ECHO.format(f'"{kind}"').replace('""', '"')), "-i", f"x={text}")
     assert (ended.code, ended.out) == (3, "")
-    assert told in ended.err
+    assert expected in ended.err
 
 
 @pytest.mark.parametrize(
-    ("kind", "content", "told"),
+    ("kind", "content", "expected"),
     [
         ("image", b"\x89PNG\r\n\x1a\n" + bytes(100), "input x: "),
         ("image", png_header(8, 8), "input x: the picture is corrupt or truncated"),
@@ -107,12 +107,12 @@ def test_values_of_the_wrong_type_are_refused(weft, write, kind: str, text: str,
     ],
 )
 def test_corrupt_files_are_refused_before_anything_starts(
-    weft, write, tmp_path: Path, kind: str, content: bytes, told: str
+    weft, write, tmp_path: Path, kind: str, content: bytes, expected: str
 ) -> None:
     (tmp_path / "x").write_bytes(content)
     ended = weft("run", write(ECHO.format(f'"{kind}"').replace('""', '"')), "-i", f"x=@{tmp_path / 'x'}")
     assert (ended.code, ended.out) == (3, "")
-    assert told in ended.err
+    assert expected in ended.err
     assert "loading" not in ended.err
 
 

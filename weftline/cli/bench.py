@@ -1,4 +1,4 @@
-"""Implementation of `weftline bench`."""
+"""Command `weftline bench`: load generation and its report."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import numpy as np
+import typer
 
 import weftline
 from weftline import errors
 from weftline.cli.inputs import STDIN, read_inputs
-from weftline.cli.pipeline import counted
+from weftline.cli.options import Outputs, PipelineFile, Quiet, Verbose
+from weftline.cli.plan import counted
 from weftline.cli.progress import loading_shown, measuring_shown
 from weftline.cli.report import print_report
 from weftline.cli.run import check_outputs
 from weftline.cli.show import printable
 from weftline.engine.bench.arrivals import Closed, Open
-from weftline.engine.bench.driver import REQUESTS_MAX
 from weftline.engine.bench.hints import hints
-from weftline.engine.bench.load import bench
-from weftline.engine.bench.made_up import about, made_up
+from weftline.engine.bench.load import bench as measure
+from weftline.engine.bench.load_generator import REQUESTS_MAX
 from weftline.engine.bench.report import Report
+from weftline.engine.bench.sample_inputs import sample_input, sample_text
 from weftline.engine.bench.trace import REQUESTS_MAX as TRACED_MAX
 from weftline.engine.bench.trace import trace
 from weftline.engine.machine import this_machine
@@ -36,15 +38,89 @@ from weftline.pipelines.placement.place import size_text
 from weftline.pipelines.placement.plan import Plan
 
 VARIANTS = 8
-"""How many different inputs are made up; requests take them in turn."""
+"""Number of different generated inputs; requests use them in turn."""
 
 ROWS_MAX, ROWS_BYTES_MAX = 1000, 512 << 20
-"""Most rows of a data file that are used, and most bytes of their decoded arrays; requests take them in turn."""
+"""Most rows of a data file that are used, and most bytes of their decoded arrays."""
+
+
+def bench(
+    file: PipelineFile,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME=VALUE",
+            help="One input of every request, as for run; the others are generated.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="ROWS", help="JSONL file, one request's inputs by name in each line; lines are used in turn."
+        ),
+    ] = None,
+    outputs: Outputs = None,
+    closed: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Number of callers that each wait for their answer; 8 by default."),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Open load instead of callers: arrivals a second.")
+    ] = None,
+    bursty: Annotated[bool, typer.Option("--bursty", help="With --rate: bursts of four times the rate.")] = False,
+    duration_s: Annotated[float, typer.Option(min=0.1, max=86_400.0, help="Measured time, in seconds.")] = 10.0,
+    warm_up_s: Annotated[float, typer.Option(min=0.0, max=3600.0, help="Warm-up before it, in seconds.")] = 1.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, max=200_000, help="Largest number of measured requests; 200,000 by default.")
+    ] = None,
+    deadline_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Deadline of every request, in milliseconds.")
+    ] = None,
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Priority of every request.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrival times and of generated inputs.")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write a trace that opens at ui.perfetto.dev.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write all figures as json.")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Send requests to a pipeline and report latency, steps, batches and critical paths.
+
+    \b
+    Examples:
+      weftline bench pipeline.yaml --closed 16
+      weftline bench pipeline.yaml --rate 200 --bursty --deadline-ms 50 --trace out.json
+      weftline bench pipeline.yaml --data rows.jsonl --input photo=@photo.png --requests 500
+    """
+    if closed is not None and rate is not None:
+        raise typer.BadParameter("--closed and --rate exclude each other: callers wait for answers, arrivals do not")
+    if bursty and rate is None:
+        raise typer.BadParameter("--bursty needs --rate, the mean rate of arrivals")
+    options = BenchOptions(
+        file,
+        Closed(closed or 8) if rate is None else Open(rate, bursty, seed),
+        tuple(inputs or ()),
+        data,
+        tuple(outputs or ()) or None,
+        duration_s,
+        warm_up_s,
+        requests or 200_000,
+        deadline_ms,
+        priority,
+        seed,
+        trace,
+        json,
+        quiet,
+    )
+    run_bench(options, sys.stdout, sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """One use of `weftline bench`, as typed."""
+class BenchOptions:
+    """Options of `weftline bench`."""
 
     file: str
     load: Closed | Open
@@ -62,53 +138,53 @@ class Bench:
     quiet: bool = False
 
 
-def run_bench(asked: Bench, out: TextIO, err: TextIO) -> None:
+def run_bench(options: BenchOptions, out: TextIO, err: TextIO) -> None:
     """Print the report on `out`; progress and the names of written files go to `err`.
 
     Interrupted, it prints what was measured so far and raises KeyboardInterrupt. When no request at all was answered,
     the error of most of them is raised after the report.
     """
-    pipeline = load(asked.file)
-    check_outputs(pipeline.plan, asked.outputs)
-    inputs, told = bench_inputs(pipeline.plan, asked.inputs, asked.data, asked.seed)
-    for path in (asked.trace, asked.json):
+    pipeline = load(options.file)
+    check_outputs(pipeline.plan, options.outputs)
+    inputs, sources = bench_inputs(pipeline.plan, options.inputs, options.data, options.seed)
+    for path in (options.trace, options.json):
         _check_writable(path)
-    with loading_shown(err, asked.quiet) as progress:
+    with loading_shown(err, options.quiet) as progress:
         session = pipeline.open(progress)
-    with session, measuring_shown(err, asked.warm_up_s, asked.duration_s, asked.quiet) as measured:
+    with session, measuring_shown(err, options.warm_up_s, options.duration_s, options.quiet) as measured:
         try:
-            report = bench(
+            report = measure(
                 session,
                 lambda number: inputs[number % len(inputs)],
-                asked.load,
-                duration_s=asked.duration_s,
-                warm_up_s=asked.warm_up_s,
-                requests_max=asked.requests_max,
-                deadline_ms=asked.deadline_ms,
-                priority=asked.priority,
-                outputs=asked.outputs,
+                options.load,
+                duration_s=options.duration_s,
+                warm_up_s=options.warm_up_s,
+                requests_max=options.requests_max,
+                deadline_ms=options.deadline_ms,
+                priority=options.priority,
+                outputs=options.outputs,
                 progress=measured,
             )
         except InputError as error:
-            raise InputError("\n".join([str(error), *(f"    inputs were {line}" for line in told)])) from None
+            raise InputError("\n".join([str(error), *(f"    inputs were {line}" for line in sources)])) from None
     plan, ground = pipeline.plan, machine_text()
-    found = hints(report, plan, asked.load)
+    found = hints(report, plan, options.load)
     size = f"{counted(len(plan.steps), 'step')}, {counted(len(plan.workers), 'worker')}"
     print(f"machine     {ground}\npipeline    {plan.name}: {size}", file=out)
-    for line in told:
+    for line in sources:
         print(f"inputs      {line}", file=out)
     print_report(report, found, out)
     for failed in report.errors:
         if failed.traceback:
             print(printable(f"{failed.traceback}\n{failed.count} requests: {failed.message}"), file=err)
-    _write(asked, report, plan, {"machine": ground, "inputs": told, "hints": found}, err)
+    _write(options, report, plan, {"machine": ground, "inputs": sources, "hints": found}, err)
     if report.stopped == "interrupted":
         raise KeyboardInterrupt
     _raise_if_all_failed(report)
 
 
 def machine_text() -> str:
-    """Return this machine and the versions that matter, in a line."""
+    """Return this machine and the relevant versions, in a line."""
     machine = this_machine()
     gpus = ", ".join(f"{one.name} {size_text(one.memory_bytes)}" for one in machine.devices) or "no GPU"
     has = f"{machine.cores} cores, {size_text(machine.memory_bytes)}, {gpus}, Linux {platform.release()}"
@@ -121,29 +197,29 @@ def machine_text() -> str:
 def bench_inputs(
     plan: Plan, written: Sequence[str], data: Path | None, seed: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the inputs of requests, to be taken in turn, and what to say about where they come from."""
-    told = []
+    """Return the inputs of requests, used in turn, and a line about each of their sources."""
+    sources = []
     rows: list[dict[str, Any]] = [read_inputs(plan, written, sys.stdin.buffer, partial=True)]
     if data is not None:
         rows, note = _rows(plan, rows[0], data)
-        told.append(f"{len(rows)} rows of {data}{note}, in turn")
+        sources.append(f"{len(rows)} rows of {data}{note}, in turn")
     lacking = [
         one
         for one in plan.inputs
         if not (one.hidden or one.optional or one.default is not None) and any(one.name not in row for row in rows)
     ]
     if lacking:
-        names = ", ".join(f"{one.name} ({about(plan.input_types[one.name])})" for one in lacking)
-        told.append(f"made up, seed {seed}: {names}")
+        names = ", ".join(f"{one.name} ({sample_text(plan.input_types[one.name])})" for one in lacking)
+        sources.append(f"generated, seed {seed}: {names}")
         rows = [
-            {**{one.name: made_up(plan, one, seed + variant) for one in lacking}, **row}
+            {**{one.name: sample_input(plan, one, seed + variant) for one in lacking}, **row}
             for variant, row in enumerate(rows if data is not None else rows * VARIANTS)
         ]
-    return rows, told
+    return rows, sources
 
 
 def _rows(plan: Plan, given: Mapping[str, Any], data: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a data file with `given` behind them; and what to say when they are not all of it."""
+    """Return the rows of a data file on top of `given`, and a note when the file has more."""
     rows: list[dict[str, Any]] = []
     size_bytes = 0
     for where, row in _lines(data):
@@ -182,7 +258,7 @@ def _lines(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _written(plan: Plan, name: str, value: Any) -> str:
-    """Return a value of a row as it would be written after --input; texts may name files there, as `@photo.png`."""
+    """Return a value of a row in the syntax of --input; texts may name files, as `@photo.png`."""
     type = plan.input_types.get(name)
     if isinstance(value, str):
         if value == STDIN:
@@ -193,23 +269,23 @@ def _written(plan: Plan, name: str, value: Any) -> str:
     return f"{name}={json.dumps(value)}"
 
 
-# what is written
+# files
 
 
 def _check_writable(path: Path | None) -> None:
-    """Refuse a file that could not be written, before anything is measured for it."""
+    """Refuse a file that cannot be written, before anything is measured."""
     if path is not None and not path.resolve().parent.is_dir():
         raise WeftlineError(f"cannot write {path}: its folder does not exist")
 
 
-def _write(asked: Bench, report: Report, plan: Plan, more: Mapping[str, Any], err: TextIO) -> None:
-    if asked.json is not None:
-        options = {"load": dataclasses.asdict(asked.load), "warm_up_s": asked.warm_up_s, "seed": asked.seed}
-        made = {"pipeline": plan.name, "options": options, **more, **report.as_json()}
-        _write_json(asked.json, made, err)
-    if asked.trace is not None:
+def _write(options: BenchOptions, report: Report, plan: Plan, more: Mapping[str, Any], err: TextIO) -> None:
+    if options.json is not None:
+        used = {"load": dataclasses.asdict(options.load), "warm_up_s": options.warm_up_s, "seed": options.seed}
+        made = {"pipeline": plan.name, "options": used, **more, **report.as_json()}
+        _write_json(options.json, made, err)
+    if options.trace is not None:
         shown = min(len(report.outcomes), TRACED_MAX)
-        _write_json(asked.trace, trace(report.outcomes, plan), err, f", {shown} requests; open it at ui.perfetto.dev")
+        _write_json(options.trace, trace(report.outcomes, plan), err, f", {shown} requests; open it at ui.perfetto.dev")
 
 
 def _write_json(path: Path, made: Mapping[str, Any], err: TextIO, note: str = "") -> None:

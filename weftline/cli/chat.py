@@ -1,248 +1,394 @@
-"""Implementation of `weftline chat`.
+"""Command `weftline chat`: a conversation with one llm step.
 
-Ctrl-C stops an answer and keeps what was said of it; a question that fails leaves the conversation as it was.
+Ctrl-C stops an answer and keeps its text so far; a failed question leaves the conversation unchanged. Answers go to
+standard output, everything else to standard error. The prompt's history is kept in memory only.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
-from weftline.cli.chat_commands import COMMANDS, Command, changed, help_lines, read_line
-from weftline.cli.chat_conversation import Conversation
-from weftline.cli.chat_figures import Figures, summary
+import typer
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from rich.console import Console
+from rich.text import Text
+
+from weftline.cli.chat_conversation import AnswerStats, Conversation, summary
 from weftline.cli.chat_step import ChatStep, chat_step
-from weftline.cli.chat_terminal import Terminal
+from weftline.cli.options import PipelineFile, Quiet, Verbose
 from weftline.cli.progress import loading_shown
+from weftline.cli.show import printable
 from weftline.engine.result import OutputStream
-from weftline.engine.session import load
+from weftline.engine.session import load as load_pipeline
 from weftline.errors import InputError, SessionClosed, WeftlineError, traceback_of
 from weftline.pipelines.spec.loader import load_file
 
+COMMANDS = {
+    "/help": ("", "list these commands"),
+    "/reset": ("", "start a new conversation; the system message stays"),
+    "/system": ("TEXT", "set the system message; without TEXT remove it"),
+    "/set": ("KEY VALUE", "change a sampling option; without VALUE restore the step's own"),
+    "/save": ("FILE", "write the conversation to a file"),
+    "/load": ("FILE", "continue a conversation from a file"),
+    "/stats": ("", "print tokens, speed and cache use of this chat"),
+    "/quit": ("", "leave; so do Ctrl-D, and Ctrl-C at the prompt"),
+}
+"""Argument and purpose of each command."""
+
 NO_TEMPLATE = "no chat template"
-"""How the llm step refuses messages when its model takes only plain text."""
+"""Text of the llm step's error when its model accepts only plain text."""
 
 TOO_LONG = re.compile(r"found (\d+) tokens, expected at most (\d+)")
-"""How it refuses a prompt that does not fit the model's context."""
+"""Text of its error when a prompt does not fit the model's context."""
+
+PROMPT, CONTINUATION = "> ", "... "
+LINE_CHARS_MAX = 1 << 20
+LINES_MAX = 10_000
+"""Longest line from a pipe, and most lines of one question."""
 
 ANSWERS_MAX = 10_000
-"""Most answers whose figures are kept for /stats."""
+"""Most answers whose statistics are kept for /stats."""
+
+RESET_HINT = "/reset starts a new conversation, /save FILE keeps this one"
 
 Ask = Callable[..., AbstractContextManager[OutputStream]]
-"""`Session.stream` of a step alone, or what behaves like it."""
+"""`Session.stream`, or a fake."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """One use of `weftline chat`, as typed.
+def chat(
+    file: PipelineFile,
+    step: Annotated[str, typer.Option(metavar="NAME", help="Name of the llm step, when there are several.")] = "",
+    once: Annotated[
+        str | None,
+        typer.Option(metavar="QUESTION", help="Answer this question and exit, without reading standard input."),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message, instead of the step's own.")
+    ] = None,
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a sampling option, such as temperature=0.7; repeatable."
+        ),
+    ] = None,
+    load: Annotated[Path | None, typer.Option(metavar="SAVED", help="Continue a saved conversation.")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Chat with the llm step of a pipeline, without its other steps. Answers stream.
 
-    step:     which llm step; '' when there is only one.
-    once:     the only question; None: they are read from standard input.
-    system:   said to the model first; None: what the step says.
-    sampling: changes to the step's sampling options, each KEY=VALUE.
-    load:     a saved conversation to go on with.
-    quiet:    no progress while the model loads.
+    Type /help for commands. Through a pipe, each line is a question.
+
+    \b
+    Examples:
+      weftline chat assistant.yaml
+      weftline chat assistant.yaml --step answer --system "Answer in one sentence." --set temperature=0.7
+      weftline chat assistant.yaml --once "What can you do?"
+      weftline chat assistant.yaml < questions.txt > answers.txt
     """
-
-    file: str
-    step: str = ""
-    once: str | None = None
-    system: str | None = None
-    sampling: tuple[str, ...] = ()
-    load: Path | None = None
-    quiet: bool = False
-
-
-def run_chat(asked: ChatRequest, source: TextIO, out: TextIO, err: TextIO) -> int:
-    """Chat until nobody asks; return 1 when a question from a pipe failed, else 0.
-
-    What can be known to be wrong without a model is refused before one is loaded. Whatever happens, no process stays.
-    """
-    step = chat_step(load_file(asked.file), asked.step)
-    conversation = Conversation.load(asked.load) if asked.load else Conversation(step.system)
-    if asked.system is not None:
-        conversation.say_first(asked.system)
-    terminal = Terminal(source, out, err)
+    opened = chat_step(load_file(file), step)
+    conversation = Conversation.load(load) if load else Conversation(opened.system)
+    if system is not None:
+        conversation.set_system(system)
     changes: dict[str, Any] = {}
-    for one in asked.sampling:
+    for one in sampling or ():
         if "=" not in one:
             raise InputError(f"--set {one:.80}: expected KEY=VALUE, such as --set temperature=0.7")
-        changes = _checked(step, changed(changes, one))
-    pipeline = load(step.pipeline)
-    with loading_shown(err, asked.quiet) as progress:
+        changes = changed(changes, one)
+        opened.sampled(changes)
+    pipeline = load_pipeline(opened.pipeline)
+    with loading_shown(sys.stderr, quiet) as progress:
         session = pipeline.open(progress)
     with session:
-        chat = Chat(step, conversation, changes, session.stream, terminal)
-        if asked.once is None:
-            return chat.talk()
-        chat.turn(asked.once)
-        return 0
+        talk = Chat(opened, conversation, changes, session.stream, Terminal(sys.stdin, sys.stdout, sys.stderr))
+        if once is not None:
+            talk.ask(once)
+        elif code := talk.run():
+            raise typer.Exit(code)
 
 
-def _checked(step: ChatStep, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return sampling changes that the step's options allow; InputError names the key."""
-    step.sampled(changes)
-    return changes
+class Terminal(Completer):
+    """Input and output of one chat: a prompt on a terminal, lines through pipes.
+
+    interactive:     questions and answers are on a terminal.
+    shows_notes:     notes are on a terminal.
+    completions:     function from the text before the cursor to its completions.
+    """
+
+    def __init__(self, source: TextIO, out: TextIO, err: TextIO) -> None:
+        self.interactive = source.isatty() and out.isatty()
+        self.shows_notes = err.isatty()
+        self.completions: Callable[[str], Sequence[str]] = lambda text: ()
+        self._source, self._out, self._err = source, out, err
+        self._console = Console(file=err, highlight=False, markup=False, emoji=False)
+        self._prompt: PromptSession[str] | None = None
+        self._line_open = False
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        typed = document.text_before_cursor
+        return (Completion(text, start_position=-len(typed)) for text in self.completions(typed))
+
+    def read(self) -> str | None:
+        """Return the next question, with continued lines joined; None at the end of input."""
+        return self._read_prompt() if self.interactive else self._read_pipe()
+
+    def write(self, chunk: str) -> None:
+        """Write a chunk of an answer."""
+        self._out.write(printable(chunk))
+        self._out.flush()
+        self._line_open = not chunk.endswith("\n")
+
+    def end_line(self) -> None:
+        """End an answer: the next output starts a line."""
+        if self._line_open:
+            self.write("\n")
+
+    def note(self, text: str) -> None:
+        """Write to standard error: dim and wrapped on a terminal, plain elsewhere."""
+        style = "" if os.environ.get("NO_COLOR") else "dim"
+        self._console.print(Text(printable(text), style), soft_wrap=not self.shows_notes)
+
+    def warn(self, text: str) -> None:
+        """Write an error message to standard error."""
+        print(printable(text), file=self._err, flush=True)
+
+    def _read_prompt(self) -> str | None:
+        if self._prompt is None:
+            continues = Condition(lambda: get_app().current_buffer.text.endswith("\\"))
+            self._prompt = PromptSession(
+                PROMPT, multiline=continues, prompt_continuation=CONTINUATION, completer=self,
+                complete_while_typing=False,
+            )  # fmt: skip
+        try:
+            return self._prompt.prompt().replace("\\\n", "\n")
+        except (EOFError, KeyboardInterrupt):
+            return None
+
+    def _read_pipe(self) -> str | None:
+        lines: list[str] = []
+        while len(lines) < LINES_MAX:
+            try:
+                line = self._source.readline(LINE_CHARS_MAX + 1)
+            except UnicodeDecodeError:
+                raise InputError("standard input: found bytes that are not UTF-8") from None
+            if len(line) > LINE_CHARS_MAX:
+                raise InputError(f"standard input: found a line of more than {LINE_CHARS_MAX} characters")
+            if not line:
+                return "\n".join(lines) if lines else None
+            line = line.rstrip("\r\n")
+            lines.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                break
+        return "\n".join(lines)
 
 
 class Chat:
-    """A conversation that goes on: what is typed, what is answered, and what both changed."""
+    """A conversation in progress: questions, commands, and the state that both change."""
 
     def __init__(
         self, step: ChatStep, conversation: Conversation, changes: dict[str, Any], ask: Ask, terminal: Terminal
     ) -> None:
-        self._step = step
-        self._conversation = conversation
-        self._changes = changes
-        self._ask = ask
-        self._terminal = terminal
-        self._answers: list[Figures] = []
+        self._step, self._conversation, self._changes = step, conversation, changes
+        self._ask, self._terminal = ask, terminal
+        self._answers: list[AnswerStats] = []
         self._stopped = 0
-        self._plain = False
+        self._plain_text = False
 
-    def talk(self) -> int:
-        """Answer what is typed until it ends; return 1 when something from a pipe failed, else 0."""
+    def run(self) -> int:
+        """Process questions and commands until the end of input; return 1 when one from a pipe failed, else 0."""
         terminal, failed = self._terminal, False
         if terminal.interactive:
-            terminal.completes(self._completions)
+            terminal.completions = self._completions
             terminal.note(f"{self._step.model}, step {self._step.name}; /help lists commands, Ctrl-D leaves")
         while (line := terminal.read()) is not None:
             try:
-                asked = read_line(line)
-                if asked == Command("/quit"):
+                name, text = parse_line(line)
+                if name == "/quit":
                     break
-                if isinstance(asked, Command):
-                    self._obey(asked)
-                elif asked.strip():
-                    self.turn(asked)
+                if name:
+                    self._run_command(name, text)
+                elif text.strip():
+                    self.ask(text)
             except SessionClosed:
                 raise
             except WeftlineError as error:
-                terminal.end()
+                terminal.end_line()
                 terminal.warn("\n".join(filter(None, (traceback_of(error), f"error: {error}"))))
                 failed = True
         return int(failed and not terminal.interactive)
 
-    def turn(self, question: str) -> None:
-        """Ask one question and write its answer; one that fails leaves the conversation as it is, and raises why."""
+    def ask(self, question: str) -> None:
+        """Stream the answer to a question; on an error the conversation is unchanged."""
         try:
             self._answer(question)
         except InputError as error:
-            if NO_TEMPLATE in str(error) and not self._plain:
-                self._speak_plainly()
-                return self.turn(question)
-            raise self._explained(error) from None
+            if NO_TEMPLATE not in str(error) or self._plain_text:
+                raise self._with_hint(error) from None
+            self._use_plain_text()
+            self.ask(question)
 
     def _answer(self, question: str) -> None:
-        terminal, said, whole, usage = self._terminal, [], "", None
+        terminal, chunks, whole, usage = self._terminal, list[str](), "", None
         started_s, first_s = time.monotonic(), None
         try:
-            with self._ask(**self._inputs(question)) as pieces:
-                for piece in pieces:
-                    if piece.output == "usage":
-                        usage = piece.value
-                    elif piece.last:
-                        whole = piece.value
+            with self._ask(**self._inputs(question)) as outputs:
+                for output in outputs:
+                    if output.output == "usage":
+                        usage = output.value
+                    elif output.last:
+                        whole = output.value
                     else:
                         first_s = first_s or time.monotonic()
-                        said.append(piece.value)
-                        terminal.say(piece.value)
+                        chunks.append(output.value)
+                        terminal.write(output.value)
         except KeyboardInterrupt:
             if not terminal.interactive:
                 raise
-            return self._stop(question, "".join(said))
+            return self._interrupted(question, "".join(chunks))
         ended_s = time.monotonic()
-        if not said:
-            terminal.say(whole)
-        terminal.end()
-        self._conversation.answered(question, whole)
+        if not chunks:
+            terminal.write(whole)
+        terminal.end_line()
+        self._conversation.add(question, whole)
         if usage is not None:
-            self._count(Figures.read(usage, ((first_s or ended_s) - started_s) * 1e3, (ended_s - started_s) * 1e3))
+            times_ms = ((first_s or ended_s) - started_s) * 1e3, (ended_s - started_s) * 1e3
+            self._record(AnswerStats.from_usage(usage, *times_ms))
 
     def _inputs(self, question: str) -> dict[str, Any]:
-        talk = self._conversation
-        asked = {"prompt": talk.asking_plainly(question)} if self._plain else {"messages": talk.asking(question)}
-        return {**asked, "sampling": self._changes} if self._changes else asked
+        if self._plain_text:
+            inputs: dict[str, Any] = {"prompt": self._conversation.as_text(question)}
+        else:
+            inputs = {"messages": self._conversation.with_question(question)}
+        return {**inputs, "sampling": self._changes} if self._changes else inputs
 
-    def _stop(self, question: str, said: str) -> None:
-        """Keep the part of an answer that was said before Ctrl-C."""
+    def _interrupted(self, question: str, answer: str) -> None:
         self._stopped += 1
-        self._terminal.end()
-        if said:
-            self._conversation.answered(question, said)
+        self._terminal.end_line()
+        if answer:
+            self._conversation.add(question, answer)
             self._terminal.note("stopped; the part so far stays in the conversation")
         else:
-            self._terminal.note("stopped before the first word; the question is taken back")
+            self._terminal.note("stopped before the first word; the question is removed")
 
-    def _count(self, figures: Figures) -> None:
-        self._answers = [*self._answers[1 - ANSWERS_MAX :], figures]
-        if self._terminal.wide:
-            self._terminal.note(str(figures))
-        if figures.finish != "length":
+    def _record(self, stats: AnswerStats) -> None:
+        self._answers = [*self._answers[1 - ANSWERS_MAX :], stats]
+        if self._terminal.shows_notes:
+            self._terminal.note(str(stats))
+        if stats.finish != "length":
             return
-        most = self._step.sampled(self._changes).tokens_max
-        if figures.tokens >= most:
-            self._terminal.note(f"cut after tokens_max, {most} tokens; /set tokens_max changes it")
+        tokens_max = self._step.sampled(self._changes).tokens_max
+        if stats.tokens >= tokens_max:
+            self._terminal.note(f"cut after tokens_max, {tokens_max} tokens; /set tokens_max changes it")
         else:
-            self._terminal.note(f"cut: the context is full; {_BEGIN_ANEW}")
+            self._terminal.note(f"cut: the context is full; {RESET_HINT}")
 
-    def _speak_plainly(self) -> None:
-        self._plain = True
+    def _use_plain_text(self) -> None:
+        self._plain_text = True
         if self._conversation.system:
-            self._conversation.say_first("")
-            self._terminal.note("the model has no chat template, so no system text can be said to it; it is left out")
-        self._terminal.note("the model has no chat template: it goes on with what was written, as plain text")
+            self._conversation.set_system("")
+            self._terminal.note("the model has no chat template and accepts no system message; it is removed")
+        self._terminal.note("the model has no chat template: the conversation is sent as plain text")
 
-    def _explained(self, error: InputError) -> InputError:
-        """Return what to do about a question that was refused because of those before it."""
+    def _with_hint(self, error: InputError) -> InputError:
+        """Add a remedy to the error of a question that failed because of earlier ones."""
         if not self._conversation.turns:
             return error
         if found := TOO_LONG.search(str(error)):
             return InputError(
                 f"the context is full: the conversation with this question has {found[1]} tokens, "
-                f"and the model takes at most {found[2]}\n    fix: {_BEGIN_ANEW}"
+                f"and the model accepts at most {found[2]}\n    fix: {RESET_HINT}"
             )
-        return InputError(f"{error}\n    the conversation is as it was before this question; {_BEGIN_ANEW}")
+        return InputError(f"{error}\n    the conversation is unchanged; {RESET_HINT}")
 
-    def _obey(self, command: Command) -> None:
-        note, talk, file = self._terminal.note, self._conversation, Path(command.rest).expanduser()
-        match command.name:
+    def _run_command(self, name: str, text: str) -> None:
+        note, file = self._terminal.note, Path(text).expanduser()
+        match name:
             case "/help":
                 note("\n".join(help_lines()))
             case "/reset":
-                talk.reset()
+                self._conversation.reset()
                 note("a new conversation")
             case "/system":
-                if self._plain and command.rest:
-                    raise InputError("/system: the model has no chat template, so no system text can be said to it")
-                talk.say_first(command.rest)
-                note("said from the next question on" if command.rest else "nothing is said first")
+                if self._plain_text and text:
+                    raise InputError("/system: the model has no chat template and accepts no system message")
+                self._conversation.set_system(text)
+                note("system message set" if text else "system message removed")
             case "/set":
-                self._set(command.rest)
+                self._set(text)
             case "/save":
-                talk.save(file, {"model": self._step.model, "sampling": self._changes})
+                self._conversation.save(file, model=self._step.model, sampling=self._changes)
                 note(f"wrote {file}")
             case "/load":
                 self._conversation = Conversation.load(file)
                 note(f"a conversation of {self._conversation.turns} questions")
             case _:
-                note("\n".join(summary(self._answers, talk.turns, self._stopped)))
+                note("\n".join(summary(self._answers, self._conversation.turns, self._stopped)))
 
-    def _set(self, rest: str) -> None:
-        if rest:
-            self._changes = _checked(self._step, changed(self._changes, rest))
+    def _set(self, text: str) -> None:
+        if text:
+            changes = changed(self._changes, text)
+            self._step.sampled(changes)
+            self._changes = changes
         shown = ", ".join(f"{key} {value!r}" for key, value in self._changes.items())
         self._terminal.note(f"changed from the step's own: {shown or 'nothing'}")
 
-    def _completions(self, line: str) -> list[str]:
-        if line.startswith("/set "):
-            return [f"/set {key} " for key in self._step.sampling_keys if key.startswith(line[5:])]
-        return [name for name in COMMANDS if line and name.startswith(line)]
+    def _completions(self, typed: str) -> list[str]:
+        if typed.startswith("/set "):
+            return [f"/set {key} " for key in self._step.sampling_keys if key.startswith(typed[5:])]
+        return [name for name in COMMANDS if typed and name.startswith(typed)]
 
 
-_BEGIN_ANEW = "/reset begins a new conversation, /save FILE keeps this one"
+def parse_line(line: str) -> tuple[str, str]:
+    """Return (command, argument), or ('', text) for a question; InputError for a malformed command.
+
+    A question that starts with a slash is written with two.
+    """
+    if not line.startswith("/") or line.startswith("//"):
+        return "", line.removeprefix("/")
+    name, _, argument = line.partition(" ")
+    name, argument = name.strip(), argument.strip()
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name[:40], COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "/help lists them"
+        raise InputError(f"{name:.40}: no such command; {hint} (double the slash of a text that starts with one)")
+    expected = COMMANDS[name][0]
+    if argument and not expected:
+        raise InputError(f"{name}: has no argument, found {argument:.40}")
+    if not argument and expected == "FILE":
+        raise InputError(f"{name}: the name of a file is missing")
+    return name, argument
+
+
+def changed(changes: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return sampling changes after `KEY VALUE` or `KEY=VALUE`; `KEY` alone removes a change.
+
+    The value is JSON, or else a text. The step's sampling options validate the key.
+    """
+    key, _, value = (text.replace("=", " ", 1) if "=" in text.partition(" ")[0] else text).partition(" ")
+    if not value.strip():
+        return {name: one for name, one in changes.items() if name != key}
+    try:
+        return {**changes, key: json.loads(value)}
+    except (ValueError, RecursionError):
+        return {**changes, key: value.strip()}
+
+
+def help_lines() -> list[str]:
+    """Return a line for each command, and one about keys."""
+    written = {f"{name} {argument}".strip(): about for name, (argument, about) in COMMANDS.items()}
+    width = max(map(len, written))
+    lines = [f"{command:<{width}}  {about}" for command, about in written.items()]
+    return [*lines, "A line that ends with a backslash continues on the next. Ctrl-C stops an answer."]

@@ -1,87 +1,98 @@
-"""Chat history: messages sent with every request, saved to a file on request.
+"""Messages of a chat, saved to a file on request, and the token counts of its answers.
 
-Each question brings all earlier messages along unchanged, so the model finds them in its prefix cache. A conversation
-changes only when a question was answered: one that failed leaves no trace. Pure but for `save` and `load`.
+Each question is sent with all earlier messages unchanged, so the model finds them in its prefix cache. Only an answered
+question changes a conversation. Pure but for `save` and `load`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
+
+from weftline.cli.plan import counted
 from weftline.errors import InputError
-
-FORMAT = 1
-"""Version of a saved conversation."""
 
 FILE_BYTES_MAX = 16 << 20
 """Largest saved conversation that is read, far more than any model's context."""
 
-ROLES = ("system", "user", "assistant")
 
-Message = dict[str, str]
-"""{role, content}, as the llm node takes it."""
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message in the form of the llm node's `messages` input."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """File format of a conversation. weftline_chat: version of the format."""
+
+    weftline_chat: Literal[1]
+    messages: list[Message]
+    model: str = ""
+    sampling: dict[str, Any] = {}
 
 
 class Conversation:
-    """Messages in order; the first may be the system's, then user and assistant take turns."""
+    """Messages in order: optionally one of the system, then of user and assistant in turn."""
 
-    def __init__(self, system: str = "", messages: Sequence[Mapping[str, str]] = ()) -> None:
-        self._messages = [dict(message) for message in messages]
+    def __init__(self, system: str = "", messages: Sequence[Message] = ()) -> None:
+        self._messages = list(messages)
         if system:
-            self.say_first(system)
+            self.set_system(system)
 
     @property
-    def messages(self) -> list[Message]:
-        return [dict(message) for message in self._messages]
+    def messages(self) -> list[dict[str, str]]:
+        return [msgspec.to_builtins(message) for message in self._messages]
 
     @property
     def system(self) -> str:
-        return self._messages[0]["content"] if self._messages and self._messages[0]["role"] == "system" else ""
+        return self._messages[0].content if self._messages and self._messages[0].role == "system" else ""
 
     @property
     def turns(self) -> int:
-        """How many questions were answered."""
-        return sum(message["role"] == "user" for message in self._messages)
+        """Number of answered questions."""
+        return sum(message.role == "user" for message in self._messages)
 
-    def asking(self, question: str) -> list[Message]:
-        """Return what the model is sent for a question; the conversation stays as it is."""
+    def with_question(self, question: str) -> list[dict[str, str]]:
+        """Return the messages to send for a question; the conversation is unchanged."""
         return [*self.messages, {"role": "user", "content": question}]
 
-    def asking_plainly(self, question: str) -> str:
-        """Return the same as one text, a line for each message, for a model without a chat template."""
-        return "\n".join(message["content"] for message in self.asking(question))
+    def as_text(self, question: str) -> str:
+        """Return the messages to send as plain text, for a model without a chat template."""
+        return "\n".join(message["content"] for message in self.with_question(question))
 
-    def answered(self, question: str, answer: str) -> None:
-        """Keep a question with its answer."""
-        self._messages = [*self.asking(question), {"role": "assistant", "content": answer}]
+    def add(self, question: str, answer: str) -> None:
+        """Append a question and its answer."""
+        self._messages += [Message("user", question), Message("assistant", answer)]
 
-    def say_first(self, system: str) -> None:
-        """Say `system` to the model before everything else, instead of what was said there; '' says nothing."""
+    def set_system(self, system: str) -> None:
+        """Replace the system message; '' removes it."""
         rest = self._messages[1:] if self.system else self._messages
-        self._messages = [{"role": "system", "content": system}, *rest] if system else list(rest)
+        self._messages = [Message("system", system), *rest] if system else list(rest)
 
     def reset(self) -> None:
-        """Forget every question and answer; what the system says stays."""
-        self._messages = [{"role": "system", "content": self.system}] if self.system else []
+        """Remove all messages but the system's."""
+        self._messages = self._messages[:1] if self.system else []
 
-    def save(self, file: Path, more: Mapping[str, Any]) -> None:
-        """Write the conversation as JSON, with `more` beside it; all of it or nothing.
+    def save(self, file: Path, *, model: str = "", sampling: Mapping[str, Any] | None = None) -> None:
+        """Write the conversation as JSON, atomically.
 
-        InputError when the file cannot be written, or is there already and is no saved conversation.
+        InputError when the file cannot be written, or exists and is not a saved conversation.
         """
         if file.exists() and not _is_saved(file):
-            raise InputError(f"{file}: is there already and is no saved conversation; choose another name")
-        text = json.dumps({"weftline_chat": FORMAT, **more, "messages": self._messages}, ensure_ascii=False, indent=1)
+            raise InputError(f"{file}: exists and is not a saved conversation; choose another name")
+        encoded = msgspec.json.encode(Saved(1, self._messages, model, dict(sampling or {})))
         try:
             handle, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
             try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    stream.write(text + "\n")
+                with os.fdopen(handle, "wb") as stream:
+                    stream.write(msgspec.json.format(encoded, indent=1) + b"\n")
                 Path(part).replace(file)
             except BaseException:
                 Path(part).unlink(missing_ok=True)
@@ -91,40 +102,83 @@ class Conversation:
 
     @classmethod
     def load(cls, file: Path) -> Conversation:
-        """Return the conversation in a file that `save` wrote, or in a JSON list of messages; InputError says more."""
-        value = _read(file)
-        if isinstance(value, dict) and value.get("weftline_chat") == FORMAT:
-            value = value.get("messages")
-        if not isinstance(value, list):
-            raise InputError(f"{file}: is no saved conversation and no list of messages")
-        for place, message in enumerate(value):
-            where = f"{file}: messages[{place}]"
-            if not isinstance(message, dict) or set(message) != {"role", "content"}:
-                raise InputError(f"{where}: expected an object with the keys role and content, and no others")
-            if message["role"] not in ROLES or (message["role"] == "system" and place):
-                raise InputError(f"{where}.role: found {message['role']!r:.40}, expected user or assistant")
-            if not isinstance(message["content"], str):
-                raise InputError(f"{where}.content: found {type(message['content']).__name__}, expected text")
-        return cls(messages=value)
+        """Return the conversation in a file of `save`, or in a JSON list of messages; InputError names the mistake."""
+        saved = _read(file)
+        messages = saved.messages if isinstance(saved, Saved) else saved
+        if any(message.role == "system" for message in messages[1:]):
+            raise InputError(f"{file}: only the first message may have the role system")
+        return cls(messages=messages)
 
 
-def _read(file: Path) -> Any:
+def _read(file: Path) -> Saved | list[Message]:
     try:
         with file.open("rb") as stream:
             raw = stream.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from None
     if len(raw) > FILE_BYTES_MAX:
-        raise InputError(f"{file}: more than {FILE_BYTES_MAX} bytes, which is no conversation")
+        raise InputError(f"{file}: more than {FILE_BYTES_MAX} bytes, too large for a conversation")
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        raise InputError(f"{file}: is no JSON; expected a saved conversation") from None
+        return msgspec.json.decode(raw, type=Saved | list[Message])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InputError(f"{file}: is not a saved conversation: {error}") from None
 
 
 def _is_saved(file: Path) -> bool:
     try:
-        value = _read(file)
+        return isinstance(_read(file), Saved)
     except InputError:
         return False
-    return isinstance(value, dict) and "weftline_chat" in value
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStats:
+    """Counts and times of one answer.
+
+    cached_tokens: prompt tokens found in the prefix cache.
+    first_ms:      from the question to the first chunk of text.
+    finish:        `stop`: the answer is complete; `length`: it was cut.
+    """
+
+    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    first_ms: float
+    total_ms: float
+    finish: str = "stop"
+
+    @classmethod
+    def from_usage(cls, usage: Mapping[str, Any], first_ms: float, total_ms: float) -> AnswerStats:
+        """Return the statistics of an answer from the llm step's `usage` output and two times."""
+        tokens, prompt, cached = (usage[key] for key in ("completion_tokens", "prompt_tokens", "cached_tokens"))
+        return cls(tokens, prompt, cached, first_ms, total_ms, usage["finish_reason"])
+
+    def __str__(self) -> str:
+        return f"{_tokens([self])}, first after {self.first_ms:.0f} ms, {_cached([self])}"
+
+
+def summary(answers: Sequence[AnswerStats], turns: int, stopped: int) -> list[str]:
+    """Return the lines of /stats. turns: questions in the conversation; stopped: answers ended with Ctrl-C."""
+    lines = [f"conversation: {counted(turns, 'question')}"]
+    if answers:
+        lines[0] += f", {answers[-1].prompt_tokens + answers[-1].tokens} tokens at the last answer"
+        first_ms = sorted(one.first_ms for one in answers)[len(answers) // 2]
+        lines.append(f"answers: {len(answers)} with {_tokens(answers)}")
+        lines.append(f"first token: after {first_ms:.0f} ms (median)")
+        lines.append(f"prefix cache: {_cached(answers)}")
+    if stopped:
+        lines.append(f"stopped: {counted(stopped, 'answer')}")
+    return lines
+
+
+def _tokens(answers: Sequence[AnswerStats]) -> str:
+    """Return '11 tokens at 10.0/s': the rate counts tokens after the first of each answer."""
+    text = counted(sum(one.tokens for one in answers), "token")
+    timed = [one for one in answers if one.tokens > 1]
+    took_ms = sum(one.total_ms - one.first_ms for one in timed)
+    return f"{text} at {sum(one.tokens - 1 for one in timed) / took_ms * 1e3:.1f}/s" if took_ms > 0 else text
+
+
+def _cached(answers: Sequence[AnswerStats]) -> str:
+    cached, prompt = sum(one.cached_tokens for one in answers), sum(one.prompt_tokens for one in answers)
+    return f"{cached} of {counted(prompt, 'prompt token')} cached ({100 * cached / prompt if prompt else 0:.0f}%)"

@@ -1,8 +1,7 @@
 """Single llm step of a pipeline, run with chat messages as input.
 
-A pipeline may need a photo and a recording before its language model says a word. Here the step is taken out with its
-own options (model, system, sampling, memory, device) and wired to inputs of its own. What it was wired to before, its
-prompt among them, is left behind, as are conditions, retries and deadlines. Nothing is started here.
+The step keeps its options (model, system, sampling, memory, device). Its wires, prompt, conditions, retries and
+deadlines are dropped, so a chat needs none of the pipeline's other steps. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from weftline.pipelines.spec.graph import Input, Pipeline, Step
 from weftline.pipelines.spec.wire import Wire
 
 INPUTS = {"messages": "json", "prompt": "text", "sampling": "json"}
-"""What a step alone is sent, by port; each may be left out."""
+"""Optional inputs of the step's own pipeline, by port."""
 
 OUTPUTS = ("text", "usage")
-"""What it answers, by port."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatStep:
-    """An llm step that can be opened by itself.
+    """An llm step that can be opened alone.
 
     name:     of the step in its pipeline.
-    model:    as its pipeline names it.
-    system:   what the step says to the model first; '' for nothing.
-    sampling: the step's own, before any change: a SamplingParams of `weftline.engine.llm`.
-    pipeline: has this step only; inputs as in `INPUTS`, outputs as in `OUTPUTS`.
+    model:    as written in the pipeline.
+    system:   the step's system message; '' for none.
+    sampling: the step's SamplingParams.
+    pipeline: has this step only, with `INPUTS` and `OUTPUTS`.
     """
 
     name: str
@@ -45,7 +43,7 @@ class ChatStep:
     pipeline: Pipeline
 
     def sampled(self, changes: Mapping[str, Any]) -> Any:
-        """Return the sampling options with some keys changed; InputError says which is unknown or out of range."""
+        """Return the sampling options with changes; InputError for a key that is unknown or out of range."""
         return self.sampling.read(changes, self.sampling)
 
     @property
@@ -53,43 +51,15 @@ class ChatStep:
         return tuple(field.name for field in fields(self.sampling))
 
 
-def chat_step(pipeline: Pipeline, wanted: str = "") -> ChatStep:
-    """Return the llm step called `wanted`, or the only one when that is ''.
+def chat_step(pipeline: Pipeline, name: str = "") -> ChatStep:
+    """Return the llm step of this name, or the only one for ''.
 
-    PipelineError lists what is wrong with the pipeline; InputError says that there is no such step, or several.
+    PipelineError lists the pipeline's problems; InputError when there is no such step, or more than one.
     """
     checked = examine(pipeline)
     if checked.problems:
         raise PipelineError(checked.problems)
-    return _alone(checked.pipeline, _chosen(checked.steps, wanted))
-
-
-def _answers(one: CheckedStep) -> bool:
-    """Whether it is an llm step that answers conversations; one that embeds or classifies does not."""
-    wanted = all(one.ports.input(port) for port in INPUTS) and all(one.ports.output(port) for port in OUTPUTS)
-    return wanted and issubclass(one.node, resolve("llm", Path()))
-
-
-def _chosen(steps: Mapping[str, CheckedStep], wanted: str) -> CheckedStep:
-    found = [name for name, one in steps.items() if _answers(one)]
-    if not found:
-        raise InputError(
-            "the pipeline has no llm step that answers: there is nobody to chat with\n    fix: add a step `node: llm`"
-        )
-    if not wanted:
-        if len(found) > 1:
-            raise InputError(
-                f"the pipeline has {len(found)} llm steps: {', '.join(found)}\n    fix: name one, --step NAME"
-            )
-        return steps[found[0]]
-    if wanted not in found:
-        what = "is no llm step that answers" if wanted in steps else "is not in the pipeline"
-        hint = did_you_mean(wanted, found) or f"llm steps here: {', '.join(found)}"
-        raise InputError(f"--step {wanted:.80}: {what}\n    fix: {hint}")
-    return steps[wanted]
-
-
-def _alone(pipeline: Pipeline, one: CheckedStep) -> ChatStep:
+    one = _chosen(checked.steps, name)
     step = Step(
         one.step.name,
         one.step.node,
@@ -99,14 +69,35 @@ def _alone(pipeline: Pipeline, one: CheckedStep) -> ChatStep:
         run_max_ms=one.step.run_max_ms,
         base_dir=one.step.base_dir,
     )
+    whole = checked.pipeline
     alone = Pipeline(
-        name=pipeline.name,
+        name=whole.name,
         inputs=tuple(Input(port, type, optional=True) for port, type in INPUTS.items()),
         steps=(step,),
         outputs={port: Wire(step.name, port) for port in OUTPUTS},
-        limits=pipeline.limits,
-        file=pipeline.file,
-        base_dir=pipeline.base_dir,
-        lines=pipeline.lines,
+        limits=whole.limits,
+        file=whole.file,
+        base_dir=whole.base_dir,
+        lines=whole.lines,
     )
     return ChatStep(step.name, one.config.model, one.config.system, one.config.sampling, alone)
+
+
+def _chosen(steps: Mapping[str, CheckedStep], name: str) -> CheckedStep:
+    found = [key for key, one in steps.items() if _generates(one)]
+    if not found:
+        raise InputError("the pipeline has no llm step that generates text\n    fix: add a step `node: llm`")
+    if not name and len(found) > 1:
+        listed = ", ".join(found)
+        raise InputError(f"the pipeline has {len(found)} llm steps: {listed}\n    fix: choose one with --step NAME")
+    if name and name not in found:
+        problem = "is not an llm step that generates text" if name in steps else "is not in the pipeline"
+        hint = did_you_mean(name, found) or f"llm steps here: {', '.join(found)}"
+        raise InputError(f"--step {name:.80}: {problem}\n    fix: {hint}")
+    return steps[name or found[0]]
+
+
+def _generates(one: CheckedStep) -> bool:
+    """Return True for an llm step with chat ports; one that embeds or classifies has none."""
+    has_ports = all(one.ports.input(port) for port in INPUTS) and all(one.ports.output(port) for port in OUTPUTS)
+    return has_ports and issubclass(one.node, resolve("llm", Path()))

@@ -14,20 +14,20 @@ from pathlib import Path
 from weftline import errors
 
 EXIT_FAILED = errors.WeftlineError.exit_code
-"""Also when whoever read the output went away, as `head` does: typer ends with it too."""
+"""Also used when the reader of the output has closed it, as `head` does; typer exits with it too."""
 
 EXIT_UNEXPECTED = 70
-"""An error nobody foresaw: EX_SOFTWARE of sysexits.h."""
+"""An unexpected error: EX_SOFTWARE of sysexits.h."""
 
 EXIT_INTERRUPTED = 130
 """Ctrl-C: 128 + SIGINT, as shells have it."""
 
 
 def exit_codes() -> dict[int, str]:
-    """Return every exit code and what it means, taken from the error classes."""
+    """Return every exit code with its meaning, from the error classes."""
     codes = {
-        0: "all went well",
-        EXIT_FAILED: "anything else that fails with a message; or the reader of the output went away",
+        0: "success",
+        EXIT_FAILED: "any other error with a message; or the reader of the output closed it",
         EXIT_UNEXPECTED: "an unexpected error, which is a bug",
         EXIT_INTERRUPTED: "interrupted with Ctrl-C, or cancelled; everything is closed",
     }
@@ -44,50 +44,50 @@ def _first_clause(doc: str) -> str:
     return clause[:1].lower() + clause[1:]
 
 
-def ending(command: Callable[[], int], *, verbose: bool) -> int:
-    """Run the command and return its exit code; an exception is printed here and becomes one.
+def run_command(command: Callable[[], int], *, verbose: bool) -> int:
+    """Run the command and return its exit code; an exception is printed and mapped to one.
 
-    verbose: an unexpected error is told with its traceback.
+    verbose: print the traceback of an unexpected error.
     """
     try:
         code = command()
         sys.stdout.flush()
         return code
     except errors.PipelineError as error:
-        return _tell(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
     except errors.WeftlineError as error:
-        return _tell("\n".join(filter(None, (errors.traceback_of(error), f"error: {error}"))), error.exit_code)
+        return _print_error("\n".join(filter(None, (errors.traceback_of(error), f"error: {error}"))), error.exit_code)
     except KeyboardInterrupt:
-        return _tell("interrupted", EXIT_INTERRUPTED)
+        return _print_error("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        return _reader_gone()
+        return _discard_output()
     except Exception as error:
         if verbose:
             traceback.print_exc()
         what = " ".join(f"{type(error).__name__}: {error}".split())
         hint = "" if verbose else "; run it again with --verbose for the traceback"
-        return _tell(f"unexpected error: {what:.300}{hint}", EXIT_UNEXPECTED)
+        return _print_error(f"unexpected error: {what:.300}{hint}", EXIT_UNEXPECTED)
 
 
 def open_closed_streams() -> None:
-    """Give standard streams that were closed at start, as some services do, to nobody instead of failing on them."""
+    """Open /dev/null for standard streams that were closed at start, as some services do."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the lowest free descriptor is taken, so that no socket gets its number
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
-def _tell(message: str, code: int) -> int:
-    from weftline.cli.show import printable  # here, because it brings numpy along
+def _print_error(message: str, code: int) -> int:
+    from weftline.cli.show import printable  # imports numpy
 
     try:
         print(printable(message), file=sys.stderr, flush=True)
-    except OSError:  # standard error is closed: the code still tells
+    except OSError:  # standard error is closed
         pass
     return code
 
 
-def _reader_gone() -> int:
-    """End quietly: what is still buffered goes nowhere, so that the interpreter does not fail on it at exit."""
+def _discard_output() -> int:
+    """Redirect buffered output to /dev/null, so that the interpreter does not fail on it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Implementation of `weftline nodes`: the catalog, or one node's ports and options."""
+"""Command `weftline nodes`: the catalog, or one node's ports and options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,9 +22,24 @@ from weftline.pipelines.render.field_docs import field_docs, summary
 TEXT_COLUMNS = 100
 
 
+def nodes(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Show the ports and options of this node.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print json.")] = False,
+) -> None:
+    """List the nodes that steps can run, or show one with its ports and options.
+
+    \b
+    Examples:
+      weftline nodes
+      weftline nodes onnx
+      weftline nodes my_nodes.py:Crop --json
+    """
+    typer.echo(describe_node(name, as_json) if name else list_nodes(as_json))
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a node: its type as written, its default (None when it is required) and what it is for."""
+    """One option of a node: type as written, default (None when required) and purpose."""
 
     name: str
     type: str
@@ -34,14 +49,14 @@ class Option:
 
 
 def list_nodes(as_json: bool) -> str:
-    """Return the catalog's nodes, fakes left out, with what each does and the extra that installs its framework."""
+    """Return the catalog's nodes without fakes: name, extra that installs the framework, purpose."""
     found = [(name, *_brief(name)) for name in CATALOG if name not in FAKES]
     if as_json:
         rows = [{"name": name, "extra": extra, "about": about} for name, extra, about in found]
         return json.dumps(rows, indent=2, ensure_ascii=False)
     table = [(name, f"weftline[{extra}]" if extra else "", about) for name, extra, about in found]
     closing = "One in detail: weftline nodes NAME. Your own: file.py:Class, or package.module:Class."
-    return "\n".join([*_table([("node", "needs", "what it does"), *table]), "", closing])
+    return "\n".join([*_table([("node", "needs", "purpose"), *table]), "", closing])
 
 
 def _brief(name: str) -> tuple[str, str]:
@@ -123,7 +138,7 @@ def _port_lines(ports: Sequence[Port]) -> list[str]:
     for one in ports:
         marks = [mark for mark, holds in (("optional", one.optional), ("in pieces", one.pieces)) if holds]
         rows.append((one.name, str(one.type), ", ".join([*marks, *([one.about] if one.about else [])])))
-    return [f"  {line}" for line in _table(rows)] or ["  whatever is wired"]
+    return [f"  {line}" for line in _table(rows)] or ["  any wired input"]
 
 
 def _option_lines(options: Sequence[Option]) -> list[str]:

@@ -1,20 +1,24 @@
-"""Implementation of `weftline profile`: measures steps and writes the profile file.
+"""Command `weftline profile`: measure steps and write the profile file.
 
-The file is written after every step, so that what was measured before an error or Ctrl-C is kept. Steps that are not
-measured now, and figures of other kinds of devices, stay as they are known, as long as the step is the same.
+The file is written after every step, so that an error or Ctrl-C loses only the current step. Figures of other steps and
+of other kinds of devices stay in the file while the step's digest is the same.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, TextIO
+
+import typer
 
 from weftline.cli.bench import machine_text
-from weftline.cli.pipeline import counted
+from weftline.cli.options import PipelineFile, Verbose
+from weftline.cli.plan import counted
 from weftline.cli.progress import loading_shown
 from weftline.engine.bench.step_alone import StepAlone, opened, sizes
 from weftline.engine.machine import this_machine
@@ -38,14 +42,42 @@ from weftline.pipelines.spec.loader import load_file
 from weftline.shm.device.names import is_fake, is_gpu
 
 CALLS_MIN = 3
-"""A median of fewer calls would be one call's chance."""
+"""Fewest calls of a median."""
 
 COLUMNS = "{:<20} {:<14} {:>6} {:>11} {:>20} {:>11} {:>11} {:>11}"
 
 
+def profile(
+    file: PipelineFile,
+    steps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--steps", metavar="NAME", help="Measure only this step; repeatable. Other steps keep their figures."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write here instead of NAME.profile.json beside the pipeline.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Time to measure each step, in seconds.")] = 5.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated inputs.")] = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Open each step alone, call it with 1, 2, 4 and up to items_max generated inputs, and write time and memory.
+
+    Later plans read the file, so a pipeline need not state memory that was measured. Measure on a machine and a GPU
+    that no other program uses.
+
+    \b
+    Examples:
+      weftline profile assistant.yaml
+      weftline profile assistant.yaml --steps see --seconds 20
+    """
+    run_profile(ProfileOptions(file, tuple(steps or ()), out, seconds, seed), sys.stdout, sys.stderr)
+
+
 @dataclass(frozen=True, slots=True)
-class Profiling:
-    """One use of `weftline profile`, as typed. steps: () for all; out: None for beside the pipeline."""
+class ProfileOptions:
+    """Options of `weftline profile`. steps: () for all; out: None for beside the pipeline."""
 
     file: str
     steps: tuple[str, ...] = ()
@@ -54,16 +86,16 @@ class Profiling:
     seed: int = 0
 
 
-def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
+def run_profile(options: ProfileOptions, out: TextIO, err: TextIO) -> None:
     """Print a table on `out` while it grows; progress, and where the profile is written, go to `err`.
 
-    A step that does not open keeps no other from being measured. PipelineError and InputError before anything is
+    A step that does not open does not stop the others. PipelineError and InputError before anything is
     opened; ModelError at the end, of the first step that did not open.
     """
-    graph, machine = load_file(asked.file), this_machine()
+    graph, machine = load_file(options.file), this_machine()
     plan = make_plan(graph, machine)
-    steps = _chosen(plan, asked.steps)
-    path = asked.out or profile_path(graph)
+    steps = _chosen(plan, options.steps)
+    path = options.out or profile_path(graph)
     if not path.resolve().parent.is_dir():
         raise WeftlineError(f"cannot write {path}: its folder does not exist")
     if path.is_dir():
@@ -80,8 +112,8 @@ def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
     for step in steps:
         kind = device_kind(step.device, _model(machine, step.device))
         try:
-            with loading_shown(err) as progress, opened(graph, step, machine, asked.seed, progress) as alone:
-                _measure(alone, asked.seconds, err)
+            with loading_shown(err) as progress, opened(graph, step, machine, options.seed, progress) as alone:
+                _measure(alone, options.seconds, err)
                 untimed = [str(items) for items in sizes(alone.items_max) if items not in alone.times_ms]
                 found, times, failure = alone.measured(), alone.times_ms, alone.failure
                 context = alone.context_bytes() if is_gpu(step.device) and not is_fake(step.device) else 0
@@ -105,7 +137,7 @@ def run_profile(asked: Profiling, out: TextIO, err: TextIO) -> None:
 
 
 def _chosen(plan: Plan, names: Sequence[str]) -> list[PlannedStep]:
-    """Return the steps that run in a worker, all or those named; InputError for a name that is none."""
+    """Return the steps that run in a worker, all or those named; InputError for an unknown name."""
     known = {step.name: step for step in plan.steps if step.workers}
     for name in names:
         if name not in known:
@@ -115,7 +147,7 @@ def _chosen(plan: Plan, names: Sequence[str]) -> list[PlannedStep]:
 
 
 def kept(path: Path, plan: Plan, err: TextIO) -> Profile:
-    """Return what is known already and still holds; a file that cannot be read is replaced, and that is said."""
+    """Return the figures of the file that are still valid; an unreadable file is replaced, with a line on `err`."""
     if not path.is_file():
         return Profile()
     try:
@@ -129,7 +161,7 @@ def kept(path: Path, plan: Plan, err: TextIO) -> Profile:
 
 
 def _measure(alone: StepAlone, seconds: float, err: TextIO) -> None:
-    """Call the step with every number of items, each for its share of the time; a first call of each does not count."""
+    """Time the step with every number of items, after one warm-up call of each."""
     counts = sizes(alone.items_max)
     print(f"measuring {alone.step.name}: {', '.join(map(str, counts))} items", file=err, flush=True)
     for items in counts:
@@ -157,11 +189,11 @@ def _print_rows(
         memory = ("", "")
     if failure:
         what = "no more times" if times else "no time"
-        print(f"{name:<20} {what}: it fails on made-up inputs ({failure:.200})", file=out, flush=True)
+        print(f"{name:<20} {what}: it fails on generated inputs ({failure:.200})", file=out, flush=True)
 
 
 def with_measured(profile: Profile, step: PlannedStep, kind: str, found: Measured, context_bytes: int) -> Profile:
-    """Return a profile that also knows this; of contexts the least, since whatever else uses the device adds to it."""
+    """Return the profile with these figures; of contexts the smallest, since other programs of the device add to it."""
     digest = step_digest(step)
     before = profile.steps.get(step.name, StepProfile(digest))
     steps = {**profile.steps, step.name: StepProfile(digest, {**before.on, kind: found})}
@@ -172,7 +204,7 @@ def with_measured(profile: Profile, step: PlannedStep, kind: str, found: Measure
 
 
 def _write(path: Path, profile: Profile) -> None:
-    """Replace the file as a whole: whoever plans meanwhile reads the old one or the new one."""
+    """Replace the file atomically."""
     made = path.with_name(f".{path.name}.new")
     try:
         made.write_text(to_json(profile), encoding="utf-8")

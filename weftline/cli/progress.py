@@ -12,11 +12,11 @@ from weftline.engine.runtime.event_loop import Progress
 
 @contextmanager
 def loading_shown(err: TextIO, quiet: bool = False, *, plain: bool = False) -> Iterator[Progress | None]:
-    """Yield what the runtime is to call with (step, phrase, fraction), from any thread; None when quiet.
+    """Yield a thread-safe callback for (step, phrase, fraction); None when quiet.
 
-    What is shown disappears from a terminal at the end, and stays in a log.
+    A terminal shows bars that disappear at the end, a log keeps lines.
 
-    plain: lines in any case, for a terminal that a debugger uses too.
+    plain: lines on a terminal too, for a terminal that a debugger uses.
     """
     if quiet:
         yield None
@@ -31,12 +31,12 @@ def loading_shown(err: TextIO, quiet: bool = False, *, plain: bool = False) -> I
 def measuring_shown(
     err: TextIO, warm_up_s: float, duration_s: float, quiet: bool = False
 ) -> Iterator[Callable[[float, int], None] | None]:
-    """Yield what a load is to call with (share that is done, requests that have ended); None where nobody looks."""
+    """Yield a callback for (share of the load that is done, ended requests); None without a terminal."""
     if quiet:
         yield None
         return
     if not err.isatty():
-        _say(f"measuring for {duration_s:g} s after {warm_up_s:g} s of warm-up", err)
+        _print_line(f"measuring for {duration_s:g} s after {warm_up_s:g} s of warm-up", err)
         yield None
         return
     with _bars(err) as report:
@@ -45,21 +45,21 @@ def measuring_shown(
 
 def _lines(err: TextIO) -> Progress:
     """Return a callback that prints a line whenever a step's phrase changes."""
-    said: dict[str, str] = {}
+    printed: dict[str, str] = {}
 
     def report(step: str, phrase: str, fraction: float) -> None:
-        if said.get(step) == phrase:
+        if printed.get(step) == phrase:
             return
-        said[step] = phrase
-        _say(f"loading {step}: {printable(phrase)}", err)
+        printed[step] = phrase
+        _print_line(f"loading {step}: {printable(phrase)}", err)
 
     return report
 
 
-def _say(line: str, err: TextIO) -> None:
+def _print_line(line: str, err: TextIO) -> None:
     try:
         print(line, file=err, flush=True)
-    except (OSError, ValueError):  # standard error is closed: nobody looks, and the work goes on
+    except (OSError, ValueError):  # standard error is closed
         pass
 
 

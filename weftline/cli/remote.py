@@ -1,4 +1,4 @@
-"""Implementation of `weftline status`, `load` and `unload`."""
+"""Commands `weftline status`, `load` and `unload`: queries and changes of a running server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import msgspec
+import typer
 
 from weftline.cli.show import printable
 from weftline.errors import InputError
@@ -22,8 +23,23 @@ if TYPE_CHECKING:
     from weftline.engine.client.queries import ModelStats
     from weftline.engine.serving.face import ModelState
 
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Pipeline of the server's configuration.")]
+Url = Annotated[str, typer.Option(metavar="ADDRESS", help="gRPC address of the server, or unix:PATH.")]
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", metavar="FILE", help="File that contains the token and nothing else.")
+]
+Tls = Annotated[bool, typer.Option("--tls", help="Connect with TLS and this machine's certificate authorities.")]
+Ca = Annotated[Path | None, typer.Option(metavar="PEM", help="Connect with TLS and this certificate authority.")]
+Cert = Annotated[
+    Path | None, typer.Option("--tls-cert", metavar="PEM", help="Client certificate, for servers that require one.")
+]
+Key = Annotated[Path | None, typer.Option("--tls-key", metavar="PEM", help="Private key of the client certificate.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Send the token to another machine without TLS.")]
+
+DEFAULT_URL = "localhost:8001"
+
 WATCH_S = 2.0
-"""How often a watched status is asked for, in seconds."""
+"""Interval of a watched status, in seconds."""
 
 NOT_READY = 6
 """Exit code of `status` where a server answers and cannot serve everything now: that of UNAVAILABLE."""
@@ -32,11 +48,81 @@ TOKEN_BYTES_MAX = 4096
 CLEAR = "\x1b[H\x1b[2J"
 
 
+def status(
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one json object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat every two seconds, until Ctrl-C.")] = False,
+    token_file: TokenFile = None,
+    tls: Tls = False,
+    ca: Ca = None,
+    tls_cert: Cert = None,
+    tls_key: Key = None,
+    insecure: Insecure = False,
+) -> None:
+    """Show whether a running server is ready, and its models with mean times of answered requests.
+
+    The exit code is 0 when everything is ready, and 6 when something is not ready or no server answers.
+
+    \b
+    Examples:
+      weftline status
+      weftline status --url models.example.org:8001 --ca ca.pem --token-file token --json
+    """
+    remote = _remote(url, token_file, tls, ca, tls_cert, tls_key, insecure)
+    if code := show_status(remote, sys.stdout, as_json=as_json, watch=watch):
+        raise typer.Exit(code)
+
+
+def load(
+    name: Name,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    tls: Tls = False,
+    ca: Ca = None,
+    tls_cert: Cert = None,
+    tls_key: Key = None,
+    insecure: Insecure = False,
+) -> None:
+    """Load a pipeline of the server's configuration, or reload its file; no request is lost.
+
+    \b
+    Examples:
+      weftline load assistant
+      weftline load assistant --token-file admin-token
+    """
+    load_model(_remote(url, token_file, tls, ca, tls_cert, tls_key, insecure), name, sys.stdout)
+
+
+def unload(
+    name: Name,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    tls: Tls = False,
+    ca: Ca = None,
+    tls_cert: Cert = None,
+    tls_key: Key = None,
+    insecure: Insecure = False,
+) -> None:
+    """Unload a pipeline when its open requests have finished; `load` loads it again.
+
+    \b
+    Examples:
+      weftline unload assistant
+    """
+    unload_model(_remote(url, token_file, tls, ca, tls_cert, tls_key, insecure), name, sys.stdout)
+
+
+def _remote(
+    url: str, token_file: Path | None, tls: bool, ca: Path | None, cert: Path | None, key: Path | None, insecure: bool
+) -> Remote:
+    return Remote(url, token_file, tls, ca, cert, key, insecure)
+
+
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A server as it was named on the command line.
+    """Address and credentials of a server.
 
-    token_file: a file that holds the token alone; a token never stands in a command, where everybody can read it.
+    token_file: file with the token alone; command lines are visible to other users of the machine.
     """
 
     url: str
@@ -48,14 +134,14 @@ class Remote:
     insecure: bool = False
 
     def open(self) -> Client:
-        """Return a client; InputError where the options make none."""
+        """Return a client; InputError for options that exclude each other."""
         from weftline.engine.client.client import Client
 
         token, tls = self.credentials()
         return Client(self.url, token=token, tls=tls, insecure=self.insecure, retries=0)
 
     def credentials(self) -> tuple[str | None, ClientTls | bool]:
-        """Return the token, read from its file, and how the connection is secured."""
+        """Return the token from its file, and the TLS options."""
         from weftline.engine.client.options import ClientTls
 
         wanted = self.tls or any((self.ca, self.certificate, self.key))
@@ -71,10 +157,10 @@ def show_status(
     watch: bool = False,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Print whether the server is ready and how its models do; return 0 when it is ready, else NOT_READY.
+    """Print the server's readiness and models; return 0 when it is ready, else NOT_READY.
 
-    watch: again and again, until Ctrl-C.
-    pause: waits between two times.
+    watch: repeat until Ctrl-C.
+    pause: sleep between two repetitions.
     """
     with remote.open() as client:
         if not watch:
@@ -84,19 +170,19 @@ def show_status(
             while True:
                 code = _print_status(client, remote.url, out, as_json, clear)
                 pause(WATCH_S)
-        except KeyboardInterrupt:  # which is how a watch ends
+        except KeyboardInterrupt:
             return code
 
 
 def load_model(remote: Remote, name: str, out: TextIO) -> None:
-    """Load a model of the server's configuration, or load it again, and say which version serves now."""
+    """Load or reload a model of the server's configuration, and print the version that serves now."""
     with remote.open() as client:
         version = client.load(name)
         print(printable(f"{name}: version {version} serves" if version else f"{name}: loaded"), file=out)
 
 
 def unload_model(remote: Remote, name: str, out: TextIO) -> None:
-    """Unload a model once its open requests have finished."""
+    """Unload a model when its open requests have finished."""
     with remote.open() as client:
         client.unload(name)
         print(printable(f"{name}: unloaded"), file=out)
@@ -105,8 +191,8 @@ def unload_model(remote: Remote, name: str, out: TextIO) -> None:
 def _print_status(client: Client, url: str, out: TextIO, as_json: bool, before: str) -> int:
     models, figures, ready = client.models(), client.stats(), client.ready()  # the first fails where there is no server
     if as_json:
-        told = {"url": url, "live": True, "ready": ready, "models": [_model_json(one, figures) for one in models]}
-        print(json.dumps(told), file=out)
+        shown = {"url": url, "live": True, "ready": ready, "models": [_model_json(one, figures) for one in models]}
+        print(json.dumps(shown), file=out)
     else:
         lines = [f"{url}: {'ready' if ready else 'not ready'}", *_table(models, figures)]
         print(before + "\n".join(map(printable, lines)), file=out)
@@ -115,13 +201,13 @@ def _print_status(client: Client, url: str, out: TextIO, as_json: bool, before: 
 
 
 def _model_json(model: ModelState, figures: dict[str, ModelStats]) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": model.name, "state": model.state, "version": model.version}
+    shown: dict[str, Any] = {"name": model.name, "state": model.state, "version": model.version}
     if model.why:
-        told["why"] = model.why
+        shown["why"] = model.why
     found = figures.get(model.name)
     if found is not None:
-        told |= {key: value for key, value in msgspec.structs.asdict(found).items() if key not in told}
-    return told
+        shown |= {key: value for key, value in msgspec.structs.asdict(found).items() if key not in shown}
+    return shown
 
 
 def _table(models: Sequence[ModelState], figures: dict[str, ModelStats]) -> Iterator[str]:
@@ -132,11 +218,11 @@ def _table(models: Sequence[ModelState], figures: dict[str, ModelStats]) -> Iter
     rows = [["model", "state", "version", "requests", "failed", "mean ms", "queue ms", "run ms", "batch"]]
     for one in models:
         found = figures.get(one.name)
-        told = [""] * 6
+        cells = [""] * 6
         if found is not None and found.requests + found.failed:
             spent = [f"{ms:.2f}" for ms in (found.total_ms, found.queue_ms, found.run_ms)]
-            told = [str(found.requests), str(found.failed), *spent, f"{found.batch:.1f}"]
-        rows.append([one.name, one.state, str(one.version or "-"), *told])
+            cells = [str(found.requests), str(found.failed), *spent, f"{found.batch:.1f}"]
+        rows.append([one.name, one.state, str(one.version or "-"), *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, state, *cells in rows:
         aligned = [cell.rjust(width) for cell, width in zip(cells, widths[2:], strict=True)]
@@ -147,7 +233,7 @@ def _table(models: Sequence[ModelState], figures: dict[str, ModelStats]) -> Iter
 
 
 def _read_token(file: Path) -> str:
-    """Return the token in a file, and warn when others can read it too."""
+    """Return the token in a file; warn on standard error when other users can read the file."""
     try:
         with file.open("rb") as stream:
             mode = stat.S_IMODE(file.stat().st_mode)
@@ -155,7 +241,7 @@ def _read_token(file: Path) -> str:
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from None
     if mode & 0o077:
-        print(f"warning: others can read {file}; chmod 600 keeps the token yours", file=sys.stderr)
+        print(f"warning: other users can read {file}; chmod 600 keeps the token private", file=sys.stderr)
     try:
         token = data.decode("ascii").strip()
     except UnicodeDecodeError:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from weftline.cli.show import printable
+from weftline.engine.bench.critical_path import OUTSIDE_PARTS, TimeBreakdown
 from weftline.engine.bench.report import Report, Spread, StepLoad
-from weftline.engine.bench.where import OUTSIDE_PARTS, TimeBreakdown
 
 BAR = 20
 """Width of a full bar, in characters."""

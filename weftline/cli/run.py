@@ -1,4 +1,4 @@
-"""Implementation of `weftline run`: one request from the command line."""
+"""Command `weftline run`: one request."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+import typer
 
 from weftline.cli.inputs import STDIN, read_inputs
+from weftline.cli.options import Outputs, PipelineFile, Quiet, Verbose
 from weftline.cli.progress import loading_shown
 from weftline.cli.save import element_name, make_folder, save_outputs
 from weftline.cli.show import as_json, as_text, printable
@@ -22,15 +25,68 @@ from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.plan import Plan
 
 
+def run(
+    file: PipelineFile,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME=VALUE",
+            help="One input: NAME=@FILE reads a file, NAME=@- standard input; anything else is the value itself, read "
+            "as json where the input is json or a tensor. Double the leading @ of a text: @@.",
+        ),
+    ] = None,
+    outputs: Outputs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one json object, outputs by name.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print outputs in chunks, as they arrive.")] = False,
+    deadline_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Fail when the answer takes longer, in milliseconds.")
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write pictures, sound, tensors and bytes to this folder, detections as pictures."
+        ),
+    ] = None,
+    debug: Annotated[
+        str,
+        typer.Option(
+            metavar="STEP",
+            help="Run this step in the command's own process, without time limits, so that breakpoint() in its code "
+            "uses this terminal.",
+        ),
+    ] = "",
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Load a pipeline's models, run one request, and close everything.
+
+    Outputs go to standard output, progress and the table of times to standard error.
+
+    \b
+    Examples:
+      weftline run assistant.yaml --input question=@question.wav --input photo=@photo.png
+      weftline run classify.yaml -i text="call me at 555 0100" --output verdict --json
+      cat photo.png | weftline run detect.yaml -i photo=@- --save out
+      weftline run classify.yaml -i text="call me" --debug verdict
+    """
+    if as_json and stream:
+        raise typer.BadParameter("--json and --stream exclude each other: --json prints one object at the end")
+    wanted = tuple(outputs or ()) or None
+    request = Request(file, tuple(inputs or ()), wanted, as_json, stream, deadline_ms, save, quiet, debug)
+    run_request(request, sys.stdout, sys.stderr)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One use of `weftline run`, as typed.
+    """Options of `weftline run`.
 
-    outputs:     the outputs wanted; None: all.
-    deadline_ms: from asking to answering, loading not included; None: the pipeline's own.
-    save:        the folder for pictures and the like; None: nothing is written.
-    quiet:       neither progress nor the table of times.
-    debug:       the step that runs in this process, for a debugger; '' for none.
+    outputs:     outputs to compute; None: all.
+    deadline_ms: from submission to the result, without loading; None: the pipeline's own.
+    save:        folder for pictures and other files; None: nothing is written.
+    quiet:       no progress and no table of times.
+    debug:       step that runs in this process, for a debugger; '' for none.
     """
 
     file: str
@@ -47,14 +103,14 @@ class Request:
 def run_request(request: Request, out: TextIO, err: TextIO) -> None:
     """Print the outputs on `out`; progress, the names of saved files and the table of times go to `err`.
 
-    What can be known to be wrong without a model is refused before one is loaded. Whatever happens, no process stays.
+    Mistakes that need no model are refused before one is loaded. All processes have ended when this returns or raises.
     """
     pipeline = load(request.file)
     check_outputs(pipeline.plan, request.outputs)
     if request.debug:
         pipeline = pipeline.to_debug(request.debug)
         if any(one.partition("=")[2] == STDIN for one in request.inputs):
-            raise InputError("--debug: standard input is the debugger's; read the input from a file, NAME=@FILE")
+            raise InputError("--debug: the debugger uses standard input; read the input from a file, NAME=@FILE")
     inputs = read_inputs(pipeline.plan, request.inputs, sys.stdin.buffer)
     if request.save is not None:
         make_folder(request.save)
@@ -91,7 +147,7 @@ def _answer(session: Session, request: Request, inputs: Mapping[str, Any], out: 
 
 
 def _json(name: str, value: Any, type: PortType, saved: Mapping[str, Path]) -> Any:
-    """Return an output as json; an array or bytes that went to a file as the name of that file."""
+    """Return an output as json; an array or bytes that were saved, as the name of their file."""
     if type.item is not None and isinstance(value, list):
         return [_json(element_name(name, place), one, type.item, saved) for place, one in enumerate(value)]
     if name not in saved or type.kind == "detections":
@@ -102,7 +158,7 @@ def _json(name: str, value: Any, type: PortType, saved: Mapping[str, Path]) -> A
 
 
 def _stream(session: Session, request: Request, inputs: Mapping[str, Any], out: TextIO, err: TextIO) -> None:
-    """Print pieces as they come: text grows behind its output's name, whole values follow when they are known."""
+    """Print chunks as they arrive: text follows its output's name, other values are printed when complete."""
     types = {output.name: output.type for output in session.plan.outputs}
     whole: dict[str, Any] = {}
     grown: dict[str, list[str]] = {}
@@ -154,7 +210,7 @@ def _print_timings(result: Result, err: TextIO) -> None:
 
 
 def timing_rows(timings: Sequence[StepTiming]) -> list[tuple[str, str, str, str]]:
-    """Return the table's rows: the elements of a `map:` step as one, with the longest times of them."""
+    """Return the table's rows; the elements of a `map:` step share one, with their longest times."""
     together: dict[tuple[str, str, int], list[StepTiming]] = {}
     for place, timing in enumerate(timings):
         together.setdefault((timing.step, timing.outcome, -1 if timing.element >= 0 else place), []).append(timing)

@@ -1,7 +1,6 @@
-"""Implementation of `weftline serve` and `weftline token`.
+"""Commands `weftline serve` and `weftline token`.
 
-Standard output has what other programs may want to read: where the doors are and which models there are, once all of it
-is ready. Progress, problems and logs go to standard error.
+Addresses and models go to standard output when everything is ready. Progress, problems and logs go to standard error.
 """
 
 from __future__ import annotations
@@ -9,12 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
 
+import typer
+
+from weftline.cli.options import Verbose
 from weftline.cli.progress import loading_shown
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.serve_file import COMMAND_LINE, Flags, assemble, read_file, to_text
@@ -26,9 +31,162 @@ if TYPE_CHECKING:
     from weftline.engine.serving.server import ServeOptions
 
 
+class LogFormat(StrEnum):
+    """How lines on standard error look."""
+
+    text = "text"
+    json = "json"
+
+
+class Engine(StrEnum):
+    """Where pipelines run."""
+
+    local = "local"
+    ray = "ray"
+
+
+def serve(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Pipeline files, or one serve file with `pipelines:`."),
+    ] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="Serve file; other options override it.")] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen at; 127.0.0.1 by default.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65_535, help="gRPC port; 8001 by default, 0 for any free one.")
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option(min=0, max=65_535, help="Serve HTTP too, at this port; 0 for any free one.")
+    ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Unix socket for gRPC, instead of an address.")
+    ] = None,
+    expose: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STEP", help="Serve a step as a model too, as STEP or PIPELINE.STEP; repeatable."),
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Tokens of clients and their permissions; see `token`.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="Certificate of the server.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Private key of the certificate.")] = None,
+    client_ca: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="Require client certificates of this authority.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow other machines to connect without TLS or without tokens.")
+    ] = False,
+    shared_memory: Annotated[
+        bool, typer.Option("--shared-memory", help="Allow clients to register system shared memory.")
+    ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=0, max=64, help="Processes for gRPC; 0, the default, serves in the engine's process."),
+    ] = None,
+    grace_s: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=86_400.0, help="Time for open requests after SIGTERM, in seconds; 30 by default."),
+    ] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="Format of logs; text by default.")] = None,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Log every request, not only failed ones.")
+    ] = False,
+    otlp: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send traces to this collector, such as http://localhost:4317.")
+    ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="Run in processes of this machine, or on a Ray cluster.")
+    ] = Engine.local,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="On Ray: copies of all the pipelines; 1 by default.")
+    ] = None,
+    gpus_per_replica: Annotated[
+        float | None, typer.Option(min=0.0, help="On Ray: GPUs of each copy; 0 by default.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="On Ray: address of the cluster; by default one is started."),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Check everything, print the resulting serve file, and exit.")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Serve pipelines until SIGTERM or Ctrl-C: gRPC for Triton and KServe clients, and optionally HTTP.
+
+    After a signal the server refuses new requests, finishes open ones within --grace-s, and exits with 0. A second
+    signal ends it at once. Addresses and models are printed on standard output when everything is ready.
+
+    \b
+    Examples:
+      weftline serve pipeline.yaml
+      weftline serve assistant.yaml ocr.yaml --http-port 8000 --expose assistant.answer
+      weftline serve serve.yaml --log-format json --log-requests
+      weftline serve --config serve.yaml --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem --tokens tokens.yaml
+      weftline serve pipeline.yaml --http-port 8000 --print-config > serve.yaml
+      weftline serve pipeline.yaml --engine ray --address auto --replicas 4 --gpus-per-replica 1 --insecure
+    """
+    on_ray = {"--replicas": replicas, "--gpus-per-replica": gpus_per_replica, "--address": address}
+    idle = [name for name, value in on_ray.items() if value is not None]
+    if idle and engine is not Engine.ray:
+        raise typer.BadParameter(f"{', '.join(idle)}: only with --engine ray")
+
+    flags = Flags(
+        host=host,
+        port=port,
+        http_port=http_port,
+        socket=socket,
+        expose=tuple(expose or ()),
+        tokens=tokens,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        client_ca=client_ca,
+        insecure=insecure,
+        shared_memory=shared_memory,
+        processes=processes,
+        grace_s=grace_s,
+        log_format=log_format.value if log_format is not None else None,
+        log_requests=log_requests,
+        otlp=otlp,
+        verbose=verbose,
+    )
+    ray = RayFlags(replicas or 1, gpus_per_replica or 0.0, address) if engine is Engine.ray else None
+    request = ServeRequest(tuple(files or ()), config, flags, print_config, ray)
+    if code := run_serve(request, sys.stdout, sys.stderr):
+        raise typer.Exit(code)
+
+
+def token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the client in logs and metrics.")],
+    models: Annotated[
+        list[str] | None, typer.Option("--model", metavar="NAME", help="Restrict the token to this model; repeatable.")
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Permit loading, unloading and changes of settings.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Permit registration of shared memory.")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Permit reading /metrics.")] = False,
+    requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Rate limit, in requests a second.")] = None,
+    burst: Annotated[int | None, typer.Option(min=1, help="Largest burst of requests after a pause.")] = None,
+) -> None:
+    """Create a token: print it once on standard error, and its line for the token file on standard output.
+
+    The line has only a digest of the token. The token itself is stored nowhere.
+
+    \b
+    Examples:
+      (umask 077; echo "tokens:" > tokens.yaml)
+      weftline token web --model assistant >> tokens.yaml
+      weftline token ops --admin >> tokens.yaml
+    """
+    run_token(
+        TokenRequest(name, tuple(models or ()), admin, memory, metrics, requests_per_s, burst), sys.stdout, sys.stderr
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RayFlags:
-    """What `--engine ray` was typed with: replicas, GPUs of each, and the cluster (None: one is started here)."""
+    """Options of `--engine ray`: replicas, GPUs of each, and the cluster (None: one is started here)."""
 
     replicas: int = 1
     gpus_per_replica: float = 0.0
@@ -37,11 +195,11 @@ class RayFlags:
 
 @dataclass(frozen=True, slots=True)
 class ServeRequest:
-    """One use of `weftline serve`, as typed.
+    """Options of `weftline serve`.
 
-    config:       a serve file that was named as such; None: there may be one among `files`.
-    print_config: print what it comes to, and serve nothing.
-    ray:          serve by replicas on a Ray cluster; None: in this machine's processes.
+    config:       serve file of --config; None: `files` may have one.
+    print_config: print the resulting configuration, and serve nothing.
+    ray:          replicas on a Ray cluster; None: processes of this machine.
     """
 
     files: tuple[str, ...] = ()
@@ -53,7 +211,7 @@ class ServeRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """One use of `weftline token`, as typed. `models` empty: all of them."""
+    """Options of `weftline token`. models: () for all."""
 
     name: str
     models: tuple[str, ...] = ()
@@ -65,9 +223,9 @@ class TokenRequest:
 
 
 def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
-    """Serve until a signal ends it, and return the exit code.
+    """Serve until a signal, and return the exit code.
 
-    What can be known to be wrong without opening a model is refused before anything starts.
+    Mistakes that need no model are refused before anything starts.
     """
     if request.ray is not None:
         return _run_on_ray(request, request.ray, out)
@@ -79,21 +237,21 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
     for package in ("grpc", "tritonclient"):
         if find_spec(package) is None:
             raise MissingPackage(package, "serve")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core logs for strangers, in lines of its own, without limit
-    from weftline.engine.serving.server import serve
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core logs without limit
+    from weftline.engine.serving.server import serve as run_server
 
     with ExitStack() as loading:
         progress = loading.enter_context(loading_shown(err)) if config.logs.format == "text" else None
 
         def announce(serving: ServeOptions) -> None:
-            loading.close()  # bars go before lines come
+            loading.close()  # removes the progress bars
             print("\n".join(announced(serving)), file=out, flush=True)
 
-        return asyncio.run(serve(config, announce=announce, progress=progress))
+        return asyncio.run(run_server(config, announce=announce, progress=progress))
 
 
 def _run_on_ray(request: ServeRequest, flags: RayFlags, out: TextIO) -> int:
-    """The same on a Ray cluster."""
+    """Serve on a Ray cluster, and return the exit code."""
     from weftline.engine.jobs.ray.cluster import Need
     from weftline.engine.jobs.ray.deployment import Deployed, OnRay, check_config, machine_for, serve_on_ray
 
@@ -123,7 +281,7 @@ def _print_config(config: ServeConfig, request: ServeRequest, out: TextIO) -> No
 
 
 def _check_files(config: ServeConfig) -> None:
-    """Raise PipelineError with everything that is wrong with where it listens, its tokens and its certificates."""
+    """Raise PipelineError with all problems of the addresses, the tokens and the certificates."""
     from weftline.engine.serving.auth.tls import TlsFiles
     from weftline.engine.serving.auth.tokens import TokenFile
 
@@ -145,7 +303,7 @@ def _check_files(config: ServeConfig) -> None:
 
 
 def announced(serving: ServeOptions) -> list[str]:
-    """Return the lines that say where it is served: a door each, then a model each with its state."""
+    """Return a line for each address, then for each model with its state."""
     lines = [f"grpc  {serving.grpc}"]
     if serving.http:
         lines.append(f"http  {serving.http}")
@@ -155,7 +313,7 @@ def announced(serving: ServeOptions) -> list[str]:
 
 
 def run_token(request: TokenRequest, out: TextIO, err: TextIO) -> None:
-    """Print a new token on `err` and its line for the token file on `out`; PipelineError for one no file could have."""
+    """Print a new token on `err` and its line for the token file on `out`; PipelineError for an invalid entry."""
     from weftline.engine.serving.auth.token_entries import read_tokens
     from weftline.engine.serving.auth.tokens import digest, new_token
 
@@ -172,7 +330,7 @@ def run_token(request: TokenRequest, out: TextIO, err: TextIO) -> None:
 
 
 def token_line(request: TokenRequest, sha256: str) -> str:
-    """Return the entry of a token file, in quotes where digits could be taken for a number."""
+    """Return the line of a token file; values are quoted, so that digits stay texts."""
     entry: dict[str, object] = {"name": request.name, "sha256": sha256}
     entry |= {"models": list(request.models)} if request.models else {}
     entry |= {right: True for right in ("admin", "memory", "metrics") if getattr(request, right)}

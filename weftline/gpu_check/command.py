@@ -136,8 +136,7 @@ def run_part(
 def why_not(device: str) -> CheckOutcome | None:
     """Return what keeps every part from a device, as a process that opens it sees it; None when it opens.
 
-    A driver, or a package, that is not there is a reason to skip; a fake that does not open is wrong, and so is all
-    that nobody expects.
+    A missing driver or package is a reason to skip; a fake that does not open is wrong, and so is any unexpected error.
     """
     with Crew(device) as crew:
         try:

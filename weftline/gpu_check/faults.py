@@ -55,7 +55,7 @@ def lose(process: Process) -> str:
     except Ended as error:
         return str(error)
     if not lost:
-        raise Wrong("a kernel wrote where nothing is, and nobody noticed")
+        raise Wrong("a kernel wrote to an unmapped address without an error")
     code = process.wait_end(END_MAX_S)
     if code != LOST_CODE:
         raise Wrong(f"{process.name} lost the device and ended with {code}; a worker ends with {LOST_CODE}")

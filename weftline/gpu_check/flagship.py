@@ -6,8 +6,8 @@
 FILE is the flagship; it needs everything that its steps need. `--shared` stands for a language model and an embedding
 model that share the device, which need no more than `weftline serve` does. Workers are hardened, memory is budgeted,
 and the KV memory takes what the budget leaves, as in service. The same inputs are given to the CPU first; answers of
-the device are compared with the CPU's, and what differs is told: numbers that are rounded otherwise may end in other
-words.
+the device are compared with the CPU's, and differences are reported: other rounding may lead to
+other words.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any
 
 from weftline.engine.machine import this_machine
 from weftline.engine.session import Session, load
-from weftline.gpu_check.running import RIGHT, CheckOutcome, Wrong, as_json, outcome_of, spread
+from weftline.gpu_check.running import RIGHT, CheckOutcome, Skipped, Wrong, as_json, outcome_of, spread
+from weftline.gpu_check.trial import source_file
 from weftline.pipelines.placement.place import Device, Machine
 from weftline.shm.device.names import is_fake
 
 FAKE_BYTES = 8 << 30
 REQUESTS, QUICK_REQUESTS = 20, 3
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MODEL = "examples/models/shapes-chat"
 COMPARED = ("transcript", "answer", "verdict", "embedding")
 """Outputs that are compared as they are (embeddings within COSINE_MIN); detections are compared by what was found."""
 COSINE_MIN = 0.999
@@ -88,12 +89,36 @@ def check_flagship(file: Path, device: str, requests: int) -> CheckOutcome:
 def check_shared(device: str, requests: int) -> CheckOutcome:
     """Ask two models that share the device; in float32 a device's answer is the CPU's."""
     with tempfile.TemporaryDirectory() as folder:
+        try:
+            model = source_file(MODEL)
+        except Skipped:
+            model = random_model(Path(folder) / "model")
         file = Path(folder) / "shared.yaml"
-        file.write_text(SHARED.replace("MODEL", json.dumps(str(EXAMPLES / "models" / "shapes-chat"))), encoding="utf-8")
+        file.write_text(SHARED.replace("MODEL", json.dumps(str(model))), encoding="utf-8")
         outcome = check("llm step", file, {"text": TEXT}, device, requests)
     if outcome.figures["answers"] != "the same as the CPU's":
         raise Wrong(f"its answers are {outcome.figures['answers']}")
     return outcome
+
+
+def random_model(folder: Path) -> Path:
+    """Write a small Llama with random weights and a tokenizer of bytes; returns the folder."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokens), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def _same(wanted: Any, found: Any) -> bool:

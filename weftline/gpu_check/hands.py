@@ -1,8 +1,7 @@
 """Device operations of a check process: one method for each command.
 
-Arguments come from a message and answers go back as one; descriptors beside them. Arenas and allocations are known by
-names that whoever asks has given them. The verbs of leases and hops, which are asked most, are in `writing` and
-`hopping`.
+Arguments come from a message and answers go back as one; descriptors beside them. The sender of a command
+chooses the names of arenas and allocations. The commands of leases and hops are in `writing` and `hopping`.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class Hands:
         return {"checksum": checksum(found)}, []
 
     def do_write_into(self, arena: str) -> Answer:
-        """Try to write into somebody else's arena, and say what became of it; this may be the process's last act."""
+        """Try to write into another process's arena and return the result; this may end the process."""
         byte = np.full(1, 0xA5, np.uint8)
         try:
             self.driver.copy(self.arenas[arena].address, byte.ctypes.data, 1, self.stream)

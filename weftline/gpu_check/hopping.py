@@ -97,7 +97,7 @@ def _giving(
     def give(hop: int) -> dict[str, Any]:
         mark = own["bank"] + start_of(hop)
         if kind == "host":
-            # the tensor is marked before it goes down, so that what comes up can be told from the one before
+            # marked before it goes down, so that the returned tensor differs from the one before
             driver.copy(own["tensor"], mark, MARK_BYTES, stream)
             driver.copy(_address(hands.host_out), own["tensor"], size_bytes, stream)
         elif kind == "copy":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from weftline.gpu_check.copies import size_text
@@ -20,13 +19,14 @@ from weftline.gpu_check.running import (
     WRONG,
     Bar,
     CheckOutcome,
+    Skipped,
     Wrong,
     judged,
     quantile,
     run_apart,
 )
 from weftline.gpu_check.traffic import ORDERINGS
-from weftline.gpu_check.trial import MIB, Trial, share, share_events
+from weftline.gpu_check.trial import MIB, Trial, share, share_events, source_file
 from weftline.gpu_check.wire import PeerGone
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB)
@@ -39,7 +39,7 @@ MOVED_BYTES_MAX = 8192 * MIB
 """Most bytes that a kind which moves the whole tensor moves at one size."""
 
 EVENTS = 8
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "torch_sharing.py"
+SCRIPT = "benchmarks/torch_sharing.py"
 
 
 def check_hops(trial: Trial) -> CheckOutcome:
@@ -113,11 +113,13 @@ def _torch_sharing(trial: Trial, sizes: tuple[int, ...]) -> dict[str, Any]:
     name = "torch.multiprocessing"
     if trial.fake and trial.quick:
         return {name: "not with --quick on a fake"}
-    if not SCRIPT.is_file():
-        return {name: "skipped: benchmarks/torch_sharing.py is not here"}
+    try:
+        script = source_file(SCRIPT)
+    except Skipped as error:
+        return {name: f"skipped: {error}"}
     where = "cpu" if trial.fake else trial.device
     rounds = QUICK_ROUND_TRIPS if trial.quick else ROUND_TRIPS
-    command = [sys.executable, str(SCRIPT), "--device", where, "--rounds", str(rounds), "--sizes", *map(str, sizes)]
+    command = [sys.executable, str(script), "--device", where, "--rounds", str(rounds), "--sizes", *map(str, sizes)]
     outcome = run_apart(name, command, max(min(trial.left_s, 120), 1), dict(trial.environment or {}))
     if outcome.state in (WRONG, SKIPPED):
         return {name: f"{'failed' if outcome.state == WRONG else 'skipped'}: {outcome.why}"}

@@ -1,8 +1,8 @@
 """PTX kernels without a framework: a delay and an illegal write.
 
-A delay holds a stream back, so that whoever does not wait for it reads too early and is found out. A poke writes to an
-address that nobody mapped: the way a wrong kernel loses its process the device. Both are PTX, which the driver
-compiles; a fake device can be delayed, and takes a copy to such an address for the second.
+A delay holds a stream back, so that a reader that does not wait reads too early and is detected. A poke writes to an
+unmapped address, as a faulty kernel does. Both are PTX, which the driver compiles. On a fake device they are a
+delay and a copy to an unmapped address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weftline.gpu_check.running import Skipped
 from weftline.shm.device.driver import DriverError, GpuDriver
 from weftline.shm.device.names import is_fake
 
-NOBODYS_ADDRESS = 16
+UNMAPPED_ADDRESS = 16
 """Below the first page, which no process maps and no device has."""
 
 PTX = """
@@ -81,7 +81,7 @@ class CudaKernels:
         self._launch("delay", microseconds * 1000, stream)
 
     def poke(self, stream: int) -> None:
-        self._launch("poke", NOBODYS_ADDRESS, stream)
+        self._launch("poke", UNMAPPED_ADDRESS, stream)
 
     def _launch(self, name: str, argument: int, stream: int) -> None:
         one, given = (1, 1, 1), ((argument,), (ctypes.c_uint64,))
@@ -115,4 +115,4 @@ class FakeKernels:
         self._driver.delay(microseconds / 1e6, stream)
 
     def poke(self, stream: int) -> None:
-        self._driver.copy(NOBODYS_ADDRESS, self._address, 4, stream)
+        self._driver.copy(UNMAPPED_ADDRESS, self._address, 4, stream)

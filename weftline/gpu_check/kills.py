@@ -4,7 +4,7 @@ Who dies leaves what Weftline's rules are about. A reader's blocks go to quarant
 settled; then a new reader takes its place. A writer's arena is retired and closed, what the reader still has of it is
 waited for and not believed in, and a new writer makes a new arena. In ordering 'event' a reader that waits on its
 device for the dead writer may wait for ever: it is one fault domain with the writer, and is ended with it as Weftline
-ends it. Nobody else may have to wait for longer than HANG_S, and in the end the device's free memory, and this
+ends it. No other process may wait for longer than HANG_S, and in the end the device's free memory, and this
 process's descriptors, are what they were.
 """
 
@@ -25,7 +25,7 @@ from weftline.shm.lease import Ledger
 
 KILLS, QUICK_KILLS = 200, 3
 HANG_S = 5.0
-"""The issue's bar: nobody waits longer for anything because of a death."""
+"""The issue's bar: longest wait of any process because of a death."""
 
 PATIENCE_S = 1.0
 """How long a reader in the fault domain of a writer that was killed is waited for before it is ended too."""
@@ -138,7 +138,7 @@ class _Scene:
         """What it held goes to quarantine until the writer has settled; a new one takes its place."""
         traffic, ledger = self.traffic, self._ledger
         self._token += 1
-        if traffic.writing is not None:  # it was written for nobody, and its answer is still to come
+        if traffic.writing is not None:  # its reader is dead, and its answer is still to come
             self.writer.drain("write", HANG_S)
         held = [dispatch for dispatch in (traffic.reading, traffic.writing) if dispatch is not None]
         for block in [block for dispatch in held for block in traffic.held(dispatch)]:

@@ -26,8 +26,8 @@ SECONDS = 20.0
 CARELESS = 20
 """Dispatches in which a reader that does not wait has to be found out."""
 
-TELL_S = 5.0
-"""How often it says how far it is."""
+REPORT_S = 5.0
+"""Interval of progress lines."""
 
 
 def check_leases(trial: Trial) -> CheckOutcome:
@@ -58,12 +58,12 @@ def check_leases(trial: Trial) -> CheckOutcome:
 
 def _flow(trial: Trial, traffic: Traffic, writer: Process, reader: Process, wanted: int) -> float:
     """Let so many leases flow, or as many as there is time for; returns the seconds it took."""
-    started = told = time.monotonic()
+    started = reported_s = time.monotonic()
     until = trial.until_s if trial.full else min(trial.until_s, started + SECONDS)
     while traffic.done < wanted and time.monotonic() < until:
         traffic.step(writer, reader)
-        if time.monotonic() - told > TELL_S:
-            told = time.monotonic()
+        if time.monotonic() - reported_s > REPORT_S:
+            reported_s = time.monotonic()
             trial.say(f"ordering {traffic.ordering}: {traffic.done} leases")
     traffic.read(reader)
     return time.monotonic() - started
@@ -76,6 +76,6 @@ def _found_out(arena: Arena, delay_us: int, writer: Process, reader: Process) ->
         try:
             careless.step(writer, reader)
         except Spoilt:
-            writer.answer("write")  # of the next dispatch, which nobody reads
+            writer.answer("write")  # of the next dispatch, which has no reader
             return f"found out after {count - 1} dispatches"
     raise Wrong(f"a reader that does not wait was right {CARELESS} times: delays hold nothing back here")

@@ -1,7 +1,7 @@
 """V10: NVIDIA's multi-process service with one faulting client; only on request.
 
 The service changes the fault domain: one client's fatal fault hits every client of the device. What happens to the
-others is therefore told, not judged. A daemon of the check's own is started, with pipes of its own, and ended.
+others is therefore reported, not judged. A daemon of the check's own is started, with pipes of its own, and ended.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def serve(hands: Hands) -> None:
             hands.wire.send({"failed": str(error), "refused": "MISSING_PACKAGE"})
         except Skipped as error:
             hands.wire.send({"failed": str(error), "skipped": True})
-        except Exception as error:  # whatever it is, whoever asked has to know
+        except Exception as error:  # every error goes back to the sender
             hands.wire.send({"failed": f"{type(error).__name__}: {error}"})
 
 

@@ -29,7 +29,7 @@ LOST_CODE = 70
 """What a process ends with that has lost its device, as a worker does."""
 
 END_MAX_S = 5.0
-"""Longest a process may take to be gone after it was told to end, or killed: what the issue calls a hang."""
+"""Longest time from an end command or a kill to the end of the process: what the issue calls a hang."""
 
 
 class Ended(Wrong):
@@ -80,7 +80,7 @@ class Process:
         return self.answer(verb, timeout_s)
 
     def tell(self, verb: str, fds: Sequence[int] = (), **about: Any) -> None:
-        """Ask without waiting; whoever asks so has to take the `answer` later."""
+        """Send a command without waiting; the caller must call `answer` later."""
         try:
             self.wire.send({"do": verb, **about}, fds)
         except PeerGone:
@@ -108,7 +108,7 @@ class Process:
         return {**message, "fds": fds}
 
     def drain(self, verb: str, timeout_s: float) -> None:
-        """Take an answer that nobody believes in any more; Late when it is late, Ended when it cannot come."""
+        """Receive and discard an answer; Late when it is late, Ended when it cannot come."""
         try:
             message, _ = self.wire.receive(timeout_s)
         except TimeoutError:
@@ -163,7 +163,7 @@ def _where_modules_are() -> str:
 class Crew:
     """The processes of one part, all of them gone when it is over, however it ends.
 
-    until_s: on the monotonic clock, when the part has to be over: nobody waits for an answer for longer.
+    until_s: on the monotonic clock, end of the part, and of every wait for an answer.
     """
 
     def __init__(self, device: str, environment: Mapping[str, str] | None = None, until_s: float = math.inf) -> None:

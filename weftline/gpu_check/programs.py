@@ -25,7 +25,7 @@ from weftline.gpu_check.running import (
     run_apart,
     run_limited,
 )
-from weftline.gpu_check.trial import Trial
+from weftline.gpu_check.trial import Trial, source_file
 
 LLM_PARTS = {
     "kernels": "each kernel beside a reference in float64",
@@ -56,14 +56,13 @@ FAKE_LLM_PACKAGES = ("torch", "transformers", "safetensors")
 PIPELINE_PACKAGES = ("msgspec", "pydantic", "networkx", "yaml", "jinja2", "torch")
 LLM_STEP_PACKAGES = (*PIPELINE_PACKAGES, "transformers", "tokenizers", "llguidance")
 FLAGSHIP_PACKAGES = (*LLM_STEP_PACKAGES, "PIL", "soundfile", "whisper", "ultralytics")
-ROOT = Path(__file__).resolve().parents[2]
-FLAGSHIP = ROOT / "examples" / "voice_photo_assistant.yaml"
+FLAGSHIP = "examples/voice_photo_assistant.yaml"
 PLACE_WIDTH = 26
 """Columns of a place in what benchmarks/device_hop.py prints."""
-ENGINE_HOPS = ROOT / "benchmarks" / "device_hop.py"
+ENGINE_HOPS = "benchmarks/device_hop.py"
 SANITIZER = "compute-sanitizer"
 SANITIZER_CODE = 9
-"""What compute-sanitizer is told to end with when it found something."""
+"""Exit code of compute-sanitizer when it found an error."""
 
 
 def check_memory_accesses(trial: Trial) -> dict[str, Any]:
@@ -122,11 +121,10 @@ def _beside_transformers(trial: Trial, outcome: CheckOutcome) -> list[Bar]:
 def check_pipeline(trial: Trial) -> CheckOutcome:
     """The flagship on the device: its answer beside the CPU's, its plan, its times, and what its workers take."""
     require(FLAGSHIP_PACKAGES)
-    if not FLAGSHIP.is_file():
-        raise Skipped("examples/voice_photo_assistant.yaml is not here")
+    file = source_file(FLAGSHIP)
     if trial.fake and not trial.full:
         raise Skipped("only with --full on a fake: its models take longer to load than all the rest")
-    command = [sys.executable, "-m", "weftline.gpu_check.flagship", str(FLAGSHIP), "--device", trial.device]
+    command = [sys.executable, "-m", "weftline.gpu_check.flagship", str(file), "--device", trial.device]
     return run_apart(trial.part, [*command, *["--quick"] * trial.quick], max(trial.left_s, 1))
 
 
@@ -145,11 +143,10 @@ def check_llm_step(trial: Trial) -> CheckOutcome:
 def check_engine_hops(trial: Trial) -> dict[str, Any]:
     """Time a hop through the engine, its scheduler included, by benchmarks/device_hop.py of a source tree."""
     require(PIPELINE_PACKAGES)
-    if not ENGINE_HOPS.is_file():
-        raise Skipped("benchmarks/device_hop.py is not here")
+    script = source_file(ENGINE_HOPS)
     if trial.fake and not trial.full:
         raise Skipped("only with --full on a fake: its workers take longer to start than all the rest")
-    command = [sys.executable, str(ENGINE_HOPS), "--device", trial.device, "--quick"]
+    command = [sys.executable, str(script), "--device", trial.device, "--quick"]
     try:
         code, said = run_limited(command, max(trial.left_s, 1), {"PYTHONPATH": _search_path()})
     except TimeoutError:

@@ -15,6 +15,7 @@ says that no figure is a GPU's, and then no bar is judged.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import platform
 import subprocess
@@ -31,6 +32,7 @@ VERSION = 1
 PACKAGES = ("weftline", "numpy", "torch", "triton", "transformers", "cuda-bindings", "torchao", "onnxruntime-gpu")
 COUNTS = ("quick", "full")
 """Options that change how much a part does."""
+CHECKED_PACKAGES = ("weftline.engine", "weftline.shm", "weftline.nodes", "weftline.testing")
 ASK_MAX_S = 20.0
 
 _NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
@@ -124,16 +126,13 @@ def earlier_outcomes(
 
 @cache
 def sources_digest() -> str:
-    """Return a digest of the package's files, which distinguishes outcomes of changed code from those of this code."""
-    digest, root = hashlib.sha256(), Path(__file__).resolve().parents[2]
-    for folder in (
-        "engine",
-        "shm",
-        "nodes",
-        "testing",
-        "weftline/testing",
-    ):  # testing: installed; a clone
-        for path in sorted((root / folder).rglob("*.py")):
+    """Return a digest of the checked code, the same for a source tree and an installed package."""
+    digest = hashlib.sha256()
+    for name in CHECKED_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            raise RuntimeError(f"package {name} is not installed completely")
+        for path in sorted(Path(spec.submodule_search_locations[0]).resolve().rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

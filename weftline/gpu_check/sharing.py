@@ -90,11 +90,11 @@ def check_read_only(trial: Trial) -> dict[str, Any]:
     with trial.crew() as crew:
         maker, guest = crew.start("the maker"), crew.start("the guest")
         made = maker.ask("make", arena="a", size_bytes=4 * MIB)
-        told = guest.ask("attach", made["fds"], arena="a", size_bytes=made["size_bytes"])
+        attached = guest.ask("attach", made["fds"], arena="a", size_bytes=made["size_bytes"])
         for fd in made["fds"]:
             os.close(fd)
         before = maker.ask("fill", arena="a", offset=0, size_bytes=MIB, seed=5)["checksum"]
-        if told["writable_by_necessity"]:
+        if attached["writable_by_necessity"]:
             return {"read-only mapping": "refused by the driver; guests map for writing, and nothing but care protects"}
         try:
             refused = guest.ask("write_into", arena="a")["refused"]

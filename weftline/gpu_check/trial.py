@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from weftline.gpu_check.processes import Crew, Process
-from weftline.gpu_check.running import CheckOutcome, PartsProcess, Wrong
+from weftline.gpu_check.running import CheckOutcome, PartsProcess, Skipped, Wrong
 from weftline.shm.device.names import is_fake
 
 MIB = 1 << 20
@@ -54,8 +55,16 @@ class Trial:
         return Crew(self.device, self.environment, self.until_s + OVERTIME_S)
 
     def say(self, text: str) -> None:
-        """Tell whoever waits how far the part is; a line on standard error."""
+        """Print progress on standard error."""
         print(f"{self.part}: {text}", file=sys.stderr, flush=True)
+
+
+def source_file(path: str) -> Path:
+    """Return a file of the source tree; Skipped in an installed package, which lacks examples and benchmarks."""
+    file = Path(__file__).resolve().parents[2] / path
+    if not file.exists():
+        raise Skipped(f"{path} is in a source tree only, and this is an installed package")
+    return file
 
 
 def share(maker: Process, guest: Process, arena: str, size_bytes: int, rung: str = "descriptor") -> int:

@@ -29,7 +29,7 @@ class CheckSocket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES_MAX)
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send a message, with duplicates of `fds`; PeerGone when nobody is there."""
+        """Send a message, with duplicates of `fds`; PeerGone when the peer has closed."""
         body = json.dumps(message, separators=(",", ":")).encode()
         try:
             if fds:

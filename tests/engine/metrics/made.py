@@ -1,4 +1,4 @@
-"""Requests that ended, and GPUs, made up for tests of what is told of them."""
+"""Requests that ended, and GPUs, generated for tests of their metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STARTED_MS = 5000.0
 
 def timing(step: str = "see", outcome: str = "ok", **more: Any) -> StepTiming:
     """Return an item that waited 2 ms and then ran 10 ms, from 3 ms after its request came, in a batch of 4."""
-    told = {"batch_wait_ms": 1.0, "node_ms": 8.0, "worker": step, "started_ms": STARTED_MS + 3, "outcome": outcome}
-    return StepTiming(step, 2.0, 10.0, 4, **{**told, **more})
+    fields = {"batch_wait_ms": 1.0, "node_ms": 8.0, "worker": step, "started_ms": STARTED_MS + 3, "outcome": outcome}
+    return StepTiming(step, 2.0, 10.0, 4, **{**fields, **more})
 
 
 def record(model: str = "ocr", status: str = "OK", total_ms: float = 20.0, **more: Any) -> Record:

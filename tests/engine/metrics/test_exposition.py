@@ -9,11 +9,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.metrics.made import install_nvml, record, timing
-from tests.engine.metrics.test_snapshots import LLM, PIDS, Shown
+from tests.engine.metrics.test_snapshots import LLM, PIDS, FakeSession
 from weftline.engine.metrics import series
 from weftline.engine.metrics.exposition import exposition
 from weftline.engine.metrics.histogram import Histogram
-from weftline.engine.metrics.metrics import Metrics
+from weftline.engine.metrics.registry import Metrics
 from weftline.engine.metrics.requests import Sample
 
 
@@ -51,7 +51,9 @@ def test_a_histogram_has_its_buckets_their_sum_and_their_count() -> None:
 
 def test_both_formats_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvml(monkeypatch)
-    metrics = Metrics(lambda: {"ocr": Shown({"answer": {"answer": LLM}})}, callers=("line-3",), ingress=lambda: PIDS)
+    metrics = Metrics(
+        lambda: {"ocr": FakeSession({"answer": {"answer": LLM}})}, callers=("line-3",), ingress=lambda: PIDS
+    )
     usage = {"prompt_tokens": 100, "completion_tokens": 20}
     for at in range(20):
         metrics(record(f"m{at % 3}", caller="line-3", timings=(timing(), timing("read", "failed"))))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.engine.metrics.made import GIB, Nvml, install_nvml
-from tests.engine.metrics.test_metrics import read
-from tests.engine.metrics.test_snapshots import Shown
+from tests.engine.metrics.test_registry import read
+from tests.engine.metrics.test_snapshots import FakeSession
 from weftline.engine.metrics.gpus import SAMPLE_S, GpuSampler
-from weftline.engine.metrics.metrics import Metrics
+from weftline.engine.metrics.registry import Metrics
 from weftline.errors import SessionClosed
 from weftline.testing.clock import ManualClock
 
@@ -34,51 +34,55 @@ MEMORY: Mapping[str, Any] = {
 
 
 def test_a_gpus_values_are_shown_by_its_number_and_uuid(nvml: Nvml) -> None:
-    told = read(Metrics(dict))
+    samples = read(Metrics(dict))
     first = ("0", "GPU-1")
-    assert told["weftline_gpu_info", "cuda:0", "0", "NVIDIA H200", "GPU-1"] == 1
-    assert told["weftline_gpu_utilization_ratio", *first] == 0.75
-    assert told["weftline_gpu_memory_utilization_ratio", *first] == 0.4
-    assert told["weftline_gpu_memory_total_bytes", *first] == 140 * GIB
-    assert told["weftline_gpu_memory_used_bytes", *first] == told["weftline_gpu_memory_others_bytes", *first] == 9 * GIB
-    assert told["weftline_gpu_power_watts", *first] == 412.5
-    assert told["weftline_gpu_temperature_celsius", *first] == 61
-    assert told["weftline_gpu_throttled", "0", "sw_power_cap", "GPU-1"] == 1
-    assert told["weftline_gpu_throttled", "0", "hw_thermal_slowdown", "GPU-1"] == 0
-    assert told["weftline_gpu_ecc_errors_total", "0", "corrected", "GPU-1"] == 12
-    assert told["weftline_gpu_ecc_errors_total", "0", "uncorrected", "GPU-1"] == 3
+    assert samples["weftline_gpu_info", "cuda:0", "0", "NVIDIA H200", "GPU-1"] == 1
+    assert samples["weftline_gpu_utilization_ratio", *first] == 0.75
+    assert samples["weftline_gpu_memory_utilization_ratio", *first] == 0.4
+    assert samples["weftline_gpu_memory_total_bytes", *first] == 140 * GIB
+    assert (
+        samples["weftline_gpu_memory_used_bytes", *first]
+        == samples["weftline_gpu_memory_others_bytes", *first]
+        == 9 * GIB
+    )
+    assert samples["weftline_gpu_power_watts", *first] == 412.5
+    assert samples["weftline_gpu_temperature_celsius", *first] == 61
+    assert samples["weftline_gpu_throttled", "0", "sw_power_cap", "GPU-1"] == 1
+    assert samples["weftline_gpu_throttled", "0", "hw_thermal_slowdown", "GPU-1"] == 0
+    assert samples["weftline_gpu_ecc_errors_total", "0", "corrected", "GPU-1"] == 12
+    assert samples["weftline_gpu_ecc_errors_total", "0", "uncorrected", "GPU-1"] == 3
 
 
 def test_what_a_gpu_or_the_library_does_not_support_is_left_out(nvml: Nvml) -> None:
     nvml.absent = ("nvmlDeviceGetEnforcedPowerLimit",)
-    told = read(Metrics(dict))
-    assert not any(key[0].startswith("weftline_gpu_power_limit") for key in told), "the library lacks that function"
-    shown = {key[0] for key in told if "GPU-2" in key}
+    samples = read(Metrics(dict))
+    assert not any(key[0].startswith("weftline_gpu_power_limit") for key in samples), "the library lacks that function"
+    shown = {key[0] for key in samples if "GPU-2" in key}
     assert "weftline_gpu_memory_total_bytes" in shown
     lacks = {"weftline_gpu_utilization_ratio", "weftline_gpu_power_watts", "weftline_gpu_ecc_errors_total"}
     assert not lacks & shown
 
 
 def test_memory_is_shown_by_owner(nvml: Nvml) -> None:
-    told = read(Metrics(lambda: {"ocr": Shown(device_memory=MEMORY)}))
+    samples = read(Metrics(lambda: {"ocr": FakeSession(device_memory=MEMORY)}))
     gpu, uuid = "0", "GPU-1"
-    assert told["weftline_gpu_memory_planned_bytes", gpu, "ocr", "see", uuid, "weights and work"] == 140
-    assert told["weftline_gpu_memory_planned_bytes", gpu, "ocr", "see-2", uuid, "context"] == 5
-    assert told["weftline_gpu_memory_held_bytes", gpu, "ocr", "see", uuid, "arena"] == 64
-    assert told["weftline_gpu_memory_held_bytes", gpu, "ocr", "see", uuid, "peak"] == 30
-    assert told["weftline_gpu_memory_held_bytes", gpu, "ocr", "answer", uuid, "kv"] == 80
-    assert told["weftline_gpu_memory_process_bytes", gpu, "ocr", uuid, "see"] == 5 * GIB
-    assert ("weftline_gpu_memory_process_bytes", gpu, "ocr", uuid, "see-2") not in told
-    assert told["weftline_gpu_memory_others_bytes", gpu, uuid] == (9 - 5 - 1) * GIB, "each worker by what is known"
+    assert samples["weftline_gpu_memory_planned_bytes", gpu, "ocr", "see", uuid, "weights and work"] == 140
+    assert samples["weftline_gpu_memory_planned_bytes", gpu, "ocr", "see-2", uuid, "context"] == 5
+    assert samples["weftline_gpu_memory_held_bytes", gpu, "ocr", "see", uuid, "arena"] == 64
+    assert samples["weftline_gpu_memory_held_bytes", gpu, "ocr", "see", uuid, "peak"] == 30
+    assert samples["weftline_gpu_memory_held_bytes", gpu, "ocr", "answer", uuid, "kv"] == 80
+    assert samples["weftline_gpu_memory_process_bytes", gpu, "ocr", uuid, "see"] == 5 * GIB
+    assert ("weftline_gpu_memory_process_bytes", gpu, "ocr", uuid, "see-2") not in samples
+    assert samples["weftline_gpu_memory_others_bytes", gpu, uuid] == (9 - 5 - 1) * GIB, "each worker by what is known"
 
 
 def test_a_session_that_has_just_closed_leaves_the_gpus_to_the_others(nvml: Nvml) -> None:
-    class Gone(Shown):
+    class Gone(FakeSession):
         def stats(self) -> Mapping[str, Any]:
             raise SessionClosed("it ended this very moment")
 
-    told = read(Metrics(lambda: {"gone": Gone(), "ocr": Shown(device_memory=MEMORY)}))
-    assert told["weftline_gpu_memory_held_bytes", "0", "ocr", "see", "GPU-1", "arena"] == 64
+    samples = read(Metrics(lambda: {"gone": Gone(), "ocr": FakeSession(device_memory=MEMORY)}))
+    assert samples["weftline_gpu_memory_held_bytes", "0", "ocr", "see", "GPU-1", "arena"] == 64
 
 
 def test_only_the_gpus_that_the_server_may_use_are_shown(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +101,10 @@ def test_without_a_driver_there_are_no_such_series_and_no_errors(
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    told = read(Metrics(lambda: {"ocr": Shown()}))
-    assert told["weftline_model_ready", "ocr"] == 1 and not any(key[0].startswith("weftline_gpu_") for key in told)
+    samples = read(Metrics(lambda: {"ocr": FakeSession()}))
+    assert samples["weftline_model_ready", "ocr"] == 1 and not any(
+        key[0].startswith("weftline_gpu_") for key in samples
+    )
     assert not caplog.records
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.engine.metrics.test_metrics import read
-from weftline.engine.metrics.metrics import Metrics
+from tests.engine.metrics.test_registry import read
+from weftline.engine.metrics.registry import Metrics
 from weftline.engine.metrics.traces import Tracing
 from weftline.engine.repository import Repository
 from weftline.engine.serving.backend import Ask
@@ -60,21 +60,21 @@ def test_what_a_backend_tells_becomes_series_and_spans(tmp_path: Path) -> None:
                 await backend.ask(Ask("../etc/passwd", {}, door="http"))
             async for _ in backend.stream(Ask("words", {"text": "a"}, door="grpc-stream")):
                 pass
-            told = read(metrics)
+            samples = read(metrics)
             assert await backend.metrics() != b""
-            return told, own
+            return samples, own
 
-    told, own = asyncio.run(asyncio.wait_for(serve(), 60))
+    samples, own = asyncio.run(asyncio.wait_for(serve(), 60))
     tracing.flush()
-    assert told["weftline_requests_total", "grpc", "shop", "OK"] == 1
-    assert told["weftline_requests_total", "grpc", "shop", "INTERNAL"] == 1
-    assert told["weftline_requests_total", "http", "", "NOT_FOUND"] == 1
-    assert told["weftline_requests_total", "grpc-stream", "words", "OK"] == 1
-    assert told["weftline_request_pieces_total", "words"] == 3
-    assert told["weftline_caller_requests_total", "line-3", "OK"] == 1
-    assert told["weftline_step_items_total", "shop", "ok", "say"] == 2
-    assert told["weftline_step_items_total", "shop", "failed", "check"] == 1
-    assert told["weftline_step_workers_ready", "words", "slow"] == 1
+    assert samples["weftline_requests_total", "grpc", "shop", "OK"] == 1
+    assert samples["weftline_requests_total", "grpc", "shop", "INTERNAL"] == 1
+    assert samples["weftline_requests_total", "http", "", "NOT_FOUND"] == 1
+    assert samples["weftline_requests_total", "grpc-stream", "words", "OK"] == 1
+    assert samples["weftline_request_pieces_total", "words"] == 3
+    assert samples["weftline_caller_requests_total", "line-3", "OK"] == 1
+    assert samples["weftline_step_items_total", "shop", "ok", "say"] == 2
+    assert samples["weftline_step_items_total", "shop", "failed", "check"] == 1
+    assert samples["weftline_step_workers_ready", "words", "slow"] == 1
 
     spans = sent.get_finished_spans()
     first = next(one for one in spans if one.context is not None and f"{one.context.span_id:016x}" in own)

@@ -8,8 +8,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from weftline.engine.metrics import series
-from weftline.engine.metrics.metrics import Metrics
 from weftline.engine.metrics.reference import COMMAND, PROCESS, metrics_reference
+from weftline.engine.metrics.registry import Metrics
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,8 +19,8 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_series_is_on_it_once_and_nothing_else() -> None:
-    told = re.findall(r"^\| `([\w:]+)` \| (?:counter|gauge|histogram) \|", metrics_reference(), re.MULTILINE)
-    assert sorted(told) == sorted([*(one.name for one in series.ALL), *PROCESS])
+    listed = re.findall(r"^\| `([\w:]+)` \| (?:counter|gauge|histogram) \|", metrics_reference(), re.MULTILINE)
+    assert sorted(listed) == sorted([*(one.name for one in series.ALL), *PROCESS])
 
 
 def test_the_process_has_the_series_that_are_listed_with_the_kinds_that_are_listed() -> None:

@@ -15,7 +15,7 @@ from weftline.engine.metrics.series import Series
 
 def of(sums: RequestMetrics, one: Series) -> dict[tuple[str, ...], Any]:
     """Return a series' samples by labels; of a histogram its count and its sum."""
-    found = {labels: value for told, labels, value in sums.samples() if told is one}
+    found = {labels: value for listed, labels, value in sums.samples() if listed is one}
     return {
         labels: (value.count, pytest.approx(value.sum)) if isinstance(value, Histogram) else value
         for labels, value in found.items()
@@ -86,7 +86,7 @@ def test_the_items_of_a_batch_make_up_one_call() -> None:
     sums = RequestMetrics()
     for _ in range(4):  # a batch of 4
         sums.take(record(timings=(timing(),)))
-    sums.take(record(timings=(timing("see", "lost")._replace(batch=0),)))  # its worker died: nobody knows
+    sums.take(record(timings=(timing("see", "lost")._replace(batch=0),)))  # its worker died: unknown
     assert of(sums, series.STEP_CALLS) == {("ocr", "see"): 1.0}
     assert of(sums, series.STEP_BATCH) == {("ocr", "see"): (4, 16.0)}
 
@@ -103,7 +103,7 @@ def test_a_language_models_answer_counts_each_gap_between_two_tokens() -> None:
     sums = RequestMetrics()
     usage = {"prompt_tokens": 100, "completion_tokens": 11, "finish_reason": "stop"}
     sums.take(record("chat", total_ms=1100.0, first_ms=100.0, pieces=11, usage=usage))
-    sums.take(record("chat", total_ms=500.0, usage=usage))  # nobody saw when it began
+    sums.take(record("chat", total_ms=500.0, usage=usage))  # without a first token time
     sums.take(record("chat", "INTERNAL", usage=usage))
     assert of(sums, series.LLM_FIRST_TOKEN) == {("chat",): (1, 0.1)}
     assert of(sums, series.LLM_INTER_TOKEN) == of(sums, series.LLM_OUTPUT_TOKEN) == {("chat",): (10, 1.0)}

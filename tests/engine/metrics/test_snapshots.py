@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine.metrics.made import install_nvml, record, timing
 from weftline.engine.metrics import series
-from weftline.engine.metrics.metrics import Metrics
 from weftline.engine.metrics.processes import ProcessUsage
+from weftline.engine.metrics.registry import Metrics
 from weftline.engine.metrics.snapshots import samples
 from weftline.engine.runtime.health import Health
 
@@ -23,7 +23,7 @@ LLM = {
 }  # fmt: skip
 
 PIDS = {"see": os.getpid(), "see-2": 2**22 + 1}
-"""One of a process that is there, and one that nobody can have."""
+"""Pids of an existing process and of one that cannot exist."""
 
 
 def objective(answers: int, over: int, p99_ms: float | None) -> dict[str, Any]:
@@ -34,11 +34,11 @@ def objective(answers: int, over: int, p99_ms: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Shown:
-    """A session that shows what it is told."""
+class FakeSession:
+    """A session that returns the given stats."""
 
     def __init__(self, figures: Mapping[str, Any] | None = None, **more: Any) -> None:
-        self.told = {
+        self.values = {
             "requests": {"open": 7}, "queued": {"see": 4}, "dispatches": 10, "items": 25, "retried": 1,
             "dropped_late": 2, "stale_messages": 6, "output_dropped_bytes": {"see": 77},
         "worker_deaths": 3, "worker_restarts": 2, "quarantined": 1,
@@ -61,7 +61,7 @@ class Shown:
         }  # fmt: skip
 
     def stats(self) -> Mapping[str, Any]:
-        return self.told
+        return self.values
 
     def health(self) -> Health:
         return Health(True, {"see": True})
@@ -70,77 +70,87 @@ class Shown:
         return PIDS
 
 
-def seen(session: Shown, usage: Mapping[int, ProcessUsage] | None = None) -> dict[tuple[str, ...], float]:
+def seen(session: FakeSession, usage: Mapping[int, ProcessUsage] | None = None) -> dict[tuple[str, ...], float]:
     found = samples("ocr", session, (usage or {}).get)
     return {(one.name, *labels): value for one, labels, value in found if isinstance(value, int | float)}
 
 
 def test_a_snapshot_is_shown_under_its_model_and_steps() -> None:
-    told = seen(Shown())
-    assert told["weftline_model_ready", "ocr"] == 1 and told["weftline_model_version", "ocr"] == 4
-    assert told["weftline_requests_in_flight", "ocr"] == 7
-    assert told["weftline_step_queue_depth", "ocr", "see"] == 4
-    assert (told["weftline_step_workers", "ocr", "see"], told["weftline_step_workers_ready", "ocr", "see"]) == (2, 1)
-    assert told["weftline_step_workers_asleep", "ocr", "see"] == 1
-    assert (told["weftline_step_sleeps_total", "ocr", "see"], told["weftline_step_wakes_total", "ocr", "see"]) == (3, 2)
-    assert told["weftline_step_wake_seconds", "ocr", "see"] == 0.25
-    assert told["weftline_device_left_bytes", "ocr", "cuda:0"] == 40
-    assert told["weftline_device_worker_bytes", "ocr", "cuda:0", "see"] == 50
-    assert told["weftline_device_step_bytes", "ocr", "cuda:0", "see", "peak"] == 30
-    assert told["weftline_copied_bytes_total", "ocr", "out"] == 50
-    assert told["weftline_arena_leased_bytes", "ocr"] == 300
-    assert told["weftline_arena_quarantined_bytes", "ocr"] == 64 and told["weftline_dispatches_unfinished", "ocr"] == 2
-    assert told["weftline_step_batch_items_max", "ocr", "see"] == 4
-    assert told["weftline_step_out_of_memory_total", "ocr", "see"] == 3
-    assert told["weftline_step_output_dropped_bytes_total", "ocr", "see"] == 77
-    assert told["weftline_worker_deaths_total", "ocr"] == 3 and told["weftline_worker_restarts_total", "ocr"] == 2
-    assert told["weftline_stale_messages_total", "ocr"] == 6
-    assert told["weftline_kv_unassigned_bytes", "ocr", "cuda:0"] == 10
-    assert told["weftline_kv_used_bytes", "ocr", "cuda:0", "answer"] == 33
+    values = seen(FakeSession())
+    assert values["weftline_model_ready", "ocr"] == 1 and values["weftline_model_version", "ocr"] == 4
+    assert values["weftline_requests_in_flight", "ocr"] == 7
+    assert values["weftline_step_queue_depth", "ocr", "see"] == 4
+    assert (values["weftline_step_workers", "ocr", "see"], values["weftline_step_workers_ready", "ocr", "see"]) == (
+        2,
+        1,
+    )
+    assert values["weftline_step_workers_asleep", "ocr", "see"] == 1
+    assert (values["weftline_step_sleeps_total", "ocr", "see"], values["weftline_step_wakes_total", "ocr", "see"]) == (
+        3,
+        2,
+    )
+    assert values["weftline_step_wake_seconds", "ocr", "see"] == 0.25
+    assert values["weftline_device_left_bytes", "ocr", "cuda:0"] == 40
+    assert values["weftline_device_worker_bytes", "ocr", "cuda:0", "see"] == 50
+    assert values["weftline_device_step_bytes", "ocr", "cuda:0", "see", "peak"] == 30
+    assert values["weftline_copied_bytes_total", "ocr", "out"] == 50
+    assert values["weftline_arena_leased_bytes", "ocr"] == 300
+    assert (
+        values["weftline_arena_quarantined_bytes", "ocr"] == 64 and values["weftline_dispatches_unfinished", "ocr"] == 2
+    )
+    assert values["weftline_step_batch_items_max", "ocr", "see"] == 4
+    assert values["weftline_step_out_of_memory_total", "ocr", "see"] == 3
+    assert values["weftline_step_output_dropped_bytes_total", "ocr", "see"] == 77
+    assert values["weftline_worker_deaths_total", "ocr"] == 3 and values["weftline_worker_restarts_total", "ocr"] == 2
+    assert values["weftline_stale_messages_total", "ocr"] == 6
+    assert values["weftline_kv_unassigned_bytes", "ocr", "cuda:0"] == 10
+    assert values["weftline_kv_used_bytes", "ocr", "cuda:0", "answer"] == 33
 
 
 def test_the_latency_objective_is_shown_where_there_is_one() -> None:
-    told = seen(Shown())
-    assert told["weftline_slo_latency_objective_seconds", "ocr"] == 0.25
-    assert told["weftline_slo_latency_recent_seconds", "ocr"] == 0.3
-    assert told["weftline_slo_answers_total", "ocr"] == 40 and told["weftline_slo_answers_over_total", "ocr"] == 3
-    idle = Shown(slo=objective(0, 0, None))
+    values = seen(FakeSession())
+    assert values["weftline_slo_latency_objective_seconds", "ocr"] == 0.25
+    assert values["weftline_slo_latency_recent_seconds", "ocr"] == 0.3
+    assert values["weftline_slo_answers_total", "ocr"] == 40 and values["weftline_slo_answers_over_total", "ocr"] == 3
+    idle = FakeSession(slo=objective(0, 0, None))
     assert ("weftline_slo_latency_recent_seconds", "ocr") not in seen(idle)
-    assert not any(name.startswith("weftline_slo") for name, *_ in seen(Shown(slo={})))
+    assert not any(name.startswith("weftline_slo") for name, *_ in seen(FakeSession(slo={})))
 
 
 def test_an_llm_steps_figures_have_vllms_names_and_its_own_besides() -> None:
-    told = seen(Shown({"answer": {"answer": LLM, "answer-2": LLM}}))
-    assert told["vllm:num_requests_running", "ocr", "answer"] == 3
-    assert told["vllm:num_requests_waiting", "ocr", "answer-2"] == 2
-    assert told["vllm:kv_cache_usage_perc", "ocr", "answer"] == 0.3, "pages kept for reuse count as free"
-    assert told["vllm:prefix_cache_queries_total", "ocr", "answer"] == 100
-    assert told["vllm:prefix_cache_hits_total", "ocr", "answer"] == 60
-    assert told["vllm:request_success_total", "ocr", "answer", "length"] == 6
-    assert told["vllm:spec_decode_num_accepted_tokens_total", "ocr", "answer"] == 7
-    own = {labels[-1] for name, *labels in told if name == "weftline_node_figure"}
+    values = seen(FakeSession({"answer": {"answer": LLM, "answer-2": LLM}}))
+    assert values["vllm:num_requests_running", "ocr", "answer"] == 3
+    assert values["vllm:num_requests_waiting", "ocr", "answer-2"] == 2
+    assert values["vllm:kv_cache_usage_perc", "ocr", "answer"] == 0.3, "pages kept for reuse count as free"
+    assert values["vllm:prefix_cache_queries_total", "ocr", "answer"] == 100
+    assert values["vllm:prefix_cache_hits_total", "ocr", "answer"] == 60
+    assert values["vllm:request_success_total", "ocr", "answer", "length"] == 6
+    assert values["vllm:spec_decode_num_accepted_tokens_total", "ocr", "answer"] == 7
+    own = {labels[-1] for name, *labels in values if name == "weftline_node_figure"}
     assert own == {"paused", "page_bytes", "rounds_total"}
 
 
 def test_other_nodes_figures_keep_the_names_the_node_gave_them() -> None:
-    told = seen(Shown({"see": {"see": {"running": 3.0, "frames_total": 9.0}}}))
-    assert told["weftline_node_figure", "ocr", "see", "see", "running"] == 3
-    assert told["weftline_node_figure", "ocr", "see", "see", "frames_total"] == 9
-    assert not any(name.startswith("vllm:") for name, *_ in told)
+    values = seen(FakeSession({"see": {"see": {"running": 3.0, "frames_total": 9.0}}}))
+    assert values["weftline_node_figure", "ocr", "see", "see", "running"] == 3
+    assert values["weftline_node_figure", "ocr", "see", "see", "frames_total"] == 9
+    assert not any(name.startswith("vllm:") for name, *_ in values)
 
 
 def test_worker_processes_are_shown_as_far_as_they_can_be_seen() -> None:
-    told = seen(Shown(), {PIDS["see"]: ProcessUsage(5000, 1.5, 9), PIDS["see-2"]: ProcessUsage(6000, 2.5, None)})
-    assert told["weftline_worker_resident_memory_bytes", "ocr", "see"] == 5000
-    assert told["weftline_worker_cpu_seconds_total", "ocr", "see-2"] == 2.5
-    assert told["weftline_worker_open_fds", "ocr", "see"] == 9
-    assert ("weftline_worker_open_fds", "ocr", "see-2") not in told
+    values = seen(
+        FakeSession(), {PIDS["see"]: ProcessUsage(5000, 1.5, 9), PIDS["see-2"]: ProcessUsage(6000, 2.5, None)}
+    )
+    assert values["weftline_worker_resident_memory_bytes", "ocr", "see"] == 5000
+    assert values["weftline_worker_cpu_seconds_total", "ocr", "see-2"] == 2.5
+    assert values["weftline_worker_open_fds", "ocr", "see"] == 9
+    assert ("weftline_worker_open_fds", "ocr", "see-2") not in values
 
 
 def test_every_series_has_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvml(monkeypatch)
     metrics = Metrics(
-        lambda: {"ocr": Shown({"a": {"a": LLM}})}, callers=("line-3",), ingress=lambda: {"http": os.getpid()}
+        lambda: {"ocr": FakeSession({"a": {"a": LLM}})}, callers=("line-3",), ingress=lambda: {"http": os.getpid()}
     )
     usage = {"prompt_tokens": 9, "completion_tokens": 9}
     metrics(record(caller="line-3", first_ms=1.0, pieces=2, usage=usage, timings=(timing(),)))

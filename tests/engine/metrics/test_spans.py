@@ -47,10 +47,13 @@ def test_a_step_that_failed_or_was_lost_is_an_error_and_one_that_was_skipped_is_
 
 def test_a_language_model_says_its_tokens_as_opentelemetry_calls_them() -> None:
     usage = {"prompt_tokens": 100, "completion_tokens": 20, "finish_reason": "length"}
-    told = spans_of(record("chat", usage=usage, first_ms=250.0, pieces=20)).attributes
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (100, 20)
-    assert told["gen_ai.response.finish_reasons"] == ("length",) and told["gen_ai.request.model"] == "chat"
-    assert told["gen_ai.latency.time_to_first_token"] == 0.25
+    span_attributes = spans_of(record("chat", usage=usage, first_ms=250.0, pieces=20)).attributes
+    assert (span_attributes["gen_ai.usage.input_tokens"], span_attributes["gen_ai.usage.output_tokens"]) == (100, 20)
+    assert (
+        span_attributes["gen_ai.response.finish_reasons"] == ("length",)
+        and span_attributes["gen_ai.request.model"] == "chat"
+    )
+    assert span_attributes["gen_ai.latency.time_to_first_token"] == 0.25
     embedding = spans_of(record("embed", usage={"prompt_tokens": 5})).attributes
     assert embedding["gen_ai.operation.name"] == "embeddings" and "gen_ai.usage.output_tokens" not in embedding
 

@@ -1,4 +1,4 @@
-"""Spans leave under the ids that were given out, as children of whoever asked, and never without being asked for."""
+"""Spans have the ids of the responses, are children of the caller's span, and are sent only when enabled."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_a_closed_load_prints_all_its_parts(weft, write) -> None:
     assert ended.code == 0, ended.err
     for said in (
         "machine     ", " cores, ", "; weftline ", "pipeline    test: 3 steps, 3 workers",
-        "inputs      made up, seed 0: x (12 words at random), n ({})",
+        "inputs      generated, seed 0: x (12 words at random), n ({})",
         "load        closed, 3 callers; 0.", " ok, 0 failed\n", "throughput  ", "latency     p50 ",
         "steps, times in ms", "batches, share of calls by their number of items",
         "workers, share of the time they were busy", "where the time of an answered request went",
@@ -61,17 +61,24 @@ def test_figures_are_written_as_json_and_add_up(weft, write, tmp_path: Path) -> 
     assert ended.code == 0, ended.err
     assert f"wrote {figures}\nwrote {trace}, 20 requests; open it at ui.perfetto.dev\n" in ended.err
     assert "stopped: after 20 requests" in ended.out
-    told = json.loads(figures.read_text())
-    assert (told["sent"], told["ok"], told["errors"], told["stopped"]) == (20, 20, [], "after 20 requests")
-    assert [step["step"] for step in told["steps"]] == ["a", "b"]  # c is for another output
-    assert all(step["count"] == 20 for step in told["steps"])
-    spent = told["where"]
+    figures_json = json.loads(figures.read_text())
+    assert (figures_json["sent"], figures_json["ok"], figures_json["errors"], figures_json["stopped"]) == (
+        20,
+        20,
+        [],
+        "after 20 requests",
+    )
+    assert [step["step"] for step in figures_json["steps"]] == ["a", "b"]  # c is for another output
+    assert all(step["count"] == 20 for step in figures_json["steps"])
+    spent = figures_json["where"]
     parts = ("queue_ms", "batch_wait_ms", "node_ms", "hand_over_ms")
     steps_ms = sum(step[part] for step in spent["steps"] for part in parts)
-    assert steps_ms + sum(spent["outside"].values()) == pytest.approx(spent["mean_ms"]) == told["latency"]["mean"]
+    assert (
+        steps_ms + sum(spent["outside"].values()) == pytest.approx(spent["mean_ms"]) == figures_json["latency"]["mean"]
+    )
     assert all(step["node_ms"] > 0 for step in spent["steps"])
     assert [path["steps"] for path in spent["paths"]] == [["a", "b"]]
-    assert told["options"] == {"load": {"callers": 8}, "warm_up_s": 0.0, "seed": 0}
+    assert figures_json["options"] == {"load": {"callers": 8}, "warm_up_s": 0.0, "seed": 0}
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(one.get("cat") == "request" for one in events) == 20
     assert {one["name"] for one in events if one.get("cat") == "batch" and one["ph"] == "X"} == {"a", "b"}
@@ -86,7 +93,7 @@ def test_rows_of_a_file_are_taken_in_turn(weft, write, tmp_path: Path) -> None:
     ended = weft("bench", write(CHAIN), "--data", str(data), "-i", "x=given", "--requests", "6", *SHORT)
     assert ended.code == 0, ended.err
     assert f"inputs      3 rows of {data}, in turn\n" in ended.out
-    assert "made up" not in ended.out
+    assert "generated" not in ended.out
     assert "6 sent, 6 ok" in ended.out
 
 
@@ -133,7 +140,7 @@ def test_made_up_inputs_that_do_not_fit_are_told_as_such(weft, write) -> None:
     ended = weft("bench", write(limited))
     assert (ended.code, ended.out) == (3, "")
     assert "input x: " in ended.err
-    assert "    inputs were made up, seed 0: x (12 words at random), n ({})\n" in ended.err
+    assert "    inputs were generated, seed 0: x (12 words at random), n ({})\n" in ended.err
 
 
 @pytest.mark.slow

@@ -8,19 +8,22 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import PipeInput, create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
-from weftline.cli.chat import Chat
-from weftline.cli.chat_commands import COMMANDS, Command, changed, help_lines, read_line
-from weftline.cli.chat_conversation import Conversation
-from weftline.cli.chat_figures import Figures, summary
+from weftline.cli.chat import COMMANDS, Chat, Terminal, changed, help_lines, parse_line
+from weftline.cli.chat_conversation import AnswerStats, Conversation, summary
 from weftline.cli.chat_step import ChatStep, chat_step
-from weftline.cli.chat_terminal import Terminal
 from weftline.engine.result import StreamedOutput
 from weftline.engine.session import Session, load
 from weftline.errors import InputError, StepError
@@ -37,6 +40,10 @@ steps:
   keep: {{node: echo, type: image, inputs: {{value: photo}}}}
 outputs: {{said: say.text, photo: keep.value}}
 """
+
+
+PROMPT = b"\x1b[?2004h"
+"""Sent to a terminal when the prompt is ready: bracketed paste on."""
 
 
 class Tty(io.StringIO):
@@ -82,9 +89,6 @@ class Typed(Terminal):
         super().__init__(Tty(), Tty(), err)
         self.lines = list(lines)
 
-    def completes(self, words: Any) -> None:
-        self.words = words
-
     def read(self) -> str | None:
         return self.lines.pop(0) if self.lines else None
 
@@ -93,14 +97,14 @@ def talk(step: ChatStep, ask: Any, lines: str, conversation: Conversation | None
     """Return the exit code and what is written when `lines` come through a pipe."""
     out, err = io.StringIO(), io.StringIO()
     terminal = Terminal(io.StringIO(lines), out, err)
-    code = Chat(step, conversation or Conversation(step.system), {}, ask, terminal).talk()
+    code = Chat(step, conversation or Conversation(step.system), {}, ask, terminal).run()
     return code, out.getvalue(), err.getvalue()
 
 
 def typed(step: ChatStep, ask: Any, *lines: str, conversation: Conversation | None = None) -> str:
-    """Return what is told beside the answers when `lines` are typed."""
+    """Return the notes on standard error when `lines` are typed."""
     err = Tty()
-    Chat(step, conversation or Conversation(), {}, ask, Typed(lines, err)).talk()
+    Chat(step, conversation or Conversation(), {}, ask, Typed(lines, err)).run()
     return re.sub(r"\x1b\[\dm", "", err.getvalue())
 
 
@@ -139,32 +143,32 @@ def test_an_llm_step_of_a_pipeline_inside_the_pipeline_can_be_chosen(write, tmp_
 
 
 @pytest.mark.parametrize(
-    ("steps", "wanted", "told"),
+    ("steps", "wanted", "printed"),
     [
-        ("a: {node: echo, inputs: {value: x}}", "", "the pipeline has no llm step that answers"),
+        ("a: {node: echo, inputs: {value: x}}", "", "the pipeline has no llm step that generates text"),
         ("a: {node: llm, model: M, prompt: '{{ x }}'}\n  b: {node: llm, model: M, prompt: '{{ x }}'}", "", "a, b"),
         ("a: {node: llm, model: M, prompt: '{{ x }}'}", "answer", "--step answer: is not in the pipeline"),
-        ("a: {node: llm, model: M, prompt: '{{ x }}'}", "a_prompt", "--step a_prompt: is no llm step"),
+        ("a: {node: llm, model: M, prompt: '{{ x }}'}", "a_prompt", "--step a_prompt: is not an llm step"),
     ],
     ids=["none", "several", "unknown", "another kind"],
 )
-def test_without_one_llm_step_it_says_so(weft, write, steps: str, wanted: str, told: str) -> None:
+def test_without_one_llm_step_it_says_so(weft, write, steps: str, wanted: str, printed: str) -> None:
     outputs = ", ".join(f"{name}: {name}.text" for name in re.findall(r"(\w): {node: llm", steps)) or "a: a.value"
     file = write(f"inputs: {{x: text}}\nsteps:\n  {steps.replace('M', str(MODEL))}\noutputs: {{{outputs}}}\n")
     ended = weft("chat", file, "--once", "hello", *(("--step", wanted) if wanted else ()))
     assert (ended.code, ended.out) == (3, "")
-    assert told in ended.err and "fix: " in ended.err
+    assert printed in ended.err and "fix: " in ended.err
     assert "loading" not in ended.err
 
 
 def test_a_wrong_option_is_refused_before_a_model_is_loaded(weft, tmp_path: Path) -> None:
-    for words, told in (
+    for words, printed in (
         (("--set", "temprature=1"), "did you mean temperature?"),
         (("--set", "temperature"), "expected KEY=VALUE"),
         (("--load", str(tmp_path / "none.json")), "cannot be read"),
     ):
         ended = weft("chat", str(FLAGSHIP), "--once", "hello", *words)
-        assert ended.code == 3 and told in ended.err
+        assert ended.code == 3 and printed in ended.err
         assert "loading" not in ended.err
 
 
@@ -173,49 +177,52 @@ def test_a_wrong_option_is_refused_before_a_model_is_loaded(weft, tmp_path: Path
 
 def test_a_question_brings_all_before_it_along_and_is_kept_when_it_is_answered() -> None:
     said = Conversation("Be brief.")
-    asked = said.asking("one?")
+    asked = said.with_question("one?")
     assert [message["role"] for message in asked] == ["system", "user"]
     assert said.turns == 0
-    said.answered("one?", "One.")
-    assert said.asking("two?")[:3] == said.messages
-    assert said.asking_plainly("two?") == "Be brief.\none?\nOne.\ntwo?"
+    said.add("one?", "One.")
+    assert said.with_question("two?")[:3] == said.messages
+    assert said.as_text("two?") == "Be brief.\none?\nOne.\ntwo?"
     said.reset()
     assert said.messages == [{"role": "system", "content": "Be brief."}]
-    said.say_first("")
+    said.set_system("")
     assert said.messages == []
 
 
 def test_a_conversation_is_saved_and_loaded_and_replaces_no_other_file(tmp_path: Path) -> None:
     said, file = Conversation("Be brief."), tmp_path / "chat.json"
-    said.answered("größe?", "Groß.")
-    said.save(file, {"model": "m"})
-    said.answered("more?", "No.")
-    said.save(file, {"model": "m"})
+    said.add("größe?", "Groß.")
+    said.save(file, model="m")
+    said.add("more?", "No.")
+    said.save(file, model="m")
     assert Conversation.load(file).messages == said.messages
     assert [path.name for path in tmp_path.iterdir()] == ["chat.json"]
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="is no saved conversation"):
-        said.save(tmp_path / "notes.txt", {})
+    with pytest.raises(InputError, match="exists and is not a saved conversation"):
+        said.save(tmp_path / "notes.txt")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "printed"),
     [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("{}", "no list of messages"),
-        ('[{"role": "user"}]', "expected an object with the keys"),
+        ("{", "is not a saved conversation: Input data was truncated"),
+        ("[" * 100_000, "is not a saved conversation: "),
+        ("{}", "missing required field `weftline_chat`"),
+        ('{"weftline_chat": 2, "messages": []}', r"Invalid enum value 2 - at `\$.weftline_chat`"),
+        ('[{"role": "user"}]', r"missing required field `content` - at `\$\[0\]`"),
+        ('[{"role": "user", "content": "a", "name": "b"}]', r"unknown field `name` - at `\$\[0\]`"),
+        ('[{"role": "tool", "content": "a"}]', r"Invalid enum value 'tool' - at `\$\[0\].role`"),
         (
             '[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]',
-            r"messages\[1\].role: found 'system'",
+            "only the first message may have the role system",
         ),
-        ('[{"role": "user", "content": 5}]', "found int, expected text"),
+        ('[{"role": "user", "content": 5}]', r"Expected `str`, got `int` - at `\$\[0\].content`"),
     ],
 )
-def test_a_file_that_holds_no_conversation_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_that_holds_no_conversation_is_refused(tmp_path: Path, text: str, printed: str) -> None:
     (tmp_path / "chat.json").write_text(text)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=printed):
         Conversation.load(tmp_path / "chat.json")
 
 
@@ -223,12 +230,16 @@ def test_a_file_that_holds_no_conversation_is_refused(tmp_path: Path, text: str,
 
 
 def test_a_line_is_a_command_a_text_or_a_mistake() -> None:
-    assert read_line("hello") == "hello"
-    assert read_line("//etc is a folder") == "/etc is a folder"
-    assert read_line("/system  Be brief. ") == Command("/system", "Be brief.")
-    for line, told in (("/rest", "did you mean /reset"), ("/save", "needs the name"), ("/reset now", "takes nothing")):
-        with pytest.raises(InputError, match=told):
-            read_line(line)
+    assert parse_line("hello") == ("", "hello")
+    assert parse_line("//etc is a folder") == ("", "/etc is a folder")
+    assert parse_line("/system  Be brief. ") == ("/system", "Be brief.")
+    for line, printed in (
+        ("/rest", "did you mean /reset"),
+        ("/save", "the name of a file is missing"),
+        ("/reset now", "has no argument"),
+    ):
+        with pytest.raises(InputError, match=printed):
+            parse_line(line)
 
 
 def test_sampling_changes_are_json_or_text_and_can_be_taken_back() -> None:
@@ -278,14 +289,14 @@ def test_a_question_that_fails_leaves_the_conversation_as_it_was(step: ChatStep)
     ask = Answers("Yes.", StepError("broken", "answer"), InputError("messages: too long"), "Yes.")
     code, out, err = talk(step, ask, "one?\ntwo?\nthree?\nfour?\n")
     assert (code, out) == (1, "Yes.\nYes.\n")
-    assert "error: step answer: broken" in err and "as it was before this question; /reset begins" in err
+    assert "error: step answer: broken" in err and "the conversation is unchanged; /reset starts" in err
     assert [message["content"] for message in ask.asked[-1]["messages"]] == ["one?", "Yes.", "four?"]
 
 
 def test_ctrl_c_keeps_the_part_so_far(step: ChatStep) -> None:
     ask = Answers(..., "Yes.")
-    told = typed(step, ask, "one?", "two?", "/stats")
-    assert "stopped; the part so far stays" in told and "stopped: 1 answer" in told
+    printed = typed(step, ask, "one?", "two?", "/stats")
+    assert "stopped; the part so far stays" in printed and "stopped: 1 answer" in printed
     assert [message["content"] for message in ask.asked[-1]["messages"]] == ["one?", "Well,", "two?"]
 
 
@@ -295,14 +306,14 @@ def test_ctrl_c_in_a_pipe_ends_the_command(step: ChatStep) -> None:
 
 
 def test_a_terminal_shows_figures_after_each_answer(step: ChatStep) -> None:
-    told = typed(step, Answers("Yes."), "one?")
-    assert "models/shapes-chat, step answer; /help lists commands" in told
-    assert re.search(r"20 tokens at [\d.]+/s, first after \d+ ms, 15 of 30 prompt tokens cached \(50%\)", told)
-    assert "cut: the context is full" in told, "20 of at most 64 tokens, and yet for its length"
+    printed = typed(step, Answers("Yes."), "one?")
+    assert "models/shapes-chat, step answer; /help lists commands" in printed
+    assert re.search(r"20 tokens at [\d.]+/s, first after \d+ ms, 15 of 30 prompt tokens cached \(50%\)", printed)
+    assert "cut: the context is full" in printed, "20 of at most 64 tokens, and yet for its length"
 
 
 def test_rates_count_tokens_after_the_first() -> None:
-    one, two = Figures(11, 20, 0, 500.0, 1500.0), Figures(1, 40, 32, 100.0, 100.0)
+    one, two = AnswerStats(11, 20, 0, 500.0, 1500.0), AnswerStats(1, 40, 32, 100.0, 100.0)
     assert str(one) == "11 tokens at 10.0/s, first after 500 ms, 0 of 20 prompt tokens cached (0%)"
     assert str(two) == "1 token, first after 100 ms, 32 of 40 prompt tokens cached (80%)"
     assert summary([one, two], 2, 0) == [
@@ -324,7 +335,7 @@ def test_notes_are_dim_and_narrow_where_the_terminal_is_and_plain_without_colour
         err = Tty()
         Terminal(Tty(), Tty(), err).note(text)
         shown[colour] = err.getvalue().splitlines()
-    assert shown["1"] == ["11 tokens at 10.0/s,", "first after 500 ms"]
+    assert shown["1"] == ["11 tokens at 10.0/s, ", "first after 500 ms"]
     assert shown[""] == [f"\x1b[2m{line}\x1b[0m" for line in shown["1"]]
     err = io.StringIO()
     Terminal(io.StringIO(), io.StringIO(), err).note(text)
@@ -337,10 +348,47 @@ def test_terminal_escapes_of_a_model_are_shown_and_not_obeyed(step: ChatStep) ->
 
 def test_the_tab_key_completes_commands_and_sampling_options(step: ChatStep) -> None:
     terminal = Typed([], Tty())
-    Chat(step, Conversation(), {}, Answers(), terminal).talk()
-    assert terminal.words("/s") == ["/system", "/set", "/save", "/stats"]
-    assert terminal.words("/set te") == ["/set temperature "]
-    assert terminal.words("") == terminal.words("hello") == []
+    Chat(step, Conversation(), {}, Answers(), terminal).run()
+    assert terminal.completions("/s") == ["/system", "/set", "/save", "/stats"]
+    assert terminal.completions("/set te") == ["/set temperature "]
+    assert terminal.completions("") == terminal.completions("hello") == []
+
+
+# a terminal
+
+
+@pytest.fixture
+def keys() -> Iterator[PipeInput]:
+    with create_pipe_input() as pressed, create_app_session(input=pressed, output=DummyOutput()):
+        yield pressed
+
+
+def read_keys(pressed: PipeInput, keys: str, terminal: Terminal | None = None) -> str | None:
+    """Return the question that these keys make at the prompt."""
+    pressed.send_text(keys)
+    return (terminal or Terminal(Tty(), Tty(), Tty())).read()
+
+
+def test_a_line_that_ends_with_a_backslash_goes_on_at_the_prompt(keys: PipeInput) -> None:
+    assert read_keys(keys, "a\\\rb\\\r c\r") == "a\nb\n c"
+
+
+def test_the_arrow_keys_bring_back_what_was_typed(keys: PipeInput) -> None:
+    terminal = Terminal(Tty(), Tty(), Tty())
+    assert read_keys(keys, "one?\r", terminal) == "one?"
+    assert read_keys(keys, "\x1b[A\x7f!\r", terminal) == "one!"
+
+
+def test_the_prompt_replaces_what_is_typed_by_its_completion(step: ChatStep) -> None:
+    terminal = Typed([], Tty())
+    Chat(step, Conversation(), {}, Answers(), terminal).run()
+    (found,) = terminal.get_completions(Document("/set tokens_mi"), CompleteEvent())
+    assert (found.text, found.start_position) == ("/set tokens_min ", -14)
+
+
+@pytest.mark.parametrize("key", ["\x03", "\x04"], ids=["Ctrl-C", "Ctrl-D"])
+def test_ctrl_c_and_ctrl_d_leave_at_the_prompt(keys: PipeInput, key: str) -> None:
+    assert read_keys(keys, key) is None
 
 
 # with the model
@@ -360,8 +408,8 @@ def test_a_full_context_says_what_to_do_and_keeps_the_conversation(session: Sess
     talked, long = Conversation(), "circle " * 450 + "\n"
     code, out, err = talk(step, session.stream, long * 3, talked)
     assert code == 1
-    assert re.search(r"error: the context is full: .* has \d+ tokens, and the model takes at most 1023\n", err), err
-    assert "fix: /reset begins a new conversation, /save FILE keeps this one" in err
+    assert re.search(r"error: the context is full: .* has \d+ tokens, and the model accepts at most 1023\n", err), err
+    assert "fix: /reset starts a new conversation, /save FILE keeps this one" in err
     assert out and talked.turns in (1, 2)
     question = f"{PHOTO}How many red circles are there?\n"
     assert talk(step, session.stream, "/reset\n" + question, talked)[:2] == (0, "There are 2 red circles.\n")
@@ -378,12 +426,12 @@ def test_a_model_without_a_chat_template_goes_on_with_plain_text(write, tmp_path
     step = chat_step(load_file(write(TALK.format(model=plain))))
     with load(step.pipeline).open() as session:
         code, out, err = talk(step, session.stream, "/set tokens_max 5\nhello\nagain\n", Conversation("Be brief."))
-        told = talk(step, session.stream, "a\n/system b\n")
+        printed = talk(step, session.stream, "a\n/system b\n")
     assert code == 0, err
-    assert err.count("no chat template: it goes on with what was written, as plain text") == 1
-    assert "no system text can be said to it; it is left out" in err
+    assert err.count("no chat template: the conversation is sent as plain text") == 1
+    assert "accepts no system message; it is removed" in err
     assert out.count("\n") >= 2
-    assert told[0] == 1 and "error: /system: the model has no chat template" in told[2]
+    assert printed[0] == 1 and "error: /system: the model has no chat template" in printed[2]
 
 
 @pytest.mark.slow
@@ -401,23 +449,24 @@ def test_ctrl_c_at_a_terminal_stops_one_answer_and_ctrl_d_leaves() -> None:
     pytest.importorskip("torch")
     words = ["--set", "ignore_eos=true", "--set", "tokens_max=990", "--set", "tokens_min=990"]
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
     command = [sys.executable, "-m", "weftline", "chat", str(FLAGSHIP), *words]
     chat = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, close_fds=True,
-        preexec_fn=_take_terminal, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+        preexec_fn=_take_terminal, env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "PROMPT_TOOLKIT_NO_CPR": "1"},
     )  # fmt: skip
     os.close(theirs)
     try:
-        seen = _until(ours, b"Ctrl-D leaves", b"> ")
-        os.write(ours, b"hello\n")
+        seen = _until(ours, b"Ctrl-D leaves", PROMPT)
+        os.write(ours, b"hello\r")
         seen = _until(ours, b"shapes")
         os.write(ours, b"\x03")
-        seen = _until(ours, b"the part so far stays in the conversation", b"> ")
-        os.write(ours, b"/set tokens_min 0\n/set tokens_max 4\nhello again\n")
-        seen = _until(ours, b"cut after tokens_max, 4 tokens", b"> ")
+        seen = _until(ours, b"the part so far stays in the conversation", PROMPT)
+        os.write(ours, b"/set tokens_min 0\r/set tokens_max 4\rhello again\r")
+        seen = _until(ours, b"cut after tokens_max, 4 tokens", PROMPT)
         assert re.search(rb"4 tokens at [\d.]+/s, first after \d+ ms, (\d+) of \d+ prompt tokens cached", seen), seen
-        os.write(ours, b"/stats\n")
-        assert b"conversation: 2 questions" in _until(ours, b"/stats", b"stopped: 1 answer", b"> ")
+        os.write(ours, b"/stats\r")
+        assert b"conversation: 2 questions" in _until(ours, b"/stats", b"stopped: 1 answer", PROMPT)
         os.write(ours, b"\x04")
         assert chat.wait(20) == 0
     finally:
@@ -429,7 +478,6 @@ def test_ctrl_c_at_a_terminal_stops_one_answer_and_ctrl_d_leaves() -> None:
 def _take_terminal() -> None:
     """Make standard input the controlling terminal, whose Ctrl-C is then a signal."""
     import fcntl
-    import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

@@ -75,7 +75,7 @@ class Terminal:
             return False
         try:
             data = os.read(self._ours, 65536)
-        except OSError:  # nobody holds the other side any more
+        except OSError:  # the other side is closed
             return False
         self.said += data.decode()
         return bool(data)
@@ -116,7 +116,7 @@ def test_what_cannot_be_debugged_is_refused(weft, write, tmp_path: Path) -> None
     ended = weft("run", file, "-i", "text=a", "--debug", "lok")
     assert ended.code == 3 and "did you mean look" in ended.err
     ended = weft("run", file, "-i", "text=@-", "--debug", "look")
-    assert ended.code == 3 and "standard input is the debugger's" in ended.err
+    assert ended.code == 3 and "the debugger uses standard input" in ended.err
 
 
 @pytest.mark.slow

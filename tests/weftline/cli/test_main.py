@@ -11,6 +11,7 @@ import weftline
 from weftline import errors
 from weftline.cli import main as cli
 from weftline.cli.exit import exit_codes
+from weftline.cli.main import COMMANDS
 from weftline.nodes.catalog import CATALOG, FAKES
 
 REAL = [name for name in CATALOG if name not in FAKES]
@@ -183,9 +184,9 @@ def test_one_node_is_shown_with_ports_and_options(weft) -> None:
     shown = weft("nodes", "echo").out
     assert "  value  text\n" in shown
     assert '  type: str, default "text"\n      port type of `value`, in and out.' in shown
-    told = json.loads(weft("nodes", "echo", "--json").out)
-    assert told["inputs"] == [{"name": "value", "type": "text", "optional": False, "pieces": False, "about": ""}]
-    assert [(one["name"], one["default"]) for one in told["options"]] == [
+    described = json.loads(weft("nodes", "echo", "--json").out)
+    assert described["inputs"] == [{"name": "value", "type": "text", "optional": False, "pieces": False, "about": ""}]
+    assert [(one["name"], one["default"]) for one in described["options"]] == [
         ("type", "text"),
         ("delay_ms", 0.0),
         ("delay_item_ms", 0.0),
@@ -217,6 +218,18 @@ def test_version_and_help(weft) -> None:
         assert f"Examples:\n    weftline {command}" in weft(command, "--help").out
 
 
+def test_help_and_a_typing_error_list_commands_without_importing_them(weft) -> None:
+    script = (
+        "import sys\nfrom weftline.cli.main import main\nassert main(['--help']) == 0\n"
+        "print(*sorted(name for name in sys.modules if name.startswith(('numpy', 'weftline.'))))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    *shown, imported = ended.stdout.splitlines()
+    assert [name for name, (_, about) in COMMANDS.items() if f"  {name:<9}{about}" in shown] == list(COMMANDS)
+    assert imported.split() == [f"weftline.{name}" for name in ("cli", "cli.exit", "cli.main", "cli.options", "errors")]
+    assert "Did you mean 'serve'?" in weft("serv").err
+
+
 def test_help_documents_the_exit_code_of_every_error(weft) -> None:
     shown = weft("--help").out
     for code, meaning in exit_codes().items():
@@ -228,7 +241,7 @@ def test_an_unexpected_error_is_one_line_and_70(weft, write, monkeypatch: pytest
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("two\nlines")
 
-    monkeypatch.setattr("weftline.cli.pipeline.make_plan", broken)
+    monkeypatch.setattr("weftline.cli.check.make_plan", broken)
     ended = weft("check", write(CHAIN))
     assert ended.code == 70
     assert (
@@ -240,7 +253,7 @@ def test_verbose_shows_the_traceback_of_an_unexpected_error(write, monkeypatch, 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("weftline.cli.pipeline.make_plan", broken)
+    monkeypatch.setattr("weftline.cli.check.make_plan", broken)
     assert cli.main(["--verbose", "check", write(CHAIN)]) == 70
     assert "Traceback" in capsys.readouterr().err
 

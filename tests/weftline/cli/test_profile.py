@@ -33,7 +33,7 @@ def test_each_step_is_measured_by_itself_and_written_beside_the_pipeline(weft, w
     rows = [line.split() for line in ended.out.splitlines()[4:]]
     assert [row[:3] for row in rows if row[0] == "a"] == [["a", "cpu", "1"]]
     assert [row[0] for row in rows] == ["a", "2", "3", "b"]
-    assert ended.out.splitlines()[-1].startswith("b                    no time: it fails on made-up inputs (")
+    assert ended.out.splitlines()[-1].startswith("b                    no time: it fails on generated inputs (")
     assert f"{beside} cannot be read, and is replaced\n" in ended.err
     assert "measuring a: 1, 2, 3 items\n" in ended.err
     assert ended.err.endswith(f"wrote {beside}\n")

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from tests.engine.serving.grpc.served import ECHO, FAILS, Served, served_in_thread
 from weftline import errors
+from weftline.cli.main import app
 from weftline.cli.remote import NOT_READY, Remote, load_model, show_status, unload_model
-from weftline.cli.remote_commands import add_to
 from weftline.engine.client.client import Client
 from weftline.engine.client.refusal import Unavailable
 from weftline.engine.serving.auth.tokens import digest
@@ -64,11 +63,11 @@ def test_status_is_a_table_of_models(server: Served, remote: Remote) -> None:
 
 def test_status_as_json_is_one_object(remote: Remote) -> None:
     code, text = status(remote, as_json=True)
-    told = json.loads(text)
-    assert code == 0 and told["ready"] is True
-    echo = told["models"][0]
+    parsed = json.loads(text)
+    assert code == 0 and parsed["ready"] is True
+    echo = parsed["models"][0]
     assert (echo["name"], echo["state"], echo["version"]) == ("echo", "ready", 1)
-    assert told["models"][1]["requests"] >= 0
+    assert parsed["models"][1]["requests"] >= 0
 
 
 def test_unload_and_load_change_what_serves(remote: Remote) -> None:
@@ -121,7 +120,7 @@ def test_without_the_right_to_load_nothing_is_loaded(server: Served, tmp_path: P
 
 def test_a_model_that_the_server_was_not_told_of_is_unknown(remote: Remote) -> None:
     with pytest.raises(errors.UnknownModel) as unknown:
-        load_model(remote, "nobody", io.StringIO())
+        load_model(remote, "missing", io.StringIO())
     assert unknown.value.exit_code == 3
 
 
@@ -165,8 +164,6 @@ def test_what_a_server_says_moves_no_cursor(remote: Remote, monkeypatch: pytest.
 
 
 def test_the_commands_have_their_options_and_end_with_their_codes(server: Served, remote: Remote) -> None:
-    app = typer.Typer()
-    add_to(app)
     options = ["--url", server.address, "--token-file", str(remote.token_file)]
     runner = CliRunner()
     shown = runner.invoke(app, ["status", "--json", *options])

@@ -137,9 +137,7 @@ def test_beyond_this_machine_it_serves_with_tls_and_tokens_and_probes_need_neith
         assert client.is_server_ready()
         assert health(grpc_at, authority.file.read_bytes()) == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError, match="no such service or model"):
-            health(
-                grpc_at, authority.file.read_bytes(), "shout"
-            )  # without a token nobody learns which models there are
+            health(grpc_at, authority.file.read_bytes(), "shout")  # without a token the models are hidden
         with pytest.raises(InferenceServerException, match="UNAUTHENTICATED"):
             ask(client, "hello")
         mine = {"authorization": f"Bearer {token}"}
@@ -272,11 +270,11 @@ def test_a_stream_that_has_begun_is_finished_before_the_server_ends(folder: Path
             client.async_stream_infer("drip", [words])
             first = pieces.get(timeout=60)
             it.signal()
-            heard = [first]
-            while heard[-1][1] is False:
-                heard.append(pieces.get(timeout=60))
-            assert "".join(text for text, _ in heard) == "".join(chr(ord("a") + n) * 8 for n in range(10))
-            assert heard[-1][1] is True
+            chunks_seen = [first]
+            while chunks_seen[-1][1] is False:
+                chunks_seen.append(pieces.get(timeout=60))
+            assert "".join(text for text, _ in chunks_seen) == "".join(chr(ord("a") + n) * 8 for n in range(10))
+            assert chunks_seen[-1][1] is True
             client.stop_stream()
         assert it.wait_end() == 0
         assert it.left() == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weftline.gpu_check import pattern
-from weftline.gpu_check.kernels import NOBODYS_ADDRESS, PTX, CudaKernels
+from weftline.gpu_check.kernels import PTX, UNMAPPED_ADDRESS, CudaKernels
 from weftline.gpu_check.running import Skipped
 from weftline.shm.device.driver import DriverError
 
@@ -56,7 +56,7 @@ def test_kernels_are_loaded_and_launched_as_the_bindings_want_it() -> None:
     assert stand_in.of("cuModuleLoadData") == [(PTX.encode() + b"\0",)]
     delayed, poked = stand_in.of("cuLaunchKernel")
     assert [int(delayed[8]), delayed[1:8], delayed[9]] == [7, (1, 1, 1, 1, 1, 1, 0), ((20_000,), (ctypes.c_uint64,))]
-    assert poked[9] == ((NOBODYS_ADDRESS,), (ctypes.c_uint64,))
+    assert poked[9] == ((UNMAPPED_ADDRESS,), (ctypes.c_uint64,))
     assert [name for _, name in stand_in.of("cuModuleGetFunction")] == [b"delay", b"poke"]
 
 

@@ -97,7 +97,7 @@ def run(name: str, environment: dict[str, str] | None = None, left_s: float = 60
         ("copy-in", SHORT_COPIES.replace("whole(", "missing("), "the maker failed to time_copies: NameError"),
         ("contexts", NO_MEMORY_FIGURES, "the watcher failed to open: memory: UNKNOWN"),
         ("hops", SHORT_COPIES, "pass, ordering host, 1 KiB: 32 of 32 tensors were not as sent"),
-        ("fault", NO_FAULTS, "a kernel wrote where nothing is, and nobody noticed"),
+        ("fault", NO_FAULTS, "a kernel wrote to an unmapped address without an error"),
         ("kills", LEAK, "bytes of the device are free"),
         ("kills", HANG, "did not settle within 0 s"),
     ],

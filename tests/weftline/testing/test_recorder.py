@@ -1,4 +1,4 @@
-"""What arenas, ladders and events ask of a driver: told by roles, and the same of a real driver as of a fake."""
+"""Driver calls of arenas, ladders and events, by role: the same for a real driver and a fake."""
 
 import os
 from typing import cast

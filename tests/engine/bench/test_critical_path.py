@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.loads import joined, one_request, ran
-from weftline.engine.bench.outcome import RequestOutcome
-from weftline.engine.bench.where import (
+from weftline.engine.bench.critical_path import (
     AFTER,
     BATCH_WAIT,
     BEFORE,
@@ -20,6 +19,7 @@ from weftline.engine.bench.where import (
     parts_of,
     where,
 )
+from weftline.engine.bench.outcome import RequestOutcome
 
 PLAN = joined()
 

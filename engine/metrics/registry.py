@@ -3,9 +3,8 @@
     metrics = Metrics(backend.sessions)
     backend = LocalBackend(repository, served, observers=[metrics], metrics=metrics.render)
 
-It is told of every request that ends (a few microseconds each), and reads queues, memory and workers from the open
-sessions when somebody asks. Its registry is its own: nothing of another library gets in, and two servers in one process
-do not meet.
+Every ended request is recorded (a few microseconds each). Queues, memory and workers are read from the open sessions at
+each scrape. The registry is not shared with other libraries, nor with a second server of the same process.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text"
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 
-_log = logging.getLogger("weftline.observe")
+_log = logging.getLogger("weftline.metrics")
 
 
 class Metrics:
-    """An Observer of requests, and what `/metrics` answers. Safe to use from several threads.
+    """Request observer and renderer of `/metrics`. Thread-safe.
 
-    sessions: what is open now, by model; called when somebody asks for the figures.
-    callers:  names of the token file that get a series each.
-    ingress:  pids of the ingress processes, by name; called when somebody asks.
-    version:  of this software, for `weftline_build_info`.
+    sessions: returns the open sessions by model; called at each scrape.
+    callers:  names of the token file, with a series each.
+    ingress:  returns the pids of the ingress processes by name; called at each scrape.
+    version:  of Weftline, for `weftline_build_info`.
     """
 
     content_type = CONTENT_TYPE
@@ -67,11 +66,11 @@ class Metrics:
             self._requests.take(record)
 
     def render(self) -> bytes:
-        """Return everything in Prometheus' text format, whose type is `content_type`."""
+        """Return all series in Prometheus' text format, of type `content_type`."""
         return exposition(series.ALL, self._samples()).encode() + generate_latest(self._process)
 
     def render_for(self, accept: str) -> tuple[bytes, str]:
-        """Return everything, as OpenMetrics where an Accept header asks for it, and its content type."""
+        """Return all series and their content type: OpenMetrics if the Accept header names it."""
         if OPENMETRICS not in accept:
             return self.render(), CONTENT_TYPE
         ours = exposition(series.ALL, self._samples(), openmetrics=True).encode()
@@ -86,10 +85,10 @@ class Metrics:
             try:
                 out += list(snapshots.samples(model, session, usage_of))
             except Exception:
-                _log.exception("the figures of model %s are left out this time", model)
+                _log.exception("cannot read the metrics of model %s; this scrape lacks them", model)
         out += snapshots.ingress_samples(self._ingress(), usage_of)
         try:
             out += list(snapshots.gpu_samples(self._gpus.gpus(), self._sessions()))
         except Exception:
-            _log.exception("the figures of GPUs are left out this time")
+            _log.exception("cannot read the metrics of GPUs; this scrape lacks them")
         return out

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.engine.loads import one_request
-from weftline.engine.bench import driver as driving
-from weftline.engine.bench.driver import Driver
+from weftline.engine.bench import load_generator as driving
 from weftline.engine.bench.load import run_closed, run_open
+from weftline.engine.bench.load_generator import LoadGenerator
 from weftline.engine.bench.outcome import RequestOutcome
 from weftline.errors import LimitReached, StepError
 
@@ -44,7 +44,7 @@ def number(at: int) -> dict[str, int]:
 
 def test_a_closed_load_has_as_many_open_requests_as_callers() -> None:
     server = Server()
-    run = Driver(server, number, None)
+    run = LoadGenerator(server, number, None)
     assert asyncio.run(run.closed(3, 100)) == ""
     assert server.most == 3
     assert len(run.outcomes) == len(server.given) > 6
@@ -55,7 +55,7 @@ def test_a_closed_load_has_as_many_open_requests_as_callers() -> None:
 @pytest.mark.slow
 def test_an_open_load_does_not_wait_for_answers() -> None:
     server = Server(ms=200)
-    run = Driver(server, number, None)
+    run = LoadGenerator(server, number, None)
     asyncio.run(run.open(iter([0.0, 10.0, 10.0, 20.0])))
     assert server.most == 4
     sent = [one.sent_ms - run.start_ms for one in sorted(run.outcomes, key=lambda one: one.sent_ms)]
@@ -71,7 +71,7 @@ def test_latency_counts_from_the_intended_moment_and_the_deadline_too() -> None:
         given.append(deadline_ms)
         time.sleep(0.03)  # the whole load stands still
 
-    run = Driver(blocks, number, 100.0)
+    run = LoadGenerator(blocks, number, 100.0)
     asyncio.run(run.open(iter([0.0, 5.0])))
     first, second = run.outcomes
     assert second.sent_ms - first.sent_ms == pytest.approx(5)
@@ -86,7 +86,7 @@ def test_errors_are_outcomes_with_what_is_known_of_them() -> None:
         error.timings = one_request().timings  # type: ignore[union-attr]
         raise error
 
-    run = Driver(fails, number, None)
+    run = LoadGenerator(fails, number, None)
     asyncio.run(run.open(iter([0.0, 1.0])))
     assert [(one.ok, one.error, one.message) for one in run.outcomes] == [
         (False, "ValueError", "odd"), (False, "StepError", "step see: no luck"),
@@ -99,14 +99,14 @@ def test_a_caller_that_is_refused_waits_as_long_as_it_is_told() -> None:
     async def refuses(inputs: Mapping[str, Any], deadline_ms: float | None) -> None:
         raise LimitReached("full", retry_after_s=0.04)
 
-    run = Driver(refuses, number, None)
+    run = LoadGenerator(refuses, number, None)
     asyncio.run(run.closed(1, 100))
     assert 1 <= len(run.outcomes) <= 3
 
 
 @pytest.mark.slow
 def test_a_load_ends_after_so_many_measured_requests() -> None:
-    run = Driver(Server(ms=1), number, None)
+    run = LoadGenerator(Server(ms=1), number, None)
     asyncio.run(run.closed(2, 10_000, warm_up_ms=50, requests_max=7))
     measured = [one for one in run.outcomes if one.sent_ms >= run.start_ms + 50]
     assert len(measured) == 7 < len(run.outcomes)
@@ -116,7 +116,7 @@ def test_a_load_ends_after_so_many_measured_requests() -> None:
 def test_an_open_load_holds_so_many_requests_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "OPEN_MAX", 2)
     server = Server(ms=50)
-    run = Driver(server, number, None)
+    run = LoadGenerator(server, number, None)
     asyncio.run(run.open(iter([0.0, 1.0, 2.0])))
     assert server.most == 2
     assert sorted(one.error for one in run.outcomes) == ["", "", "LimitReached"]
@@ -126,12 +126,12 @@ def test_an_open_load_holds_so_many_requests_and_no_more(monkeypatch: pytest.Mon
 def test_what_is_not_answered_in_time_is_withdrawn_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "DRAIN_S", 0.05)
     server = Server(ms=60_000)
-    run = Driver(server, number, None)
+    run = LoadGenerator(server, number, None)
     assert asyncio.run(run.closed(2, 20)) == "2 requests had not ended 0.05 s after the last was sent"
     assert server.open == 0
     assert [one.error for one in run.outcomes] == ["RequestCancelled"] * 2
     assert (
-        asyncio.run(Driver(server, number, None).open(iter([0.0])))
+        asyncio.run(LoadGenerator(server, number, None).open(iter([0.0])))
         == "1 requests had not ended 0.05 s after the last was sent"
     )
 
@@ -146,7 +146,7 @@ def test_an_interrupted_load_keeps_what_was_measured(kind: str) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return await answer(inputs, deadline_ms)
 
-    run = Driver(interrupts, number, None)
+    run = LoadGenerator(interrupts, number, None)
     started = time.monotonic()
     load = run.closed(1, 20_000) if kind == "closed" else run.open(float(at) for at in range(0, 20_000, 5))
     assert asyncio.run(load) == "interrupted"
@@ -156,12 +156,12 @@ def test_an_interrupted_load_keeps_what_was_measured(kind: str) -> None:
 
 @pytest.mark.slow
 def test_progress_is_told_and_nothing_stays_frozen() -> None:
-    told: list[tuple[float, int]] = []
+    progress_calls: list[tuple[float, int]] = []
     before = gc.get_freeze_count()
-    run = Driver(Server(ms=1), number, None, lambda share, ended: told.append((share, ended)))
+    run = LoadGenerator(Server(ms=1), number, None, lambda share, ended: progress_calls.append((share, ended)))
     asyncio.run(run.closed(1, 600))
-    assert told == sorted(told) and len(told) <= 2
-    assert 0.3 < told[0][0] <= 1 and told[0][1] > 0
+    assert progress_calls == sorted(progress_calls) and len(progress_calls) <= 2
+    assert 0.3 < progress_calls[0][0] <= 1 and progress_calls[0][1] > 0
     assert gc.get_freeze_count() <= before
 
 

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.fire import wait_until
 from tests.engine.metrics.made import record, timing
-from tests.engine.metrics.test_snapshots import LLM, Shown
-from weftline.engine.metrics.metrics import CONTENT_TYPE, Metrics
+from tests.engine.metrics.test_snapshots import LLM, FakeSession
+from weftline.engine.metrics.registry import CONTENT_TYPE, Metrics
 from weftline.engine.session import Session, load
 from weftline.errors import SessionClosed
 from weftline.pipelines.spec.builder import Builder
@@ -42,22 +42,24 @@ def session() -> Any:
 def test_a_running_pipeline_is_shown(session: Session) -> None:
     metrics = Metrics(lambda: {"shout": session}, version="1.2.3")
     session.run(x="a" * 100_000)
-    told = read(metrics)
-    assert told["weftline_model_ready", "shout"] == 1
-    assert told["weftline_requests_in_flight", "shout"] == 0
-    assert told["weftline_step_workers_ready", "shout", "say"] == told["weftline_step_workers", "shout", "say"] == 2
-    assert told["weftline_dispatches_total", "shout"] >= 1
-    assert told["weftline_copied_bytes_total", "shout", "in"] >= 100_000
-    assert told["weftline_arena_size_bytes", "shout"] >= 4 << 20
+    scraped = read(metrics)
+    assert scraped["weftline_model_ready", "shout"] == 1
+    assert scraped["weftline_requests_in_flight", "shout"] == 0
+    assert (
+        scraped["weftline_step_workers_ready", "shout", "say"] == scraped["weftline_step_workers", "shout", "say"] == 2
+    )
+    assert scraped["weftline_dispatches_total", "shout"] >= 1
+    assert scraped["weftline_copied_bytes_total", "shout", "in"] >= 100_000
+    assert scraped["weftline_arena_size_bytes", "shout"] >= 4 << 20
     for worker in ("say", "say-2"):
-        assert told["weftline_worker_resident_memory_bytes", "shout", worker] > 1 << 20
-        assert told["weftline_worker_cpu_seconds_total", "shout", worker] > 0
-    assert told["process_resident_memory_bytes",] > 1 << 20
-    assert any(key[0] == "weftline_build_info" and "1.2.3" in key for key in told)
+        assert scraped["weftline_worker_resident_memory_bytes", "shout", worker] > 1 << 20
+        assert scraped["weftline_worker_cpu_seconds_total", "shout", worker] > 0
+    assert scraped["process_resident_memory_bytes",] > 1 << 20
+    assert any(key[0] == "weftline_build_info" and "1.2.3" in key for key in scraped)
 
 
 def test_openmetrics_is_written_for_those_who_ask() -> None:
-    metrics = Metrics(lambda: {"ocr": Shown({"answer": {"answer": LLM}})}, callers=("line-3",))
+    metrics = Metrics(lambda: {"ocr": FakeSession({"answer": {"answer": LLM}})}, callers=("line-3",))
     metrics(record(caller="line-3", first_ms=3.0, pieces=3, timings=(timing(),)))
     text, content_type = metrics.render_for("application/openmetrics-text; version=1.0.0, text/plain;q=0.5")
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
@@ -71,21 +73,21 @@ def test_openmetrics_is_written_for_those_who_ask() -> None:
 
 
 def test_a_session_that_cannot_be_read_is_left_out_and_the_others_are_shown() -> None:
-    class Gone(Shown):
+    class Gone(FakeSession):
         def stats(self) -> Mapping[str, Any]:
             raise SessionClosed("it ended this very moment")
 
-    told = read(Metrics(lambda: {"gone": Gone(), "ocr": Shown()}))
-    assert told["weftline_model_ready", "ocr"] == 1
-    assert ("weftline_model_ready", "gone") not in told
+    scraped = read(Metrics(lambda: {"gone": Gone(), "ocr": FakeSession()}))
+    assert scraped["weftline_model_ready", "ocr"] == 1
+    assert ("weftline_model_ready", "gone") not in scraped
 
 
 def test_ingress_processes_are_shown_by_name_as_long_as_they_are_there() -> None:
-    told = read(Metrics(dict, ingress=lambda: {"http": os.getpid(), "grpc-0": 2**22 + 1}))
-    assert told["weftline_ingress_resident_memory_bytes", "http"] > 1 << 20
-    assert told["weftline_ingress_cpu_seconds_total", "http"] > 0
-    assert told["weftline_ingress_open_fds", "http"] > 3
-    assert ("weftline_ingress_cpu_seconds_total", "grpc-0") not in told
+    scraped = read(Metrics(dict, ingress=lambda: {"http": os.getpid(), "grpc-0": 2**22 + 1}))
+    assert scraped["weftline_ingress_resident_memory_bytes", "http"] > 1 << 20
+    assert scraped["weftline_ingress_cpu_seconds_total", "http"] > 0
+    assert scraped["weftline_ingress_open_fds", "http"] > 3
+    assert ("weftline_ingress_cpu_seconds_total", "grpc-0") not in scraped
 
 
 def test_nothing_of_ours_is_in_the_registry_that_everybody_shares() -> None:
@@ -116,9 +118,9 @@ def test_requests_that_end_while_somebody_reads_are_all_counted() -> None:
 
 
 def test_series_stay_few_whatever_clients_ask_for() -> None:
-    metrics = Metrics(lambda: {"ocr": Shown()})
+    metrics = Metrics(lambda: {"ocr": FakeSession()})
     metrics(record(timings=(timing(),)))
-    metrics(record("../etc/passwd", "NOT_FOUND", version=0, door="x", caller="nobody"))
+    metrics(record("../etc/passwd", "NOT_FOUND", version=0, door="x", caller="unknown"))
     few = len(read(metrics))
     for at in range(500):
         metrics(record(f"n{at}", "NOT_FOUND", version=0, door=f"d{at}", caller=f"c{at}", id=f"i{at}"))
@@ -140,10 +142,10 @@ def test_a_language_model_is_shown_in_vllms_series(warm: None) -> None:
         usage = session.run(question="The photo shows: 1 red circle. How many circles are there?")["usage"]
         metrics(record("chat", first_ms=2.0, pieces=8, usage=usage))
 
-        def told(name: str, *labels: str) -> float:
+        def scraped(name: str, *labels: str) -> float:
             return read(metrics).get((name, *sorted(["chat", *labels])), -1)
 
-        wait_until(lambda: told("vllm:generation_tokens_total", "answer") == 8, 20)
+        wait_until(lambda: scraped("vllm:generation_tokens_total", "answer") == 8, 20)
         shown = read(metrics)
     assert shown["vllm:prompt_tokens_total", "answer", "chat"] == usage["prompt_tokens"]
     assert shown["vllm:request_success_total", "answer", "length", "chat"] == 1

@@ -2,7 +2,7 @@
 
 Requests run on an event loop in the caller's thread: from eight callers on that costs the process less than a thread
 for each. Arrivals of an open load are timed by a thread of their own, because an event loop sleeps in whole
-milliseconds. Nothing is worked out meanwhile; the garbage collector does not look at what is kept.
+milliseconds. Outcomes are only collected during the load, and frozen for the garbage collector.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ REQUESTS_MAX = 200_000
 """Most requests of one load: their timings are kept, some 1 KB each."""
 
 OPEN_MAX = 4096
-"""Most requests of an open load that wait for an answer at a time; above, an arrival is not sent and fails."""
+"""Most unanswered requests of an open load; further arrivals fail without being sent."""
 
 START_MS = 20.0
 """From the start of an open load to its time 0, so that its first arrival is not late."""
 
 DRAIN_S, DRAIN_INTERRUPTED_S = 60.0, 2.0
-"""Longest wait for requests that are open when the load has ended, or was interrupted; then they are withdrawn."""
+"""Longest wait for requests that are open when the load has ended, or was interrupted; then they are cancelled."""
 
 REFUSED_WAIT_S = 0.001
-"""Shortest pause of a caller that was refused, before it asks again."""
+"""Shortest pause of a caller after a refused request."""
 
 TICK_S = 0.25
-"""How often progress is told."""
+"""Interval of progress reports."""
 
 Inputs = Callable[[int], Mapping[str, Any]]
-"""Gives the inputs of a request by its number, from 0; called in the loop, so it should be quick."""
+"""Returns the inputs of a request by its number, from 0; runs in the event loop, so it must be quick."""
 
 Progress = Callable[[float, int], None]
-"""Told the share of the load that is done, 0 to 1, and how many requests have ended."""
+"""Callback with the share of the load that is done, 0 to 1, and the number of ended requests."""
 
 Ask = Callable[[Mapping[str, Any], float | None], Awaitable[Any]]
 """Answers one request: its inputs, and its deadline in milliseconds."""
 
 
-class Driver:
-    """One load, once: `closed` or `open`, which return why it ended before its time, or ''."""
+class LoadGenerator:
+    """One load, run once by `closed` or `open`, which return the reason of an early end, or ''."""
 
     def __init__(
         self, ask: Ask, make_inputs: Inputs, deadline_ms: float | None, progress: Progress | None = None

@@ -30,7 +30,7 @@ SAME_MOMENT_MS = 0.001
 """Times that differ by less are the same moment: a value is read by the very event that brought it."""
 
 PATHS_MAX = 5
-"""Most critical paths that are told apart; what is left is rarer than these."""
+"""Most critical paths that are listed; the others are rarer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weftline.engine.bench.made_up import about, made_up
+from weftline.engine.bench.sample_inputs import sample_input, sample_text
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
@@ -32,7 +32,7 @@ outputs: {{y: a.value}}
 
 def make(type: str, seed: int = 0, more: str = ""):
     plan = plan_for(type, more)
-    return made_up(plan, plan.inputs[0], seed)
+    return sample_input(plan, plan.inputs[0], seed)
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -54,9 +54,9 @@ def test_sizes_are_those_that_are_told() -> None:
     assert make("float32[3, N, ?]").shape == (3, 16, 16)
     assert make("int64[N]").max() < 10
     assert len(make("text").split()) == 12
-    assert about(PortType.parse("image")) == "noise of 640x480"
-    assert about(PortType.parse("float32[3, N]")) == "numbers at random, float32[3, 16]"
-    assert about(PortType.parse("list[image]")) == "lists of 3: noise of 640x480"
+    assert sample_text(PortType.parse("image")) == "noise of 640x480"
+    assert sample_text(PortType.parse("float32[3, N]")) == "numbers at random, float32[3, 16]"
+    assert sample_text(PortType.parse("list[image]")) == "lists of 3: noise of 640x480"
 
 
 def test_limits_of_an_input_are_kept() -> None:
@@ -68,7 +68,7 @@ def test_limits_of_an_input_are_kept() -> None:
 def test_lists_and_detections_are_made_of_their_elements() -> None:
     plan = plan_for("text")
     types = {**plan.input_types, "x": PortType.parse("list[audio]")}
-    listed = made_up(replace(plan, input_types=types), plan.inputs[0], 0)
+    listed = sample_input(replace(plan, input_types=types), plan.inputs[0], 0)
     assert [one.shape for one in listed] == [(48_000,)] * 3
     found = make("detections")
     assert isinstance(found, Detections) and len(found) == 3

@@ -1,8 +1,7 @@
 """Synthetic inputs generated from the types of a pipeline's ports.
 
-They have the right types and plausible sizes, and mean nothing: text is words at random, a picture is noise of 640 by
-480, a recording three seconds of noise. Named sizes are 16, lists have three elements, json is {}. The same seed makes
-the same inputs.
+Texts are random words, pictures noise of 640 by 480, recordings three seconds of noise. Named sizes are 16, lists have
+three elements, json is {}. The same seed generates the same inputs.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:  # workers import this module when they start
 
 WORDS = ("a", "quiet", "river", "carries", "small", "boats", "past", "seven", "children", "on", "the", "bridge")
 TEXT_WORDS, IMAGE_SIZE, AUDIO_S, NAMED_SIZE, LIST_ITEMS, BYTES = 12, (640, 480), 3.0, 16, 3, 1000
-"""Sizes of what is made up: words, pixels (width, height), seconds, one dimension, elements, bytes."""
+"""Sizes: words, pixels (width, height), seconds, one dimension, elements, bytes."""
 
 
-def made_up(plan: Plan, given: Input, seed: int) -> Any:
+def sample_input(plan: Plan, given: Input, seed: int) -> Any:
     """Return a value for one input of a pipeline, within its limits of pixels and seconds."""
     draw = np.random.default_rng([seed, *given.name.encode()])
     pixels_max = given.pixels_max or plan.limits.pixels_max
@@ -32,10 +31,10 @@ def made_up(plan: Plan, given: Input, seed: int) -> Any:
     return _value(plan.input_types[given.name], draw, pixels_max, seconds_max)
 
 
-def about(type: PortType) -> str:
-    """Return in a few words what `made_up` makes for a type."""
+def sample_text(type: PortType) -> str:
+    """Describe the sample of a type in a few words."""
     if type.kind == "list" and type.item is not None:
-        return f"lists of {LIST_ITEMS}: {about(type.item)}"
+        return f"lists of {LIST_ITEMS}: {sample_text(type.item)}"
     return {
         "text": f"{TEXT_WORDS} words at random",
         "any": f"{TEXT_WORDS} words at random",
@@ -68,11 +67,11 @@ def _value(type: PortType, draw: np.random.Generator, pixels_max: int, seconds_m
         case "detections":
             return _detections(draw)
         case _:
-            return made_up_tensor(type, draw)
+            return sample_tensor(type, draw)
 
 
-def made_up_tensor(type: PortType, draw: np.random.Generator) -> np.ndarray:
-    """Return a tensor of a type: floats from 0 to 1, integers from 0 to 9, so that they are indexes of most things."""
+def sample_tensor(type: PortType, draw: np.random.Generator) -> np.ndarray:
+    """Return a tensor of a type: floats from 0 to 1, integers from 0 to 9, which are valid indexes for most models."""
     dtype, shape = type.dtype or "float32", _shape(type)
     if dtype in STAND_INS:  # all bits zero is zero in each of them
         return np.zeros(shape, STAND_INS[dtype])

@@ -1,0 +1,86 @@
+"""Command `weftline check`: every problem of pipeline files."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weftline.cli.options import Gpus
+from weftline.cli.plan import counted, machine_of
+from weftline.errors import PipelineError, Problem
+from weftline.pipelines.check.checker import examine, remarks
+from weftline.pipelines.placement.machine import Machine
+from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.spec.graph import Pipeline
+from weftline.pipelines.spec.loader import load_file
+
+
+def check(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="One or more pipeline files.")],
+    file_only: Annotated[
+        bool, typer.Option("--file-only", help="Do not check whether the pipeline fits this machine.")
+    ] = False,
+    gpus: Gpus = None,
+) -> None:
+    """List every problem of pipeline files; nothing is started and no framework is imported.
+
+    \b
+    Examples:
+      weftline check pipeline.yaml
+      weftline check --file-only pipelines/*.yaml
+      weftline check --gpus 2:141GiB pipeline.yaml
+    """
+    if file_only and gpus is not None:
+        raise typer.BadParameter("--file-only and --gpus exclude each other")
+    failed = 0
+    for file in files:
+        try:
+            typer.echo(check_file(file, file_only=file_only, gpus=gpus))
+        except PipelineError as error:
+            typer.echo(str(error), err=True)
+            failed += 1
+    if failed:
+        raise typer.Exit(PipelineError.exit_code)
+
+
+def check_file(file: str, *, file_only: bool, gpus: str | None = None) -> str:
+    """Return a line about a valid pipeline, then its notes; PipelineError lists every problem.
+
+    file_only: do not check devices and memory of this machine.
+    gpus:      check for this machine with other GPUs, such as '2:141GiB'.
+    """
+    pipeline = load_file(file)
+    notes = remarks(pipeline)
+    if file_only:
+        problems = examine(pipeline).problems
+        if problems:
+            raise PipelineError(problems)
+    else:
+        plan = _plan_both(pipeline, machine_of(None, gpus))
+        steps = tuple(f"{step.name}: " for step in plan.steps)
+        notes += [note for note in plan.notes if note.startswith(steps)]
+    counts = [
+        counted(sum(not one.hidden for one in pipeline.inputs), "input"),
+        counted(len(pipeline.steps), "step"),
+        counted(len(pipeline.outputs), "output"),
+    ]
+    return "\n".join([f"{file}: ok ({', '.join(counts)})", *(f"  {note}" for note in notes)])
+
+
+def _plan_both(pipeline: Pipeline, machine: Machine) -> Plan:
+    """Plan a pipeline with the profile beside it; PipelineError lists the problems of both files at once."""
+    profile, problems = None, list[Problem]()
+    try:
+        profile = profile_beside(pipeline)
+    except PipelineError as error:
+        problems += error.problems
+    try:
+        plan = make_plan(pipeline, machine, profile=profile)
+    except PipelineError as error:
+        raise PipelineError([*problems, *error.problems]) from None
+    if problems:
+        raise PipelineError(problems)
+    return plan

@@ -1,0 +1,77 @@
+"""Command `weftline plan`: the plan of a pipeline as text, flowchart or picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from weftline.cli.options import Gpus, OutputFile, PipelineFile, write_text
+from weftline.engine.machine import this_machine
+from weftline.pipelines.placement.machine import Machine, made_up_gpus
+from weftline.pipelines.placement.place import size_text
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.spec.loader import load_file
+
+
+def plan(
+    file: PipelineFile,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Print an SVG picture.")] = False,
+    output: OutputFile = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with this number of cores.")] = None,
+    gpus: Gpus = None,
+) -> None:
+    """Show what would run: steps in order with their types, workers, threads and memory.
+
+    \b
+    Examples:
+      weftline plan pipeline.yaml
+      weftline plan pipeline.yaml --svg --output pipeline.svg
+      weftline plan pipeline.yaml --gpus 2:141GiB
+    """
+    if mermaid and svg:
+        raise typer.BadParameter("--mermaid and --svg exclude each other")
+    write_text(explained(file, "mermaid" if mermaid else "svg" if svg else "text", cores, gpus), output)
+
+
+def explained(file: str, form: str, cores: int | None, gpus: str | None = None) -> str:
+    """Return the plan of a pipeline file as `text`, `mermaid` or `svg`; simulated GPUs are named first."""
+    machine, pipeline = machine_of(cores, gpus), load_file(file)
+    made = make_plan(pipeline, machine, profile=profile_beside(pipeline))
+    made_up = f"Planned for a made-up machine: {_described(machine)}" if gpus is not None else ""
+    if form == "svg":
+        from weftline.pipelines.render.svg import explain_svg
+
+        text = explain_svg(dataclasses.replace(made, name=f"{made.name} ({made_up})") if made_up else made)
+    else:
+        from weftline.pipelines.render.text import explain_mermaid, explain_text
+
+        text = explain_mermaid(made) if form == "mermaid" else explain_text(made)
+        if made_up:
+            text = f"%% {made_up}\n{text}" if form == "mermaid" else f"{made_up}\n\n{text}"
+    return text if text.endswith("\n") else text + "\n"
+
+
+def machine_of(cores: int | None, gpus: str | None) -> Machine:
+    """Return this machine, with other cores and GPUs where given; InputError for a malformed `gpus`."""
+    machine = this_machine()
+    if cores is not None:
+        machine = dataclasses.replace(machine, cores=cores)
+    return machine if gpus is None else dataclasses.replace(machine, devices=made_up_gpus(gpus))
+
+
+def _described(machine: Machine) -> str:
+    parts = [counted(machine.cores, "core"), f"{size_text(machine.memory_bytes)} of memory"]
+    if machine.devices:
+        model = machine.devices[0].model
+        each = f"{size_text(machine.devices[0].memory_bytes)}{' each' if len(machine.devices) > 1 else ''}"
+        parts.append(f"{counted(len(machine.devices), 'GPU')} of {each}{f' ({model})' if model else ''}")
+    return ", ".join(parts if machine.devices else [*parts, "no GPU"])
+
+
+def counted(count: int, word: str) -> str:
+    """Return '1 step', '2 steps'."""
+    return f"{count} {word}{'s' if count != 1 else ''}"
