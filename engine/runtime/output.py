@@ -74,8 +74,8 @@ class StepOutput:
     def __init__(self, name: str) -> None:
         self.name = name
         self.dropped_lines = self.dropped_bytes = 0
-        self._told_lines = self._told_bytes = 0
-        self._told_s = -TELL_EVERY_S
+        self._reported_lines = self._reported_bytes = 0
+        self._reported_s = -TELL_EVERY_S
         self._lines, self._bytes = LINES_BURST, BYTES_BURST
         self._at_s: float | None = None
         self._over = False
@@ -103,18 +103,18 @@ class StepOutput:
 
     def owes(self, now_s: float) -> bool:
         """Return whether a report of dropped output is due: when output pauses, at most once in TELL_EVERY_S."""
-        return self.untold and now_s - self._told_s >= TELL_EVERY_S and self.admits(now_s)
+        return self.unreported and now_s - self._reported_s >= TELL_EVERY_S and self.admits(now_s)
 
     @property
-    def untold(self) -> bool:
+    def unreported(self) -> bool:
         """True while dropped output is not reported yet."""
-        return self.dropped_bytes > self._told_bytes
+        return self.dropped_bytes > self._reported_bytes
 
     def dropped(self, now_s: float) -> str:
         """Return the report of what was dropped since the last one."""
-        self._told_s = now_s
-        lines, size_bytes = self.dropped_lines - self._told_lines, self.dropped_bytes - self._told_bytes
-        self._told_lines, self._told_bytes = self.dropped_lines, self.dropped_bytes
+        self._reported_s = now_s
+        lines, size_bytes = self.dropped_lines - self._reported_lines, self.dropped_bytes - self._reported_bytes
+        self._reported_lines, self._reported_bytes = self.dropped_lines, self.dropped_bytes
         limits = f"{LINES_PER_S:.0f} lines and {BYTES_PER_S / 1024:.0f} KiB a second, {LINE_BYTES_MAX} bytes a line"
         return f"({lines} lines, {size_bytes} bytes of its output were dropped; the limits are {limits})"
 
@@ -218,7 +218,7 @@ class Output:
                 if not pipe.read(known[1], self._say, time.monotonic()):
                     break
             self._forget(pipe.fd)
-            if known[1].untold:
+            if known[1].unreported:
                 self._say(known[1].name, known[1].dropped(time.monotonic()))
 
     def dropped_bytes(self) -> dict[str, int]:
@@ -236,7 +236,7 @@ class Output:
             thread.join(CLOSE_GRACE_S)
         with self._lock:
             for step in self.steps.values():
-                if step.untold:
+                if step.unreported:
                     self._say(step.name, step.dropped(time.monotonic()))
         self._ended.set()
         self._news.set()
@@ -261,7 +261,7 @@ class Output:
         full = False  # a full pipe has a step waiting
         while epoll is not None and not self._closed.wait(0 if full else READ_EVERY_S):
             full = False
-            owes = any(step.untold for step in self.steps.values())
+            owes = any(step.unreported for step in self.steps.values())
             ready = epoll.poll(1.0 if owes else -1)
             with self._lock:
                 now_s = time.monotonic()
