@@ -2,7 +2,7 @@
 
 rows    a pipeline of one trivial step over 10^3 to 10^6 rows, from Parquet to Parquet: rows a second, and the most
         memory of the job's process and of a worker. The bar: 20 000 rows/s, and memory that does not grow.
-loops   a job beside the loop that somebody would write instead: it reads the same file, calls the same node class
+loops   a job beside a hand-written loop: it reads the same file, calls the same node class
         in a process of its own at the same batch size, and writes the same columns. They take turns, round after
         round; the bar is 95 % of the loop at its best batch size.
 llm     prompts through the paged engine: tokens a second, and how many answers a round writes at a time; beside the
@@ -126,7 +126,7 @@ def _loop_rate(subject: Any, data: Path, where: Path, size: int, rows: int) -> f
 
 
 def _child(what: str, **arguments: Any) -> Mapping[str, Any]:
-    """Run one job or loop in a process of its own, so that its memory can be told and nothing is warm."""
+    """Run one job or loop in a process of its own, so that its memory is its own and nothing is warm."""
     command: Sequence[str] = [sys.executable, "-m", "benchmarks.batch_jobs", what, json.dumps(arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:

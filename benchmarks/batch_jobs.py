@@ -1,4 +1,4 @@
-"""The jobs that benchmarks/batch.py measures, and the loops that somebody would write instead.
+"""The jobs that benchmarks/batch.py measures, and hand-written loops.
 
 A loop reads the same file with pyarrow, calls the same model at the same batch size, and writes the same columns; it
 checks nothing, commits nothing, and loses everything when it dies.
@@ -210,7 +210,7 @@ def llm(data: str) -> dict[str, float]:
     return {"seconds": seconds, "tokens": tokens, "wide": tokens / rounds}
 
 
-if __name__ == "__main__":  # one job or loop in a process of its own, so that its memory can be told
+if __name__ == "__main__":  # one job or loop in a process of its own, so that its memory is its own
     arguments = json.loads(sys.argv[2])
     if sys.argv[1] == "job":
         arguments = {name: Path(value) for name, value in arguments.items()}

@@ -27,7 +27,7 @@ class Bar:
     """How much something may grow.
 
     an_hour: most that it may grow in an hour.
-    floor:   growth over the whole time that is below what can be told apart from noise.
+    floor:   growth over the whole time that is below what can be distinguished from noise.
     unit:    what is counted, and by how much to divide it for a reader.
     """
 

@@ -60,7 +60,7 @@ def measure(server: Running, row: Row, seconds: float) -> dict[str, float]:
     return found
 
 
-def told(values: list[float], form: str) -> str:
+def median_of(values: list[float], form: str) -> str:
     """Return a median with its spread."""
     spread = f" [{form.format(min(values))}-{form.format(max(values))}]" if len(values) > 1 else ""
     return form.format(statistics.median(values)) + spread
@@ -88,14 +88,14 @@ def main() -> None:
                         found.setdefault(name, []).append(measure(server, row, seconds))
             echo = found.get("echo")
             for name, rounds in found.items():
-                line = f"  {name:12} {told([one['rate'] for one in rounds], '{:.0f}')}/s"
-                line += f"  p50 {told([one['p50_ms'] for one in rounds], '{:.2f}')} ms"
-                line += f"  p99 {told([one['p99_ms'] for one in rounds], '{:.2f}')} ms"
-                line += f"  {told([one['cpu_us'] for one in rounds], '{:.0f}')} us of processor"
+                line = f"  {name:12} {median_of([one['rate'] for one in rounds], '{:.0f}')}/s"
+                line += f"  p50 {median_of([one['p50_ms'] for one in rounds], '{:.2f}')} ms"
+                line += f"  p99 {median_of([one['p99_ms'] for one in rounds], '{:.2f}')} ms"
+                line += f"  {median_of([one['cpu_us'] for one in rounds], '{:.0f}')} us of processor"
                 if echo is not None and name != "echo":
                     pairs = list(zip(rounds, echo, strict=True))
-                    line += f"  rate/echo {told([a['rate'] / b['rate'] for a, b in pairs], '{:.2f}')}"
-                    line += f"  p50 over echo {told([a['p50_ms'] - b['p50_ms'] for a, b in pairs], '{:+.2f}')} ms"
+                    line += f"  rate/echo {median_of([a['rate'] / b['rate'] for a, b in pairs], '{:.2f}')}"
+                    line += f"  p50 over echo {median_of([a['p50_ms'] - b['p50_ms'] for a, b in pairs], '{:+.2f}')} ms"
                 print(line, flush=True)
         print("\nmemory of all processes (PSS) after this:")
         for name, server in servers.items():

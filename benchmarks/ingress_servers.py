@@ -142,7 +142,7 @@ def _one(name: str) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def free_port() -> Iterator[int]:
-    """Yield a port nobody listens at."""
+    """Yield an unused port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

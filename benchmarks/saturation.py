@@ -8,7 +8,7 @@ engine take turns, round after round, so that a slow minute slows both; the bar 
     classify    the text classifier that ships with the examples (ONNX)
 
 The loop's node gets as many threads as the plan gives the step's. Where they are all cores of the machine, the callers
-and the runtime have to take their time from the model, and the loop has nobody beside it.
+and the runtime have to take their time from the model, and the loop runs alone.
 
     python -m benchmarks.saturation [--quick] [--rounds 5] [--seconds 5]
 """

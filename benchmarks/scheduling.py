@@ -40,14 +40,14 @@ QUICK_MS, SLOW_MS = 0.02, 1.0
 it is so long that every message carries one batch."""
 
 DEADLINES_MS = 60_000.0, 90_000.0
-"""Between these: soon enough to be sorted by, late enough that nobody misses one."""
+"""Between these: soon enough to be sorted by, late enough that none is missed."""
 
 WORKER_ARENA_BYTES = 1 << 20
 PICTURE = "docs/images/scheduling.svg"
 
 
 class Rig:
-    """A scheduler whose workers answer when they are told to; time passes only here."""
+    """A scheduler whose workers answer on command; time passes only here."""
 
     def __init__(self, steps: int, urgent: bool, run_ms: float) -> None:
         built = Builder("cost", limits={"requests_max": 20_000, "arena_bytes": 1 << 20})

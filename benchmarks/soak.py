@@ -60,8 +60,8 @@ SMALLEST = 256
 """Numbers in the smallest input: 1 KB."""
 
 PIECES, PIECE_BYTES = 10, 4000
-TOLD = "".join(letter * PIECE_BYTES for letter in "abcdefghij")
-"""What `told` says of every good text."""
+STREAMED = "".join(letter * PIECE_BYTES for letter in "abcdefghij")
+"""What `streamed` returns for every good text."""
 
 MB = 1e6
 BARS = {
@@ -97,12 +97,12 @@ def pipeline(hoards: bool, largest_bytes: int) -> Builder:
     second = p.step("second", "function", x=first.output, batch=batch, instances=2, function="soak_steps.py:halves")
     shouts = "soak_steps.py:Hoards" if hoards else "soak_steps.py:Honest"
     picky = p.step("picky", "function", text=text, retry=1, fallback={"output": "sorry"}, function=shouts)
-    told = p.step(
-        "told", "trickle", value=text, pieces=PIECES, piece_bytes=PIECE_BYTES, delay_ms=1, when="text != 'bad'"
+    streamed = p.step(
+        "streamed", "trickle", value=text, pieces=PIECES, piece_bytes=PIECE_BYTES, delay_ms=1, when="text != 'bad'"
     )
     p.output("y", second.output)
     p.output("said", picky.output)
-    p.output("told", told.value)
+    p.output("streamed", streamed.value)
     return p
 
 
@@ -181,7 +181,7 @@ class Soak:
             else:
                 pieces.append(piece.value)
             await asyncio.sleep(self._random.choice([0, 0, 0.001]))
-        whole = "".join(pieces) == (last.get("told") or "")
+        whole = "".join(pieces) == (last.get("streamed") or "")
         return "read" if whole and is_right(last, request, self._numbers[at + 1 :]) else "wrong answer"
 
     async def _kill(self) -> None:
@@ -233,8 +233,8 @@ def is_right(answer: Mapping[str, Any], request: Mapping[str, Any], expected: np
     expected: the numbers that `y` begins with, and more.
     """
     bad = request["text"] == "bad"
-    told, said = (None, "sorry") if bad else (TOLD, "GOOD")
-    if "y" not in answer or answer["told"] != told or answer["said"] != said:
+    streamed, said = (None, "sorry") if bad else (STREAMED, "GOOD")
+    if "y" not in answer or answer["streamed"] != streamed or answer["said"] != said:
         return False
     return np.array_equal(answer["y"], expected[: len(request["x"]) // 2])
 
@@ -297,17 +297,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest-mb", type=float, default=8.0, help="largest input, in MiB (8); the smallest is 1 KB")
     parser.add_argument("--leak", choices=LEAKS, default="", help="plant a leak, which has to be found")
     parser.add_argument("--seed", type=int, default=1)
-    told = parser.parse_args(arguments)
-    minutes = told.minutes or (1.0 if told.leak else 10.0)
-    seconds, largest_bytes = minutes * 60, int(told.largest_mb * (1 << 20))
-    if seconds < 60 or not 0.002 <= told.largest_mb <= 60:
+    options = parser.parse_args(arguments)
+    minutes = options.minutes or (1.0 if options.leak else 10.0)
+    seconds, largest_bytes = minutes * 60, int(options.largest_mb * (1 << 20))
+    if seconds < 60 or not 0.002 <= options.largest_mb <= 60:
         parser.error("--minutes: at least 1; --largest-mb: 0.002 to 60")
     print(conditions())
-    soak, left, deaths = run(seconds, told.callers, largest_bytes, told.leak, told.seed)
+    soak, left, deaths = run(seconds, options.callers, largest_bytes, options.leak, options.seed)
     found = [growth(name, bar, soak.samples[name]) for name, bar in BARS.items()]
     after_s = min(FLAT_AFTER_S, WARM_UP * seconds)
-    total = None if told.leak else flatness(soak.totals, after_s)
-    print(f"{minutes:g} minutes, {told.callers} callers, {deaths} workers died; requests: {dict(soak.ends)}")
+    total = None if options.leak else flatness(soak.totals, after_s)
+    print(f"{minutes:g} minutes, {options.callers} callers, {deaths} workers died; requests: {dict(soak.ends)}")
     for one in found:
         print(f"  {one}")
     resident = [value / MB for at_s, value in soak.resident if at_s >= after_s]
@@ -317,8 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  private: {private}, of it {inputs:.0f} MB the callers' inputs")
     print(f"  sum of RSS, shared pages in each process: {min(resident):.0f} to {max(resident):.0f} MB, deaths included")
     print(peak_memory())
-    wrong = verdict(found, soak.ends, left, told.leak, total)
-    print("\n".join(wrong) or ("the planted leak was found" if told.leak else "nothing grows and nothing is left"))
+    wrong = verdict(found, soak.ends, left, options.leak, total)
+    print("\n".join(wrong) or ("the planted leak was found" if options.leak else "nothing grows and nothing is left"))
     return 1 if wrong else 0
 
 

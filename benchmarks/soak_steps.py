@@ -1,4 +1,4 @@
-"""The steps of benchmarks/soak.py. `Hoards` keeps a little of whatever it sees when it is told to: a planted leak."""
+"""The steps of benchmarks/soak.py. `Hoards` keeps a part of its inputs if configured: a planted leak."""
 
 # ruff: noqa: F821 - port types are no names
 

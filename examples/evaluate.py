@@ -1,4 +1,4 @@
-"""End to end on what nobody trained on: unseen voices and phrasings, unseen scenes, answers scored word for word.
+"""Score the flagship on data outside training: unseen voices, phrasings and scenes, compared word for word.
 
 Each pair is a recording (a held-out voice asks a held-out phrasing, a third of them with noise) and a picture of a
 held-out scene. The whole pipeline answers; the answer is right when it is exactly the one right answer. The table says
@@ -65,7 +65,7 @@ def judge(pair: Pair, result: weftline.Result) -> dict[str, Any]:
     """Return which stages were right for one pair."""
     return {
         "form": pair.question.form,
-        "heard": words(result["transcript"]) == words(pair.question.text),
+        "recognised": words(result["transcript"]) == words(pair.question.text),
         "seen": Counter(result["detections"].labels) == Counter(thing.name for thing in pair.picture.things),
         "right": words(result["answer"]) == words(pair.truth),
     }
@@ -73,12 +73,13 @@ def judge(pair: Pair, result: weftline.Result) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the scores by form as a Markdown table."""
-    lines = ["| form | pairs | heard right | seen right | answered right |", "|---|---|---|---|---|"]
+    lines = ["| form | pairs | recognised right | seen right | answered right |", "|---|---|---|---|---|"]
     for form in (*language.FORMS, "all"):
         chosen = [row for row in rows if form in (row["form"], "all")]
         if chosen:
             shares = [
-                f"{100 * sum(row[key] for row in chosen) / len(chosen):.1f} %" for key in ("heard", "seen", "right")
+                f"{100 * sum(row[key] for row in chosen) / len(chosen):.1f} %"
+                for key in ("recognised", "seen", "right")
             ]
             lines.append(f"| {form} | {len(chosen)} | {' | '.join(shares)} |")
     return "\n".join(lines)
@@ -106,7 +107,7 @@ def main() -> int:
             if not rows[-1]["right"]:
                 seen = result["detections"].describe()
                 wrong.append(
-                    f"- asked “{pair.question.text}” of {language.describe(pair.picture.things)}: heard "
+                    f"- asked “{pair.question.text}” of {language.describe(pair.picture.things)}: recognised "
                     f"“{result['transcript']}”, saw {seen}, said “{result['answer']}”, right: “{pair.truth}”"
                 )
             print(f"\r{len(rows)}/{options.pairs}", end="", file=sys.stderr)
@@ -121,7 +122,7 @@ def main() -> int:
         about = (
             "# End to end on unseen recordings and pictures\n\n"
             "Written by `make evaluate`. Voices, phrasings and scenes are held out; a third of the recordings\n"
-            "carry white noise at 15 to 30 dB. *Heard right* compares every word, *seen right* the exact\n"
+            "carry white noise at 15 to 30 dB. *Recognised right* compares every word, *seen right* the exact\n"
             "multiset of objects, *answered right* the exact answer.\n\n"
         )
         options.report.write_text(

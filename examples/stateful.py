@@ -1,6 +1,6 @@
 """The step of stateful.yaml, and three sensors that use it: `python examples/stateful.py`.
 
-A class as a function step: made once for each instance, called for each reading, told when a sequence is over.
+A class as a function step: made once for each instance, called for each reading and at the end of a sequence.
 """
 
 from dataclasses import dataclass, field

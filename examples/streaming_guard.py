@@ -1,7 +1,7 @@
 """A source of text for streaming_guard.yaml: it recites what it is given, a few letters at a time, as a model would.
 
 A node of your own that streams is a `StreamNode`: it is handed items as they come, and each `round` gives pieces of
-some. `cancel` is what stops it when the guardrail has seen enough: what nobody reads is not written.
+some. `cancel` is what stops it when the guardrail blocks: unread text is not generated.
 """
 
 from __future__ import annotations

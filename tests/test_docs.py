@@ -181,10 +181,10 @@ def test_the_guides_commands_print_what_they_show(
         [sys.executable, *start, *words], cwd=folders[guide], capture_output=True, text=True, timeout=100,
         env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
-    told = [line for line in ended.stderr.splitlines() if not line.startswith(("loading ", "wrote "))]
+    shown_rows = [line for line in ended.stderr.splitlines() if not line.startswith(("loading ", "wrote "))]
     shows_times = command.startswith("weftline run")  # in a table on standard error, behind the outputs
     printed = ended.stdout if ended.returncode == 0 else ""
-    printed += "\n".join(told) if ended.returncode or shows_times else ""
+    printed += "\n".join(shown_rows) if ended.returncode or shows_times else ""
     found, wanted = _words(printed), _words(shown)
     assert wanted
     assert len(found) == len(wanted) and all(map(_alike, found, wanted)), f"{printed}\n{ended.stderr}"
@@ -225,13 +225,13 @@ def test_every_command_and_option_has_its_place() -> None:
     assert [heading for heading in headings(text) if heading in COMMANDS] == list(COMMANDS)
     for name in COMMANDS:
         options = {max(one.opts, key=len) for one in command(name).params if one.param_type_name == "option"}
-        told = set(re.findall(r"^\| `(?:-\w`, `)?(--[\w-]+)", section(text, name), re.MULTILINE))
-        assert told == options, name
+        shown_rows = set(re.findall(r"^\| `(?:-\w`, `)?(--[\w-]+)", section(text, name), re.MULTILINE))
+        assert shown_rows == options, name
 
 
 def test_the_exit_codes_are_those_of_the_command_line() -> None:
-    told = rows(section(read("docs/reference/cli.md"), "Exit codes"))
-    assert told == [(str(code), meaning) for code, meaning in exit_codes().items()]
+    shown_rows = rows(section(read("docs/reference/cli.md"), "Exit codes"))
+    assert shown_rows == [(str(code), meaning) for code, meaning in exit_codes().items()]
 
 
 def test_the_page_of_nodes_is_up_to_date() -> None:
@@ -265,10 +265,10 @@ def test_every_public_name_has_its_heading_and_sessions_all_their_methods() -> N
 
 
 def test_every_key_that_makes_a_step_is_explained_in_a_guide() -> None:
-    told = " ".join(read(page) for page in GUIDES[1:])
+    shown_rows = " ".join(read(page) for page in GUIDES[1:])
     keys = [one.name for kind in (Step, BatchPolicy, Retry, SequencePolicy, Slo) for one in fields(kind)]
     unwritten = {"name", "options", "base_dir"}
-    assert [key for key in keys if key not in unwritten and not re.search(rf"\b{key}\b", told)] == []
+    assert [key for key in keys if key not in unwritten and not re.search(rf"\b{key}\b", shown_rows)] == []
 
 
 def test_the_architecture_has_every_package_up_to_the_second_level() -> None:
@@ -304,14 +304,14 @@ def test_no_term_of_the_glossary_appears_twice() -> None:
     ],
 )
 def test_state_tables_are_those_of_the_code(heading: str, table: Mapping[tuple[str, str], str]) -> None:
-    told = rows(section(read("docs/reference/states-and-messages.md"), heading))
-    assert told == [(state, event, to) for (state, event), to in table.items()]
+    shown_rows = rows(section(read("docs/reference/states-and-messages.md"), heading))
+    assert shown_rows == [(state, event, to) for (state, event), to in table.items()]
 
 
-def test_every_message_is_told_of() -> None:
-    told = re.findall(r"`([A-Z]\w+)`", section(read("docs/reference/states-and-messages.md"), "The messages"))
+def test_every_message_is_documented() -> None:
+    shown_rows = re.findall(r"`([A-Z]\w+)`", section(read("docs/reference/states-and-messages.md"), "The messages"))
     kinds = [kind.__name__ for kind in (*messages.ToWorker.__args__, *messages.FromWorker.__args__)]
-    assert sorted({*told}) == sorted(kinds)
+    assert sorted({*shown_rows}) == sorted(kinds)
 
 
 RELIABILITY = [f"{letter}{n}" for letter, last in (("R", 27), ("G", 3), ("S", 17)) for n in range(1, last + 1)]

@@ -56,7 +56,7 @@ MAY_LOAD = (
     *("engine/serving/server.py", "engine/serving/frontend/process.py", "engine/client/", "engine/metrics/"),
     *("engine/jobs/output/", "engine/jobs/sources/", "engine/jobs/ray/"),
 )
-"""Where frameworks may be imported at the top of a file: nobody imports these but to use them."""
+"""Where frameworks may be imported at the top of a file: these are imported only to be used."""
 UNSAFE = {"pickle", "_pickle", "multiprocessing", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
@@ -185,7 +185,7 @@ def test_importing_everything_but_the_llm_the_doors_and_jobs_loads_no_framework(
 
 
 def test_a_worker_loads_nothing_of_ours_before_it_is_hardened() -> None:
-    """Until then nobody tells it that its parent has ended, and loading takes long on a busy machine."""
+    """Until then it does not notice the end of its parent, and loading takes long on a busy machine."""
     watched = ("weftline", "numpy", "msgspec", "logging")
     script = (
         "import sys, weftline.engine.worker.__main__\n"
@@ -207,11 +207,11 @@ WALL_CLOCK = {
     *("time.time", "time.time_ns", "time.localtime", "time.ctime"),
     *("datetime.now", "datetime.utcnow", "date.today", "datetime.today"),
 }
-TELLS_THE_TIME = {"engine/serving/http/context.py", "engine/serving/local.py"}
-"""Where the wall clock is read, to be told to people: when an answer was made, when a traced request began."""
+DISPLAYS_TIME = {"engine/serving/http/context.py", "engine/serving/local.py"}
+"""Where the wall clock is read, for display: when an answer was made, when a traced request began."""
 
 
-def test_nothing_but_what_is_told_to_people_depends_on_the_wall_clock() -> None:
+def test_only_times_for_display_depend_on_the_wall_clock() -> None:
     reads = set()
     words = [*WALL_CLOCK, "from time import", "from datetime import"]
     for file in package_files():
@@ -223,10 +223,10 @@ def test_nothing_but_what_is_told_to_people_depends_on_the_wall_clock() -> None:
                 reads |= {file} if f"{of}.{node.attr}" in WALL_CLOCK else set()
             elif isinstance(node, ast.ImportFrom):
                 reads |= {file} if {f"{node.module}.{one.name}" for one in node.names} & WALL_CLOCK else set()
-    assert reads == TELLS_THE_TIME
+    assert reads == DISPLAYS_TIME
 
 
-def test_nobody_imports_what_could_run_code_from_bytes() -> None:
+def test_no_module_imports_what_could_run_code_from_bytes() -> None:
     wrong = [
         f"{file}:{line} imports {name}"
         for file in package_files()

@@ -3,7 +3,7 @@
     python benchmarks/peers/triton_server.py FOLDER PORT
 
 Writes a model repository into FOLDER (`one`: an ensemble of one Python step; `three`: of three in a row; every step
-passes its tensor on) and runs the server on 127.0.0.1:PORT until it is told to end. Prints `ready` when it is.
+passes its tensor on) and runs the server on 127.0.0.1:PORT until it is terminated. Prints `ready` when it is.
 """
 
 import importlib.util

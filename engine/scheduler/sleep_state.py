@@ -43,7 +43,7 @@ class SleepState:
         state = self.state(step)
         to = TRANSITIONS.get((state, event))
         if to is None:
-            raise ValueError(f"a step that is {state} does not accept {event}")
+            raise ValueError(f"a step that is {state} has no event {event}")
         if to == AWAKE:
             del self._states[step]
         else:

@@ -10,7 +10,7 @@ OUT then holds 00000.png and so on, and questions.jsonl, one line for each pictu
     shows     what is in the picture, as '2 red circles, 1 blue star'
     form      what kind of question it is
 
-Pictures are held out, as nobody trained on them. Equal seeds give equal files. Some pictures are spoilt on purpose, so
+Pictures are held out: no model was trained on them. Equal seeds give equal files. Some pictures are spoilt so
 that the job has rows to report: in turn one whose file ends half-way, one without a file, and one that is no picture.
 """
 
@@ -31,7 +31,7 @@ from examples.models import language, scenes
 SEED = 20261122
 COUNT_MAX = len(scenes.SEEDS["held_out"])
 SPOILT_EVERY = 400
-"""One picture of so many is spoilt when nobody says how many."""
+"""Default: one picture of this many is spoilt."""
 
 
 def row(seed: int, place: int) -> tuple[scenes.Picture, dict[str, str]]:

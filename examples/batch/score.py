@@ -30,13 +30,13 @@ class Scored:
     """One answered row.
 
     form: what kind of question it is; seen, right: see above.
-    told: the row in a sentence.
+    line: the row in a sentence.
     """
 
     form: str
     seen: bool
     right: bool
-    told: str
+    line: str
 
 
 def words(text: str) -> list[str]:
@@ -58,7 +58,7 @@ def judge(row: Mapping[str, Any]) -> Scored:
         form=row["form"],
         seen=found == things(row["shows"]),
         right=words(row["answer"]) == words(row["expected"]),
-        told=f"{row['id']} “{row['question']}” of {row['shows']}: saw {saw}, "
+        line=f"{row['id']} “{row['question']}” of {row['shows']}: saw {saw}, "
         f"said “{row['answer']}”, right: “{row['expected']}”",
     )
 
@@ -91,9 +91,9 @@ def main() -> int:
         parser.error(f"{options.results} has no results; run the job first, as examples/README.md shows")
     scored = read(options.results)
     print(table(scored))
-    wrong = [one.told for one in scored if not one.right]
-    for told in wrong[:WRONG_SHOWN]:
-        print(told, file=sys.stderr)
+    wrong = [one.line for one in scored if not one.right]
+    for line in wrong[:WRONG_SHOWN]:
+        print(line, file=sys.stderr)
     if len(wrong) > WRONG_SHOWN:
         print(f"and {len(wrong) - WRONG_SHOWN} more that are wrong", file=sys.stderr)
     return 0

@@ -15,14 +15,14 @@ import tritonclient.grpc as triton
 
 
 def main(url: str = "localhost:8001") -> None:
-    heard: queue.Queue[Any] = queue.Queue()
+    results: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(url) as client:
-        client.start_stream(lambda result, error: heard.put(error or result))
+        client.start_stream(lambda result, error: results.put(error or result))
         text = np.array([b"It rains today. Write to jane.doe@mail.example.org about it."], np.object_)
         inputs = [triton.InferInput("text", [1], "BYTES").set_data_from_numpy(text)]
         client.async_stream_infer("streaming-guard", inputs, enable_empty_final_response=True)
         while True:
-            result = heard.get(timeout=60)
+            result = results.get(timeout=60)
             if isinstance(result, Exception):
                 raise result
             response = result.get_response()

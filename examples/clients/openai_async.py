@@ -17,8 +17,8 @@ async def main(url: str = "http://localhost:8000/v1", model: str = "voice-photo-
 
         async def ask(things: str) -> str:
             said = [{"role": "user", "content": f"The photo shows: {things}. Question: What is in the photo?"}]
-            told = await client.chat.completions.create(model=model, messages=said, max_tokens=32)
-            return told.choices[0].message.content or ""
+            reply = await client.chat.completions.create(model=model, messages=said, max_tokens=32)
+            return reply.choices[0].message.content or ""
 
         for things, answer in zip(THINGS, await asyncio.gather(*map(ask, THINGS)), strict=True):
             print(f"{things}: {answer}")

@@ -27,8 +27,8 @@ def main(url: str = "http://localhost:8000/v1", model: str = "voice-photo-assist
             elif chunk.usage:
                 print(f"  ({chunk.usage.completion_tokens} tokens)")
         shape = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE}}
-        told = client.chat.completions.create(model=model, messages=said, response_format=shape)
-        print("as JSON:", told.choices[0].message.content)
+        reply = client.chat.completions.create(model=model, messages=said, response_format=shape)
+        print("as JSON:", reply.choices[0].message.content)
 
 
 if __name__ == "__main__":

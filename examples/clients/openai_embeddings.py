@@ -11,9 +11,9 @@ import openai
 
 def main(url: str = "http://localhost:8000/v1", model: str = "embedding.embed") -> None:
     with openai.OpenAI(base_url=url, api_key="none") as client:
-        told = client.embeddings.create(model=model, input=["a red circle", "a red square", "good morning"])
-        first = told.data[0].embedding
-        for one in told.data:
+        reply = client.embeddings.create(model=model, input=["a red circle", "a red square", "good morning"])
+        first = reply.data[0].embedding
+        for one in reply.data:
             print(f"{len(one.embedding)} numbers, likeness to the first:", end=" ")
             print(round(sum(a * b for a, b in zip(first, one.embedding, strict=True)), 3))
 

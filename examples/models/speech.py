@@ -34,10 +34,10 @@ TRAIN_VARIANTS = (
     "benjamin", "croak", "edward", "grandpa", "klatt", "klatt4", "max", "michel", "paul", "quincy", "rob", "sandro",
     "steph",
 )  # fmt: skip
-"""Speakers heard in training; the empty name is the accent's own speaker."""
+"""Speakers in the training data; the empty name is the accent's own speaker."""
 
 HELD_OUT_VARIANTS = ("m5", "f4", "david", "Jacky", "grandma", "robert", "linda", "Gene2", "victor")
-"""Speakers never heard in training. Some resemble a trained one (Gene2, linda), some nothing in it (m5, Jacky)."""
+"""Speakers outside the training data. Some resemble a trained one (Gene2, linda), some nothing in it (m5, Jacky)."""
 
 HELD_OUT_PAIRS = frozenset(
     (language, variant)
@@ -96,7 +96,7 @@ def draw_voice(rng: random.Random, split: str) -> Voice:
     if split == "train" and rng.random() < 0.125:
         return rng.choice(DEFAULT_VOICES)
     names = voice_names(split)
-    if split == "held_out" and rng.random() < 0.6:  # speakers never heard are the harder and the more telling half
+    if split == "held_out" and rng.random() < 0.6:  # unseen speakers are the harder and the more telling half
         names = [pair for pair in names if pair[1] in HELD_OUT_VARIANTS]
     language, variant = rng.choice(names)
     return Voice(language, variant, rng.randint(120, 200), rng.randint(20, 80), rng.randint(60, 140))

@@ -5,7 +5,7 @@
     python -m examples.models.train_asr score                 # the table of the model card
     python -m examples.models.train_asr demo                  # examples/data/question.wav
 
-The learning rate follows the clock, not a step count, so a run ends when it was told to on any machine.
+The learning rate follows the clock, not a step count, so a run ends at its set time on any machine.
 """
 
 import argparse
@@ -85,8 +85,8 @@ class Feeder:
         if self._rng.random() < 0.015:
             return nothing_said(self._rng, self._bank, LONGEST), None
         part, place = self._items[index]
-        heard = augment(self._parts[part].audio(place), self._rng, self._bank, LONGEST, self.conditions)
-        return heard, self._parts[part].clips[place].text
+        signal = augment(self._parts[part].audio(place), self._rng, self._bank, LONGEST, self.conditions)
+        return signal, self._parts[part].clips[place].text
 
     def _batch(self, items: list[tuple[Audio, str | None]]) -> Batch:
         longest = max(len(audio) for audio, _ in items)
@@ -180,12 +180,12 @@ def train(folder: Path, minutes: float, peak_rate: float, seed: int, out: Path, 
 
 
 def demo(model: Path) -> None:
-    """Write the demo recording, spoken by a voice that training never heard, and print what `model` hears in it."""
+    """Write the demo recording, spoken by a voice outside training, and print the transcript of `model`."""
     audio = synthesise(DEMO_TEXT, DEMO_VOICE)
     DEMO.parent.mkdir(parents=True, exist_ok=True)
     write_wav(DEMO, audio)
     stock = whisper.load_model(str(model), device="cpu")
-    print(f"{DEMO.name}: {DEMO_VOICE.name} says {DEMO_TEXT!r}, heard {score.transcribe(stock, [audio])[0]!r}")
+    print(f"{DEMO.name}: {DEMO_VOICE.name} says {DEMO_TEXT!r}, recognised {score.transcribe(stock, [audio])[0]!r}")
 
 
 def _checks(folder: Path) -> dict[str, tuple[list[Audio], list[str]]]:

@@ -185,13 +185,13 @@ def train(work: Path, steps: int, decay: int, seed: int, lists: int, rate: float
             group["lr"] = group["peak"] * pace
         rng = random.Random(f"{seed}/{step}")
         batch = collate(tokenizer, [llm_data.training_case(rng) for _ in range(lists)])
-        told = batch.labels >= 0
+        labelled = batch.labels >= 0
         with torch.autocast("cpu", torch.bfloat16):
             hidden = body(
                 input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
             ).last_hidden_state
-            logits = model.lm_head(hidden[told])
-        loss = F.cross_entropy(logits.float(), batch.labels[told])
+            logits = model.lm_head(hidden[labelled])
+        loss = F.cross_entropy(logits.float(), batch.labels[labelled])
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

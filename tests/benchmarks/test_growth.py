@@ -34,7 +34,7 @@ def test_a_day_without_growth_is_flat_and_two_megabytes_an_hour_are_found(seed: 
 
 
 def test_a_minute_finds_what_a_minute_can_show() -> None:
-    assert not growth("memory", BAR, samples(MINUTE_S, 100e6)).found, "1.3 MB cannot be told apart from noise"
+    assert not growth("memory", BAR, samples(MINUTE_S, 100e6)).found, "1.3 MB cannot be distinguished from noise"
     assert growth("memory", BAR, samples(MINUTE_S, 1e9)).found
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.soak import TOLD, is_right, main, run, verdict
+from benchmarks.soak import STREAMED, is_right, main, run, verdict
 
 NUMBERS = np.arange(10, dtype=np.float32)
 REQUEST = {"x": NUMBERS[2:8], "text": "good"}
-RIGHT = {"y": np.array([3, 4, 5], np.float32), "said": "GOOD", "told": TOLD}
+RIGHT = {"y": np.array([3, 4, 5], np.float32), "said": "GOOD", "streamed": STREAMED}
 
 
 def test_seconds_of_load_kills_and_cancels_give_right_answers_and_leave_nothing() -> None:
@@ -32,7 +32,7 @@ def test_two_minutes_with_64_callers_and_8_megabytes_leave_memory_flat() -> None
 
 def test_an_answer_is_right_only_when_every_part_of_it_is() -> None:
     assert is_right(RIGHT, REQUEST, NUMBERS[3:])
-    assert is_right(RIGHT | {"said": "sorry", "told": None}, REQUEST | {"text": "bad"}, NUMBERS[3:])
+    assert is_right(RIGHT | {"said": "sorry", "streamed": None}, REQUEST | {"text": "bad"}, NUMBERS[3:])
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_an_answer_is_right_only_when_every_part_of_it_is() -> None:
         {"y": np.array([4, 5, 6], np.float32)},
         {"y": np.array([3, 4], np.float32)},
         {"said": "sorry"},
-        {"told": TOLD[:-1]},
-        {"told": None},
+        {"streamed": STREAMED[:-1]},
+        {"streamed": None},
     ],
 )
 def test_an_answer_with_a_wrong_part_is_wrong(wrong: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ class Trouble(Json):
 
     def one(self, x: Any) -> Any:
         if x == "raise":
-            raise ValueError("told to")
+            raise ValueError("planned failure")
         if x == "die":
             time.sleep(0.2)
             os._exit(3)

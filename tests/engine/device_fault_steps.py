@@ -51,7 +51,7 @@ class OnDevice(BatchNode):
 class Make(OnDevice):
     """Makes a tensor of [value, size]; while there is a file `late`, its device is long at it.
 
-    On a fake device the work of a stream can be held back. Nobody offers that to nodes, so the streams of the worker
+    On a fake device the work of a stream can be held back. Nodes have no access to that, so the streams of the worker
     that calls this one are looked for.
     """
 
@@ -77,7 +77,7 @@ class Look(OnDevice):
 
     @classmethod
     def ports(cls, config: GatedConfig, step: StepContext) -> Ports:
-        return Ports((port("x", "float32[?]"),), (port("told", "json"),))
+        return Ports((port("x", "float32[?]"),), (port("report", "json"),))
 
     def run(self, batch: Batch) -> Outputs:
         folder = Path(self.config.folder)
@@ -86,7 +86,7 @@ class Look(OnDevice):
         while (folder / "hold").exists():
             (folder / "holds").touch()
             time.sleep(0.002)
-        return {"told": [float(np.asarray(x).sum()) for x in batch["x"]]}
+        return {"report": [float(np.asarray(x).sum()) for x in batch["x"]]}
 
 
 class Speaks(StreamNode):
@@ -104,7 +104,7 @@ class Speaks(StreamNode):
 
     @classmethod
     def ports(cls, config: Any, step: StepContext) -> Ports:
-        return Ports((port("text", "text"),), (port("told", "text", pieces=True),))
+        return Ports((port("text", "text"),), (port("report", "text", pieces=True),))
 
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
         self._texts[item] = inputs["text"]
@@ -124,7 +124,7 @@ class Speaks(StreamNode):
             error = StepError("the model failed on this request: AcceleratorError")
             error.__cause__ = RuntimeError("CUDA error: unspecified launch failure")
             return [Piece(item, last=True, error=error) for item in texts]
-        return [Piece(item, {"told": "ok"}, last=True) for item in texts]
+        return [Piece(item, {"report": "ok"}, last=True) for item in texts]
 
     @property
     def busy(self) -> bool:
@@ -144,4 +144,4 @@ def _worker_device() -> WorkerDevice:
             if isinstance(device, WorkerDevice):
                 return device
         frame = frame.f_back  # type: ignore[assignment]
-    raise RuntimeError("nobody up the stack has a device")
+    raise RuntimeError("no caller has a device")

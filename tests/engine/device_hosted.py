@@ -66,8 +66,8 @@ class DeviceBench(Bench):
             self.device.attach(msg.AttachDevice(OWN_DEVICE, 0))
             self.other = DeviceArena.create(self.theirs, DEVICE_BYTES)
             self.their_events = SharedEvents.create(self.theirs, 2)
-            told = msg.AttachDevice(OTHER_DEVICE, DEVICE_BYTES, "descriptor", events=self.their_events.handles)
-            self.device.attach(told, os.dup(self.other.fd))
+            message = msg.AttachDevice(OTHER_DEVICE, DEVICE_BYTES, "descriptor", events=self.their_events.handles)
+            self.device.attach(message, os.dup(self.other.fd))
         self.memory.set_device(self.device)
 
     def device_block(self, size_bytes: int, arena: int = OWN_DEVICE) -> Block:
@@ -120,7 +120,7 @@ class DeviceBench(Bench):
         near_inputs: Sequence[str] | None = None,
         finite: bool = False,
     ) -> HostedStep:
-        """Return a step on the device; it takes all of its inputs there unless told otherwise."""
+        """Return a step on the device; all inputs are there by default."""
         step = msg.StepToOpen(
             index,
             f"step{index}",

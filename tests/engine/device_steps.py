@@ -146,12 +146,12 @@ class Brightness(OnDevice):
 
     @classmethod
     def ports(cls, config: Any, step: StepContext) -> Ports:
-        return Ports((port("rows", "list[image]"),), (port("told", "json"),))
+        return Ports((port("rows", "list[image]"),), (port("report", "json"),))
 
     def run(self, batch: Batch) -> Outputs:
         kinds = [sorted({type(row).__name__ for row in rows}) for rows in batch["rows"]]
         sums = [[int(np.asarray(row).sum()) for row in rows] for rows in batch["rows"]]
-        return {"told": [list(pair) for pair in zip(sums, kinds)]}
+        return {"report": [list(pair) for pair in zip(sums, kinds)]}
 
 
 class Look(OnDevice):
@@ -159,10 +159,10 @@ class Look(OnDevice):
 
     @classmethod
     def ports(cls, config: TypedConfig, step: StepContext) -> Ports:
-        return Ports((port("x", config.type),), (port("told", "json"),))
+        return Ports((port("x", config.type),), (port("report", "json"),))
 
     def run(self, batch: Batch) -> Outputs:
-        return {"told": [[float(np.asarray(x).sum()), type(x).__name__, os.getpid()] for x in batch["x"]]}
+        return {"report": [[float(np.asarray(x).sum()), type(x).__name__, os.getpid()] for x in batch["x"]]}
 
 
 class HostLook(Look):

@@ -36,7 +36,7 @@ class GatedConfig:
     """Options of `Gated`.
 
     folder:   where `calls` is written, and where a file `hold` keeps every call waiting.
-    gives_up: a call ends as soon as nobody waits for any of its items.
+    gives_up: a call ends as soon as all of its items are cancelled.
     """
 
     folder: str
@@ -54,13 +54,13 @@ class Gated(BatchNode):
 
     def run(self, batch: Batch) -> Outputs:
         folder = Path(self.config.folder)
-        told = {
+        report = {
             "values": list(batch["value"]),
             "left_ms": [batch.urgency(place).left_ms for place in range(len(batch))],
             "priority": [batch.urgency(place).priority for place in range(len(batch))],
         }
         with (folder / "calls").open("a") as notes:
-            notes.write(json.dumps(told) + "\n")
+            notes.write(json.dumps(report) + "\n")
         while (folder / "hold").exists():
             time.sleep(0.002)
             if self.config.gives_up and all(batch.cancelled(place) for place in range(len(batch))):
@@ -110,12 +110,12 @@ class Shaped(BatchNode):
 
     @classmethod
     def ports(cls, config: ShapedConfig, step: StepContext) -> Ports:
-        return Ports((port("x", "float32[T, 4]"),), (port("y", "float32[T, 4]"), port("told", "json")))
+        return Ports((port("x", "float32[T, 4]"),), (port("y", "float32[T, 4]"), port("report", "json")))
 
     def run(self, batch: Batch) -> Outputs:
         whole = batch.stacked("x")
-        told = {"items": len(batch), "shape": list(whole.shape[1:])}
-        return {"y": list(whole * 2 + 1), "told": [told] * len(batch)}
+        report = {"items": len(batch), "shape": list(whole.shape[1:])}
+        return {"y": list(whole * 2 + 1), "report": [report] * len(batch)}
 
 
 class Spells(StreamNode):
@@ -236,7 +236,7 @@ def left_again(before: "json") -> "json":
 
 
 def patient(text: str) -> str:
-    """Work for 60 s, or until nobody waits for it; it says which."""
+    """Work for 60 s, or until it is cancelled; return which."""
     for _ in range(6000):
         if weftline.current().cancelled:
             break

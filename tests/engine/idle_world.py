@@ -1,7 +1,7 @@
-"""Sleep in the simulation: which steps may, and what workers answer that are told to, with draws of its own.
+"""Sleep in the simulation: the steps that may, and the workers' random answers.
 
-After every message it is known which steps of a worker do not stand ready: one that is given work all the same, or told
-what it was told before, is a mistake of the scheduler's.
+After every message it is known which steps of a worker do not stand ready: work for such a step, or a repeated
+message, is a bug of the scheduler.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class IdleWorld:
         self._resting[worker] = set()
         self.closed.discard(worker)
 
-    def told(self, worker: int, message: msg.Sleep | msg.Wake | msg.Close) -> None:
+    def on_message(self, worker: int, message: msg.Sleep | msg.Wake | msg.Close) -> None:
         """A worker is sent a message; AssertionError when it cannot be meant."""
         rests = self._resting[worker]
         match message:
             case msg.Sleep():
                 if message.step in rests:
-                    raise AssertionError(f"step {message.step} was told to sleep and is not awake")
+                    raise AssertionError(f"step {message.step} got Sleep and is not awake")
                 rests.add(message.step)
             case msg.Wake():
                 if message.step not in rests:
-                    raise AssertionError(f"step {message.step} was told to wake and is awake")
+                    raise AssertionError(f"step {message.step} got Wake and is awake")
             case msg.Close():
                 self.closed.add(worker)
 
     def check_work(self, worker: int, steps: tuple[int, ...]) -> None:
         if worker in self.closed:
-            raise AssertionError(f"worker {worker} was told to leave and given work")
+            raise AssertionError(f"worker {worker} got Close and work")
         for step in steps:
             if step in self._resting[worker]:
                 raise AssertionError(f"worker {worker} was given work for step {step}, which sleeps")

@@ -1,4 +1,4 @@
-"""KV memory in the simulation: what streaming steps hold, say of it and are told, with draws of its own."""
+"""KV memory in the simulation: what streaming steps hold, report and receive, drawn at random."""
 
 import random
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ LEAST_BYTES, DEVICE_BYTES = 20_000, 100_000
 
 
 def with_memory(plan: Plan, seed: int) -> Plan:
-    """Return the plan with KV memory that its streaming steps share; in some worlds they are told late how much."""
+    """Return the plan with KV memory that its streaming steps share; in some worlds the size arrives late."""
     least = None if seed % 3 == 0 else LEAST_BYTES
     steps = tuple(
         replace(step, options={"kv_bytes": least}, devices=("cpu",) * len(step.workers)) if step.streams else step
@@ -63,12 +63,12 @@ class KvWorld:
         return msg.Heartbeat(tuple(self._report(part) for part in self._of(worker) if part not in self._asleep))
 
     def resize(self, worker: int, message: msg.KvResize) -> msg.KvResized:
-        """Do as told, in pages of 512 bytes; now and then a step cannot give up all it should."""
+        """Resize in pages of 512 bytes; now and then a step cannot free all of it."""
         part, to = (worker, message.step), message.bytes // 512 * 512
         if part in self._asleep:
-            raise AssertionError(f"step {message.step} of worker {worker} sleeps and was told to hold memory")
+            raise AssertionError(f"step {message.step} of worker {worker} sleeps and got KV memory")
         if part not in self._parts or message.bytes < LEAST_BYTES:
-            raise AssertionError(f"step {message.step} of worker {worker} was told to hold {message.bytes} bytes")
+            raise AssertionError(f"step {message.step} of worker {worker} got {message.bytes} bytes to hold")
         if to < self._has[part] and self._rng.random() < 0.2:
             to = (to + self._has[part]) // 2
         self._has[part] = to

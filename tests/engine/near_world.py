@@ -6,7 +6,7 @@ event of work that died waits for ever. The world knows all this from what it wa
 scheduler; draws are its own, so that worlds without devices are what they were.
 
 In some worlds processes cannot attach each other's memory, now and then or never. Such a one says so when it comes to
-it, and fails what it cannot see; what it has said it is never sent again, and nobody hears of it.
+it, and fails what it cannot see; a reported one is never sent again, and causes no error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REFUSED = (0.0, 0.0, 0.15, 0.5, 1.0)
 """How often an arena cannot be attached, by world."""
 
 UNSEEN, UNSEEN_AND_BEGUN = "it cannot be seen", "it cannot be seen by who has begun"
-"""What a worker says of an item that it cannot see: nobody else is told of the first."""
+"""Failure of an item that a worker cannot attach."""
 
 SHARE = 0.4
 """How many worlds have devices."""
@@ -89,8 +89,8 @@ class _Side:
     """One worker that lives: the id of its arena on the device, and its work by dispatch, or by item of a stream.
 
     up:      it knows what there is on its device, and hears of what comes.
-    blind:   arenas that it cannot attach; `untold` those it has not told of, `known` those the scheduler was told of.
-    on_host: it was told to give in host memory; `from_then` are the dispatches that it was sent since.
+    blind:   arenas that it cannot attach; `untold` those not reported yet, `known` those the scheduler knows.
+    on_host: its outputs go to host memory; `from_then` are the dispatches that it was sent since.
     """
 
     arena: int = 0
@@ -118,7 +118,7 @@ class NearWorld:
         self._shut = random.Random(seed + 2_000_000)
         self._refused = self._shut.choice(REFUSED)
         self._attachable: set[int] = set()  # arenas that are introduced to those who come up
-        self._unmarked: set[int] = set()  # those, or their events, that somebody has refused
+        self._unmarked: set[int] = set()  # those, or their events, that a worker has refused
         self._sides: dict[int, _Side] = {}
         self._ghosts: list[_Ghost] = []
         self._unfired: dict[Key, int] = {}  # events that are to fire, with the worker whose work they mark
@@ -147,7 +147,7 @@ class NearWorld:
         return msg.DeviceUp(DEVICE, planned.device_arena_bytes, self.rung, b"", events)
 
     def share(self, worker: int, arena: int) -> None:
-        if worker in self._sides:  # else it has died, and its arena was told of with that
+        if worker in self._sides:  # else it has died, and its arena was reported with that
             self._sides[worker].arena = arena
             self._attachable.add(arena)
             for other, side in self._sides.items():
@@ -162,17 +162,17 @@ class NearWorld:
             self._sides[worker].untold.append(refused)
 
     def attach_ms(self) -> float:
-        """Return in how many milliseconds a worker comes to an arena that it was told of."""
+        """Return in how many milliseconds a worker comes to an announced arena."""
         return self._shut.uniform(0.01, 300)
 
     def tell(self, worker: int) -> list[msg.AttachFailed]:
         """Return what a worker has to say of arenas, now that it comes to it."""
         if worker not in self._sides:
             return []
-        told, self._sides[worker].untold = self._sides[worker].untold, []
-        return [msg.AttachFailed(arena, "drawn") for arena in told]
+        unreported_arenas, self._sides[worker].untold = self._sides[worker].untold, []
+        return [msg.AttachFailed(arena, "drawn") for arena in unreported_arenas]
 
-    def heard(self, worker: int, message: msg.AttachFailed) -> None:
+    def on_message(self, worker: int, message: msg.AttachFailed) -> None:
         """The scheduler hears that a worker cannot see what lies in an arena."""
         if worker in self._sides:
             self._sides[worker].known.add(message.arena)
@@ -235,7 +235,7 @@ class NearWorld:
             if message.near_room or message.ready is not None:
                 raise AssertionError(f"worker {worker} has room on a device where others see nothing of it")
         if message.ready is not None and message.ready.arena in self._unmarked:
-            raise AssertionError(f"worker {worker} marks its work by an event that somebody cannot open")
+            raise AssertionError(f"worker {worker} marks its work by an event that a worker cannot open")
         blocks = (*message.near_room.values(), *(() if message.ready is None else (message.ready,)))
         self._lease(blocks)
         takes = None if message.chain else self._takes(message.step)
@@ -347,7 +347,7 @@ class NearWorld:
     # what must hold
 
     def check_sent(self, worker: int, values: Iterable[msg.Value]) -> None:
-        """Nobody is sent to memory that is gone or that it cannot see, or to wait for an event of a dead worker."""
+        """No worker is sent to memory that is gone or that it cannot see, or to wait for an event of a dead worker."""
         known = self._sides[worker].known if worker in self._sides else ()
         for value in leaves(values):
             if _is_hidden(value, known):
@@ -357,15 +357,15 @@ class NearWorld:
                     raise AssertionError(f"a value lies in arena {lies.arena}, which ended with its worker")
 
     def check(self) -> None:
-        """Nobody waits for work that died, but who is about to be killed."""
+        """Only workers about to be killed wait for work that died."""
         if any(not ghost.token for ghost in self._ghosts):
-            raise AssertionError("a dead worker may still read on a device, and nobody was asked to settle")
+            raise AssertionError("a dead worker may still read on a device, and no worker was asked to settle")
         for worker, side in self._sides.items():
             if worker not in self._condemned and any(work.waits & self._dead for work in side.work.values()):
                 raise AssertionError(f"worker {worker} waits for ever for the device work of one that died")
 
     def quiet(self) -> bool:
-        """Whether nobody is still to settle."""
+        """Return whether no worker has still to settle."""
         return not self._asked and not self._ghosts
 
     def _begin(
@@ -402,7 +402,7 @@ class NearWorld:
         self._sides[worker].work[name] = _Work(worker, [*uses, *map(_range, blocks)], waits)
 
     def _lease(self, blocks: Iterable[Block]) -> None:
-        """What is leased anew is used by nobody, alive or dead."""
+        """A new lease is used by no worker, alive or dead."""
         for block in blocks:
             arena, start, end = _range(block)
             for who, uses in self._users():
@@ -420,7 +420,7 @@ class NearWorld:
 
 
 def _is_hidden(value: msg.Value, blind: Collection[int]) -> bool:
-    """Whether a value lies only where somebody is blind, or is marked by an event that it cannot open."""
+    """Return whether a value lies only where a worker is blind, or is marked by an event that it cannot open."""
     lies = value.near is not None and value.place is None
     return lies and any(one is not None and one.arena in blind for one in (value.near, value.ready))
 

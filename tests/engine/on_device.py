@@ -28,7 +28,7 @@ def on_device(
 ) -> Plan:
     """Return the plan with all workers on one GPU, and the one output of these steps near as said.
 
-    takes: whoever reads such an output takes it on the device.
+    takes: readers of such an output take it on the device.
     """
     steps = tuple(
         replace(step, near_inputs=tuple(one.port for one in step.inputs if takes and one.wire.step in near))

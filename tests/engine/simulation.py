@@ -94,10 +94,10 @@ class World:
         self.given: dict[int, int] = {}  # pieces that a streaming item has given
         self.fed: dict[int, int] = {}  # pieces that an item was fed; -1 when it has the whole
         self.late = random.Random(seed)
-        self.stale = 0  # told of incarnations that were gone
+        self.stale = 0  # messages of incarnations that were gone
         self.last_said: dict[int, msg.FromWorker] = {}
         self.hears_together = self.rng.random() < 0.3
-        self.unsaid: list[ev.Event] = []  # what workers said, to be told together with what comes next
+        self.unsaid: list[ev.Event] = []  # messages of workers, delivered with the next ones
         self.sequence_of: dict[tuple[int, str], int] = {}  # (step, sequence) -> worker
         self.deadly = self.rng.random() < 0.4
         self.doomed = -1  # a worker that never comes up
@@ -203,7 +203,7 @@ class World:
         events, self.unsaid = [*self.unsaid, event], []
         for one in events:
             if isinstance(one, ev.FromWorker) and isinstance(one.message, msg.AttachFailed):
-                self.near.heard(one.worker, one.message)
+                self.near.on_message(one.worker, one.message)
         self.obey(self.scheduler.on_all(events, self.now))
         self.check()
 
@@ -693,7 +693,7 @@ class World:
                 self.later(("resize", worker, arena, message), 3000)
             case msg.Sleep() | msg.Wake() | msg.Close():
                 if arena >= 0:  # else it has died, and the news be under way
-                    self.idle.told(worker, message)
+                    self.idle.on_message(worker, message)
                     self.later(("rest", worker, arena, message))
             case msg.CancelItems():
                 self.cancelled.get(worker, set()).update(message.items)  # it may have died, and the news be under way
@@ -735,20 +735,20 @@ class World:
         chain = self.chains[worker].get(message.chain) if isinstance(message, msg.RunBatch) and message.chain else None
         self.idle.check_work(worker, tuple(stage.step for stage in chain.stages) if chain else (message.step,))
         if isinstance(message, msg.RunBatch) and message.chain and message.chain not in self.chains[worker]:
-            raise AssertionError("a worker was not told of the chain it is to run")
+            raise AssertionError("a worker did not receive the chain it is to run")
         for item in message.items:
             self.near.check_sent(worker, item.inputs)
             task = self.scheduler.state.live.get(item.id)
             if task is None or task.request.state != "open":
                 if item.id in self.taken_back:  # its request ended in the same turn
                     continue
-                raise AssertionError(f"item {item.id} was sent although nobody waits for it")
+                raise AssertionError(f"item {item.id} was sent although its request has ended")
             if task.deaths and not message.suspect:
                 raise AssertionError(f"a worker died of item {item.id}, and it is put at risk among others")
             if task.request.deadline_ms is not None and task.request.deadline_ms <= self.now:
                 raise AssertionError(f"item {item.id} was sent after its deadline")
             if task.request.route.waits_for.get(task.place, -1) not in (-1, *task.request.active_fallbacks):
-                raise AssertionError(f"item {item.id} is a stand-in's, and nobody has called it")
+                raise AssertionError(f"item {item.id} is of a fallback that is not active")
             for value in item.inputs:
                 if not request_table.holds_all(self.scheduler.state, [value]):
                     raise AssertionError(f"item {item.id} was sent memory that is not leased")
@@ -780,7 +780,7 @@ class World:
             self.fed[piece.item] += 1
 
     def check_sources(self) -> None:
-        """Nobody works for steps that took its pieces and have ended all."""
+        """No step works for readers that have all ended."""
         live = self.scheduler.state.live
         for task in live.values():
             request, route = task.request, task.request.route

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 TAKES = {
     "mark": "a: text", "both": "a: text, b: text", "maybe": "a: text, b: text?", "picky": "a: text", "kind": "a: text",
     "together": "a: text", "parts": "a: text", "joined": "a: list", "signal": "a: text", "scaled": "x: numbers",
-    "told": "x: numbers",
+    "summary": "x: numbers",
 }  # fmt: skip
 GIVES = {"parts": "list", "signal": "numbers", "scaled": "numbers"}
 FAILING = ("picky", "together")
@@ -115,7 +115,7 @@ class Draw:
         found = [name for name, one in self.kinds.items() if one == kind]
         if kind == "text" and self.rng.random() < 0.05:
             return "constant"
-        if not found:  # numbers: nobody has given any yet
+        if not found:  # numbers: no step returns any yet
             self.steps["numbers"] = Drawn("numbers", "signal", {"a": "q"}, "numbers")
             self.kinds["numbers"] = "numbers"
             return "numbers"

@@ -1,4 +1,4 @@
-"""Batches in real processes: who shares a call, who does not, and that nobody can tell by the answer."""
+"""Batches in real processes: which items share a call, and that answers do not depend on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shaped(batch: dict[str, Any]) -> Any:
     p = builder()
     step = p.step("s", f"{STEPS}:Shaped", x=p.input("x", "float32[T, 4]"), batch=batch)
     p.output("y", step.y)
-    p.output("told", step.told)
+    p.output("report", step.report)
     return p
 
 
@@ -40,7 +40,7 @@ def test_only_equal_shapes_share_a_call_where_the_step_says_so(start: Start) -> 
     for x, answer in zip(xs, answers, strict=True):
         assert isinstance(answer, Result), answer
         np.testing.assert_array_equal(answer["y"], x * 2 + 1)
-        assert answer["told"] == {"items": 4, "shape": [len(x), 4]}
+        assert answer["report"] == {"items": 4, "shape": [len(x), 4]}
 
 
 @pytest.mark.slow
@@ -52,10 +52,10 @@ def test_padded_items_share_a_call_and_get_back_their_own_size(start: Start) -> 
     for x, answer in zip(xs, answers, strict=True):
         assert isinstance(answer, Result), answer
         np.testing.assert_array_equal(answer["y"], alone.run(x=x)["y"])
-    told = [answer["told"] for answer in answers if isinstance(answer, Result)]
-    assert told[:6] == [{"items": 6, "shape": [4, 4]}] * 6
-    assert told[6:12] == [{"items": 6, "shape": [16, 4]}] * 6
-    assert told[12:] == [{"items": 2, "shape": [20, 4]}] * 2, "a size above the last is the batch's longest"
+    report = [answer["report"] for answer in answers if isinstance(answer, Result)]
+    assert report[:6] == [{"items": 6, "shape": [4, 4]}] * 6
+    assert report[6:12] == [{"items": 6, "shape": [16, 4]}] * 6
+    assert report[12:] == [{"items": 2, "shape": [20, 4]}] * 2, "a size above the last is the batch's longest"
 
 
 @pytest.mark.slow
@@ -213,9 +213,7 @@ def test_mates_of_an_item_that_comes_to_nan_are_answered_where_the_step_is_finit
         assert isinstance(answer, Result)
         assert np.array_equal(answer["y"], one)
     assert set(batches(answers)) == {8}
-    assert np.isnan(session.run(RequestOptions(outputs=["unseen"]), x=bad)["unseen"][-1]), (
-        "nobody looks unless a step says so"
-    )
+    assert np.isnan(session.run(RequestOptions(outputs=["unseen"]), x=bad)["unseen"][-1]), "no check without the key"
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_what_is_lent_stays_whole_when_its_writer_and_its_readers_die() -> None:
     made = p.step("make", "device_steps.py:Make", x=p.input("x", "json")).y
     doubled = p.step("double", "device_steps.py:Double", x=made).y
     p.output("y", doubled)
-    p.output("told", p.step("look", "device_steps.py:Look", x=doubled).told)
+    p.output("report", p.step("look", "device_steps.py:Look", x=doubled).report)
     with load(p, machine=Machine(4, 16 << 30, (Device("fake:0", 8 << 30),))).open() as session:
         runtime = session._current.runtime
         assert session.plan.steps[1].near_outputs == {"y": "both"}
@@ -39,7 +39,7 @@ def test_what_is_lent_stays_whole_when_its_writer_and_its_readers_die() -> None:
                     os.kill(runtime.pids()[name], signal.SIGKILL)
                 wait_until(lambda: session.stats()["worker_deaths"] == 2 and session.health().ready)
                 assert len(runtime.fleet.arenas) == before + 1  # that of `double` is kept for what is lent
-                assert (lent.outputs["y"] == 6).all() and lent.outputs["told"][0] == 6.0 * SIZE
+                assert (lent.outputs["y"] == 6).all() and lent.outputs["report"][0] == 6.0 * SIZE
                 for value in range(4):  # others write where they may
                     other = await session.arun(x=[value, SIZE])
                     assert (other["y"] == 2 * value).all()

@@ -1,4 +1,4 @@
-"""Requests that are cancelled wherever they stand: nobody else notices, and what they held is there again."""
+"""Requests cancelled at any stage: others are not affected, and what they held is free again."""
 
 from __future__ import annotations
 
@@ -224,10 +224,10 @@ def test_two_thousand_cancels_at_random_leave_every_counter_at_its_baseline(star
     half = p.step("half", "function", x=x, batch={"items_max": 4, "wait_max_ms": 2}, **function("halves"))
     more = p.step("more", "function", x=half.output, batch={"items_max": 4}, instances=2, **function("copied"))
     each = p.step("each", "function", text=words, map="text", batch={"items_max": 8}, **function("shout"))
-    told = p.step("told", "trickle", value=p.input("text", "text"), pieces=5, delay_ms=1)
+    report = p.step("report", "trickle", value=p.input("text", "text"), pieces=5, delay_ms=1)
     p.output("y", more.output)
     p.output("words", each.output)
-    p.output("told", told.value)
+    p.output("report", report.value)
     session = start(p)
     rng = random.Random(11)
     xs = [np.full(size, size, np.float32) for size in (10, 8_000, 20_000)]

@@ -167,7 +167,7 @@ def test_a_stand_in_answers_on_an_error_on_a_time_out_and_with_a_constant(
     good, bad = session.run(text="good"), session.run(text="bad")
     assert dict(good) == {"best": "good", "slow": "good", "said": "good"}
     assert dict(bad) == {"best": "bad", "slow": "bad", "said": "sorry"}
-    assert spare.seen() == ["bad"], "it runs for nobody else"
+    assert spare.seen() == ["bad"], "it runs for no other request"
     assert set(steps_of(bad, "failed")) == {"best", "said"} and "quick" not in steps_of(bad)
     slow.close()
     began = time.monotonic()
@@ -265,7 +265,7 @@ outputs: {y: each.output}
     assert "this one is bad" in str(answers[1])
 
 
-# pipelines in pipelines, outputs nobody asked for
+# pipelines in pipelines, unwanted outputs
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Workers that die, wedge or never come up, in real processes: who is answered, who is told what, and how soon."""
+"""Workers that die, wedge or never come up, in real processes: answers, errors and times."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_workers_that_are_killed_under_load_cost_no_request_its_end(start: Start
         wait_until(lambda: session.ready)
         stop.set()
         for one in running:
-            one.result(20)  # nobody hangs
+            one.result(20)  # none hangs
     answered = [end for _, _, end in ends if isinstance(end, Result)]
     failed = [end for _, _, end in ends if not isinstance(end, Result)]
     wrong = [text for text, _, end in ends if isinstance(end, Result) and end["y"] != text.upper()]
@@ -105,7 +105,7 @@ def test_a_request_is_told_within_a_second_of_its_workers_death_and_leases_are_b
         wait_until(lambda: sum(one.done() for one in asked) >= min(running, 4), 5)
         took_ms = (time.monotonic() - began) * 1000
         held = session.stats()["arena"]["leased_bytes"]
-        print(f"told after {took_ms:.1f} ms, {running} were running; {held} bytes still leased")
+        print(f"failed after {took_ms:.1f} ms, {running} were running; {held} bytes still leased")
         assert took_ms < 1000
         assert held <= 400_000 * (4 - running)
         assert all(isinstance(one.result(), WorkerDied) for one in asked if one.done())
@@ -238,7 +238,7 @@ def test_a_call_that_never_returns_is_ended_and_said_so(
     with pytest.raises(WorkerDied, match=why):
         session.run(x="loop")
     took_s = time.monotonic() - began
-    print(f"{why}: told after {took_s:.2f} s")
+    print(f"{why}: failed after {took_s:.2f} s")
     assert took_s < 5
     wait_until(lambda: session.ready)
     assert session.run(x="after")["y"].lower() == "after"

@@ -43,7 +43,7 @@ class Place:
         options = {name: {"folder": str(one)} for name, one in self.folders.items()}
         y = p.step("make", "device_fault_steps.py:Make", x=p.input("x", "json"), **options["make"]).y
         for name in ("watch", "look"):
-            p.output(name, p.step(name, "device_fault_steps.py:Look", x=y, **options[name]).told)
+            p.output(name, p.step(name, "device_fault_steps.py:Look", x=y, **options[name]).report)
         self.session: Session = load(p, machine=Machine(4, 16 << 30, (Device("fake:0", 8 << 30),))).open()
 
     def tell(self, step: str, what: str) -> None:
@@ -52,7 +52,7 @@ class Place:
     def untell(self, step: str, what: str) -> None:
         (self.folders[step] / what).unlink(missing_ok=True)
 
-    def told(self, step: str, what: str) -> bool:
+    def logged(self, step: str, what: str) -> bool:
         return (self.folders[step] / what).exists()
 
     def kill(self, step: str) -> None:
@@ -92,7 +92,7 @@ def in_the_background(place: Place, **request: Any) -> tuple[threading.Thread, l
 def test_a_reader_that_is_killed_harms_no_neighbour_and_what_it_held_comes_back(place: Place) -> None:
     place.tell("watch", "hold")
     thread, answers = in_the_background(place, x=[7, SIZE])
-    wait_until(lambda: place.told("watch", "holds"))
+    wait_until(lambda: place.logged("watch", "holds"))
     before = place.deaths
     # Others come and go beside what it holds, by the same arena.
     others = together(
@@ -113,11 +113,11 @@ def test_a_reader_that_is_killed_harms_no_neighbour_and_what_it_held_comes_back(
 
 @pytest.mark.slow(but_first=1)
 def test_a_writer_that_is_killed_while_its_device_is_at_work_leaves_nobody_hanging(place: Place) -> None:
-    """Its readers wait on the device only where they were told of what is not finished."""
+    """Its readers wait on the device only where they were sent unfinished work."""
     before = place.deaths
     place.tell("make", "late")
     thread, answers = in_the_background(place, x=[7, SIZE])
-    wait_until(lambda: place.told("make", "is late"))
+    wait_until(lambda: place.logged("make", "is late"))
     if place.ordering == "event":
         wait_until(lambda: place.session.stats()["unfinished"] == 1)
     assert answers == []
@@ -130,7 +130,7 @@ def test_a_writer_that_is_killed_while_its_device_is_at_work_leaves_nobody_hangi
         assert str(answers[0]).startswith("step make: the worker died (signal 9")
         assert "before its work on the device was finished" in str(answers[0])
         wait_until(lambda: place.deaths == before + 3, ENDS_S)
-    else:  # nobody was told of it, and it is made again
+    else:  # it was not announced, and is computed again
         assert answers[0]["look"] == 7.0 * SIZE
         assert place.deaths == before + 1
     place.back()
@@ -142,7 +142,7 @@ def test_what_a_writer_had_finished_is_read_after_its_death(place: Place) -> Non
         place.tell(step, "hold")
         place.untell(step, "holds")
     thread, answers = in_the_background(place, x=[7, SIZE])
-    wait_until(lambda: place.told("watch", "holds") and place.told("look", "holds"))
+    wait_until(lambda: place.logged("watch", "holds") and place.logged("look", "holds"))
     wait_until(lambda: place.session.stats()["unfinished"] == 0)
     before = place.deaths
     place.kill("make")
@@ -160,14 +160,14 @@ def test_what_a_writer_had_finished_is_read_after_its_death(place: Place) -> Non
 def test_a_streaming_worker_whose_device_is_lost_ends_and_the_next_one_answers(how: str) -> None:
     """An LLM catches what its rounds raise, so that only its pieces tell of it."""
     p = Builder("speaks", base_dir=HERE, limits={"arena_bytes": 4 << 20}, gpu={"reserve_bytes": 0})
-    p.output("told", p.step("speak", "device_fault_steps.py:Speaks", text=p.input("text", "text")).told)
+    p.output("report", p.step("speak", "device_fault_steps.py:Speaks", text=p.input("text", "text")).report)
     session = load(p, machine=Machine(4, 16 << 30, (Device("fake:0", 8 << 30),))).open()
     with session:
-        assert ask(session, text="hello")["told"] == "ok"  # type: ignore[index]
+        assert ask(session, text="hello")["report"] == "ok"  # type: ignore[index]
         assert isinstance(ask(session, text="bad"), StepError)  # an error of the step's own costs no worker
         assert session.stats()["worker_deaths"] == 0
         lost = ask(session, text=f"lost {how}")
         assert isinstance(lost, WorkerDied) and "exit code 70" in str(lost)
         wait_until(lambda: session.stats()["worker_deaths"] >= 1 and session.health().ready, 20)
-        assert ask(session, text="hello")["told"] == "ok"  # type: ignore[index]
+        assert ask(session, text="hello")["report"] == "ok"  # type: ignore[index]
         wait_until(lambda: settled(session), 10)

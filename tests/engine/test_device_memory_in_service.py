@@ -64,9 +64,9 @@ def test_a_step_is_measured_at_its_largest_batch(tmp_path: Path) -> None:
 def test_a_device_that_turns_out_too_small_is_not_opened_and_it_is_said_who_took_what(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
         session(tmp_path, 40 * MIB).open()
-    told = str(error.value)
-    assert told.startswith("fake:0 has 40 MiB, and ") and "too much" in told
-    rows = [line.split() for line in told.splitlines()[1:-1]]
+    message = str(error.value)
+    assert message.startswith("fake:0 has 40 MiB, and ") and "too much" in message
+    rows = [line.split() for line in message.splitlines()[1:-1]]
     assert [row[2:] for row in rows[:2]] == [["s", "weights", "and", "work", "measured"], ["reserve", "stated"]]
 
 

@@ -72,11 +72,11 @@ class Recites(Noted):
         return pieces
 
 class Counts(Noted):
-    """Counts the letters it is fed; breaks in the ways it is told to by what it reads."""
+    """Counts the letters it is fed; fails as its input requests."""
     @classmethod
     def ports(cls, config, step):
         inputs = port("text", "text", pieces=True), port("beside", "text", optional=True)
-        return Ports(inputs, (port("told", "json"),))
+        return Ports(inputs, (port("report", "json"),))
     def submit(self, item, inputs, urgency=None):
         assert "text" not in inputs
         self.texts[item] = [0, 0, None, inputs.get("beside", "")]
@@ -102,7 +102,7 @@ class Counts(Noted):
         ended = [(item, state) for item, state in self.texts.items() if state[2] is not None]
         for item, _ in ended:
             del self.texts[item]
-        return [Piece(item, {"told": state}, last=True) for item, state in ended]
+        return [Piece(item, {"report": state}, last=True) for item, state in ended]
 '''.replace("\\\\n", "\\n")
 
 GOOD = "Your order left the house this morning and should be with you soon. " * 8
@@ -157,9 +157,9 @@ def guarded(p: Builder, text: Any, **policy: Any) -> None:
 @pytest.mark.slow
 def test_a_text_that_turns_bad_is_never_seen_and_its_source_is_stopped(service: Service) -> None:
     session = service.open(guarded)
-    told = list(session.stream(x=GOOD + BAD + GOOD * 20))
-    seen = [one.value for one in told if one.output == "answer" and not one.last]
-    whole = {one.output: one.value for one in told if one.last}
+    report = list(session.stream(x=GOOD + BAD + GOOD * 20))
+    seen = [one.value for one in report if one.output == "answer" and not one.last]
+    whole = {one.output: one.value for one in report if one.last}
     wanted = GOOD + "The customer before you lives at "
     assert "".join(seen) == whole["answer"] == wanted + "[withheld]" and len(seen) > 10
     assert whole["verdict"]["action"] == "replace" and whole["verdict"]["released_chars"] == len(wanted)
@@ -196,19 +196,19 @@ def test_redacted_places_are_found_across_pieces(service: Service) -> None:
 
 
 def counted(p: Builder, text: Any, **options: Any) -> None:
-    p.output("told", p.step("count", "nodes.py:Counts", text=text, **options).told)
+    p.output("report", p.step("count", "nodes.py:Counts", text=text, **options).report)
 
 
 @pytest.mark.slow
 def test_a_node_of_ones_own_is_fed_pieces_and_then_the_whole(service: Service) -> None:
     session = service.open(counted, {"size": 10})
-    assert session.run(x="x" * 95)["told"] == [10, 95, 95, ""]
+    assert session.run(x="x" * 95)["report"] == [10, 95, 95, ""]
 
 
 @pytest.mark.slow
 def test_whole_values_come_by_feed_too_and_large_ones_through_shared_memory(service: Service) -> None:
     session = service.open(counted, {"size": 50_000})
-    assert session.run(x="x" * 120_000)["told"] == [3, 120_000, 120_000, ""]
+    assert session.run(x="x" * 120_000)["report"] == [3, 120_000, 120_000, ""]
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_a_slow_step_pauses_its_source_and_loses_nothing(service: Service) -> No
     session = service.open(
         lambda p, text: counted(p, text, round_ms=5), {"size": 1_000, "round_ms": 0}, stream_bytes_max=20_000
     )
-    assert session.run(x="x" * 200_000)["told"] == [200, 200_000, 200_000, ""]
+    assert session.run(x="x" * 200_000)["report"] == [200, 200_000, 200_000, ""]
     lines = service.noted("done")
     assert lines.count("paused") == lines.count("resumed") >= 2
 
@@ -226,7 +226,7 @@ def test_a_step_that_cannot_take_a_piece_fails_and_its_source_is_stopped(service
     with pytest.raises(StepError, match="said raise"):
         session.run(x="a while .. .." * 3 + " raise" + GOOD * 20)
     service.noted("cancelled at")
-    assert session.run(x="good")["told"][2] == 4
+    assert session.run(x="good")["report"][2] == 4
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_step_that_dies_of_a_piece_fails_its_request_and_is_not_fed_again(serv
     with pytest.raises(WorkerDied):
         session.run(x="a while .. .." * 3 + " die" + GOOD * 20)
     service.noted("cancelled at")
-    assert session.run(x="good")["told"][2] == 4, "its worker is back, perhaps after the text was whole"
+    assert session.run(x="good")["report"][2] == 4, "its worker is back, perhaps after the text was whole"
 
 
 def test_an_abandoned_stream_stops_the_source_behind_the_guard(service: Service) -> None:

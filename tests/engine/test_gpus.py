@@ -89,7 +89,7 @@ def planned(builder: Builder) -> tuple[Plan, Callable[[Machine], Plan]]:
 def test_a_plan_is_made_again_for_what_others_have_left(make: Callable[..., Builder]) -> None:
     gpus, (plan, again) = GpuReservations(), planned(make(60))
     first, second, third = (gpus.reservation("one", gpus.new_session()) for _ in range(3))
-    assert first.reserve(plan, again, TWO) is plan, "nobody has anything"
+    assert first.reserve(plan, again, TWO) is plan, "nothing is reserved"
     assert first.reserve(plan, again, TWO) is plan and gpus.reserved_bytes == {"fake:0": 60 * MIB}, "it is held once"
     moved = second.reserve(plan, again, TWO)
     assert second.reserve(plan, again, TWO) is moved
@@ -108,7 +108,7 @@ def test_what_closes_is_told_nothing_and_its_claim_comes_back_whatever_happens(
 ) -> None:
     gpus, (plan, _) = GpuReservations(), planned(make(60))
     hold = gpus.reservation("ocr", 1)
-    told: list[str] = []
+    messages: list[str] = []
 
     def breaks() -> None:
         hold.notify("fake:0", 1)
@@ -116,11 +116,11 @@ def test_what_closes_is_told_nothing_and_its_claim_comes_back_whatever_happens(
 
     hold.reserve(plan)
     runtime = Runtime(plan, tmp_path, hold=hold)
-    monkeypatch.setattr(runtime, "post_soon", lambda *events: told.append("while it closed"))
+    monkeypatch.setattr(runtime, "post_soon", lambda *events: messages.append("while it closed"))
     monkeypatch.setattr(runtime.fleet, "close", breaks)
     with pytest.raises(OSError, match="does not close"):
         runtime.close()
-    assert told == [] and gpus.reserved_bytes == {}
+    assert messages == [] and gpus.reserved_bytes == {}
 
 
 def test_a_plan_alone_is_taken_as_it_is_or_refused(make: Callable[..., Builder]) -> None:
@@ -145,7 +145,7 @@ def test_what_others_take_while_it_is_planned_counts(make: Callable[..., Builder
 
     def meanwhile(machine: Machine) -> Plan:
         made.append(again(machine).step("s").device)
-        if len(made) == 1:  # made for fake:1, which somebody else takes before it is held
+        if len(made) == 1:  # made for fake:1, which another session takes before it is held
             other, _ = planned(make(60, device="fake:1"))
             gpus.reservation("other", 2).reserve(other)
         return again(machine)
@@ -173,7 +173,7 @@ def test_it_does_not_plan_for_ever(make: Callable[..., Builder]) -> None:
     tries: list[int] = []
 
     def always(machine: Machine) -> Plan:
-        """Somebody takes what it was made for, each time."""
+        """Another session takes the planned GPU, each time."""
         gpus.reservation("other", 100 + len(tries)).reserve(
             planned(make(50, device="fake:0"))[0]
         ) if not tries else None
@@ -189,7 +189,7 @@ def test_it_does_not_plan_for_ever(make: Callable[..., Builder]) -> None:
 def test_a_forked_process_begins_with_nothing(make: Callable[..., Builder]) -> None:
     gpus, (plan, _) = GpuReservations(), planned(make(60))
     gpus.reservation("one", 1).reserve(plan)
-    with gpus.lock:  # whoever has it in the parent is not there in the child
+    with gpus.lock:  # its holder in the parent is not in the child
         child = os.fork()
         if not child:
             signal.alarm(10)  # a child that waits for the lock would wait for ever
@@ -226,7 +226,7 @@ def test_eight_threads_take_and_give_back_and_nothing_is_left(make: Callable[...
 
 
 def talking(mib: int | None) -> Callable[[Machine], Plan]:
-    """Return what plans an llm step that takes so many MiB, 1 of them for its process; None: nobody knows."""
+    """Return what plans an llm step that takes so many MiB, 1 of them for its process; None: unknown."""
     p = Builder("talks", gpu={"reserve_bytes": 0, "context_bytes": MIB})
     known = {} if mib is None else {"device_bytes": (mib - 1) * MIB}
     p.output("y", p.step("s", "llm", prompt=p.input("x", "text"), model="m", device="fake:0", **known).text)
@@ -276,12 +276,12 @@ def test_who_waits_for_a_part_is_told_of_it_when_the_others_are_measured_or_gone
     gpus, again = GpuReservations(), talking(None)
     first, second, third = (gpus.reservation(name, gpus.new_session()) for name in "abc")
     gpus.plan_together([(first, again), (second, again), (third, again)], ONE)
-    told: list[tuple[str, int]] = []
-    first.notify = lambda device, bytes: told.append((device, bytes))
+    messages: list[tuple[str, int]] = []
+    first.notify = lambda device, bytes: messages.append((device, bytes))
     assert first.settle("fake:0", 20 * MIB, 100 * MIB).waits and second.settle("fake:0", 10 * MIB, 100 * MIB).waits
-    assert told == []
+    assert messages == []
     third.release()
-    assert told == [("fake:0", (100 - 21 - 11) * MIB // 2)]
+    assert messages == [("fake:0", (100 - 21 - 11) * MIB // 2)]
 
 
 # what is open
@@ -297,9 +297,9 @@ def test_pipelines_of_a_repository_share_its_gpus(make: Callable[..., Builder]) 
         )
         with pytest.raises(PipelineError) as refused:
             pipelines.load("c", make(50))
-        told = str(refused.value)
-        assert "fake:0 has 100 MiB, and 110 MiB of it are claimed: 10 MiB too much" in told
-        assert "60 MiB  a           another pipeline  claimed" in told and "or unload a" in told
+        message = str(refused.value)
+        assert "fake:0 has 100 MiB, and 110 MiB of it are claimed: 10 MiB too much" in message
+        assert "60 MiB  a           another pipeline  claimed" in message and "or unload a" in message
         assert {entry.name: entry.state for entry in pipelines.index()} == {"a": READY, "b": READY, "c": FAILED}
         pipelines.unload("b")
         assert gpus.reserved_bytes == {"fake:0": 60 * MIB}
@@ -316,9 +316,9 @@ def test_a_new_version_is_opened_beside_the_old_where_it_fits_and_else_the_old_g
         pipelines.load("a", make(60))
         with pytest.raises(PipelineError) as refused:
             pipelines.reload("a")
-        told = str(refused.value)
-        assert "60 MiB  a           the version that serves  claimed" in told
-        assert "unload the version that serves and load the new one (until then the old one goes on serving)" in told
+        message = str(refused.value)
+        assert "60 MiB  a           the version that serves  claimed" in message
+        assert "unload the version that serves and load the new one (until then the old one goes on serving)" in message
         assert gpus.reserved_bytes == {"fake:0": 60 * MIB} and pipelines.get("a").run(x="x")["y"] == "x on fake:0"
         assert pipelines.reload("a", make(40)) == 2
         assert gpus.reserved_bytes == {"fake:0": 40 * MIB}, "the old version is gone, and what it had with it"
@@ -348,7 +348,7 @@ def test_a_version_that_cannot_even_be_made_gives_back_what_it_had_claimed(
     pipeline = load(make(60), TWO)
     opened, reloaded = (pipeline.session(gpus=gpus) for _ in range(2))
 
-    def fails(*told: object) -> None:
+    def fails(*arguments: object) -> None:
         raise RuntimeError("no version")
 
     monkeypatch.setattr(versions, "Version", fails)
@@ -382,7 +382,7 @@ def test_threads_that_open_a_session_at_once_start_it_once(make: Callable[..., B
     assert gpus.reserved_bytes == {"fake:0": 60 * MIB}
 
 
-def test_sessions_that_nobody_introduced_share_the_gpus_of_their_process(make: Callable[..., Builder]) -> None:
+def test_unrelated_sessions_share_the_gpus_of_their_process(make: Callable[..., Builder]) -> None:
     first, second = load(make(60, name="ocr"), ONE), load(make(60, name="chat"), ONE)
     with first.open() as session:
         with pytest.raises(PipelineError, match=r"60 MiB  ocr         another pipeline"):
@@ -431,7 +431,7 @@ def test_a_pipelines_rows_are_answered_on_the_machine_that_it_was_planned_for(
 
 @pytest.mark.slow
 def test_what_it_really_takes_is_claimed_once_it_is_known(make: Callable[..., Builder], tmp_path: Path) -> None:
-    """Nobody has said what they take; the second would be too much, and is told so when it has been measured."""
+    """Sizes are unknown; the second would be too much, and is refused once it has been measured."""
     (tmp_path / "taking.py").write_text(TAKING)
 
     def taking(name: str) -> Builder:

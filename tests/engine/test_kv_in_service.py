@@ -110,7 +110,7 @@ def test_memory_follows_the_load_between_two_steps_and_a_new_worker_starts_with_
         assert max(grown) > MIB // 2 >= min(grown), "its items saw the memory grow, and none was lost"
         total = session.stats()["kv"]["cpu"]
         assert sum(total["held_bytes"].values()) + total["unassigned_bytes"] == 2 * MIB
-        assert session.pids() == pids, "nobody was started again for it"
+        assert session.pids() == pids, "no worker was restarted for it"
         until(lambda: session.stats()["kv"]["cpu"]["used_bytes"]["small"] == 0)
 
         os.kill(pids["small"], signal.SIGKILL)

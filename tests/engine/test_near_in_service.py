@@ -48,11 +48,11 @@ def everything(ordering: str) -> Builder:
     filled = p.step("fill", "device_steps.py:DoubleAll", worker="w2", x=made, batch={"items_max": 4}, **fixed).y
     arrays = p.step("arrays", "device_steps.py:Arrays", worker="w2", x=made, **fixed).y
     for name, of in (("passed", passed), ("half", half), ("filled", filled), ("arrays", arrays), ("doubled", doubled)):
-        p.output(name, p.step(f"look_{name}", "device_steps.py:Look", worker="w3", x=of).told)
-    p.output("on_host", p.step("host", "device_steps.py:HostLook", device="cpu", x=doubled).told)
+        p.output(name, p.step(f"look_{name}", "device_steps.py:Look", worker="w3", x=of).report)
+    p.output("on_host", p.step("host", "device_steps.py:HostLook", device="cpu", x=doubled).report)
     image = p.step("paint", "device_steps.py:Paint", worker="w1", x=rows).image
     cut = p.step("cut", "device_steps.py:Cut", worker="w2", image=image).rows
-    p.output("rows", p.step("sum", "device_steps.py:Brightness", worker="w3", rows=cut).told)
+    p.output("rows", p.step("sum", "device_steps.py:Brightness", worker="w3", rows=cut).report)
     p.output("y", filled)
     return p
 
@@ -85,7 +85,7 @@ def line(*names: str, **gpu: Any) -> Builder:
     x = p.step("make", "device_steps.py:Make", x=p.input("x", "json")).y
     for name in names:
         x = p.step(name.lower(), f"device_steps.py:{name}", x=x).y
-    p.output("told", p.step("look", "device_steps.py:Look", x=x).told)
+    p.output("report", p.step("look", "device_steps.py:Look", x=x).report)
     return p
 
 
@@ -103,8 +103,8 @@ def copied(session: Session) -> tuple[int, int]:
 @pytest.mark.slow
 def test_a_tensor_that_is_passed_on_is_copied_once_and_never_leaves_the_device(passing: Session) -> None:
     before = copied(passing)
-    told, kind, pid = passing.run(x=[3, SIZE])["told"]
-    assert (told, kind) == (3.0 * SIZE, "DeviceTensor") and pid != os.getpid()
+    report, kind, pid = passing.run(x=[3, SIZE])["report"]
+    assert (report, kind) == (3.0 * SIZE, "DeviceTensor") and pid != os.getpid()
     assert np.subtract(copied(passing), before).tolist() == [SIZE * 4, 0]
 
 
@@ -121,11 +121,11 @@ def test_a_full_device_arena_makes_others_wait_and_what_never_fits_is_refused_by
 @pytest.mark.parametrize("ordering", ["host", "event"])
 def test_a_worker_whose_device_is_lost_ends_and_the_next_one_answers(ordering: str) -> None:
     with opened(line("Loses", ordering=ordering)) as session:
-        assert session.run(x=[1, SIZE])["told"][0] == SIZE
+        assert session.run(x=[1, SIZE])["report"][0] == SIZE
         lost = ask(session, x=[13, SIZE])
         assert isinstance(lost, WorkerDied) and "exit code 70" in str(lost)
-        assert ask(session, x=[2, SIZE])["told"][0] == 2 * SIZE  # type: ignore[index]
+        assert ask(session, x=[2, SIZE])["report"][0] == 2 * SIZE  # type: ignore[index]
         os.kill(session._current.runtime.pids()["make"], signal.SIGKILL)
         wait_until(lambda: session.stats()["worker_deaths"] >= 2 and session.health().ready, 20)
-        assert ask(session, x=[3, SIZE])["told"][0] == 3 * SIZE  # type: ignore[index]
+        assert ask(session, x=[3, SIZE])["report"][0] == 3 * SIZE  # type: ignore[index]
         wait_until(lambda: settled(session), 10)

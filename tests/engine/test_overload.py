@@ -309,7 +309,7 @@ def test_without_any_budget_nothing_is_tried_again(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_an_arena_that_is_full_makes_workers_wait_and_nobody_is_refused(start: Start) -> None:
+def test_a_full_arena_makes_workers_wait_and_refuses_no_request(start: Start) -> None:
     p = builder(arena_bytes=1 << 20)
     x = p.input("x", "float32[N]")
     first = p.step("a", "function", x=x, batch={"items_max": 2}, **function("copied"))
@@ -320,7 +320,7 @@ def test_an_arena_that_is_full_makes_workers_wait_and_nobody_is_refused(start: S
     refused = 0
 
     def insist(size: int) -> np.ndarray:
-        """Ask until there is room at the door; further in nobody is refused."""
+        """Retry until admission; an admitted request is not refused."""
         nonlocal refused
         while True:
             answer = ask(session, x=np.full(size, size, np.float32))

@@ -36,7 +36,7 @@ def opened(folder: Path) -> Session:
     (folder / "steps.py").write_text(STEPS)
     (folder / "sizes.yaml").write_text(PIPELINE)
     plan = plan_of(folder / "sizes.yaml")
-    session = Session(replace(plan, limits=replace(plan.limits, job_batch_ms=math.inf)))  # nobody else is served
+    session = Session(replace(plan, limits=replace(plan.limits, job_batch_ms=math.inf)))  # no other request is served
     session.open()
     return session
 

@@ -159,7 +159,7 @@ def test_what_was_remembered_is_lost_with_its_worker_and_says_so(start: Start) -
 
 
 @pytest.mark.slow
-def test_who_waits_in_a_sequence_when_its_worker_dies_is_told_at_once(start: Start) -> None:
+def test_requests_of_a_sequence_fail_at_once_when_its_worker_dies(start: Start) -> None:
     session = start(remembering(delay_ms=30_000))
 
     async def script() -> list[Any]:
@@ -183,4 +183,4 @@ def test_a_function_step_can_remember_too(start: Start) -> None:
     p.output("y", step.output)
     session = start(p)
     assert say(session, "q", "a", "b", "c", end=True) == [1, 2, 3]
-    assert say(session, "q", "a", end=True) == [1], "it was told of the end, and has forgotten"
+    assert say(session, "q", "a", end=True) == [1], "the end reached it, and its state is gone"

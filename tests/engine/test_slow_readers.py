@@ -1,4 +1,4 @@
-"""Streams whose readers are slow: their producers wait, nobody else does, and memory stays bounded."""
+"""Streams whose readers are slow: only their producers wait, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weftline.pipelines.spec.builder import Builder
 PIECE = 10_000
 LIMIT = 100_000
 ON_THE_WAY = 350 * (PIECE + CHUNK_OVERHEAD_BYTES)
-"""What may still come after a producer is told to pause, most of a stream: a busy machine says it late."""
+"""What may still come after a producer got the pause, most of a stream: it is late on a busy machine."""
 
 NODES = '''
 import time
@@ -138,7 +138,7 @@ def test_a_task_that_reads_slowly_is_waited_for(opened: Callable[..., Session]) 
 
 
 @pytest.mark.slow
-def test_a_stream_that_nobody_reads_is_cut_and_says_so(opened: Callable[..., Session]) -> None:
+def test_an_unread_stream_is_cut_with_the_reason(opened: Callable[..., Session]) -> None:
     session = opened(stall_max_ms=500)
     stream = session.stream(x="500")
     time.sleep(1.2)

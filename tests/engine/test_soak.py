@@ -36,11 +36,11 @@ def test_twenty_seconds_of_mixed_faults_leave_memory_and_descriptors_flat(start:
     second = p.step("second", "function", x=first.output, batch=batch, instances=2, **function("halves"))
     picky = p.step("picky", "function", text=text, retry=1, fallback={"output": "sorry"}, **function("picky"))
     each = p.step("each", f"{STEPS}:Fragile", value=texts, map="value", batch=batch, folder="/nowhere")
-    told = p.step("told", "trickle", value=text, pieces=30, piece_bytes=4000, delay_ms=1, when="text != 'bad'")
+    report = p.step("report", "trickle", value=text, pieces=30, piece_bytes=4000, delay_ms=1, when="text != 'bad'")
     p.output("y", second.output)
     p.output("said", picky.output)
     p.output("each", each.value)
-    p.output("told", told.value)
+    p.output("report", report.value)
     q = builder("sequences")
     q.output("y", q.step("s", "remember", value=q.input("x", "text"), instances=2).value)
     session, remembering = start(p), start(q)
@@ -63,7 +63,7 @@ def test_twenty_seconds_of_mixed_faults_leave_memory_and_descriptors_flat(start:
                 )
                 assert answer["y"].shape == (len(x) // 2,) and (answer["y"] == x[0] + 1).all()
                 assert answer["said"] == ("sorry" if text == "bad" else "GOOD")
-                assert (answer["told"] is None) == (text == "bad")
+                assert (answer["report"] is None) == (text == "bad")
 
             async def read() -> None:
                 async for _ in session.astream(**request):  # noqa: B023

@@ -1,4 +1,4 @@
-"""What waits for a slow reader: counted, bounded, and told once in each direction."""
+"""Chunks that wait for a slow reader: counted, bounded, one message in each direction."""
 
 import asyncio
 import gc
@@ -21,8 +21,8 @@ def piece(text: str, last: bool = False) -> StreamedOutput:
 
 def test_a_reader_that_falls_behind_stalls_its_request_once_and_resumes_it_once() -> None:
     unread = UnreadOutputs(7, bytes_max=4 * CHUNK_OVERHEAD_BYTES + 100)
-    told = [unread.put(piece("x"), 1) for _ in range(6)]
-    assert told == [None] * 4 + [ev.Stalled(7), None]
+    returned = [unread.put(piece("x"), 1) for _ in range(6)]
+    assert returned == [None] * 4 + [ev.Stalled(7), None]
     read = 0
     while not unread.caught_up:
         assert unread.may_resume() is None
@@ -50,21 +50,21 @@ def test_whole_outputs_are_not_counted() -> None:
 def test_pieces_come_in_order_and_the_end_stays() -> None:
     unread = UnreadOutputs(7, 1000)
     assert unread.try_get() is None
-    for heard in (piece("a"), piece("b"), END):
-        unread.put(heard, 1)
+    for received in (piece("a"), piece("b"), END):
+        unread.put(received, 1)
     assert [unread.try_get() for _ in range(4)] == [piece("a"), piece("b"), END, END]
 
 
 def test_everybody_who_waits_for_the_end_hears_it() -> None:
     reader = Reader(UnreadOutputs(7, 1000), lambda: None)
-    heard: list[StreamItem] = []
-    threads = [threading.Thread(target=lambda: heard.append(reader.get())) for _ in range(3)]
+    received: list[StreamItem] = []
+    threads = [threading.Thread(target=lambda: received.append(reader.get())) for _ in range(3)]
     for thread in threads:
         thread.start()
     reader.put(END, 0)
     for thread in threads:
         thread.join(5)
-    assert heard == [END] * 3
+    assert received == [END] * 3
 
 
 def test_a_reader_says_when_it_has_caught_up() -> None:
@@ -91,8 +91,8 @@ def test_tasks_are_woken_once_for_many_pieces() -> None:
         reader._wake = counted  # type: ignore[method-assign]
 
         def produce() -> None:
-            for heard in (piece("a"), piece("b"), END):
-                reader.put(heard, 1)
+            for received in (piece("a"), piece("b"), END):
+                reader.put(received, 1)
 
         waiting = asyncio.ensure_future(reader.get())
         await asyncio.sleep(0)

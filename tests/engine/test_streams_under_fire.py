@@ -34,7 +34,7 @@ def read(session: Session) -> tuple[int, float]:
 
 
 @pytest.mark.slow
-def test_streams_beside_one_that_nobody_reads_are_as_quick_as_without_it(start: Start) -> None:
+def test_streams_beside_an_unread_one_are_not_slower(start: Start) -> None:
     session = start(trickling(300, stream_bytes_max=100_000))
     began = time.monotonic()
     assert read(session)[0] == 301

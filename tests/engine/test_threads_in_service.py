@@ -84,7 +84,7 @@ def test_calls_of_one_step_follow_each_other_while_another_step_is_in_a_long_cal
 def test_an_exception_of_one_step_is_its_own_and_the_other_goes_on() -> None:
     with opened(two("Trouble")) as session:
         wrong = together(session, [{"a": "raise", "b": 1}, {"a": 2, "b": 3}])
-        assert isinstance(wrong[0], StepError) and "told to" in str(wrong[0])
+        assert isinstance(wrong[0], StepError) and "planned failure" in str(wrong[0])
         assert isinstance(wrong[1], Result) and dict(wrong[1]) == {"of_a": 2, "of_b": 3}
         wait_until(lambda: settled(session))
 
@@ -140,7 +140,7 @@ def test_a_cancelled_item_learns_of_it_in_its_call() -> None:
         wait_until(lambda: settled(session))
 
 
-def test_what_steps_print_at_the_same_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_printed_at_the_same_time_name_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[tuple[str, str]] = []
     monkeypatch.setattr(Output.__init__, "__defaults__", (lambda step, text: lines.append((step, text)),))
     with opened(two("Speak")) as session:

@@ -1,4 +1,4 @@
-"""What callers are told of an exception in a step's code: file, line and frames, however they ask."""
+"""What callers see of an exception in a step's code: file, line and frames, however they ask."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def pipeline(tmp_path: Path) -> Callable[..., OpenablePipeline]:
     return pipeline
 
 
-def told(error: WeftlineError) -> str:
-    """Return what Python prints of an error that nobody catches; it begins with the step's frames."""
+def printed(error: WeftlineError) -> str:
+    """Return what Python prints of an uncaught error; it begins with the step's frames."""
     text = traceback_of(error)
     assert isinstance(error.__cause__, RemoteTraceback) and error.__cause__.text == text
     first = next(line for line in text.splitlines() if line.startswith("  File "))
@@ -106,7 +106,7 @@ def test_the_four_ways_of_asking_bring_the_steps_frames(pipeline: Callable[..., 
         with pytest.raises(StepError) as mapped:
             list(session.map([{"x": "fine"}, {"x": "bad"}]))
         for one in (run, arun, stream, mapped):
-            text = told(one.value)
+            text = printed(one.value)
             assert 'steps.py", line 9, in fails' in text and 'steps.py", line 6, in helper' in text
             assert "LookupError: no entry bad" in text
         assert session.run(x="fine")["y"] == "fine"
@@ -116,7 +116,7 @@ def test_the_four_ways_of_asking_bring_the_steps_frames(pipeline: Callable[..., 
 def test_a_pipelines_own_map_brings_them_too(pipeline: Callable[..., OpenablePipeline]) -> None:
     with pytest.raises(StepError, match="row 1") as caught:
         list(pipeline("fails").map([{"x": "fine"}, {"x": "bad"}]))
-    assert "in fails" in told(caught.value)
+    assert "in fails" in printed(caught.value)
 
 
 @pytest.mark.slow(but_first=1)
@@ -125,7 +125,7 @@ def test_batches_classes_and_rounds_bring_them(pipeline: Callable[..., OpenableP
     options = {"batched": True} if name == "together" else {}
     with pipeline(name, **options).open() as session, pytest.raises(StepError) as caught:
         session.run(x="bad")
-    assert "in helper" in told(caught.value)
+    assert "in helper" in printed(caught.value)
 
 
 @pytest.mark.slow(but_first=1)
@@ -133,7 +133,7 @@ def test_batches_classes_and_rounds_bring_them(pipeline: Callable[..., OpenableP
 def test_what_cannot_be_opened_brings_them(pipeline: Callable[..., OpenablePipeline], name: str) -> None:
     with pytest.raises(ModelError, match=r"step a: .*no entry at") as caught:
         pipeline(name).open()
-    assert "LookupError" in told(caught.value)
+    assert "LookupError" in printed(caught.value)
 
 
 def test_a_module_that_cannot_be_imported_names_its_line(tmp_path: Path) -> None:

@@ -29,15 +29,15 @@ def test_what_lay_there_before_anybody_knew_is_fetched_and_the_next_goes_by_the_
     for folder in folders.values():
         folder.mkdir()
     y = p.step("make", "device_fault_steps.py:Make", x=p.input("x", "json"), folder=str(folders["make"])).y
-    p.output("told", p.step("look", "device_fault_steps.py:Look", x=y, folder=str(folders["look"])).told)
+    p.output("report", p.step("look", "device_fault_steps.py:Look", x=y, folder=str(folders["look"])).report)
     with (
         caplog.at_level(logging.WARNING, "weftline.runtime"),
         load(p, machine=Machine(4, 16 << 30, (Device("fake:0", 8 << 30),))).open() as session,
     ):
         runtime = session._current.runtime
-        assert ask(session, x=[2, SIZE])["told"] == 2.0 * SIZE  # type: ignore[index]
+        assert ask(session, x=[2, SIZE])["report"] == 2.0 * SIZE  # type: ignore[index]
         assert session.stats()["device_sharing"]["make"]["rung"] == "descriptor" and session.health().summary == ""
-        # A new `make` shares its memory while `look` is busy: nobody knows yet that `look` will not see it.
+        # A new `make` shares its memory while `look` is busy: it is not known yet that `look` cannot attach it.
         for what in ("hold", "closed"):
             (folders["look"] / what).touch()
         answers: dict[int, Any] = {}
@@ -49,7 +49,7 @@ def test_what_lay_there_before_anybody_knew_is_fetched_and_the_next_goes_by_the_
 
         first = asks(3)
         wait_until((folders["look"] / "holds").exists)
-        # Until the runtime has heard that the device of `make` is done, its death would end `look`, which waits for it.
+        # Before the runtime has the message that the device of `make` is done, its death would end `look`, which waits.
         wait_until(lambda: session.stats()["unfinished"] == 0)
         os.kill(runtime.pids()["make"], signal.SIGKILL)
         wait_until(lambda: session.stats()["worker_deaths"] == 1 and session.health().ready, 90)  # a process starts
@@ -59,14 +59,14 @@ def test_what_lay_there_before_anybody_knew_is_fetched_and_the_next_goes_by_the_
         (folders["look"] / "hold").unlink()
         for thread in (first, second):
             thread.join(60)
-        assert {value: one["told"] for value, one in answers.items()} == {3: 3.0 * SIZE, 4: 4.0 * SIZE}
+        assert {value: one["report"] for value, one in answers.items()} == {3: 3.0 * SIZE, 4: 4.0 * SIZE}
         assert session.stats()["device_sharing"]["make"]["rung"] == "host"
         assert session.health().ready and session.health().summary == "through host memory: make"
         assert session.stats()["worker_deaths"] == 1 and session.stats()["retried"] == 0
         moved = session.stats()["device_moved_bytes"]
-        assert ask(session, x=[5, SIZE])["told"] == 5.0 * SIZE  # type: ignore[index]
+        assert ask(session, x=[5, SIZE])["report"] == 5.0 * SIZE  # type: ignore[index]
         assert session.stats()["device_moved_bytes"] == moved + SIZE * 4  # by who reads it, from host memory
         wait_until(lambda: settled(session), 10)
         assert session.stats()["arena"]["stale_total"] == 0
-    told = [one.message for one in caplog.records if "cannot attach" in one.message]
-    assert len(told) == 1 and told[0].startswith("device fake:0: worker look cannot attach the memory that")
+    report = [one.message for one in caplog.records if "cannot attach" in one.message]
+    assert len(report) == 1 and report[0].startswith("device fake:0: worker look cannot attach the memory that")

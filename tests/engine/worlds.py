@@ -1,6 +1,6 @@
 """Draw random plans for the simulation: every scheduler construct, in unusual combinations.
 
-A plan is drawn from a seed and is sound by construction (types fit, fallbacks are read by nobody else), because what
+A plan is drawn from a seed and is sound by construction (types fit, fallbacks have no other readers), because what
 is tested is the scheduler; `pipelines.check` has tests of its own.
 """
 

@@ -80,7 +80,7 @@ def test_every_picture_that_can_be_read_is_answered_rightly(whole: tuple[JobSpec
     spec, end = whole
     scored = score.read(Path(spec.out.out))
     assert end.finished and (end.rows, end.errors) == (COUNT, SPOILT)
-    assert len(scored) == COUNT - SPOILT and [one.told for one in scored if not one.right] == []
+    assert len(scored) == COUNT - SPOILT and [one.line for one in scored if not one.right] == []
     assert sum(one.seen for one in scored) >= len(scored) - 1
     assert score.table(scored).splitlines()[-1].split()[:2] == ["all", str(COUNT - SPOILT)]
 
@@ -139,7 +139,7 @@ def test_a_second_making_in_the_same_folder_leaves_no_picture_of_the_first(tmp_p
     assert not (tmp_path / f"{make_scenes.spoilt_places(make_scenes.SEED, 3, 3)[1]:05}.png").exists()
 
 
-def test_a_wrong_answer_and_a_wrong_sight_are_told_apart() -> None:
+def test_a_wrong_answer_and_a_wrong_detection_are_counted_apart() -> None:
     scene = [Thing("red", "circle"), Thing("red", "circle"), Thing("blue", "star")]
     row = {
         "id": "1", "form": "count", "question": "How many red circles are there?", "shows": language.describe(scene),
@@ -149,5 +149,5 @@ def test_a_wrong_answer_and_a_wrong_sight_are_told_apart() -> None:
     assert score.judge(row).seen and score.judge(row).right
     assert not score.judge({**row, "answer": "There are 3 red circles."}).right
     blind = score.judge({**row, "detections": row["detections"][1:]})
-    assert not blind.seen and blind.right and "saw 1 blue star, 1 red circle" in blind.told
+    assert not blind.seen and blind.right and "saw 1 blue star, 1 red circle" in blind.line
     assert score.judge({**row, "shows": "nothing", "detections": []}).seen

@@ -58,15 +58,15 @@ def test_every_manifest_is_yaml_and_has_a_kind(file: Path) -> None:
 def test_the_units_commands_are_the_programs_and_it_waits_longer_than_the_server_drains() -> None:
     service = unit()["Service"]
     assert options(shlex.split(service["ExecStartPre"])[2:])["print_config"]
-    told = options(shlex.split(service["ExecStart"])[2:])
-    assert int(service["TimeoutStopSec"]) > told["grace_s"] + 5
+    parsed = options(shlex.split(service["ExecStart"])[2:])
+    assert int(service["TimeoutStopSec"]) > parsed["grace_s"] + 5
     assert service["KillMode"] == "mixed"
     url = re.search(r"http://127\.0\.0\.1:8000(/\w+)", service["ExecStartPost"])
     assert url
     assert METHODS[f"HTTP GET {url[1]}"] == OPEN
 
 
-def test_the_container_starts_the_server_as_nobody_and_in_list_form() -> None:
+def test_the_container_starts_the_server_unprivileged_in_list_form() -> None:
     text = (DEPLOY / "Containerfile").read_text()
     words = [json.loads(one) for one in re.findall(r"^(?:ENTRYPOINT|CMD) (\[.*\])$", text, re.M)]
     assert words[0] == ["weftline", "serve"]
@@ -135,8 +135,8 @@ def test_services_and_policies_are_about_the_deployments_pods() -> None:
 
 def test_the_kserve_runtime_may_listen_where_it_says_and_is_the_one_that_is_used() -> None:
     runtime = manifest("kserve/servingruntime.yaml")
-    told = options(runtime["spec"]["containers"][0]["args"])
-    flags = Flags(host=told["host"], port=told["port"], http_port=told["http_port"], insecure=told["insecure"])
+    parsed = options(runtime["spec"]["containers"][0]["args"])
+    flags = Flags(host=parsed["host"], port=parsed["port"], http_port=parsed["http_port"], insecure=parsed["insecure"])
     config = merge(SAID, flags)
     check_exposure(config)
     assert config.http is not None

@@ -14,8 +14,8 @@ needs_weights = pytest.mark.skipif(not (SHIPPED / "model.safetensors").exists(),
 
 def test_a_message_is_what_the_pipeline_renders() -> None:
     things = [Thing("red", "circle"), Thing("red", "circle"), Thing("blue", "star")]
-    told = llm_data.message(things, "How many red circles are there?")
-    assert told == "The photo shows: 2 red circles, 1 blue star.\nQuestion: How many red circles are there?"
+    prompt = llm_data.message(things, "How many red circles are there?")
+    assert prompt == "The photo shows: 2 red circles, 1 blue star.\nQuestion: How many red circles are there?"
     assert llm_data.message([], "Is there a star?") == "The photo shows: nothing.\nQuestion: Is there a star?"
 
 

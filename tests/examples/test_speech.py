@@ -192,7 +192,7 @@ def test_training_goes_on_from_an_exported_network_without_a_change(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("heard", "errors"),
+    ("recognised", "errors"),
     [
         ("how many red stars", 0),
         ("How many stars?", 1),
@@ -201,8 +201,8 @@ def test_training_goes_on_from_an_exported_network_without_a_change(tmp_path: Pa
         ("", 4),
     ],
 )
-def test_word_errors_are_counted_by_edits(heard: str, errors: int) -> None:
-    assert score_one("How many red stars?", heard).errors == errors
+def test_word_errors_are_counted_by_edits(recognised: str, errors: int) -> None:
+    assert score_one("How many red stars?", recognised).errors == errors
 
 
 def test_american_spelling_is_no_error() -> None:

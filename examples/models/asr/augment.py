@@ -88,20 +88,20 @@ def augment(
     after = min(int(rng.uniform(0, conditions.silence_s_max) * SAMPLE_RATE_HZ), room - before)
     if rng.random() < conditions.filled:
         after = int(rng.uniform(0, room - before))
-    heard = np.pad(audio[:longest], (before, after))
+    signal = np.pad(audio[:longest], (before, after))
     if rng.random() < conditions.noise:
         ratio = 10 ** (rng.uniform(conditions.snr_db_min, conditions.snr_db_max) / 10)
-        heard = heard + _cut(bank[conditions.kinds[int(rng.integers(len(conditions.kinds)))]], len(heard), rng) * (
+        signal = signal + _cut(bank[conditions.kinds[int(rng.integers(len(conditions.kinds)))]], len(signal), rng) * (
             np.float32(np.sqrt(power / ratio))
         )
     if rng.random() < conditions.band:
         telephone = rng.random() < 0.5
-        heard = _band(heard, 300.0 if telephone else 50.0, 3400.0 if telephone else rng.uniform(3500, 7500))
-    return _set_loudness(heard, rng)
+        signal = _band(signal, 300.0 if telephone else 50.0, 3400.0 if telephone else rng.uniform(3500, 7500))
+    return _set_loudness(signal, rng)
 
 
 def nothing_said(rng: np.random.Generator, bank: Mapping[str, Audio], longest: int) -> Audio:
-    """Return a recording in which nobody speaks: near silence or noise, float32[<= longest]."""
+    """Return a recording without speech: near silence or noise, float32[<= longest]."""
     length = int(rng.integers(SAMPLE_RATE_HZ // 2, longest // 2))
     kind = str(rng.choice(["white", "pink", "brown", "hum"]))
     level = 10 ** (rng.uniform(-100, -10) / 20)

@@ -84,7 +84,7 @@ def draw_training(rng: random.Random) -> tuple[str, Voice]:
 
 
 def altered_sentence(rng: random.Random) -> str:
-    """Draw a training question with words lost, gained or exchanged, or a piece of one: it has to be heard."""
+    """Draw a training question with words lost, gained or exchanged, or a part of one: only the audio decides."""
     words = question(rng, "train").text.rstrip("?").lower().split()
     for _ in range(rng.randint(1, 2)):
         at = rng.randrange(len(words))

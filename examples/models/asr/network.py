@@ -103,14 +103,14 @@ class Recogniser(nn.Module):
 
     def losses(self, batch: "Batch") -> tuple[Tensor, Tensor]:
         """Return (decoder loss, CTC loss), each a mean in nats."""
-        heard = self.encode(batch.mel)
-        logits = self.whisper.decoder(batch.given, heard).float()
+        encoded = self.encode(batch.mel)
+        logits = self.whisper.decoder(batch.given, encoded).float()
         spread = torch.zeros(logits.shape[-1])
         spread[-1] = math.log(self.vocabulary.unused_count)
         said = F.cross_entropy(
             (logits + spread).flatten(0, 1), batch.wanted.flatten(), ignore_index=-1, label_smoothing=0.05
         )
-        log_probs = self.spell(heard).float().log_softmax(-1).transpose(0, 1)
+        log_probs = self.spell(encoded).float().log_softmax(-1).transpose(0, 1)
         lengths = torch.tensor([len(item) for item in batch.letters])
         spelled = F.ctc_loss(log_probs, torch.cat(batch.letters), batch.positions, lengths, zero_infinity=True)
         return said, spelled

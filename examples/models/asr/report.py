@@ -1,7 +1,7 @@
-"""The table of the model card: word error rate per condition and per voice, on what training never heard.
+"""The table of the model card: word error rate per condition and per voice, on data outside training.
 
 Every recording here is a held-out phrasing; the voices are held out too, except in the rows of the default voices,
-which training heard say other things. All noise is drawn from a fixed seed.
+which training has with other sentences. All noise is drawn from a fixed seed.
 """
 
 import time

@@ -53,19 +53,19 @@ def words(text: str) -> list[str]:
     return text.lower().translate(_NO_PUNCTUATION).replace("color", "colour").split()
 
 
-def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
-    """Return the fewest insertions, deletions and substitutions that turn `said` into `heard` (Levenshtein 1966)."""
-    row = list(range(len(heard) + 1))
+def word_errors(said: Sequence[str], recognised: Sequence[str]) -> int:
+    """Return the fewest edits of words that turn `said` into `recognised` (Levenshtein 1966)."""
+    row = list(range(len(recognised) + 1))
     for i, word in enumerate(said, start=1):
         previous, row[0] = row[0], i
-        for j, other in enumerate(heard, start=1):
+        for j, other in enumerate(recognised, start=1):
             previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (word != other))
     return row[-1]
 
 
-def score_one(said: str, heard: str) -> Score:
+def score_one(said: str, recognised: str) -> Score:
     """Return the counts of one sentence."""
-    errors = word_errors(words(said), words(heard))
+    errors = word_errors(words(said), words(recognised))
     return Score(1, int(errors == 0), len(words(said)), errors)
 
 
@@ -82,7 +82,7 @@ def transcribe(model: whisper.Whisper, recordings: Sequence[Audio], at_once: int
 
 def score(model: whisper.Whisper, recordings: Sequence[Audio], said: Sequence[str]) -> list[Score]:
     """Return one Score per recording, in order."""
-    return [score_one(text, heard) for text, heard in zip(said, transcribe(model, recordings), strict=True)]
+    return [score_one(text, recognised) for text, recognised in zip(said, transcribe(model, recordings), strict=True)]
 
 
 def total(scores: Sequence[Score]) -> Score:

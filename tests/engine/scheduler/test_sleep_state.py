@@ -16,7 +16,7 @@ def test_a_step_falls_asleep_sleeps_wakes_and_leaves_nothing() -> None:
 def test_a_move_that_the_table_does_not_have_is_refused() -> None:
     rest = SleepState()
     for event in ("slept", "wake", "awake"):
-        with pytest.raises(ValueError, match=f"a step that is awake does not accept {event}"):
+        with pytest.raises(ValueError, match=f"a step that is awake has no event {event}"):
             rest.move(0, event)
     assert {state for state, _ in TRANSITIONS} == {AWAKE, FALLING, ASLEEP, WAKING}
 

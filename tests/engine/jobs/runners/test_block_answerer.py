@@ -131,7 +131,7 @@ def drawn(seed: int) -> Pipeline:
     wires = {"text": [p.input("q", "text"), p.input("o", "text", optional=True)], "numbers": [], "list": []}
     takes = {
         "mark": ["text"], "both": ["text", "text"], "maybe": ["text", "text"], "picky": ["text"], "together": ["text"],
-        "parts": ["text"], "joined": ["list"], "signal": ["text"], "scaled": ["numbers"], "told": ["numbers"],
+        "parts": ["text"], "joined": ["list"], "signal": ["text"], "scaled": ["numbers"], "summary": ["numbers"],
     }  # fmt: skip
     gives = {"parts": "list", "signal": "numbers", "scaled": "numbers"}
     for place in range(9):
