@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.errors import ModelError
-from weftline.nodes.weights import check_stored
+from weftline.nodes.model_file import check_stored
 
 _ALLOWED = re.compile(
     r"^(models/[\w.-]+\.json"

@@ -34,13 +34,10 @@ from weftline.node import (
     stacked_torch,
 )
 from weftline.nodes.contract import model_error
-from weftline.nodes.graphs import Capture, CudaCapture, TorchGraphs, check_graphs, graph_sizes, graphs_or_none
+from weftline.nodes.cuda_graphs import Capture, CudaCapture, TorchGraphs, check_graphs, graph_sizes, graphs_or_none
+from weftline.nodes.device_tensors import offload, stacked_group
 from weftline.nodes.grouping import group_by_shape
-from weftline.nodes.model_file import need_file
-from weftline.nodes.near import rest, stacked_group
-from weftline.nodes.torch_export import load_exported
-from weftline.nodes.user_code import load, locate
-from weftline.nodes.weights import (
+from weftline.nodes.model_file import (
     EXPORTED,
     OLD_PICKLE,
     PICKLED_OBJECT,
@@ -48,8 +45,11 @@ from weftline.nodes.weights import (
     TORCHSCRIPT,
     load_into,
     load_weights,
+    need_file,
     torch_kind,
 )
+from weftline.nodes.torch_export import load_exported
+from weftline.nodes.user_code import load, locate
 from weftline.shm.device.names import is_gpu
 
 
@@ -89,7 +89,7 @@ class TorchModule(BatchNode):
     _module: Any = None
     _ports: Ports
     _device: str  # as torch calls it
-    _near: bool  # tensors are given on the device
+    _on_device: bool  # tensors are given on the device
     _sizes: tuple[int, ...] = ()  # batch sizes to capture as graphs
     _graphs: TorchGraphs | None = None
 
@@ -123,7 +123,7 @@ class TorchModule(BatchNode):
             self._ports = self.ports(self.config, StepContext(context.base_dir))
         except ConfigError as error:
             raise model_error(error) from None
-        self._device, self._near = context.framework_device, is_gpu(context.device)
+        self._device, self._on_device = context.framework_device, is_gpu(context.device)
         context.progress("reading weights", 0.1)
         module = self._open_file(context.base_dir) if self.config.model else self._make(context.base_dir)
         self._module = module.to(self._device)
@@ -147,12 +147,12 @@ class TorchModule(BatchNode):
         groups = group_by_shape([batch[port.name] for port in ports], len(batch))
         if len(groups) == 1:
             answers = self._call([stacked_torch(batch, port.name, port.type.dtype, device) for port in ports])
-            return {name: placed(batch, name, tensor, self._near) for name, tensor in answers.items()}
+            return {name: placed(batch, name, tensor, self._on_device) for name, tensor in answers.items()}
         found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port in self._ports.outputs}
         for group in groups:
             inputs = [stacked_group(batch[port.name], group, port.type.dtype, device) for port in ports]
             for name, tensor in self._call(inputs).items():
-                rows = tensor if self._near else as_array(tensor)
+                rows = tensor if self._on_device else as_array(tensor)
                 for item, row in zip(group, rows, strict=True):
                     found[name][item] = row
         return found
@@ -161,7 +161,7 @@ class TorchModule(BatchNode):
         if keep != "host":
             return False
         self._graphs = None  # they are of weights where those were
-        rest(self._module)
+        offload(self._module)
         return True
 
     def wake(self) -> None:

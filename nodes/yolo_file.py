@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.errors import MissingPackage, ModelError
-from weftline.nodes.weights import load_into, load_weights
+from weftline.nodes.model_file import load_into, load_weights
 
 FORMAT = "weftline-yolo"
 STRIDE = 32

@@ -27,7 +27,7 @@ from weftline.pipelines.placement.budget import (
     WORK,
     claims_of_others,
     over_commit_text,
-    ways_of_others,
+    remedies_of_others,
 )
 from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan
 from weftline.pipelines.placement.reservations import Left, Settle, alone
@@ -113,7 +113,7 @@ def _settle_device(state: SchedulerState, device: str) -> None:
     state.measured.left_bytes[device] = 0 if left.waits else max(0, left.bytes)
     if left.bytes < 0:
         claims = _claims(state, budget, left, budget.total_bytes - free - taken)
-        fix = "; ".join([FIX, *ways_of_others(claims)])
+        fix = "; ".join([FIX, *remedies_of_others(claims)])
         state.measured.over_commit.append(over_commit_text(device, budget.total_bytes, claims) + fix)
         return
     if not left.waits:

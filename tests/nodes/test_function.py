@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import weftline
-from tests.nodes.near_values import DEVICE, Bench, bits, down
+from tests.nodes.device_values import DEVICE, Bench, bits, down
 from weftline.errors import ModelError, StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.current import Scope, within

@@ -58,8 +58,8 @@ def test_a_device_that_nobody_is_on_is_no_mistake_and_is_told_of() -> None:
 @pytest.mark.parametrize(
     ("bytes", "steps", "told"),
     [
-        (30 * MIB, {"a": {"kv_bytes": 20 * MIB}, "b": {"kv_bytes": 20 * MIB}}, "name 40 MiB as their own"),
-        (4 * LEAST_BYTES - 2, {"a": {}, "b": {}}, "too few for the llm steps that are to share it"),
+        (30 * MIB, {"a": {"kv_bytes": 20 * MIB}, "b": {"kv_bytes": 20 * MIB}}, "state 40 MiB as kv_bytes"),
+        (4 * LEAST_BYTES - 2, {"a": {}, "b": {}}, "too little for the llm steps that share it"),
     ],
 )
 def test_too_few_bytes_are_a_problem_of_the_file(bytes: int, steps: dict, told: str) -> None:

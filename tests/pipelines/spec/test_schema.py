@@ -166,7 +166,7 @@ def test_a_constant_on_a_port_has_one_key() -> None:
     assert validated({"node": "x", "inputs": {"a": {"value": None}, "b": {"value": [1, {"c": 2}]}}}) == {}
     assert validated({"node": "x", "inputs": {"a": {"valu": 1}}})["inputs.a.valu"].fix == "did you mean value?"
     assert "16384" in validated({"node": "x", "inputs": {"a": {"value": "x" * 16_384}}})["inputs.a.value"].expected
-    assert "json" in validated({"node": "x", "fallback": {"a": float("nan")}})["fallback.a"].found
+    assert "JSON" in validated({"node": "x", "fallback": {"a": float("nan")}})["fallback.a"].found
 
 
 def test_a_condition_is_parsed_where_it_stands() -> None:

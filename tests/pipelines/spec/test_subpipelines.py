@@ -46,9 +46,9 @@ def test_a_circle_is_named(tmp_path: Path) -> None:
     file(tmp_path, "a.yaml", "b.yaml")
     file(tmp_path, "b.yaml", "c.yaml")
     path = file(tmp_path, "c.yaml", "b.yaml")
-    with pytest.raises(ConfigError, match=r"circle: b.yaml -> c.yaml -> b.yaml$"):
+    with pytest.raises(ConfigError, match=r"cycle: b.yaml -> c.yaml -> b.yaml$"):
         check_nesting(tmp_path / "a.yaml", ())
-    with pytest.raises(ConfigError, match=r"circle: c.yaml -> b.yaml -> c.yaml$"):
+    with pytest.raises(ConfigError, match=r"cycle: c.yaml -> b.yaml -> c.yaml$"):
         check_nesting(tmp_path / "b.yaml", (path,))
 
 
@@ -201,13 +201,13 @@ def test_circles_are_shown(write: Write) -> None:
     step = "  read: {pipeline: outer.yaml, inputs: {q: q}}\n"
     found = found_in(write(outer=HEAD + "inputs: {q: text}\nsteps:\n" + step + "outputs: {y: read.y}\n"))
     assert [(key, one.found) for key, one in found.items()] == [
-        (("outer.yaml", "steps.read.pipeline"), "runs in a circle: outer.yaml -> outer.yaml")
+        (("outer.yaml", "steps.read.pipeline"), "forms a cycle: outer.yaml -> outer.yaml")
     ]
     passes = HEAD + "inputs: {x: text}\nsteps: {e: {node: echo, inputs: {value: x}}}\noutputs: {x: x, e: e.value}\n"
     steps = "  a: {pipeline: sub/inner.yaml, inputs: {x: b.x}}\n  b: {pipeline: sub/inner.yaml, inputs: {x: a.x}}\n"
     found = found_in(write(outer=HEAD + "steps:\n" + steps + "outputs: {y: a.e}\n", inner=passes))
     assert [(key[1], one.found) for key, one in found.items()] == [
-        ("steps.a.inputs.x", "the steps run in a circle: a -> b -> a")
+        ("steps.a.inputs.x", "the steps form a cycle: a -> b -> a")
     ]
 
 

@@ -1,11 +1,11 @@
 """CUDA graph replay of torch modules, one graph for each batch size.
 
-A graph repeats the kernels of one call, on the same memory, without the host's work for each. So inputs are copied into
-tensors that stay where they are, a batch is padded to the next size that has a graph, and outputs are read before the
-next call. A graph is captured from the largest batch to the smallest, in one pool of memory and on one stream.
+A graph repeats the kernels of one call on the same memory, without host work for each kernel. Inputs are therefore
+copied into fixed tensors, a batch is padded to the next captured size, and outputs are read before the next call.
+Graphs are captured from the largest batch to the smallest, in one memory pool and on one stream.
 
-What does not repeat cannot be captured: sizes that depend on values, and values read by the host. Then the step runs
-without graphs, as it does on the CPU.
+Calls with sizes that depend on values, or with values read by the host, cannot be captured. The step then runs without
+graphs, as it does on the CPU.
 """
 
 from __future__ import annotations
