@@ -401,7 +401,7 @@ class StreamNode(Node):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether `round` has work to do."""
+        """True while `round` has work to do."""
 
 
 class ConfigError(ValueError):

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-"""What is decoded, by the names Pillow uses."""
+"""Supported formats, by Pillow's names."""
 
 REFUSED: tuple[tuple[bytes, str], ...] = (
     (b"\x00\x00\x00\x0cjP  ", "JPEG 2000"), (b"\xff\x4f\xff\x51", "JPEG 2000"), (b"8BPS", "Photoshop"),
     (b"\xd0\xcf\x11\xe0", "FlashPix"), (b"II*\x00", "TIFF"), (b"MM\x00*", "TIFF"), (b"%PDF", "PDF"),
     (b"%!PS", "PostScript"), (b"<svg", "SVG"), (b"<?xml", "SVG"), (b"\x00\x00\x01\x00", "icon"), (b"gimp xcf", "XCF"),
 )  # fmt: skip
-"""Formats that are recognised only to be refused by name: their decoders have long histories of memory errors."""
+"""Formats that are recognised and refused by name: their decoders have long histories of memory errors."""
 
 WORKING_BYTES_PER_PIXEL: Mapping[str, int] = {"PNG": 9, "JPEG": 13, "WEBP": 18, "BMP": 9, "GIF": 9}
-"""Most memory that decoding takes beside the result, by format: Pillow keeps 4 bytes a pixel, twice where EXIF turns
+"""Most memory for decoding besides the result, by format: Pillow keeps 4 bytes a pixel, twice where EXIF rotates
 the picture; coefficients of a progressive JPEG take up to 8 more, and libwebp's canvases up to 10."""
 
 WORKING_BYTES_LEAST = 4 << 20
-"""Memory that decoding takes however small the picture is: bands of rows on their way, and a decoder's tables."""
+"""Minimum memory of decoding: bands of rows, and a decoder's tables."""
 
 _JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """JPEG markers that carry the picture's size: SOF0 to SOF15 without DHT, JPG and DAC."""
@@ -163,7 +163,7 @@ def _bmp(data: bytes) -> ImageHeader:
 
 
 PIXELS_MAX = 16_000_000
-"""Largest picture when nothing else is said, width times height: 16 million pixels are 48 MB decoded."""
+"""Default limit, width times height: 16 million pixels are 48 MB decoded."""
 
 METADATA_BYTES_MAX = 4 << 20
 """Most bytes of colour profile, EXIF and the like: a large print profile is 2 MB, a hostile one is unlimited."""

@@ -91,12 +91,12 @@ __all__ = ["Encoded", "MediaLimits", "decode_audio", "decode_image", "encoded", 
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What one value may be.
+    """Limits of one value.
 
     pixels_max:  largest picture, width times height.
     seconds_max: longest recording, in seconds.
     bytes_max:   most bytes of one value as it arrives, and of a tensor.
-    paths:       files may be named. True only for callers inside the process: a path from a client is never opened.
+    paths:       values may be file paths. True only for callers inside the process; a client's path is never opened.
     """
 
     pixels_max: int = image.PIXELS_MAX
@@ -106,7 +106,7 @@ class MediaLimits:
 
 
 def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> Any:
-    """Return `raw` as a value of `type`; InputError says what is wrong with it.
+    """Convert `raw` to a value of `type`. InputError: not possible.
 
     image:  encoded bytes, a path, a Pillow picture, or a uint8 array (grey, RGB or RGBA).
     audio:  encoded bytes, a path, or an array at 16 kHz (float, or int16, int32, uint8 which are scaled).
@@ -148,7 +148,7 @@ class Encoded:
 def encoded(type: PortType, raw: Any, limits: MediaLimits) -> Encoded | None:
     """Return what encoded bytes, or a file of them, will be decoded to; None for any other value.
 
-    InputError as `to_value`, as far as it can be said without decoding.
+    InputError as in `to_value`, as far as possible without decoding.
     """
     if type.kind not in ("image", "audio") or not isinstance(raw, bytes | bytearray | memoryview | str | Path):
         return None
@@ -181,7 +181,7 @@ def _within(raw: Any, limits: MediaLimits, kind: str) -> Any:
 
 
 _STACKED_DIMS: dict[str, tuple[int, ...]] = {"image": (4,), "audio": (2,), "tensor": tuple(range(1, 65))}
-"""How many dims an array has that is a list of these: one more than its elements."""
+"""Number of dims of an array that is a list of this kind: one more than its elements."""
 
 
 def _list(type: PortType, raw: Any, limits: MediaLimits) -> list[Any]:

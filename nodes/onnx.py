@@ -5,7 +5,7 @@ of no fixed size, that is the batch: it is not part of the ports, and a whole ba
 called item by item. Where it fixes a batch of 1 and what is wired to it lacks that dimension, each item is given one,
 and it is taken off the outputs again.
 
-On a GPU tensors are read where they lie there, and written where they will be read.
+On a GPU tensors are read and written on the device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from weftline.shm.device.opening import open_driver
 from weftline.shm.view import numpy_dtype
 
 RANKS = {"image": 3, "audio": 1}
-"""Dimensions of the values that are tensors by another name."""
+"""Dimensions of image and audio values."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class PortMapping:
 
 
 class Onnx(BatchNode):
-    """Runs an ONNX file on TensorRT, CUDA or the CPU, whichever the step's device offers first."""
+    """Runs an ONNX file on TensorRT, CUDA or the CPU, the first one that the step's device offers."""
 
     Config: ClassVar[type[Any]] = OnnxConfig
     extra: ClassVar[str] = "onnx"
@@ -164,7 +164,7 @@ class Onnx(BatchNode):
             repeated = self._graphs(whole) if self._graphs is not None else None
             return self._call(list(whole.values()), len(batch), batch) if repeated is None else repeated
         if any(isinstance(value, DeviceTensor) for column in columns for value in column):
-            groups = [[item] for item in range(len(batch))]  # nothing here could copy several together on the device
+            groups = [[item] for item in range(len(batch))]  # several tensors cannot be stacked on the device here
         found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port, _ in self._mapping.outputs}
         for group in groups:
             for name, values in self._call([_together(column, group) for column in columns], len(group)).items():
@@ -214,7 +214,7 @@ class Onnx(BatchNode):
         return found
 
     def _call(self, values: Sequence[Tensor], items: int, batch: Batch | None = None) -> dict[str, Tensor]:
-        """Run one batch; outputs of fixed shape are written straight into the batch's buffer when it has some."""
+        """Run one batch; outputs of fixed shape are written into the batch's output buffers, if any."""
         buffers = [_buffer(port, batch) for port, _ in self._mapping.outputs]
         answers: dict[str, Tensor] = {}
         for (port, _), answer in zip(self._mapping.outputs, self._answers(values, buffers), strict=True):
@@ -225,7 +225,7 @@ class Onnx(BatchNode):
         return answers
 
     def _answers(self, values: Sequence[Tensor], buffers: Sequence[Tensor | None] = ()) -> list[Tensor]:
-        """Call the session once: with a value for every input, and the buffer that there is for each output."""
+        """Call the session once, with a value for every input and an optional buffer for every output."""
         inputs, outputs = [info for _, info in self._mapping.inputs], [info for _, info in self._mapping.outputs]
         buffer_of = zip(outputs, buffers or [None] * len(outputs), strict=True)
         options = run_options(WITHOUT_GRAPH) if self._sizes else None
@@ -249,7 +249,7 @@ def _path(config: OnnxConfig, base_dir: Path) -> Path:
 
 
 def _mapping(config: OnnxConfig, file: OnnxFile, types: Mapping[str, PortType] = NO_TYPES) -> PortMapping:
-    """Return how a file's values map to ports. types: what is wired to the inputs, by port, as far as it is known."""
+    """Return the mapping of a file's values to ports. types: known types of the wired inputs, by port."""
     mode = str(config.batched).lower()
     if mode not in ("auto", "true", "false"):
         raise ConfigError("batched", f"{config.batched!r:.40}", "auto, true or false")
@@ -286,7 +286,7 @@ def _lacks_batch(rank: int | None, value: ValueInfo) -> bool:
 
 
 def _rank(type: PortType) -> int | None:
-    """Return how many dimensions values of a type have; None where that is not known."""
+    """Return the number of dimensions of a type; None if unknown."""
     if type.kind in RANKS:
         return RANKS[type.kind]
     return None if type.dims is None else len(type.dims)
@@ -315,7 +315,7 @@ def _shown(value: ValueInfo) -> str:
 
 
 def _made_up(port: Port, info: ValueInfo) -> np.ndarray | None:
-    """Return zeros for a port of fixed sizes; None when a size is free and a guess might be refused by the model."""
+    """Return zeros for a port of fixed sizes; None when a size is free."""
     dims = port.type.dims
     if dims is None or not all(isinstance(dim, int) for dim in dims) or port.type.dtype is None:
         return None
@@ -325,7 +325,7 @@ def _made_up(port: Port, info: ValueInfo) -> np.ndarray | None:
 
 
 def _together(values: Sequence[Tensor], items: Sequence[int]) -> Tensor:
-    """Return some of a port's values as one [items, ...]; one on the device is seen so in place."""
+    """Stack some of a port's values as one [items, ...]; a single device tensor is reshaped in place."""
     if len(items) == 1:
         value = values[items[0]]
         return value.reshape(1, *value.shape)

@@ -114,7 +114,7 @@ class ValueInfo:
 
 @dataclass(frozen=True, slots=True)
 class OnnxFile:
-    """A model's signature: what it takes (initialisers left out), what it gives, and its external data files."""
+    """A model's signature: inputs (without initialisers), outputs, and external data files."""
 
     inputs: tuple[ValueInfo, ...]
     outputs: tuple[ValueInfo, ...]
@@ -150,7 +150,7 @@ def _read_model(message: memoryview) -> OnnxFile:
     external: set[str] = set()
     for field, value in fields(message):
         if field == _MODEL_GRAPH:
-            if graph is not None:  # protobuf would merge them, and a part that only it sees would go unchecked
+            if graph is not None:  # protobuf would merge them, and a part would be unchecked
                 raise WireError("it has two graph fields, expected one")
             graph = chunk(value)
         elif field == _MODEL_TRAINING:
@@ -213,7 +213,7 @@ def _dim(message: memoryview) -> int | str | None:
     for field, value in fields(message):
         if field == 1:
             size = number(value)
-            dim = size if size >= 0 else None  # -1 is an old way to say 'any'
+            dim = size if size >= 0 else None  # -1 is an old notation of 'any'
         elif field == 2:
             dim = text(value) or None
     return dim

@@ -41,7 +41,7 @@ _ONE = (
 
 
 def check_runtime() -> None:
-    """Raise ConfigError when the CPU and the GPU distribution of ONNX Runtime are both installed."""
+    """Raise ConfigError when both the CPU and the GPU distribution of ONNX Runtime are installed."""
     if _installed("onnxruntime") and _installed("onnxruntime-gpu"):
         raise ConfigError("node", _BOTH, fix=_ONE)
 
@@ -70,7 +70,7 @@ def open_session(path: Path, shown: str, context: OpenContext, tensorrt: bool = 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = context.threads, 1
     options.log_severity_level = 4
-    # A waiting thread pool that spins takes the cores of the step that is working.
+    # A spinning thread pool would occupy the cores of working steps.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     available, engines = onnxruntime.get_available_providers(), _engine_dir(path, context)
     wanted = providers(available, context.device, engines, tensorrt and not graphs, context.stream, graphs)
@@ -86,8 +86,8 @@ def providers(
 ) -> list[Provider]:
     """Return ONNX Runtime's providers for `device`, best first, with their options; ModelError when it has none.
 
-    stream: the CUDA stream they are to compute on; 0: one of their own.
-    graphs: the CUDA provider captures runs that say so.
+    stream: CUDA stream of the session; 0: one of its own.
+    graphs: the CUDA provider captures runs with a graph id.
     """
     cpu: Provider = ("CPUExecutionProvider", {})
     if not device.startswith("cuda"):
@@ -107,7 +107,7 @@ def providers(
 
 
 def _engine_dir(path: Path, context: OpenContext) -> Path:
-    """Return a folder of this very file's own: TensorRT's engine names do not change with the weights."""
+    """Return a cache folder for this file: TensorRT's engine names do not change with the weights."""
     about = path.stat()
     mark = hashlib.sha256(f"{path}\0{about.st_size}\0{about.st_mtime_ns}".encode()).hexdigest()[:16]
     return context.cache_dir / "tensorrt" / mark
@@ -122,7 +122,7 @@ _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 class SessionMemory:
     """SessionMemory that a session computes in.
 
-    kind:   ONNX Runtime's name of its memory, 'cpu' or 'cuda', of which there may be several: `index`.
+    kind:   ONNX Runtime's name of the memory, 'cpu' or 'cuda'; `index`: of the device.
     device: our name, 'cuda:0'; '' on the host, where outputs are arrays.
     synchronises:  it has a stream of its own, so that a call synchronises for the device before and after.
     """
@@ -151,9 +151,9 @@ def call(
     outputs: Sequence[tuple[ValueInfo, Tensor | None]],
     options: Any = None,
 ) -> list[Tensor]:
-    """Run the session once and return its outputs in order: the buffer that one was given, or memory of its own.
+    """Run the session once and return its outputs in order: the given buffers, or new memory.
 
-    options: ONNX Runtime's for this run; None: its defaults.
+    options: ONNX Runtime's RunOptions; None: defaults.
     """
     binding = session.io_binding()
     kept = [_bind_input(binding, memory, info, value) for info, value in inputs]
@@ -177,7 +177,7 @@ def bind_at(bind: Callable[..., None], name: str, memory: SessionMemory, tensor:
 
 
 def _bind_input(binding: Any, memory: SessionMemory, info: ValueInfo, value: Tensor) -> Tensor:
-    """Bind an input and return what must be kept until the call is over."""
+    """Bind an input and return the object to keep alive until the call has ended."""
     if isinstance(value, DeviceTensor):
         bind_at(binding.bind_input, info.name, memory, value)
         return value
@@ -199,7 +199,7 @@ def _bind_output(binding: Any, memory: SessionMemory, info: ValueInfo, buffer: T
 
 
 def _is_writable(buffer: Tensor) -> bool:
-    """Return True when a call can write there: writable, contiguous and not empty."""
+    """Return True for writable, contiguous and non-empty buffers."""
     if isinstance(buffer, DeviceTensor):
         return buffer.writable and buffer.nbytes > 0
     return bool(buffer.flags.c_contiguous and buffer.flags.writeable and buffer.nbytes)
@@ -219,7 +219,7 @@ def _given(value: Any, info: ValueInfo, memory: SessionMemory, session: Any) -> 
 
 
 def _element(dtype: str) -> Any:
-    """Return what ONNX Runtime takes for a dtype: numpy's type, or ONNX's number where numpy has none."""
+    """Return ONNX Runtime's element type of a dtype: numpy's type, or ONNX's number where numpy has none."""
     return _NUMBERS[dtype] if dtype in STAND_INS else np.dtype(dtype).type
 
 
@@ -233,8 +233,8 @@ Values = Mapping[str, tuple[ValueInfo, tuple[int, ...]]]
 class OnnxGraphs:
     """The graphs of one session on one device.
 
-    driver: the process's way to the device, for copies into the memory that stays in place.
-    stream: that of the session's work; 0: it has one of its own, so that copies are waited for.
+    driver: the device's driver, for copies into the fixed buffers.
+    stream: the session's stream; 0: it has one of its own, so copies are synchronised.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class OnnxGraphs:
         return binding
 
     def _copy(self, value: Tensor, to: DeviceTensor) -> Tensor:
-        """Put a copy on the way, and return what must be kept until it is done."""
+        """Enqueue a copy, and return the object to keep alive until it has ended."""
         if not isinstance(value, DeviceTensor):
             value = np.ascontiguousarray(value)
         address = value.address if isinstance(value, DeviceTensor) else value.ctypes.data

@@ -4,7 +4,7 @@ A batch is one call: every input is one tensor [items, ...], every output one te
 values, which numpy does not have, travel as the unsigned integers of weftline.shm.spec.STAND_INS with the same bits;
 this node turns them into true torch tensors on the way in and back on the way out, so modules never see the difference.
 
-On a GPU, tensors are taken where they lie and given where they were made; who reads them decides where they go.
+On a GPU, tensors are read and written on the device; their readers decide whether they are copied.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class TorchModule(BatchNode):
     def sleep(self, keep: str) -> bool:
         if keep != "host":
             return False
-        self._graphs = None  # they are of weights where those were
+        self._graphs = None  # they refer to the weights' old addresses
         offload(self._module)
         return True
 
@@ -183,7 +183,7 @@ class TorchModule(BatchNode):
             return load_exported(path, shown)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch advises torch.export; both are taken here
+                warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export; both are supported
                 return torch.jit.load(path, map_location="cpu").eval()  # type: ignore[no-untyped-call]
         except Exception as error:
             reason = str(error).replace(str(path), shown).strip().splitlines() or [type(error).__name__]
@@ -300,6 +300,6 @@ def _checked(tensor: Any, port: Port, items: int) -> Any:
 
 
 def _of_the_framework(module: str) -> bool:
-    """Whether `module` is one of torch's own where torch is not installed: checking must not need it, opening will."""
+    """Return True for a module of torch's own where torch is not installed: a check must not need it."""
     package = module.partition(":")[0].partition(".")[0]
     return package in ("torch", "torchvision") and importlib.util.find_spec(package) is None

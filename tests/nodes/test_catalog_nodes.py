@@ -1,4 +1,4 @@
-"""What holds for every built-in node of this room: no framework at import, documented options, told apart ports."""
+"""Properties of every built-in node: no framework at import, documented options, distinct ports."""
 
 import dataclasses
 import importlib

@@ -113,12 +113,12 @@ def test_halved_weights_change_no_number_of_a_float16_call(folder: Path) -> None
     words = torch.tensor([[50257, 50362]])
     with torch.inference_mode():
         network.decoder.positional_embedding.normal_()  # untrained, it is whatever lay in memory
-        heard = network.encoder(mel)
-        said = network.decoder(words, heard)
+        states = network.encoder(mel)
+        said = network.decoder(words, states)
         assert said.isfinite().all()
         halve(network)
         assert network.encoder.conv1.weight.dtype == torch.float16
-        assert torch.equal(network.encoder(mel), heard) and torch.equal(network.decoder(words, heard), said)
+        assert torch.equal(network.encoder(mel), states) and torch.equal(network.decoder(words, states), said)
 
 
 def test_a_recording_longer_than_the_model_hears_is_cut_and_joined(folder: Path, node: Whisper) -> None:

@@ -162,7 +162,7 @@ def test_pictures_on_the_device_have_the_detections_of_pictures_on_the_host(
     mixed = there.run(Batch({"image": [near[0], images[1], near[2]]}))["detections"]
     assert there.sleep("host") and not there.sleep("nothing")
     there.wake()
-    monkeypatch.setattr("weftline.nodes.yolo.letterbox", None)  # the host's, which nobody needs from here on
+    monkeypatch.setattr("weftline.nodes.yolo.letterbox", None)  # the host's, not needed from here on
     one_size = there.run(Batch({"image": near[:2]}))["detections"]
     sizes = there.run(Batch({"image": near}))["detections"]
     for place, found in enumerate([*one_size, *sizes, *mixed]):

@@ -225,7 +225,7 @@ def test_what_a_guard_looks_at_runs_before_the_guarded_step(planned: Planned) ->
         "outputs: {y: s.value}\n"
     )
     assert [step.name for step in plan.steps] == ["judge", "a", "s"]
-    assert plan.step("judge").readers == {"value": 1}, "a guard is nobody's own reading"
+    assert plan.step("judge").readers == {"value": 1}, "a guard is not counted as a reader"
 
 
 @pytest.mark.parametrize(

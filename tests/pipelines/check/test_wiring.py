@@ -1,4 +1,4 @@
-"""Wires that lead nowhere, circles, and things that exist for nobody.
+"""Dangling wires, cycles, and unused parts.
 
 Which steps stream and which wires carry pieces: pieces where both ends can, the whole everywhere else.
 """

@@ -29,7 +29,7 @@ def taking(gib: int, device: str) -> Pipeline:
 
 
 def talking(gib: float | None, device: str = "cuda", more: str = "") -> Pipeline:
-    """Return a pipeline of one llm step that takes so much without its KV memory; None: nobody knows."""
+    """Return a pipeline of one llm step with this memory besides KV memory; None: unknown."""
     stated = "" if gib is None else f", device_bytes: {int(gib * GIB)}"
     step = f"{{node: llm, model: m, inputs: {{prompt: x}}, device: {device}{stated}{more}}}"
     text = f"weftline: 1\nname: p\ninputs: {{x: text}}\nsteps: {{s: {step}}}\noutputs: {{y: s.text}}\n"
@@ -94,7 +94,7 @@ def test_what_was_open_when_it_began_counts_whatever_happens_meanwhile() -> None
     joint = JointPlan(MACHINE, reservations)
     joint.add(A, planner(talking(1, "cuda:0")))
     reservations.release(C)
-    assert joint.plans()[A].budgets[0].kv_bytes == 0, "nobody knows what c takes"
+    assert joint.plans()[A].budgets[0].kv_bytes == 0, "the size of c is unknown"
 
 
 def test_the_only_one_that_is_not_known_takes_what_the_others_leave() -> None:

@@ -31,7 +31,7 @@ TWO = machine(80, 80)
 
 
 def timed(ms: float | Sequence[float] | None, on: Machine = TWO, gib: float = 1, **more) -> Need:
-    """A need of so many GiB, and of so many ms on every GPU or on each; None: nobody has measured it."""
+    """A need of so many GiB, and of so many ms on every GPU or on each; None: not measured."""
     names = [device.name for device in on.devices]
     each = (
         {}

@@ -42,8 +42,10 @@ def test_each_has_its_own_where_that_is_asked_for() -> None:
     found = made([Step("see"), Step("name")], {"see": (GPU,), "name": (GPU,)}, gpu=SEPARATE)
     assert names(found) == [("see", "see", GPU), ("name", "name", GPU)]
     (line,) = reasons(found, (), SEPARATE)
-    told = "see and name have a process each on cuda:0 and run in turns; gpu.processes: grouped lets steps share one"
-    assert line == told
+    expected = (
+        "see and name have a process each on cuda:0 and run in turns; gpu.processes: grouped lets steps share one"
+    )
+    assert line == expected
 
 
 def test_instances_of_a_step_are_in_different_processes() -> None:
@@ -72,16 +74,16 @@ def test_a_worker_goes_before_the_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "told"),
+    ("gpu", "expected"),
     [
         (GpuPolicy(mps=True), "with MPS separate processes could"),
         (SEPARATE, "run in turns"),
         (GpuPolicy(processes="separate", mps=True), "run concurrently if"),
     ],
 )
-def test_what_mps_changes_is_said_and_what_it_costs(gpu: GpuPolicy, told: str) -> None:
+def test_what_mps_changes_is_said_and_what_it_costs(gpu: GpuPolicy, expected: str) -> None:
     lines = reasons(made([Step("a"), Step("b")], {"a": (GPU,), "b": (GPU,)}, gpu=gpu), (), gpu)
-    assert told in lines[0] and (len(lines) == 2) == gpu.mps
+    assert expected in lines[0] and (len(lines) == 2) == gpu.mps
     assert not gpu.mps or "a fatal fault in one process of a GPU ends all of them" in lines[1]
 
 

@@ -73,7 +73,7 @@ def test_the_next_plan_goes_where_there_is_room(planned) -> None:
     there = reservations.beside(TWO, CHAT)
     assert there.devices[0].taken == (Taken("ocr", 20 * GIB + 512 * MIB),) and there.devices[1].taken == ()
     assert planned(NAME, there, 10).step("name").device == "cuda:1"
-    assert planned(NAME, there).step("name").device == "cuda:0", "what nobody measured: where its process has room"
+    assert planned(NAME, there).step("name").device == "cuda:0", "not measured: where its process fits"
     assert planned(GROW, there).step("grow").device == "cuda:1", "it takes what is left, and wants to be alone"
     assert planned(NAME, there, 2, options=", device: cuda").budgets[0].claims[-1] == Claim(
         "ocr", "another pipeline", 20 * GIB + 512 * MIB, "claimed"
@@ -239,7 +239,7 @@ def test_who_takes_what_is_left_holds_it_from_the_moment_it_is_known(planned) ->
 
 @pytest.fixture
 def two_that_take(planned) -> ReservationTable:
-    """Return reservations of one that claims 4 GiB and two that nobody has measured and that take what is left."""
+    """Return reservations of one that claims 4 GiB and two that were not measured and use the remainder."""
     reservations = ReservationTable()
     reservations.try_reserve(OCR, planned(NAME, ONE, 4))
     reservations.try_reserve(CHAT, planned(GROW, reservations.beside(ONE, CHAT)))
@@ -330,7 +330,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), CLAIMS, st.int
 @settings(max_examples=150, deadline=None)
 @given(EVENTS)
 def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(events: list) -> None:
-    """Whoever takes, measures (no more than it claimed) or gives back, in any order."""
+    r"""Reservations, measurements \(at most the claim\) and releases, in any order."""
     template = make_plan(
         load_yaml("weftline: 1\nname: p\ninputs: {x: text}\nsteps: {s: {node: echo, inputs: {value: x}}}\n"
                   "outputs: {y: s.value}\n", "p.yaml", Path()), ONE)  # fmt: skip
@@ -351,7 +351,7 @@ def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(ev
             if reservations.try_reserve(owner, plan):
                 held[owner] = plan
             else:
-                assert over_commits(reservations.beside_others(plan, owner)), "who is refused is told why"
+                assert over_commits(reservations.beside_others(plan, owner)), "a refusal has a reason"
         elif what == 1 and owner in held:
             budget = held[owner].budgets[share % len(held[owner].budgets)]
             taken = budget.claims[0].bytes * share // 100
@@ -365,7 +365,7 @@ def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(ev
             takers = {owner for owner, plan in held.items() if open_kv(plan, device)}
             divided = all(one.known for one in reservations.taken(device, Owner("", 0)))
             assert divided == all((one, device) in measured for one in takers), (
-                "nobody waits for nothing, or not at all"
+                "versions wait only for missing measurements"
             )
         assert all(bytes + 10 <= 100 for bytes in reservations.reserved_bytes.values())
     for owner in held:

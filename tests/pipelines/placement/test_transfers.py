@@ -1,4 +1,4 @@
-"""Tensors stay on a GPU where everybody is on it, and come to host memory where somebody is not."""
+"""Tensors stay on a GPU if all readers are on it, else they are copied to host memory."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_a_step_runs_a_node_or_a_pipeline_and_not_both() -> None:
 @pytest.mark.parametrize("key", sorted({*STEP_KEYS} - {*BESIDE_PIPELINE, "node"}))
 def test_what_a_pipeline_says_inside_is_not_said_beside_it(key: str) -> None:
     found = validated({"pipeline": "y.yaml", key: object()})
-    assert list(found) == [key], "told once, whatever the value"
+    assert list(found) == [key], "reported once, for any value"
     assert "inside that file" in found[key].fix
 
 

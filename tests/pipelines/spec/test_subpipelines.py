@@ -69,7 +69,7 @@ INNER = HEAD + (
     "  say: {node: echo, inputs: {value: words}, worker: w, fallback: {value: sorry}}\n"
     "  tell: {node: echo, inputs: {value: lang}, when: words == 'tell' and say.value != ''}\n"
     "  extra: {node: echo, inputs: {value: more}}\n"
-    "outputs: {said: say.value, told: tell.value, same: words, extra: extra.value}\n"
+    "outputs: {said: say.value, repeated: tell.value, same: words, extra: extra.value}\n"
 )
 
 Write = Callable[..., Path]
@@ -103,12 +103,12 @@ def found_in(path: Path) -> dict[tuple[str, str], Problem]:
 
 def test_steps_of_the_file_take_the_place_of_the_step(write: Write) -> None:
     step = "  read: {pipeline: sub/inner.yaml, inputs: {words: q}, when: k.go == true}\n"
-    outputs = "outputs: {a: read.said, b: read.told, c: read.same}\n"
+    outputs = "outputs: {a: read.said, b: read.repeated, c: read.same}\n"
     path = write(outer=OUTER + step + outputs, inner=INNER)
     checked = examined(path)
     assert checked.problems == ()
     steps = {step.name: step for step in checked.pipeline.steps}
-    assert set(steps) == {"read/say", "read/say/fallback", "read/tell", "read/passed"}, "nobody asks for `extra`"
+    assert set(steps) == {"read/say", "read/say/fallback", "read/tell", "read/passed"}, "`extra` is not read"
     assert steps["read/say"].inputs == {"value": Wire(None, "q")}
     assert (steps["read/say"].worker, steps["read/say"].fallback) == ("read/w", "read/say/fallback")
     assert steps["read/tell"].inputs == {"value": Wire(None, "read/lang")}
@@ -184,7 +184,7 @@ def test_problems_of_the_file_are_told_with_its_name_and_line(write: Write) -> N
     steps = (
         "  one: {pipeline: sub/inner.yaml, inputs: {words: q}}\n  two: {pipeline: sub/inner.yaml, inputs: {words: q}}\n"
     )
-    outer = OUTER.replace(", k: json", "") + steps + "outputs: {y: one.said, z: two.told}\n"
+    outer = OUTER.replace(", k: json", "") + steps + "outputs: {y: one.said, z: two.repeated}\n"
     found = found_in(write(outer=outer, inner=INNER.replace("value: lang", "value: lagn").replace("worker", "wroker")))
     assert {key: one.line for key, one in found.items()} == {
         ("outer.yaml", "steps.one.pipeline"): 5, ("outer.yaml", "steps.two.pipeline"): 6,

@@ -1,4 +1,4 @@
-"""What arenas, ladders and events ask of a driver: told by roles, and the same of a real driver as of a fake."""
+"""Driver calls of arenas, ladders and events, by roles: equal for a real and a fake driver."""
 
 import os
 from typing import cast
