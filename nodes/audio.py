@@ -35,11 +35,11 @@ ROLL_OFF = 0.93
 """Where the filter starts to close, as a share of the slower rate's half."""
 
 WINDOW_BYTES = 8 << 20
-"""Gathered windows computed at a time, so that resampling takes little memory beside its input and its output."""
+"""Bytes of windows computed at a time, which bounds the working memory of resampling."""
 
 
 BLOCK_SAMPLES = 1 << 16
-"""Most input samples that are taken in at a time."""
+"""Most input samples processed at a time."""
 
 
 @lru_cache(maxsize=16)
@@ -55,7 +55,7 @@ def _filters(up: int, down: int) -> np.ndarray:
 
 
 def resampled_samples(samples: int, rate_hz: int, to_hz: int) -> int:
-    """Return how many samples at `to_hz` come of `samples` at `rate_hz`."""
+    """Return the number of samples at `to_hz` for `samples` at `rate_hz`."""
     common = math.gcd(rate_hz, to_hz)
     return -(-samples * (to_hz // common) // (rate_hz // common))
 
@@ -72,7 +72,7 @@ def resample(samples: np.ndarray, rate_hz: int, to_hz: int) -> np.ndarray:
 def resample_into(blocks: Iterable[np.ndarray], samples: int, rate_hz: int, to_hz: int, out: np.ndarray) -> None:
     """Resample blocks that are float32[samples] together into `out`, float32[resampled_samples(...)].
 
-    What is kept of the blocks meanwhile is a filter's length. ValueError when they are not as many samples as said.
+    Only a filter's length of samples is buffered. ValueError: the number of samples differs from `samples`.
     """
     if rate_hz == to_hz:
         _join(blocks, out)
@@ -122,17 +122,17 @@ def _with_margin(blocks: Iterable[np.ndarray], margin: int) -> Iterator[np.ndarr
 
 
 SECONDS_MAX = 120.0
-"""Longest recording when nothing else is said, in seconds: 7.7 MB at 16 kHz."""
+"""Default limit of a recording, in seconds: 7.7 MB at 16 kHz."""
 
 RATE_MIN_HZ, RATE_MAX_HZ = 8_000, 192_000
 CHANNELS_MAX = 8
 """Telephone to studio; anything outside is a corrupt header or an attack on the resampler."""
 
 PEAK_MAX = 16.0
-"""Largest float sample taken as audio: above it, integers were converted without being scaled."""
+"""Largest accepted float sample: larger values are integers that were not scaled."""
 
 WORKING_BYTES = 16 << 20
-"""Memory that decoding takes beside its result, however long the recording is: blocks on their way, and windows."""
+"""Working memory of decoding besides its result, for any length: blocks and windows."""
 
 _FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 _BLOCK = 1 << 16
@@ -148,7 +148,7 @@ _CORRUPT = "the recording is corrupt or truncated: its {} data cannot be decoded
 
 @dataclass(frozen=True, slots=True)
 class AudioClaim:
-    """A recording's length: `frames` at `rate_hz`, of which come `samples` at 16 kHz."""
+    """Length of a recording: `frames` at `rate_hz`, `samples` at 16 kHz."""
 
     frames: int
     rate_hz: int
@@ -171,7 +171,7 @@ def decode_audio(data: bytes, seconds_max: float = SECONDS_MAX) -> np.ndarray:
 
 
 def audio_claim(data: bytes, seconds_max: float = SECONDS_MAX) -> AudioClaim:
-    """Return how long a recording is; InputError as `decode_audio`.
+    """Return a recording's length. InputError as in `decode_audio`.
 
     Where a header has no exact figure (MP3, streams), frames are decoded and counted, and none is kept.
     """
@@ -217,7 +217,7 @@ def _check_magic(data: bytes) -> None:
 
 
 def _check_wav(data: bytes) -> None:
-    """Refuse a WAV whose data chunk promises more than the file holds: libsndfile would shorten it silently."""
+    """Refuse a WAV whose data chunk is longer than the file: libsndfile would shorten it silently."""
     at = 12
     while at + 8 <= len(data):
         kind, length = struct.unpack_from("<4sI", data, at)

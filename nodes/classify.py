@@ -47,7 +47,7 @@ from weftline.nodes.precision import check_precision, computing_in, round_weight
 
 LABELS_MAX = 10_000
 LABELS_DEFAULT = 2
-"""Labels of a model of transformers whose config.json does not name them."""
+"""Default number of labels of a transformers model."""
 ROWS_MAX = 64
 """Most rows in one call of the model: a long text has many windows, and their memory is needed all at once."""
 
@@ -59,8 +59,8 @@ class TextClassifier(ABC):
         self.labels, self._tokens, self._independent = labels, tokens, independent
 
     def probabilities(self, texts: Sequence[str], windows_max: int = 1) -> np.ndarray:
-        """Return float32 [texts, labels]. A text longer than the model reads is cut, or with `windows_max` above 1 read
-        in that many windows, and each label has its largest probability in any of them."""
+        """Return float32 [texts, labels]. A text longer than the model's limit is truncated, or with `windows_max`
+        above 1 split into that many windows, and each label has its largest probability in any of them."""
         rows = self._tokens.rows(texts, windows_max)
         parts = range(0, len(rows.owner), ROWS_MAX)
         logits = np.concatenate([self._logits(rows.part(start, start + ROWS_MAX)) for start in parts])
@@ -144,7 +144,7 @@ def is_onnx(model: str, base_dir: Path) -> bool:
 
 
 def check_classifier(model: str, base_dir: Path, option: str) -> tuple[str, ...] | None:
-    """Return the labels of `model`, or None when it is not on this machine yet; ConfigError when it cannot be one."""
+    """Return the labels of `model`, or None when it is not on this machine yet. ConfigError: not a classifier."""
     try:
         config = find_config(model, base_dir)
         if config is None:
@@ -163,7 +163,7 @@ def check_classifier(model: str, base_dir: Path, option: str) -> tuple[str, ...]
 
 
 def _check_ports(found: OnnxFile, shown: str) -> OnnxFile:
-    """Return what model.onnx takes and gives; ConfigError when it is no text classifier."""
+    """Check the inputs and outputs of model.onnx. ConfigError: not a text classifier."""
     names = {one.name: one.dtype for one in found.inputs}
     described = ", ".join(f"{one.name} ({one.dtype})" for one in (*found.inputs, *found.outputs))
     wanted = "input_ids, attention_mask, perhaps token_type_ids (all int64), and logits"
@@ -176,9 +176,9 @@ def _check_ports(found: OnnxFile, shown: str) -> OnnxFile:
 
 
 def open_classifier(model: str, context: OpenContext, precision: str = "float32") -> TextClassifier:
-    """Return the classifier in the folder, or of the hub name, `model`; ModelError when it cannot be opened.
+    """Open the classifier `model`, a folder or hub name. ModelError: it cannot be opened.
 
-    precision: what a model of transformers computes in; see weftline.nodes.precision.
+    precision: number format of a transformers model; see weftline.nodes.precision.
     """
     path = find_model(model, context.base_dir)
     try:
@@ -191,7 +191,7 @@ def open_classifier(model: str, context: OpenContext, precision: str = "float32"
 
 
 def classifier_labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
-    """Return the labels of a classifier in the order of its logits; ConfigError when they are not those of a text."""
+    """Return the labels of a classifier in the order of its logits. ConfigError: not labels of single texts."""
     check_kind(
         config, shown, (SEQUENCE_CLASSIFICATION,), "a model that classifies texts (...ForSequenceClassification)"
     )
@@ -206,7 +206,7 @@ def classifier_labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
         )
         found = f"{shown} {one}: its output is a score, and no probability of a label"
         fix = f"name a model with two labels or more; for the score, {OWN_NODE}"
-        raise ConfigError("model", found, "a model that tells labels apart", fix)
+        raise ConfigError("model", found, "a model with two labels or more", fix)
     if kind not in (None, "single_label_classification", "multi_label_classification"):
         expected = "single_label_classification or multi_label_classification"
         raise ConfigError("model", f"problem_type in {shown}/config.json is {kind!r:.60}", expected)
@@ -214,7 +214,7 @@ def classifier_labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
 
 
 def _labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
-    """Return the labels in config.json, named as transformers names them where it leaves them out."""
+    """Return the labels in config.json, with transformers' default names where missing."""
     by_id, count = config.get("id2label"), config.get("num_labels", LABELS_DEFAULT)
     if by_id is None and config.get("architectures") and type(count) is int and 0 < count <= LABELS_MAX:
         return tuple(f"LABEL_{index}" for index in range(count))
@@ -248,7 +248,7 @@ class ClassifyConfig:
            classification model of transformers as a folder or hub name: safetensors only, no code from the model. It
            has two labels or more, of single texts; where they do not exclude each other (problem_type
            multi_label_classification) scores are those of each label alone.
-    precision: what a model of transformers computes in: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'.
+    precision: number format of a transformers model: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'.
            Compared with float32 on the CPU, with random weights of BERT and DistilBERT, all labels were the same;
            probabilities moved by at most 2e-4 in bfloat16 and 3e-5 in float16. TF32 was not measured.
     """
@@ -258,7 +258,7 @@ class ClassifyConfig:
 
 
 class Classify(BatchNode):
-    """Gives a text the label its model finds most likely. A text longer than the model reads is judged by its start."""
+    """Assigns a text its most likely label. A text longer than the model's limit is classified by its start."""
 
     Config: ClassVar[type[Any]] = ClassifyConfig
     extra: ClassVar[str] = "llm"
@@ -289,7 +289,7 @@ class Classify(BatchNode):
         self._classifier = open_classifier(self.config.model, context, self.config.precision)
 
     def warm_up(self) -> None:
-        self._opened.probabilities(["a text to begin with"])
+        self._opened.probabilities(["warm-up"])
 
     def run(self, batch: Batch) -> Outputs:
         labels = self._opened.labels

@@ -141,7 +141,7 @@ class Embed(BatchNode):
         self._layers = [_layer(one, folder, model, self._device) for one in self._head.dense if folder is not None]
 
     def warm_up(self) -> None:
-        self._embed(["a text to begin with"])
+        self._embed(["warm-up"])
 
     def run(self, batch: Batch) -> Outputs:
         texts = [self._head.prefix + text for text in batch["text"]]

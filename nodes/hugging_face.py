@@ -19,7 +19,7 @@ from weftline.nodes.contract import ConfigError, OpenContext, model_error
 from weftline.nodes.model_file import check_safetensors, find_model
 
 FILE_BYTES_MAX = 64 << 20
-"""Largest tokenizer.json taken; the largest multilingual ones are about 20 MB."""
+"""Largest accepted tokenizer.json; the largest multilingual ones are about 20 MB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,12 +64,12 @@ class ImageHeader:
 
     @property
     def working_bytes(self) -> int:
-        """Memory that decoding takes beside its result."""
+        """Working memory of decoding besides its result."""
         return self.pixels * WORKING_BYTES_PER_PIXEL[self.format] + WORKING_BYTES_LEAST
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """Return what the header of `data` claims; InputError for other formats and for headers that end early."""
+    """Parse the header of `data`. InputError: other formats, and truncated headers."""
     try:
         if data.startswith(b"\x89PNG\r\n\x1a\n"):
             return _png(data)
@@ -170,7 +170,7 @@ METADATA_BYTES_MAX = 4 << 20
 
 
 BAND_PIXELS = 1 << 18
-"""Pixels that are converted at a time, so that conversion takes little memory beside the picture and its result."""
+"""Pixels that are converted at a time, which bounds the working memory of conversion."""
 
 
 def decode_image(data: bytes, pixels_max: int = PIXELS_MAX) -> np.ndarray:
@@ -185,7 +185,7 @@ def decode_image(data: bytes, pixels_max: int = PIXELS_MAX) -> np.ndarray:
 
 
 def image_claim(data: bytes, pixels_max: int = PIXELS_MAX) -> ImageHeader:
-    """Return what a picture's header claims, with the size it decodes to; InputError as `decode_image`."""
+    """Return a picture's header fields, with its decoded size. InputError as in `decode_image`."""
     header = read_header(data)
     check_header(header, pixels_max)
     if header.format == "GIF":  # a frame may be larger than its screen
@@ -229,7 +229,7 @@ def _opened(data: bytes, header: ImageHeader) -> Iterator[Image.Image]:
 
 
 def check_header(header: ImageHeader, pixels_max: int) -> None:
-    """Raise InputError when what a header claims is over a limit."""
+    """Raise InputError when a header field is over a limit."""
     _check_size(header.width, header.height, pixels_max)
     if header.frames > 1 and header.format != "GIF":
         raise InputError(f"an animated {header.format}\n    fix: send one picture")

@@ -114,7 +114,7 @@ def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> A
     json:   any json value (a str is itself one), what `to_json` converts to one, or bytes or a file that hold json.
     bytes:  bytes, or a file.
     tensor: an array of the stated dtype, a number or nested lists, or bytes or a file in NumPy's .npy format.
-    list:   a list or tuple of such values, or an array of them stacked; gives a list. The limits hold for each element.
+    list:   a list or tuple of such values, or a stacked array of them; returns a list. Limits apply to each element.
 
     A path is a pathlib.Path; for images and audio a str is one too. An array that already is right comes back itself.
     """
@@ -129,7 +129,7 @@ class Encoded:
     """A picture or recording within limits by its header, which is not decoded yet.
 
     size_bytes:    what it decodes to.
-    working_bytes: memory that decoding takes beside that.
+    working_bytes: memory for decoding besides that.
     decode:        fills flat bytes of that size and returns the value's shape; InputError when it is corrupt.
     shape:         the value's, once it is decoded.
     """
@@ -146,7 +146,7 @@ class Encoded:
 
 
 def encoded(type: PortType, raw: Any, limits: MediaLimits) -> Encoded | None:
-    """Return what encoded bytes, or a file of them, will be decoded to; None for any other value.
+    """Return the decoding of encoded bytes, or of a file of them; None for any other value.
 
     InputError as in `to_value`, as far as possible without decoding.
     """

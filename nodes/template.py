@@ -25,8 +25,8 @@ class TemplateConfig:
     """Options of `template`.
 
     template:         Jinja2 text, such as 'The photo shows: {{ see.detections | describe }}.'
-    output_chars_max: longest text it may make, in characters.
-    render_max_ms:    longest it may take for one item, in milliseconds.
+    output_chars_max: longest result, in characters.
+    render_max_ms:    time limit for one item, in milliseconds.
     """
 
     template: str

@@ -89,7 +89,7 @@ class TorchModule(BatchNode):
     _module: Any = None
     _ports: Ports
     _device: str  # as torch calls it
-    _on_device: bool  # tensors are given on the device
+    _on_device: bool  # outputs stay on the device
     _sizes: tuple[int, ...] = ()  # batch sizes to capture as graphs
     _graphs: TorchGraphs | None = None
 

@@ -93,7 +93,7 @@ SUPPRESSION_MAX_S = 3600.0
 """Time for non-maximum suppression. ultralytics' own 50 ms a picture silently drops detections on a slow machine."""
 
 DETECTIONS_MAX = 30_000
-"""Most candidates of one picture that ultralytics' suppression looks at; more detections than that never come out."""
+"""Most candidates of one picture in ultralytics' suppression, and so the most detections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,11 @@ class YoloConfig:
     model:          a weftline-yolo folder (model.safetensors and config.json), or ultralytics weights (.pt), relative
                     to the pipeline file; a plain name such as yolo11n.pt is also looked for where ultralytics keeps
                     its own, and fetched by it.
-    confidence:     least score of a detection; None takes the model's own, or 0.25.
-    iou:            overlap above which the weaker of two detections of a class is dropped; None takes the model's own.
+    confidence:     minimum score of a detection; None: the model's own, or 0.25.
+    iou:            overlap above which the weaker of two detections of a class is dropped; None: the model's own.
     detections_max: most detections of one picture, up to 30 000.
-    image_size:     side of the square the picture is fitted into, a multiple of 32; None takes the model's own.
-    trust_pickle:   a .pt file is a pickle, which can run any code when it is loaded. True says that you trust this one.
+    image_size:     side of the letterbox square, a multiple of 32; None: the model's own.
+    trust_pickle:   a .pt file is a pickle, which can run any code when it is loaded. True: this one is trusted.
     """
 
     model: str
@@ -119,7 +119,7 @@ class YoloConfig:
 
 
 class Yolo(BatchNode):
-    """Finds objects in pictures. It runs on ultralytics, which is AGPL-3.0: its duties pass on to what you build."""
+    """Detects objects in pictures. It runs on ultralytics, which is AGPL-3.0: its duties apply to your service."""
 
     Config: ClassVar[type[Any]] = YoloConfig
     extra: ClassVar[str] = "yolo"

@@ -85,7 +85,9 @@ def stats(state: SchedulerState) -> Mapping[str, Any]:
                 state.plan.workers[worker_id].name: state.plan.workers[worker_id].device_arena_bytes
                 for worker_id, _ in _of(state, budget.device)
             },
-            "claims": [(claim.who, claim.what, claim.bytes) for claim in budget.claims if claim.what not in OF_OTHERS],
+            "claims": [
+                (claim.owner, claim.what, claim.bytes) for claim in budget.claims if claim.what not in OF_OTHERS
+            ],
             "steps": _steps(state, budget.device),
         }
         for budget in state.plan.budgets

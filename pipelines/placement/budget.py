@@ -104,7 +104,7 @@ def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
 
 
 def kv_limits(plan: Plan) -> dict[str, int]:
-    """Return what `limits.kv_bytes` gives each device, by its full name."""
+    """Return `limits.kv_bytes` by full device name."""
     return {"cuda:0" if device == "cuda" else device: total for device, total in plan.limits.kv_bytes.items()}
 
 
@@ -187,8 +187,8 @@ def claims_of_others(taken: Iterable[Taken], more_reserve_bytes: int = 0) -> lis
     for one in taken:
         filled = one.fills and one.known  # else its share is not assigned yet
         what = (SERVING, SERVING_FILLER)[filled] if one.serves else (OTHER, FILLER)[filled]
-        claims += [Claim(one.who, what, one.bytes, "claimed")] if one.bytes else []
-        claims += [] if one.known else [Claim(one.who, what, 0, "unknown")]
+        claims += [Claim(one.owner, what, one.bytes, "claimed")] if one.bytes else []
+        claims += [] if one.known else [Claim(one.owner, what, 0, "unknown")]
     return claims + ([Claim("", OTHER_RESERVE, more_reserve_bytes, "claimed")] if more_reserve_bytes > 0 else [])
 
 
@@ -196,7 +196,7 @@ def remedies_of_others(claims: Iterable[Claim]) -> list[str]:
     """Return remedies for memory held by other pipelines, as phrases; empty where none holds any."""
     by_what: dict[str, dict[str, None]] = {}
     for claim in claims:
-        by_what.setdefault(claim.what, {})[claim.who] = None
+        by_what.setdefault(claim.what, {})[claim.owner] = None
     fillers, others = [*by_what.get(FILLER, ())], [*(by_what.get(FILLER, {}) | by_what.get(OTHER, {}))]
     ways = [f"or bound the KV memory of {listed(fillers)} (limits.kv_bytes there)"] if fillers else []
     ways += [f"or unload {listed(others)}"] if others else []
@@ -251,7 +251,7 @@ def remainder_of(plan: Plan, budget: DeviceBudget) -> int:
     if budget.device in kv_limits(plan) or is_fake(budget.device):  # a fake GPU has no memory to fill
         return 0
     takers = open_kv(plan, budget.device)
-    unknown = {claim.who for claim in budget.claims if claim.source == "unknown"}
+    unknown = {claim.owner for claim in budget.claims if claim.source == "unknown"}
     if len(takers) != 1 or unknown != {*takers} or not plan.step(takers[0]).fills_memory:
         return 0
     return max(0, budget.total_bytes - budget.claimed_bytes)
@@ -274,14 +274,14 @@ def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], sta
 def budget_lines(budget: DeviceBudget) -> list[str]:
     """Return a GPU's claims as aligned lines, largest first, and the remainder."""
     lines = claim_lines(budget.claims, budget.claimed_bytes, budget.device, budget.total_bytes)
-    unknown = dict.fromkeys(claim.who for claim in budget.claims if claim.source == "unknown")
+    unknown = dict.fromkeys(claim.owner for claim in budget.claims if claim.source == "unknown")
     left = size_text(budget.total_bytes - budget.claimed_bytes)
     if budget.kv_bytes:
         lines.append(f"{left} are left, all of it KV memory (limits.kv_bytes bounds it where pipelines share a GPU)")
     elif budget.rest_bytes:
-        who = ", ".join(unknown)
+        owner = ", ".join(unknown)
         lines.append(
-            f"{left} are left for {who}, which was not measured: the remainder after its weights and work "
+            f"{left} are left for {owner}, which was not measured: the remainder after its weights and work "
             "becomes its KV memory when it opens (kv_bytes or limits.kv_bytes bounds it)"
         )
     elif unknown:
@@ -293,13 +293,13 @@ def budget_lines(budget: DeviceBudget) -> list[str]:
 
 def claim_lines(claims: Iterable[Claim], wanted: int, device: str, total_bytes: int) -> list[str]:
     """Return a table of claims as aligned lines, largest first, with their sum and the device's total."""
-    rows = [(size_text(bytes) if source != "unknown" else "?", who, what, source)
-            for who, what, source, bytes in _added_up(claims)]  # fmt: skip
+    rows = [(size_text(bytes) if source != "unknown" else "?", owner, what, source)
+            for owner, what, source, bytes in _added_up(claims)]  # fmt: skip
     rows += [(size_text(wanted), "together", "", ""), (size_text(total_bytes), f"{device} has", "", "")]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
-        f"{size:>{widths[0]}}  {who:<{widths[1]}}  {what:<{widths[2]}}  {source}".rstrip()
-        for size, who, what, source in rows
+        f"{size:>{widths[0]}}  {owner:<{widths[1]}}  {what:<{widths[2]}}  {source}".rstrip()
+        for size, owner, what, source in rows
     ]
 
 
@@ -308,12 +308,17 @@ def _added_up(claims: Iterable[Claim]) -> list[tuple[str, str, str, int]]:
     found: dict[tuple[str, str, str], int] = {}
     count: Counter[tuple[str, str, str]] = Counter()
     for claim in claims:
-        key = claim.who, claim.what, claim.source
+        key = claim.owner, claim.what, claim.source
         found[key] = found.get(key, 0) + claim.bytes
         count[key] += 1
     rows = [
-        (f"{who} ({count[who, what, source]} instances)" if count[who, what, source] > 1 else who, what, source, bytes)
-        for (who, what, source), bytes in found.items()
+        (
+            f"{owner} ({count[owner, what, source]} instances)" if count[owner, what, source] > 1 else owner,
+            what,
+            source,
+            bytes,
+        )
+        for (owner, what, source), bytes in found.items()
     ]
     return sorted(rows, key=lambda row: -row[3])
 
@@ -372,8 +377,8 @@ def _remedy(budget: DeviceBudget, too_much: int) -> tuple[str, str]:
     """Return the location of the largest adjustable claim and a remedy."""
     sums: Counter[tuple[str, str, str]] = Counter()
     for claim in budget.claims:
-        sums[claim.who, claim.what, claim.source] += 0 if claim.what in OF_OTHERS | {CONTEXT} else claim.bytes
-    (who, what, source), largest = sums.most_common(1)[0]
+        sums[claim.owner, claim.what, claim.source] += 0 if claim.what in OF_OTHERS | {CONTEXT} else claim.bytes
+    (owner, what, source), largest = sums.most_common(1)[0]
     less = f" by {size_text(too_much)}" if too_much <= largest else ""
     if not largest:
         return "gpu", "let steps share a process, or use another GPU (`device:`)"
@@ -381,9 +386,9 @@ def _remedy(budget: DeviceBudget, too_much: int) -> tuple[str, str]:
         path = "gpu.reserve_bytes" if what == RESERVE else "gpu.arena_bytes"
         return path, f"lower {path}{less if what == RESERVE else ''}, or use another GPU (`device:`)"
     if what == KV:
-        path = f"limits.kv_bytes.{budget.device}" if who == LLM_STEPS else f"steps.{who}.kv_bytes"
+        path = f"limits.kv_bytes.{budget.device}" if owner == LLM_STEPS else f"steps.{owner}.kv_bytes"
         return path, f"lower {path}{less}, or put steps on another GPU (`device:`)"
     if source == "stated":
-        path = f"steps.{who}.device_bytes"
-        return path, f"put {who} or others on another GPU (`device:`), or lower {path} if that is more than it needs"
-    return f"steps.{who}", f"put {who} or others on another GPU (`device:`), or lower batch.items_max"
+        path = f"steps.{owner}.device_bytes"
+        return path, f"put {owner} or others on another GPU (`device:`), or lower {path} if that is more than it needs"
+    return f"steps.{owner}", f"put {owner} or others on another GPU (`device:`), or lower batch.items_max"

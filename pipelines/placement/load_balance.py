@@ -39,10 +39,10 @@ Change = tuple[tuple[int, str], ...]
 class Score(NamedTuple):
     """Quality of a placement, compared lexicographically; less is better.
 
-    crowding: pairs, on one GPU, of instances of one step or of llm steps that take what is left.
+    crowding: pairs, on one GPU, of instances of one step or of llm steps that use the remainder.
     as_busy:  how many GPUs are as busy as the busiest.
     travel:   pairs of steps on different GPUs whose tensors could stay on one.
-    company:  pairs, on one GPU, of an llm step that takes what is left and of something else.
+    company:  pairs, on one GPU, of an llm step that uses the remainder and another load.
     """
 
     crowding: int

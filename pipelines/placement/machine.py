@@ -21,13 +21,13 @@ _BYTES = re.compile(_SIZE, re.IGNORECASE)
 class Taken:
     """An open pipeline's reservation on a GPU, without the safety reserve.
 
-    who:    its name.
+    owner:    its name.
     fills:  its llm steps have the remainder of the GPU.
     known:  all of it was stated or measured; else it is being opened and may grow.
     serves: it is the version that a new one replaces.
     """
 
-    who: str
+    owner: str
     bytes: int
     fills: bool = False
     known: bool = True

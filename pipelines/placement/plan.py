@@ -124,14 +124,14 @@ class PlannedWorker:
 class Claim:
     """A claim on a device's memory.
 
-    who:    name of a step or of a worker.
+    owner:    name of a step or of a worker.
     what:   'weights and work', 'context', 'arena', 'KV memory', 'reserve'; or the claim of another open pipeline,
-            named by `who` (`budget.OF_OTHERS`).
+            named by `owner` (`budget.OF_OTHERS`).
     source: 'stated' in the pipeline, 'measured' by a profile, 'assumed' by Weftline, 'claimed' by another pipeline;
             'unknown': neither stated nor measured; `bytes` is 0.
     """
 
-    who: str
+    owner: str
     what: str
     bytes: int
     source: str

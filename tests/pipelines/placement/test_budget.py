@@ -50,7 +50,7 @@ def filling(near_catalog: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def claims(budget: DeviceBudget) -> set[tuple[str, str, int, str]]:
-    return {(claim.who, claim.what, claim.bytes // MIB, claim.source) for claim in budget.claims}
+    return {(claim.owner, claim.what, claim.bytes // MIB, claim.source) for claim in budget.claims}
 
 
 def test_everything_that_takes_memory_is_claimed(planned) -> None:

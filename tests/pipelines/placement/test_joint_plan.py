@@ -71,7 +71,7 @@ def test_where_all_is_known_llm_steps_divide_what_is_left_evenly_and_their_plans
         (budget,) = plans[owner].budgets
         assert budget.kv_bytes == plans[owner].step("s").options["kv_bytes"] == part
         assert budget.claimed_bytes + part == budget.total_bytes
-        row = next(claim for claim in budget.claims if claim.who == other.name)
+        row = next(claim for claim in budget.claims if claim.owner == other.name)
         assert row.bytes == part + GIB // 2 + (2 if other == C else 1) * GIB, "what it gets is claimed as well"
     assert plans[B].budgets[0].kv_bytes == make_plan(talking(2), MACHINE).budgets[0].kv_bytes, "it has all of its own"
 
