@@ -69,7 +69,7 @@ class InPlace(Hop):
     """Gives what lies in the room that was set aside, as if it had been written there; it must have been set aside."""
 
     def run(self, batch: Batch) -> Outputs:
-        room = batch.room("y", "uint8", tuple(batch["x"][0].shape))
+        room = batch.output_buffer("y", "uint8", tuple(batch["x"][0].shape))
         if room is None:
             raise RuntimeError("no room was set aside")
         return {"y": room}

@@ -36,7 +36,7 @@ from weftline.pipelines.placement.reservations import (
     Replan,
     ReservationTable,
     refused,
-    without_rest,
+    without_remainder,
 )
 
 TRIES_MAX = 16
@@ -114,7 +114,7 @@ class GpuReservations:
     def reserved_bytes(self) -> Mapping[str, int]:
         """Reserved bytes by GPU, without memory that is to stay free."""
         with self.lock:
-            return self.table.held_bytes
+            return self.table.reserved_bytes
 
     def _reset(self) -> None:
         self._pid = os.getpid()
@@ -151,7 +151,7 @@ class Reservation:
         if not plan.budgets:
             return plan
         if replan is None:
-            plan = without_rest(plan)  # there may be others, and it cannot be planned for what they leave
+            plan = without_remainder(plan)  # there may be others, and it cannot be planned for what they leave
         gpus, made, made_at, error = self._gpus, plan, -1, None
         if replan is not None and machine is None:
             machine = this_machine()
@@ -165,7 +165,7 @@ class Reservation:
                 if error is not None and made_at == table.changes:
                     raise error
                 as_it_is = replan is None or made_at >= 0 or table.alone(owner)
-                if as_it_is and error is None and table.try_take(owner, made):
+                if as_it_is and error is None and table.try_reserve(owner, made):
                     self._plan = made
                     return made
                 if replan is None or machine is None:
@@ -193,12 +193,12 @@ class Reservation:
         """Release everything; the reservation cannot be used again. Safe to call twice."""
         with self._gpus.lock:
             self._released = True
-            self._gpus.table.give_back(self.owner)
+            self._gpus.table.release(self.owner)
             self._gpus.notify()
 
     def assign(self, plan: Plan) -> None:
         """Reserve what a plan claims that was made for what others leave; called with the lock held."""
-        if self._released or not self._gpus.table.try_take(self.owner, plan):
+        if self._released or not self._gpus.table.try_reserve(self.owner, plan):
             raise SessionClosed("a session is opened once; open a new one")
         self._plan = plan
 

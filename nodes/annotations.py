@@ -2,12 +2,12 @@
 
     str -> text    bytes -> bytes    dict, list, float, int, bool, Any -> json    np.ndarray, torch.Tensor -> tensor
     Detections -> detections         "image", "audio", "float32[C, 32, 32]" ... -> that port type
-    Annotated[np.ndarray, "float32[C, 32, 32]"] -> that port type, for those who run a type checker
+    Annotated[np.ndarray, "float32[C, 32, 32]"] -> that port type, for type checkers
     NDArray[np.float32] -> float32
     "list[image]", list["image"], Annotated[list, "list[image]"] -> list[image]: a Python list of pictures
     list[bytes], list[np.ndarray], list[Detections] -> a list of these; a list of anything else is json
     dict[str, float], tuple[int, str], float | None, Literal["a", "b"], a TypedDict, a dataclass, a pydantic model
-        -> json (text, where a Literal is all text), and what is returned is held to the type
+        -> json (text for a Literal of texts), and results are checked against the type
     X | None, Optional[X] of a parameter -> X
 
 Aliases of the module, names imported from the user's own files, quotes and `from __future__ import annotations` make no
@@ -43,7 +43,7 @@ SINGLE = "output"
 """Name of the output port of a function whose return annotation is not a dict."""
 
 _KINDS = {"str": "text", "bytes": "bytes", "Detections": "detections", "ndarray": "tensor", "Tensor": "tensor"}
-"""Python types that are ports of another kind than json, by the last part of their name."""
+"""Python types of ports of another kind than json, by the last part of their name."""
 
 _LISTS = ("list", "List", "Sequence")
 _IN_JSON = ("json", "text")
@@ -63,8 +63,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 class Signature:
     """Inputs and outputs of a function or of a class with `__call__`.
 
-    arguments: the type of each argument that the step gives, by name.
-    returns:   the type that an output's JSON value or text is held to, by port; none where anything goes.
+    arguments: the type of each argument of the step, by name.
+    returns:   the required type of an output's JSON value or text, by port; missing for any type.
     """
 
     ports: Ports
@@ -75,7 +75,7 @@ class Signature:
 def read_signature(found: Found, option: str, arguments: Mapping[str, Any] | None = None) -> Signature:
     """Return the signature of a function or a class; raise ConfigError for missing parts.
 
-    arguments: what the step gives a function beside its inputs, or a class's `__init__`; they are no ports.
+    arguments: `arguments` of the step, for the function or a class's `__init__`; they are not ports.
     """
     given = dict(arguments or {})
     taken: dict[str, JsonType] | None = None
@@ -117,7 +117,7 @@ def _method(node: ast.ClassDef, module: Module, name: str) -> tuple[Function, Mo
 
 
 def _arguments_of_class(found: Found, node: ast.ClassDef, given: Mapping[str, Any]) -> dict[str, JsonType]:
-    """Return the types of what `__init__` is given; ConfigError lists all that is wrong with it."""
+    """Return the types of the arguments of `__init__`. ConfigError lists their problems."""
     where = f"class {found.where}"
     method = _method(node, found.module, "__init__")
     if method is not None:
@@ -131,12 +131,14 @@ def _arguments_of_class(found: Found, node: ast.ClassDef, given: Mapping[str, An
     else:
         parameters, module = [], found.module
         read = {owner.name for owner, _ in lineage(node, module)} | {"object", "ABC", "Protocol", "Generic"}
-        any_name = not read.issuperset(base_names(node, module))  # a class that is not read may have an `__init__`
+        any_name = not read.issuperset(
+            base_names(node, module)
+        )  # a base class outside the user's files may have an `__init__`
     return _held(where, parameters, module, given, any_name)
 
 
 def _parameters(arguments: ast.arguments) -> Iterator[tuple[ast.arg, bool]]:
-    """Yield each parameter that can be given by name, and whether it has a default."""
+    """Yield each parameter that can be passed by name, and True if it has a default."""
     positional = arguments.posonlyargs + arguments.args
     first_default = len(positional) - len(arguments.defaults)
     yield from ((arg, place >= first_default) for place, arg in enumerate(positional))
@@ -161,7 +163,7 @@ def _held(
     any_name: bool,
     needed: bool = True,
 ) -> dict[str, JsonType]:
-    """Return the types of given arguments; ConfigError lists those that are unknown, missing or of another type."""
+    """Return the types of the arguments. ConfigError lists those that are unknown, missing or of another type."""
     known = {arg.arg: arg for arg, _ in parameters}
     wrong = [] if any_name else [_unknown(where, name, list(known)) for name in given if name not in known]
     for arg, has_default in parameters if needed else ():
@@ -191,11 +193,11 @@ def _unknown(where: str, name: str, known: list[str]) -> ConfigError:
 def _argument(
     where: str, name: str, annotation: ast.expr, module: Module, value: Any
 ) -> tuple[JsonType, ConfigError | None]:
-    """Return an argument's type, and why it cannot be the value that the step gives."""
+    """Return an argument's type, and the error for a value of another type."""
     option, text = f"arguments.{name}", ast.unparse(annotation).strip("'\"")
     port = _port_type(text) if unquoted(annotation) is not None else None
     if port is not None and port.kind not in _IN_JSON:
-        found = f"{where} is of type {text}, which no pipeline file can hold"
+        found = f"{where} is of type {text}, which a pipeline file cannot contain"
         return ANY, ConfigError(option, found, "an input", f"wire it: `inputs: {{{name}: ...}}`")
     type = read_json_type(annotation, module)
     base = written(annotation, module)
@@ -203,7 +205,7 @@ def _argument(
         type = JsonType("any", text, built=True)
     type = type or ANY
     if built := list(type.classes()):
-        found = f"{where} is of type {built[0]}, which no pipeline file can hold"
+        found = f"{where} is of type {built[0]}, which a pipeline file cannot contain"
         return ANY, ConfigError(option, found, "text, a number, a list or a mapping", "let the class make it")
     wrong = misfit(type, value)
     if wrong is None:
@@ -212,7 +214,7 @@ def _argument(
 
 
 def _port_type(text: str) -> PortType | None:
-    """Return the port type that a text in quotes is; None for Python's types, of which `bool` is a dtype too."""
+    """Return the port type of a quoted annotation; None for Python's types (`bool` is a dtype too)."""
     if text.strip() == "bool":
         return None
     try:
@@ -238,7 +240,7 @@ class _Reader:
             raise self.error("is a generator: it yields", "a function that returns its answer", "return a list")
 
     def arguments(self, arguments: ast.arguments, given: Mapping[str, Any]) -> dict[str, JsonType]:
-        """Return the types of what the step gives a function beside its inputs."""
+        """Return the types of the step's `arguments` for a function."""
         return _held(self.where, list(_parameters(arguments)), self.module, given, any_name=False, needed=False)
 
     def inputs(self, arguments: ast.arguments, skip: int, given: Mapping[str, Any]) -> tuple[Port, ...]:
@@ -286,7 +288,7 @@ class _Reader:
             yield key.value, value, f"output {key.value}"
 
     def _type(self, annotation: ast.expr, what: str, returned: bool = False) -> tuple[PortType, JsonType]:
-        """Return the port type of an annotation, and what its JSON is held to."""
+        """Return the port type of an annotation, and the type of its JSON value."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             return self._quoted(annotation.value, what, returned)
         found = written(annotation, self.module)
@@ -333,7 +335,7 @@ class _Reader:
         raise self._no_type(ast.Constant(text), what)
 
     def _annotated(self, inside: tuple[ast.expr, ...], what: str, returned: bool) -> tuple[PortType, JsonType]:
-        """Read `Annotated[type, ...]`: a port type among what is written beside the type goes before it."""
+        """Read `Annotated[type, ...]`: a port type in the metadata takes precedence."""
         texts = [one.value for one in inside[1:] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
         for type in filter(None, map(_port_type, texts)):
             return type, ANY
@@ -362,7 +364,7 @@ class _Reader:
         raise self.error(f"has a type for {what} that is {kinds}", "one port type", "use two parameters or two outputs")
 
     def _element(self, node: ast.expr, what: str) -> PortType | None:
-        """Return what a list holds that is written `list[node]`; None when the list is json."""
+        """Return the element type of `list[node]`; None when the list is json."""
         found = written(node, self.module)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             port = _port_type(node.value)
@@ -379,7 +381,7 @@ class _Reader:
 
 
 def _own_nodes(function: Function) -> Iterator[ast.AST]:
-    """Yield what is in a function's body, but not in functions and classes defined inside it."""
+    """Yield the nodes of a function's body, without nested functions and classes."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop()

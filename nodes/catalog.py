@@ -126,7 +126,7 @@ def _user(path: str, base_dir: Path) -> object:
 
 
 def _failed_import(cause: BaseException, path: Path) -> ConfigError:
-    """Say where in the user's own file the import failed, without a traceback."""
+    """Return the error with the line in the user's file where the import failed, without a traceback."""
     lines = [
         frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if Path(frame.filename) == path.resolve()
     ]

@@ -55,7 +55,7 @@ class StepContext:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRoom:
+class DeviceMemoryLimit:
     """Device memory limit of a node that keeps memory between items, such as an LLM's KV cache.
 
     bytes:         upper limit, including the node's weights and workspace.
@@ -79,7 +79,7 @@ class OpenContext:
     progress:  callback for loading: a short phrase ('reading weights') and a fraction from 0 to 1.
     stream:    handle of the CUDA stream that orders the node's calls. It is torch's current stream; other frameworks
                must use it. 0: no stream is set, and a node that uses another stream must synchronise it.
-    room:      device memory limit of a node that has a GPU to itself; None: the node's own options apply.
+    memory_limit: device memory limit of a node that has a GPU to itself; None: the node's own options apply.
     kv_most_bytes: upper limit of `resize_memory` in bytes; 0: no more than at start.
     """
 
@@ -90,7 +90,7 @@ class OpenContext:
     cache_dir: Path = Path(".weftline-cache")
     progress: Callable[[str, float], None] = field(default=lambda phrase, fraction: None)
     stream: int = 0
-    room: DeviceRoom | None = None
+    memory_limit: DeviceMemoryLimit | None = None
     kv_most_bytes: int = 0
     sizes: tuple[int, ...] = ()
 
@@ -110,14 +110,14 @@ class Batch:
     ids: the items' ids, one int per item.
     """
 
-    __slots__ = ("_cancelled", "_lengths", "_room", "_stacked", "_urgency", "_values", "ids")
+    __slots__ = ("_cancelled", "_lengths", "_output_buffer", "_stacked", "_urgency", "_values", "ids")
 
     def __init__(
         self,
         values: Mapping[str, Sequence[Any]],
         ids: Sequence[int] = (),
         stacked: Callable[[str], np.ndarray | DeviceTensor | None] | None = None,
-        room: Callable[[str, str, tuple[int, ...]], np.ndarray | DeviceTensor | None] | None = None,
+        output_buffer: Callable[[str, str, tuple[int, ...]], np.ndarray | DeviceTensor | None] | None = None,
         cancelled: Callable[[int], bool] | None = None,
         lengths: Mapping[str, Sequence[int]] | None = None,
         urgency: Sequence[Urgency] = (),
@@ -128,7 +128,7 @@ class Batch:
         self._urgency = urgency
         self.ids = tuple(ids) or tuple(range(len(next(iter(values.values()), ()))))
         self._stacked = stacked
-        self._room = room
+        self._output_buffer = output_buffer
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -160,13 +160,13 @@ class Batch:
         values = self._values[port]
         return _stack_on_device(values) if isinstance(values[0], DeviceTensor) else np.stack(values)
 
-    def room(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
+    def output_buffer(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
         """Return a writable output buffer [items, *shape] of `dtype` in shared memory, or None.
 
         Write the outputs of `port` into the buffer and return the buffer itself: nothing is copied. An np.ndarray, or
         a DeviceTensor where the output stays on the device. None: no buffer is available; return any array.
         """
-        return self._room(port, dtype, shape) if self._room else None
+        return self._output_buffer(port, dtype, shape) if self._output_buffer else None
 
     def settle(self, position: int, outputs: dict[str, Any]) -> None:
         """Copy one item's outputs now, before `run` returns.
@@ -355,10 +355,10 @@ class NodeMemory:
 class StreamNode(Node):
     """A node that holds many items at once and returns their outputs in chunks, such as an LLM.
 
-    fills_room: the node allocates all of `OpenContext.room` when it opens, if there is one.
+    fills_memory: the node allocates up to `OpenContext.memory_limit` when it opens, if there is one.
     """
 
-    fills_room: ClassVar[bool] = False
+    fills_memory: ClassVar[bool] = False
 
     @abstractmethod
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
@@ -401,7 +401,7 @@ class StreamNode(Node):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether `round` has work to do."""
+        """True while `round` has work to do."""
 
 
 class ConfigError(ValueError):

@@ -1,7 +1,7 @@
 """Control nodes: `first`, `switch` and `passes`, evaluated by the scheduler.
 
-They run nothing and need no process. The scheduler itself decides them, and a value they choose is passed on as it is,
-without a copy. What they take is whatever is wired, so their ports follow from the types of the wires.
+They run no code and need no process: the scheduler evaluates them and passes the selected value on without a copy.
+Their ports follow from the types of the wires.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from weftline.node import ConfigError, Node, Port, Ports, PortType, StepContext, list_of
 
 BY, DEFAULT, VALUE = "by", "default", "value"
-"""Ports of `switch`: what it decides by, what it takes when no case fits; and the output of `first` and `switch`."""
+"""Ports of `switch`: the deciding input and the default; and the output of `first` and `switch`."""
 
 JSON_LIKE = ("json", "text", "detections")
 """Kinds whose common type is json."""
@@ -22,22 +22,22 @@ NUMBERS = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "float32", "float64"),
 )
-"""Dtypes of tensors of one element that a decision can be made by."""
+"""Dtypes of one-element tensors that a switch can decide by."""
 
 _ANY = PortType("any")
 
 
 class Control(Node):
-    """A node that the scheduler decides: it has no `run`, and no worker ever opens it.
+    """A node that the scheduler evaluates: it has no `run`, and no worker opens it.
 
-    control: which decision it is.
+    control: name of the decision.
     """
 
     control: ClassVar[str]
 
 
 class First(Control):
-    """Gives the first of its inputs that is there, in the order they are written; absent when none is."""
+    """Passes on the first of its inputs that is present, in written order; absent when none is."""
 
     control = "first"
 
@@ -61,7 +61,7 @@ class SwitchConfig:
 
 
 class Switch(Control):
-    """Gives the input that stands for what `by` says, or `default` when none does; absent without one."""
+    """Passes on the input whose case equals `by`, else `default`; absent without one."""
 
     control = "switch"
     Config: ClassVar[type[Any]] = SwitchConfig
@@ -83,7 +83,7 @@ class Switch(Control):
 
 
 class Passes(Control):
-    """Gives its inputs, whatever they are, as outputs of the same names."""
+    """Passes its inputs on as outputs of the same names."""
 
     control = "passes"
 
@@ -94,7 +94,7 @@ class Passes(Control):
 
 
 def cases_of(names: Iterable[str], config: SwitchConfig) -> dict[str, Any]:
-    """Return the value that each of these inputs of a switch stands for."""
+    """Return the case value of each of these inputs of a switch."""
     return {name: config.cases.get(name, name) for name in names}
 
 
@@ -109,7 +109,7 @@ def is_number(type: PortType) -> bool:
 
 
 def _check_by(by: PortType | None, cases: Mapping[str, Any]) -> None:
-    """Refuse what cannot decide, and cases that could never be chosen."""
+    """Refuse types that cannot decide, and cases that cannot match."""
     if by is not None and not decidable(by):
         raise ConfigError(f"inputs.{BY}", f"nothing can be decided by {by}", "text, json, or a tensor of one element")
     seen: dict[tuple[str, Any], str] = {}

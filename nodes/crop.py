@@ -4,9 +4,8 @@
     cut:      {node: crop, size: [224, 224], inputs: {image: photo, detections: see.detections}}
     classify: {node: onnx, model: breeds.onnx, inputs: {image: cut.crops}, map: image}
 
-Without `size` a crop is a view of the picture: nothing is copied here. The worker that shares it makes it dense, which
-is one copy of the crop's own pixels, and none for a crop that is whole rows of the picture. With `size` all crops have
-one shape, so that the next step's batch of them is one array.
+Without `size` a crop is a view of the picture. The worker that shares it copies the crop's own pixels once, and nothing
+for a crop of whole rows. With `size` all crops have one shape, so that the next step's batch of them is one array.
 
 On a GPU the picture and its crops stay there. With `size` torch resizes them as Pillow does on the host, with a filter
 as wide as the crop is to shrink; levels differ by at most 1 of 255, or by some more where a side shrinks more than
@@ -42,10 +41,10 @@ if TYPE_CHECKING:
     import torch
 
 SIDE_MAX = 16_384
-"""Longest side that crops are brought to, in pixels."""
+"""Longest side that crops are resized to, in pixels."""
 
 SHRINK_MAX = 64
-"""Most that torch shrinks a side at once: on a GPU its filter must fit a core's shared memory, which ends near 94."""
+"""Largest factor by which torch shrinks a side at once: on a GPU its filter must fit a core's shared memory."""
 
 Box = tuple[int, int, int, int]
 
@@ -54,8 +53,8 @@ Box = tuple[int, int, int, int]
 class CropConfig:
     """Options of `crop`.
 
-    margin:     room around each box, as a share of its width and height; less at the picture's edges.
-    size:       [height, width] in pixels that every crop is brought to, whatever its proportions; None leaves them be.
+    margin:     border around each box, as a share of its width and height; less at the picture's edges.
+    size:       [height, width] in pixels that every crop is resized to, ignoring its proportions; None: not resized.
     items_max:  most crops of one picture; the most confident objects come first.
     min_pixels: objects of fewer pixels, margin included, are left out.
     """
@@ -67,7 +66,7 @@ class CropConfig:
 
 
 class Crop(BatchNode):
-    """Cuts detected objects out of their picture."""
+    """Crops detected objects from their picture."""
 
     Config: ClassVar[type[Any]] = CropConfig
     batch_default: ClassVar[tuple[int, float]] = (8, 0.0)
@@ -86,7 +85,7 @@ class Crop(BatchNode):
 
     @classmethod
     def device_ports(cls, config: CropConfig, ports: Ports) -> frozenset[str]:
-        with_torch = importlib.util.find_spec("torch") is not None  # which cuts there; on the host nobody needs it
+        with_torch = importlib.util.find_spec("torch") is not None  # needed to crop on a GPU only
         return frozenset({"image", "crops"} if with_torch else ())
 
     def run(self, batch: Batch) -> Outputs:
@@ -101,7 +100,7 @@ class Crop(BatchNode):
         }
 
     def _chosen(self, image: Any, found: Detections) -> tuple[list[Box], list[dict[str, Any]]]:
-        """Return what to cut out of one picture, in whole pixels, and what each of them is."""
+        """Return the boxes to crop from one picture, in whole pixels, and a description of each."""
         config: CropConfig = self.config
         boxes: list[Box] = []
         about: list[dict[str, Any]] = []
@@ -127,7 +126,7 @@ def _check(config: CropConfig) -> None:
 
 
 def _whole(box: np.ndarray, margin: float, width: int, height: int) -> Box:
-    """Return the box in whole pixels with its margin, inside the picture; one that has no pixels there is empty."""
+    """Return the box in whole pixels with its margin, clipped to the picture; empty if nothing is left."""
     if not np.isfinite(box).all():
         return (0, 0, 0, 0)
     x1, y1, x2, y2 = map(float, box)
@@ -152,20 +151,20 @@ def _resized(crop: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _cut_torch(image: torch.Tensor, boxes: Sequence[Box], size: tuple[int, int] | None) -> list[torch.Tensor]:
-    """Return crops on the picture's device: dense, each with memory of its own, or with `size` all side by side."""
+    """Return crops on the picture's device: each in memory of its own, or with `size` adjacent in one tensor."""
     import torch
 
     crops = [image[y1:y2, x1:x2] for x1, y1, x2, y2 in boxes]
     if size is None:
         return [crop.contiguous() for crop in crops]
     whole = torch.empty((len(crops), *size, 3), dtype=torch.uint8, device=image.device)
-    for room, crop in zip(whole, crops, strict=True):
-        room.copy_(_resized_torch(crop, *size))
+    for target, crop in zip(whole, crops, strict=True):
+        target.copy_(_resized_torch(crop, *size))
     return list(whole)
 
 
 def _resized_torch(crop: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return uint8 [height, width, 3] of uint8 [H, W, 3], each level as near as a whole number can be."""
+    """Resize uint8 [H, W, 3] to uint8 [height, width, 3], rounded to the nearest level."""
     from torch.nn.functional import interpolate
 
     if tuple(crop.shape[:2]) == (height, width):

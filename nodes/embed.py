@@ -20,10 +20,12 @@ from weftline.node import (
     port,
 )
 from weftline.nodes.contract import model_error
+from weftline.nodes.device_tensors import offload
 from weftline.nodes.hugging_face import (
     LANGUAGE_MODEL,
     MASKED_LM,
     NO_HEAD,
+    TextTokens,
     check_folder,
     check_kind,
     find_folder,
@@ -34,12 +36,9 @@ from weftline.nodes.hugging_face import (
     read_config,
     tokens_limit,
 )
-from weftline.nodes.model_file import find_model
-from weftline.nodes.near import rest
+from weftline.nodes.model_file import find_model, load_weights
 from weftline.nodes.precision import check_precision, computing_in, round_weights
 from weftline.nodes.sentence_head import FILES, MODULES, POOLINGS, SETTINGS, Dense, SentenceHead, read_head
-from weftline.nodes.text_tokens import TextTokens
-from weftline.nodes.weights import load_weights
 from weftline.shm.device.names import is_gpu
 
 if TYPE_CHECKING:
@@ -47,10 +46,10 @@ if TYPE_CHECKING:
 
 _WIDTH_KEYS = ("hidden_size", "dim", "d_model", "n_embd")
 _ENCODERS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
-"""Classes of transformers for models of which an embedding needs the encoder alone, by model_type."""
+"""Encoder-only classes of transformers for encoder-decoder models, by model_type."""
 
 _UNUSED = ("pooler.",)
-"""Tensors that no pooling reads: a layer on the first token, which many checkpoints lack."""
+"""Tensors that no pooling uses: a layer on the first token, which many checkpoints lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +58,13 @@ class EmbedConfig:
 
     model:     a model of transformers or sentence-transformers as a folder or hub name: safetensors only, no code from
                the model.
-    pooling:   how the tokens' states become one: 'mean', 'first' (the model's own summary token), 'last', 'max',
-               'mean_sqrt' or 'weighted_mean'. Left out, what the model's modules.json says; 'mean' without one.
-    normalise: scale every embedding to length 1, so that a dot product is a cosine. Left out, what the model's
-               modules.json says; true without one.
-    prefix:    put before every text, as some models were trained with ('query: '). Left out, the model's own default
+    pooling:   pooling of the token states: 'mean', 'first' (the model's own summary token), 'last', 'max', 'mean_sqrt'
+               or 'weighted_mean'. Default: that of the model's modules.json, else 'mean'.
+    normalise: scale every embedding to length 1, so that a dot product is a cosine. Default: that of
+               the model's modules.json, else true.
+    prefix:    text before every input, as some models were trained with ('query: '). Default: the model's own default
                prompt, if it has one.
-    precision: what the network computes in: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'; embeddings
+    precision: number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'; embeddings
                are float32 in all. Compared with float32 on the CPU, with random weights of BERT, MPNet, RoBERTa and T5,
                embeddings moved by a cosine distance of at most 2e-5 in bfloat16 and 4e-7 in float16, where texts are
                0.08 and more apart. TF32 was not measured.
@@ -79,10 +78,10 @@ class EmbedConfig:
 
 
 class Embed(BatchNode):
-    """Turns texts into float32[D] embeddings, D read from the model's config.json.
+    """Computes float32[D] embeddings of texts, with D of the model's config.json.
 
-    A folder of sentence-transformers is computed as that library does it: its pooling, dense layers, normalisation,
-    default prompt and longest text. Options of the step go before what the folder says; `weftline plan` shows both.
+    A sentence-transformers folder has the results of that library: its pooling, dense layers, normalisation, default
+    prompt and maximum length apply. Options of the step override them; `weftline plan` shows both.
     """
 
     Config: ClassVar[type[Any]] = EmbedConfig
@@ -94,7 +93,7 @@ class Embed(BatchNode):
     _layers: Any = None  # the head's dense layers, as torch modules
     _head: SentenceHead
     _device: str  # as torch calls it
-    _near: bool  # embeddings are given on the device
+    _on_device: bool  # embeddings stay on the device
     _tokens: TextTokens
 
     @classmethod
@@ -110,14 +109,14 @@ class Embed(BatchNode):
     def plan_notes(cls, config: EmbedConfig, step: StepContext) -> Sequence[str]:
         folder = find_folder(config.model, step.base_dir)
         written = None if folder is None else read_head(folder, config.model)
-        return () if written is None else tuple(_told(config, written))
+        return () if written is None else tuple(_plan_lines(config, written))
 
     @classmethod
     def device_ports(cls, config: EmbedConfig, ports: Ports) -> frozenset[str]:
         return frozenset({"embedding"})
 
     def open(self, context: OpenContext) -> None:
-        self._device, self._near = context.framework_device, is_gpu(context.device)
+        self._device, self._on_device = context.framework_device, is_gpu(context.device)
         model = self.config.model
         try:
             folder = _fetched(model, context.base_dir)
@@ -126,7 +125,7 @@ class Embed(BatchNode):
             network = f"{model}/{written.network}" if written is not None and written.network else model
             if network != model and find_model(model, context.base_dir) is None:
                 fix = "download the model and name its folder"
-                raise ConfigError("model", f"the network of {model} lies in its folder {self._head.network}", fix=fix)
+                raise ConfigError("model", f"the network of {model} is in its folder {self._head.network}", fix=fix)
             known = read_config(folder / self._head.network, network) if folder is not None else {}
         except ConfigError as error:
             raise model_error(error) from None
@@ -142,18 +141,18 @@ class Embed(BatchNode):
         self._layers = [_layer(one, folder, model, self._device) for one in self._head.dense if folder is not None]
 
     def warm_up(self) -> None:
-        self._embed(["a text to begin with"])
+        self._embed(["warm-up"])
 
     def run(self, batch: Batch) -> Outputs:
         texts = [self._head.prefix + text for text in batch["text"]]
         found = self._embed([text.lower() for text in texts] if self._head.lower else texts)
-        return {"embedding": placed(batch, "embedding", found, self._near)}
+        return {"embedding": placed(batch, "embedding", found, self._on_device)}
 
     def sleep(self, keep: str) -> bool:
         if keep != "host":
             return False
         for module in (self._network, *self._layers):
-            rest(module)
+            offload(module)
         return True
 
     def wake(self) -> None:
@@ -182,7 +181,7 @@ class Embed(BatchNode):
 
 
 def _pooled(pooling: str, states: Any, mask: Any) -> Any:
-    """Return [texts, D] of states [texts, tokens, D] and mask [texts, tokens, 1], 1 at tokens, which stand first."""
+    """Return [texts, D] of states [texts, tokens, D] and mask [texts, tokens, 1] (1 at tokens, then padding)."""
     import torch
 
     if pooling == "first":
@@ -223,8 +222,8 @@ def _chosen(config: EmbedConfig, written: SentenceHead | None) -> SentenceHead:
     )
 
 
-def _told(config: EmbedConfig, written: SentenceHead) -> Sequence[str]:
-    """Return lines for the plan: what is taken from a sentence-transformers folder, and what the step has instead."""
+def _plan_lines(config: EmbedConfig, written: SentenceHead) -> Sequence[str]:
+    """Return lines for the plan: settings of a sentence-transformers folder, and the step's overrides."""
     head, model = _chosen(config, written), config.model
     parts = [f"pooling {head.pooling}"]
     parts += [f"dense {one.inputs} to {one.outputs} ({one.activation})" for one in head.dense]
@@ -233,41 +232,42 @@ def _told(config: EmbedConfig, written: SentenceHead) -> Sequence[str]:
         f"prefix {head.prefix!r:.60}" if head.prefix else "no prefix",
     ]
     parts += [f"at most {head.tokens_max} tokens"] if head.tokens_max else []
-    lines = [f"embeds as {model}/{MODULES} says: {', '.join(parts)}"]
+    lines = [f"settings of {model}/{MODULES}: {', '.join(parts)}"]
     for option, own in (("pooling", written.pooling), ("normalise", written.normalise), ("prefix", written.prefix)):
         value = getattr(config, option)
         if value is not None and value != own:
             where = SETTINGS if option == "prefix" else MODULES
-            lines.append(f"its option {option}: {value!r:.60} goes before {model}/{where}, which says {own!r:.60}")
+            lines.append(f"option {option}: {value!r:.60} overrides {own!r:.60} of {model}/{where}")
     return lines
 
 
 def _checked_width(config: EmbedConfig, folder: Path, base_dir: Path) -> int:
-    """Return the size of an embedding; ConfigError when the model in `folder` is no model for embeddings."""
+    """Return the size of an embedding. ConfigError: the model in `folder` is no embedding model."""
     model = config.model
     written = read_head(folder, model)
     network = f"{model}/{written.network}" if written is not None and written.network else model
-    found = read_config(folder / (written.network if written else ""), network)
-    encoder = str(found.get("model_type")) in _ENCODERS
+    network_config = read_config(folder / (written.network if written else ""), network)
+    encoder = str(network_config.get("model_type")) in _ENCODERS
     if written is None and config.pooling is None and not encoder:
-        decoder = "write `pooling` to take its states of tokens all the same, or use node llm with task: embed"
-        fix = decoder if kind_of(found)[1] is LANGUAGE_MODEL else ""
-        check_kind(found, model, (NO_HEAD, MASKED_LM), "a model for embeddings", fix)
-    if found.get("is_encoder_decoder") and not encoder:
-        told = f"{model} has an encoder and a decoder ({found.get('model_type')!s:.40})"
-        raise ConfigError("model", told, "an encoder, or a decoder, alone")
+        decoder = "write `pooling` to pool its token states anyway, or use node llm with task: embed"
+        fix = decoder if kind_of(network_config)[1] is LANGUAGE_MODEL else ""
+        check_kind(network_config, model, (NO_HEAD, MASKED_LM), "a model for embeddings", fix)
+    if network_config.get("is_encoder_decoder") and not encoder:
+        found = f"{model} has an encoder and a decoder ({network_config.get('model_type')!s:.40})"
+        raise ConfigError("model", found, "an encoder, or a decoder, alone")
     check_folder(network, base_dir, "AutoModel")
-    width = embedding_width(found, network)
+    width = embedding_width(network_config, network)
     for one in () if written is None else written.dense:
         if one.inputs != width:
-            told = f"{model}/{one.weights.rpartition('/')[0]} takes {one.inputs} numbers, and is given {width}"
-            raise ConfigError("model", told, "modules that fit each other")
+            module = f"{model}/{one.weights.rpartition('/')[0]}"
+            found = f"{module} has {one.inputs} inputs, and the module before it has {width} outputs"
+            raise ConfigError("model", found, "modules that fit each other")
         width = one.outputs
     return int(width)
 
 
 def _fetched(model: str, base_dir: Path) -> Path | None:
-    """Return the folder with a model's small files: a local one, or a hub model's in the cache, fetched if need be."""
+    """Return the folder with a model's small files: local, or a hub model's in the cache, downloaded if missing."""
     source = local_or_hub(model, base_dir)
     if isinstance(source, Path):
         return find_folder(model, base_dir)
@@ -275,7 +275,7 @@ def _fetched(model: str, base_dir: Path) -> Path | None:
 
     try:
         return Path(snapshot_download(source, allow_patterns=["config.json", *FILES]))
-    except Exception:  # whatever keeps it from being fetched is said when the network is
+    except Exception:  # loading the network reports the reason
         return find_folder(model, base_dir)
 
 

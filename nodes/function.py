@@ -70,10 +70,10 @@ _HELD_LATER: Mapping[str, tuple[type[Any], ...]] = {
     "tensor": (np.ndarray,), "image": (np.ndarray,), "audio": (np.ndarray,), "list": (list, tuple, np.ndarray),
     "detections": (Detections,),
 }  # fmt: skip
-"""Values of these classes are held to their port's type by the worker that passes them on; twice would cost time."""
+"""Values of these classes are checked against their port's type by the worker, so not here."""
 
 _UNCHANGING = frozenset({str, bytes, int, float, bool, type(None)})
-"""Classes of answers that no later call of the function can change."""
+"""Classes of immutable results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +97,17 @@ class FunctionConfig:
 
 
 class Function(BatchNode):
-    """Calls a Python function of the user's."""
+    """Calls a user's Python function."""
 
     Config: ClassVar[type[Any]] = FunctionConfig
     batch_default: ClassVar[tuple[int, float]] = (8, 0.0)
 
     _call: Callable[..., Any]
-    _object: Any = None  # what the class was made to, or the function
-    _returns: Mapping[str, JsonType]  # what JSON and text its annotation promises, by output
+    _object: Any = None  # the instance of the class, or the function
+    _returns: Mapping[str, JsonType]  # JSON and text types of the return annotation, by output
     _outputs: tuple[Port, ...]
     _names: list[str]  # of the outputs
-    _defaults: frozenset[str]  # inputs that the function can do without
+    _defaults: frozenset[str]  # inputs with a default
     _held_later: tuple[type[Any], ...]  # of the one output; none with several
     _types: Mapping[str, PortType]  # of the inputs
     _device: str  # as torch calls it; '' where tensors are arrays
@@ -184,7 +184,7 @@ class Function(BatchNode):
         call, held_later = self._call, self._held_later
         answers: list[Any] = []
         answer: Any = object()
-        references = getrefcount(answer)  # to what `answer` alone refers to, as this interpreter counts them
+        references = getrefcount(answer)  # of an object with the single name `answer`, by this interpreter's count
         for place in range(len(batch)):
             scope.place = place
             inputs = {name: column[place] for name, column in columns}
@@ -206,7 +206,7 @@ class Function(BatchNode):
                     answers.append(answer)  # no other reference to its memory
                 else:
                     made = dict(zip(self._names, (answer,) if held_later else answer))
-                    del answer  # `made` alone refers to what the function gave away
+                    del answer  # `made` has the only reference
                     batch.settle(place, made)
                     answers.append(made[SINGLE] if held_later else tuple(made.values()))
             except DeviceLost:
@@ -252,7 +252,7 @@ class Function(BatchNode):
         lists = self._by_name(answer)
         for name, values in lists.items():
             if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or len(values) != items:
-                raise StepError(f"the function was given {items} items; its answer for {name} is no list of {items}")
+                raise StepError(f"the function received {items} items; its result for {name} is not a list of {items}")
         return {
             port.name: [
                 value if isinstance(value, held_later) else self._tried(port, value) for value in lists[port.name]
@@ -329,4 +329,4 @@ def _names_a_class(config: FunctionConfig, base_dir: Path) -> bool:
 
 
 class _Never:
-    """No value is one of these: values of such an output are checked by the function step itself."""
+    """Class without instances: values of such an output are always checked by the function step."""

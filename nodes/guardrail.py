@@ -1,7 +1,7 @@
 """Guardrail node: allows, replaces or blocks text by rules and an optional classifier.
 
-Whole texts are judged in batches. Where the step is wired to a stream, the text is judged while it comes and passed on
-in pieces (`hold_back`); on a violation the step ends, and with it what nobody else reads.
+Whole texts are judged in batches. Streamed text is judged as it arrives and released in chunks (`HoldBack`). On a
+violation the step ends, and so do steps whose outputs no other step reads.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from weftline.node import (
     Urgency,
     port,
 )
-from weftline.nodes.hold_back import HoldBack
-from weftline.nodes.rules import BUILT_IN, Rule, user_rules
-from weftline.nodes.text_classifier import TextClassifier, check_classifier, is_onnx, open_classifier
-from weftline.nodes.verdict import ON_VIOLATION, Policy, judge
+from weftline.nodes.classify import TextClassifier, check_classifier, is_onnx, open_classifier
+from weftline.nodes.guardrail_rules import BUILT_IN, Rule, user_rules
+from weftline.nodes.guardrail_verdict import ON_VIOLATION, HoldBack, Policy, judge
 
 SAFE = "safe"
-"""The classifier's label for texts that are fine; never a category of its own."""
+"""The classifier's label for harmless texts; it is not a category."""
 
 WINDOWS_MAX = 4_096
-"""Windows in which the classifier reads a long text: enough for `chars_max`, so that nothing hides at its end."""
+"""Most classifier windows of a long text: enough for `chars_max`, so that the end is classified too."""
 
 RULES_MAX = 1_000
 
@@ -46,15 +45,15 @@ class GuardrailConfig:
     policy:     {block: [categories], redact: [categories], on_violation: replace | block | allow, message: text}.
                 Categories are the built-in rule sets `secrets` and `personal`, the names under `rules`, and the labels
                 of the classifier; without `block` and `redact`, all of them block.
-    rules:      rules of your own, {category: {words: [...], patterns: [...]}}. Words match whole and in any case;
-                patterns are regular expressions with bounded repeats. They add to a built-in category of that name.
+    rules:      user-defined rules, {category: {words: [...], patterns: [...]}}. Words match whole and in any case;
+                patterns are regular expressions with bounded repeats. They extend a built-in category of that name.
     classifier: a text classification model, as for node `classify`; empty for none.
     threshold:  least probability of the classifier that counts.
-    chars_max:  longest text that is judged; a longer one fails its request, unjudged text is never passed on.
-    window_chars: of a text that comes in pieces, how many characters are held back while more may come. What a rule may
-                still turn into a find is held back for longer: a run of characters without spaces until it ends.
-    judge_every_chars: how often the classifier is asked about a text that comes in pieces: each time so much is new,
-                and at its end. It is given what is new with at least 1 000 characters before it.
+    chars_max:  longest text, in characters; a longer one fails its request, since unjudged text is never released.
+    window_chars: characters of a streamed text that are held back while more may follow. Text that may still become a
+                match is held back longer: a run of characters without spaces until it ends.
+    judge_every_chars: new characters of a streamed text after which the classifier runs again; it also runs at the end.
+                Its input is the new text with at least 1 000 characters before it.
     """
 
     policy: dict[str, Any] = field(default_factory=dict)
@@ -79,9 +78,9 @@ class Guardrail(BatchNode, StreamNode):
     def __init__(self, config: GuardrailConfig) -> None:
         super().__init__(config)
         self._held: dict[int, HoldBack] = {}
-        self._news: dict[int, None] = {}  # items that something has come for, in order
+        self._news: dict[int, None] = {}  # items with new text, in order
         self._paused: set[int] = set()
-        self._anew: set[int] = set()  # items whose whole text is not what its pieces were: only the end counts
+        self._anew: set[int] = set()  # items whose final text differs from the chunks: only the end counts
 
     @classmethod
     def ports(cls, config: GuardrailConfig, step: StepContext) -> Ports:
@@ -92,7 +91,7 @@ class Guardrail(BatchNode, StreamNode):
         return Ports(
             inputs=(port("text", "text", pieces=True, about="the text to judge"),),
             outputs=(
-                port("text", "text", pieces=True, about="the text, or what replaces it; empty when it is blocked"),
+                port("text", "text", pieces=True, about="the text or its replacement; empty when it is blocked"),
                 port("verdict", "json", about="action (allow, replace, block), reasons, scores"),
             ),
         )
@@ -105,7 +104,7 @@ class Guardrail(BatchNode, StreamNode):
 
     def warm_up(self) -> None:
         if self._classifier:
-            self._classifier.probabilities(["a text to begin with"])
+            self._classifier.probabilities(["warm-up"])
 
     def run(self, batch: Batch) -> Outputs:
         limit = self.config.chars_max
@@ -118,14 +117,14 @@ class Guardrail(BatchNode, StreamNode):
             "verdict": [answer if isinstance(answer, StepError) else answer.to_json() for answer in answers],
         }
 
-    # a text in pieces
+    # streamed text
 
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
         self._held[item] = self._hold_back()
 
     def feed(self, item: int, port: str, piece: Any, last: bool) -> None:
         held = self._held[item]
-        if last and not piece.startswith(held.text):  # its source has changed its mind: what counts is the whole
+        if last and not piece.startswith(held.text):  # the final value differs from the chunks and counts
             held = self._held[item] = self._hold_back()
             self._anew.add(item)
         held.add(piece[len(held.text) :] if last else piece)
@@ -153,7 +152,7 @@ class Guardrail(BatchNode, StreamNode):
     def round(self) -> Sequence[Piece]:
         due = [item for item in self._news if item not in self._paused]
         limit = self.config.chars_max
-        self._ask([self._held[item] for item in due if self._held[item].chars <= limit])
+        self._classify([self._held[item] for item in due if self._held[item].chars <= limit])
         pieces: list[Piece] = []
         for item in due:
             del self._news[item]
@@ -175,10 +174,10 @@ class Guardrail(BatchNode, StreamNode):
         every = self.config.judge_every_chars if self._classifier else 0
         return HoldBack(self._policy, self._rules, self.config.window_chars, every)
 
-    def _ask(self, texts: Sequence[HoldBack]) -> None:
-        """Ask the classifier about every text that is due, all in one call."""
-        asked = [(held, text) for held in texts if (text := held.to_judge()) is not None]
-        for (held, _), scores in zip(asked, self._scores([text for _, text in asked]), strict=True):
+    def _classify(self, texts: Sequence[HoldBack]) -> None:
+        """Run the classifier once on all texts that are due."""
+        due = [(held, text) for held in texts if (text := held.to_judge()) is not None]
+        for (held, _), scores in zip(due, self._scores([text for _, text in due]), strict=True):
             held.judged(scores)
 
     @classmethod
@@ -200,7 +199,7 @@ class Guardrail(BatchNode, StreamNode):
         return [judge(text, self._policy, self._rules, row) for text, row in zip(texts, rows, strict=True)]
 
     def _scores(self, texts: list[str]) -> list[dict[str, float]]:
-        """Return the classifier's probabilities by label, text by text; empty without one."""
+        """Return the classifier's probabilities by label for each text; empty without a classifier."""
         if not self._classifier or not texts:
             return [{} for _ in texts]
         found = self._classifier.probabilities(texts, WINDOWS_MAX)
@@ -214,7 +213,7 @@ def _too_long(chars: int, limit: int) -> StepError:
 def read_policy(config: GuardrailConfig, labels: tuple[str, ...] | None) -> tuple[Policy, list[Rule]]:
     """Return the policy and rules of `config`; raise ConfigError when invalid.
 
-    labels: the classifier's, or None while they are not known; categories are then not compared with them.
+    labels: the classifier's, or None while unknown; categories are then not compared with them.
     """
     rules = [rule for built_in in BUILT_IN.values() for rule in built_in] + _user_rules(config.rules)
     known = {rule.category for rule in rules} | {*config.rules} | {*(labels or ())} - {SAFE}

@@ -1,4 +1,7 @@
-"""Loading of Hugging Face models: local folder or hub name, safetensors only, no remote code."""
+"""Loading of Hugging Face models: local folder or hub name, safetensors only, no remote code; and their tokenisers.
+
+Texts are tokenised into padded batches. Long texts become overlapping windows.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,75 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weftline.errors import MissingPackage, ModelError
 from weftline.nodes.contract import ConfigError, OpenContext, model_error
-from weftline.nodes.model_file import find_model
-from weftline.nodes.text_tokens import TextTokens
-from weftline.nodes.weights import check_safetensors
+from weftline.nodes.model_file import check_safetensors, find_model
+
+FILE_BYTES_MAX = 64 << 20
+"""Largest accepted tokenizer.json; the largest multilingual ones are about 20 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Padded rows. ids, mask: int64 [rows, tokens], mask 1 at real tokens. owner: which text each row belongs to."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    owner: tuple[int, ...]
+
+    def part(self, start: int, end: int) -> Rows:
+        """Return the rows from `start` to before `end`."""
+        return Rows(self.ids[start:end], self.mask[start:end], self.owner[start:end])
+
+
+class TextTokens:
+    """A tokenizer of the `tokenizers` library with the model's limit on tokens."""
+
+    def __init__(self, tokenizer: Any, tokens_max: int, pad: int) -> None:
+        self._tokenizer, self._tokens_max, self._pad = tokenizer, tokens_max, pad
+        tokenizer.no_padding()
+
+    def rows(self, texts: Sequence[str], windows_max: int = 1) -> Rows:
+        """Return `texts` as rows: one for each, or for a long text up to `windows_max` that overlap by a quarter.
+
+        Text beyond the last window is dropped.
+        """
+        stride = self._tokens_max // 4 if windows_max > 1 else 0
+        self._tokenizer.enable_truncation(self._tokens_max, stride=stride)
+        lists: list[list[int]] = []
+        owner: list[int] = []
+        for place, encoded in enumerate(self._tokenizer.encode_batch(list(texts))):
+            windows = [encoded, *encoded.overflowing][:windows_max]
+            lists += [window.ids or [self._pad] for window in windows]
+            owner += [place] * len(windows)
+        longest = max(map(len, lists), default=1)
+        ids = np.full((len(lists), longest), self._pad, np.int64)
+        mask = np.zeros((len(lists), longest), np.int64)
+        for row, tokens in enumerate(lists):
+            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+        return Rows(ids, mask, tuple(owner))
+
+
+def load_tokenizer(folder: Path, shown: str) -> Any:
+    """Return the tokenizer in `folder`/tokenizer.json; ModelError when it is missing or corrupt."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise MissingPackage("tokenizers", "onnx") from None
+    path = folder / "tokenizer.json"
+    if not path.is_file() or path.stat().st_size > FILE_BYTES_MAX:
+        raise ModelError(f"{shown} has no tokenizer.json of at most {FILE_BYTES_MAX} bytes")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{shown}/tokenizer.json is corrupt: {str(error).splitlines()[0]:.200}") from None
+
 
 CONFIG_BYTES_MAX = 4 << 20
 TOKENS_MAX = 512
-"""Most tokens of one text when the model's config does not say."""
+"""Default maximum of tokens of one text."""
 
 INDEX = "model.safetensors.index.json"
 """Names the safetensors file of each tensor, where weights are in several files."""
@@ -26,7 +89,7 @@ _LFS_POINTER = b"version https://git-lfs"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_WEIGHTS = (*_PICKLED, ".gguf", ".onnx", ".h5", ".msgpack")
 _TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
-"""Names of the files that a tokenizer's vocabulary is in."""
+"""Names of tokenizer vocabulary files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +126,7 @@ _KINDS = (
     NO_HEAD,  # last: other heads end so, too
 )
 OWN_NODE = "run it in a node of your own, `node: file.py:Class`"
-"""What to do about a model that no built-in node runs."""
+"""Fix for a model that no built-in node runs."""
 
 
 def kind_of(config: Mapping[str, Any]) -> tuple[str, Kind | None]:
@@ -124,7 +187,7 @@ def _fix_of_file(path: Path, model: str) -> str:
 def check_folder(model: str, base_dir: Path, auto_class: str) -> None:
     """Raise ConfigError about option `model` when a local folder lacks sound weights or a tokenizer.
 
-    Nothing is said of hub models: what is not in the cache is fetched when the node opens.
+    Hub models are not checked: missing files are downloaded when the node opens.
 
     auto_class: transformers' class that loads the model, for the fix.
     """
@@ -167,7 +230,7 @@ def find_weights(folder: Path, shown: str, auto_class: str = "AutoModel") -> lis
 
 
 def _hub_cache() -> Path:
-    """Return where huggingface_hub keeps models, by its own rules."""
+    """Return the model cache folder of huggingface_hub."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
@@ -195,7 +258,7 @@ def read_json(path: Path, shown: str) -> Any | None:
 
 
 def _nearby(folder: Path, shown: str) -> str:
-    """Return the fix for a folder without config.json, by what else it holds."""
+    """Return the fix for a folder without config.json, by its other files."""
     if (folder / "adapter_config.json").is_file():
         return (
             "it is a LoRA adapter: name the model that it was trained from, and the adapter in `adapters` of node llm"
@@ -207,7 +270,7 @@ def _nearby(folder: Path, shown: str) -> str:
 def load_network(auto_class: str, model: str, context: OpenContext, unused: tuple[str, ...] = ()) -> Any:
     """Return the network of `model` by transformers' `auto_class`: float32, in eval mode, on the context's device.
 
-    unused: beginnings of the names of tensors that the caller computes nothing with, which may be missing.
+    unused: name prefixes of tensors that the caller does not use, which may be missing.
     """
     try:
         import torch
@@ -228,7 +291,7 @@ def load_network(auto_class: str, model: str, context: OpenContext, unused: tupl
         raise ModelError(f"{model} cannot be opened by transformers: {reason}{hub_fix(source)}") from None
     network, report = found
     missing = sorted(name for name in map(str, report.get("missing_keys") or ()) if not name.startswith(unused))
-    if missing:  # transformers would leave them at random and only warn
+    if missing:  # transformers would initialise them randomly and only warn
         raise ModelError(f"{model}: its weights lack {', '.join(missing[:3])} ({len(missing)} tensors in all)")
     return network.to(context.framework_device).eval()
 
@@ -244,7 +307,7 @@ def check_weights(folder: Path, shown: str) -> None:
 
 
 def hub_fix(source: Path | str) -> str:
-    """Return what to do about a name that no folder has and that could not be had of the hub; '' for a folder."""
+    """Return the fix for a name that is neither a folder nor on the hub; '' for a folder."""
     if isinstance(source, Path):
         return ""
     return (
@@ -255,7 +318,7 @@ def hub_fix(source: Path | str) -> str:
 def load_tokens(model: str, context: OpenContext, tokens_max: int, pad: int | None = None) -> TextTokens:
     """Return the model's tokenizer; ModelError when it has none of the fast kind.
 
-    pad: the token that the network takes as padding; None: the tokenizer's.
+    pad: the network's padding token; None: the tokenizer's.
     """
     import transformers
 
@@ -299,6 +362,6 @@ def local_or_hub(model: str, base_dir: Path) -> Path | str:
 
 
 def first_line(error: BaseException, source: Path | str | None = None, shown: str = "") -> str:
-    """Return the first line of an error's message, with `shown` in place of `source`: where a model lies is private."""
+    """Return the first line of an error's message, with `shown` in place of `source`, whose path is private."""
     text = (str(error) if source is None else str(error).replace(str(source), shown)).strip()
     return f"{text.splitlines()[0]:.300}" if text else type(error).__name__

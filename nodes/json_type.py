@@ -1,8 +1,7 @@
 """JSON types such as `dict[str, float]`, and validation of values against them.
 
-A type is read from the source text. Of a class in the user's own files its fields are known: those of a dataclass, a
-TypedDict, a NamedTuple or a pydantic model. What is not known inside a type, such as a class of another package, is
-any JSON value.
+A type is read from the source text. The fields of a class in the user's files are known: a dataclass, a TypedDict, a
+NamedTuple or a pydantic model. An unknown type, such as a class of another package, is any JSON value.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class JsonType:
     built: bool = False
 
     def classes(self) -> Iterator[str]:
-        """Yield the classes in it whose objects JSON does not bring back."""
+        """Yield the classes in it whose objects JSON cannot restore."""
         if self.built:
             yield self.text
         for one in self.of:
@@ -164,7 +163,7 @@ def _found(value: Any) -> str:
 
 
 def as_annotated(type: JsonType, value: Any, base_dir: Path) -> Any:
-    """Return a JSON value of `type` as its annotation promises it: tuples, and paths relative to `base_dir`."""
+    """Convert a JSON value to the Python types of its annotation: tuples, and paths relative to `base_dir`."""
     if type.kind == "path":
         return base_dir / value
     if type.kind == "union":
@@ -180,7 +179,7 @@ def as_annotated(type: JsonType, value: Any, base_dir: Path) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An annotation with aliases followed: its name such as 'list', what is in its brackets, and where it is written.
+    """An annotation with aliases resolved: its name such as 'list', its type arguments, and its module.
 
     node: the definition of a class; else None.
     """
@@ -233,9 +232,9 @@ def unquoted(node: ast.expr) -> ast.expr | None:
 
 
 def read_json_type(node: ast.AST, module: Module, within: frozenset[str] = frozenset()) -> JsonType | None:
-    """Return the type that an annotation stands for inside JSON; None when it is not known.
+    """Return the JSON type of an annotation; None when it is not known.
 
-    within: classes that it is a part of, so that one that holds itself comes to an end.
+    within: enclosing classes, which ends the recursion of a class that contains itself.
     """
     found, text = written(node, module), ast.unparse(node).strip("'\"")
 
@@ -265,7 +264,7 @@ def read_json_type(node: ast.AST, module: Module, within: frozenset[str] = froze
 
 
 def _read_class(node: ast.ClassDef, module: Module, within: frozenset[str]) -> JsonType | None:
-    """Return what the objects of a class are as JSON; None when it is no class of fields."""
+    """Return the JSON type of a class; None when it has no known fields."""
     bases = list(base_names(node, module))
     if "Enum" in " ".join(bases):
         return JsonType("str" if {"StrEnum", "str"} & {*bases} else "any", node.name, built=True)
@@ -295,7 +294,7 @@ def _fields(node: ast.ClassDef, module: Module, within: frozenset[str]) -> Itera
 
 
 def lineage(node: ast.ClassDef, module: Module, depth: int = 16) -> Iterator[tuple[ast.ClassDef, Module]]:
-    """Yield a class and those that it derives from, as far as they are in the user's own files, nearest first."""
+    """Yield a class and its base classes in the user's files, nearest first."""
     yield node, module
     for base in node.bases if depth else ():
         found = module.lookup(base.id) if isinstance(base, ast.Name) else None
@@ -304,7 +303,7 @@ def lineage(node: ast.ClassDef, module: Module, depth: int = 16) -> Iterator[tup
 
 
 def base_names(node: ast.ClassDef, module: Module) -> Iterator[str]:
-    """Yield the names of the classes that a class derives from, those of other packages too."""
+    """Yield the names of all base classes of a class, including those of other packages."""
     for owner, _ in lineage(node, module):
         for base in owner.bases:
             head = base.value if isinstance(base, ast.Subscript) else base

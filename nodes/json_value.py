@@ -1,6 +1,6 @@
 """Convert Python values to JSON values: None, bool, int, float, str, lists, and dicts with text keys.
 
-`to_json` converts what functions and callers commonly hold:
+`to_json` converts common Python values:
 
     NumPy scalars, torch tensors of no dimension  -> number, bool or text
     small NumPy arrays and torch tensors          -> nested lists, at most ARRAY_ITEMS_MAX numbers
@@ -50,14 +50,14 @@ _PATH_CHARS_MAX = 120
 
 
 class NotJson(ValueError):
-    """A value that JSON cannot hold: where it is inside the whole, such as '.boxes[3].score', and what it is."""
+    """A value that is not JSON, with its path inside the whole, such as '.boxes[3].score'."""
 
     def __init__(self, found: str, fix: str = "", path: str = "") -> None:
         super().__init__(f"{found}\n    fix: {fix}" if fix else found)
         self.found, self.fix, self.path = found, fix, path
 
     def under(self, key: int | str) -> NotJson:
-        """Return the same problem as seen from the value that holds it under `key`."""
+        """Return the problem with `key` in front of its path."""
         step = f"[{key}]" if isinstance(key, int) else f".{key}" if key.isidentifier() else f"[{key!r:.40}]"
         path = step + self.path
         return NotJson(self.found, self.fix, path if len(path) <= _PATH_CHARS_MAX else f"{path[:_PATH_CHARS_MAX]}...")
@@ -69,7 +69,7 @@ class NotJson(ValueError):
 
 
 def to_json(value: Any) -> Any:
-    """Return `value` as a JSON value, itself where it is one. NotJson: names the part that cannot be one."""
+    """Convert `value` to a JSON value; a JSON value is returned itself. NotJson: path of the part that is not JSON."""
     return value if type(value) in _PLAIN else _converted(value, 0)
 
 
@@ -228,7 +228,7 @@ def _named(value: Any) -> str:
 
 
 def _unencodable(value: Any) -> NotJson | None:
-    """Find the first number or text of a JSON value that MessagePack cannot hold."""
+    """Find the first number or text of a JSON value that MessagePack cannot encode."""
     if isinstance(value, dict):
         pairs: Iterable[tuple[int | str, Any]] = [(key, part) for key, one in value.items() for part in (key, one)]
     elif isinstance(value, list | tuple):

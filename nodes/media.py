@@ -1,7 +1,7 @@
 """Conversion of request values to port values; dispatches to the media decoders.
 
-`to_value` takes bytes, files, arrays, pictures and plain Python values and gives the canonical value of a port type, or
-an InputError that says what was found and what was wanted. Every size is checked before memory for it is asked for.
+`to_value` accepts bytes, files, arrays, images and plain Python values. It returns the canonical value of a port type,
+or raises an InputError with the found and the expected type. Every size is checked before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,83 @@ import numpy as np
 from weftline.errors import InputError
 from weftline.nodes import audio, image
 from weftline.nodes.audio import decode_audio
-from weftline.nodes.image import decode_image
-from weftline.nodes.image_header import ImageHeader
+from weftline.nodes.image import ImageHeader, decode_image
 from weftline.nodes.json_value import NotJson, to_json
 from weftline.nodes.ports import PortType
-from weftline.nodes.tensor_input import to_tensor
-from weftline.nodes.values import array_dtype, describe, mismatch
+from weftline.nodes.values import array_dtype, describe, fits, mismatch
+from weftline.shm.spec import ITEM_BYTES, STAND_INS, byte_size
+from weftline.shm.view import dtype_name
+
+
+def to_tensor(type: PortType, raw: Any, bytes_max: int) -> np.ndarray:
+    """Return `raw` as a row-major array of `type`; the very same array when it already is one.
+
+    Arrays are not converted to another dtype, since that loses numbers silently; numbers and nested lists have no dtype
+    of their own and take the port's, if it holds them exactly.
+    """
+    array = _from_array(type, raw) if array_dtype(raw) is not None else _from_numbers(type, raw)
+    dtype = dtype_name(array.dtype)
+    if dtype not in ITEM_BYTES:
+        raise InputError(f"wants {type}, got an array of {dtype:.40}")
+    if type.dtype is not None and dtype != STAND_INS.get(type.dtype, type.dtype):
+        raise InputError(f"wants {type}, got {describe(array)}\n    fix: convert it, x.astype({type.dtype!r})")
+    if type.dims is not None and not fits(type.dims, array.shape):
+        raise InputError(f"wants {type}, got {describe(array)}")
+    if byte_size(dtype, array.shape) > bytes_max:
+        raise InputError(f"a tensor of {array.nbytes} bytes; the limit is {bytes_max}")
+    return array
+
+
+def _from_array(type: PortType, raw: Any) -> np.ndarray:
+    if hasattr(raw, "detach"):
+        raw = _from_torch(raw)
+    dtype = dtype_name(raw.dtype)
+    if dtype in STAND_INS:  # ml_dtypes' arrays: numpy proper knows these bits as unsigned integers
+        raw = raw.view(STAND_INS[dtype])
+    if not raw.dtype.isnative:
+        raw = raw.astype(raw.dtype.newbyteorder("="))
+    return raw if raw.flags.c_contiguous and raw.__class__ is np.ndarray else np.array(raw, order="C")
+
+
+def _from_torch(tensor: Any) -> Any:
+    tensor = tensor.detach().cpu().contiguous()
+    stand_in = STAND_INS.get(array_dtype(tensor) or "")
+    if stand_in is None:
+        return tensor.numpy()
+    import torch
+
+    return tensor.view(getattr(torch, stand_in)).numpy()
+
+
+def _from_numbers(type: PortType, raw: Any) -> np.ndarray:
+    try:
+        array = np.asarray(raw)
+    except (ValueError, TypeError, OverflowError):
+        raise InputError(f"wants {type}, got lists of unequal lengths, or something else than numbers") from None
+    if array.dtype.kind not in "biufc":
+        raise InputError(f"wants {type}, got {describe(raw)}")
+    if type.dtype is None or type.dtype in STAND_INS:
+        return array
+    if array.dtype.kind == "f" and np.dtype(type.dtype).kind in "fc":
+        return array.astype(type.dtype)
+    with np.errstate(all="ignore"):
+        converted = array.astype(type.dtype)
+        if not np.array_equal(converted.astype(array.dtype), array):
+            raise InputError(f"wants {type}, got numbers that {type.dtype} does not hold exactly")
+    return converted
+
 
 __all__ = ["Encoded", "MediaLimits", "decode_audio", "decode_image", "encoded", "to_value"]
 
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What one value may be.
+    """Limits of one value.
 
     pixels_max:  largest picture, width times height.
     seconds_max: longest recording, in seconds.
     bytes_max:   most bytes of one value as it arrives, and of a tensor.
-    paths:       files may be named. True only for callers inside the process: a path from a client is never opened.
+    paths:       values may be file paths. True only for callers inside the process; a client's path is never opened.
     """
 
     pixels_max: int = image.PIXELS_MAX
@@ -47,7 +106,7 @@ class MediaLimits:
 
 
 def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> Any:
-    """Return `raw` as a value of `type`; InputError says what is wrong with it.
+    """Convert `raw` to a value of `type`. InputError: not possible.
 
     image:  encoded bytes, a path, a Pillow picture, or a uint8 array (grey, RGB or RGBA).
     audio:  encoded bytes, a path, or an array at 16 kHz (float, or int16, int32, uint8 which are scaled).
@@ -55,7 +114,7 @@ def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> A
     json:   any json value (a str is itself one), what `to_json` converts to one, or bytes or a file that hold json.
     bytes:  bytes, or a file.
     tensor: an array of the stated dtype, a number or nested lists, or bytes or a file in NumPy's .npy format.
-    list:   a list or tuple of such values, or an array of them stacked; gives a list. The limits hold for each element.
+    list:   a list or tuple of such values, or a stacked array of them; returns a list. Limits apply to each element.
 
     A path is a pathlib.Path; for images and audio a str is one too. An array that already is right comes back itself.
     """
@@ -70,7 +129,7 @@ class Encoded:
     """A picture or recording within limits by its header, which is not decoded yet.
 
     size_bytes:    what it decodes to.
-    working_bytes: memory that decoding takes beside that.
+    working_bytes: memory for decoding besides that.
     decode:        fills flat bytes of that size and returns the value's shape; InputError when it is corrupt.
     shape:         the value's, once it is decoded.
     """
@@ -87,9 +146,9 @@ class Encoded:
 
 
 def encoded(type: PortType, raw: Any, limits: MediaLimits) -> Encoded | None:
-    """Return what encoded bytes, or a file of them, will be decoded to; None for any other value.
+    """Return the decoding of encoded bytes, or of a file of them; None for any other value.
 
-    InputError as `to_value`, as far as it can be said without decoding.
+    InputError as in `to_value`, as far as possible without decoding.
     """
     if type.kind not in ("image", "audio") or not isinstance(raw, bytes | bytearray | memoryview | str | Path):
         return None
@@ -122,7 +181,7 @@ def _within(raw: Any, limits: MediaLimits, kind: str) -> Any:
 
 
 _STACKED_DIMS: dict[str, tuple[int, ...]] = {"image": (4,), "audio": (2,), "tensor": tuple(range(1, 65))}
-"""How many dims an array has that is a list of these: one more than its elements."""
+"""Number of dims of an array that is a list of this kind: one more than its elements."""
 
 
 def _list(type: PortType, raw: Any, limits: MediaLimits) -> list[Any]:

@@ -1,10 +1,25 @@
-"""Model path resolution, shared by all nodes that name a file or folder."""
+"""Model files: path resolution, and loading of untrusted weights as safetensors or torch files without unpickling code.
+
+Neither format can run code from the file: safetensors contains none, and torch loads with `weights_only=True`, which
+refuses every object that is not a tensor or a plain container. Headers are compared with the file before a loader reads
+them, so that a wrong size is an error with a reason, not an allocation.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from weftline.errors import ModelError
 from weftline.nodes.contract import ConfigError
+from weftline.shm.spec import RANK_MAX
 
 
 def find_model(model: str, base_dir: Path) -> Path | None:
@@ -34,3 +49,184 @@ def need_file(model: str, base_dir: Path, option: str = "model", inside: str = "
     if not path.is_file():
         raise ConfigError(option, f"{model} is a folder", "a file")
     return path
+
+
+SAFETENSORS_HEADER_MAX = 100_000_000
+"""Largest header the safetensors format allows, in bytes."""
+
+_SAFETENSORS_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64,
+}  # fmt: skip
+
+
+def load_weights(path: Path, shown: str, device: str = "cpu") -> dict[str, Any]:
+    """Return the state dict in `path`, by name: torch tensors on `device`. `shown` is its name in errors.
+
+    A file that ends in .safetensors is read as that, anything else as torch's zip format. ModelError when it is not
+    what it should be.
+    """
+    if path.suffix == ".safetensors":
+        return _load_safetensors(path, shown, device)
+    state = load_torch(path, shown, device)
+    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    check_state(state, shown)
+    found: dict[str, Any] = state
+    return found
+
+
+def _load_safetensors(path: Path, shown: str, device: str) -> dict[str, Any]:
+    check_safetensors(path, shown)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found: dict[str, Any] = load_file(path, device=device)
+        return found
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{shown}: {_reason(error, path, shown)}") from None
+
+
+def check_safetensors(path: Path, shown: str) -> None:
+    """Raise ModelError unless the header of `path` is sound and its tensors fill the file exactly.
+
+    Format: huggingface/safetensors README: 8 bytes little-endian header size, a JSON header, then the tensors' bytes.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            if not 2 <= length <= min(SAFETENSORS_HEADER_MAX, max(size - 8, 0)):
+                raise ValueError(f"its header claims {length} bytes, the file has {size}")
+            header = json.loads(file.read(length))
+        _check_tensors(header, size - 8 - length)
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        reason = "its header is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
+        raise ModelError(f"{shown} is no safetensors file, or a truncated one: {reason}") from None
+
+
+def _check_tensors(header: dict[str, Any], data_bytes: int) -> None:
+    spans = []
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        shape, (start, end) = tensor["shape"], tensor["data_offsets"]
+        if len(shape) > RANK_MAX or any(type(n) is not int or n < 0 for n in (*shape, start, end)):
+            raise ValueError(f"tensor {name!r:.80} has a shape or place that is no list of sizes")
+        bits = _SAFETENSORS_BITS.get(tensor["dtype"])
+        if bits is None or math.prod(shape) * bits != (end - start) * 8:
+            raise ValueError(f"tensor {name!r:.80} does not fill its place")
+        spans.append((start, end))
+    at = 0
+    for start, end in sorted(spans):
+        if start != at:
+            raise ValueError("its tensors overlap or leave gaps")
+        at = end
+    if at != data_bytes:
+        raise ValueError(f"its tensors take {at} bytes, the file holds {data_bytes}")
+
+
+def load_torch(path: Path, shown: str, device: str = "cpu") -> Any:
+    """Return what torch.load finds in `path`, of plain containers and tensors only; ModelError for anything else."""
+    check_torch_zip(path, shown)
+    import torch
+
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # a hostile pickle makes the unpickler raise nearly anything
+        raise ModelError(f"{shown}: {_reason(error, path, shown)}") from None
+
+
+def check_torch_zip(path: Path, shown: str) -> None:
+    """Raise ModelError unless `path` is a torch zip file: stored entries without compression, within the file."""
+    try:
+        size = path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        names = [entry.filename for entry in entries]
+        if not any(name.endswith("/data.pkl") for name in names):
+            raise ValueError("it is a zip file without torch's data.pkl")
+        if any(name.startswith(("/", "\\")) or ".." in name.split("/") for name in names):
+            raise ValueError("it holds a path that leads outside")
+        check_stored(entries, size)
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, struct.error) as error:
+        reason = "no zip file: an old format, or truncated" if isinstance(error, zipfile.BadZipFile) else error
+        raise ModelError(f"{shown} is no torch checkpoint: {reason}") from None
+
+
+PICKLE_BYTES_SCANNED = 4 << 20
+_GLOBAL = re.compile(rb"c([\w.]{1,200})\n([\w.]{1,200})\n")
+"""A pickle's opcode that names a class or function, as torch.save writes it (protocol 2)."""
+_PLAIN = re.compile(
+    r"^(collections|torch|torch\._utils|torch\._tensor|torch\.nn\.parameter|numpy(\..*)?|_codecs|builtins)$"
+)
+"""Modules of what a state dict is made of."""
+
+TORCHSCRIPT, EXPORTED, STATE_DICT, PICKLED_OBJECT, OLD_PICKLE = "script", "exported", "state", "object", "pickle"
+
+
+def torch_kind(path: Path) -> tuple[str, str]:
+    """Return what torch wrote to a file, ('', '') for something else, and the class of a pickled object.
+
+    Read from the names of the archive's entries and the bytes of its pickle; nothing is unpickled.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(2)
+        if head in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
+            return OLD_PICKLE, ""
+        with zipfile.ZipFile(path) as archive:
+            inside = {name.partition("/")[2]: name for name in archive.namelist()}
+            if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in inside):
+                return EXPORTED, ""
+            if any(name.startswith("code/") for name in inside):
+                return TORCHSCRIPT, ""
+            if "data.pkl" not in inside:
+                return "", ""
+            with archive.open(inside["data.pkl"]) as pickled:
+                data = pickled.read(PICKLE_BYTES_SCANNED)
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
+        return "", ""
+    named = [(found[1].decode("latin-1"), found[2].decode("latin-1")) for found in _GLOBAL.finditer(data)]
+    objects = [f"{module}.{name}" for module, name in named if not _PLAIN.match(module)]
+    return (PICKLED_OBJECT, objects[0]) if objects else (STATE_DICT, "")
+
+
+def check_stored(entries: Sequence[zipfile.ZipInfo], archive_bytes: int) -> None:
+    """Raise ValueError unless all `entries` of an archive of that size are stored as they are, in room of their own."""
+    unpacked = sum(entry.file_size for entry in entries)
+    if unpacked > archive_bytes or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError(f"it unpacks to {unpacked} bytes from {archive_bytes}: torch never compresses")
+
+
+def check_state(state: Any, shown: str) -> None:
+    """Raise ModelError unless `state` is a dict of dense tensors by name."""
+    import torch
+
+    if not isinstance(state, dict) or not state:
+        raise ModelError(f"{shown} holds {type(state).__name__}, expected a state dict: tensors by name")
+    for name, tensor in state.items():
+        dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if not isinstance(name, str) or not dense:
+            raise ModelError(f"{shown}: {name!r:.80} is no dense tensor")
+
+
+def load_into(module: Any, state: dict[str, Any], shown: str) -> None:
+    """Load `state` into a torch module, every tensor and no other; ModelError lists what does not match."""
+    try:
+        module.load_state_dict(state, strict=True)
+    except (RuntimeError, ValueError, TypeError) as error:
+        lines = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+        raise ModelError(f"{shown} does not fit the model: {' '.join(lines):.300}") from None
+
+
+def _reason(error: BaseException, path: Path, shown: str) -> str:
+    """Return one line about why a loader failed, without this machine's paths or the loader's advice to trust it."""
+    text = str(error).replace(str(path), shown)
+    if "weights_only" in text or "WeightsUnpickler" in text or "Unsupported" in text:
+        found = text.partition("GLOBAL ")[2].split()[:1]
+        what = f" ({found[0]})" if found else ""
+        return f"refused: it holds objects{what} that are not weights, and loading those can run code"
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return f"corrupt or truncated: {first:.200}"

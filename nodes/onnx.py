@@ -5,7 +5,7 @@ of no fixed size, that is the batch: it is not part of the ports, and a whole ba
 called item by item. Where it fixes a batch of 1 and what is wired to it lacks that dimension, each item is given one,
 and it is taken off the outputs again.
 
-On a GPU tensors are read where they lie there, and written where they will be read.
+On a GPU tensors are read and written on the device.
 """
 
 from __future__ import annotations
@@ -32,20 +32,28 @@ from weftline.node import (
     StepContext,
     StepError,
 )
-from weftline.nodes.graphs import check_graphs, graph_sizes
+from weftline.nodes.cuda_graphs import check_graphs, graph_sizes
 from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.model_file import need_file
-from weftline.nodes.onnx_binding import Memory, Tensor, call, memory_of
 from weftline.nodes.onnx_file import OnnxFile, ValueInfo, read_onnx
-from weftline.nodes.onnx_graphs import WITHOUT_GRAPH, OnnxGraphs, run_options
-from weftline.nodes.onnx_session import check_runtime, open_session
+from weftline.nodes.onnx_session import (
+    WITHOUT_GRAPH,
+    OnnxGraphs,
+    SessionMemory,
+    Tensor,
+    call,
+    check_runtime,
+    open_session,
+    run_options,
+    session_memory,
+)
 from weftline.nodes.ports import Dim
 from weftline.shm.device.driver import GpuDriver
 from weftline.shm.device.opening import open_driver
 from weftline.shm.view import numpy_dtype
 
 RANKS = {"image": 3, "audio": 1}
-"""Dimensions of the values that are tensors by another name."""
+"""Dimensions of image and audio values."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +84,7 @@ class OnnxConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Face:
+class PortMapping:
     """Mapping of the graph's values to ports.
 
     together: a batch is one call. strip: items run one by one, and a first dimension that is fixed at 1 is hidden.
@@ -89,7 +97,7 @@ class Face:
 
 
 class Onnx(BatchNode):
-    """Runs an ONNX file on TensorRT, CUDA or the CPU, whichever the step's device offers first."""
+    """Runs an ONNX file on TensorRT, CUDA or the CPU, the first one that the step's device offers."""
 
     Config: ClassVar[type[Any]] = OnnxConfig
     extra: ClassVar[str] = "onnx"
@@ -97,8 +105,8 @@ class Onnx(BatchNode):
     batch_default: ClassVar[tuple[int, float]] = (8, 1.0)
 
     _session: Any = None
-    _face: Face
-    _memory: Memory
+    _mapping: PortMapping
+    _memory: SessionMemory
     _graphs: OnnxGraphs | None = None
     _sizes: tuple[int, ...] = ()  # batch sizes to capture as graphs
     _context: OpenContext
@@ -110,14 +118,14 @@ class Onnx(BatchNode):
         if path.suffix in _TORCH:
             fix = "use node torch for it, or export the module: torch.onnx.export(model, example, 'model.onnx')"
             raise ConfigError("model", f"{config.model} is a file of PyTorch", "an .onnx file", fix)
-        face = _face(config, read_onnx(path, config.model), step.types)
+        mapping = _mapping(config, read_onnx(path, config.model), step.types)
         if config.graphs:
-            _check_graphs(config, face)
-        return Ports(tuple(port for port, _ in face.inputs), tuple(port for port, _ in face.outputs))
+            _check_graphs(config, mapping)
+        return Ports(tuple(port for port, _ in mapping.inputs), tuple(port for port, _ in mapping.outputs))
 
     @classmethod
     def plan_notes(cls, config: OnnxConfig, step: StepContext) -> Sequence[str]:
-        if not _face(config, read_onnx(_path(config, step.base_dir), config.model), step.types).strip:
+        if not _mapping(config, read_onnx(_path(config, step.base_dir), config.model), step.types).strip:
             return ()
         return (
             f"items run one by one, since {config.model} fixes its batch at 1; "
@@ -130,8 +138,8 @@ class Onnx(BatchNode):
 
     def open(self, context: OpenContext) -> None:
         path = _path(self.config, context.base_dir)
-        self._face = _face(self.config, read_onnx(path, self.config.model))
-        self._memory = memory_of(context.device, context.stream)
+        self._mapping = _mapping(self.config, read_onnx(path, self.config.model))
+        self._memory = session_memory(context.device, context.stream)
         context.progress("reading the model", 0.1)
         self._context = context
         if self.config.graphs and context.device.startswith("cuda"):
@@ -139,16 +147,16 @@ class Onnx(BatchNode):
         self._session = self._opened(path, context)
 
     def warm_up(self) -> None:
-        inputs = [_made_up(port, info) for port, info in self._face.inputs]
+        inputs = [_made_up(port, info) for port, info in self._mapping.inputs]
         if not any(array is None for array in inputs):
             self._answers([array for array in inputs if array is not None])
         if self._sizes:
             self._capture()
 
     def run(self, batch: Batch) -> Outputs:
-        if not self._face.together:
+        if not self._mapping.together:
             return self._one_by_one(batch)
-        names = [port.name for port, _ in self._face.inputs]
+        names = [port.name for port, _ in self._mapping.inputs]
         columns = [batch[name] for name in names]
         groups = group_by_shape(columns, len(batch))
         if len(groups) == 1:
@@ -156,8 +164,8 @@ class Onnx(BatchNode):
             repeated = self._graphs(whole) if self._graphs is not None else None
             return self._call(list(whole.values()), len(batch), batch) if repeated is None else repeated
         if any(isinstance(value, DeviceTensor) for column in columns for value in column):
-            groups = [[item] for item in range(len(batch))]  # nothing here could copy several together on the device
-        found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port, _ in self._face.outputs}
+            groups = [[item] for item in range(len(batch))]  # several tensors cannot be stacked on the device here
+        found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port, _ in self._mapping.outputs}
         for group in groups:
             for name, values in self._call([_together(column, group) for column in columns], len(group)).items():
                 for position, item in enumerate(group):
@@ -181,7 +189,7 @@ class Onnx(BatchNode):
 
     def _capture(self) -> None:
         """Capture the graphs; a failure is warned of, and runs without them."""
-        context, ports = self._context, (self._face.inputs, self._face.outputs)
+        context, ports = self._context, (self._mapping.inputs, self._mapping.outputs)
         given, made = ({port.name: (info, _item(port)) for port, info in some} for some in ports)
         try:
             driver = self._driver(context.device)
@@ -194,40 +202,42 @@ class Onnx(BatchNode):
         return open_driver(device)
 
     def _one_by_one(self, batch: Batch) -> Outputs:
-        found: dict[str, list[Any]] = {port.name: [] for port, _ in self._face.outputs}
+        found: dict[str, list[Any]] = {port.name: [] for port, _ in self._mapping.outputs}
         for item in range(len(batch)):
-            values = [batch[port.name][item] for port, _ in self._face.inputs]
-            lacks = [_lacks_batch(value.ndim, info) for value, (_, info) in zip(values, self._face.inputs, strict=True)]
+            values = [batch[port.name][item] for port, _ in self._mapping.inputs]
+            lacks = [
+                _lacks_batch(value.ndim, info) for value, (_, info) in zip(values, self._mapping.inputs, strict=True)
+            ]
             whole = [_together([value], [0]) if lack else value for value, lack in zip(values, lacks, strict=True)]
-            for (port, info), answer in zip(self._face.outputs, self._answers(whole), strict=True):
+            for (port, info), answer in zip(self._mapping.outputs, self._answers(whole), strict=True):
                 found[port.name].append(answer[0] if any(lacks) and _is_one(info) else answer)
         return found
 
     def _call(self, values: Sequence[Tensor], items: int, batch: Batch | None = None) -> dict[str, Tensor]:
-        """Run one batch; outputs of fixed shape are written straight into the batch's room when it has some."""
-        rooms = [_room(port, batch) for port, _ in self._face.outputs]
+        """Run one batch; outputs of fixed shape are written into the batch's output buffers, if any."""
+        buffers = [_buffer(port, batch) for port, _ in self._mapping.outputs]
         answers: dict[str, Tensor] = {}
-        for (port, _), answer in zip(self._face.outputs, self._answers(values, rooms), strict=True):
+        for (port, _), answer in zip(self._mapping.outputs, self._answers(values, buffers), strict=True):
             answers[port.name] = answer
             if len(answer) != items:
                 found = f"gave {len(answer)} rows for {items} items"
                 raise StepError(f"{self.config.model}: output {port.name} {found}\n    fix: set batched: false")
         return answers
 
-    def _answers(self, values: Sequence[Tensor], rooms: Sequence[Tensor | None] = ()) -> list[Tensor]:
-        """Call the session once: with a value for every input, and the room that there is for each output."""
-        inputs, outputs = [info for _, info in self._face.inputs], [info for _, info in self._face.outputs]
-        room_of = zip(outputs, rooms or [None] * len(outputs), strict=True)
+    def _answers(self, values: Sequence[Tensor], buffers: Sequence[Tensor | None] = ()) -> list[Tensor]:
+        """Call the session once, with a value for every input and an optional buffer for every output."""
+        inputs, outputs = [info for _, info in self._mapping.inputs], [info for _, info in self._mapping.outputs]
+        buffer_of = zip(outputs, buffers or [None] * len(outputs), strict=True)
         options = run_options(WITHOUT_GRAPH) if self._sizes else None
-        return call(self._session, self._memory, [*zip(inputs, values, strict=True)], [*room_of], options)
+        return call(self._session, self._memory, [*zip(inputs, values, strict=True)], [*buffer_of], options)
 
 
-def _check_graphs(config: OnnxConfig, face: Face) -> None:
-    if not face.together:
+def _check_graphs(config: OnnxConfig, mapping: PortMapping) -> None:
+    if not mapping.together:
         found = f"true, but items of {config.model} run one by one"
         fix = "export it with a dynamic first dimension, or leave graphs out"
         raise ConfigError("graphs", found, "a model whose first dimension is the batch", fix)
-    check_graphs([port for port, _ in (*face.inputs, *face.outputs)])
+    check_graphs([port for port, _ in (*mapping.inputs, *mapping.outputs)])
 
 
 def _item(port: Port) -> tuple[int, ...]:
@@ -238,8 +248,8 @@ def _path(config: OnnxConfig, base_dir: Path) -> Path:
     return need_file(config.model, base_dir, inside="model.onnx")
 
 
-def _face(config: OnnxConfig, file: OnnxFile, types: Mapping[str, PortType] = NO_TYPES) -> Face:
-    """Return how a file's values map to ports. types: what is wired to the inputs, by port, as far as it is known."""
+def _mapping(config: OnnxConfig, file: OnnxFile, types: Mapping[str, PortType] = NO_TYPES) -> PortMapping:
+    """Return the mapping of a file's values to ports. types: known types of the wired inputs, by port."""
     mode = str(config.batched).lower()
     if mode not in ("auto", "true", "false"):
         raise ConfigError("batched", f"{config.batched!r:.40}", "auto, true or false")
@@ -256,7 +266,7 @@ def _face(config: OnnxConfig, file: OnnxFile, types: Mapping[str, PortType] = NO
     lacks = [_lacks_batch(_rank(types[port.name]), info) for port, info in ports if port.name in types]
     strip = not together and ((mode == "true" and ones) or (mode == "auto" and any(lacks)))
     dropped = frozenset(value.name for value in values if together or (strip and _is_one(value)))
-    return Face(_named(file.inputs, dropped), _named(file.outputs, dropped), together, strip)
+    return PortMapping(_named(file.inputs, dropped), _named(file.outputs, dropped), together, strip)
 
 
 def _named(values: Sequence[ValueInfo], dropped: frozenset[str]) -> tuple[tuple[Port, ValueInfo], ...]:
@@ -276,7 +286,7 @@ def _lacks_batch(rank: int | None, value: ValueInfo) -> bool:
 
 
 def _rank(type: PortType) -> int | None:
-    """Return how many dimensions values of a type have; None where that is not known."""
+    """Return the number of dimensions of a type; None if unknown."""
     if type.kind in RANKS:
         return RANKS[type.kind]
     return None if type.dims is None else len(type.dims)
@@ -305,7 +315,7 @@ def _shown(value: ValueInfo) -> str:
 
 
 def _made_up(port: Port, info: ValueInfo) -> np.ndarray | None:
-    """Return zeros for a port of fixed sizes; None when a size is free and a guess might be refused by the model."""
+    """Return zeros for a port of fixed sizes; None when a size is free."""
     dims = port.type.dims
     if dims is None or not all(isinstance(dim, int) for dim in dims) or port.type.dtype is None:
         return None
@@ -315,16 +325,18 @@ def _made_up(port: Port, info: ValueInfo) -> np.ndarray | None:
 
 
 def _together(values: Sequence[Tensor], items: Sequence[int]) -> Tensor:
-    """Return some of a port's values as one [items, ...]; one on the device is seen so in place."""
+    """Stack some of a port's values as one [items, ...]; a single device tensor is reshaped in place."""
     if len(items) == 1:
         value = values[items[0]]
         return value.reshape(1, *value.shape)
     return np.stack([np.asarray(values[item]) for item in items])
 
 
-def _room(port: Port, batch: Batch | None) -> Tensor | None:
+def _buffer(port: Port, batch: Batch | None) -> Tensor | None:
     dims = port.type.dims
     if batch is None or dims is None or port.type.dtype is None or not all(isinstance(dim, int) for dim in dims):
         return None
-    room: Tensor | None = batch.room(port.name, port.type.dtype, tuple(dim for dim in dims if isinstance(dim, int)))
-    return room
+    buffer: Tensor | None = batch.output_buffer(
+        port.name, port.type.dtype, tuple(dim for dim in dims if isinstance(dim, int))
+    )
+    return buffer

@@ -1,7 +1,10 @@
 """ONNX file parser: ports and external files, without onnx or onnxruntime.
 
-Only names, types and sizes of the graph's inputs and outputs are kept; weights are walked past where they lie (the file
-is mapped, not read). External data is allowed beside the model and nowhere else. Field numbers: onnx.proto3, IR 10.
+Only names, types and sizes of the graph's inputs and outputs are read; weights are skipped in place (the file is
+mapped). External data is allowed in the model's folder only. Field numbers: onnx.proto3, IR 10.
+
+The protobuf wire-format reader is made for untrusted files: nothing is copied, and no memory is allocated from a
+length in the file, since every length is compared with the bytes that follow. Source: protobuf.dev, "Encoding".
 """
 
 from __future__ import annotations
@@ -12,7 +15,76 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from weftline.errors import ModelError
-from weftline.nodes.protobuf import WireError, chunk, fields, number, text
+
+Value = int | memoryview
+"""A varint as a number, a fixed-size or length-delimited field as its bytes, in place."""
+
+_FIXED = {1: 8, 5: 4}
+
+
+class WireError(ValueError):
+    """The bytes are no valid protobuf message; the text gives the position."""
+
+
+def fields(message: memoryview) -> Iterator[tuple[int, Value]]:
+    """Yield each field's number and value, in file order; WireError when the bytes stop making sense."""
+    at, end = 0, len(message)
+    while at < end:
+        key, at = _varint(message, at)
+        field, wire = key >> 3, key & 7
+        if field == 0:
+            raise WireError(f"a field numbered 0 at byte {at}")
+        if wire == 0:
+            value, at = _varint(message, at)
+            yield field, value
+            continue
+        if wire == 2:
+            size, at = _varint(message, at)
+        elif wire in _FIXED:
+            size = _FIXED[wire]
+        else:
+            raise WireError(f"wire type {wire} at byte {at}")
+        if size > end - at:
+            raise WireError(f"a field of {size} bytes where {end - at} are left")
+        yield field, message[at : at + size]
+        at += size
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 70:
+        if at >= len(message):
+            raise WireError("it ends in the middle of a number")
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, at
+        shift += 7
+    raise WireError(f"a number of more than ten bytes at byte {at}")
+
+
+def chunk(value: Value) -> memoryview:
+    """Return a field that must be bytes; WireError when it is a number."""
+    if isinstance(value, int):
+        raise WireError("a number where a message belongs")
+    return value
+
+
+def text(value: Value) -> str:
+    """Return a field that must be text; WireError when it is not UTF-8."""
+    try:
+        return bytes(chunk(value)).decode()
+    except UnicodeDecodeError:
+        raise WireError("a name that is not UTF-8") from None
+
+
+def number(value: Value) -> int:
+    """Return a field that must be a signed 64-bit number; WireError when it is bytes."""
+    if not isinstance(value, int):
+        raise WireError("bytes where a number belongs")
+    return value - (1 << 64) if value >> 63 else value
+
 
 DTYPES = {
     1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool", 10: "float16",
@@ -42,7 +114,7 @@ class ValueInfo:
 
 @dataclass(frozen=True, slots=True)
 class OnnxFile:
-    """A model's face: what it takes (initialisers left out), what it gives, and its external data files."""
+    """A model's signature: inputs (without initialisers), outputs, and external data files."""
 
     inputs: tuple[ValueInfo, ...]
     outputs: tuple[ValueInfo, ...]
@@ -50,7 +122,7 @@ class OnnxFile:
 
 
 def read_onnx(path: Path, shown: str) -> OnnxFile:
-    """Return the face of the model at `path`, called `shown` in errors; ModelError when it is no sound ONNX file."""
+    """Return the signature of the model at `path`, named `shown` in errors. ModelError: not a valid ONNX file."""
     try:
         with path.open("rb") as file:  # the map is closed with its last view, which an error may hold on to
             found = _read_model(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
@@ -78,7 +150,7 @@ def _read_model(message: memoryview) -> OnnxFile:
     external: set[str] = set()
     for field, value in fields(message):
         if field == _MODEL_GRAPH:
-            if graph is not None:  # protobuf would merge them, and a part that only it sees would go unchecked
+            if graph is not None:  # protobuf would merge them, and a part would be unchecked
                 raise WireError("it has two graph fields, expected one")
             graph = chunk(value)
         elif field == _MODEL_TRAINING:
@@ -141,7 +213,7 @@ def _dim(message: memoryview) -> int | str | None:
     for field, value in fields(message):
         if field == 1:
             size = number(value)
-            dim = size if size >= 0 else None  # -1 is an old way to say 'any'
+            dim = size if size >= 0 else None  # -1 is an old notation of 'any'
         elif field == 2:
             dim = text(value) or None
     return dim

@@ -1,8 +1,8 @@
 """Template node: renders text from other steps' outputs with Jinja2.
 
-Inputs are whatever is wired. A port named `see__detections` is `see.detections` in the template, any other name is a
-variable of that name. Rendering is limited in time, loops, memory and length (see weftline.nodes.sandbox), and what
-gets past those limits is ended by the worker's run_max_ms.
+Inputs are the wired ports. A port named `see__detections` is `see.detections` in the template; any other port is a
+variable of its name. Rendering is limited in time, loops, memory and length (see weftline.nodes.template_sandbox); the
+worker's run_max_ms is the outer limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, Ports, StepContext, StepError, port
 
 if TYPE_CHECKING:
-    from weftline.nodes.sandbox import Sandbox
+    from weftline.nodes.template_sandbox import Sandbox
 
 SEPARATOR = "__"
 """Between a step's name and its output's in the name of an input port, since a port's name has no dots."""
@@ -25,8 +25,8 @@ class TemplateConfig:
     """Options of `template`.
 
     template:         Jinja2 text, such as 'The photo shows: {{ see.detections | describe }}.'
-    output_chars_max: longest text it may make, in characters.
-    render_max_ms:    longest it may take for one item, in milliseconds.
+    output_chars_max: longest result, in characters.
+    render_max_ms:    time limit for one item, in milliseconds.
     """
 
     template: str
@@ -53,7 +53,7 @@ class Template(BatchNode):
         return Ports(inputs=inputs, outputs=(port("text", "text", about="the rendered text"),))
 
     def open(self, context: OpenContext) -> None:
-        from weftline.nodes.sandbox import Sandbox
+        from weftline.nodes.template_sandbox import Sandbox
 
         self._sandbox = Sandbox()
         try:
@@ -68,7 +68,7 @@ class Template(BatchNode):
     def _try_render(self, inputs: Mapping[str, Any]) -> str | StepError:
         from jinja2.exceptions import TemplateError
 
-        from weftline.nodes.sandbox import Overrun
+        from weftline.nodes.template_sandbox import Overrun
 
         config = self.config
         try:
@@ -82,7 +82,7 @@ class Template(BatchNode):
 
 def variables(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template's variables: `see__detections` is attribute `detections` of variable `see`."""
-    from weftline.nodes.template_filters import Step, to_template
+    from weftline.nodes.template_sandbox import Step, to_template
 
     plain: dict[str, Any] = {}
     steps: dict[str, dict[str, Any]] = {}
@@ -101,7 +101,7 @@ def _check_names(source: str, wired: tuple[str, ...]) -> None:
     Where Jinja2 is not installed nothing is checked: a pipeline is checked in places where it will not run.
     """
     try:
-        from weftline.nodes.sandbox import Sandbox
+        from weftline.nodes.template_sandbox import Sandbox
     except ImportError:
         return
     try:

@@ -1,9 +1,9 @@
 """Loading of torch.export files without unpickling, as far as torch allows.
 
-torch.export.load falls back to unrestricted pickles for parts of an archive, loads compiled libraries that lie in it,
-looks functions up by the names it finds and hands texts to sympy, which evaluates them. All of that is shut out here:
-only the parts of a plain exported program may be there, every pickle is read with weights only, functions are operators
-of known namespaces, and expressions hold nothing but sizes and arithmetic. It remains a program in torch's small
+torch.export.load falls back to unrestricted pickles for parts of an archive, loads compiled libraries in it, looks up
+functions by name and passes texts to sympy, which evaluates them. All of that is prevented here: only the parts of a
+plain exported program are allowed, every pickle is read with weights only, functions are operators of known namespaces,
+and expressions contain only sizes and arithmetic. It remains a program in torch's small
 language, as TorchScript is; name a file only when you would also run a script of its author's.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.errors import ModelError
-from weftline.nodes.weights import check_stored
+from weftline.nodes.model_file import check_stored
 
 _ALLOWED = re.compile(
     r"^(models/[\w.-]+\.json"
@@ -50,7 +50,7 @@ _WORDS = frozenset((
     "CeilDiv", "PythonMod", "ModularIndexing", "CleanDiv", "IntTrueDiv", "FloatTrueDiv", "CeilToInt", "FloorToInt",
     "TruncToInt", "ToFloat",
 ))  # fmt: skip
-"""What expressions are made of besides sizes and numbers, in sympy's own words."""
+"""Words of expressions besides sizes and numbers, in sympy's notation."""
 
 _ARITHMETIC = re.compile(r"^[\w\s+\-*/%(),<>=!&|~]*$")
 _WORD = re.compile(r"[A-Za-z_]\w*")

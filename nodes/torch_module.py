@@ -4,7 +4,7 @@ A batch is one call: every input is one tensor [items, ...], every output one te
 values, which numpy does not have, travel as the unsigned integers of weftline.shm.spec.STAND_INS with the same bits;
 this node turns them into true torch tensors on the way in and back on the way out, so modules never see the difference.
 
-On a GPU, tensors are taken where they lie and given where they were made; who reads them decides where they go.
+On a GPU, tensors are read and written on the device; their readers decide whether they are copied.
 """
 
 from __future__ import annotations
@@ -34,13 +34,10 @@ from weftline.node import (
     stacked_torch,
 )
 from weftline.nodes.contract import model_error
-from weftline.nodes.graphs import Capture, CudaCapture, TorchGraphs, check_graphs, graph_sizes, graphs_or_none
+from weftline.nodes.cuda_graphs import Capture, CudaCapture, TorchGraphs, check_graphs, graph_sizes, graphs_or_none
+from weftline.nodes.device_tensors import offload, stacked_group
 from weftline.nodes.grouping import group_by_shape
-from weftline.nodes.model_file import need_file
-from weftline.nodes.near import rest, stacked_group
-from weftline.nodes.torch_export import load_exported
-from weftline.nodes.user_code import load, locate
-from weftline.nodes.weights import (
+from weftline.nodes.model_file import (
     EXPORTED,
     OLD_PICKLE,
     PICKLED_OBJECT,
@@ -48,8 +45,11 @@ from weftline.nodes.weights import (
     TORCHSCRIPT,
     load_into,
     load_weights,
+    need_file,
     torch_kind,
 )
+from weftline.nodes.torch_export import load_exported
+from weftline.nodes.user_code import load, locate
 from weftline.shm.device.names import is_gpu
 
 
@@ -89,7 +89,7 @@ class TorchModule(BatchNode):
     _module: Any = None
     _ports: Ports
     _device: str  # as torch calls it
-    _near: bool  # tensors are given on the device
+    _on_device: bool  # outputs stay on the device
     _sizes: tuple[int, ...] = ()  # batch sizes to capture as graphs
     _graphs: TorchGraphs | None = None
 
@@ -123,7 +123,7 @@ class TorchModule(BatchNode):
             self._ports = self.ports(self.config, StepContext(context.base_dir))
         except ConfigError as error:
             raise model_error(error) from None
-        self._device, self._near = context.framework_device, is_gpu(context.device)
+        self._device, self._on_device = context.framework_device, is_gpu(context.device)
         context.progress("reading weights", 0.1)
         module = self._open_file(context.base_dir) if self.config.model else self._make(context.base_dir)
         self._module = module.to(self._device)
@@ -147,12 +147,12 @@ class TorchModule(BatchNode):
         groups = group_by_shape([batch[port.name] for port in ports], len(batch))
         if len(groups) == 1:
             answers = self._call([stacked_torch(batch, port.name, port.type.dtype, device) for port in ports])
-            return {name: placed(batch, name, tensor, self._near) for name, tensor in answers.items()}
+            return {name: placed(batch, name, tensor, self._on_device) for name, tensor in answers.items()}
         found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port in self._ports.outputs}
         for group in groups:
             inputs = [stacked_group(batch[port.name], group, port.type.dtype, device) for port in ports]
             for name, tensor in self._call(inputs).items():
-                rows = tensor if self._near else as_array(tensor)
+                rows = tensor if self._on_device else as_array(tensor)
                 for item, row in zip(group, rows, strict=True):
                     found[name][item] = row
         return found
@@ -160,8 +160,8 @@ class TorchModule(BatchNode):
     def sleep(self, keep: str) -> bool:
         if keep != "host":
             return False
-        self._graphs = None  # they are of weights where those were
-        rest(self._module)
+        self._graphs = None  # they refer to the weights' old addresses
+        offload(self._module)
         return True
 
     def wake(self) -> None:
@@ -183,7 +183,7 @@ class TorchModule(BatchNode):
             return load_exported(path, shown)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch advises torch.export; both are taken here
+                warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export; both are supported
                 return torch.jit.load(path, map_location="cpu").eval()  # type: ignore[no-untyped-call]
         except Exception as error:
             reason = str(error).replace(str(path), shown).strip().splitlines() or [type(error).__name__]
@@ -300,6 +300,6 @@ def _checked(tensor: Any, port: Port, items: int) -> Any:
 
 
 def _of_the_framework(module: str) -> bool:
-    """Whether `module` is one of torch's own where torch is not installed: checking must not need it, opening will."""
+    """Return True for a module of torch's own where torch is not installed: a check must not need it."""
     package = module.partition(":")[0].partition(".")[0]
     return package in ("torch", "torchvision") and importlib.util.find_spec(package) is None

@@ -36,7 +36,7 @@ class Source:
 
 
 def locate(reference: str, base_dir: Path, option: str) -> Source:
-    """Return where `reference` leads without importing anything; ConfigError about `option` when it leads nowhere."""
+    """Return the source of `reference` without importing anything. ConfigError about `option`: not found."""
     module, _, name = reference.rpartition(":")
     if not module or not name.isidentifier():
         raise ConfigError(option, f"{reference!r:.120}", "'package.module:name' or 'file.py:name'")
@@ -70,7 +70,7 @@ def _find_spec(module: str, base_dir: Path) -> ModuleSpec | None:
 
 
 class Module:
-    """The top level of a Python source file, read as text: nothing of it is run."""
+    """The top level of a Python source file, parsed and not executed."""
 
     def __init__(self, path: Path, name: str, option: str) -> None:
         self.path, self.name, self.option = path, name, option
@@ -91,9 +91,9 @@ class Module:
             self.names[node.name.id] = node.value  # type: ignore[attr-defined]
 
     def lookup(self, name: str, known: Container[str] = ()) -> Found | None:
-        """Return what a name of this module stands for, aliases and imports of the user's own files followed.
+        """Return the definition of a name, following aliases and imports of the user's files.
 
-        known: names that are not looked for in other files when they are imported.
+        known: names that are not followed when they are imported.
         """
         module, seen = self, set[tuple[Path, str]]()
         while (module.path, name) not in seen:
@@ -235,7 +235,7 @@ def load(reference: str, base_dir: Path, option: str) -> Any:
 
 
 def _load_file(path: Path) -> Any:
-    """Import a file as a module of a package that its folder stands for, so that `from .other import x` works."""
+    """Import a file as a module of a package for its folder, so that `from .other import x` works."""
     package = f"weftline_user_{abs(hash(str(path.parent))):x}"
     name = f"{package}.{path.stem}"
     if name in sys.modules:
@@ -248,7 +248,7 @@ def _load_file(path: Path) -> Any:
         folder.submodule_search_locations = [str(path.parent)]
         sys.modules[package] = importlib.util.module_from_spec(folder)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickling look their module up by name
+    sys.modules[name] = module  # before execution: dataclasses look up their module by name
     try:
         spec.loader.exec_module(module)
     except BaseException:

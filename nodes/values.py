@@ -15,11 +15,11 @@ from weftline.shm.view import dtype_name
 
 
 def mismatch(type: PortType, value: Any) -> str:
-    """Return why `value` is no value of `type`, such as 'wants text (a str), got nothing'; '' when it is one.
+    """Return why `value` is not of `type`, such as 'wants text (a str), got nothing'; '' if it is.
 
-    A list is a Python list or tuple, and the first of its elements that is wrong is named.
+    A list is a Python list or tuple; its first wrong element is reported.
 
-    Named sizes of a tensor are not compared with other ports: one value is looked at, alone.
+    Named sizes of a tensor are not compared with other ports.
     """
     if type.kind == "list":
         return _list_mismatch(type, value)
@@ -75,7 +75,7 @@ def array_dtype(value: Any) -> str | None:
 
 
 def describe(value: Any) -> str:
-    """Return a short phrase for what `value` is, without showing its contents: they may be private."""
+    """Describe `value` without its contents, which may be private."""
     dtype = array_dtype(value)
     if dtype is not None:
         return f"{dtype}[{', '.join(map(str, value.shape))}]"

@@ -1,9 +1,12 @@
 """Whisper node: speech recognition (A. Radford et al., 2022), run by openai-whisper.
 
-Checkpoints in openai-whisper's format work, or in Hugging Face's, of any size: their own dims are honoured, so a model
-may listen to less than 30 s at a time. A recording longer than that is cut at its quietest spots and the texts are
-joined. The windows of all items of a batch are decoded together. On a GPU their spectrograms are made there, from
-samples that are uploaded once, or lie there.
+Checkpoints of openai-whisper or Hugging Face of any size work. The window length follows the model's own dims and may
+be below 30 s. A longer recording is split at its quietest positions and the texts are joined. The windows of all items
+of a batch are decoded together. On a GPU the spectrograms are computed there, from samples that are uploaded once or
+are already on the device.
+
+The log-mel arithmetic is openai-whisper's log_mel_spectrogram, except that the loudest bin is taken per window: a
+window's spectrogram does not depend on the others. On the CPU the bits are the same.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -30,12 +33,59 @@ from weftline.node import (
     as_torch,
     port,
 )
-from weftline.nodes.mel import log_mels
+from weftline.nodes.device_tensors import offload
 from weftline.nodes.model_file import find_model
-from weftline.nodes.near import rest
 from weftline.nodes.precision import PRECISIONS, check_precision, computing_in
 from weftline.nodes.whisper_file import KNOWN, PUBLISHED_TEXT_CONTEXT, check_whisper, load_whisper
-from weftline.nodes.windows import cut
+
+if TYPE_CHECKING:
+    import torch
+
+
+RANGE = 8.0
+"""Powers of ten below a window's loudest bin at which a bin is cut off, as in openai-whisper."""
+
+
+def log_mels(samples: torch.Tensor, bands: int) -> torch.Tensor:
+    """Return float32 [windows, bands, samples / 160] of float32 [windows, samples] at 16 kHz, on the same device."""
+    import torch
+    from whisper.audio import HOP_LENGTH, N_FFT, mel_filters
+
+    window = torch.hann_window(N_FFT).to(samples.device)
+    spectrum = torch.stft(samples, N_FFT, HOP_LENGTH, window=window, return_complex=True)
+    power = spectrum[..., :-1].abs() ** 2
+    levels = torch.clamp(mel_filters(samples.device, bands) @ power, min=1e-10).log10()
+    levels = torch.maximum(levels, levels.amax(dim=(-2, -1), keepdim=True) - RANGE)
+    return (levels + 4.0) / 4.0
+
+
+LOOK_BACK = 0.25
+"""Share of a window, at its end, that is searched for the split: a word is rarely longer than that."""
+
+SPOT = 800
+"""Samples of one loudness measurement, 50 ms at 16 kHz: shorter than the pause between two words."""
+
+
+def split_windows(samples: np.ndarray, window: int) -> list[tuple[int, int]]:
+    """Return (start, end) of consecutive windows of at most `window` samples that cover `samples`."""
+    windows = []
+    start = 0
+    while len(samples) - start > window:
+        end = start + _quietest(samples[start : start + window])
+        windows.append((start, end))
+        start = end
+    return [*windows, (start, len(samples))]
+
+
+def _quietest(window: np.ndarray) -> int:
+    """Return the middle of the quietest spot in the last part of `window`, after its start."""
+    tail = window[int(len(window) * (1 - LOOK_BACK)) :]
+    spots = len(tail) // SPOT
+    if spots == 0:
+        return len(window)
+    loudness = np.square(tail[: spots * SPOT].reshape(spots, SPOT), dtype=np.float32).sum(axis=1)
+    return len(window) - len(tail) + int(loudness.argmin()) * SPOT + SPOT // 2
+
 
 HOP = 160
 """Samples from one mel frame to the next; the encoder halves the frame rate: 320 samples an audio context position."""
@@ -48,12 +98,12 @@ class WhisperConfig:
     model:      a checkpoint (.pt), a folder with model.pt, or a folder of Hugging Face's Whisper (config.json and
                 *.safetensors), relative to the pipeline file; or one of openai-whisper's names (tiny, base.en,
                 large-v3, turbo ...), from its cache or downloaded by it with its checksum.
-    language:   what is spoken, such as 'en'; None lets a multilingual model decide.
+    language:   spoken language, such as 'en'; None: detected by a multilingual model.
     task:       'transcribe', or 'translate' into English.
-    prompt:     text the recording is taken to continue: names and spellings to expect.
+    prompt:     text before the recording: names and spellings to expect.
     beams:      width of the beam search; 1 is greedy.
     tokens_max: most tokens for one window, at most half of the model's text context; None means that half.
-    precision:  what the network computes in: 'auto' (float16 on a GPU, float32 on the CPU), 'float32', 'tf32' (GPUs
+    precision:  number format of the network: 'auto' (float16 on a GPU, float32 on the CPU), 'float32', 'tf32' (GPUs
                 only), 'bfloat16' or 'float16'. Compared with float32 on the CPU, with random weights in the sizes of
                 'tiny', states of the encoder moved by 0.6 % in bfloat16 and 0.08 % in float16, and the likeliest next
                 tokens were the same. TF32 was not measured.
@@ -98,14 +148,14 @@ class Whisper(BatchNode):
         if config.beams < 1:
             raise ConfigError("beams", f"{config.beams}", "a count from 1")
         published = find_model(config.model, step.base_dir) is None
-        tokens_max = PUBLISHED_TEXT_CONTEXT // 2 if published else None  # another's context is in its checkpoint
+        tokens_max = PUBLISHED_TEXT_CONTEXT // 2 if published else None  # otherwise it is in the checkpoint
         if config.tokens_max is not None and not 1 <= config.tokens_max <= (tokens_max or config.tokens_max):
             expected = f"from 1 to {tokens_max}" if tokens_max else "a count from 1"
             raise ConfigError("tokens_max", f"{config.tokens_max}", expected)
         return Ports(
-            inputs=(port("audio", "audio", about="what was said"),),
+            inputs=(port("audio", "audio", about="the recording"),),
             outputs=(
-                port("text", "text", about="the words"),
+                port("text", "text", about="the transcript"),
                 port("language", "text", about="code of the language, such as en"),
                 port("segments", "json", about="for each window: start_s, end_s, text, no_speech, logprob"),
             ),
@@ -126,7 +176,7 @@ class Whisper(BatchNode):
         by_device = "float16" if self._device.startswith("cuda") else "float32"
         self._precision = by_device if self.config.precision == "auto" else self.config.precision
         self._model = load_whisper(self.config.model, context, self._precision == "float16")
-        half = self._model.dims.n_text_ctx // 2  # the rest is for the prompt and the marks before the text
+        half = self._model.dims.n_text_ctx // 2  # the other half is for the prompt and the control tokens
         if (self.config.tokens_max or 0) > half:
             found = f"tokens_max: found {self.config.tokens_max}, expected at most {half}"
             raise ModelError(f"{found}, half of the text context of {self.config.model}")
@@ -134,7 +184,7 @@ class Whisper(BatchNode):
         self._windows_max = max(context.items_max, 1)
 
     def _decoding(self, whisper: Any) -> Any:
-        """Return openai-whisper's own options; ModelError when the model does not know the language."""
+        """Return openai-whisper's decoding options. ModelError: unknown language."""
         language = self.config.language or (None if self._model.is_multilingual else "en")
         if language is not None and language not in whisper.tokenizer.LANGUAGES:
             raise ModelError(f"language {language!r:.40} is not one of Whisper's; write a code such as en or de")
@@ -164,18 +214,18 @@ class Whisper(BatchNode):
         results: list[Any] = []
         for start in range(0, len(pieces), self._windows_max):
             results += self._decode(pieces[start : start + self._windows_max])
-        rest = iter(results)
-        heard = [[(a, b, next(rest)) for a, b in parts] for parts in spans]
+        remaining = iter(results)
+        decoded = [[(a, b, next(remaining)) for a, b in parts] for parts in spans]
         return {
-            "text": [" ".join(result.text for _, _, result in parts if result.text) for parts in heard],
-            "language": [parts[0][2].language for parts in heard],
-            "segments": [[_segment(*part) for part in parts] for parts in heard],
+            "text": [" ".join(result.text for _, _, result in parts if result.text) for parts in decoded],
+            "language": [parts[0][2].language for parts in decoded],
+            "segments": [[_segment(*part) for part in parts] for parts in decoded],
         }
 
     def sleep(self, keep: str) -> bool:
         if keep != "host":
             return False
-        rest(self._model)
+        offload(self._model)
         return True
 
     def wake(self) -> None:
@@ -186,16 +236,16 @@ class Whisper(BatchNode):
 
     @property
     def _window(self) -> int:
-        """Samples the model hears at a time."""
+        """Number of samples in one window of the model."""
         return int(self._model.dims.n_audio_ctx) * 2 * HOP
 
     def _cut(self, samples: Any) -> list[tuple[int, int]]:
-        """Return where a recording is cut; of one on the device that is too long, the host looks at a copy."""
+        """Return the windows of a recording; a long one on the device is copied to the host for that."""
         there = not isinstance(samples, np.ndarray) and len(samples) > self._window
-        return cut(as_array(samples) if there else samples, self._window)
+        return split_windows(as_array(samples) if there else samples, self._window)
 
     def _decode(self, pieces: Sequence[Any]) -> list[Any]:
-        """Return openai-whisper's result for each window of at most the model's context, arrays or tensors there."""
+        """Return openai-whisper's result for each window, an array or a device tensor of at most the context."""
         import torch
         import whisper
 
@@ -205,12 +255,12 @@ class Whisper(BatchNode):
             for row, piece in zip(samples, pieces, strict=True):
                 row[: len(piece)] = as_torch(piece)
             mels = log_mels(samples.to(self._device), self._model.dims.n_mels)
-            if self._precision == "float16":  # openai-whisper computes so by itself
+            if self._precision == "float16":  # openai-whisper's own option
                 found: list[Any] = whisper.decode(self._model, mels, self._options)
                 return found
             with computing_in(self._precision, self._device):
-                heard = self._model.encoder(mels).float()  # decode takes no other states
-                found = whisper.decode(self._model, heard, self._options)
+                states = self._model.encoder(mels).float()  # decode accepts float32 only
+                found = whisper.decode(self._model, states, self._options)
         return found
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from weftline.errors import ModelError
 from weftline.nodes.contract import ConfigError, OpenContext, model_error
 from weftline.nodes.hugging_face import find_weights, read_json
-from weftline.nodes.model_file import find_model
-from weftline.nodes.weights import check_state, check_torch_zip, load_into, load_torch, load_weights
+from weftline.nodes.model_file import check_state, check_torch_zip, find_model, load_into, load_torch, load_weights
 
 KNOWN = (
     "tiny.en", "tiny", "base.en", "base", "small.en", "small", "medium.en", "medium", "large-v1", "large-v2",

@@ -3,7 +3,9 @@
 ultralytics is licensed under AGPL-3.0 (or a commercial licence of Ultralytics): a service built on this node takes on
 that licence's duties, among them offering its source to its users. Nothing else in Weftline depends on it.
 
-On a GPU pictures are fitted, looked at and their boxes sorted out there; the detections come to the host in one copy.
+On a GPU, letterboxing, inference and suppression run there, and detections are copied to the host in one transfer. The
+letterbox arithmetic is ultralytics' LetterBox and scale_boxes, so that input matches training. On a GPU torch resizes
+in float32, where OpenCV rounds to 11 bits: levels differ by at most 1 of 255.
 """
 
 from __future__ import annotations
@@ -11,23 +13,87 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from weftline.node import Batch, BatchNode, ConfigError, Detections, OpenContext, Outputs, Ports, StepContext, port
+from weftline.nodes.device_tensors import offload, stacked_group
 from weftline.nodes.grouping import group_by_shape
-from weftline.nodes.letterbox import Fit, letterbox, letterbox_torch
 from weftline.nodes.model_file import find_model
-from weftline.nodes.near import rest, stacked_group
 from weftline.nodes.yolo_file import STRIDE, Detector, load_folder, load_pickle, quiet_ultralytics, read_config
 from weftline.shm.device.names import is_gpu
+
+if TYPE_CHECKING:
+    import torch
+
+
+PADDING = 114
+"""Grey level around a picture that is not square, as in ultralytics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Position of a picture of `height` x `width` px in its square: its size there, and its left top corner."""
+
+    height: int
+    width: int
+    inner_height: int
+    inner_width: int
+    left: int
+    top: int
+
+    def to_picture(self, boxes: np.ndarray) -> np.ndarray:
+        """Return float32 [objects, 4] boxes x1 y1 x2 y2 of the square in pixels of the picture, cut at its edges."""
+        shift = np.array([self.left, self.top] * 2, np.float32)
+        gain = np.array([self.inner_width / self.width, self.inner_height / self.height] * 2, np.float32)
+        edge = np.array([self.width, self.height] * 2, np.float32)
+        moved: np.ndarray = np.clip((boxes - shift) / gain, 0, edge)
+        return moved.astype(np.float32)
+
+
+def fit(height: int, width: int, side: int) -> Fit:
+    """Return where a picture of `height` x `width` px goes in a square of `side` px: as large as it fits, centred."""
+    scale = min(side / height, side / width)
+    inner_height, inner_width = max(round(height * scale), 1), max(round(width * scale), 1)
+    left, top = round((side - inner_width) / 2 - 0.1), round((side - inner_height) / 2 - 0.1)
+    return Fit(height, width, inner_height, inner_width, left, top)
+
+
+def letterbox(image: np.ndarray, side: int, out: np.ndarray) -> Fit:
+    """Write uint8[H, W, 3] `image` into `out`, uint8[side, side, 3], and return where it lies there."""
+    import cv2
+
+    place = fit(image.shape[0], image.shape[1], side)
+    size = (place.inner_width, place.inner_height)
+    out.fill(PADDING)
+    inside = out[place.top : place.top + place.inner_height, place.left : place.left + place.inner_width]
+    inside[...] = image if image.shape[1::-1] == size else cv2.resize(image, size, interpolation=cv2.INTER_LINEAR)
+    return place
+
+
+def letterbox_torch(images: torch.Tensor, side: int, out: torch.Tensor) -> Fit:
+    """Write uint8 [n, H, W, 3] `images` into `out`, and return where they lie there; nothing waits for the device.
+
+    out: float32 [n, 3, side, side], which gets levels from 0 to 255.
+    """
+    import torch
+
+    place = fit(images.shape[1], images.shape[2], side)
+    size = (place.inner_height, place.inner_width)
+    levels = images.permute(0, 3, 1, 2).float()
+    if tuple(levels.shape[2:]) != size:
+        levels = torch.nn.functional.interpolate(levels, size, mode="bilinear", align_corners=False).round_()
+    out.fill_(PADDING)
+    out[:, :, place.top : place.top + place.inner_height, place.left : place.left + place.inner_width] = levels
+    return place
+
 
 SUPPRESSION_MAX_S = 3600.0
 """Time for non-maximum suppression. ultralytics' own 50 ms a picture silently drops detections on a slow machine."""
 
 DETECTIONS_MAX = 30_000
-"""Most candidates of one picture that ultralytics' suppression looks at; more detections than that never come out."""
+"""Most candidates of one picture in ultralytics' suppression, and so the most detections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +103,11 @@ class YoloConfig:
     model:          a weftline-yolo folder (model.safetensors and config.json), or ultralytics weights (.pt), relative
                     to the pipeline file; a plain name such as yolo11n.pt is also looked for where ultralytics keeps
                     its own, and fetched by it.
-    confidence:     least score of a detection; None takes the model's own, or 0.25.
-    iou:            overlap above which the weaker of two detections of a class is dropped; None takes the model's own.
+    confidence:     minimum score of a detection; None: the model's own, or 0.25.
+    iou:            overlap above which the weaker of two detections of a class is dropped; None: the model's own.
     detections_max: most detections of one picture, up to 30 000.
-    image_size:     side of the square the picture is fitted into, a multiple of 32; None takes the model's own.
-    trust_pickle:   a .pt file is a pickle, which can run any code when it is loaded. True says that you trust this one.
+    image_size:     side of the letterbox square, a multiple of 32; None: the model's own.
+    trust_pickle:   a .pt file is a pickle, which can run any code when it is loaded. True: this one is trusted.
     """
 
     model: str
@@ -53,7 +119,7 @@ class YoloConfig:
 
 
 class Yolo(BatchNode):
-    """Finds objects in pictures. It runs on ultralytics, which is AGPL-3.0: its duties pass on to what you build."""
+    """Detects objects in pictures. It runs on ultralytics, which is AGPL-3.0: its duties apply to your service."""
 
     Config: ClassVar[type[Any]] = YoloConfig
     extra: ClassVar[str] = "yolo"
@@ -63,7 +129,7 @@ class Yolo(BatchNode):
     _detector: Detector | None = None
     _side: int
     _device: str  # as torch calls it
-    _near: bool  # on a GPU, where pictures may lie
+    _on_device: bool  # on a GPU, where pictures may lie
 
     @classmethod
     def ports(cls, config: YoloConfig, step: StepContext) -> Ports:
@@ -101,14 +167,14 @@ class Yolo(BatchNode):
 
         torch.set_num_threads(max(context.threads, 1))
         context.progress("folding normalisation into convolutions", 0.8)
-        self._device, self._near = context.framework_device, is_gpu(context.device)
+        self._device, self._on_device = context.framework_device, is_gpu(context.device)
         self._detector.network.fuse(verbose=False)
         self._detector.network.to(self._device).requires_grad_(False)
         self._side = self.config.image_size or self._detector.image_size
 
     def warm_up(self) -> None:
         self._find([np.zeros((self._side, self._side, 3), np.uint8)])
-        if self._near:
+        if self._on_device:
             import torch
 
             self._find([torch.zeros((self._side // 2, self._side, 3), dtype=torch.uint8, device=self._device)])
@@ -119,7 +185,7 @@ class Yolo(BatchNode):
     def sleep(self, keep: str) -> bool:
         if keep != "host":
             return False
-        rest(self._opened.network)
+        offload(self._opened.network)
         return True
 
     def wake(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.errors import MissingPackage, ModelError
-from weftline.nodes.weights import load_into, load_weights
+from weftline.nodes.model_file import load_into, load_weights
 
 FORMAT = "weftline-yolo"
 STRIDE = 32
@@ -27,7 +27,7 @@ STRIDE = 32
 
 CONFIG_BYTES_MAX = 1 << 20
 LAYERS_MAX, WIDTH_MAX, CLASSES_MAX = 256, 8192, 10_000
-"""Largest architecture taken: YOLO11x has 24 layers and 1024 channels, Objects365 has 365 classes."""
+"""Largest accepted architecture: YOLO11x has 24 layers and 1024 channels, Objects365 has 365 classes."""
 
 _MODULE = re.compile(r"^(nn\.|torchvision\.ops\.)?[A-Z][A-Za-z0-9]*$")
 _ACTIVATION = re.compile(r"^(torch\.)?nn\.[A-Z][A-Za-z0-9]*\(\)$")
@@ -36,7 +36,7 @@ _WORD = re.compile(r"^[A-Za-z][A-Za-z0-9_]*$")
 
 @dataclass(frozen=True, slots=True)
 class DetectorConfig:
-    """A folder's config.json. names: by class index; confidence and iou: thresholds when the step states none."""
+    """A folder's config.json. names: by class index; confidence and iou: default thresholds."""
 
     architecture: Mapping[str, Any]
     names: tuple[str, ...]
@@ -94,7 +94,7 @@ def _problems(config: Any) -> Iterator[str]:
 
 
 def _architecture_problems(architecture: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what in an architecture is no plain list of layers: module names and arguments reach Python's eval."""
+    """Yield the parts of an architecture that are not plain layers: names and arguments reach Python's eval."""
     activation = architecture.get("activation")
     if activation is not None and not (isinstance(activation, str) and _ACTIVATION.match(activation)):
         yield f"architecture.activation is {activation!r:.40}, expected a class such as nn.SiLU()"
@@ -130,7 +130,7 @@ def _plain(value: Any, depth: int = 3) -> bool:
 
 
 def quiet_ultralytics(folder: Path, offline: bool) -> None:
-    """Set, before ultralytics is first imported, what keeps it to itself: no settings elsewhere, no installing.
+    """Configure ultralytics before its import: settings in `folder`, no automatic installation.
 
     ultralytics reads these at import and nowhere else offers them; they are set in the worker's process alone. Offline,
     it neither looks for updates nor reports its use.
@@ -150,7 +150,7 @@ def load_folder(folder: Path, shown: str) -> Detector:
     state = load_weights(folder / "model.safetensors", f"{shown}/model.safetensors")
     network_class = _ultralytics()
     try:
-        architecture = json.loads(json.dumps(config.architecture))  # ultralytics writes into what it is given
+        architecture = json.loads(json.dumps(config.architecture))  # ultralytics modifies its argument
         network = network_class(architecture, ch=3, nc=len(config.names), verbose=False)
     except Exception as error:  # a wrong architecture breaks anywhere in its construction
         raise ModelError(f"{shown}/config.json: the architecture cannot be built: {error!s:.200}") from None

@@ -25,7 +25,7 @@ from weftline.errors import LimitReached
 from weftline.shm.block import PAGE_BYTES, align_up
 
 MEMFD_NAME = "weftline"
-"""What /proc shows of an arena's memory; it cannot be opened by it."""
+"""Name of an arena's memory in /proc; it cannot be opened by name."""
 
 F_SEAL_FUTURE_WRITE = 0x0010
 """Linux 5.1: mappings that exist stay writable, new ones may only read. Python 3.11's fcntl does not name it."""
@@ -100,13 +100,13 @@ class HostArena:
                     os.close(int(one.name))
 
     def close(self) -> None:
-        """Close the descriptor and drop the mapping; the memory goes when its last view and process do."""
+        """Close the descriptor and drop the mapping; the memory is freed with its last view and process."""
         if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
         # The mapping ends with its last view. Closing it would not wait for numpy's: they keep the object, but do not
-        # hold it open, and whoever still reads one would be killed.
+        # hold it open, and a later read of a view would kill the process.
         self.buffer = _CLOSED
 
     def __enter__(self) -> HostArena:

@@ -54,7 +54,7 @@ class Block(NamedTuple):
 
 
 Key = tuple[int, int, int]
-"""What the ledger knows a block by: (arena, start of the block, generation)."""
+"""Ledger key of a block: (arena, start of the block, generation)."""
 
 
 class Place(NamedTuple):

@@ -1,20 +1,20 @@
 """Ledger: reference-counted leases of the blocks of all arenas.
 
-The runtime owns the only Ledger. It leases output room before work is dispatched, counts a block's readers, and gives
-the bytes back when the last of them is done. A block is known by (arena, offset, generation); generations only rise, so
-a late or repeated message about an old lease is recognised, counted and ignored, never acted on.
+The runtime owns the only Ledger. It leases output blocks before work is dispatched, counts a block's readers, and frees
+the block when the last of them is done. A block is identified by (arena, offset, generation); generations only rise, so
+a late or repeated message about an old lease is recognised, counted and ignored.
 
 An arena whose worker died is *retired*: nothing new is leased in it, and it is forgotten when its last lease ends.
 
-A GPU may go on reading for a process that has died. What such a reader held of others' device memory goes to
-*quarantine*: nobody may read it on its account any more, and it is not free either, until the arena's owner has
-settled what was on the device at that time.
+A GPU may still execute reads of a process that has died. Its leases on other workers' device memory are therefore in
+*quarantine*: they no longer count as readers, and their blocks are not free, until the arena's owner has settled the
+work that was on the device at that time.
 
     free --try_lease--> leased --last release--> free
                            `--quarantine, last release--> quarantined --settle--> free
 
-The events of a device arena A are leased like blocks, EVENT_BYTES each, in an arena with the id -A: what is leased
-there is no memory, so `stats` leaves its bytes out.
+The events of a device arena A are leased like blocks, EVENT_BYTES each, in an arena with the id -A: these
+leases are not memory, so `stats` excludes their bytes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from weftline.shm.allocator import Allocator
 from weftline.shm.block import ALIGN_BYTES, Block, Key, Place
 
 DEVICE_ALIGN_BYTES = 256
-"""Blocks of device memory start at multiples of this: what cudaMalloc promises, and what vector loads want."""
+"""Blocks of device memory start at multiples of this: the alignment of cudaMalloc, required by vector loads."""
 
 EVENT_BYTES = ALIGN_BYTES
-"""What one event takes in an arena of events, the smallest lease there is: offset // EVENT_BYTES is its index."""
+"""Size of one event in an arena of events, the smallest lease: offset // EVENT_BYTES is its index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class LedgerStats:
     """A snapshot over all arenas; free are `size_bytes - leased_bytes - quarantined_bytes`.
 
     blocks:            leases that are held, events' included.
-    stale_total:       how many stale messages were ignored.
-    quarantined_bytes: held for dead readers alone.
+    stale_total:       number of ignored stale messages.
+    quarantined_bytes: held for dead readers only.
     """
 
     arenas: int
@@ -69,7 +69,7 @@ class Ledger:
     def retire_arena(self, arena: int) -> None:
         """Lease nothing more in `arena`; `forget_empty` names it once its last lease has ended.
 
-        Its quarantine ends: nobody will write where a dead reader may still read.
+        Its quarantine ends: no process writes where a dead reader may still read.
         """
         self._retired.add(arena)
         for token in [token for token, keys in self._tokens.items() if any(key[0] == arena for key in keys)]:

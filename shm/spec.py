@@ -1,7 +1,7 @@
 """Tensor spec: dtype, shape and size in bytes.
 
-`byte_size` is the only place where a size is computed from numbers somebody sent. It works in Python's unbounded
-integers with caps, so a negative, huge or overflowing shape is refused before anything is allocated.
+`byte_size` is the only computation of a size from received numbers. It uses Python's unbounded integers with limits, so
+a negative, huge or overflowing shape is refused before anything is allocated.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ITEM_BYTES: dict[str, int] = {
 """Bytes of one element by dtype name. The names are numpy's, and torch's for the four numpy does not have."""
 
 STAND_INS: dict[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-"""What numpy sees for a dtype it does not have: the same bits as unsigned integers. torch sees the true dtype."""
+"""Numpy dtype for a dtype that numpy lacks: unsigned integers with the same bits. torch has the true dtype."""
 
 RANK_MAX = 32
 """Most dimensions of a tensor: below numpy's own limit of 64, above anything a model uses."""
 
 TENSOR_BYTES_MAX = 1 << 40
-"""Largest tensor anyone may describe, 1 TiB; arenas and ports set tighter limits of their own."""
+"""Largest tensor, 1 TiB; arenas and ports have tighter limits."""
 
 
 def byte_size(dtype: str, dims: Sequence[int]) -> int:

@@ -54,7 +54,7 @@ from weftline.nodes.contract import (
     Batch,
     BatchNode,
     ConfigError,
-    DeviceRoom,
+    DeviceMemoryLimit,
     NoConfig,
     Node,
     NodeMemory,
@@ -66,7 +66,7 @@ from weftline.nodes.contract import (
 )
 from weftline.nodes.current import current
 from weftline.nodes.detections import Detections
-from weftline.nodes.near import as_array, as_torch, placed, stacked_torch
+from weftline.nodes.device_tensors import as_array, as_torch, placed, stacked_torch
 from weftline.nodes.ports import AUDIO_HZ, Port, Ports, PortType, list_of, port
 from weftline.nodes.urgency import USUAL, SequencePart, Urgency
 from weftline.shm.device.tensor import DeviceTensor
@@ -78,7 +78,7 @@ __all__ = [
     "BatchNode",
     "ConfigError",
     "Detections",
-    "DeviceRoom",
+    "DeviceMemoryLimit",
     "DeviceTensor",
     "MissingPackage",
     "ModelError",

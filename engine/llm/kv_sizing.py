@@ -26,7 +26,7 @@ from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.schedule import RoundLimits, ScheduledChunk
 from weftline.engine.llm.sequence import Sequence as SequenceState
 from weftline.errors import ModelError
-from weftline.nodes.contract import DeviceRoom
+from weftline.nodes.contract import DeviceMemoryLimit
 from weftline.nodes.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class TorchMeter:
         return max(0, int(torch.cuda.max_memory_reserved(self._device)) - before)
 
 
-def fill_device(runners: Sequence[Runner], limits: RoundLimits, room: DeviceRoom, meter: Meter) -> None:
+def fill_device(runners: Sequence[Runner], limits: RoundLimits, room: DeviceMemoryLimit, meter: Meter) -> None:
     """Give runners the KV memory that is left of their device, in the proportion of what they have, and never less.
 
     ModelError: there is none for as much as they had.
@@ -96,7 +96,7 @@ def fill_device(runners: Sequence[Runner], limits: RoundLimits, room: DeviceRoom
         _bind(runner, max(share, left * share // sum(shares)) // runner.page_bytes, limits, free, work)
 
 
-def keep_room(engine: Engine, room: DeviceRoom, meter: Meter) -> bool:
+def keep_room(engine: Engine, room: DeviceMemoryLimit, meter: Meter) -> bool:
     """Give pages back where less is free than was foreseen, and return whether that was so.
 
     For when all graphs are recorded: they may have taken more than a round's work. They are dropped then.

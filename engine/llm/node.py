@@ -23,7 +23,7 @@ from weftline.errors import InputError, WeftlineError
 from weftline.node import (
     USUAL,
     ConfigError,
-    DeviceRoom,
+    DeviceMemoryLimit,
     MissingPackage,
     ModelError,
     NodeMemory,
@@ -80,7 +80,7 @@ class Llm(StreamNode):
     Config: ClassVar[type[Any]] = LlmConfig
     extra: ClassVar[str] = "llm"
     heavy: ClassVar[bool] = True
-    fills_room: ClassVar[bool] = True
+    fills_memory: ClassVar[bool] = True
 
     def __init__(self, config: LlmConfig) -> None:
         super().__init__(config)
@@ -91,7 +91,7 @@ class Llm(StreamNode):
         self._refused: list[Piece] = []
         self._outputs: dict[int, RequestOutput] = {}
         self._counters = TokenCounters()
-        self._room: DeviceRoom | None = None
+        self._room: DeviceMemoryLimit | None = None
         self._kv_most_bytes = 0
         self._long: list[_Submitted] = []  # items for which the KV memory is too small now
 
@@ -136,7 +136,7 @@ class Llm(StreamNode):
         except ModuleNotFoundError as error:
             raise MissingPackage(error.name or "torch", self.extra) from error
         self._engine, self._tokens = open_engine(self.config, context)
-        self._room = context.room
+        self._room = context.memory_limit
         self._kv_most_bytes = context.kv_most_bytes
         if self.config.system and not self._tokens.has_template:
             self.close()

@@ -44,10 +44,10 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
         runner.load_adapter(name, Path(local_or_hub(folder, context.base_dir)), folder)
     limits = round_limits(config, context.device)
     draft = _draft(config, context, runner)
-    if context.room is not None and runner.device.type == "cuda":
+    if context.memory_limit is not None and runner.device.type == "cuda":
         context.progress("computing the largest round", 0.95)
         models = [runner] if draft is None else [runner, draft]
-        fill_device(models, limits, context.room, TorchMeter(runner.device))
+        fill_device(models, limits, context.memory_limit, TorchMeter(runner.device))
     speculation = _speculation(config, draft, limits)
     engine = Engine(runner, tokens, limits, True, speculation, Constraints(tokens, runner.vocabulary, runner.ends))
     return engine, tokens

@@ -27,7 +27,7 @@ from weftline.pipelines.placement.budget import (
     WORK,
     claims_of_others,
     over_commit_text,
-    ways_of_others,
+    remedies_of_others,
 )
 from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan
 from weftline.pipelines.placement.reservations import Left, Settle, alone
@@ -85,7 +85,9 @@ def stats(state: SchedulerState) -> Mapping[str, Any]:
                 state.plan.workers[worker_id].name: state.plan.workers[worker_id].device_arena_bytes
                 for worker_id, _ in _of(state, budget.device)
             },
-            "claims": [(claim.who, claim.what, claim.bytes) for claim in budget.claims if claim.what not in OF_OTHERS],
+            "claims": [
+                (claim.owner, claim.what, claim.bytes) for claim in budget.claims if claim.what not in OF_OTHERS
+            ],
             "steps": _steps(state, budget.device),
         }
         for budget in state.plan.budgets
@@ -113,7 +115,7 @@ def _settle_device(state: SchedulerState, device: str) -> None:
     state.measured.left_bytes[device] = 0 if left.waits else max(0, left.bytes)
     if left.bytes < 0:
         claims = _claims(state, budget, left, budget.total_bytes - free - taken)
-        fix = "; ".join([FIX, *ways_of_others(claims)])
+        fix = "; ".join([FIX, *remedies_of_others(claims)])
         state.measured.over_commit.append(over_commit_text(device, budget.total_bytes, claims) + fix)
         return
     if not left.waits:

@@ -356,11 +356,11 @@ class HostedBatch(Batch):
             whole = stacked(sources, self._step.memory.arenas) if travelled else side_by_side(values)
         return np.stack(values) if whole is None else whole
 
-    def room(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
+    def output_buffer(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
         with held(self._step.memory.lock):
-            return self._room_now(port, dtype, shape)
+            return self._output_buffer_now(port, dtype, shape)
 
-    def _room_now(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
+    def _output_buffer_now(self, port: str, dtype: str, shape: tuple[int, ...]) -> Any:
         index = next((i for i, (name, _) in enumerate(self._step.outputs) if name == port), -1)
         device = self._preallocated.device.get(index)
         if device is not None:

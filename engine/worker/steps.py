@@ -46,7 +46,7 @@ from weftline.engine.worker.stream import HostedStream
 from weftline.engine.worker.threads import Answer, StepThread
 from weftline.errors import StepError
 from weftline.nodes.catalog import resolve
-from weftline.nodes.contract import BatchNode, DeviceRoom, Node, OpenContext, StreamNode
+from weftline.nodes.contract import BatchNode, DeviceMemoryLimit, Node, OpenContext, StreamNode
 from weftline.pipelines.check.options import to_config
 from weftline.shm.device.driver import DeviceLost
 from weftline.shm.device.names import index_of, is_fake, is_gpu
@@ -257,7 +257,7 @@ class Opener:
         context_stream = 0 if is_fake(step.device) else stream
         progress("opening", 0.0)
         cache_dir = Path(message.cache_dir)
-        room = DeviceRoom(step.room_bytes, step.reserve_bytes) if step.room_bytes else None
+        memory_limit = DeviceMemoryLimit(step.room_bytes, step.reserve_bytes) if step.room_bytes else None
         context = OpenContext(
             base_dir,
             step.device,
@@ -266,7 +266,7 @@ class Opener:
             cache_dir,
             progress,
             context_stream,
-            room=room,
+            memory_limit=memory_limit,
             kv_most_bytes=step.kv_most_bytes,
             sizes=step.sizes,
         )

@@ -1,6 +1,6 @@
 """Checks of a step's behaviour: batches, lists, sequences, instances and fallback.
 
-The bounds of single numbers are the schema's; here is what depends on the node, on its ports and on other steps.
+Bounds of single numbers are checked by the schema; these checks need the node, its ports and other steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOT_FOR_CONTROL = (
     *("batch", "worker", "instances", "reserved", "device", "run_max_ms", "fallback", "retry", "idempotent"),
     *("timeout_ms", "map", "sequence", "threads", "device_bytes", "idle", "finite"),
 )
-"""Keys that say something about running a node, which a control does not do."""
+"""Keys about the execution of a node; a control step has none."""
 
 
 def check_behaviour(checked: Checked, report: Report) -> None:
@@ -46,7 +46,7 @@ def _check_control(one: CheckedStep, report: Report) -> None:
     usual = Step("")
     for key in _NOT_FOR_CONTROL:
         if getattr(one.step, key) != getattr(usual, key):
-            found = f"has no meaning here: {one.step.node} is decided without running anything"
+            found = f"has no effect here: {one.step.node} is evaluated without running anything"
             report.add(f"steps.{one.step.name}.{key}", found, fix="remove it")
 
 
@@ -56,38 +56,38 @@ def _check_map(one: CheckedStep, checked: Checked, report: Report) -> None:
         if name not in known:
             report.add(f"{path}.map", f"{one.step.node} has no input {name}", listed(known), did_you_mean(name, known))
         elif name not in one.step.inputs:
-            report.add(f"{path}.map", f"{name} is not wired", "inputs that are given lists", "wire it, or leave it out")
-    if one.step.map and _remembers(one):
-        found = f"runs {one.step.node} item by item, which remembers from request to request"
+            report.add(f"{path}.map", f"{name} is not wired", "inputs that receive lists", "wire it, or leave it out")
+    if one.step.map and _keeps_state(one):
+        found = f"runs {one.step.node} item by item, and it keeps state between requests"
         report.add(f"{path}.map", found, fix="map in a step of its own, before or after this one")
 
 
-def _remembers(one: CheckedStep) -> bool:
+def _keeps_state(one: CheckedStep) -> bool:
     return one.node.stateful or one.step.sequence is not None
 
 
 def _check_sequence(one: CheckedStep, report: Report) -> None:
     if one.step.sequence is not None and issubclass(one.node, StreamNode):
-        found = f"{one.step.node} streams, and takes items of all sequences as they come"
+        found = f"{one.step.node} streams, and runs items of all sequences in arrival order"
         report.add(f"steps.{one.step.name}.sequence", found, fix="remove it")
 
 
 def _check_finite(one: CheckedStep, report: Report) -> None:
     if one.step.finite and issubclass(one.node, StreamNode):
-        found = f"{one.step.node} streams: its pieces are with their readers before all of them could be looked at"
+        found = f"{one.step.node} streams: readers receive its chunks before all of them could be checked"
         report.add(f"steps.{one.step.name}.finite", found, fix="remove it")
 
 
 def _check_idle(one: CheckedStep, report: Report) -> None:
-    if one.step.idle is not None and _remembers(one):
-        found = f"{one.step.node} remembers from request to request, and asleep it would forget"
+    if one.step.idle is not None and _keeps_state(one):
+        found = f"{one.step.node} keeps state between requests, which sleep would lose"
         report.add(f"steps.{one.step.name}.idle", found, fix="remove it")
 
 
 def _check_instances(step: Step, report: Report) -> None:
     path, count = f"steps.{step.name}", instance_count(step)
     if 0 < count <= step.reserved:
-        found = f"{step.reserved} of {count} instance{'s' if count > 1 else ''}, which leaves none to job rows"
+        found = f"{step.reserved} of {count} instance{'s' if count > 1 else ''}, which leaves none for job rows"
         report.add(f"{path}.reserved", found, f"less than {count}", "raise instances, or reserve fewer")
     if isinstance(step.instances, int):
         return
@@ -109,15 +109,15 @@ def _check_batch(one: CheckedStep, batch: BatchPolicy, checked: Checked, report:
         if isinstance(size, int):
             report.add(f"{path}.pad.{name}", f"{name} is always {size} here", fix="remove it")
         elif name not in sizes:
-            whose = f"the tensors that {one.step.node} takes have no size named {name}"
+            found = f"the input tensors of {one.step.node} have no size named {name}"
             expected = f"one of {listed(known)}" if known else "a named size; its inputs have none"
-            report.add(f"{path}.pad.{name}", whose, expected, did_you_mean(name, known))
+            report.add(f"{path}.pad.{name}", found, expected, did_you_mean(name, known))
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
             report.add(f"{path}.pad.{name}", f"{list(buckets)}", "rising numbers from 1, at least one")
 
 
 def _named_sizes(one: CheckedStep, checked: Checked) -> dict[str, Dim]:
-    """Return the sizes that the step's tensor inputs name, each with what is known of it."""
+    """Return the named sizes of the step's tensor inputs, each with its known value."""
     found: dict[str, Dim] = {}
     for port in one.ports.inputs:
         settled = checked.sizes.settle(port.type, one.step.name)
@@ -131,7 +131,7 @@ def _named_sizes(one: CheckedStep, checked: Checked) -> dict[str, Dim]:
 
 
 def check_fallbacks(checked: Checked, report: Report) -> None:
-    """Report fallbacks that cannot answer in a step's place."""
+    """Report fallbacks that cannot replace their step."""
     pipeline, owners = checked.pipeline, dict[str, str]()
     graph = graph_of(pipeline)
     for step in pipeline.steps:
@@ -140,8 +140,8 @@ def check_fallbacks(checked: Checked, report: Report) -> None:
         path, named = f"steps.{step.name}.fallback", step.fallback
         wrong = _unfit(step, named, pipeline, graph, checked)
         if wrong is None and named in owners:
-            found = f"{named} answers for {owners[named]} already"
-            wrong = found, "a step that answers for this one alone", "write a second step like it"
+            found = f"{named} is the fallback of {owners[named]} already"
+            wrong = found, "a step that is the fallback of this one only", "write a second step like it"
         owners.setdefault(named, step.name)
         if wrong is not None:
             report.add(path, *wrong)
@@ -154,7 +154,7 @@ _Wrong = tuple[str, str, str]  # found, expected, fix
 
 
 def _unfit(step: Step, named: str, pipeline: Pipeline, graph: nx.DiGraph, checked: Checked) -> _Wrong | None:
-    """Return why a step cannot be another's fallback, whatever it gives."""
+    """Return why a step cannot be another's fallback, regardless of its outputs."""
     others = [one.name for one in pipeline.steps if one.name != step.name]
     if named == step.name:
         return "names itself", "another step, or a constant for each output", "use `retry:` to try it again"
@@ -165,20 +165,20 @@ def _unfit(step: Step, named: str, pipeline: Pipeline, graph: nx.DiGraph, checke
         return f"{named} is a {node} step, which runs nothing", "a step that runs something, or constants", ""
     ring = _ring(step.name, fallbacks_of(pipeline))
     if ring:
-        return f"the fallbacks run in a circle: {' -> '.join(ring)}", "", "remove one of them"
+        return f"the fallbacks form a cycle: {' -> '.join(ring)}", "", "remove one of them"
     if nx.has_path(graph, step.name, named):
-        return f"{named} itself needs what {step.name} gives", "a step that can run when this one has failed", ""
+        return f"{named} depends on {step.name}", "a step that can run when this one has failed", ""
     if nx.has_path(graph, named, step.name):
-        return f"{step.name} itself needs what {named} gives", "a step that runs only when this one has failed", ""
-    heard = next((path for path, wire in readers(pipeline) if wire.step == named), None)
-    if heard is not None:
-        found = f"{named} is read by {heard}; a fallback answers for one step and for nobody else"
+        return f"{step.name} depends on {named}", "a step that runs only when this one has failed", ""
+    reader = next((path for path, wire in readers(pipeline) if wire.step == named), None)
+    if reader is not None:
+        found = f"{named} is read by {reader}; a fallback replaces one step and has no other readers"
         return found, "", f"read {step.name} there, or write a second step like {named}"
     return None
 
 
 def _ring(start: str, fallbacks: dict[str, str]) -> list[str]:
-    """Return the circle of fallbacks that `start` is on; empty when it is on none."""
+    """Return the cycle of fallbacks through `start`; empty without one."""
     chain = [start]
     while chain[-1] in fallbacks and chain.count(chain[-1]) == 1:
         chain.append(fallbacks[chain[-1]])
@@ -186,7 +186,7 @@ def _ring(start: str, fallbacks: dict[str, str]) -> list[str]:
 
 
 def _unlike(name: str, fallback: str, checked: Checked) -> Iterator[tuple[str, str]]:
-    """Yield what a fallback does not give as the step gives it: what was found, and a fix."""
+    """Yield the differences between a fallback's outputs and the step's: problem and fix."""
     own = [port.name for port in checked.steps[fallback].ports.outputs]
     for port in dict.fromkeys(_read_of(name, checked)):
         wanted = checked.source(Wire(name, port))

@@ -26,7 +26,7 @@ from weftline.pipelines.spec.subpipelines import Constraint
 from weftline.pipelines.spec.wire import Wire
 
 SAME_BYTES = {"image": PortType("tensor", "uint8", ("?", "?", 3)), "audio": PortType("tensor", "float32", ("?",))}
-"""What a picture and a recording are as tensors."""
+"""Tensor types of images and audio."""
 
 _Name = tuple[str, str]  # (scope, name of a dim)
 
@@ -47,7 +47,7 @@ class Sizes:
     _known: dict[_Name, _Name | int] = field(default_factory=dict)
 
     def fit(self, given: PortType, giver: str, wanted: PortType, taker: str) -> bool:
-        """Relate a wire's two ends and return whether they fit; a wire that does not fit teaches nothing."""
+        """Unify the types of a wire's ends; False, without a change, if they do not fit."""
         if "any" in (given.kind, wanted.kind):
             return True
         if wanted.kind == "json":
@@ -73,7 +73,7 @@ class Sizes:
         return False
 
     def settle(self, type: PortType, scope: str) -> PortType:
-        """Return `type` with every name replaced by its size where that is known."""
+        """Return `type` with names replaced by known sizes."""
         if type.item is not None:
             return list_of(self.settle(type.item, scope))
         if type.dims is None:
@@ -97,7 +97,7 @@ class Sizes:
         return PortType("tensor", wanted.dtype or given.dtype, dims)
 
     def _root(self, dim: Dim, scope: str) -> _Name | int | None:
-        """Return the size of a dim, or the name that stands for it, or None when anything goes."""
+        """Return the size of a dim, or its representative name, or None for any size."""
         if isinstance(dim, int) or dim == "?":
             return dim if isinstance(dim, int) else None
         found: _Name | int = (scope, dim)
@@ -127,7 +127,7 @@ class Sizes:
 def mismatch(path: str, given: PortType, wire: str, wanted: PortType, others: Iterable[tuple[str, Port]]) -> Problem:
     """Return the problem of a wire that does not fit.
 
-    others: (wire text, output port) of outputs that would fit instead, nearest first.
+    others: (wire text, output port) of outputs that fit, most similar first.
     """
     found = f"wants {wanted}, {wire} gives {given}"
     fix = next((f"read {text} instead" for text, _ in others), "")
@@ -167,7 +167,7 @@ def _item(type: PortType) -> PortType:
 
 
 def _picture(given: PortType, wanted: PortType, to_image: bool) -> str:
-    """Return what a step between a picture and a tensor does, in numpy's words."""
+    """Return numpy code that converts between an image and a tensor."""
     if to_image:
         first = given.dims is not None and len(given.dims) == 3 and given.dims[0] == 3
         turned = "x.transpose(1, 2, 0)" if first else "x"
@@ -185,7 +185,7 @@ def _picture(given: PortType, wanted: PortType, to_image: bool) -> str:
 class CheckedStep:
     """A step with its node class, the dotted path to it, its Config and its ports.
 
-    device_ports: names of the ports whose tensors its node takes and gives on its device.
+    device_ports: ports in `Node.device_ports`.
     """
 
     step: Step
@@ -201,7 +201,7 @@ class CheckedStep:
         return self.node.control if issubclass(self.node, Control) else ""
 
     def takes(self, port: str) -> PortType | None:
-        """Return the type that an input takes from its wire: under `map:`, a list; None for a port it does not have."""
+        """Return the type that an input reads from its wire: under `map:`, a list; None for an unknown port."""
         found = self.ports.input(port)
         if found is None:
             return None
@@ -216,11 +216,11 @@ class CheckedStep:
 class Checked:
     """Results of a check.
 
-    pipeline: as written, with prompts and constants made steps of their own, and names in conditions resolved.
-    steps:    those whose node and options are sound, in run order; all of them when there are no problems.
-    sizes:    what the wires say about named dims.
+    pipeline: expanded, with names in conditions resolved.
+    steps:    those with valid node and options, in run order; all of them when there are no problems.
+    sizes:    known sizes of named dims.
     origins, constraints: as in Expansion.
-    constants: the types that constants are taken as, where what reads them wants another than `text` or `json`.
+    constants: types of constants that are read as another type than `text` or `json`.
     """
 
     pipeline: Pipeline
@@ -232,9 +232,9 @@ class Checked:
     constants: dict[Wire, PortType] = field(default_factory=dict)
 
     def source(self, wire: Wire) -> tuple[PortType, str] | None:
-        """Return the type a wire gives and the scope of its names; None when it leads nowhere.
+        """Return the type of a wire and the scope of its names; None for a dangling wire.
 
-        A step under `map:` gives lists, whose elements may differ in the sizes that its ports only name.
+        A step under `map:` outputs lists, whose elements may differ in named sizes.
         """
         if wire in self.constants:
             return self.constants[wire], ""
@@ -248,7 +248,7 @@ class Checked:
         return (list_of(loose(self.sizes.settle(port.type, wire.step))) if giver.step.map else port.type), wire.step
 
     def type_of(self, wire: Wire) -> PortType | None:
-        """Return the type a wire gives, as far as it is known by now; None when it leads nowhere."""
+        """Return the type of a wire, as far as known; None for a dangling wire."""
         source = self.source(wire)
         return self.sizes.settle(*source) if source else None
 

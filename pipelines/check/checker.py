@@ -1,7 +1,7 @@
 """Pipeline checker: reports every problem before anything starts.
 
-`check` imports the nodes' modules but none of their frameworks, opens no model and starts no process. `examine` does
-the same and also returns what it learnt, which is what a plan is made from.
+`check` imports the nodes' modules but none of their frameworks, opens no model and starts no process. `examine` also
+returns the node, options, ports and types of each step, from which a plan is made.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from weftline.pipelines.spec.wire import Wire
 
 
 def check(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> list[Problem]:
-    """Return every problem of the pipeline, in file order; empty means that it can be planned."""
+    """Return every problem of the pipeline, in file order; without any it can be planned."""
     return list(examine(pipeline, catalog).problems)
 
 
 def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked:
-    """Return what can be known of the pipeline without opening its models, and every problem of it."""
+    """Check a pipeline without opening its models; the result includes every problem."""
     report = Report(pipeline)
     _check_written(pipeline, report)
     expansion = expand(pipeline, report, catalog)
@@ -45,12 +45,12 @@ def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked
     known: dict[str, CheckedStep] = {}
     checked = Checked(pipeline, known, Sizes(), (), expansion.origins, expansion.constraints)
     order = run_order(pipeline)
-    rest = [step.name for step in pipeline.steps if step.name not in order]  # in a circle, or behind one
+    rest = [step.name for step in pipeline.steps if step.name not in order]  # on a cycle, or behind one
     steps = {step.name: step for step in pipeline.steps}
     owners = {fallback: name for name, fallback in fallbacks_of(pipeline).items()}
     for one in expansion.constraints:
         _take_constant(one.path, one.wire, PortType.parse(one.type), checked, report)
-    for name in [*order, *rest]:  # types flow downstream: what a step is given is known before its ports are asked for
+    for name in [*order, *rest]:  # types flow downstream: input types are known before `ports` is called
         if steps[name].node == PASSES and name in owners:
             _take_fallback(steps[name], owners[name], checked, report)
         found = _check_step(steps[name], checked, catalog, report)
@@ -72,7 +72,7 @@ def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked
 
 
 def remarks(pipeline: Pipeline) -> list[str]:
-    """Return what to note about a pipeline file that is not an error, a line each."""
+    """Return remarks about a pipeline that are not errors, a line each."""
     if pipeline.slo.latency_p99_ms is None or pipeline.limits.deadline_ms is not None:
         return []
     return [
@@ -82,7 +82,7 @@ def remarks(pipeline: Pipeline) -> list[str]:
 
 
 def _with_types(pipeline: Pipeline, constants: Mapping[Wire, PortType]) -> Pipeline:
-    """Return the pipeline with constants as inputs of the types that they are taken as."""
+    """Return the pipeline with the types of its constants."""
     inputs = [
         dataclasses.replace(one, type=str(constants.get(Wire(None, one.name), one.type))) for one in pipeline.inputs
     ]
@@ -100,7 +100,7 @@ def _with_conditions(pipeline: Pipeline) -> Pipeline:
 
 
 def _check_written(pipeline: Pipeline, report: Report) -> None:
-    """Hold a pipeline built in Python to the rules of a file."""
+    """Check a pipeline built in Python by the rules of a file."""
     bare = tuple(dataclasses.replace(step, options={}) for step in pipeline.steps)  # options are checked one by one
     report.take(validate(to_document(dataclasses.replace(pipeline, steps=bare)))[1])
 
@@ -118,7 +118,7 @@ def _check_names(pipeline: Pipeline, report: Report) -> None:
 
 def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report: Report) -> CheckedStep | None:
     path, base_dir = f"steps.{step.name}", step.base_dir or checked.pipeline.base_dir
-    if step.pipeline:  # could not be written out, and the report says why
+    if step.pipeline:  # could not be expanded, which is reported
         return None
     try:
         node = resolve(step.node, base_dir, catalog)
@@ -131,12 +131,12 @@ def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report
         if not problems:
             ports, problems = _ports(node, config, StepContext(base_dir, tuple(step.inputs), types), path)
             if ports:
-                near, wrong = _device_ports(node, config, ports, path)
+                on_device, wrong = _device_ports(node, config, ports, path)
                 report.take(wrong)
-                return CheckedStep(step, node, dotted(step.node, catalog), config, ports, near)
-        if attempt == 1:  # what is wrong the second time only follows from leaving options out
+                return CheckedStep(step, node, dotted(step.node, catalog), config, ports, on_device)
+        if attempt == 1:  # problems of the second attempt only follow from omitted options
             report.take(one for one in problems if not report.holds(one.path))
-        # Without the options that are wrong its ports may still be known, and its wires be checked.
+        # Without the invalid options its ports may still be known, so that its wires are checked.
         for one in problems:
             _leave_out(options, one.path.removeprefix(f"{path}."))
     return None
@@ -161,14 +161,14 @@ def _ports(node: type[Node], config: Any, context: StepContext, path: str) -> tu
         return None, [Problem(f"{path}.{one.option}", one.found, one.expected, one.fix) for one in problems]
     except (ValueError, ModelError) as error:
         return None, [Problem(path, str(error))]
-    except Exception as error:  # a mistake in a user's node is a problem of the pipeline, not of the check
+    except Exception as error:  # an error in a user's node is a problem of the pipeline, not of the check
         return None, [Problem(path, f"{node.__name__}.ports failed: {type(error).__name__}: {error}")]
     wrong = _wrong_ports(ports)
     return (None, [Problem(path, f"{node.__name__}.ports {wrong[0]}", wrong[1])]) if wrong else (ports, [])
 
 
 def _wrong_ports(ports: object) -> tuple[str, str] | None:
-    """Return what is wrong with the value that a user's node returned as its ports, and what is expected."""
+    """Return the problem of a user's `ports` result, and the expected type; None if it is valid."""
     if not isinstance(ports, Ports):
         return f"returned {type(ports).__name__}", "weftline.node.Ports"
     for where, side in (("inputs", ports.inputs), ("outputs", ports.outputs)):
@@ -183,18 +183,18 @@ def _wrong_ports(ports: object) -> tuple[str, str] | None:
 def _device_ports(node: type[Node], config: Any, ports: Ports, path: str) -> tuple[frozenset[str], list[Problem]]:
     """Return the ports whose tensors stay on the node's device, or an error."""
     try:
-        near = frozenset(node.device_ports(config, ports))
-    except Exception as error:  # a mistake in a user's node is a problem of the pipeline, not of the check
+        on_device = frozenset(node.device_ports(config, ports))
+    except Exception as error:  # an error in a user's node is a problem of the pipeline, not of the check
         return frozenset(), [Problem(path, f"{node.__name__}.device_ports failed: {type(error).__name__}: {error}")]
     known = [port.name for port in (*ports.inputs, *ports.outputs)]
-    if unknown := sorted(str(name) for name in near if name not in known):
+    if unknown := sorted(str(name) for name in on_device if name not in known):
         found = f"{node.__name__}.device_ports names {', '.join(unknown)}"
         return frozenset(), [Problem(path, found, f"its ports: {listed(known)}", did_you_mean(unknown[0], known))]
-    return near, []
+    return on_device, []
 
 
 def types_of(step: Step, checked: Checked) -> dict[str, PortType]:
-    """Return what the step's wires give, as far as it is known; of a port under `map:`, the type of one element."""
+    """Return the known types of the step's wires; of a port under `map:`, the type of one element."""
     found = {port: checked.type_of(wire) for port, wire in step.inputs.items()}
     types = {port: loose(type) for port, type in found.items() if type is not None}
     return {port: type.item if port in step.map and type.item else type for port, type in types.items()}
@@ -210,7 +210,7 @@ def _check_types(one: CheckedStep, checked: Checked, report: Report) -> None:
             continue
         path, settle = f"steps.{taker}.inputs.{port}", checked.sizes.settle
         if port in one.step.map and source[0].item is None:
-            gives = f"runs for each element of {port}, and {wire} gives {settle(*source)}, which is no list"
+            gives = f"runs for each element of {port}, and {wire} gives {settle(*source)}, which is not a list"
             report.add(path, gives, f"{settle(wanted, taker)}", f"take {port} out of `map:`")
             continue
         others = _others(checked, wire, wanted, taker)
@@ -246,7 +246,7 @@ def _take_fallback(step: Step, owner: str, checked: Checked, report: Report) -> 
 
 
 def _check_constraints(constraints: Iterable[Constraint], checked: Checked, report: Report) -> None:
-    """Hold wires into sub-pipelines to the types that their inputs declare."""
+    """Check wires into sub-pipelines against the declared input types."""
     for one in constraints:
         source, wanted = checked.source(one.wire), PortType.parse(one.type)
         if source is not None and not checked.sizes.fit(*source, wanted, one.scope):
@@ -261,6 +261,8 @@ def _others(checked: Checked, wire: Wire, wanted: PortType, taker: str) -> list[
     if checked.steps[wire.step].step.map:
         return []
     outputs = checked.steps[wire.step].ports.outputs
-    trial = [port for port in outputs if port.name != wire.port and port.type.kind != "any"]
+    candidates = [port for port in outputs if port.name != wire.port and port.type.kind != "any"]
     copies = dataclasses.replace(checked.sizes, _known={})
-    return [(f"{wire.step}.{port.name}", port) for port in trial if copies.fit(port.type, wire.step, wanted, taker)]
+    return [
+        (f"{wire.step}.{port.name}", port) for port in candidates if copies.fit(port.type, wire.step, wanted, taker)
+    ]

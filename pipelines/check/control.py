@@ -1,9 +1,9 @@
 """Control-flow analysis: inputs of conditions, guards of switch cases, and absent values.
 
-A step whose outputs are read by nothing but cases of switches is given a *guard*: a condition that holds where one of
-those cases can be chosen, so that the step runs only then. Guards are found from the outputs backwards: who reads
-something for a case demands it under "`by` has this case's value", who is guarded itself passes its own guard on, and
-everybody else demands it always. A guard may let a step run in vain, never keep one from running that is needed.
+A step whose outputs are only read by cases of switches has a *guard*: a condition that is true where one of those cases
+can be chosen, so that the step runs only then. Guards are computed backwards from the outputs: a switch demands a case
+under "`by` has this case's value", a guarded step passes its own guard on, and every other reader demands it always. A
+guard may let a step run unnecessarily; it never skips a step that is needed.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from weftline.pipelines.spec.graph import Input
 from weftline.pipelines.spec.wire import Wire
 
 TERMS_MAX = 16
-"""Most alternatives of a guard; a step that serves more of them is not guarded."""
+"""Most alternatives of a guard; a step with more of them is not guarded."""
 
 # conditions
 
 
 def check_conditions(checked: Checked, report: Report) -> None:
-    """Report conditions that look at what cannot be looked at."""
+    """Report conditions over values of unsupported types."""
     for step in checked.pipeline.steps:
         for found, fix in _unseen(step.when, checked) if step.when else ():
             report.add(f"steps.{step.name}.when", found, _SEEN, fix)
 
 
 _SEEN = "text, json, detections (the list of their labels), a tensor known to have one element, or len(x) of a list"
-_FIX = "let a function step look at it and give what the condition needs"
+_FIX = "compute the needed value in a function step"
 
 
 def _unseen(when: Condition, checked: Checked) -> list[tuple[str, str]]:
-    """Return what is wrong with what a condition looks at: what was found, and a fix."""
+    """Return the problems of a condition's values: found, and a fix."""
     types = [checked.type_of(wire) for wire in when.wires]
     found = [
-        (f"looks at {wire}, which is {type}", _FIX)
+        (f"reads {wire}, which is {type}", _FIX)
         for wire, type in zip(when.wires, types, strict=True)
         if type is not None and not _visible(type)
     ]
@@ -57,15 +57,15 @@ def _visible(type: PortType) -> bool:
 
 
 def _misread(tree: Tree, when: Condition, types: Sequence[PortType | None], bare: bool) -> list[str]:
-    """Return keys looked up where there are none, and lists that are used for more than their length.
+    """Return keys of values without keys, and lists that are used for more than their length.
 
-    bare: a list may stand here: it is only asked whether it is there, or has any elements.
+    bare: a list is allowed here: only its presence or emptiness matters.
     """
     match tree:
         case ("wire", index):
             type = types[index]
             is_list = type is not None and type.kind == "list" and not bare
-            return [f"{when.wires[index]} is {type}, of which a condition knows the length alone"] if is_list else []
+            return [f"{when.wires[index]} is {type}, of which a condition can only use the length"] if is_list else []
         case ("key", ("wire", index), key):
             type = types[index]
             labels = type is not None and type.kind == "detections" and isinstance(key, int)
@@ -87,12 +87,12 @@ def _misread(tree: Tree, when: Condition, types: Sequence[PortType | None], bare
 
 
 def may_lack(given: Input) -> bool:
-    """Return True when a request can omit an input so that it is absent."""
+    """Return True when an input may be absent."""
     return given.optional and given.default is None
 
 
 def conditional(checked: Checked) -> frozenset[str]:
-    """Return the steps whose outputs may be absent, guards aside: a guard holds wherever an output is needed."""
+    """Return the steps whose outputs may be absent, without guards: a guard is true wherever an output is needed."""
     absent = {Wire(None, one.name) for one in checked.pipeline.inputs if may_lack(one)}
     found: set[str] = set()
     for name, one in checked.steps.items():
@@ -117,19 +117,19 @@ def _may_skip(one: CheckedStep, absent: set[Wire]) -> bool:
 
 
 def switch_cases(one: CheckedStep) -> tuple[tuple[Any, ...], bool]:
-    """Return the value of each case of a switch, in the order of its ports, and whether it has a default."""
+    """Return the case values of a switch, in the order of its ports, and True if it has a default."""
     names = [port.name for port in one.ports.inputs if port.name not in (BY, DEFAULT)]
     return tuple(cases_of(names, one.config).values()), one.ports.input(DEFAULT) is not None
 
 
 _Guard = frozenset[frozenset[str]] | None
-"""Alternatives, each of them conditions (by their text) that hold together; None: always."""
+"""Disjunction of conjunctions of conditions (by their text); None: always."""
 
 
 def guards(checked: Checked) -> dict[str, Condition]:
-    """Return the conditions that steps run under because they serve only cases of switches.
+    """Return the guards of steps that serve only cases of switches.
 
-    Steps that the scheduler decides itself are left out: they cost nothing.
+    Control steps are omitted: they cost nothing.
     """
     finder = _Guards(checked)
     for name in finder.order():
@@ -138,17 +138,17 @@ def guards(checked: Checked) -> dict[str, Condition]:
 
 
 class _Guards:
-    """Finds guards, readers before what they read, and keeps them from making circles."""
+    """Computation of guards, readers before their sources, without creating cycles."""
 
     def __init__(self, checked: Checked) -> None:
         self.found: dict[str, Condition] = {}
         self._checked = checked
         self._owner = {fallback: name for name, fallback in fallbacks_of(checked.pipeline).items()}
-        self._graph = graph_of(checked.pipeline)  # grows by an edge from what a guard looks at to the guarded step
+        self._graph = graph_of(checked.pipeline)  # grows by an edge from a guard's inputs to the guarded step
         self._graph.add_edges_from(fallbacks_of(checked.pipeline).items())
         self._atoms: dict[str, Condition] = {}
         self._demands: dict[str, _Guard] = {}
-        self._readers: dict[str, list[tuple[str, str]]] = {}  # step -> (reading step, its port; '' for anybody else)
+        self._readers: dict[str, list[tuple[str, str]]] = {}  # step -> (reading step, its port; '' for other readers)
         self._cases = {name: self._cases_of(one) for name, one in checked.steps.items() if one.control == "switch"}
         for path, wire in readers(checked.pipeline):
             reader, _, port = path.removeprefix("steps.").partition(".inputs.")
@@ -188,7 +188,7 @@ class _Guards:
         return frozenset(alternatives) or None
 
     def _sound(self, name: str, guard: _Guard) -> _Guard:
-        """Return the guard without what depends on the step itself, and without alternatives that add nothing."""
+        """Return the guard without conditions that depend on the step itself, and without redundant alternatives."""
         if guard is None:
             return None
         terms = {frozenset(text for text in term if not self._depends(text, name)) for term in guard}
@@ -206,7 +206,7 @@ class _Guards:
             return {}
         values = cases_of([name for name in ports if name not in (BY, DEFAULT)], one.config)
         conditions = {name: equals(by, value) for name, value in values.items()}
-        if DEFAULT in ports and not any(value in (0, 1) for value in values.values()):  # where true could pass for 1
+        if DEFAULT in ports and not any(value in (0, 1) for value in values.values()):  # true equals 1
             conditions[DEFAULT] = none_of(by, list(values.values()))
         self._atoms |= {one.text: one for one in conditions.values()}
         return {name: one.text for name, one in conditions.items()}

@@ -4,8 +4,8 @@ The node's frozen dataclass is the only declaration: its annotations are the typ
 strict: "5" is no number and 1 is not true. Values are read as JSON, so a list stands for a tuple and a mapping for a
 nested dataclass.
 
-pydantic checks options, and words what is wrong. A worker only converts options that were checked (`to_config`):
-msgspec does that for types that both read alike, and importing pydantic, a quarter of a worker's start, is left out.
+pydantic checks options and reports problems. A worker only converts checked options (`to_config`): msgspec does that
+for types that both read alike, which avoids importing pydantic, a quarter of a worker's start.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ALIKE = (
     types.AnyType, types.NoneType, types.BoolType, types.IntType, types.FloatType, types.StrType, types.EnumType,
     types.LiteralType,
 )  # fmt: skip
-"""Types without inner types that msgspec and pydantic read from JSON in the same way; bytes, for one, they do not."""
+"""Types without inner types that msgspec and pydantic read alike from JSON; bytes differ, for example."""
 
 
 def read_options(node: type[Node], options: Mapping[str, Any], path: str) -> tuple[Any, list[Problem]]:
-    """Return the node's Config made from `options`, or None and every problem under `path`, without file or line."""
+    """Convert `options` to the node's Config, or return None and every problem under `path`, without file or line."""
     from pydantic import ValidationError
     from pydantic.errors import PydanticUserError
 
@@ -63,11 +63,11 @@ def read_options(node: type[Node], options: Mapping[str, Any], path: str) -> tup
 
 
 def to_config(node: type[Node], options: Mapping[str, Any]) -> Any:
-    """Return the node's Config made from `options`; PipelineError lists what is wrong with them."""
+    """Convert `options` to the node's Config. PipelineError lists their problems."""
     if options.keys() <= _fields_alike(node):
         try:
             return msgspec.convert(plain(options), node.Config)
-        except Exception:  # whatever it is, `read_options` words it
+        except Exception:  # `read_options` reports the problem
             pass
     config, problems = read_options(node, options, "")
     if problems:
@@ -76,12 +76,12 @@ def to_config(node: type[Node], options: Mapping[str, Any]) -> Any:
 
 
 def to_options(config: Any) -> dict[str, Any]:
-    """Return a Config as plain JSON-like values, every field included: what `to_config` takes."""
+    """Return a Config as plain values, every field included: the input of `to_config`."""
     return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as None, bool, int, float, str, list and dict only; TypeError names what it cannot be."""
+    """Convert `value` to None, bool, int, float, str, list and dict only. TypeError: not possible."""
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, Enum):
@@ -92,13 +92,13 @@ def plain(value: Any) -> Any:
         return to_options(value)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError("a mapping with a key that is no text")
+            raise TypeError("a mapping with a key that is not text")
         return {key: plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     if isinstance(value, set | frozenset):
         return sorted(plain(one) for one in value)
-    raise TypeError(f"a value of type {type(value).__name__}, which a pipeline file cannot hold")
+    raise TypeError(f"a value of type {type(value).__name__}, which a pipeline file cannot contain")
 
 
 def options_schema(node: type[Node]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def options_schema(node: type[Node]) -> dict[str, Any]:
 
 @cache
 def _fields_alike(node: type[Node]) -> frozenset[str]:
-    """Return the fields of a Config of which msgspec makes the same as pydantic; none where one of them is not so."""
+    """Return the fields of a Config that msgspec and pydantic convert alike; none if one differs."""
     config = node.Config
     try:
         fields = types.type_info(config).fields if dataclasses.is_dataclass(config) else ()  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def _is_alike(type: types.Type) -> bool:
 
 @cache
 def _model(node: type[Node]) -> type[BaseModel]:
-    """Return a model with one field, the Config: a wrapper lends its strictness to a plain dataclass."""
+    """Return a model with one field, the Config: the wrapper makes a plain dataclass strict."""
     from pydantic import ConfigDict, create_model
 
     if not dataclasses.is_dataclass(node.Config):

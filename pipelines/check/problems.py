@@ -52,11 +52,13 @@ _SWITCHES = ("yes", "no", "on", "off")  # booleans in YAML 1.1, text in 1.2
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the known name that looks most like `word`, or '' when none does."""
+    """Return the known name most similar to `word`, or ''."""
     folded = {name.lower().replace("-", "_"): name for name in known}
     word = word.lower().replace("-", "_")
     close = difflib.get_close_matches(word, folded, n=3, cutoff=0.6)
-    swapped = [name for name in close if sorted(name) == sorted(word)]  # letters in the wrong order: the commonest slip
+    swapped = [
+        name for name in close if sorted(name) == sorted(word)
+    ]  # letters in the wrong order: the most common mistake
     return folded[(swapped or close)[0]] if close else ""
 
 
@@ -67,14 +69,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str], none: str = "none") -> str:
-    """Return names for people: 'a, b, c', shortened past sixteen; `none` when there are none."""
+    """Format names as 'a, b, c', shortened past sixteen; `none` when there are none."""
     shown = list(names)
     more = f" and {len(shown) - 16} more" if len(shown) > 16 else ""
     return ", ".join(shown[:16]) + more or none
 
 
 def shown(value: Any) -> str:
-    """Return a value as it can stand in a message: short, and a container by its kind."""
+    """Format a value for a message: short, and a container by its kind."""
     if isinstance(value, Mapping):
         return f"a mapping of {len(value)} keys" if value else "an empty mapping"
     if isinstance(value, list | tuple):
@@ -145,12 +147,12 @@ def _problem(one: dict[str, Any], loc: tuple[str | int, ...], value: Any, prefix
 
 
 def _plain(bound: Any) -> Any:
-    """Return a bound as people write it: 0, not 0.0."""
+    """Format a bound: 0, not 0.0."""
     return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
 
 
 def _as_written(kind: str, value: Any, path: str) -> str:
-    """Return how a value of the wrong type was meant to be written, as far as that can be guessed."""
+    """Return the likely correction of a value of the wrong type, or ''."""
     if kind == "int_type" and "_bytes" in path and isinstance(value, str) and (size := bytes_of(value)):
         return f"write it in bytes, without a unit or quotes: {size}"
     if kind == "string_type" and isinstance(value, bool | int | float):
@@ -183,9 +185,9 @@ def _cut(part: str | int) -> str:
 class Origin:
     """Source location of a generated step or wire.
 
-    path:     where it was written, such as 'steps.answer.prompt'.
-    pipeline: the pipeline it was written in, when that is another one: a sub-pipeline with a file and lines of its own.
-    whole:    what is wrong anywhere in it is told at `path` itself; otherwise at the same place below `path`.
+    path:     path in the source, such as 'steps.answer.prompt'.
+    pipeline: the pipeline of that source, if another one: a sub-pipeline with its own file and lines.
+    whole:    all its problems are reported at `path`; otherwise at the corresponding place below `path`.
     """
 
     path: str
@@ -197,7 +199,7 @@ class Origin:
 class Report:
     """Collects problems of `pipeline`.
 
-    origins: of steps and inputs that nobody wrote: 'steps.answer_prompt' was written as 'steps.answer.prompt'.
+    origins: of generated steps and inputs: 'steps.answer_prompt' comes from 'steps.answer.prompt'.
     """
 
     pipeline: Pipeline
@@ -210,7 +212,7 @@ class Report:
     def take(self, problems: Iterable[Problem]) -> None:
         """Add problems, completing file and line and generated names; drop duplicates.
 
-        A problem that names its file already is complete: it was found in that file.
+        A problem with a file is complete: it was found in that file.
         """
         for one in problems:
             placed = one if one.file else self._placed(one)
@@ -218,7 +220,7 @@ class Report:
                 self.problems.append(placed)
 
     def holds(self, path: str) -> bool:
-        """Return whether something is already known to be wrong at `path`."""
+        """Return True when a problem at `path` was reported already."""
         path, pipeline = self._written(path)
         return any(one.path == path and one.file == pipeline.file for one in self.problems)
 
@@ -228,7 +230,7 @@ class Report:
         return hide_secrets(placed, pipeline.secrets)
 
     def _written(self, path: str) -> tuple[str, Pipeline]:
-        """Return where the thing at `path` was written, and in which pipeline."""
+        """Return the source path of `path`, and its pipeline."""
         kind, _, rest = path.partition(".")
         name, dot, inside = rest.partition(".")
         origin = self.origins.get(f"{kind}.{name}")

@@ -26,7 +26,7 @@ from weftline.pipelines.spec.wire import Wire
 
 
 def readers(pipeline: Pipeline) -> Iterator[tuple[str, Wire]]:
-    """Return (path, wire) of everything that reads: step inputs and conditions first, then pipeline outputs."""
+    """Yield (path, wire) of every reader: step inputs and conditions first, then pipeline outputs."""
     for step in pipeline.steps:
         for port, wire in step.inputs.items():
             yield f"steps.{step.name}.inputs.{port}", wire
@@ -51,16 +51,16 @@ def graph_of(pipeline: Pipeline) -> nx.DiGraph:
 
 
 def fallbacks_of(pipeline: Pipeline) -> dict[str, str]:
-    """Return the steps that answer in another's place, by the name of that other one."""
+    """Return the fallback of each step that has one."""
     names = {step.name for step in pipeline.steps}
     named = {step.name: step.fallback for step in pipeline.steps if isinstance(step.fallback, str)}
     return {name: fallback for name, fallback in named.items() if fallback in names}
 
 
 def run_order(pipeline: Pipeline) -> list[str]:
-    """Return step names, each after what it reads and what it is a fallback of; else in file order.
+    """Return step names in topological order, fallbacks after their step; else in file order.
 
-    Steps on a cycle, and those after one, are left out.
+    Steps on a cycle, and those after one, are omitted.
     """
     graph, place = graph_of(pipeline), {step.name: place for place, step in enumerate(pipeline.steps)}
     graph.add_edges_from(fallbacks_of(pipeline).items())
@@ -90,17 +90,16 @@ def check_use(pipeline: Pipeline, used: Collection[Wire], report: Report) -> Non
 
     used: wires that count as read besides those of steps and outputs.
 
-    Where a wire leads nowhere or a template could not be read, what seems unread may be what was meant: only the first
-    mistake is reported then.
+    After a dangling wire or an invalid template, unread parts may only follow from it; they are not reported then.
     """
     wires = [*(wire for _, wire in readers(pipeline)), *used]
     read = {wire.port for wire in wires if wire.step is None}
-    heard = {wire.step for wire in wires} | {*fallbacks_of(pipeline).values()}
+    read_steps = {wire.step for wire in wires} | {*fallbacks_of(pipeline).values()}
     if not pipeline.steps:
         report.add("steps", "no steps", "at least one step")
     if not pipeline.outputs:
         report.add(
-            "outputs", "no outputs", "at least one output", "name what a request gets back, like `answer: step.port`"
+            "outputs", "no outputs", "at least one output", "name an output of the request, like `answer: step.port`"
         )
     if not _all_lead_somewhere(pipeline) or any(one.path.endswith(_TEXTS) for one in report.problems):
         return
@@ -108,7 +107,7 @@ def check_use(pipeline: Pipeline, used: Collection[Wire], report: Report) -> Non
         if one.name not in read and not one.hidden:
             report.add(f"inputs.{one.name}", "nothing reads this input", fix="wire it to a step, or remove it")
     for step in pipeline.steps:
-        if step.name not in heard and WITHIN not in step.name:
+        if step.name not in read_steps and WITHIN not in step.name:
             report.add(
                 f"steps.{step.name}",
                 "nothing reads any of its outputs",
@@ -119,7 +118,7 @@ def check_use(pipeline: Pipeline, used: Collection[Wire], report: Report) -> Non
 _TEXTS = (".template", ".prompt")
 
 WITHIN = "/"
-"""Stands in the names of steps that come out of a sub-pipeline, whose outputs need not all be read."""
+"""Part of the names of steps from sub-pipelines; their outputs need not be read."""
 
 
 def _all_lead_somewhere(pipeline: Pipeline) -> bool:
@@ -190,19 +189,19 @@ def _check_cycles(pipeline: Pipeline, report: Report) -> None:
         names = [*names[turn:], *names[:turn]]
         path = graph.edges[names[-1], names[0]]["path"]
         whole = " -> ".join([*names, names[0]])
-        report.add(path, f"the steps run in a circle: {whole}", fix="remove one of these wires")
+        report.add(path, f"the steps form a cycle: {whole}", fix="remove one of these wires")
 
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """steps: those that stream. inputs: the input that a step takes in pieces, by the step's name."""
+    """steps: streaming steps. inputs: the streamed input of a step, by the step's name."""
 
     steps: frozenset[str] = frozenset()
     inputs: Mapping[str, str] = field(default_factory=dict)
 
 
 def streams_of(checked: Checked) -> Streams:
-    """Return what streams in a pipeline without problems."""
+    """Return the streams of a pipeline without problems."""
     steps: set[str] = set()
     inputs: dict[str, str] = {}
     for name in run_order(checked.pipeline):
@@ -234,5 +233,5 @@ def check_streams(checked: Checked, report: Report) -> None:
     for name, one in checked.steps.items():
         taken = [port.name for port in one.ports.inputs if port.pieces]
         if taken and not (issubclass(one.node, StreamNode) and one.node.feed is not StreamNode.feed):
-            found = f"takes {taken[0]} in pieces, and {one.node.__name__} has no `feed`"
+            found = f"has the streamed input {taken[0]}, and {one.node.__name__} has no `feed`"
             report.add(f"steps.{name}.node", found, "a StreamNode with `feed`", "declare the port without `pieces`")

@@ -29,10 +29,10 @@ from weftline.pipelines.spec.policy import GpuPolicy
 from weftline.shm.device.names import is_fake
 
 LEAST_BYTES = 64 << 10
-"""Less than this is a slip: it holds a token or two of the smallest model."""
+"""Minimum: less holds a token or two of the smallest model."""
 
 START_SHARE = 0.5
-"""How much of a device's bytes steps start with when they do not say; the rest is given to those that need it."""
+"""Share of a device's remainder that llm steps start with; the other half is assigned on demand."""
 
 
 def shares(step: PlannedStep) -> bool:
@@ -41,15 +41,15 @@ def shares(step: PlannedStep) -> bool:
 
 
 def takes_rest(step: PlannedStep, budget: DeviceBudget) -> bool:
-    """Return whether a step takes what is left of a GPU when it opens."""
+    """Return True when a step uses the remainder of a GPU when it opens."""
     return budget.rest_bytes > 0 and shares(step) and not own_kv_bytes(step) and budget.device in step.devices
 
 
 def kv_most(plan: Plan, step: PlannedStep, device: str) -> int:
-    """Return the most KV memory that an instance of a step may be given while it runs; 0: no more than it starts with.
+    """Return the upper limit of an instance's KV memory at run time; 0: no more than at start.
 
-    That is all that its device's llm steps share but for what the others start with; of a GPU of which it is not known
-    yet what is left, it is what is not claimed.
+    That is the total that its device's llm steps share, without the start sizes of the others. Where the remainder of a
+    GPU is not known yet, it is the unclaimed memory.
     """
     if not shares(step):
         return 0
@@ -63,15 +63,15 @@ def kv_most(plan: Plan, step: PlannedStep, device: str) -> int:
 
 
 def least_left(takers: int) -> int:
-    """Return the least that is to be left of a GPU for so many instances that name no KV memory of their own."""
+    """Return the minimal remainder of a GPU for this many instances without stated KV memory."""
     return LEAST_BYTES if takers == 1 else int(takers * LEAST_BYTES / START_SHARE)
 
 
 def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
-    """Return the plan with what each step starts with, and each device whose stated bytes are too few, without lines.
+    """Return the plan with initial KV sizes, and a problem without line for each device with too small a limit.
 
-    Where the budgets know what is left of a GPU, its llm steps share that as if the pipeline had said so; whether it
-    is enough, the budgets say (`least_left`).
+    Where the remainder of a GPU is known, its llm steps share it like a stated limit; `over_commits` checks that it is
+    large enough (`least_left`).
     """
     limits = kv_limits(plan)
     left = {
@@ -104,12 +104,12 @@ def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
 
 
 def kv_limits(plan: Plan) -> dict[str, int]:
-    """Return what `limits.kv_bytes` gives each device, by its full name."""
+    """Return `limits.kv_bytes` by full device name."""
     return {"cuda:0" if device == "cuda" else device: total for device, total in plan.limits.kv_bytes.items()}
 
 
 def own_kv_bytes(step: PlannedStep) -> int:
-    """Return the KV memory that a step names as its own; 0 when it names none."""
+    """Return the KV memory that a step states; 0 for none."""
     return int(step.options["kv_bytes"] or 0)
 
 
@@ -124,23 +124,23 @@ def _with(options: Mapping[str, Any], kv_bytes: int) -> dict[str, Any]:
 def _too_few(device: str, total: int, given: int, free: int) -> Problem:
     path = f"limits.kv_bytes.{device}"
     if given > total:
-        found = f"{size_text(total)}, and the llm steps there name {size_text(given)} as their own kv_bytes"
-        return Problem(path, found, f"at least {given}", "give the device more, or the steps less")
-    found = f"{size_text(total)}, too few for the llm steps that are to share it"
-    return Problem(path, found, f"at least {given + int(free * LEAST_BYTES / START_SHARE)}", "give the device more")
+        found = f"{size_text(total)}, and the llm steps there state {size_text(given)} as kv_bytes"
+        return Problem(path, found, f"at least {given}", "raise the device's limit, or lower the steps' kv_bytes")
+    found = f"{size_text(total)}, too little for the llm steps that share it"
+    return Problem(path, found, f"at least {given + int(free * LEAST_BYTES / START_SHARE)}", "raise the limit")
 
 
 RESERVE, CONTEXT, ARENA, WORK, KV = "reserve", "context", "arena", "weights and work", "KV memory"
-"""What is claimed."""
+"""Purposes of claims."""
 
 OTHER, FILLER = "another pipeline", "another pipeline, with all that was left"
 SERVING, SERVING_FILLER = "the version that serves", "the version that serves, with all that was left"
-WANTED_FREE = "reserve of other pipelines"
-OF_OTHERS = frozenset({OTHER, FILLER, SERVING, SERVING_FILLER, WANTED_FREE})
-"""What is claimed by others than the pipeline that is planned."""
+OTHER_RESERVE = "reserve of other pipelines"
+OF_OTHERS = frozenset({OTHER, FILLER, SERVING, SERVING_FILLER, OTHER_RESERVE})
+"""Purposes of claims of other pipelines than the planned one."""
 
-EVERYBODY = "llm steps"
-"""Who claims the KV memory that a device's llm steps share by `limits.kv_bytes`."""
+LLM_STEPS = "llm steps"
+"""Owner of the claim for KV memory that a device's llm steps share by `limits.kv_bytes`."""
 
 
 def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple[DeviceBudget, ...]:
@@ -159,13 +159,13 @@ def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple
     return tuple(
         dataclasses.replace(one, kv_bytes=max(0, one.total_bytes - one.claimed_bytes))
         if one.device in divided
-        else dataclasses.replace(one, rest_bytes=0 if one.device in shared else rest_of(plan, one))
+        else dataclasses.replace(one, rest_bytes=0 if one.device in shared else remainder_of(plan, one))
         for one in found
     )
 
 
 def over_commits(plan: Plan) -> list[Problem]:
-    """Return a problem for each GPU of which more is claimed than it has, without file or line."""
+    """Return a problem, without file or line, for each over-committed GPU."""
     problems = []
     for budget in plan.budgets:
         left = budget.total_bytes - budget.claimed_bytes
@@ -173,30 +173,30 @@ def over_commits(plan: Plan) -> list[Problem]:
         least = least_left(len(takers)) if takers else 0
         if left < least:
             found = over_commit_text(budget.device, budget.total_bytes, budget.claims, takers if left >= 0 else ())
-            path, fix = _way_out(budget, least - left)
-            problems.append(Problem(path, found, fix="; ".join([fix, *ways_of_others(budget.claims)])))
+            path, fix = _remedy(budget, least - left)
+            problems.append(Problem(path, found, fix="; ".join([fix, *remedies_of_others(budget.claims)])))
     return problems
 
 
 def claims_of_others(taken: Iterable[Taken], more_reserve_bytes: int = 0) -> list[Claim]:
-    """Return what other pipelines have of a GPU, a row for each, and what they want left free beyond one's own reserve.
+    """Return the claims of other pipelines on a GPU, a row for each, and their reserve beyond one's own.
 
-    One that is being opened and that nobody has measured has a second row, of which nobody knows how much it will be.
+    A pipeline that is being opened and was not measured has a second row of unknown size.
     """
     claims = []
     for one in taken:
-        filled = one.fills and one.known  # else it has not got its part yet
+        filled = one.fills and one.known  # else its share is not assigned yet
         what = (SERVING, SERVING_FILLER)[filled] if one.serves else (OTHER, FILLER)[filled]
-        claims += [Claim(one.who, what, one.bytes, "claimed")] if one.bytes else []
-        claims += [] if one.known else [Claim(one.who, what, 0, "unknown")]
-    return claims + ([Claim("", WANTED_FREE, more_reserve_bytes, "claimed")] if more_reserve_bytes > 0 else [])
+        claims += [Claim(one.owner, what, one.bytes, "claimed")] if one.bytes else []
+        claims += [] if one.known else [Claim(one.owner, what, 0, "unknown")]
+    return claims + ([Claim("", OTHER_RESERVE, more_reserve_bytes, "claimed")] if more_reserve_bytes > 0 else [])
 
 
-def ways_of_others(claims: Iterable[Claim]) -> list[str]:
+def remedies_of_others(claims: Iterable[Claim]) -> list[str]:
     """Return remedies for memory held by other pipelines, as phrases; empty where none holds any."""
     by_what: dict[str, dict[str, None]] = {}
     for claim in claims:
-        by_what.setdefault(claim.what, {})[claim.who] = None
+        by_what.setdefault(claim.what, {})[claim.owner] = None
     fillers, others = [*by_what.get(FILLER, ())], [*(by_what.get(FILLER, {}) | by_what.get(OTHER, {}))]
     ways = [f"or bound the KV memory of {listed(fillers)} (limits.kv_bytes there)"] if fillers else []
     ways += [f"or unload {listed(others)}"] if others else []
@@ -208,7 +208,7 @@ def ways_of_others(claims: Iterable[Claim]) -> list[str]:
 
 
 def open_kv(plan: Plan, device: str) -> list[str]:
-    """Return the step of each instance on a device that takes what is left of it."""
+    """Return the step of each instance on a device that uses its remainder."""
     return [
         step.name
         for step in plan.steps
@@ -220,8 +220,8 @@ def open_kv(plan: Plan, device: str) -> list[str]:
 def fillable(plans: Collection[Plan]) -> set[str]:
     """Return the GPUs whose remainder goes to llm steps: all claims are known there and no limit is set.
 
-    A step has one figure for all of its instances, so that it is none while what is left of any of their devices is not
-    known; and then the others there, of all the plans, wait for it too.
+    A step has one size for all its instances, so it has none while the remainder of any of their devices is unknown.
+    Other llm steps on these devices, of all plans, then wait for it too.
     """
     budgets = [(plan, budget) for plan in plans for budget in plan.budgets]
     unknown = {budget.device for _, budget in budgets if not _known(budget)}
@@ -242,17 +242,17 @@ def fillable(plans: Collection[Plan]) -> set[str]:
 
 
 def reserve_of(budget: DeviceBudget) -> int:
-    """Return what is to stay free of a GPU, for all pipelines on it."""
-    return sum(claim.bytes for claim in budget.claims if claim.what in (RESERVE, WANTED_FREE))
+    """Return the memory of a GPU that stays free, for all pipelines on it."""
+    return sum(claim.bytes for claim in budget.claims if claim.what in (RESERVE, OTHER_RESERVE))
 
 
-def rest_of(plan: Plan, budget: DeviceBudget) -> int:
-    """Return what the only llm step on a GPU takes of it when it opens; 0 where others are not known either."""
-    if budget.device in kv_limits(plan) or is_fake(budget.device):  # a made-up GPU has no memory that could be filled
+def remainder_of(plan: Plan, budget: DeviceBudget) -> int:
+    """Return the remainder that a GPU's only unmeasured llm step uses when it opens; 0 if other claims are unknown."""
+    if budget.device in kv_limits(plan) or is_fake(budget.device):  # a fake GPU has no memory to fill
         return 0
     takers = open_kv(plan, budget.device)
-    unknown = {claim.who for claim in budget.claims if claim.source == "unknown"}
-    if len(takers) != 1 or unknown != {*takers} or not plan.step(takers[0]).fills_room:
+    unknown = {claim.owner for claim in budget.claims if claim.source == "unknown"}
+    if len(takers) != 1 or unknown != {*takers} or not plan.step(takers[0]).fills_memory:
         return 0
     return max(0, budget.total_bytes - budget.claimed_bytes)
 
@@ -260,7 +260,7 @@ def rest_of(plan: Plan, budget: DeviceBudget) -> int:
 def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], starved: Sequence[str] = ()) -> str:
     """Return a phrase and a table of a device's claims, largest first, indented as part of a problem.
 
-    starved: names of llm steps that nothing is left for, where that is what is wrong.
+    starved: names of llm steps without a remainder, if that is the problem.
     """
     claims = [*claims]
     wanted = sum(claim.bytes for claim in claims)
@@ -274,32 +274,32 @@ def over_commit_text(device: str, total_bytes: int, claims: Iterable[Claim], sta
 def budget_lines(budget: DeviceBudget) -> list[str]:
     """Return a GPU's claims as aligned lines, largest first, and the remainder."""
     lines = claim_lines(budget.claims, budget.claimed_bytes, budget.device, budget.total_bytes)
-    unknown = dict.fromkeys(claim.who for claim in budget.claims if claim.source == "unknown")
+    unknown = dict.fromkeys(claim.owner for claim in budget.claims if claim.source == "unknown")
     left = size_text(budget.total_bytes - budget.claimed_bytes)
     if budget.kv_bytes:
         lines.append(f"{left} are left, all of it KV memory (limits.kv_bytes bounds it where pipelines share a GPU)")
     elif budget.rest_bytes:
-        who = ", ".join(unknown)
+        owner = ", ".join(unknown)
         lines.append(
-            f"{left} are left for {who}, which nobody has measured: what its weights and work leave of that "
+            f"{left} are left for {owner}, which was not measured: the remainder after its weights and work "
             "becomes its KV memory when it opens (kv_bytes or limits.kv_bytes bounds it)"
         )
     elif unknown:
-        lines.append(f"at most {left} are left: nobody has measured {', '.join(unknown)} (`weftline profile`)")
+        lines.append(f"at most {left} are left; not measured: {', '.join(unknown)} (`weftline profile`)")
     else:
         lines.append(f"{left} are left")
     return lines
 
 
 def claim_lines(claims: Iterable[Claim], wanted: int, device: str, total_bytes: int) -> list[str]:
-    """Return a table of claims as aligned lines, largest first, with their sum and what the device has."""
-    rows = [(size_text(bytes) if source != "unknown" else "?", who, what, source)
-            for who, what, source, bytes in _added_up(claims)]  # fmt: skip
+    """Return a table of claims as aligned lines, largest first, with their sum and the device's total."""
+    rows = [(size_text(bytes) if source != "unknown" else "?", owner, what, source)
+            for owner, what, source, bytes in _added_up(claims)]  # fmt: skip
     rows += [(size_text(wanted), "together", "", ""), (size_text(total_bytes), f"{device} has", "", "")]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
-        f"{size:>{widths[0]}}  {who:<{widths[1]}}  {what:<{widths[2]}}  {source}".rstrip()
-        for size, who, what, source in rows
+        f"{size:>{widths[0]}}  {owner:<{widths[1]}}  {what:<{widths[2]}}  {source}".rstrip()
+        for size, owner, what, source in rows
     ]
 
 
@@ -308,12 +308,17 @@ def _added_up(claims: Iterable[Claim]) -> list[tuple[str, str, str, int]]:
     found: dict[tuple[str, str, str], int] = {}
     count: Counter[tuple[str, str, str]] = Counter()
     for claim in claims:
-        key = claim.who, claim.what, claim.source
+        key = claim.owner, claim.what, claim.source
         found[key] = found.get(key, 0) + claim.bytes
         count[key] += 1
     rows = [
-        (f"{who} ({count[who, what, source]} instances)" if count[who, what, source] > 1 else who, what, source, bytes)
-        for (who, what, source), bytes in found.items()
+        (
+            f"{owner} ({count[owner, what, source]} instances)" if count[owner, what, source] > 1 else owner,
+            what,
+            source,
+            bytes,
+        )
+        for (owner, what, source), bytes in found.items()
     ]
     return sorted(rows, key=lambda row: -row[3])
 
@@ -347,10 +352,10 @@ def _instances(plan: Plan, device: str, needs: Mapping[str, Need]) -> list[Claim
 
 
 def _kv(plan: Plan, device: str) -> list[Claim]:
-    """Return the KV memory that is stated: of a device as a whole, or step by step."""
+    """Return the stated KV memory: of the device as a whole, or of each step."""
     steps = [step for step in plan.steps if shares(step) and device in step.devices]
     if steps and device in kv_limits(plan):
-        return [Claim(EVERYBODY, KV, kv_limits(plan)[device], "stated")]
+        return [Claim(LLM_STEPS, KV, kv_limits(plan)[device], "stated")]
     own = ((step, own_kv_bytes(step)) for step in steps for one in step.devices if one == device)
     return [Claim(step.name, KV, bytes, "stated") for step, bytes in own if bytes]
 
@@ -368,12 +373,12 @@ def _source(bytes: int, usual: int) -> str:
     return "assumed" if bytes == usual else "stated"
 
 
-def _way_out(budget: DeviceBudget, too_much: int) -> tuple[str, str]:
+def _remedy(budget: DeviceBudget, too_much: int) -> tuple[str, str]:
     """Return the location of the largest adjustable claim and a remedy."""
     sums: Counter[tuple[str, str, str]] = Counter()
     for claim in budget.claims:
-        sums[claim.who, claim.what, claim.source] += 0 if claim.what in OF_OTHERS | {CONTEXT} else claim.bytes
-    (who, what, source), largest = sums.most_common(1)[0]
+        sums[claim.owner, claim.what, claim.source] += 0 if claim.what in OF_OTHERS | {CONTEXT} else claim.bytes
+    (owner, what, source), largest = sums.most_common(1)[0]
     less = f" by {size_text(too_much)}" if too_much <= largest else ""
     if not largest:
         return "gpu", "let steps share a process, or use another GPU (`device:`)"
@@ -381,9 +386,9 @@ def _way_out(budget: DeviceBudget, too_much: int) -> tuple[str, str]:
         path = "gpu.reserve_bytes" if what == RESERVE else "gpu.arena_bytes"
         return path, f"lower {path}{less if what == RESERVE else ''}, or use another GPU (`device:`)"
     if what == KV:
-        path = f"limits.kv_bytes.{budget.device}" if who == EVERYBODY else f"steps.{who}.kv_bytes"
+        path = f"limits.kv_bytes.{budget.device}" if owner == LLM_STEPS else f"steps.{owner}.kv_bytes"
         return path, f"lower {path}{less}, or put steps on another GPU (`device:`)"
     if source == "stated":
-        path = f"steps.{who}.device_bytes"
-        return path, f"put {who} or others on another GPU (`device:`), or lower {path} if that is more than it takes"
-    return f"steps.{who}", f"put {who} or others on another GPU (`device:`), or have fewer items in their batches"
+        path = f"steps.{owner}.device_bytes"
+        return path, f"put {owner} or others on another GPU (`device:`), or lower {path} if that is more than it needs"
+    return f"steps.{owner}", f"put {owner} or others on another GPU (`device:`), or lower batch.items_max"

@@ -19,13 +19,13 @@ from weftline.shm.device.names import is_gpu
 
 
 def chains(steps: Sequence[PlannedStep], inputs: Sequence[Input]) -> tuple[tuple[int, ...], ...]:
-    """Return the chains of these steps, as indexes in running order; a step is in at most one.
+    """Return the chains of steps, as indexes in running order; a step is in at most one.
 
     steps: in running order.
     """
     present = {one.name for one in inputs if not one.optional or one.default is not None}
-    stand_ins = {step.fallback for step in steps}
-    apart = {index for index, step in enumerate(steps) if step.name in stand_ins or not _is_simple(step)}
+    fallbacks = {step.fallback for step in steps}
+    apart = {index for index, step in enumerate(steps) if step.name in fallbacks or not _is_simple(step)}
     found: list[tuple[int, ...]] = []
     for head in range(len(steps)):
         if head not in apart:
@@ -52,14 +52,14 @@ def _from(head: int, steps: Sequence[PlannedStep], present: Collection[str], apa
 
 
 def _is_simple(step: PlannedStep) -> bool:
-    """Return True when an item at this step is only ever run, once, in its worker."""
+    """Return True when an item of this step always runs exactly once, in its worker."""
     special = (step.when, step.fallback, step.retry, step.timeout_ms, step.sequence)
     never = step.streams or step.control or step.map or step.conditional or step.batch.pad
     return bool(step.workers) and not never and all(one is None for one in special)
 
 
 def _needs_no_queue(step: PlannedStep) -> bool:
-    """Return True when a step gains nothing from a batch of its own."""
+    """Return True when a step does not gain from a batch of its own."""
     return step.batch.wait == "fixed" and not step.batch.wait_max_ms and step.batch.shapes == "any"
 
 
@@ -73,7 +73,9 @@ def step_threads(plan: Plan, worker: int) -> Mapping[int, int]:
         return ALONE
     head = {index: chain[0] for chain in plan.chains for index in chain}
     on_gpu = {index: is_gpu(_device(plan, index, worker)) for index in held}
-    beside = {head.get(index, index) for index in held if on_gpu[index]}  # a chain is where one of its steps is
+    beside = {
+        head.get(index, index) for index in held if on_gpu[index]
+    }  # the device of a chain is that of one of its steps
     keys = [head.get(index, index) if head.get(index, index) in beside else -1 for index in held]
     numbers = {key: at for at, key in enumerate(dict.fromkeys(keys), 1)}
     return ALONE if len(numbers) < 2 else {index: numbers[key] for index, key in zip(held, keys, strict=True)}

@@ -30,7 +30,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 from weftline.pipelines.placement.load_balance import DIGITS, HOP_MS, Balance, balanced
-from weftline.pipelines.placement.loads import AUTO, Chosen, Load, Room, Rooms, hold, links_of, loads_of, share_ms
+from weftline.pipelines.placement.loads import (
+    AUTO,
+    Assignment,
+    Capacities,
+    GpuCapacity,
+    Load,
+    all_fit,
+    links_of,
+    loads_of,
+    share_ms,
+)
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.needs import Need, gpus_of
 from weftline.pipelines.placement.plan import DeviceWork, StepWork
@@ -53,10 +63,10 @@ def fit(
     gpu: GpuPolicy,
     context_bytes: Mapping[str, int],
 ) -> tuple[dict[str, tuple[str, ...]], Balance | None]:
-    """Return the device of each instance of each step, and how busy GPUs are with them; None: no time was measured.
+    """Return the device of each instance of each step, and the GPU loads; None: no time was measured.
 
-    written: the same, as the pipeline has it, with 'auto' for those that are to be placed.
-    edges:   pairs of steps, giver and reader, whose tensors can stay on a device.
+    written: stated devices, 'auto' for instances to place.
+    edges:   pairs of steps, writer and reader, whose tensors can stay on a device.
     """
     if not machine.devices:
         bare = {name: tuple("cpu" if one == AUTO else one for one in devices) for name, devices in written.items()}
@@ -64,35 +74,37 @@ def fit(
     loads = loads_of(steps, written, heavy, needs, gpu)
     neighbours = _neighbours(edges)
 
-    def empty() -> Rooms:
-        return _rooms(loads, machine, gpu, context_bytes)
+    def empty() -> Capacities:
+        return _capacities(loads, machine, gpu, context_bytes)
 
-    def tried(first: Chosen) -> tuple[Rooms, Chosen]:
+    def tried(first: Assignment) -> tuple[Capacities, Assignment]:
         tries = []
         for way in _WAYS:
             tries.append(_try(way, loads, neighbours, empty(), first))
-            if hold(tries[-1][0]):
+            if all_fit(tries[-1][0]):
                 return tries[-1]
         return tries[0]
 
-    (rooms, chosen), balance = tried({}), None
-    if any(load.work for load in loads) and all(load.pinned in {"", *rooms} for load in loads):
+    (capacities, chosen), balance = tried({}), None
+    if any(load.work for load in loads) and all(load.pinned in {"", *capacities} for load in loads):
         balance = balanced(loads, links_of(loads, written, edges), chosen, empty, tried)
-        rooms, chosen = balance.rooms, balance.chosen
+        capacities, chosen = balance.capacities, balance.chosen
     devices = {
         name: [chosen.get((name, copy), "cpu") if one == AUTO else one for copy, one in enumerate(own)]
         for name, own in written.items()
     }
     light = [step for step in steps if not heavy[step.name] and AUTO in written[step.name]]
-    _follow(light, steps, written, devices, needs, neighbours, rooms)
+    _follow(light, steps, written, devices, needs, neighbours, capacities)
     return {name: tuple(own) for name, own in devices.items()}, balance
 
 
-def _rooms(loads: Sequence[Load], machine: Machine, gpu: GpuPolicy, context_bytes: Mapping[str, int]) -> Rooms:
-    """Return the GPUs as they are before anything is placed."""
+def _capacities(
+    loads: Sequence[Load], machine: Machine, gpu: GpuPolicy, context_bytes: Mapping[str, int]
+) -> Capacities:
+    """Return the free capacity of each GPU before placement."""
     arena = gpu.arena_bytes if any(need.gives for load in loads for need in load.needs) else 0
     return {
-        one.name: Room(
+        one.name: GpuCapacity(
             one.name,
             one.memory_bytes - max(gpu.reserve_bytes, one.reserve_bytes) - one.taken_bytes,
             context_bytes.get(one.name, gpu.context_bytes) + arena,
@@ -107,16 +119,16 @@ def _try(
     way: _Way,
     loads: Sequence[Load],
     neighbours: Mapping[str, Collection[str]],
-    rooms: Rooms,
-    first: Chosen,
-) -> tuple[Rooms, Chosen]:
+    capacities: Capacities,
+    first: Assignment,
+) -> tuple[Capacities, Assignment]:
     """Place all instances one way, `first` and pinned ones before the rest; return the remainder and the assignment."""
-    order, places = [*rooms], dict[tuple[str, int], str]()
+    order, places = [*capacities], dict[tuple[str, int], str]()
 
     def put(load: Load, device: str) -> None:
         for name in gpus_of(device, load.ranks):
-            if name in rooms:
-                rooms[name].take(load)
+            if name in capacities:
+                capacities[name].add(load)
         places.update(dict.fromkeys(load.members, device))
 
     for load in loads:
@@ -124,42 +136,45 @@ def _try(
             put(load, device)
     free = [load for load in loads if load.members[0] not in places]
     for load in (one for one in free if not one.known and not one.open_kv):
-        put(load, next((device for device in order if _fits(load, device, rooms)), order[0]))
+        put(load, next((device for device in order if _fits(load, device, capacities)), order[0]))
     rest = [load for load in free if load.known or load.open_kv]
     if way != "tight":
-        rest.sort(key=lambda load: not load.open_kv)  # what fills a GPU first, so that others keep away from it
+        rest.sort(key=lambda load: not load.open_kv)  # loads that fill a GPU first, so that others avoid it
     for load in rest:
-        put(load, _best(way, load, rooms, order, neighbours))
-    return rooms, places
+        put(load, _best(way, load, capacities, order, neighbours))
+    return capacities, places
 
 
 def _best(
     way: _Way,
     load: Load,
-    rooms: Mapping[str, Room],
+    capacities: Mapping[str, GpuCapacity],
     order: Sequence[str],
     neighbours: Mapping[str, Collection[str]],
 ) -> str:
-    starts = [device for device in order if rooms.keys() >= {*gpus_of(device, load.ranks)}] or order[:1]
-    fits = [device for device in starts if _fits(load, device, rooms)]
+    starts = [device for device in order if capacities.keys() >= {*gpus_of(device, load.ranks)}] or order[:1]
+    fits = [device for device in starts if _fits(load, device, capacities)]
     near = {name for own in load.names for name in neighbours.get(own, ())}
 
     def rank(device: str) -> tuple[int | bool, ...]:
-        room, index = rooms[device], order.index(device)
-        copies = max(room.copies[name] for name in load.names)
+        capacity, index = capacities[device], order.index(device)
+        copies = max(capacity.copies[name] for name in load.names)
         if not load.known:
-            return room.fillers, room.others, index
+            return capacity.fillers, capacity.others, index
         if way == "tight" and fits:
-            return room.free, index
+            return capacity.free, index
         if load.open_kv or way != "together":
-            return copies, room.fillers, -room.free, index
-        return copies, not any(room.copies[name] for name in near), room.fillers, -room.free, index
+            return copies, capacity.fillers, -capacity.free, index
+        return copies, not any(capacity.copies[name] for name in near), capacity.fillers, -capacity.free, index
 
     return min(fits or starts, key=rank)
 
 
-def _fits(load: Load, device: str, rooms: Mapping[str, Room]) -> bool:
-    return all(name in rooms and rooms[name].cost(load) <= rooms[name].free for name in gpus_of(device, load.ranks))
+def _fits(load: Load, device: str, capacities: Mapping[str, GpuCapacity]) -> bool:
+    return all(
+        name in capacities and capacities[name].cost(load) <= capacities[name].free
+        for name in gpus_of(device, load.ranks)
+    )
 
 
 def _neighbours(edges: Collection[tuple[str, str]]) -> dict[str, set[str]]:
@@ -177,9 +192,9 @@ def _follow(
     devices: _Places,
     needs: Mapping[str, Need],
     neighbours: Mapping[str, Collection[str]],
-    rooms: Mapping[str, Room],
+    capacities: Mapping[str, GpuCapacity],
 ) -> None:
-    """Put light steps where the steps are that they exchange tensors with; round by round, so that no order decides."""
+    """Place light steps with the steps that they exchange tensors with; in rounds, so that order has no effect."""
     waiting = sorted(light, key=lambda step: step.name)
     while True:
         found = {step.name: _target(step, steps, devices, neighbours) for step in waiting}
@@ -187,13 +202,13 @@ def _follow(
         for step in waiting:
             device = found[step.name]
             load = Load(((step.name, 0),), (needs.get(step.name, Need()),), device, False)
-            if not device or device not in rooms or _target(step, steps, devices, neighbours) != device:
+            if not device or device not in capacities or _target(step, steps, devices, neighbours) != device:
                 continue
             count = list(written[step.name]).count(AUTO)
-            if load.on(device) * count > max(0, rooms[device].free):
+            if load.on(device) * count > max(0, capacities[device].free):
                 continue
             for _ in range(count):
-                rooms[device].take(load)
+                capacities[device].add(load)
             devices[step.name] = [device if one == AUTO else one for one in written[step.name]]
             moved = True
         waiting = [step for step in waiting if "cpu" in devices[step.name] and AUTO in written[step.name]]
@@ -202,7 +217,7 @@ def _follow(
 
 
 def _target(step: Step, steps: Sequence[Step], devices: _Places, neighbours: Mapping[str, Collection[str]]) -> str:
-    """Return the one GPU that a step's neighbours are on, if its worker may be there too; '' otherwise."""
+    """Return the only GPU of a step's neighbours, if its worker may be there too; else ''."""
     around = {device for name in neighbours.get(step.name, ()) for device in devices.get(name, ()) if is_gpu(device)}
     sharing = {
         device
@@ -221,10 +236,10 @@ def work_of(
     needs: Mapping[str, Need],
     balance: Balance,
 ) -> tuple[DeviceWork, ...]:
-    """Return the work of each GPU that a step is on.
+    """Return the work of each GPU that has steps.
 
-    written: device of each instance as the pipeline has it, with 'auto' for those that were placed.
-    devices: where they are.
+    written: stated device of each instance, 'auto' for those that were placed.
+    devices: their placement.
     """
     indexes = {member: index for index, load in enumerate(balance.loads) for member in load.members}
 
@@ -238,12 +253,12 @@ def work_of(
 
     def why(step: str, copy: int) -> str:
         if written[step][copy] != AUTO:
-            return "the pipeline says so"
+            return "stated in the pipeline"
         index = indexes.get((step, copy))
-        return "beside those that it exchanges tensors with" if index is None else _why(index, balance)
+        return "beside the steps that it exchanges tensors with" if index is None else _why(index, balance)
 
     found = []
-    for gpu in balance.rooms:
+    for gpu in balance.capacities:
         there = sorted(on(gpu), key=lambda one: (-(one.ms or 0.0), one.step))
         travel = sum(balance.far(index, gpu) for index, device in balance.at.items() if device == gpu)
         found += [DeviceWork(gpu, tuple(there), travel, travel * HOP_MS)] if there else []
@@ -251,7 +266,7 @@ def work_of(
 
 
 def work_rows(work: Sequence[DeviceWork]) -> list[list[list[str]]]:
-    """Return a row for each GPU and for each instance on it: its time, and why it is there."""
+    """Return a row for each GPU and for each instance on it: its time, and the reason."""
     rows = []
     for one in work:
         edges = f"{one.travel} edge{'s' if one.travel > 1 else ''}"
@@ -262,24 +277,24 @@ def work_rows(work: Sequence[DeviceWork]) -> list[list[list[str]]]:
 
 
 def _why(index: int, balance: Balance) -> str:
-    """Return what would be worse if a load whose device the pipeline leaves open were on another GPU."""
+    """Return the disadvantage of placing a load without a stated device on another GPU."""
     load, here = balance.loads[index], balance.at[index]
     if load.pinned:
-        return "its worker is there: the pipeline says so of another step"
-    elsewhere = [gpu for gpu in balance.rooms if gpu != here]
+        return "its worker is there: stated for another step"
+    elsewhere = [gpu for gpu in balance.capacities if gpu != here]
     if not elsewhere:
         return "the only GPU"
-    fits = [gpu for gpu in elsewhere if balance.has_room(index, gpu)]
+    fits = [gpu for gpu in elsewhere if balance.fits_on(index, gpu)]
     if not fits:
         return "it fits on no other GPU"
     if load.ranks > 1:
-        return f"it takes {load.ranks} GPUs from there on"
-    crowded = balance.crowds(load, balance.rooms[here]) - len(load.names) - load.open_kv
-    calm = [gpu for gpu in fits if balance.crowds(load, balance.rooms[gpu]) <= crowded]
+        return f"it uses {load.ranks} GPUs from there on"
+    crowded = balance.crowds(load, balance.capacities[here]) - len(load.names) - load.open_kv
+    calm = [gpu for gpu in fits if balance.crowds(load, balance.capacities[gpu]) <= crowded]
     if not calm:
         return "llm steps keep apart" if load.open_kv else "its instances keep apart"
     if not load.work:
-        return "by memory: nobody has measured its time"
+        return "by memory: its time was not measured"
     peak = max(balance.busy.values())
     busy = {gpu: balance.busy[gpu] + balance.moves(index, gpu)[1] for gpu in calm}
     even = [gpu for gpu, ms in busy.items() if round(ms - peak, DIGITS) <= 0]

@@ -11,7 +11,7 @@ memory, and each takes HOP_MS of both GPUs. A placement is better, in this order
 `spread` places loads one by one, longest first, where each is finished soonest: LPT, by which the busiest GPU is at
 most 4/3 - 1/(3m) times as busy as the optimum with m GPUs (R. L. Graham, Bounds on multiprocessing timing anomalies,
 SIAM J. Appl. Math. 17, 1969). Up to a lower bound on every placement it prefers GPUs that save transfers. The ratio
-does not hold where memory is short, GPUs differ, or devices are fixed; `improve` then applies moves and exchanges
+does not all_fit where memory is short, GPUs differ, or devices are fixed; `improve` then applies moves and exchanges
 until none is better or TRIES_MAX were tried. `search` tries every placement of a few loads by branch and bound, up to
 TRIES_MAX more: among few loads a large one may have to be exchanged with two small ones.
 """
@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from weftline.pipelines.placement.loads import Chosen, Links, Load, Room, Rooms, hold
+from weftline.pipelines.placement.loads import Assignment, Capacities, GpuCapacity, Links, Load, all_fit
 from weftline.pipelines.placement.needs import gpus_of
 
 HOP_MS = 1.0
-"""What a tensor between two GPUs is taken to cost each of them: assumed. A 1920x1080 picture in float32 has 25 MB, and
+"""Assumed time of a transfer between two GPUs, for each of them. A 1920x1080 picture in float32 has 25 MB, and
 PCI Express 4.0 x16 carries 31.5 GB/s by its specification: 0.8 ms, and a copy for each way."""
 
 DIGITS = 6
@@ -39,10 +39,10 @@ Change = tuple[tuple[int, str], ...]
 class Score(NamedTuple):
     """Quality of a placement, compared lexicographically; less is better.
 
-    crowding: pairs, on one GPU, of instances of one step or of llm steps that take what is left.
+    crowding: pairs, on one GPU, of instances of one step or of llm steps that use the remainder.
     as_busy:  how many GPUs are as busy as the busiest.
     travel:   pairs of steps on different GPUs whose tensors could stay on one.
-    company:  pairs, on one GPU, of an llm step that takes what is left and of something else.
+    company:  pairs, on one GPU, of an llm step that uses the remainder and another load.
     """
 
     crowding: int
@@ -55,23 +55,23 @@ class Score(NamedTuple):
 class Balance:
     """GPUs with loads on them.
 
-    rooms:  the GPUs, empty.
-    chosen: where instances go, by step and which it is; loads without are nowhere yet.
+    capacities: the GPUs, empty.
+    chosen:     GPU of each instance, by step and instance index; other loads are not placed yet.
     """
 
     def __init__(
         self,
         loads: Sequence[Load],
-        rooms: Rooms,
+        capacities: Capacities,
         links: Links,
-        chosen: Chosen = MappingProxyType({}),
+        chosen: Assignment = MappingProxyType({}),
     ) -> None:
         self.loads = loads
-        self.rooms = rooms
+        self.capacities = capacities
         self.links = links
         self.at: dict[int, str] = {}
-        self.busy = dict.fromkeys(rooms, 0.0)
-        self._ms = [{device: load.ms(device) for device in rooms} for load in loads]
+        self.busy = dict.fromkeys(capacities, 0.0)
+        self._ms = [{device: load.ms(device) for device in capacities} for load in loads]
         self.bound = self._bound()
         self._crowding = self._travel = self._company = 0
         for index, load in enumerate(loads):
@@ -94,48 +94,50 @@ class Balance:
         return self._ms[index][device]
 
     def longest(self, index: int) -> float:
-        """Return the work of a load on the GPU that takes longest for it."""
+        """Return the work of a load on the slowest GPU for it."""
         return max(self._ms[index].values())
 
     def put(self, index: int, device: str) -> None:
-        """Put a load that is nowhere on a GPU, and its further ranks on those that follow."""
+        """Place a load on a GPU, and its further ranks on those that follow."""
         load = self.loads[index]
         for gpu in self.gpus(index, device):
-            room = self.rooms[gpu]
-            self._crowding += self.crowds(load, room)
-            self._company += room.plain if load.open_kv else room.fillers
-            room.take(load)
+            capacity = self.capacities[gpu]
+            self._crowding += self.crowds(load, capacity)
+            self._company += capacity.plain if load.open_kv else capacity.fillers
+            capacity.add(load)
             self.busy[gpu] += self._ms[index][gpu]
         self._join(index, device, 1)
         self.at[index] = device
 
     def lift(self, index: int) -> None:
-        """Undo `put`, whatever else was put since."""
+        """Undo `put`, in any order."""
         load, device = self.loads[index], self.at.pop(index)
         for gpu in self.gpus(index, device):
-            room = self.rooms[gpu]
-            room.give_back(load)
-            self._crowding -= self.crowds(load, room)
-            self._company -= room.plain if load.open_kv else room.fillers
+            capacity = self.capacities[gpu]
+            capacity.remove(load)
+            self._crowding -= self.crowds(load, capacity)
+            self._company -= capacity.plain if load.open_kv else capacity.fillers
             self.busy[gpu] -= self._ms[index][gpu]
         self._join(index, device, -1)
 
-    def has_room(self, index: int, device: str) -> bool:
+    def fits_on(self, index: int, device: str) -> bool:
         """Return True when an unplaced load fits on a GPU, and its further ranks on the next ones."""
         load = self.loads[index]
         gpus = gpus_of(device, load.ranks)
-        return all(gpu in self.rooms and self.rooms[gpu].cost(load) <= self.rooms[gpu].free for gpu in gpus)
+        return all(
+            gpu in self.capacities and self.capacities[gpu].cost(load) <= self.capacities[gpu].free for gpu in gpus
+        )
 
     def after(self, change: Change) -> Score | None:
-        """Return what the score would be after a change; None when that does not fit."""
+        """Return the score after a change; None if it does not fit."""
         before = tuple((index, self.at[index]) for index, _ in change)
         self.make(change)
-        score = self.score if all(self.rooms[device].free >= 0 for _, device in change) else None
+        score = self.score if all(self.capacities[device].free >= 0 for _, device in change) else None
         self.make(before)
         return score
 
     def moves(self, index: int, to: str) -> tuple[float, float]:
-        """Return how much less busy a move makes the GPU that a load is on, and how much busier the other."""
+        """Return the time that a move saves on the source GPU, and the time that it adds on the target."""
         at, less, more = self.at[index], self._ms[index][self.at[index]], self._ms[index][to]
         for other, count in self.links.get(index, {}).items():
             there, cost = self.at[other], count * HOP_MS
@@ -143,12 +145,12 @@ class Balance:
             more += -cost if there == to else cost
         return less, more
 
-    def crowds(self, load: Load, room: Room) -> int:
-        """Return with how many others a load would crowd a GPU that it is not on."""
-        return sum(room.copies[name] for name in load.names) + (room.fillers if load.open_kv else 0)
+    def crowds(self, load: Load, capacity: GpuCapacity) -> int:
+        """Return the number of loads that a load would crowd on a GPU."""
+        return sum(capacity.copies[name] for name in load.names) + (capacity.fillers if load.open_kv else 0)
 
     def far(self, index: int, device: str) -> int:
-        """Return how many tensors would travel between a load on a GPU and what is on others."""
+        """Return the number of transfers between a load on a GPU and loads on other GPUs."""
         return sum(count for other, count in self.links.get(index, {}).items() if self.at.get(other, device) != device)
 
     def make(self, change: Change) -> None:
@@ -159,18 +161,18 @@ class Balance:
             self.put(index, device)
 
     def _bound(self) -> float:
-        """Return a time that the busiest GPU is busy for at least, wherever everything is."""
+        """Return a lower bound on the busiest GPU's time over all placements."""
         least = [min(ms.values()) for ms in self._ms]
-        gpus = [len(gpus_of(next(iter(self.rooms)), load.ranks)) for load in self.loads]
+        gpus = [len(gpus_of(next(iter(self.capacities)), load.ranks)) for load in self.loads]
         total = sum(ms * count for ms, count in zip(least, gpus, strict=True))
-        return round(max(total / len(self.rooms), *least), DIGITS)
+        return round(max(total / len(self.capacities), *least), DIGITS)
 
     def gpus(self, index: int, device: str) -> tuple[str, ...]:
         ranks = self.loads[index].ranks
-        return (device,) if ranks == 1 else tuple(gpu for gpu in gpus_of(device, ranks) if gpu in self.rooms)
+        return (device,) if ranks == 1 else tuple(gpu for gpu in gpus_of(device, ranks) if gpu in self.capacities)
 
     def _join(self, index: int, device: str, sign: int) -> None:
-        """Count tensors that travel between a load and others, when it comes to a GPU (1) or leaves it (-1)."""
+        """Count transfers between a load and others, when it is placed (1) or removed (-1)."""
         for other, count in self.links.get(index, {}).items():
             there = self.at.get(other, device)
             if there != device:
@@ -180,34 +182,34 @@ class Balance:
 
 
 TRIES_MAX = 1500
-"""Most changes that are tried for one placement, and most loads that a search puts somewhere: some 40 ms each."""
+"""Most changes that are tried for one placement, and most placements of a load in a search: about 40 ms each."""
 
 FEW = 16
-"""Most loads that are searched through: of more, no part worth mentioning could be tried."""
+"""Most loads that `search` handles: of more loads it could only try a tiny share of the placements."""
 
 EVEN = 1.05
-"""The busiest GPU is busy for so many times what it must be, and less is looked for no more."""
+"""Factor over the lower bound at which a placement is good enough."""
 
 
 def balanced(
     loads: Sequence[Load],
     links: Links,
-    chosen: Chosen,
-    empty: Callable[[], Rooms],
-    tried: Callable[[Chosen], tuple[Rooms, Chosen]],
+    chosen: Assignment,
+    empty: Callable[[], Capacities],
+    tried: Callable[[Assignment], tuple[Capacities, Assignment]],
 ) -> Balance:
-    """Return the best of two starts, each changed for the better; `chosen` itself where nothing is to be chosen.
+    """Return the better of two improved starts; `chosen` itself where nothing can be placed differently.
 
-    chosen: where memory alone puts everything.
-    tried:  the same around what is placed already.
+    chosen: the placement by memory alone.
+    tried:  the same around loads that are placed already.
     """
     by_memory, by_time = Balance(loads, empty(), links, chosen), Balance(loads, empty(), links)
-    if len(by_memory.rooms) < 2 or all(load.pinned or not load.work for load in loads):
+    if len(by_memory.capacities) < 2 or all(load.pinned or not load.work for load in loads):
         return by_memory
     starts = [by_memory]
     if spread(by_time):
         starts.append(Balance(loads, empty(), links, tried(by_time.chosen)[1]))
-    starts = [start for start in starts if hold(start.rooms)]
+    starts = [start for start in starts if all_fit(start.capacities)]
     for start in reversed(starts):
         improve(start)
         if is_even(start):
@@ -219,30 +221,30 @@ def balanced(
     timed = {member: best.at[index] for index, load in enumerate(loads) if load.work for member in load.members}
     if len(timed) == len(best.chosen):
         return best
-    around = Balance(loads, empty(), links, tried(timed)[1])  # changes may have moved what nobody has measured
-    return around if hold(around.rooms) and around.score <= best.score else best
+    around = Balance(loads, empty(), links, tried(timed)[1])  # changes may have moved loads that were not measured
+    return around if all_fit(around.capacities) and around.score <= best.score else best
 
 
 def spread(balance: Balance) -> bool:
-    """Put what is pinned, then all that was measured, longest first, where it is done soonest; whether all fits.
+    """Place pinned loads, then measured ones, longest first, where each ends soonest. False: one does not fit.
 
-    Up to a bound that no placement can go below, GPUs are as good as each other by time.
+    Up to the lower bound on every placement, GPUs are equally good by time.
     """
     for index, load in enumerate(balance.loads):
         if load.pinned:
             balance.put(index, load.pinned)
     timed = [index for index, load in enumerate(balance.loads) if load.work and not load.pinned]
-    order = {device: place for place, device in enumerate(balance.rooms)}
+    order = {device: place for place, device in enumerate(balance.capacities)}
     for index in sorted(timed, key=lambda index: (-balance.longest(index), index)):
         load = balance.loads[index]
 
         def rank(device: str, index: int = index, load: Load = load) -> tuple[float, ...]:
-            room, far = balance.rooms[device], balance.far(index, device)
+            capacity, far = balance.capacities[device], balance.far(index, device)
             done = max(balance.busy[gpu] + balance.ms(index, gpu) for gpu in balance.gpus(index, device)) + HOP_MS * far
-            crowds = balance.crowds(load, room)
-            return crowds, max(balance.bound, round(done, DIGITS)), far, room.fillers, -room.free, order[device]
+            crowds = balance.crowds(load, capacity)
+            return crowds, max(balance.bound, round(done, DIGITS)), far, capacity.fillers, -capacity.free, order[device]
 
-        fits = [device for device in balance.rooms if balance.has_room(index, device)]
+        fits = [device for device in balance.capacities if balance.fits_on(index, device)]
         if not fits:
             return False
         balance.put(index, min(fits, key=rank))
@@ -250,7 +252,7 @@ def spread(balance: Balance) -> bool:
 
 
 def improve(balance: Balance) -> None:
-    """Change what fits for the better, until nothing is better or enough was tried. It fits afterwards too."""
+    """Improve a placement that fits by moves and exchanges, up to TRIES_MAX; it fits afterwards too."""
     tries, going = TRIES_MAX, True
     while going:
         best, going = balance.score, False
@@ -266,7 +268,7 @@ def improve(balance: Balance) -> None:
 
 
 def search(balance: Balance) -> None:
-    """Look for the placement whose busiest GPU is least busy, among all that fit, until enough was tried."""
+    """Search all placements that fit for the least busy busiest GPU, up to TRIES_MAX."""
     free = [index for index, load in enumerate(balance.loads) if not load.pinned and load.ranks == 1]
     if len(free) > FEW:
         return
@@ -275,7 +277,7 @@ def search(balance: Balance) -> None:
         balance.lift(index)
     free.sort(key=lambda index: (-balance.longest(index), -balance.loads[index].largest, index))
     kinds = {device: tuple((balance.ms(index, device), balance.loads[index].on(device)) for index in free)
-             for device in balance.rooms}  # fmt: skip
+             for device in balance.capacities}  # fmt: skip
     tries = TRIES_MAX
 
     def go_on(done: int) -> None:
@@ -284,19 +286,19 @@ def search(balance: Balance) -> None:
             best, found = balance.score[:2], dict(balance.at)
             return
         index, seen = free[done], set()
-        soonest = sorted(balance.rooms, key=lambda device: balance.busy[device] + balance.ms(index, device))
+        soonest = sorted(balance.capacities, key=lambda device: balance.busy[device] + balance.ms(index, device))
         for device in soonest:
-            room = balance.rooms[device]
-            empty = (kinds[device], room.free, room.context, room.fillers)
-            if (not room.copies and empty in seen) or not balance.has_room(index, device):
-                continue  # where nothing is, one GPU is as good as another
-            if not room.copies:
+            capacity = balance.capacities[device]
+            empty = (kinds[device], capacity.free, capacity.context, capacity.fillers)
+            if (not capacity.copies and empty in seen) or not balance.fits_on(index, device):
+                continue  # empty GPUs of one kind are equal
+            if not capacity.copies:
                 seen.add(empty)
             tries -= 1
             if tries < 0:
                 return
             balance.put(index, device)
-            if balance.score[:2] < best:  # neither crowding nor the busiest gets less by what is put after it
+            if balance.score[:2] < best:  # crowding and the busiest time cannot decrease with further loads
                 go_on(done + 1)
             balance.lift(index)
 
@@ -311,7 +313,7 @@ def is_even(balance: Balance) -> bool:
 
 
 def _changes(balance: Balance) -> Iterator[Change]:
-    """Yield what may be better: loads off the busiest GPU, in exchange too, and then loads to where tensors stay."""
+    """Yield candidate changes: moves off the busiest GPU, exchanges, then moves that save transfers."""
     free = [index for index, load in enumerate(balance.loads) if not load.pinned and load.ranks == 1]
     timed = [index for index in free if balance.loads[index].work]
     peak = max(balance.busy.values())
@@ -331,7 +333,7 @@ def _changes(balance: Balance) -> Iterator[Change]:
 def _moves(balance: Balance, there: Sequence[int], peak: float) -> Iterator[Change]:
     """Yield moves of loads off a GPU that is busy for `peak` that leave both GPUs less busy than that."""
     for index in there:
-        for to in balance.rooms:
+        for to in balance.capacities:
             if to != balance.at[index]:
                 less, more = balance.moves(index, to)
                 if less > 0 and balance.busy[to] + more < peak:
@@ -341,14 +343,14 @@ def _moves(balance: Balance, there: Sequence[int], peak: float) -> Iterator[Chan
 def _exchanges(balance: Balance, there: Sequence[int], others: Sequence[int], peak: float) -> Iterator[Change]:
     """Yield exchanges of loads on a GPU that is busy for `peak` with others, that leave both GPUs less busy.
 
-    Tensors between the two travel as before, though each move by itself would keep them: not all of these are better.
+    Transfers between the two loads remain, though each single move would save them: not all of these are better.
     """
     if not there:
         return
     busiest = balance.at[there[0]]
     back = {other: balance.moves(other, busiest) for other in others}
     for index in there:
-        moves = {to: balance.moves(index, to) for to in balance.rooms if to != busiest}
+        moves = {to: balance.moves(index, to) for to in balance.capacities if to != busiest}
         for other in others:
             to, (less_there, more_here) = balance.at[other], back[other]
             less, more = moves[to]

@@ -17,22 +17,22 @@ from weftline.pipelines.spec.policy import GpuPolicy
 from weftline.shm.device.names import is_gpu
 
 AUTO = "auto"
-"""A device that is yet to be chosen."""
+"""A device that placement chooses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Instances that are on one GPU whatever happens: one alone, or those that share a worker.
+    """Instances that are always on one GPU: a single one, or those that share a worker.
 
-    pinned: the GPU that one of them names; '' for none.
-    own:    they have a process to themselves, whoever else is on the GPU.
-    work:   time of the GPU for one request, in ms by device: their shares of what was measured of their steps, whose
-            instances are taken to share requests evenly. Empty: nothing was measured.
+    pinned: stated GPU of one of them; '' for none.
+    own:    they have a process of their own.
+    work:   GPU time of one request, in ms by device: their shares of their steps' measured times; instances are assumed
+            to share requests evenly. Empty: not measured.
 
-    Of these follow
-    names:   the steps they are of.
-    open_kv: whether they take what is left of their device.
-    ranks:   how many GPUs they use.
+    Derived:
+    names:   their steps.
+    open_kv: one of them uses the remainder of its device.
+    ranks:   number of GPUs.
     """
 
     members: tuple[tuple[str, int], ...]
@@ -44,7 +44,7 @@ class Load:
     open_kv: bool = field(init=False, compare=False)
     ranks: int = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:  # kept, because every GPU asks every load for them
+    def __post_init__(self) -> None:  # stored, because they are read for every GPU and load
         object.__setattr__(self, "names", frozenset(name for name, _ in self.members))
         object.__setattr__(self, "open_kv", any(need.kv_bytes is None for need in self.needs))
         object.__setattr__(self, "ranks", max(need.ranks for need in self.needs))
@@ -66,7 +66,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Room:
+class GpuCapacity:
     """Free capacity of one GPU, and its loads. `others`: bytes reserved by other pipelines."""
 
     device: str
@@ -75,15 +75,15 @@ class Room:
     others: int = 0
     copies: Counter[str] = field(default_factory=Counter)
     shared: int = 0  # processes that steps share
-    fillers: int = 0  # llm steps that take what is left
-    plain: int = 0  # what else is on it
+    fillers: int = 0  # llm steps that use the remainder
+    plain: int = 0  # other loads
     sharing: Counter[str] = field(default_factory=Counter)  # copies in processes that steps share
 
     def cost(self, load: Load) -> int:
         slot = 1 + max(self.copies[name] for name in load.names)
         return load.on(self.device) + (self.context if load.own or slot > self.shared else 0)
 
-    def take(self, load: Load) -> None:
+    def add(self, load: Load) -> None:
         self.free -= self.cost(load)
         self.copies.update(load.names)
         self.fillers += load.open_kv
@@ -92,8 +92,8 @@ class Room:
             self.sharing.update(load.names)
             self.shared = max(self.shared, *(self.copies[name] for name in load.names))
 
-    def give_back(self, load: Load) -> None:
-        """Undo `take`, whatever else was taken since."""
+    def remove(self, load: Load) -> None:
+        """Undo `add`, in any order."""
         _lessen(self.copies, load.names)
         self.fillers -= load.open_kv
         self.plain -= not load.open_kv
@@ -103,16 +103,16 @@ class Room:
         self.free += self.cost(load)
 
 
-Rooms = dict[str, Room]
+Capacities = dict[str, GpuCapacity]
 """The GPUs of a machine by name, in its order."""
 
-Chosen = Mapping[tuple[str, int], str]
-"""The GPU of each instance, by its step and which it is."""
+Assignment = Mapping[tuple[str, int], str]
+"""The GPU of each instance, by step and instance index."""
 
 
-def hold(rooms: Rooms) -> bool:
+def all_fit(capacities: Capacities) -> bool:
     """Return True when the placed loads fit; GPUs without loads are not checked."""
-    return all(room.free >= 0 or not room.copies for room in rooms.values())
+    return all(capacity.free >= 0 or not capacity.copies for capacity in capacities.values())
 
 
 def _lessen(counts: Counter[str], names: Collection[str]) -> None:
@@ -134,7 +134,7 @@ def loads_of(
     needs: Mapping[str, Need],
     gpu: GpuPolicy,
 ) -> list[Load]:
-    """Return what is to be on GPUs, by size and name: the order of steps in a file decides nothing."""
+    """Return the loads for GPUs, by size and name: the order of steps in a file has no effect."""
     found: dict[tuple[bool, str, int], list[tuple[str, int, str]]] = {}
     for step in steps:
         for copy, device in enumerate(written[step.name]):
@@ -165,16 +165,16 @@ def _work(steps: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
 
 
 Links = Mapping[int, Mapping[int, int]]
-"""By load the loads that it exchanges tensors with, as indexes, and over how many edges."""
+"""By load index: the loads that it exchanges tensors with, and the number of edges."""
 
 
 def links_of(loads: Sequence[Load], written: Mapping[str, Sequence[str]], edges: Collection[tuple[str, str]]) -> Links:
     """Return the links between loads.
 
-    edges: pairs of steps, giver and reader, whose tensors can stay on a device.
+    edges: pairs of steps, writer and reader, whose tensors can stay on a device.
 
-    Tensors of a step whose instances are on several devices travel whatever happens, and link nothing. Light steps on
-    `auto` follow their neighbours: what they hand on counts as going from who gave it to who reads it in the end.
+    Tensors of a step with instances on several devices are always transferred, and link nothing. Light steps on `auto`
+    follow their neighbours, so a tensor that passes through one links its writer with its final reader.
     """
     spots = _spots(loads, written)
     readers: dict[str, list[str]] = {}
@@ -192,7 +192,7 @@ def links_of(loads: Sequence[Load], written: Mapping[str, Sequence[str]], edges:
 
 
 def _spots(loads: Sequence[Load], written: Mapping[str, Sequence[str]]) -> dict[str, int | None]:
-    """Return by step a load that is where all of its instances are; None where they may be on several devices."""
+    """Return for each step the load that has all its instances; None where they may be on several devices."""
     spots: dict[str, int | None] = {}
     for index, load in enumerate(loads):
         for name, _ in load.members:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weftline.errors import InputError
 
 GPUS_MAX = 64
-"""Most GPUs of a machine that somebody makes up."""
+"""Most GPUs of a hypothetical machine."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,3})?) ?([KMGT]?)(?:iB|B)?"
@@ -21,13 +21,13 @@ _BYTES = re.compile(_SIZE, re.IGNORECASE)
 class Taken:
     """An open pipeline's reservation on a GPU, without the safety reserve.
 
-    who:    its name.
-    fills:  its llm steps have what was left of the GPU.
-    known:  all of it was stated or measured; else it is being opened, and more may come to it.
-    serves: it is the version that a new one is to replace.
+    owner:    its name.
+    fills:  its llm steps have the remainder of the GPU.
+    known:  all of it was stated or measured; else it is being opened and may grow.
+    serves: it is the version that a new one replaces.
     """
 
-    who: str
+    owner: str
     bytes: int
     fills: bool = False
     known: bool = True
@@ -36,12 +36,12 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An accelerator: 'cuda:0' and so on, its memory, and what it is, such as 'NVIDIA H200', where that is known.
+    """An accelerator: name such as 'cuda:0', memory, and model such as 'NVIDIA H200' if known.
 
-    memory_bytes:  all of it, whoever has some.
-    taken:         what other open pipelines have of it; said by Weftline when a pipeline is opened beside others.
-    reserve_bytes: what those want left free.
-    shared:        pipelines that are planned together divide what is left of it afterwards; none is given all of it.
+    memory_bytes:  total memory.
+    taken:         reservations of other open pipelines.
+    reserve_bytes: memory that these keep free.
+    shared:        pipelines that are planned together divide its remainder afterwards; none uses all of it.
     """
 
     name: str
@@ -66,16 +66,16 @@ class Machine:
 
 
 MADE_UP_BYTES = 80 << 30
-"""Memory of a made-up GPU when nobody says how much: that of an 80 GB card."""
+"""Default memory of a hypothetical GPU: that of an 80 GB card."""
 
 GPU_BYTES_MIN, GPU_BYTES_MAX = 1 << 20, 1 << 50
-"""Memory of a made-up GPU beyond which a slip of the pen is likelier than a GPU."""
+"""Bounds of a hypothetical GPU's memory; values outside are likely typing errors."""
 
 
 def made_up_gpus(text: str) -> tuple[Device, ...]:
     """Return the GPUs of '2', '2:141GiB' or '2:141GiB:H200'; sizes are counted in powers of 1024, 141GB too.
 
-    The last part is the model, by which what was measured on it is known. InputError says what is wrong.
+    The last part is the model, which selects the measurements. InputError: invalid text.
     """
     match = _GPUS.fullmatch(text.strip())
     count = int(match[1]) if match else 0
@@ -94,6 +94,6 @@ def made_up_gpus(text: str) -> tuple[Device, ...]:
 
 
 def bytes_of(text: str) -> int:
-    """Return how many bytes '512', '1.5 GiB', '2GB' or '80g' are, in powers of 1024; 0 for what is no size."""
+    """Return the bytes of '512', '1.5 GiB', '2GB' or '80g', in powers of 1024; 0 if `text` is no size."""
     match = _BYTES.fullmatch(text.strip())
     return int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0

@@ -28,12 +28,12 @@ from weftline.pipelines.spec.policy import GpuPolicy, Limits
 from weftline.shm.device.names import index_of, is_gpu
 
 _Key = tuple[str, str, int]
-"""What a process is for: 'worker', 'gpu' or 'step'; its name there; which copy."""
+"""Key of a process: 'worker', 'gpu' or 'step'; the name of that; index of the copy."""
 
 
 @dataclass(slots=True)
 class Process:
-    """A process to be: the steps in it, whether one of them computes for long, and its GPU; '' for none."""
+    """A planned process: its steps, whether one of them is heavy, and its GPU ('' for none)."""
 
     name: str
     steps: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ def grouped(
 ) -> tuple[list[Process], dict[str, tuple[int, ...]]]:
     """Return the processes in order of their first step, and each step's place in them, one for each instance.
 
-    alone: steps that share no process unless their `worker` says so.
+    alone: steps that share no process unless they state a `worker`.
     """
     keys = {step.name: [_key(step, copy, alone, devices[step.name], gpu) for copy in range(len(devices[step.name]))]
             for step in steps}  # fmt: skip
@@ -81,29 +81,29 @@ def grouped(
 
 
 def reasons(processes: Sequence[Process], alone: Collection[str], gpu: GpuPolicy) -> tuple[str, ...]:
-    """Return a line for each choice that was made for a GPU's processes."""
+    """Return a line for each decision about a GPU's processes."""
     lines = []
     for device in dict.fromkeys(process.device for process in processes if process.device):
         there = [process for process in processes if process.device == device]
         if gpu.processes == "separate" and len(there) > 1:
-            turns = "if MPS runs they compute side by side" if gpu.mps else "take turns"
+            turns = "run concurrently if MPS is active" if gpu.mps else "run in turns"
             lines.append(
-                f"{_listed([one.name for one in there])} have a process each on {device}, and {turns} there; "
+                f"{_listed([one.name for one in there])} have a process each on {device} and {turns}; "
                 "gpu.processes: grouped lets steps share one"
             )
             continue
         for one in (one for one in there if one.shared and len(one.steps) > 1):
-            without = "with MPS they could compute side by side" if gpu.mps else (
-                "without MPS processes of one GPU only take turns"
+            without = "with MPS separate processes could run concurrently" if gpu.mps else (
+                "without MPS, processes of one GPU run in turns"
             )  # fmt: skip
-            each = "gpu.processes: separate gives each its own"
+            each = "gpu.processes: separate starts one for each"
             lines.append(f"{_listed(one.steps)} share process {one.name}: {without}; {each}")
         for one in (one for one in there if len(there) > 1 and len(one.steps) == 1 and one.steps[0] in alone):
             lines.append(
-                f"{one.steps[0]} has process {one.name} to itself: whatever shared it would wait for its rounds"
+                f"{one.steps[0]} has process {one.name} to itself: other steps in it would wait for its rounds"
             )
     if lines and gpu.mps:
-        lines.append("gpu.mps: if NVIDIA's service runs, a fatal fault in one process of a GPU ends all of them")
+        lines.append("gpu.mps: if NVIDIA's service is active, a fatal fault in one process of a GPU ends all of them")
     return tuple(lines)
 
 
@@ -134,13 +134,13 @@ def _take_device(process: Process, step: str, device: str, problems: list[Proble
     if not process.device:
         process.device = device
         return
-    found = f"{step} is on {device}, and the worker {process.name} that it shares uses {process.device}"
-    fix = f"put its steps on one device, or let {step} have a worker of its own"
+    found = f"{step} is on {device}, and its shared worker {process.name} uses {process.device}"
+    fix = f"put its steps on one device, or put {step} in a worker of its own"
     problems.append(Problem(f"steps.{step}.worker", found, "one GPU for each process", fix))
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return names for people: 'a, b and c'."""
+    """Return names as 'a, b and c'."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
 
@@ -148,15 +148,15 @@ def _listed(names: Sequence[str]) -> str:
 __all__ = ["ARENA_SHARE", "Device", "Machine", "Placement", "instance_count", "place", "size_text"]
 
 ARENA_SHARE = 0.5
-"""Most of a machine's memory that arenas may reserve; models and their working memory need the rest."""
+"""Largest share of a machine's memory for arenas; models and their working memory need the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The processes, and for every step its devices and the indexes of its processes, one for each instance.
+    """The processes, and for every step its devices and process indexes, one for each instance.
 
-    reasons: a line for each choice that somebody may want explained.
-    work:    of each GPU, how busy it is by measured times, and why; empty when nothing on GPUs was measured.
+    reasons: a line for each decision to explain.
+    work:    measured load of each GPU with reasons; empty without measurements on GPUs.
     """
 
     workers: tuple[PlannedWorker, ...]
@@ -175,11 +175,11 @@ def place(
     needs: Needs | None = None,
     edges: Collection[tuple[str, str]] = (),
 ) -> tuple[Placement, list[Problem]]:
-    """Return where each step runs, and every reason why it cannot run there, without file or line.
+    """Return the placement of each step, and the problems of it, without file or line.
 
-    heavy: by step name, whether its node computes for long stretches.
-    needs: what steps need of GPUs, as far as it is known.
-    edges: pairs of steps, giver and reader, whose tensors can stay on a device.
+    heavy: by step name, True when its node computes for long stretches.
+    needs: known GPU requirements of the steps.
+    edges: pairs of steps, writer and reader, whose tensors can stay on a device.
     """
     problems: list[Problem] = []
     gpu, needs = gpu or GpuPolicy(), needs or Needs({})
@@ -199,7 +199,7 @@ def place(
 
 
 def instance_count(step: Step) -> int:
-    """Return how many loaded copies a step asks for."""
+    """Return the number of instances of a step."""
     return step.instances if isinstance(step.instances, int) else sum(step.instances.values())
 
 
@@ -219,12 +219,12 @@ def _device(path: str, written: str, machine: Machine, problems: list[Problem]) 
     wanted = "cuda:0" if written == "cuda" else written
     if wanted not in (AUTO, "cpu", *names):
         found = f"{written}, and this machine has {', '.join(names) or 'no GPU'}"
-        problems.append(Problem(path, found, fix=_way_out(path, names)))
+        problems.append(Problem(path, found, fix=_alternatives(path, names)))
     return wanted
 
 
-def _way_out(path: str, names: Sequence[str]) -> str:
-    """Return what can be written instead of a device that there is not."""
+def _alternatives(path: str, names: Sequence[str]) -> str:
+    """Return alternatives to a device that does not exist."""
     if path.endswith(".device"):
         return "write auto, which uses a GPU where there is one"
     here = f"name {' or '.join(names[:4])} there, or " if names else ""
@@ -232,7 +232,7 @@ def _way_out(path: str, names: Sequence[str]) -> str:
 
 
 def _lacking(step: str, devices: Sequence[str], needs: Mapping[str, Need], machine: Machine) -> Iterator[Problem]:
-    """Yield a problem for each GPU that a step of several ranks starts on, and after which too few follow."""
+    """Yield a problem for each GPU from which a step of several ranks does not have enough GPUs."""
     ranks, names = needs[step].ranks if step in needs else 1, [device.name for device in machine.devices]
     for device in dict.fromkeys(devices):
         if device in names and not {*gpus_of(device, ranks)} <= {*names}:
@@ -241,9 +241,9 @@ def _lacking(step: str, devices: Sequence[str], needs: Mapping[str, Need], machi
 
 
 def _threads(processes: Sequence[Process], written: Mapping[str, int | None], cores: int) -> list[int]:
-    """Return each process's threads: as written, else a heavy one's share of the cores, else one.
+    """Return each process's threads: as stated, else a heavy process's share of the cores, else one.
 
-    Heavy processes divide the cores that are left evenly, the first ones get what is left over, none less than one.
+    Heavy processes divide the remaining cores evenly, at least one each; the first ones get the odd cores.
     """
     stated = [max((written[name] or 0 for name in process.steps), default=0) for process in processes]
     heavy = [process.heavy and not threads for process, threads in zip(processes, stated, strict=True)]
@@ -266,7 +266,7 @@ def _check_memory(processes: Sequence[Process], limits: Limits, machine: Machine
 
 
 def size_text(size_bytes: int) -> str:
-    """Return a size for people: '64 MiB'."""
+    """Format a size: '64 MiB'."""
     size, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.nodes.audio import WORKING_BYTES as AUDIO_WORKING_BYTES
-from weftline.nodes.image_header import WORKING_BYTES_LEAST, WORKING_BYTES_PER_PIXEL
+from weftline.nodes.image import WORKING_BYTES_LEAST, WORKING_BYTES_PER_PIXEL
 from weftline.nodes.ports import AUDIO_HZ, Port, PortType
 from weftline.pipelines.spec.condition import Condition
 from weftline.pipelines.spec.graph import Input
@@ -22,11 +22,11 @@ from weftline.shm.block import PAGE_BYTES, align_up
 
 @dataclass(frozen=True, slots=True)
 class PlannedInput:
-    """An input port of a step, wired: the node's port name, where its value comes from, and the unified type.
+    """A wired input port of a step: the port name, the source wire, and the unified type.
 
-    type:     as the node sees it: of a port named in `map`, the type of one element of the list.
-    optional: the node can do without; an absent value on any other port skips the step.
-    pieces:   it is taken piece by piece, as the step before gives it; at most one input of a step.
+    type:     as the node receives it: of a port named in `map`, the type of one element of the list.
+    optional: the node accepts an absent value; an absent value on any other port skips the step.
+    pieces:   it is streamed in chunks from the step before; at most one input of a step.
     """
 
     port: str
@@ -43,32 +43,29 @@ class PlannedStep:
     node:       dotted path of the node class, 'weftline.nodes.whisper:Whisper', or 'file.py:Class' of a user's file.
     options:    the node's options as plain JSON-like values, defaults included, ready to become its Config.
     inputs:     connected inputs only, in port order.
-    outputs:    the node's output ports as it gives them, types unified with their readers.
-    readers:    for every output port, how many step inputs, conditions and pipeline outputs read it (0: nobody does).
+    outputs:    the node's output ports, types unified with their readers.
+    readers:    for every output port, the number of step inputs, conditions and pipeline outputs that read it.
     streams:    the node is run as a StreamNode.
-    fed:        the inputs that its node is given by `feed`, the whole as one piece where nothing comes in pieces.
+    fed:        inputs that its node receives by `feed`; a value that is not streamed is one chunk.
     workers:    indexes into Plan.workers, one for each instance; none for a control.
     run_max_ms: longest one call may take before its worker is killed.
     devices:    one for each instance, beside `workers`; `device` is the first.
-    control:    '' for a node; 'first', 'switch' or 'passes' for a step that the scheduler decides itself, without a
-                worker.
-    cases:      of a switch, after its first input (what it decides by) one value for each further input but the last
-                one when `default` is true.
-    default:    of a switch, whether its last input is taken when no case fits.
-    when:       skipped where it does not hold; of a step that serves only cases of switches, also where none of them
-                can be chosen.
-    fallback:   the step that answers in its place; that step runs for nobody else.
+    control:    '' for a node; 'first', 'switch' or 'passes' for a step that the scheduler evaluates without a worker.
+    cases:      of a switch, the value of each input after the first (`by`), except the last one if `default` is set.
+    default:    of a switch, True when its last input is used if no case matches.
+    when:       the step is skipped where this is false; includes the guard of a step that serves switch cases only.
+    fallback:   the step that replaces it on failure; that step runs for no other reason.
     retry, timeout_ms, map, sequence: as in graph.Step; `sequence` is set for every stateful node.
     idempotent: may run twice for one item.
     finite:     an item fails whose outputs hold NaN or an infinite number.
     conditional: its outputs may be absent.
-    base_dir:   what relative paths in options are relative to; None: the plan's own.
-    reserved:   how many of its instances take no job rows, less than all.
-    near_inputs:  input ports whose tensors the node takes on its device.
-    near_outputs: output ports that somebody reads on the device: 'device' when nobody else reads them, else 'both'.
-    device_bytes: what one instance takes of its device's memory, stated or measured before; 0: not known.
-    idle:       when it gives its device's memory back; None: never.
-    fills_room: its node can take what is left of a GPU when it opens.
+    base_dir:   folder of relative paths in options; None: the plan's own.
+    reserved:   number of instances without job rows, less than all.
+    near_inputs:  input ports whose tensors the node reads on its device.
+    near_outputs: output ports with readers on the device: 'device' when all readers are there, else 'both'.
+    device_bytes: device memory of one instance, stated or measured; 0: not known.
+    idle:       when it releases its device's memory; None: never.
+    fills_memory: its node can use the remainder of a GPU when it opens.
     """
 
     name: str
@@ -104,7 +101,7 @@ class PlannedStep:
     device_bytes: int = 0
     idle: IdlePolicy | None = None
     finite: bool = False
-    fills_room: bool = False
+    fills_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,7 @@ class PlannedWorker:
     """One process: its name, the steps it holds, its share of cores, and the size of its arena in bytes.
 
     device:             the GPU that its steps use; '' for none.
-    device_arena_bytes: size of its arena there; 0: none of its steps gives anything that is read there.
+    device_arena_bytes: size of its arena there; 0: none of its outputs is read there.
     """
 
     name: str
@@ -127,14 +124,14 @@ class PlannedWorker:
 class Claim:
     """A claim on a device's memory.
 
-    who:    a step's name, or a worker's.
-    what:   'weights and work', 'context', 'arena', 'KV memory', 'reserve'; or that it is another open pipeline, which
-            `who` then names (`pipelines.budget.OF_OTHERS`).
+    owner:    name of a step or of a worker.
+    what:   'weights and work', 'context', 'arena', 'KV memory', 'reserve'; or the claim of another open pipeline,
+            named by `owner` (`budget.OF_OTHERS`).
     source: 'stated' in the pipeline, 'measured' by a profile, 'assumed' by Weftline, 'claimed' by another pipeline;
-            'unknown': nobody has said, and `bytes` is 0.
+            'unknown': neither stated nor measured; `bytes` is 0.
     """
 
-    who: str
+    owner: str
     what: str
     bytes: int
     source: str
@@ -142,11 +139,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """The memory of one GPU and what is claimed of it, by other open pipelines too.
+    """The memory of one GPU and the claims on it, including those of other open pipelines.
 
-    kv_bytes:   what is left for its llm steps' KV memory.
-    rest_bytes: what is left for the weights, the work and the KV memory of its only llm step, which is not
-                measured: it takes that when it opens.
+    kv_bytes:   remainder for its llm steps' KV memory.
+    rest_bytes: remainder for the weights, work and KV memory of its only llm step that was not measured; the step
+                allocates it when it opens.
     """
 
     device: str
@@ -164,7 +161,7 @@ class DeviceBudget:
 class StepWork:
     """Measured GPU time of a step's instance for one request, and the reason for its placement.
 
-    ms: its share, when instances share requests evenly; None: nobody has measured it.
+    ms: its share, when instances share requests evenly; None: not measured.
     """
 
     step: str
@@ -176,8 +173,8 @@ class StepWork:
 class DeviceWork:
     """Measured load of a GPU for one request, largest first, with transfers to other GPUs.
 
-    travel:    over how many edges between it and other GPUs tensors travel that could stay on one.
-    travel_ms: what that is assumed to take of the GPU.
+    travel:    number of edges with avoidable transfers between it and other GPUs.
+    travel_ms: assumed time of these transfers on the GPU.
     """
 
     device: str
@@ -192,7 +189,7 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOutput:
-    """A pipeline output, where it comes from and its type. `pieces`: it can be streamed; `optional`: may be absent."""
+    """A pipeline output: source wire and type. `pieces`: it can be streamed; `optional`: it may be absent."""
 
     name: str
     wire: Wire
@@ -203,16 +200,16 @@ class PlannedOutput:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A pipeline that can run; `steps` are in an order in which every step comes after what it reads.
+    """A pipeline that can run; every step comes after the steps that it reads.
 
     inputs: hidden ones are constants.
-    cores:  how many cores the machine it was placed on has.
-    chains: indexes of steps that hand over inside one worker, each chain in running order; a step is in at most one.
+    cores:  number of cores of the machine.
+    chains: indexes of steps that pass values inside one worker, in running order; a step is in at most one chain.
     ordering, mps, nvtx: as in GpuPolicy.
-    budgets: of each GPU that a step is on, who takes what of its memory.
-    work:    of each GPU, how busy it is by measured times; empty when nothing on GPUs was measured.
-    secrets: secret values in the options that came from the environment, each with what is printed instead.
-    notes:   lines for people: why processes are as they are, and measurements that do not hold any more.
+    budgets: memory claims on each GPU that a step is on.
+    work:    measured load of each GPU; empty without measurements on GPUs.
+    secrets: secret values in the options that came from the environment, each with its printed replacement.
+    notes:   lines for display: reasons for processes, and outdated measurements.
     debug:   the step that runs in the process that opens the plan, for a debugger; '' for none.
     """
 
@@ -227,7 +224,7 @@ class Plan:
     slo: Slo
     cores: int
     base_dir: Path
-    file: str = field(default="", compare=False)  # where it was written is no part of what it is
+    file: str = field(default="", compare=False)  # not part of equality
     about: str = ""
     chains: tuple[tuple[int, ...], ...] = ()
     ordering: str = "host"
@@ -241,18 +238,18 @@ class Plan:
 
     @property
     def decoded_bytes_max(self) -> int:
-        """Most bytes that the pictures and recordings of one request are once decoded; 0: it has none."""
+        """Most bytes of the decoded pictures and recordings of one request; 0: it has none."""
         total = sum(self._decoded_bytes(one, self.input_types[one.name]) for one in self.inputs if not one.hidden)
         return min(total, self.limits.request_bytes_max)
 
     @property
     def ingress_arena_bytes(self) -> int:
-        """Shared memory for requests' inputs: two of the largest that are decoded fit, one in use, one on its way."""
+        """Shared memory for request inputs: holds two of the largest decoded inputs."""
         return max(self.limits.arena_bytes, 2 * align_up(self.decoded_bytes_max, PAGE_BYTES))
 
     @property
     def decode_bytes_max(self) -> int:
-        """Most memory that decoding may take at a time; 0: there is nothing to decode."""
+        """Most memory that decoding may use at a time; 0: nothing to decode."""
         if not self.decoded_bytes_max:
             return 0
         if self.limits.decode_bytes_max is not None:
@@ -281,7 +278,7 @@ class Plan:
 
 
 def _media_kind(type: PortType) -> str:
-    """Return 'image' or 'audio' for a port, or a list, of what is decoded; '' for any other."""
+    """Return 'image' or 'audio' for ports, or lists, of decoded media; else ''."""
     if type.kind == "list":
         return _media_kind(type.item) if type.item is not None else ""
     return type.kind if type.kind in ("image", "audio") else ""

@@ -31,7 +31,7 @@ from weftline.pipelines.spec.wire import Wire
 from weftline.shm.device.names import is_gpu
 
 RUN_MAX_MS = 600_000.0
-"""Longest one call of a node may take when its step does not say: 10 minutes."""
+"""Default upper limit of one call of a node: 10 minutes."""
 
 
 def make_plan(
@@ -39,7 +39,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan of the pipeline on `machine`; PipelineError lists every problem of both.
 
-    profile: what its steps were measured to take; None: nothing is known.
+    profile: measured costs of its steps; None: not measured.
     """
     checked = examine(pipeline, catalog)
     controls = {name for name, one in checked.steps.items() if one.control}
@@ -59,7 +59,7 @@ def make_plan(
         plan,
         steps=tuple(dataclasses.replace(step, device_bytes=_device_bytes(step, needs)) for step in plan.steps),
         budgets=budgets(plan, needs, pipeline.gpu, machine),
-        notes=(*placement.reasons, *needs.notes, *_resting(checked, plan), *_of_nodes(checked, plan)),
+        notes=(*placement.reasons, *needs.notes, *_without_host_sleep(checked, plan), *_of_nodes(checked, plan)),
         work=placement.work,
     )
     report.take(over_commits(plan))
@@ -74,8 +74,8 @@ def _heavy(checked: Checked, name: str) -> bool:
     return name in checked.steps and checked.steps[name].node.heavy
 
 
-def _resting(checked: Checked, plan: Plan) -> list[str]:
-    """Return a line for each step that is to keep its weights in host memory while it sleeps, and does not do that."""
+def _without_host_sleep(checked: Checked, plan: Plan) -> list[str]:
+    """Return a line for each step that is configured to keep weights in host memory while asleep, but cannot."""
     found = []
     for step in plan.steps:
         if step.idle is None or step.idle.keep != "host":
@@ -83,7 +83,7 @@ def _resting(checked: Checked, plan: Plan) -> list[str]:
         one = checked.steps[step.name]
         if not one.node.can_rest(one.config, StepContext(one.step.base_dir or checked.pipeline.base_dir)):
             what = f"node {one.step.node} is opened again"
-            found.append(f"{step.name} keeps nothing but its process while it sleeps: {what}")
+            found.append(f"{step.name} keeps only its process while it sleeps: {what}")
         elif not any(map(is_gpu, step.devices or (step.device,))):
             why = "the CPU's memory is the host's"
             found.append(f"{step.name} keeps its weights where they are while it sleeps: {why}")
@@ -102,13 +102,13 @@ def _of_nodes(checked: Checked, plan: Plan) -> list[str]:
 
 
 def _device_bytes(step: PlannedStep, needs: Needs) -> int:
-    """Return what an instance of a step takes of its first GPU, as far as it is known."""
+    """Return the known memory of an instance on its first GPU."""
     known = needs.steps[step.name].bytes if step.name in needs.steps else {}
     return next((known[device] for device in step.devices if device in known), step.device_bytes)
 
 
 def _plan(checked: Checked, machine: Machine) -> Plan:
-    """Return the plan of a pipeline without problems, but for where its steps run."""
+    """Return the plan of a pipeline without problems, before placement."""
     pipeline, found, streams = checked.pipeline, guards(checked), streams_of(checked)
     uses = Counter(wire for _, wire in readers(pipeline))
     absent = conditional(checked)
@@ -140,7 +140,7 @@ def _plan(checked: Checked, machine: Machine) -> Plan:
 
 
 def _placed(plan: Plan, placement: Placement) -> Plan:
-    """Return the plan with processes, and each step in its own."""
+    """Return the plan with processes and devices."""
     steps = []
     for step in plan.steps:
         devices = placement.devices.get(step.name, ())
@@ -150,7 +150,7 @@ def _placed(plan: Plan, placement: Placement) -> Plan:
 
 
 def _guarded(pipeline: Pipeline, found: Mapping[str, Condition]) -> Pipeline:
-    """Return the pipeline with its guards as conditions: what a guard looks at runs before the guarded step."""
+    """Return the pipeline with its guards as conditions, so that a guard's inputs run before the guarded step."""
     steps = [
         dataclasses.replace(step, when=all_of([one for one in (step.when, found[step.name]) if one]))
         if step.name in found
@@ -194,7 +194,7 @@ def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams
         reserved=step.reserved,
         device_bytes=step.device_bytes or 0,
         idle=step.idle,
-        fills_room=issubclass(node, StreamNode) and node.fills_room,
+        fills_memory=issubclass(node, StreamNode) and node.fills_memory,
     )
 
 

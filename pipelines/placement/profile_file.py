@@ -1,8 +1,8 @@
 """Profile file with measured costs of steps: `ocr.profile.json` beside `ocr.yaml`.
 
-`weftline profile` writes it, a plan reads it: memory that was measured need not be stated. Figures hold for one kind of
-device ('cpu', 'fake', 'cuda H200'), and for a node with the options it had; a step that has changed since is known by
-its digest, and what was measured of it is left out of account.
+`weftline profile` writes it and a plan reads it, so that measured memory need not be stated. Measurements hold for one
+kind of device ('cpu', 'fake', 'cuda H200') and for a node with its options: the digest of a changed step differs, and
+its measurements are ignored.
 
     {"weftline_profile": 1,
      "context_bytes": {"cuda H200": 534773760},
@@ -31,26 +31,26 @@ from weftline.pipelines.spec.schema import Strict
 from weftline.shm.device.names import kind_of
 
 BYTES_MAX = 16 << 20
-"""Largest profile that is read: far more than a pipeline of a thousand steps on ten kinds of devices."""
+"""Largest profile that is read: more than a thousand steps on ten kinds of devices need."""
 
 DIGEST_CHARS = 16
-"""Length of a digest, in hexadecimal digits: it tells versions of one step apart."""
+"""Length of a digest, in hexadecimal digits: it distinguishes versions of one step."""
 
 SUFFIX = ".profile.json"
 
 _PLANNED = ("kv_bytes",)
-"""Options that a plan fills in, and that are measured apart."""
+"""Options that a plan fills in, and that are measured separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Measured costs of one instance of a step on one kind of device.
 
-    open_bytes: device memory once it is open.
-    peak_bytes: device memory at its most, what it holds open included, by the number of items in a call.
+    open_bytes: device memory after opening.
+    peak_bytes: peak device memory, including open_bytes, by the number of items in a call.
     run_ms:     median time of a call, by the number of items.
-    host_bytes: host memory of a process that holds this step alone.
-    kv_bytes:   how much of the device memory was KV memory, which is planned by itself.
+    host_bytes: host memory of a process with this step only.
+    kv_bytes:   part of the device memory that was KV memory, which is planned separately.
     """
 
     open_bytes: int = 0
@@ -60,9 +60,9 @@ class Measured:
     kv_bytes: int = 0
 
     def device_bytes(self, items: int) -> int:
-        """Return what an instance needs for calls of so many items, KV memory aside.
+        """Return the memory of an instance for calls of `items`, without KV memory.
 
-        A size that was not measured is taken from the next larger one; beyond the largest, memory grows with items.
+        A size that was not measured uses the next larger one; beyond the largest, memory grows with items.
         """
         most = max(self.peak_bytes, default=0)
         near = min((count for count in self.peak_bytes if count >= items), default=0)
@@ -72,9 +72,9 @@ class Measured:
         return max(self.open_bytes, peak) - min(self.kv_bytes, self.open_bytes)
 
     def item_ms(self, items: int) -> float | None:
-        """Return the time for each item in calls of so many; None when no call was timed.
+        """Return the time per item in calls of `items`; None without timed calls.
 
-        It is that of the largest number timed up to `items`, or of the least where all are larger.
+        It is that of the largest timed number up to `items`, or of the smallest if all are larger.
         """
         if not self.run_ms:
             return None
@@ -101,13 +101,13 @@ class Profile:
     context_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def measured(self, step: str, digest: str, kind: str) -> Measured | None:
-        """Return what was measured of a step as it is now; None when nothing was."""
+        """Return the measurements of the current version of a step, or None."""
         found = self.steps.get(step)
         return found.on.get(kind) if found is not None and found.digest == digest else None
 
 
 def device_kind(name: str, model: str = "") -> str:
-    """Return what measurements of a device hold for: 'cuda H200' of cuda:1, an NVIDIA H200."""
+    """Return the kind of a device for measurements: 'cuda H200' of cuda:1, an NVIDIA H200."""
     return f"{kind_of(name)} {model.removeprefix('NVIDIA ')}".strip()
 
 
@@ -117,14 +117,14 @@ def step_digest(step: PlannedStep) -> str:
 
 
 def digest_of(node: str, options: Mapping[str, Any]) -> str:
-    """Return the digest of a step that runs a node, by its dotted path, with all of its options."""
+    """Return the digest of a node, by dotted path, with all its options."""
     own = {name: value for name, value in options.items() if name not in _PLANNED}
-    said = json.dumps([node, own], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(said.encode()).hexdigest()[:DIGEST_CHARS]
+    text = json.dumps([node, own], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARS]
 
 
 def profile_path(pipeline: Pipeline) -> Path:
-    """Return where a pipeline's profile lies: beside its file, named like it; like the pipeline if built in Python."""
+    """Return the path of a pipeline's profile: beside its file, named like the file, else like the pipeline."""
     path = Path(pipeline.file)
     name = path.stem if path.suffix in (".yaml", ".yml") else pipeline.name
     return pipeline.base_dir / f"{name}{SUFFIX}"
@@ -161,7 +161,7 @@ def read_profile(path: str | Path) -> Profile:
         entry = ProfileEntry.model_validate(document)
     except ValidationError as error:
         problems = from_validation(error, document, "", _known)
-        raise PipelineError([dataclasses.replace(_spoken(one), file=name) for one in problems]) from None
+        raise PipelineError([dataclasses.replace(_described(one), file=name) for one in problems]) from None
     steps = {
         step: StepProfile(one.digest, {kind: Measured(**_counted(on)) for kind, on in one.on.items()})
         for step, one in entry.steps.items()
@@ -237,8 +237,8 @@ def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
     return entries.get(len(loc), ProfileEntry).model_fields
 
 
-def _spoken(problem: Problem) -> Problem:
-    """Return the problem with regular expressions put into words, and a way out."""
+def _described(problem: Problem) -> Problem:
+    """Return the problem with regular expressions described in words, and a fix."""
     words = {ITEMS_PATTERN: "a number of items, 1 to 999999", DIGEST_PATTERN: f"{DIGEST_CHARS} hexadecimal digits"}
     expected = next((text for pattern, text in words.items() if pattern in problem.expected), problem.expected)
     return dataclasses.replace(problem, expected=expected, fix=problem.fix or _FIX)

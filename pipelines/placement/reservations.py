@@ -14,7 +14,7 @@ value or arithmetic on values; the time of each call is decided by the one owner
 Pipelines planned together are placed in the order in which they will be loaded, so that a pipeline that cannot be
 loaded is refused before anything starts. Llm steps without a stated KV cache size divide the remainder of a GPU evenly,
 across pipelines. While the remainder is unknown none has a size; they divide it when all are open
-(`GpuReservations.settle`).
+(`ReservationTable.settle`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from functools import partial
 from weftline.errors import PipelineError
 from weftline.pipelines.placement.budget import (
     CONTEXT,
-    EVERYBODY,
     KV,
+    LLM_STEPS,
     OF_OTHERS,
     RESERVE,
     claims_of_others,
@@ -36,7 +36,7 @@ from weftline.pipelines.placement.budget import (
     open_kv,
     over_commits,
     own_kv_bytes,
-    rest_of,
+    remainder_of,
     shares,
     with_kv_memory,
 )
@@ -49,10 +49,10 @@ from weftline.pipelines.spec.graph import Pipeline
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A version of a pipeline that holds something, or is about to.
+    """A version of a pipeline with a reservation.
 
-    name:    what people call the pipeline.
-    session: a number of the session it is a version of; the next version of a session replaces the one before it.
+    name:    name of the pipeline.
+    session: number of its session; the next version of a session replaces the one before it.
     """
 
     name: str
@@ -62,18 +62,18 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class ReservedMemory:
-    """What a version holds of one GPU.
+    """Reservation of a version on one GPU.
 
-    total_bytes:   what the GPU has, by the machine it was planned for.
-    bytes:         what is claimed, its reserve and others' memory aside.
-    reserve_bytes: what it wants left free, shared with what others want left free.
-    context_bytes: of `bytes`, what processes take before they hold anything; no worker counts it as its own.
-    growth_bytes:  of `bytes`, KV memory that steps share and do not start with.
-    fills:         its llm steps have what is left, or will have it.
-    takers:        instances of llm steps that are to have a part of what is left, and do not know yet how much that is.
+    total_bytes:   the GPU's memory, by the machine of the plan.
+    bytes:         claimed memory, without the safety reserve and other pipelines' memory.
+    reserve_bytes: memory to keep free; reserves of several pipelines overlap.
+    context_bytes: of `bytes`, the base memory of processes; workers do not count it as their own.
+    growth_bytes:  of `bytes`, KV memory that steps share beyond their start sizes.
+    fills:         its llm steps have the remainder, or will have it.
+    takers:        instances of llm steps that wait for a share of the remainder.
     known:         everything was stated or measured.
-    free_bytes:    what the driver had free when this was measured.
-    measured:      when that was, as a number that goes up; 0: it is yet to be.
+    free_bytes:    free memory by the driver at the time of measurement.
+    measured:      sequence number of the measurement; 0: not measured.
     """
 
     total_bytes: int
@@ -97,9 +97,9 @@ class ReservedMemory:
 class Left:
     """Remainder of a GPU with a version fully open: `bytes`, negative when it is over-committed.
 
-    others:        what other versions hold of it.
-    reserve_bytes: what is left free besides, for all of them.
-    waits:         others are yet to be measured; what its llm steps get of it is said when they have been.
+    others:        reservations of other versions.
+    reserve_bytes: memory to keep free for all of them.
+    waits:         others are not measured yet; its llm steps receive their share later.
     """
 
     bytes: int
@@ -109,60 +109,60 @@ class Left:
 
 
 Settle = Callable[[str, int, int], Left]
-"""Called with a device, what a version's workers take of it, and what it has free by its driver, in bytes."""
+"""Callback with a device, the bytes used by a version's workers, and the bytes free by the driver."""
 
 
 class ReservationTable:
-    """Who holds what of which GPU. Not thread-safe.
+    """GPU reservations by owner. Not thread-safe.
 
-    changes: goes up whenever something is taken, corrected or given back.
+    changes: counts reservations, corrections and releases.
     """
 
     def __init__(self) -> None:
         self.changes = 0
-        self._held: dict[Owner, dict[str, ReservedMemory]] = {}
+        self._reserved: dict[Owner, dict[str, ReservedMemory]] = {}
         self._new_shares: dict[tuple[Owner, str], int] = {}
 
     def copy(self) -> ReservationTable:
-        """Return the same once more, to try something on."""
+        """Return a copy, to try changes."""
         other = ReservationTable()
-        other.changes, other._held, other._new_shares = self.changes, dict(self._held), dict(self._new_shares)
+        other.changes, other._reserved, other._new_shares = self.changes, dict(self._reserved), dict(self._new_shares)
         return other
 
     @property
-    def held_bytes(self) -> Mapping[str, int]:
+    def reserved_bytes(self) -> Mapping[str, int]:
         """Reserved bytes of each GPU that has any, without the safety reserve."""
         found: dict[str, int] = {}
-        for own in self._held.values():
+        for own in self._reserved.values():
             for device, one in own.items():
                 found[device] = found.get(device, 0) + one.bytes
         return found
 
-    def alone(self, holder: Owner) -> bool:
+    def alone(self, owner: Owner) -> bool:
         """Return True when no other version has a reservation."""
-        return not any(own for other, own in self._held.items() if other != holder)
+        return not any(own for other, own in self._reserved.items() if other != owner)
 
-    def try_take(self, holder: Owner, plan: Plan) -> bool:
-        """Hold what a plan claims of its GPUs; False, and nothing is changed, when others have left too little."""
-        wanted = {one.device: holding_of(plan, one) for one in plan.budgets}
+    def try_reserve(self, owner: Owner, plan: Plan) -> bool:
+        """Reserve a plan's claims; False, without a change, when other reservations leave too little."""
+        wanted = {one.device: reserved_memory(plan, one) for one in plan.budgets}
         for device, one in wanted.items():
-            others = self.taken(device, holder)
-            reserve = max(one.reserve_bytes, self._reserve(device, holder))
+            others = self.taken(device, owner)
+            reserve = max(one.reserve_bytes, self._reserve(device, owner))
             if others and one.bytes + sum(other.bytes for other in others) + reserve > one.total_bytes:
                 return False
-        self._held[holder] = wanted
+        self._reserved[owner] = wanted
         self.changes += 1
         return True
 
-    def settle(self, holder: Owner, device: str, taken_bytes: int, free_bytes: int) -> Left:
+    def settle(self, owner: Owner, device: str, taken_bytes: int, free_bytes: int) -> Left:
         """Record a version's measurement of a fully opened GPU and return the remainder there.
 
-        What is left is held too, where its llm steps may have it: evenly with those of others that wait for a part as
-        well, once everything that is held there has been measured. What was claimed and is not taken yet stays held.
-        KeyError when it holds nothing there.
+        The remainder is reserved too, if its llm steps may use it: divided evenly with waiting versions, once every
+        reservation there was measured. Claimed memory that is not used yet stays reserved.
+        KeyError: no reservation there.
         """
-        own, others = self._held[holder][device], self.taken(device, holder)
-        reserve = max(own.reserve_bytes, self._reserve(device, holder))
+        own, others = self._reserved[owner][device], self.taken(device, owner)
+        reserve = max(own.reserve_bytes, self._reserve(device, owner))
         most = own.total_bytes - sum(one.bytes for one in others) - reserve
         left = min(most - taken_bytes, free_bytes - reserve)
         needs = own.context_bytes + taken_bytes + own.growth_bytes
@@ -170,108 +170,112 @@ class ReservationTable:
         settled = dataclasses.replace(
             own, bytes=max(own.bytes, needs), known=True, free_bytes=free_bytes, measured=self.changes
         )
-        alone = not self._waiting(device, holder)
+        alone = not self._waiting(device, owner)
         if own.takers and (alone or left < 0):
             fills = max(own.bytes, min(needs + left, most))
             settled = dataclasses.replace(settled, bytes=fills, takers=0 if alone else own.takers)
-        self._held[holder] = {**self._held[holder], device: settled}
-        if left >= 0:  # else it is about to end, and the others wait until it has
+        self._reserved[owner] = {**self._reserved[owner], device: settled}
+        if left >= 0:  # else the version is about to end, and others wait for its release
             self._divide(device)
-        part = self._new_shares.pop((holder, device), left)
-        return Left(part, others, reserve, waits=self._held[holder][device].takers > 0)
+        part = self._new_shares.pop((owner, device), left)
+        return Left(part, others, reserve, waits=self._reserved[owner][device].takers > 0)
 
-    def give_back(self, holder: Owner) -> None:
-        """Forget what a version held; nothing happens when that is nothing."""
-        gone = self._held.pop(holder, None)
+    def release(self, owner: Owner) -> None:
+        """Release a version's reservations; no-op without any."""
+        gone = self._reserved.pop(owner, None)
         if gone is not None:
             self.changes += 1
             for device in gone:
-                self._new_shares.pop((holder, device), None)
+                self._new_shares.pop((owner, device), None)
                 self._divide(device)
 
     def left(self, device: str) -> int:
         """Return the unreserved bytes of a GPU with reservations, without the safety reserve."""
-        there = [own[device] for own in self._held.values() if device in own]
+        there = [own[device] for own in self._reserved.values() if device in own]
         reserve = max(one.reserve_bytes for one in there)
         return max(0, min(one.total_bytes for one in there) - reserve - sum(one.bytes for one in there))
 
     def pop_new_shares(self) -> dict[tuple[Owner, str], int]:
-        """Pop the shares of divided GPU memory that waiting versions have not received yet, in bytes."""
+        """Pop the shares, in bytes, that waiting versions have not received yet."""
         shares, self._new_shares = self._new_shares, {}
         return shares
 
-    def _waiting(self, device: str, holder: Owner) -> bool:
+    def _waiting(self, device: str, owner: Owner) -> bool:
         """Return True while another version's size or share on a GPU is unknown."""
-        others = (own[device] for other, own in self._held.items() if other != holder and device in own)
+        others = (own[device] for other, own in self._reserved.items() if other != owner and device in own)
         return any(one.takers or not one.settled for one in others)
 
     def _divide(self, device: str) -> None:
         """Divide a GPU's remainder among waiting versions, once everything there is measured.
 
-        Unlike one that is alone, whose driver says what its process takes besides, they all keep what they claimed.
+        Unlike a single version, whose driver reports the exact use of its process, they all keep their claims.
         """
-        there = {holder: own[device] for holder, own in self._held.items() if device in own}
-        takers = {holder: one for holder, one in there.items() if one.takers}
+        there = {owner: own[device] for owner, own in self._reserved.items() if device in own}
+        takers = {owner: one for owner, one in there.items() if one.takers}
         if not takers or not all(one.settled for one in there.values()):
             return
         reserve = max(one.reserve_bytes for one in there.values())
         total = min(one.total_bytes for one in takers.values())
-        lately = max(there.values(), key=lambda one: one.measured)  # whose driver saw most of the others
+        lately = max(
+            there.values(), key=lambda one: one.measured
+        )  # the most recent measurement includes most of the others
         left = min(total - reserve - sum(one.bytes for one in there.values()), lately.free_bytes - reserve)
         count = sum(one.takers for one in takers.values())
-        for holder, one in takers.items():
+        for owner, one in takers.items():
             part = max(0, left) * one.takers // count
             settled = dataclasses.replace(one, bytes=one.bytes + part, takers=0)
-            self._held[holder] = {**self._held[holder], device: settled}
-            self._new_shares[holder, device] = part
+            self._reserved[owner] = {**self._reserved[owner], device: settled}
+            self._new_shares[owner, device] = part
         self.changes += 1
 
-    def taken(self, device: str, holder: Owner) -> tuple[Taken, ...]:
-        """Return what others than this version hold of a GPU, in the order in which they came."""
+    def taken(self, device: str, owner: Owner) -> tuple[Taken, ...]:
+        """Return other versions' reservations on a GPU, oldest first."""
         return tuple(
             Taken(
                 other.name,
                 one.bytes,
                 one.fills,
                 known=one.known and not one.takers,
-                serves=other.session == holder.session,
+                serves=other.session == owner.session,
             )
-            for other, own in self._held.items()
-            if other != holder and (one := own.get(device)) is not None
+            for other, own in self._reserved.items()
+            if other != owner and (one := own.get(device)) is not None
         )
 
-    def beside(self, machine: Machine, holder: Owner) -> Machine:
-        """Return the machine as it is for this version: with what others hold of its GPUs now."""
+    def beside(self, machine: Machine, owner: Owner) -> Machine:
+        """Return the machine with other versions' current reservations on its GPUs."""
         devices = (
-            dataclasses.replace(one, taken=taken, reserve_bytes=self._reserve(one.name, holder))
-            if (taken := self.taken(one.name, holder))
+            dataclasses.replace(one, taken=taken, reserve_bytes=self._reserve(one.name, owner))
+            if (taken := self.taken(one.name, owner))
             else one
             for one in machine.devices
         )
         return dataclasses.replace(machine, devices=tuple(devices))
 
-    def beside_others(self, plan: Plan, holder: Owner) -> Plan:
+    def beside_others(self, plan: Plan, owner: Owner) -> Plan:
         """Return a plan whose budgets include other reservations, for a version that cannot be replanned.
 
-        What was left for its llm steps when it was planned is claimed like everything else.
+        The remainder that its plan had for llm steps becomes a claim.
         """
         budgets = []
         for one in plan.budgets:
-            more = self._reserve(one.device, holder) - holding_of(plan, one).reserve_bytes
+            more = self._reserve(one.device, owner) - reserved_memory(plan, one).reserve_bytes
             claims = [claim for claim in one.claims if claim.what not in OF_OTHERS]
-            claims += [Claim(EVERYBODY, KV, one.kv_bytes, "planned")] if one.kv_bytes else []
-            claims += claims_of_others(self.taken(one.device, holder), more)
+            claims += [Claim(LLM_STEPS, KV, one.kv_bytes, "planned")] if one.kv_bytes else []
+            claims += claims_of_others(self.taken(one.device, owner), more)
             budgets.append(dataclasses.replace(one, claims=tuple(claims), kv_bytes=0, rest_bytes=0))
         return dataclasses.replace(plan, budgets=tuple(budgets))
 
-    def _reserve(self, device: str, holder: Owner) -> int:
-        """Return what others want left free of a GPU."""
-        wanted = (own[device].reserve_bytes for other, own in self._held.items() if other != holder and device in own)
+    def _reserve(self, device: str, owner: Owner) -> int:
+        """Return the largest reserve of other versions on a GPU."""
+        wanted = (
+            own[device].reserve_bytes for other, own in self._reserved.items() if other != owner and device in own
+        )
         return max(wanted, default=0)
 
 
-def holding_of(plan: Plan, budget: DeviceBudget) -> ReservedMemory:
-    """Return a plan's claims on one of its GPUs, without those of other pipelines."""
+def reserved_memory(plan: Plan, budget: DeviceBudget) -> ReservedMemory:
+    """Return the reservation for a plan's own claims on one of its GPUs."""
     own = [claim for claim in budget.claims if claim.what not in OF_OTHERS]
     shared = plan.limits.kv_bytes.get(budget.device, 0)
     starts = sum(own_kv_bytes(step) * step.devices.count(budget.device) for step in plan.steps if shares(step))
@@ -288,8 +292,8 @@ def holding_of(plan: Plan, budget: DeviceBudget) -> ReservedMemory:
     )
 
 
-def without_rest(plan: Plan) -> Plan:
-    """Return a plan none of whose llm steps takes what is left of a GPU when it opens."""
+def without_remainder(plan: Plan) -> Plan:
+    """Return the plan without llm steps that use a GPU's remainder when they open."""
     if not any(one.rest_bytes for one in plan.budgets):
         return plan
     return dataclasses.replace(plan, budgets=tuple(dataclasses.replace(one, rest_bytes=0) for one in plan.budgets))
@@ -297,85 +301,85 @@ def without_rest(plan: Plan) -> Plan:
 
 def alone(plan: Plan) -> Settle:
     """Return a callback for the remainder of a plan's GPUs without other reservations."""
-    holdings, holder = ReservationTable(), Owner(plan.name, 0)
-    holdings.try_take(holder, plan)
-    return partial(holdings.settle, holder)
+    reservations, owner = ReservationTable(), Owner(plan.name, 0)
+    reservations.try_reserve(owner, plan)
+    return partial(reservations.settle, owner)
 
 
 Replan = Callable[[Machine], Plan]
-"""Makes a pipeline's plan for a machine, with what others have of its GPUs; PipelineError when it does not fit."""
+"""Function that plans a pipeline for a machine with other reservations. PipelineError: it does not fit."""
 
 
 class JointPlan:
-    """Plans pipelines for a machine, beside what is open on it already.
+    """Plans pipelines for a machine, beside open pipelines.
 
-    holdings: what that is; None: nothing is.
+    reservations: those of open pipelines; None: no pipeline is open.
     """
 
-    def __init__(self, machine: Machine, holdings: ReservationTable | None = None) -> None:
+    def __init__(self, machine: Machine, reservations: ReservationTable | None = None) -> None:
         devices = (dataclasses.replace(one, shared=True) for one in machine.devices)
         self._machine = dataclasses.replace(machine, devices=tuple(devices))
-        self._open = holdings.copy() if holdings is not None else ReservationTable()
+        self._open = reservations.copy() if reservations is not None else ReservationTable()
         self._together = self._open.copy()
         self._plans: dict[Owner, Plan] = {}
 
-    def add(self, holder: Owner, again: Replan) -> Plan:
-        """Place one more and return its plan without what it gets of what is left.
+    def add(self, owner: Owner, replan: Replan) -> Plan:
+        """Place one more pipeline and return its plan, without its share of the remainder.
 
-        PipelineError: it has problems, or too little is left; it then claims nothing.
+        PipelineError: it has problems, or too little is left; it then reserves nothing.
         """
-        plan = again(self._together.beside(self._machine, holder))
-        if not self._together.try_take(holder, plan):
-            raise refused([self._together.beside_others(plan, holder)])
-        self._plans[holder] = plan
+        plan = replan(self._together.beside(self._machine, owner))
+        if not self._together.try_reserve(owner, plan):
+            raise refused([self._together.beside_others(plan, owner)])
+        self._plans[owner] = plan
         return plan
 
     def plans(self) -> Mapping[Owner, Plan]:
-        """Return the plans of all that were added, in that order, now that it is known with whom each shares a GPU.
+        """Return the final plans of all added pipelines, in that order.
 
-        PipelineError: too little is left for KV memory, with every plan that has less than the least.
+        PipelineError: too little is left for KV memory; lists every plan below the minimum.
         """
         parts = self._parts()
         held = self._together.copy()
-        for holder, plan in self._plans.items():
-            held.try_take(holder, _with_left(plan, parts.get(holder, {})))
-        beside = {holder: held.beside_others(plan, holder) for holder, plan in self._plans.items()}
+        for owner, plan in self._plans.items():
+            held.try_reserve(owner, _with_left(plan, parts.get(owner, {})))
+        beside = {owner: held.beside_others(plan, owner) for owner, plan in self._plans.items()}
         if any(over_commits(plan) for plan in beside.values()):
             raise refused(beside.values())
-        return {holder: _with_rest(_with_left(plan, parts.get(holder, {}))) for holder, plan in beside.items()}
+        return {owner: _with_remainder(_with_left(plan, parts.get(owner, {}))) for owner, plan in beside.items()}
 
     def _parts(self) -> dict[Owner, dict[str, int]]:
-        """Return how many bytes of what is left of each GPU the llm steps of each plan get, where that is known."""
-        opened = {holder: self._open.beside_others(plan, holder) for holder, plan in self._plans.items()}
+        """Return each plan's share of each GPU's remainder, where known."""
+        opened = {owner: self._open.beside_others(plan, owner) for owner, plan in self._plans.items()}
         parts: dict[Owner, dict[str, int]] = {}
         for device in fillable(opened.values()):
-            takers = {holder: len(open_kv(plan, device)) for holder, plan in opened.items()}
+            takers = {owner: len(open_kv(plan, device)) for owner, plan in opened.items()}
             left, count = self._together.left(device), sum(takers.values())
-            for holder, own in takers.items():
-                parts.setdefault(holder, {})[device] = left * own // count
+            for owner, own in takers.items():
+                parts.setdefault(owner, {})[device] = left * own // count
         return parts
 
 
 def planner(pipeline: Pipeline) -> Replan:
-    """Return what makes a pipeline's plan, with what was measured of it."""
+    """Return the planning function of a pipeline, with its profile."""
     return lambda machine: make_plan(pipeline, machine, profile=profile_beside(pipeline))
 
 
 def refused(plans: Iterable[Plan]) -> PipelineError:
-    """Return what to raise for plans that claim too much of a GPU, beside what others have of it."""
+    """Return the error for plans that over-commit a GPU, including other reservations."""
     return PipelineError([dataclasses.replace(one, file=plan.file) for plan in plans for one in over_commits(plan)])
 
 
-def _with_rest(plan: Plan) -> Plan:
-    """Return a plan whose llm step takes what is left of a GPU when it opens, where it alone is not known there."""
+def _with_remainder(plan: Plan) -> Plan:
+    """Return the plan with the remainder for a GPU's only llm step that was not measured."""
     budgets = tuple(
-        one if one.kv_bytes else dataclasses.replace(one, rest_bytes=rest_of(plan, one)) for one in plan.budgets
+        one if one.kv_bytes else dataclasses.replace(one, rest_bytes=remainder_of(plan, one)) for one in plan.budgets
     )
     return plan if budgets == plan.budgets else dataclasses.replace(plan, budgets=budgets)
 
 
 def _with_left(plan: Plan, parts: Mapping[str, int]) -> Plan:
-    """Return a plan whose llm steps have so much of each GPU."""
+    """Return the plan with these shares of each GPU for its llm steps."""
     if not any(parts.values()):
         return plan
     budgets = (dataclasses.replace(one, kv_bytes=parts.get(one.device, one.kv_bytes)) for one in plan.budgets)

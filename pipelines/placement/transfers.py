@@ -25,30 +25,30 @@ from weftline.shm.device.names import is_gpu
 from weftline.shm.spec import ITEM_BYTES
 
 KINDS = ("tensor", "image", "audio")
-"""What is made of one array, and so can lie on a device."""
+"""Port kinds that are one array, which can be in device memory."""
 
 
 def with_transfers(plan: Plan, ports: Mapping[str, frozenset[str]], arena_bytes: int) -> Plan:
     """Return the plan with on-device inputs and outputs of every step, and device arenas for their writers.
 
-    ports:       by step, the names of the ports that its node takes and gives on its device.
+    ports:       by step, the ports in `Node.device_ports`.
     arena_bytes: size of a process's arena on its device.
     """
     steps = [dataclasses.replace(step, near_inputs=_near_inputs(step, ports)) for step in plan.steps]
     readers = Readers(steps, [one.wire for one in plan.outputs])
     steps = [dataclasses.replace(step, near_outputs=_near_outputs(step, ports, readers)) for step in steps]
-    givers = {index for step in steps if step.near_outputs for index in step.workers}
+    writers = {index for step in steps if step.near_outputs for index in step.workers}
     workers = [
-        dataclasses.replace(worker, device_arena_bytes=arena_bytes if index in givers else 0)
+        dataclasses.replace(worker, device_arena_bytes=arena_bytes if index in writers else 0)
         for index, worker in enumerate(plan.workers)
     ]
     return dataclasses.replace(plan, steps=tuple(steps), workers=tuple(workers))
 
 
 def near_edges(steps: Sequence[PlannedStep], ports: Mapping[str, frozenset[str]]) -> frozenset[tuple[str, str]]:
-    """Return pairs of steps, giver and reader, whose tensors stay on a device that both are on.
+    """Return pairs of steps, writer and reader, whose tensors can stay on a common device.
 
-    steps: all of a plan; where they are is not looked at.
+    steps: all of a plan; their placement is ignored.
     """
     readers = Readers(steps, ())
     return frozenset(
@@ -67,39 +67,39 @@ def can_lie_near(type: PortType) -> bool:
 
 
 def one_device(step: PlannedStep) -> str:
-    """Return the GPU that all instances of a step are on; '' when there is none, or several."""
+    """Return the common GPU of all instances of a step; '' if there is none."""
     device = step.devices[0] if step.devices else ""
     return device if is_gpu(device) and {*step.devices} == {device} else ""
 
 
 def handed_on(control: PlannedStep, port: str) -> Wire | None:
-    """Return the output on which a control hands on what comes in at `port`; None for what a switch decides by."""
+    """Return the output on which a control step passes on `port`; None for the `by` input of a switch."""
     if control.control == "switch" and port == BY:
         return None
     return Wire(control.name, port if control.control == "passes" else VALUE)
 
 
 class Readers:
-    """Final readers of an output: controls and fallbacks are passed through.
+    """Final readers of an output: control steps and fallbacks are passed through.
 
-    steps:   all of a plan, with their near inputs.
-    outputs: wires that are read in host memory: the pipeline's outputs.
+    steps:   all of a plan, with their device inputs.
+    outputs: wires of the pipeline's outputs, which are read in host memory.
     """
 
     def __init__(self, steps: Sequence[PlannedStep], outputs: Sequence[Wire]) -> None:
         self._inputs: dict[Wire, list[tuple[PlannedStep, str]]] = {}
         self._host = {*outputs, *(wire for step in steps for wire in (step.when.wires if step.when else ()))}
-        self._answers_for = {step.fallback: step.name for step in steps if step.fallback}
+        self._replaces = {step.fallback: step.name for step in steps if step.fallback}
         for step in steps:
             for read in step.inputs:
                 self._inputs.setdefault(read.wire, []).append((step, read.port))
 
     def of(self, wire: Wire) -> Iterator[tuple[PlannedStep, str] | None]:
-        """Yield step and port of every reader of an output or an input; None for one outside of the steps."""
+        """Yield step and port of every reader of a wire; None for a reader in host memory."""
         yield from self._of(wire, set())
 
     def _of(self, wire: Wire, seen: set[Wire]) -> Iterator[tuple[PlannedStep, str] | None]:
-        if wire in seen:  # two ways through controls lead to the same readers
+        if wire in seen:  # two paths through control steps lead to the same readers
             return
         seen.add(wire)
         if wire in self._host:
@@ -111,8 +111,8 @@ class Readers:
                 yield from self._of(onward, seen)
             else:
                 yield None
-        if wire.step in self._answers_for:
-            yield from self._of(Wire(self._answers_for[wire.step], wire.port), seen)
+        if wire.step in self._replaces:
+            yield from self._of(Wire(self._replaces[wire.step], wire.port), seen)
 
 
 def _near_inputs(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def _near_inputs(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> tupl
 
 
 def _ports(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """Return the ports that a step takes and gives on a device, when it is on one."""
+    """Return the ports that a step reads and writes on its device."""
     elsewhere = step.control or step.streams or step.batch.pad
     return frozenset() if elsewhere else ports.get(step.name, frozenset())
 
@@ -148,13 +148,13 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A tensor on its way to one reader.
+    """The path of a tensor to one reader.
 
     giver:  the output or pipeline input that it comes from.
     reader: 'step.port', or 'outputs and conditions'.
-    path:   the memories that it passes through: one GPU where it stays, ('host', 'cuda:0') where it is brought there.
+    path:   the memories on the path: one GPU where it stays, ('host', 'cuda:0') where it is copied there.
             A reader whose instances are on several GPUs is written 'its GPU'.
-    type:   what travels: an array, or a list of them.
+    type:   an array, or a list of arrays.
     """
 
     giver: Wire
@@ -169,7 +169,7 @@ class Hop:
 
 
 def hops(plan: Plan) -> tuple[Hop, ...]:
-    """Return how every array comes to its readers, where either end is on a GPU, in running order."""
+    """Return the path of every array with an end on a GPU, for each reader, in running order."""
     readers = Readers(plan.steps, [one.wire for one in plan.outputs])
     hidden = {one.name for one in plan.inputs if one.hidden}
     found: dict[tuple[Wire, str], Hop] = {}
@@ -205,7 +205,7 @@ def hop_rows(plan: Plan) -> list[list[list[str]]]:
 def near_wires(plan: Plan) -> Collection[tuple[str, str]]:
     """Return the inputs, as step and port, whose wires carry tensors that stay on a GPU."""
     readers = Readers(plan.steps, ())
-    given: dict[Wire, set[str]] = {}  # the GPUs on which a wire's tensors may lie
+    given: dict[Wire, set[str]] = {}  # the GPUs that may hold a wire's tensors
     found: set[tuple[str, str]] = set()
     for step in plan.steps:
         given |= {Wire(step.name, port): {one_device(step)} for port in step.near_outputs}
@@ -242,7 +242,7 @@ def _given(plan: Plan) -> Iterator[tuple[Wire, PortType, PlannedStep | None]]:
 
 
 def _path(giver: Wire, step: PlannedStep | None, reader: tuple[PlannedStep, str] | None) -> tuple[str, ...] | None:
-    """Return the memories on the way; None where no GPU is involved."""
+    """Return the memories on the path; None if no GPU is involved."""
     made = _place(step) if step is not None else HOST
     to = _place(reader[0]) if reader is not None else HOST
     if made == to == HOST:
@@ -256,6 +256,6 @@ def _path(giver: Wire, step: PlannedStep | None, reader: tuple[PlannedStep, str]
 
 
 def _place(step: PlannedStep) -> str:
-    """Return where a step's instances are: a GPU, 'its GPU' of several, or the host."""
+    """Return the memory of a step's instances: a GPU, 'its GPU' of several, or the host."""
     gpus = [device for device in dict.fromkeys(step.devices) if is_gpu(device)]
     return (gpus[0] if len(gpus) == 1 else "its GPU") if gpus else HOST

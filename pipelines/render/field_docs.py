@@ -1,6 +1,6 @@
 """Documentation of dataclass fields, read from their source.
 
-Two habits are understood: a docstring under the field, and `name: text` lines in the class's docstring, where deeper
+Two styles are supported: a docstring under the field, and `name: text` lines in the class's docstring, where deeper
 indented lines continue an entry.
 """
 

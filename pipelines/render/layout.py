@@ -1,7 +1,7 @@
 """Layered layout of a drawn plan: box positions and wire routes with few crossings.
 
 The steps of Sugiyama's method (K. Sugiyama, S. Tagawa, M. Toda, 1981), each in its simplest form: longest-path layers,
-a lane through every layer that a long wire passes, barycentre sweeps for the order, and rows packed around the middle
+a track through every layer that a long wire passes, barycentre sweeps for the order, and rows packed around the middle
 of what they are wired to.
 """
 
@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 SWEEPS = 8
-GAP_X, GAP_Y, LANE_PX = 92.0, 26.0, 16.0
-"""Space between layers and between boxes, and the height of a lane, in pixels."""
+GAP_X, GAP_Y, TRACK_PX = 92.0, 26.0, 16.0
+"""Space between layers and between boxes, and the height of a track, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle to place: its size in pixels, and the layer it must stand in at least, or None for the last one."""
+    """A rectangle to place: its size in pixels; last: it stands in the last layer."""
 
     key: str
     width: float
@@ -52,7 +52,7 @@ class Layout:
 
 @dataclass(slots=True)
 class _Cell:
-    """A box, or the lane of a long line, in one layer."""
+    """A box, or the track of a long line, in one layer."""
 
     key: str
     layer: int
@@ -66,7 +66,7 @@ class _Cell:
 
 
 def arrange(boxes: Sequence[Box], lines: Sequence[Line]) -> Layout:
-    """Return where everything stands. Lines must run forward: no cycles."""
+    """Compute the layout. Lines must run forward: no cycles."""
     layers_of = _layers(boxes, lines)
     cells = {box.key: _Cell(box.key, layers_of[box.key], box.width, box.height) for box in boxes}
     count = max(layers_of.values(), default=0) + 1
@@ -112,15 +112,15 @@ def _layers(boxes: Sequence[Box], lines: Sequence[Line]) -> dict[str, int]:
 
 
 def _connect(number: int, line: Line, cells: Mapping[str, _Cell], rows: list[list[_Cell]]) -> list[_Cell]:
-    """Link the two ends of a line through a lane in every layer between them, and return the cells it passes."""
+    """Link the two ends of a line through a track in every layer between them, and return the cells it passes."""
     source, target = cells[line.source], cells[line.target]
-    lanes = [_Cell(f"lane{number}", layer, 0.0, LANE_PX) for layer in range(source.layer + 1, target.layer)]
-    for lane in lanes:
-        rows[lane.layer].append(lane)
-    path = [source, *lanes, target]
+    tracks = [_Cell(f"track{number}", layer, 0.0, TRACK_PX) for layer in range(source.layer + 1, target.layer)]
+    for track in tracks:
+        rows[track.layer].append(track)
+    path = [source, *tracks, target]
     for left, right in itertools.pairwise(path):
-        out = line.source_y if left is source else LANE_PX / 2
-        into = line.target_y if right is target else LANE_PX / 2
+        out = line.source_y if left is source else TRACK_PX / 2
+        into = line.target_y if right is target else TRACK_PX / 2
         left.after.append((right, into, out))
         right.before.append((left, out, into))
     return path
@@ -131,12 +131,12 @@ def _place_columns(rows: Sequence[Sequence[_Cell]]) -> None:
     for row in rows:
         width = max((cell.width for cell in row), default=0.0)
         for cell in row:
-            cell.x, cell.width, cell.edge = x, cell.width or width, x + width  # a lane is as wide as its layer
+            cell.x, cell.width, cell.edge = x, cell.width or width, x + width  # a track is as wide as its layer
         x += width + GAP_X
 
 
 def _order(rows: Sequence[list[_Cell]]) -> None:
-    """Sort every layer by the mean place of its neighbours, to and fro."""
+    """Sort every layer by the mean position of its neighbours, forwards and backwards."""
     place = {id(cell): float(index) for row in rows for index, cell in enumerate(row)}
     for sweep in range(SWEEPS):
         forward = sweep % 2 == 0
@@ -161,7 +161,7 @@ def _settle(row: list[_Cell], forward: bool) -> None:
         near = (cell.before if forward else cell.after) or cell.before or cell.after
         pulls = [other.y + port - own for other, port, own in near]
         wanted.append(sum(pulls) / len(pulls) if pulls else cell.y)
-    # Cells that would overlap move as one block, to the mean of what its members want.
+    # Cells that would overlap move as one block, to the mean of its members' targets.
     blocks: list[tuple[float, list[_Cell], list[float]]] = []
     for cell, y in zip(row, wanted, strict=True):
         blocks.append((y, [cell], [y]))
@@ -181,11 +181,11 @@ def _height(cells: Sequence[_Cell]) -> float:
 
 
 def _points(line: Line, path: Sequence[_Cell]) -> list[tuple[float, float]]:
-    """Return where a line leaves its box and its layer, the two ends of each lane it passes, and where it arrives."""
+    """Return where a line leaves its box and its layer, the two ends of each track it passes, and where it arrives."""
     source, target = path[0], path[-1]
     y = source.y + line.source_y
     points = [(source.x + source.width, y), (source.edge, y)]
-    for lane in path[1:-1]:
-        middle = lane.y + lane.height / 2
-        points += [(lane.x, middle), (lane.x + lane.width, middle)]
+    for track in path[1:-1]:
+        middle = track.y + track.height / 2
+        points += [(track.x, middle), (track.x + track.width, middle)]
     return [*points, (target.x, target.y + line.target_y)]

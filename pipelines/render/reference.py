@@ -174,7 +174,7 @@ MADE_UP: Mapping[str, Mapping[str, Any]] = {
     "embed": {"model": "organisation/model"},
     "llm": {"model": "organisation/model"},
 }
-"""Options without which a node cannot say its ports; nothing is opened with them."""
+"""Options that a node's ports depend on; nothing is opened with them."""
 
 PORTS_FROM: Mapping[str, str] = {
     "function": "Its inputs are the function's parameters and its outputs what the return annotation says: one output "
@@ -193,7 +193,7 @@ PORTS_FROM: Mapping[str, str] = {
     "switch": "It decides by `by`: text, json, or a tensor of one element. Every other input is a case, except for "
     "`default`. Its one output is `value`, of the type that fits all cases.",
 }
-"""For nodes whose ports follow from what the step says."""
+"""Rules for nodes whose ports depend on the step."""
 
 LICENCES: Mapping[str, str] = {
     "torch": "Runs on torch (BSD-3-Clause and others).",
@@ -207,7 +207,7 @@ LICENCES: Mapping[str, str] = {
     "guardrail": "Rules need nothing. A `classifier` needs what the same model needs in a `classify` step.",
     "llm": "Runs on transformers (Apache-2.0) and torch.",
 }
-"""What runs the node and under which licence; nodes that are not here need no more than Weftline itself."""
+"""Package that runs the node, and its licence; other nodes need Weftline only."""
 
 _NODES_INTRO = f"""\
 # Built-in nodes

@@ -17,10 +17,10 @@ COLOURS = {
     "text": "#2b6cb0", "audio": "#b7791f", "image": "#2f855a", "detections": "#6b46c1", "tensor": "#c05621",
     "json": "#2c7a7b", "bytes": "#4a5568", "any": "#718096",
 }  # fmt: skip
-"""Stroke of a wire by the kind of what travels on it; a list has that of its elements."""
+"""Stroke of a wire by port kind; a list has that of its elements."""
 
 NOTE_CHARS_MAX = 64
-"""Longest line about a step in its box, in characters; `explain` has the whole text."""
+"""Longest note of a step in its box, in characters; `explain_text` has the whole text."""
 
 CHAR_PX, PORT_PX, SMALL_PX, SPACE_PX = 9.2, 7.3, 6.8, 7.0
 """Average character of a name, a port and a type in the widest of the fonts, and a space; boxes are sized by them."""
@@ -42,10 +42,10 @@ class _End:
 
 @dataclass(frozen=True, slots=True)
 class _Wire:
-    """A wire and what travels on it.
+    """A wire with its colour.
 
-    dotted: nothing does: it is what a condition looks at, or the way to a fallback.
-    near:   what travels on it stays on a GPU.
+    dotted: the input of a condition, or a fallback.
+    near:   its tensors stay on a GPU.
     """
 
     source: _End
@@ -166,7 +166,7 @@ def _pill(layout: Layout, key: str, name: str, type: str, colour: str) -> str:
 
 
 def _text(style: str, x: float, y: float, text: str, anchor: str = "start", fill: str = "") -> str:
-    """Return one run of text; runs are placed one by one, since renderers differ in how they anchor a mixed line."""
+    """Return one run of text; runs are placed one by one, since renderers anchor mixed lines differently."""
     more = (f' text-anchor="{anchor}"' if anchor != "start" else "") + (f' style="fill:{fill}"' if fill else "")
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>'
 

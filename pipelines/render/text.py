@@ -1,4 +1,4 @@
-"""Text tables and Mermaid flowcharts of a plan. `drawing` renders SVG."""
+"""Text tables and Mermaid flowcharts of a plan."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from weftline.pipelines.spec.wire import Wire
 
 _ABSENT = " (may be absent)"
 _KEPT = {"host": "its weights in host memory", "process": "its process", "nothing": "nothing"}
-_ORDERINGS = {"host": "told of when they are whole", "event": "told of before they are whole"}
+_ORDERINGS = {"host": "passed on when complete", "event": "passed on before completion"}
 _HEADS = ("step", "node", "batch", "worker", "threads", "device", "reads", "gives")
 
 
 def explain_text(plan: Plan) -> str:
     """Return the plan as text: inputs, steps in running order with their wires and types, outputs, workers, memory.
 
-    With GPUs, also where tensors travel, who takes what of each GPU's memory, and how busy it is if that was measured.
+    With GPUs, also the transfers of tensors, the claims on each GPU's memory, and its measured load.
     """
     title = plan.name + (f"  ({plan.file})" if plan.file else "")
     parts = [title, *([plan.about] if plan.about else [])]
@@ -44,7 +44,7 @@ def explain_text(plan: Plan) -> str:
         parts += ["", f"Tensors on GPUs, {_ORDERINGS[plan.ordering]}", *_table(hop_rows(plan))]
     parts += ["", "Workers, one process each", *_workers(plan)]
     if plan.chains:
-        parts += ["", "Handed over inside a worker", *_table([_chain(chain, plan) for chain in plan.chains])]
+        parts += ["", "Passed on inside a worker", *_table([_chain(chain, plan) for chain in plan.chains])]
     for budget in plan.budgets:
         parts += ["", f"Memory of {budget.device}", *(f"  {line}" for line in budget_lines(budget))]
     if plan.work:
@@ -53,7 +53,7 @@ def explain_text(plan: Plan) -> str:
         parts += ["", "Good to know", *(f"  {note}" for note in plan.notes)]
     parts += ["", *_memory(plan)]
     if plan.limits.deadline_ms is not None:
-        parts.append(f"Deadline of requests that bring none: {plan.limits.deadline_ms:g} ms (limits.deadline_ms)")
+        parts.append(f"Default deadline of requests: {plan.limits.deadline_ms:g} ms (limits.deadline_ms)")
     if plan.slo.latency_p99_ms is not None:
         objective = f"99 % of answers within {plan.slo.latency_p99_ms:g} ms (slo.latency_p99_ms)"
         parts.append(f"Latency objective: {objective}")
@@ -61,9 +61,9 @@ def explain_text(plan: Plan) -> str:
 
 
 def explain_mermaid(plan: Plan) -> str:
-    """Return the plan as a Mermaid flowchart: wires are labelled with what travels on them.
+    """Return the plan as a Mermaid flowchart; wires are labelled with port and type.
 
-    Dotted are what a condition looks at, and the way to a fallback; thick what stays on a GPU.
+    Dotted: inputs of conditions, and fallbacks. Thick: tensors that stay on a GPU.
     """
     near = near_wires(plan)
     asked = [one for one in plan.inputs if not one.hidden]
@@ -97,12 +97,12 @@ def explain_mermaid(plan: Plan) -> str:
 
 
 def node_name(step: PlannedStep) -> str:
-    """Return how a pipeline file names the step's node: the short name of a built-in one."""
+    """Return the step's node as a pipeline file names it: the short name of a built-in one."""
     return step.control or next((short for short, path in CATALOG.items() if path == step.node), step.node)
 
 
 def subtitle(step: PlannedStep, batch: bool = False) -> str:
-    """Return a step's node and, when a worker runs it, its devices and perhaps its batches, for people."""
+    """Return a step's node and, if a worker runs it, its devices and optionally its batch policy, for display."""
     if step.control:
         return f"{node_name(step)} · decided without a worker"
     parts = [node_name(step), ", ".join(dict.fromkeys(step.devices or (step.device,)))]
@@ -110,7 +110,7 @@ def subtitle(step: PlannedStep, batch: bool = False) -> str:
 
 
 def batch_text(step: PlannedStep) -> str:
-    """Return a step's batch policy for people: 'up to 8, waits 5 ms'."""
+    """Return a step's batch policy for display: 'up to 8, waits 5 ms'."""
     if step.control:
         return "decided at once"
     if step.streams:
@@ -127,7 +127,7 @@ def batch_text(step: PlannedStep) -> str:
 
 
 def notes(step: PlannedStep) -> list[str]:
-    """Return further properties of a step: its condition and its failure handling."""
+    """Return further properties of a step: condition, failure handling, idle policy."""
     found = [f"when {step.when.text.strip()}"] if step.when else []
     found += [f"for each element of {', '.join(step.map)}"] if step.map else []
     found += [f"remembers up to {step.sequence.live_max} sequences"] if step.sequence else []
@@ -136,18 +136,18 @@ def notes(step: PlannedStep) -> list[str]:
     found += [f"times out after {step.timeout_ms:g} ms"] if step.timeout_ms is not None else []
     found += [f"else {step.fallback}"] if step.fallback else []
     if step.idle is not None:
-        found.append(f"rests after {step.idle.after_s:g} s without work, keeps {_KEPT[step.idle.keep]}")
+        found.append(f"sleeps after {step.idle.after_s:g} s without work, keeps {_KEPT[step.idle.keep]}")
     found += [f"{step.reserved} of {len(step.workers)} instances take no job rows"] if step.reserved else []
     return found
 
 
 def travels(read: PlannedInput, step: PlannedStep) -> str:
-    """Return the type that travels on a wire: under `map:` a list of what the node sees."""
+    """Return the type on a wire: under `map:` a list of the node's input type."""
     return f"list[{read.type}]" if read.port in step.map else str(read.type)
 
 
 def gives(step: PlannedStep, type: PortType) -> str:
-    """Return the type that a step's readers see: under `map:` a list of what the node gives."""
+    """Return the type that a step's readers receive: under `map:` a list of the node's output type."""
     return f"list[{type}]" if step.map else str(type)
 
 
@@ -228,7 +228,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[Sequence[str]]], heads: Sequence[str] = ()) -> list[str]:
-    """Return rows of cells as lines; a cell is a list of lines, and columns are as wide as their widest line."""
+    """Format rows of cells as lines; a cell is a list of lines, a column is as wide as its widest line."""
     if not rows:
         return ["  none"]
     tall = [[heads_cell] for heads_cell in heads]
@@ -247,12 +247,12 @@ def _table(rows: Sequence[Sequence[Sequence[str]]], heads: Sequence[str] = ()) -
 
 
 def _from(wire: Wire, names: Mapping[str, str]) -> str | None:
-    """Return where a wire comes from; None for a constant, which is not drawn."""
+    """Return the Mermaid id of a wire's source; None for a constant, which is not drawn."""
     return names.get(f"step:{wire.step}" if wire.step else f"in:{wire.port}")
 
 
 def _escaped(text: str) -> str:
-    """Return text as it may stand in a quoted Mermaid label, where entities are written with #."""
+    """Escape text for a quoted Mermaid label, where entities are written with #."""
     for char, entity in (("#", "#35;"), ("&", "#amp;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
         text = text.replace(char, entity)
     return text

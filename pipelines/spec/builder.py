@@ -78,8 +78,8 @@ class Builder:
     ) -> Wire:
         """Declare an input of the pipeline and return its wire.
 
-        default:  what it is when a request leaves it out.
-        optional: a request may leave it out; without a default it is then absent.
+        default:  its value when a request omits it.
+        optional: a request may omit it; without a default it is then absent.
         """
         more = {"seconds_max": seconds_max, "pixels_max": pixels_max, "bytes_max": bytes_max}
         more["default"] = self._plain(f"inputs.{name}.default", default)
@@ -88,7 +88,7 @@ class Builder:
         return Wire(None, name)
 
     def constant(self, value: Any) -> ConstantWire:
-        """Return a wire that always carries `value`."""
+        """Return a constant wire."""
         return constant(value)
 
     def step(
@@ -121,11 +121,11 @@ class Builder:
         """Add a step and return it; its attributes are its output ports.
 
         node:     a reference as in YAML, a node class, or a Config of one (`Yolo.Config(model=...)`).
-        pipeline: instead of a node, a pipeline file that is run as this step.
-        inputs:   wires of ports whose names are no Python names; otherwise write them as keywords.
+        pipeline: a pipeline file that runs as this step, instead of a node.
+        inputs:   wires of ports whose names are not Python identifiers; use keywords for all others.
         fallback: a step, its name, or constants by output port.
-        given:    a wire is an input port, anything else an option of the node.
-        The other keywords are those of a pipeline file.
+        given:    a wire is an input port, any other value an option of the node.
+        All other keywords are those of a pipeline file.
         """
         entry: dict[str, Any] = {}
         if node is not None:
@@ -159,7 +159,7 @@ class Builder:
             if isinstance(value, Wire | StepHandle):
                 wires[key] = value
             elif key == "node":
-                self._refuse(f"steps.{name}.node", "given twice", "the node once, as the second argument")
+                self._refuse(f"steps.{name}.node", "set twice", "the node once, as the second argument")
             else:
                 entry[key] = self._plain(f"steps.{name}.{key}", value)
         for key, (value, usual) in own.items():
@@ -172,13 +172,13 @@ class Builder:
         return StepHandle(name)
 
     def output(self, name: str, wire: Wire) -> None:
-        """Declare an output of the pipeline: what `wire` carries is answered as `name`."""
+        """Declare output `name` of the pipeline, the value of `wire`."""
         if isinstance(wire, ConstantWire):
             self._refuse(f"outputs.{name}", "a constant", "an output of a step, or an input", "wire it to a step")
         self._put("outputs", name, str(wire))
 
     def build(self) -> Pipeline:
-        """Return the Pipeline; PipelineError lists everything that a file saying the same would be refused for."""
+        """Return the Pipeline. PipelineError lists the problems that an equal file would have."""
         document = Document(self._document, self._lines, tuple(self._problems), frozenset(self._unread))
         return to_pipeline(document, self._file(), self._base_dir)
 
@@ -195,12 +195,12 @@ class Builder:
         self._mark(path, frame)
 
     def _mark(self, path: str, frame: FrameType) -> None:
-        """Remember the line of the user's call, if it is in the file that the pipeline is named after."""
+        """Store the line of the user's call, if it is in the builder's source file."""
         if frame.f_code.co_filename == self._source:
             self._lines[path] = frame.f_lineno
 
     def _node(self, step: str, node: Any) -> tuple[str, dict[str, Any]]:
-        """Return the reference and the options of what a step was given as its node."""
+        """Return the reference and the options of a step's `node` argument."""
         if isinstance(node, str):
             return node, {}
         if inspect.isclass(node) and issubclass(node, Node):
@@ -231,7 +231,7 @@ class Builder:
         self._problems.append(Problem(path, found, expected, fix, line, self._file()))
 
     def _wired(self, path: str, wire: Any) -> Any:
-        """Return how a pipeline file writes what a port reads."""
+        """Return the source of a port as a pipeline file writes it."""
         return {"value": self._plain(path, wire.value)} if isinstance(wire, ConstantWire) else str(wire)
 
     def _plain(self, path: str, value: Any) -> Any:
@@ -243,7 +243,7 @@ class Builder:
             return None
 
     def _file(self) -> str:
-        """Return the user's Python file as they would name it; '' when typed into a prompt."""
+        """Return the user's Python file, relative to the current folder if inside; '' in an interactive session."""
         path = Path(self._source)
         if not path.is_file():
             return ""
@@ -274,13 +274,13 @@ def _named(fallback: Any) -> Any:
 
 
 def owners(config: type) -> list[type[Node]]:
-    """Return the node classes whose Config this is, looked for in the module that defines it."""
+    """Return the node classes with this Config, from the module that defines it."""
     found = vars(sys.modules.get(config.__module__, sys)).values()
     return [one for one in found if inspect.isclass(one) and issubclass(one, Node) and one.Config is config]
 
 
 def reference(node: type[Node], base_dir: Path) -> str:
-    """Return how a pipeline file names a node class: by catalog name, by file for a script's own, else by module."""
+    """Return a pipeline file's reference to a node class: catalog name, file for a script's own class, else module."""
     path = f"{node.__module__}:{node.__qualname__}"
     for short, dotted in CATALOG.items():
         if dotted == path:

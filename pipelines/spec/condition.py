@@ -38,7 +38,7 @@ class Evaluation:
         self._wires, self._values = wires, values
 
     def value(self, tree: Tree) -> Any:
-        """Return what the tree comes to; ValueError when it cannot be decided."""
+        """Evaluate a tree. ValueError: undefined."""
         match tree:
             case ("wire", index):
                 return self._values[index]
@@ -69,7 +69,7 @@ class Evaluation:
                         f"{_written(part, self._wires)} ({_kind(got)})" for part, got in zip(tree[1:], (one, other))
                     ]
                     raise ValueError(f"{f' {sign} '.join(sides)} cannot be decided") from None
-        raise ValueError(f"a condition with {tree[0]!r} in it, which nothing here makes")
+        raise ValueError(f"unknown operator {tree[0]!r} in a condition tree")
 
     def _inside(self, inner: Tree, key: str | int) -> Any:
         found = self.value(inner)
@@ -83,7 +83,7 @@ class Evaluation:
 
 
 def _kind(value: Any) -> str:
-    """Return what a value is, without showing it: it may be private."""
+    """Describe a value without its content, which may be private."""
     kinds = ((bool, "true or false"), (int | float, "a number"), (str, "text"), (Mapping, "a mapping"))
     if value is None:
         return "null"
@@ -91,7 +91,7 @@ def _kind(value: Any) -> str:
 
 
 def _written(tree: Tree, wires: Sequence[Wire]) -> str:
-    """Return a tree as a condition would have it, for messages."""
+    """Return the source text of a tree, for messages."""
     match tree:
         case ("wire", index):
             return str(wires[index])
@@ -110,7 +110,7 @@ def _written(tree: Tree, wires: Sequence[Wire]) -> str:
 
 
 def literal(value: Any) -> str:
-    """Return a constant as a condition has it."""
+    """Return the source text of a constant."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{', '.join(map(literal, value))}]" if isinstance(value, list) else repr(value)
@@ -126,15 +126,15 @@ ALLOWED = (
     "wires (step.port, or an input), keys (x.key, x['key'], x[0]), text, numbers, true, false, null, [lists], "
     "== != < <= > >=, in, not in, and, or, not, len(x), brackets"
 )
-"""What a condition is made of, for messages."""
+"""Allowed syntax of a condition, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
     """A parsed condition.
 
-    text:  as somebody wrote it.
-    wires: what it reads, each once.
+    text:  as written.
+    wires: its wires, each once.
     tree:  nested tuples: ("wire", index), ("key", tree, name), ("value", constant), ("len", tree), ("not", tree),
            ("and", trees...), ("or", trees...), and (operator, left, right) with one of == != < <= > >= in not-in.
     """
@@ -149,9 +149,9 @@ class Condition:
 
 
 def parse(text: str) -> Condition:
-    """Parse the condition in `text`; raise ValueError with the position and what is allowed.
+    """Parse the condition in `text`; ValueError with the position and the allowed syntax.
 
-    Which names are inputs is not known here: `a.b` is taken for port `b` of step `a` until `resolve` knows better.
+    Names of inputs are unknown here: `a.b` is port `b` of step `a` until `resolve` is called.
     """
     if len(text) > CHARS_MAX:
         raise ValueError(f"a condition of {len(text)} characters; the most is {CHARS_MAX}")
@@ -166,7 +166,7 @@ def parse(text: str) -> Condition:
     except (ValueError, RecursionError, MemoryError):
         raise ValueError(f"no condition; it is made of {ALLOWED}") from None
     rest = flat.strip().encode()[found.body.end_col_offset :]
-    if b"#" in rest:  # lines were joined: whatever stood after it, on other lines too, would be left out in silence
+    if b"#" in rest:  # lines were joined: all text after it, on other lines too, would be ignored silently
         at = lead + len(flat.strip()) - len(rest[rest.index(b"#") :].decode()) + 1
         raise ValueError(f"at character {at}: a condition has no comments; it is made of {ALLOWED}")
     reader = _Reader(flat.strip(), lead)
@@ -195,23 +195,23 @@ def rewired(condition: Condition, sources: Sequence[Wire]) -> Condition:
 
 
 def equals(wire: Wire, value: Any) -> Condition:
-    """Return the condition that a wire gives `value`."""
+    """Return the condition that a wire has `value`."""
     return Condition(f"{wire} == {literal(value)}", (wire,), ("==", ("wire", 0), ("value", value)))
 
 
 def none_of(wire: Wire, values: Sequence[Any]) -> Condition:
-    """Return the condition that a wire gives none of `values`."""
+    """Return the condition that a wire has none of `values`."""
     written = f"{wire} not in {literal(list(values))}"
     return Condition(written, (wire,), ("not-in", ("wire", 0), ("value", list(values))))
 
 
 def all_of(parts: Sequence[Condition]) -> Condition:
-    """Return the condition that holds where all of `parts` do; there must be one at least."""
+    """Return the conjunction of `parts`, at least one."""
     return _joined("and", parts)
 
 
 def any_of(parts: Sequence[Condition]) -> Condition:
-    """Return the condition that holds where one of `parts` does; there must be one at least."""
+    """Return the disjunction of `parts`, at least one."""
     return _joined("or", parts)
 
 
@@ -255,7 +255,7 @@ def _dialect(text: str) -> str:
 
 
 class _Reader:
-    """Translates Python's tree of one condition, and numbers the wires it meets."""
+    """Translator of one condition's Python syntax tree; numbers the wires."""
 
     def __init__(self, text: str, lead: int) -> None:
         self.wires: dict[Wire, int] = {}
@@ -296,7 +296,7 @@ class _Reader:
         pairs = []
         for op, left, right in zip(node.ops, sides, sides[1:], strict=False):
             if type(op) not in _COMPARED:
-                raise self._refusal(node, "`is` is not known here; write == or !=")
+                raise self._refusal(node, "`is` is not supported; write == or !=")
             pairs.append((_COMPARED[type(op)], left, right))
         return pairs[0] if len(pairs) == 1 else ("and", *pairs)
 
@@ -330,7 +330,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _what(node: ast.expr) -> str:
-    """Return what a condition cannot have, for people."""
+    """Describe syntax that a condition cannot contain."""
     match node:
         case ast.Call():
             return "nothing can be called but len(x)"

@@ -27,28 +27,28 @@ from weftline.pipelines.spec.wire import Wire
 from weftline.shm.block import INLINE_BYTES_MAX
 
 CONSTANT_BYTES_MAX = INLINE_BYTES_MAX
-"""Largest constant, in bytes of its json text: what travels inside a message."""
+"""Largest constant, in bytes of its JSON text; it is sent inside messages."""
 
 _NOT_WRITTEN = ("image", "audio", "bytes", "detections")
 """Kinds whose values cannot be written in a file."""
 
 
 def type_of(value: Any) -> str:
-    """Return the type, as written, of a constant whose port is not known: `text` or `json`."""
+    """Return the type of a constant whose port is not known: `text` or `json`."""
     return "text" if isinstance(value, str) else "json"
 
 
 def check_constant(value: Any, option: str = "") -> Any:
-    """Return `value` itself; ConfigError about `option` when it is no json value, or a large one."""
+    """Return `value`. ConfigError about `option`: not a JSON value, or too large."""
     try:
         size_bytes = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
     except (TypeError, ValueError, RecursionError):
         raise ConfigError(
-            option, "a value that json cannot hold", "text, a finite number, true, false, null, a list or a mapping"
+            option, "not a JSON value", "text, a finite number, true, false, null, a list or a mapping"
         ) from None
     if size_bytes > CONSTANT_BYTES_MAX:
         found = f"a value of {size_bytes} bytes as json"
-        raise ConfigError(option, found, f"at most {CONSTANT_BYTES_MAX} bytes", "let requests bring it as an input")
+        raise ConfigError(option, found, f"at most {CONSTANT_BYTES_MAX} bytes", "make it an input of the pipeline")
     return value
 
 
@@ -58,7 +58,7 @@ def check_default(type: str, value: Any) -> None:
     parsed = PortType.parse(type)
     if not can_be_written(parsed):
         fix = "remove it and write `optional: true`; the input is then absent when a request leaves it out"
-        raise ConfigError("default", f"a default of type {type}, which a file cannot hold", fix=fix)
+        raise ConfigError("default", f"a default of type {type}, which a file cannot contain", fix=fix)
     try:
         to_value(parsed, value)
     except InputError as error:
@@ -73,9 +73,9 @@ def can_be_written(type: PortType) -> bool:
 
 
 def misfit(type: PortType, value: Any) -> str:
-    """Return why a constant cannot be what a port of this type is given; '' when it can."""
+    """Return why a constant does not fit a port of this type; '' if it fits."""
     if not can_be_written(type):
-        return f"a constant, and {type} is nothing that a file can hold"
+        return f"a constant, and a file cannot contain values of type {type}"
     try:
         to_value(type, value)
     except InputError as error:
@@ -84,11 +84,11 @@ def misfit(type: PortType, value: Any) -> str:
 
 
 PASSES = "weftline.nodes.control:Passes"
-"""The node whose outputs are its inputs."""
+"""Reference of the node that passes its inputs on."""
 
 
-def write_out_fallbacks(pipeline: Pipeline) -> tuple[Pipeline, dict[str, Origin]]:
-    """Return the pipeline with a step behind every constant fallback, and where its constants were written."""
+def expand_fallbacks(pipeline: Pipeline) -> tuple[Pipeline, dict[str, Origin]]:
+    """Return the pipeline with a step for every constant fallback, and the origins of the constants."""
     inputs, steps, origins = list(pipeline.inputs), list[Step](), _of_constants(pipeline)
     for step in pipeline.steps:
         if not isinstance(step.fallback, Mapping):

@@ -33,14 +33,14 @@ import yaml
 from weftline.errors import PipelineError, Problem
 
 LITERAL_KEYS = frozenset({"about", "prompt", "template", "when"})
-"""Keys below which nothing is expanded: texts for people and models, and expressions."""
+"""Keys below which nothing is expanded: documentation, texts for models, and expressions."""
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>:-[^{}]*)?\}")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the value of a variable of that name is kept out of what is printed and handed on."""
+    """Return True when the value of a variable of that name must not be printed or passed on."""
     return _SECRET.search(name) is not None
 
 
@@ -52,7 +52,7 @@ class UnsetVariable(ValueError):
 class Variables:
     """The environment that a document is read with.
 
-    secrets: the secret values that were used, each with what stands in its place when it is printed.
+    secrets: the secret values that were used, each with its printed replacement.
     """
 
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -77,7 +77,7 @@ class Variables:
 
 
 def escaped(value: Any) -> Any:
-    """Return plain values as a document writes them, so that reading it expands nothing in them."""
+    """Escape plain values for a document, so that reading it expands nothing in them."""
     if isinstance(value, str):
         return value.replace("${", "$${")
     if isinstance(value, Mapping):
@@ -86,7 +86,7 @@ def escaped(value: Any) -> Any:
 
 
 def without_secrets(value: Any, secrets: Mapping[str, str]) -> Any:
-    """Return a text, or plain values with texts in them, with every secret as the variable it came from."""
+    """Replace every secret in a text, or in plain values, by its variable."""
     if not secrets:
         return value
     if isinstance(value, str):
@@ -99,7 +99,7 @@ def without_secrets(value: Any, secrets: Mapping[str, str]) -> Any:
 
 
 def hide_secrets(problem: Problem, secrets: Mapping[str, str]) -> Problem:
-    """Return the problem with every secret in its texts as the variable it came from."""
+    """Replace every secret in a problem by its variable."""
     if not secrets:
         return problem
     texts = {name: without_secrets(getattr(problem, name), secrets) for name in ("path", "found", "expected", "fix")}
@@ -132,10 +132,10 @@ _PARSER: Any = getattr(
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The values of a file, the 1-based line of each dotted path, and what was wrong but could be read past.
+    """The values of a file, the 1-based line of each dotted path, and its non-fatal problems.
 
-    unread:  paths where null stands for a value that could not be read; its problem is in `problems`.
-    secrets: secret values that came from the environment, each with what is printed instead.
+    unread:  paths with null for a value that could not be read; its problem is in `problems`.
+    secrets: secret values from the environment, each with its printed replacement.
     """
 
     value: Any
@@ -152,7 +152,7 @@ class _Open:
     value: dict[str, Any] | list[Any]
     path: str
     key: str | None = None  # of a mapping: the key whose value comes next
-    skips: bool = False  # the value that comes next has no place: its key was refused
+    skips: bool = False  # the next value is dropped: its key was refused
 
 
 @dataclass(slots=True)
@@ -170,28 +170,28 @@ class _Reader:
         for count, event in enumerate(events):
             if count > EVENTS_MAX:
                 raise self._fatal(event, f"more than {EVENTS_MAX} YAML events", "a smaller file")
-            self._take(event)
+            self._read_event(event)
 
-    def _take(self, event: Any) -> None:
+    def _read_event(self, event: Any) -> None:
         if isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
             self.stack.pop()
         elif isinstance(event, yaml.AliasEvent):
             self._refuse(event, f"an alias, *{event.anchor:.40}", "write the value out; aliases are not followed")
             self.unread.add(self._place(None, event))
         elif isinstance(event, yaml.NodeEvent):
-            self._take_node(event)
+            self._read_node(event)
         elif isinstance(event, yaml.DocumentStartEvent):
             self.documents += 1
             if self.documents > 1:
                 raise self._fatal(event, "a second document starts here", "one pipeline a file")
 
-    def _take_node(self, event: Any) -> None:
+    def _read_node(self, event: Any) -> None:
         if event.anchor is not None:
             self._refuse(event, f"an anchor, &{event.anchor:.40}", "remove it; aliases are not followed")
         if event.tag is not None:
-            self._refuse(event, f"a tag, {event.tag:.60}", "remove it; types are known without it")
+            self._refuse(event, f"a tag, {event.tag:.60}", "remove it; types follow from the schema")
         if isinstance(event, yaml.ScalarEvent):
-            if not self._take_key(event):
+            if not self._read_key(event):
                 self._place(self._scalar(event), event)
             return
         value: dict[str, Any] | list[Any] = {} if isinstance(event, yaml.MappingStartEvent) else []
@@ -199,7 +199,7 @@ class _Reader:
         if len(self.stack) > DEPTH_MAX:
             raise self._fatal(event, f"nested deeper than {DEPTH_MAX}", f"at most {DEPTH_MAX} levels")
 
-    def _take_key(self, event: Any) -> bool:
+    def _read_key(self, event: Any) -> bool:
         """Consume a scalar as the key of the open mapping, if a key comes next."""
         top = self.stack[-1] if self.stack else None
         if top is None or not isinstance(top.value, dict) or top.key is not None or top.skips:
@@ -217,7 +217,7 @@ class _Reader:
         return True
 
     def _place(self, value: Any, event: Any) -> str:
-        """Put `value` where it belongs and return its path."""
+        """Store `value` at the current position and return its path."""
         if not self.stack:
             self.root = value
             return ""
@@ -285,12 +285,12 @@ class _Reader:
 
 
 def read_document(text: str, file: str, environment: Mapping[str, str] | None = None) -> Document:
-    """Return the plain values of YAML `text`; PipelineError when it is no YAML, or not the tame kind read here.
+    """Return the plain values of YAML `text`. PipelineError: not YAML, or a YAML feature that is not allowed.
 
-    environment: what `${NAME}` in values stands for (see `variables`); None: they are left as they are.
+    environment: values of `${NAME}`; None: variables are not expanded.
 
     `file` is only used in problems. Duplicate keys, tags, anchors, aliases and merge keys are listed in `problems`
-    (a duplicate's first value counts, an alias is null); everything else that is wrong raises.
+    (a duplicate's first value counts, an alias is null); all other errors raise.
     """
     if len(text) > TEXT_BYTES_MAX or len(text.encode("utf-8", "replace")) > TEXT_BYTES_MAX:
         raise PipelineError([Problem("", f"more than {TEXT_BYTES_MAX} bytes", "a smaller file", file=file)])
@@ -321,6 +321,6 @@ def _line(event: Any) -> int:
 
 
 def _join(path: str, key: str) -> str:
-    """Return the path of `key` under `path`; long keys are cut, since paths are for people."""
+    """Return the path of `key` under `path`; long keys are shortened for display."""
     key = key if len(key) <= 80 else key[:77] + "..."
     return f"{path}.{key}" if path and key else path or key

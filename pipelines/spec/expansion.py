@@ -22,11 +22,11 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 
 from weftline.nodes.catalog import CATALOG, dotted
 from weftline.nodes.template import SEPARATOR
-from weftline.nodes.template_syntax import TEMPLATE_CHARS_MAX
+from weftline.nodes.template_sandbox import TEMPLATE_CHARS_MAX
 from weftline.pipelines.check.problems import Origin, Report, did_you_mean, listed
-from weftline.pipelines.spec.constants import write_out_fallbacks
+from weftline.pipelines.spec.constants import expand_fallbacks
 from weftline.pipelines.spec.graph import Pipeline, Step
-from weftline.pipelines.spec.subpipelines import Constraint, write_out_subpipelines
+from weftline.pipelines.spec.subpipelines import Constraint, expand_subpipelines
 from weftline.pipelines.spec.wire import Wire
 
 
@@ -41,7 +41,7 @@ _ENVIRONMENT = jinja2.Environment()  # only ever parses; nothing is rendered in 
 _ENVIRONMENT.filters = _ENVIRONMENT.tests = _AnyName()
 
 PREFIX_CHARS_MIN = 64
-"""Shorter beginnings fill hardly a page of the KV memory and are not worth a word in the plan."""
+"""Shorter prefixes fill less than a page of KV memory and are not recorded in the plan."""
 _MARKUP = re.compile(r"\{[{%#]")
 _READS_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
@@ -63,10 +63,10 @@ def port_of(wire: Wire) -> str:
     return str(wire).replace(".", SEPARATOR)
 
 
-def write_out_prompts(
+def expand_prompts(
     pipeline: Pipeline, report: Report, catalog: Mapping[str, Any] = CATALOG
 ) -> tuple[Pipeline, dict[str, Origin]]:
-    """Return the pipeline with its templates wired and its prompts made steps of their own, and where those come from.
+    """Return the pipeline with wired templates and with a step for every prompt, and the origins of these steps.
 
     Problems go to `report`.
     """
@@ -85,7 +85,7 @@ def write_out_prompts(
 
 
 def readings(text: str) -> list[Reading]:
-    """Return what a template reads from outside, in order; ValueError (message, line) when it is no template."""
+    """Return the free variables of a template, in order. ValueError (message, line): invalid template."""
     if len(text) > TEMPLATE_CHARS_MAX:
         raise ValueError(f"a template of {len(text)} characters; the most is {TEMPLATE_CHARS_MAX}", 1)
     try:
@@ -103,7 +103,7 @@ def readings(text: str) -> list[Reading]:
 def _free_readings(tree: nodes.Template, free: set[str]) -> list[Reading]:
     local = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     found: dict[Reading, None] = {}
-    parts: set[int] = set()  # names that are the front of a dotted one
+    parts: set[int] = set()  # names that are the first part of a dotted one
     for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Name)):
         if isinstance(node, nodes.Name):
             if id(node) not in parts and node.name in free and node.ctx == "load":
@@ -165,7 +165,7 @@ def _prompted(
 
 
 def _fixed(text: str) -> dict[str, str]:
-    """Return what every prompt made of this template begins with, as the llm step's option for it."""
+    """Return the constant prefix of the template's prompts, as an option of the llm step."""
     fixed = _MARKUP.split(text, maxsplit=1)[0]
     return {"prefix": fixed} if len(fixed) >= PREFIX_CHARS_MIN else {}
 
@@ -178,7 +178,7 @@ def _names(text: str) -> set[str]:
 
 
 def _wires(text: str, path: str, step: Step, pipeline: Pipeline, report: Report) -> dict[str, Wire]:
-    """Return a wire for everything the template reads that the step does not wire itself."""
+    """Return a wire for every variable of the template that the step does not wire itself."""
     start = pipeline.lines.get(path, 0)  # unknown in Python, where only the call's line is known
     offset = 0 if "\n" in text else -1  # a block of text starts on the line after its key
     try:
@@ -199,11 +199,11 @@ def _wires(text: str, path: str, step: Step, pipeline: Pipeline, report: Report)
 
 
 def _wire(reading: Reading, pipeline: Pipeline) -> tuple[Wire | None, tuple[str, str] | None]:
-    """Return the wire for what is read, or what is wrong with it and a fix; neither for a name Jinja itself has."""
+    """Return the wire of a variable, or its problem and a fix; neither for a Jinja global."""
     name = reading.name
     inputs, steps = [one.name for one in pipeline.inputs], [one.name for one in pipeline.steps]
     if name in inputs:
-        wire = Wire(None, name)  # `photo.shape` reads the input and then looks inside it
+        wire = Wire(None, name)  # `photo.shape` is an attribute of the input's value
     elif name in steps and reading.port is not None:
         wire = Wire(name, reading.port)
     elif name in steps:
@@ -214,14 +214,14 @@ def _wire(reading: Reading, pipeline: Pipeline) -> tuple[Wire | None, tuple[str,
         dashed = [one for one in [*inputs, *steps] if "-" in one and name in one.split("-")]
         if dashed:
             return None, (
-                f"{dashed[0]} with a - in it, which a template takes for minus",
+                f"{dashed[0]} with a - in it, which is minus in a template",
                 f"rename {dashed[0]} to {dashed[0].replace('-', '_')}",
             )
         fix = did_you_mean(name, [*inputs, *steps]) or f"known here: {listed([*inputs, *steps])}"
         return None, (f"{reading}, and no step and no input is named {name}", fix)
     if SEPARATOR in str(wire):
         return None, (
-            f"{reading}, where {SEPARATOR} in a name cannot be told from a dot",
+            f"{reading}, where {SEPARATOR} in a name is ambiguous with a dot",
             f"rename {name} without {SEPARATOR}",
         )
     return wire, None
@@ -232,12 +232,12 @@ __all__ = ["Constraint", "Expansion", "expand"]
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """A pipeline written out.
+    """An expanded pipeline.
 
-    pipeline:    a step that still names a pipeline file could not be written out, and the report says why.
-    origins:     where the steps and inputs that nobody wrote come from.
-    constraints: what wires must carry beside what their ports say: the declared inputs of sub-pipelines. Such a wire is
-                 read, whether or not a step is left that reads it.
+    pipeline:    a step that still names a pipeline file could not be expanded; the report has the problem.
+    origins:     source locations of generated steps and inputs.
+    constraints: types of wires besides those of their ports: the declared inputs of sub-pipelines. Such a wire counts
+                 as read even if no remaining step reads it.
     """
 
     pipeline: Pipeline
@@ -247,8 +247,8 @@ class Expansion:
 
 def expand(pipeline: Pipeline, report: Report, catalog: Mapping[str, Any] = CATALOG) -> Expansion:
     """Return the expanded pipeline; problems and origins go to `report`."""
-    pipeline, origins = write_out_prompts(pipeline, report, catalog)
-    pipeline, more = write_out_fallbacks(pipeline)
+    pipeline, origins = expand_prompts(pipeline, report, catalog)
+    pipeline, more = expand_fallbacks(pipeline)
     report.origins = {**origins, **more}
-    pipeline, constraints = write_out_subpipelines(pipeline, report, catalog)
+    pipeline, constraints = expand_subpipelines(pipeline, report, catalog)
     return Expansion(pipeline, report.origins, constraints)

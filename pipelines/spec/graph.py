@@ -1,7 +1,7 @@
 """Pipeline graph as written: inputs, steps, wires and outputs, with their source lines.
 
 The YAML loader and the Python builder both produce a `Pipeline`; `check` and `plan` read nothing else. Nothing here is
-validated beyond its Python types: a Pipeline may be nonsense, and `check` says in which ways.
+validated beyond its Python types: `check` reports the problems of a Pipeline.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Input:
     """A pipeline input: its type, and tighter limits than the pipeline's.
 
     type:        written type, such as `audio` or `float32[4]`.
-    about:       one line for people.
+    about:       one line of documentation.
     seconds_max: longest recording, in seconds; for `audio`.
     pixels_max:  largest picture, in pixels of width times height; for `image`.
     bytes_max:   most bytes of the value as it is sent.
-    default:     what it is when a request leaves it out; text, a number, true, false, a list or a mapping.
-    optional:    a request may leave it out, and without a default it is then absent.
-    hidden:      nobody may send it: a constant that somebody wrote into the pipeline, with its value as `default`.
+    default:     its value when a request omits it; text, a number, true, false, a list or a mapping.
+    optional:    a request may omit it; without a default it is then absent.
+    hidden:      a constant of the pipeline with its value as `default`; requests cannot contain it.
     """
 
     name: str
@@ -48,31 +48,30 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One place in a pipeline.
+    """One step of a pipeline.
 
     node:       a catalog name, or 'package.module:Class', or 'file.py:Class'; '' for a `pipeline:` step.
     options:    the node's own options, as written; validated against the node's Config.
     inputs:     wires by input port name.
     batch:      None takes the node's default.
     worker:     steps that name the same worker share its process; None gives each instance one of its own.
-    instances:  loaded copies; or how many on each device, such as {'cuda:0': 2, 'cpu': 1}.
-    reserved:   how many of the instances take no job rows.
+    instances:  loaded copies; or their number on each device, such as {'cuda:0': 2, 'cpu': 1}.
+    reserved:   number of instances without job rows.
     device:     'auto', 'cpu', 'cuda', 'cuda:1'.
     run_max_ms: longest one call of the node may take before its worker is killed; None means 10 minutes.
-    when:       a condition; where it does not hold the step is skipped and its outputs are absent.
-    fallback:   a step that answers in this one's place when it fails or takes too long, or constants by output port.
-    retry:      what is tried again; None: nothing but the one attempt after a worker's death.
-    idempotent: the step may run twice for one item; None takes the node's word.
+    when:       a condition; where it is false the step is skipped and its outputs are absent.
+    fallback:   a step that replaces this one when it fails or times out, or constants by output port.
+    retry:      retry policy; None: one retry after a worker's death.
+    idempotent: the step may run twice for one item; None: as declared by the node.
     finite:     an item fails whose outputs hold NaN or an infinite number.
-    timeout_ms: longest the step may take for one item, waiting included; then it has failed.
-    map:        input ports that are given a list and run item by item; the outputs become lists.
-    sequence:   the step remembers between the requests of a sequence; None takes the node's word.
+    timeout_ms: upper limit for one item, waiting included; then the step has failed.
+    map:        input ports that receive a list and run item by item; the outputs become lists.
+    sequence:   the step keeps state between the requests of a sequence; None: as declared by the node.
     pipeline:   a pipeline file that is run as this step, instead of a node.
-    base_dir:   what relative paths in options are relative to; None: the pipeline's own. Never written in a file.
-    device_bytes: what an instance takes of its device's memory, at most, KV memory aside; None: what was measured, if
-                anything was.
-    idle:       when it gives its device's memory back; None: never.
-    threads:    CPU threads that its process may compute with; None: its share of the cores if it is heavy, else one.
+    base_dir:   folder of relative paths in options; None: the pipeline's own. Never written in a file.
+    device_bytes: upper limit of an instance's device memory, without KV memory; None: as measured, if it was.
+    idle:       when it releases its device's memory; None: never.
+    threads:    CPU threads of its process; None: its share of the cores if it is heavy, else one.
     """
 
     name: str
@@ -104,10 +103,10 @@ class Step:
 class Pipeline:
     """A whole pipeline as written.
 
-    file:     as the user named it; the user's Python file when built in Python. Not part of equality, nor are lines.
+    file:     path as given; the user's Python file when built in Python. Not part of equality, nor are lines.
     base_dir: relative paths in options are relative to this.
     lines:    1-based line of each YAML path ('steps.see.batch.items_max'); of the call when built in Python.
-    secrets:  secret values from the environment, each with what is printed instead.
+    secrets:  secret values from the environment, each with its printed replacement.
     """
 
     name: str
@@ -127,7 +126,7 @@ class Pipeline:
         return next((step for step in self.steps if step.name == name), None)
 
     def line(self, path: str) -> int:
-        """Return the line of `path`, or of the nearest thing above it; 0 when unknown."""
+        """Return the line of `path` or of its nearest known parent; 0 when unknown."""
         while path:
             if path in self.lines:
                 return self.lines[path]

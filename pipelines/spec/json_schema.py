@@ -1,7 +1,7 @@
 """JSON Schema (draft 2020-12) of pipeline files, for editors.
 
-The file's own keys come from `schema`, each node's options from its Config. Editors check what a schema can say; wires
-and types are left to `check`.
+The file's own keys come from `schema`, each node's options from its Config. Editors check keys and values;
+`check` also checks wires and types.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from weftline.pipelines.spec.schema import BESIDE_PIPELINE, PipelineFile
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TEMPLATED = {"llm": "prompt"}
-"""Options of a step that its node never sees: they make a template step in front of it."""
+"""Options of a step that are not its node's: they create a template step before it."""
 
 
 def json_schema(catalog: Mapping[str, str] = CATALOG) -> dict[str, Any]:
-    """Return the schema of a pipeline file; steps of catalog nodes have their options checked too."""
+    """Return the schema of a pipeline file, with the options of catalog nodes."""
     schema = PipelineFile.model_json_schema(mode="validation")
     defs: dict[str, Any] = schema["$defs"]
     for title, one in [("PipelineFile", schema), *defs.items()]:
@@ -40,7 +40,7 @@ def json_schema(catalog: Mapping[str, str] = CATALOG) -> dict[str, Any]:
 
 
 def catalog_nodes(catalog: Mapping[str, str] = CATALOG) -> dict[str, type[Node]]:
-    """Return the node classes of the catalog by name; those that this installation lacks are left out."""
+    """Return the installed node classes of the catalog by name."""
     found = {}
     for name in catalog:
         try:
@@ -62,7 +62,7 @@ def node_options(node: type[Node]) -> dict[str, Any]:
 
 
 def _close(schema: Any) -> None:
-    """Allow no other keys where keys are names: what matches no pattern is no name."""
+    """Forbid keys that do not match the name pattern."""
     inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
     for one in [*inner]:
         _close(one)

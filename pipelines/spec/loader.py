@@ -1,7 +1,7 @@
 """Loader: pipeline file to validated `Pipeline`, with source lines.
 
-What can be known from the file alone is checked here: syntax, keys, types, bounds. What needs the nodes (their options
-and ports) is left to `check`, which also looks at what remains of a file with problems, so that all come at once.
+Checked here: syntax, keys, types, bounds. `check` needs the nodes and checks their options and ports; it also checks
+the valid rest of a file with problems, so that all problems are reported at once.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ def load_yaml(
     catalog: Mapping[str, str] = CATALOG,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Pipeline:
-    """Return the pipeline written in `text`; PipelineError lists everything that is wrong with it.
+    """Return the pipeline in `text`. PipelineError lists all its problems.
 
     file:     its name in problems.
     base_dir: the folder that relative paths in it are relative to.
-    catalog:  nodes by short name; only looked at when there are problems, to list those of the nodes along with them.
-    environment: what `${NAME}` stands for in values.
+    catalog:  nodes by short name; only used when there are problems, to include those of the nodes.
+    environment: values of `${NAME}`.
     """
     return to_pipeline(read_document(text, file, environment), file, base_dir, catalog)
 
 
 def to_pipeline(document: Document, file: str, base_dir: Path, catalog: Mapping[str, str] = CATALOG) -> Pipeline:
-    """Return the pipeline that a document describes; PipelineError lists everything that is wrong with it."""
+    """Return the pipeline of a document. PipelineError lists all its problems."""
     model, problems = validate(document.value)
     if not document.problems and model is not None:
         return _pipeline(model, document, file, base_dir)
@@ -82,9 +82,9 @@ def to_pipeline(document: Document, file: str, base_dir: Path, catalog: Mapping[
 
 
 def _without(document: Document, problems: list[Problem]) -> PipelineFile | None:
-    """Return the document without the keys that are wrong, so that the rest can be checked in the same go.
+    """Return the document without invalid keys, so that the rest can be checked as well.
 
-    None when one of them carries wires or names: leaving it out would make others look wrong.
+    None when one of them contains wires or names: removing it would cause further problems.
     """
     if document.unread:
         return None
@@ -178,7 +178,7 @@ def _fields(model: BaseModel | None) -> dict[str, Any]:
 
 
 def line_of(path: str, lines: Mapping[str, int]) -> int:
-    """Return the line of `path`, or of the nearest thing above it; 0 when unknown."""
+    """Return the line of `path` or of its nearest known parent; 0 when unknown."""
     while path and path not in lines:
         path = path.rpartition(".")[0]
     return lines.get(path, 0)

@@ -106,10 +106,10 @@ class GpuPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one pipeline accepts; a request over a limit is refused or fails with an error that names it.
+    """Limits of one pipeline; a request over a limit is refused or fails with an error that names it.
 
     requests_max:      most requests that are open: admitted and not finished.
-    deadline_ms:       deadline of a request that brings none, from the call to its last output; a late request fails.
+    deadline_ms:       default deadline of a request, from the call to its last output; a late request fails.
                        None: no deadline.
     refuse_early:      refuse a request that by measured times cannot meet its deadline, before any of its steps runs.
     request_bytes_max: most bytes of one request's inputs.

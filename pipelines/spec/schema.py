@@ -66,7 +66,7 @@ BOUNDS: dict[type, dict[str, dict[str, float]]] = {
         "decode_bytes_max": {"ge": 1 << 20, "le": 1 << 40},
         "stream_bytes_max": {"ge": 1, "le": 1 << 40},
         "stall_max_ms": {"gt": 0, "le": 86_400_000},
-        "silence_max_ms": {"ge": 1500, "le": 3_600_000},  # workers say that they live once a second
+        "silence_max_ms": {"ge": 1500, "le": 3_600_000},  # workers send a heartbeat once a second
         "retry_share": {"ge": 0, "le": 1},
         "job_batch_ms": {"gt": 0, "le": 3_600_000},
     },
@@ -83,7 +83,7 @@ BOUNDS: dict[type, dict[str, dict[str, float]]] = {
         "bytes_max": {"ge": 1, "le": 1 << 40},
     },
 }
-"""Bounds of the numbers in a file. Both ends catch slips: a negative wait, seconds for milliseconds."""
+"""Bounds of the numbers in a file. They catch mistakes such as a negative wait, or seconds for milliseconds."""
 
 
 def _port_type(text: str) -> str:
@@ -115,7 +115,7 @@ ConditionText = Annotated[str, Field(min_length=1, max_length=condition.CHARS_MA
 PathText = Annotated[str, Field(min_length=1, max_length=NODE_CHARS_MAX)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?|fake(-[a-z]{1,8})?:[0-9]{1,3})$")]
 OneDevice = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?|fake(-[a-z]{1,8})?:[0-9]{1,3})$")]
-"""Made-up GPUs are for tests and trials; they are named where a pipeline is opened on a machine that has them."""
+"""Fake GPUs are for tests; a pipeline names them on a machine that has them."""
 
 Count = Annotated[int, Field(ge=1, le=64)]
 Reserved = Annotated[int, Field(ge=0, le=4096)]
@@ -142,7 +142,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=Fals
 
 
 class Strict(BaseModel):
-    """Takes what it names, of the very types it names, and nothing else."""
+    """Model with exact types and without further keys."""
 
     model_config = STRICT
 
@@ -150,7 +150,7 @@ class Strict(BaseModel):
 def _model_of(policy: Any, leave: Iterable[str] = (), **overrides: Any) -> type[BaseModel]:
     """Return a model with the fields, defaults and documentation of a dataclass, and the bounds above.
 
-    leave: fields that no file has.
+    leave: fields that files do not contain.
     """
     hints, about = get_type_hints(policy), field_docs(policy)
     validators = overrides.pop("validators", {})
@@ -164,7 +164,10 @@ def _model_of(policy: Any, leave: Iterable[str] = (), **overrides: Any) -> type[
         if one.name not in leave:
             fields[one.name] = (Annotated[overrides.get(one.name, hints[one.name]), described], default)
     doc = (policy.__doc__ or "").partition("\n")[0]
-    config: ConfigDict = {**STRICT, "use_attribute_docstrings": False}  # no class body to look for: a quarter second
+    config: ConfigDict = {
+        **STRICT,
+        "use_attribute_docstrings": False,
+    }  # there is no class body to search, which takes a quarter second
     return create_model(
         policy.__name__, __config__=config, __doc__=doc, __module__=__name__, __validators__=validators, **fields
     )
@@ -200,7 +203,7 @@ AnyInput = Annotated[InputEntry, BeforeValidator(_long_form, json_schema_input_t
 
 
 class ConstantEntry(Strict):
-    """What a port reads, when that is always the same."""
+    """A constant as the source of a port."""
 
     value: Constant
     """Text, a number, true, false, null, a list or a mapping."""
@@ -229,76 +232,73 @@ AnyFallback = Annotated[
 
 
 class StepEntry(Strict):
-    """One step: the node it runs, what its inputs read, how it is grouped and placed, and the node's own options."""
+    """One step: its node, the sources of its inputs, batching, placement, and the node's own options."""
 
     model_config = ConfigDict(extra="allow")
 
     node: PathText | None = None
-    """What the step runs: a name of the catalog, `package.module:Class`, or `file.py:Class`."""
+    """The node: a name of the catalog, `package.module:Class`, or `file.py:Class`."""
 
     pipeline: PathText | None = None
-    """A pipeline file that is run as this step, instead of a node; beside it stand `inputs` and `when` only."""
+    """A pipeline file that runs as this step, instead of a node; only `inputs` and `when` may be set beside it."""
 
     inputs: dict[Name, AnySource] = Field(default_factory=dict)
-    """Where each input port reads: `step.port`, the name of a pipeline input, or a constant, `{value: 224}`."""
+    """Source of each input port: `step.port`, the name of a pipeline input, or a constant, `{value: 224}`."""
 
     when: ConditionText | None = None
-    """A condition, such as `kind.label == 'speech'`: where it does not hold, the step is skipped and its outputs are
-    absent."""
+    """A condition, such as `kind.label == 'speech'`; where it is false, the step is skipped, its outputs absent."""
 
     batch: BatchEntry | None = None  # type: ignore[valid-type]
-    """How items are grouped; left out, the node's own default."""
+    """Batching of items; default: the node's own."""
 
     map: Names = ()
-    """The input port, or ports, that are given a list and run item by item; the step's outputs become lists."""
+    """The input port, or ports, that receive a list and run item by item; the step's outputs become lists."""
 
     retry: AnyRetry | None = None
-    """How often a failed item is tried again, or a mapping that says more; left out, only after a worker's death."""
+    """Number of retries of a failed item, or a mapping; default: one, after a worker's death only."""
 
     timeout_ms: DurationMs | None = None
-    """Longest the step may take for one item, waiting included; then it has failed."""
+    """Upper limit for one item, waiting included; then the step has failed."""
 
     fallback: AnyFallback | None = None
-    """What answers when the step fails or takes too long: the name of another step, or constants by output port."""
+    """Replacement when the step fails or times out: the name of another step, or constants by output port."""
 
     idempotent: bool | None = None
-    """The step may run twice for one item; left out, what its node says."""
+    """The step may run twice for one item; default: as declared by its node."""
 
     finite: bool = False
-    """An item fails whose outputs hold NaN or an infinite number, before any other step or caller sees them; left out,
-    nobody looks."""
+    """An item fails if its outputs contain NaN or an infinite number, before any reader receives them; default: not
+    checked."""
 
     sequence: SequenceEntry | None = None  # type: ignore[valid-type]
-    """The step remembers between the requests of a sequence; left out, what its node says."""
+    """The step keeps state between the requests of a sequence; default: as declared by its node."""
 
     worker: Name | None = None
-    """Steps that name the same worker share its process; left out, each instance has a process of its own."""
+    """Steps that name the same worker share its process; default: each instance has a process of its own."""
 
     instances: AnyCount = 1
-    """Loaded copies of the node; or how many on each device, such as `{"cuda:0": 2, cpu: 1}`."""
+    """Loaded copies of the node; or their number on each device, such as `{"cuda:0": 2, cpu: 1}`."""
 
     reserved: Reserved = 0
-    """How many of the instances take no job rows, and are free for usual requests; less than there are."""
+    """Number of instances that run no job rows, reserved for other requests; less than `instances`."""
 
     device: Device = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1` and so on; `auto` puts heavy nodes on a GPU when there is one."""
 
     threads: Threads | None = None
-    """CPU threads that one instance's process may compute with: what OpenMP, BLAS, torch and ONNX Runtime are told.
-    Left out, heavy nodes such as `whisper` and `torch` divide the cores among their processes, and others, `function`
-    among them, have one. Of steps that share a process the largest number holds."""
+    """CPU threads of one instance's process, for OpenMP, BLAS, torch and ONNX Runtime. Default: heavy nodes such as
+    `whisper` and `torch` divide the cores among their processes, and others, `function` among them, have one. Among
+    steps that share a process the largest number applies."""
 
     device_bytes: DeviceBytes | None = None
-    """What one instance takes of its device's memory, in bytes, at most, KV memory aside; left out, what was measured,
-    if anything was."""
+    """Upper limit of one instance's device memory, in bytes, without KV memory; default: as measured, if it was."""
 
     idle: AnyIdle | None = None
-    """When the step gives its device's memory back: after so many seconds without work, or a mapping that says more;
-    left out, never."""
+    """Release of device memory: after this many seconds without work, or a mapping; never by default."""
 
     run_max_ms: DurationMs | None = None
-    """Longest one call of the node may take before its worker is killed; left out, 10 minutes. For a streaming step,
-    such as `llm`: its longest silence while it has work."""
+    """Upper limit of one call of the node, after which its worker is killed; default: 10 minutes. For a streaming step,
+    such as `llm`: its longest time without progress while it has work."""
 
 
 class PipelineFile(Strict):
@@ -308,35 +308,35 @@ class PipelineFile(Strict):
     """Version of this format."""
 
     name: Name
-    """What the pipeline is called."""
+    """Name of the pipeline."""
 
     about: str = ""
-    """One line for people."""
+    """One line of documentation."""
 
     inputs: dict[Name, AnyInput] = Field(default_factory=dict)
-    """What a request brings: a type such as `image` or `float32[4]`, or a mapping with its type and limits."""
+    """Inputs of a request: a type such as `image` or `float32[4]`, or a mapping with type and limits."""
 
     steps: dict[Name, StepEntry]
-    """What runs, by name."""
+    """Steps by name."""
 
     outputs: dict[Name, WireText]
-    """What a request gets back: `step.port`, or the name of an input."""
+    """Outputs of a request: `step.port`, or the name of an input."""
 
     limits: LimitsEntry | None = None  # type: ignore[valid-type]
-    """What the pipeline accepts."""
+    """Limits on requests."""
 
     slo: SloEntry | None = None  # type: ignore[valid-type]
     """Service level objectives: measured and reported, never enforced."""
 
     gpu: GpuEntry | None = None  # type: ignore[valid-type]
-    """How the pipeline uses GPUs."""
+    """GPU policy."""
 
 
 STEP_KEYS = tuple(StepEntry.model_fields)
 """Keys of a step that are the format's own; every other key is an option of its node."""
 
 BESIDE_PIPELINE = ("pipeline", "inputs", "when")
-"""Keys of a step that runs a pipeline file; everything else is said inside that file."""
+"""Keys of a step that runs a pipeline file; all other settings are in that file."""
 
 
 def validate(document: Any) -> tuple[PipelineFile | None, list[Problem]]:
@@ -348,15 +348,15 @@ def validate(document: Any) -> tuple[PipelineFile | None, list[Problem]]:
     try:
         model = PipelineFile.model_validate(document)
     except ValidationError as error:
-        said = tuple(one.path for one in problems)
-        under = tuple(f"{path}." for path in said)
-        more = [_spoken(one, document) for one in from_validation(error, document, "", _known)]
-        return None, [*problems, *(one for one in more if one.path not in said and not one.path.startswith(under))]
+        known = tuple(one.path for one in problems)
+        under = tuple(f"{path}." for path in known)
+        more = [_described(one, document) for one in from_validation(error, document, "", _known)]
+        return None, [*problems, *(one for one in more if one.path not in known and not one.path.startswith(under))]
     return (None, problems) if problems else (model, [])
 
 
 def _what_runs(steps: Any) -> Iterator[Problem]:
-    """Yield what is wrong with steps that have no node, or a pipeline file instead of one."""
+    """Yield problems of `node` and `pipeline` of the steps."""
     for name, step in steps.items() if isinstance(steps, Mapping) else ():
         if not isinstance(step, Mapping):
             continue
@@ -386,7 +386,7 @@ _ENTRIES: dict[str, type[BaseModel]] = {
 
 
 MOVED = {"slo.deadline_ms": "limits.deadline_ms", "slo.refuse_early": "limits.refuse_early"}
-"""Keys that are often written in another mapping than their own, with the right path."""
+"""Keys that are often written in the wrong mapping, with the right path."""
 
 
 def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
@@ -398,8 +398,8 @@ def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
     return (_ENTRIES.get(str(loc[2]), ConstantEntry)).model_fields
 
 
-def _spoken(problem: Problem, document: Mapping[str, Any]) -> Problem:
-    """Return the problem with regular expressions put into words, and the format's version with its value."""
+def _described(problem: Problem, document: Mapping[str, Any]) -> Problem:
+    """Return the problem with regular expressions described in words, and the format's version with its value."""
     if problem.path in MOVED and problem.found == "unknown key":
         return dataclasses.replace(problem, fix=f"write it as {MOVED[problem.path]}")
     if problem.path == "weftline":

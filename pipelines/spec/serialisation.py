@@ -1,6 +1,6 @@
 """Serialisation of a `Pipeline` to a plain document and to YAML that loads to an equal one.
 
-Defaults are left out and a type alone is written in its short form, so what comes out reads like what went in.
+Defaults are omitted and a type alone is written in its short form, so the output resembles the original file.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _idle(idle: IdlePolicy) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes several lines of text as a block, never an alias, and quotes what either YAML version reads as no text."""
+    """YAML dumper: multi-line text as a block, no aliases, quotes around text that YAML 1.1 or 1.2 misreads."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

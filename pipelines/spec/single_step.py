@@ -22,9 +22,9 @@ from weftline.pipelines.spec.wire import Wire
 
 
 def alone(pipeline: Pipeline, name: str) -> Pipeline:
-    """Return the pipeline of one step; PipelineError: the whole has problems, InputError: there is no such step.
+    """Return the pipeline of one step. PipelineError: the pipeline has problems. InputError: there is no such step.
 
-    A port of type `any` takes json. A step that the scheduler decides itself (`first`, `switch`) cannot stand alone.
+    A port of type `any` accepts json. A step that the scheduler evaluates (`first`, `switch`) cannot be extracted.
     """
     checked = examine(pipeline)
     if checked.problems:
@@ -61,7 +61,7 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
 
 
 def graph_to_debug(pipeline: Pipeline, name: str) -> Pipeline:
-    """Return the pipeline with this step in one worker of its own; InputError when there is no such step in it."""
+    """Return the pipeline with this step in one worker of its own. InputError: there is no such step."""
     step = pipeline.step(name)
     if step is None or step.pipeline:
         steps = [one.name for one in pipeline.steps if not one.pipeline]
@@ -77,9 +77,9 @@ def graph_to_debug(pipeline: Pipeline, name: str) -> Pipeline:
 
 
 def plan_to_debug(plan: Plan, name: str) -> Plan:
-    """Return the plan of such a pipeline with the step marked and without limits of time that it may exceed."""
+    """Return the plan of such a pipeline with the step marked, and without time limits for it."""
     if not plan.step(name).workers:
-        raise InputError(f"debug: step {name:.80} runs no code: the scheduler decides it")
+        raise InputError(f"debug: step {name:.80} runs no code: the scheduler evaluates it")
     steps = tuple(replace(step, run_max_ms=math.inf) if step.name == name else step for step in plan.steps)
     limits = replace(plan.limits, silence_max_ms=math.inf, stall_max_ms=math.inf)
     return replace(plan, steps=steps, limits=limits, debug=name)

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 DEPTH_MAX = 8
-"""Deepest nesting of pipelines: how many files may stand on the way from the outermost to the innermost."""
+"""Deepest nesting of pipelines: number of files from the outermost to the innermost."""
 
 
 def check_nesting(path: Path, inside: tuple[Path, ...]) -> None:
-    """Raise ConfigError about `pipeline` when the file at `path` runs itself, or files too deep inside each other.
+    """Raise ConfigError about `pipeline` when the file at `path` runs itself, or files are nested too deep.
 
     inside: the files around it, outermost first, as resolved paths.
     """
@@ -45,10 +45,10 @@ def check_nesting(path: Path, inside: tuple[Path, ...]) -> None:
 
 
 def _height(path: Path, inside: tuple[Path, ...], known: dict[Path, int]) -> int:
-    """Return how many files stand inside each other from `path` on."""
+    """Return the nesting depth of files from `path` on."""
     if path in inside:
         names = [one.name for one in (*inside[inside.index(path) :], path)]
-        raise ConfigError("pipeline", f"runs in a circle: {' -> '.join(names)}", fix="remove one of these steps")
+        raise ConfigError("pipeline", f"forms a cycle: {' -> '.join(names)}", fix="remove one of these steps")
     if path not in known:
         deeper = (*inside, path)
         if len(deeper) <= DEPTH_MAX:
@@ -75,7 +75,7 @@ def _named_in(path: Path) -> list[Path]:
 
 
 def _resolved(path: Path) -> Path | None:
-    """Return where a path leads; None when its links run in a circle."""
+    """Return the resolved path; None when its links form a cycle."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):
@@ -83,7 +83,7 @@ def _resolved(path: Path) -> Path | None:
 
 
 NOWHERE = Wire(None, "")
-"""What is read where a problem is known already."""
+"""Wire in place of one whose problem is reported already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class Constraint:
 class Part:
     """A sub-pipeline in the place of a step.
 
-    steps, inputs: its steps and constants under their new names; they read the outer wires as they were written.
-    gives:         what each of its outputs stands for, by the wire that reads it.
+    steps, inputs: its steps and constants under their new names, reading the outer wires as written.
+    gives:         the source of each of its outputs, by the outer wire that reads it.
     """
 
     steps: tuple[Step, ...]
@@ -112,9 +112,9 @@ class Part:
 
 
 def join(pipeline: Pipeline, parts: Mapping[str, Part], report: Report) -> tuple[Pipeline, tuple[Constraint, ...]]:
-    """Return the pipeline with `parts` in place of the steps of these names, and what its wires must carry.
+    """Return the pipeline with `parts` in place of the steps of these names, and its wire constraints.
 
-    Reports outputs that a part does not have, parts that nobody reads, and parts that pass on what they are passed.
+    Reports unknown outputs of a part, unread parts, and cycles of parts.
     """
     ends = _Ends({wire: to for part in parts.values() for wire, to in part.gives.items()}, parts, report)
     _check_readers(pipeline, parts, report)
@@ -152,7 +152,7 @@ class _Ends:
         self._circles: set[frozenset[str | None]] = set()
 
     def of(self, wire: Wire, path: str = "") -> Wire:
-        """Return what `wire` reads in the end; NOWHERE when that is nothing, which is reported at `path` if given."""
+        """Return the final source of `wire`; NOWHERE without one, which is reported at `path` if given."""
         passed: list[Wire] = []
         while wire in self._gives:
             if wire in passed:
@@ -175,11 +175,11 @@ class _Ends:
         if path and frozenset(names) not in self._circles:
             self._circles.add(frozenset(names))
             whole = " -> ".join([*names, names[0]])
-            self._report.add(path, f"the steps run in a circle: {whole}", fix="remove one of these wires")
+            self._report.add(path, f"the steps form a cycle: {whole}", fix="remove one of these wires")
 
 
 def _led(step: Step, end: Callable[[Wire, str], Wire]) -> Step:
-    """Return the step with every wire it reads led to its end."""
+    """Return the step with every wire replaced by its final source."""
     path = f"steps.{step.name}"
     inputs = {port: end(wire, f"{path}.inputs.{port}") for port, wire in step.inputs.items()}
     when: Condition | None = None
@@ -213,26 +213,26 @@ def _check_readers(pipeline: Pipeline, parts: Mapping[str, Part], report: Report
     """Report unread parts, unless a dangling wire explains them."""
     names = {step.name for step in pipeline.steps}
     wires = [*pipeline.outputs.values(), *(wire for step in pipeline.steps for wire in _wires(step))]
-    heard = {wire.step for wire in wires}
+    read = {wire.step for wire in wires}
     inputs = {one.name for one in pipeline.inputs}
-    if not heard <= {*names, *inputs, None}:
+    if not read <= {*names, *inputs, None}:
         return
     for name in parts:
-        if name not in heard:
+        if name not in read:
             fix = "remove the step, or add one of them to outputs"
             report.add(f"steps.{name}", "nothing reads any of its outputs", fix=fix)
 
 
 STEPS_MAX = 1000
-"""Most steps of a pipeline with all that it runs as steps: files that name files multiply."""
+"""Most steps of a pipeline including its sub-pipelines: nested files multiply."""
 
 
-def write_out_subpipelines(
+def expand_subpipelines(
     pipeline: Pipeline, report: Report, catalog: Mapping[str, Any]
 ) -> tuple[Pipeline, tuple[Constraint, ...]]:
-    """Return the pipeline with pipeline files in place of the steps that name them, and what its wires must carry.
+    """Return the pipeline with pipeline files in place of the steps that name them, and its wire constraints.
 
-    A step whose file cannot be used stays as it is. Problems, and where the new steps come from, go to `report`.
+    A step whose file cannot be used is unchanged. Problems, and the origins of new steps, go to `report`.
     """
     read: dict[str, Checked] = {}
     parts: dict[str, Part] = {}
@@ -248,7 +248,7 @@ def write_out_subpipelines(
             count += len(parts[step.name].steps) - 1
         if count > STEPS_MAX:
             found = f"{count} steps or more, with those of the pipelines that are run as steps"
-            report.add("steps", found, f"at most {STEPS_MAX}", "run some of them as pipelines of their own")
+            report.add("steps", found, f"at most {STEPS_MAX}", "run some of them as separate pipelines")
             return pipeline, ()
     if not parts:
         return pipeline, ()
@@ -259,8 +259,8 @@ def write_out_subpipelines(
 
 
 def _read(step: Step, pipeline: Pipeline, report: Report, catalog: Mapping[str, Any]) -> Checked | None:
-    """Return what a check of the step's file learnt; None when the file cannot be used, which is reported."""
-    # These two lead here themselves: a pipeline is loaded and checked with those inside it.
+    """Return the check of the step's file; None when the file cannot be used, which is reported."""
+    # These two import this module: a pipeline is loaded and checked with its sub-pipelines.
     from weftline.pipelines.check.checker import examine
     from weftline.pipelines.spec.loader import load_file
 
@@ -289,7 +289,7 @@ def _read(step: Step, pipeline: Pipeline, report: Report, catalog: Mapping[str, 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that is too long, say
+    except OSError:  # such as a name that is too long
         return False
 
 
@@ -318,7 +318,7 @@ def _without_fallbacks_to(pipeline: Pipeline, parts: Mapping[str, Part], report:
 
 
 def _part(step: Step, checked: Checked) -> Part:
-    """Return what a checked pipeline becomes in place of `step`."""
+    """Return the part that replaces `step`."""
     inner, names = checked.pipeline, _Names(step, checked.pipeline)
     gives = {Wire(step.name, name): names.wire(wire) for name, wire in inner.outputs.items()}
     passed = {wire.port: to for wire, to in gives.items() if inner.outputs[wire.port].step is None}
@@ -338,7 +338,7 @@ def _part(step: Step, checked: Checked) -> Part:
 
 
 def _origins(step: Step, checked: Checked, deeper: list[Constraint]) -> dict[str, Origin]:
-    """Return where everything in the part was written: in the inner file, or in one inside that."""
+    """Return the source location of everything in the part: the inner file, or a file inside it."""
     inner, name = checked.pipeline, step.name
     paths = [f"steps.{one.name}" for one in inner.steps] + [f"inputs.{one.name}" for one in inner.inputs]
     found = {path.replace(".", f".{name}/", 1): Origin(path, inner, whole=False) for path in paths}
@@ -378,7 +378,7 @@ class _Names:
         return self._reads.get(wire.port, NOWHERE)
 
     def constants(self) -> tuple[Input, ...]:
-        # a constant that was written on this very step has that name too; it is the outer pipeline's, and there already
+        # a constant on this step has that name too; it belongs to the outer pipeline and exists already
         own = [one for one in self._inner.inputs if one.hidden or one.name not in self._step.inputs]
         kept = [one for one in own if self._reads[one.name] == Wire(None, self.of(one.name))]
         return tuple(dataclasses.replace(one, name=self.of(one.name), hidden=True) for one in kept)
@@ -399,7 +399,7 @@ class _Names:
         )
 
     def _when(self, own: Condition | None) -> Condition | None:
-        """Return when an inner step runs: when its own condition holds, and that of the whole part."""
+        """Return the condition of an inner step: its own and that of the whole part."""
         parts = [] if self._step.when is None else [self._step.when]
         parts += [] if own is None else [rewired(own, [self.wire(wire) for wire in own.wires])]
         return all_of(parts) if parts else None

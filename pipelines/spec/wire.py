@@ -1,6 +1,6 @@
 """Wires, and the builder's objects that make them.
 
-A wire is the source of a value, such as `transcribe.text`. A constant wire carries the same value for every request.
+A wire is the source of a value, such as `hear.text`. A constant wire carries the same value for every request.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class ConstantWire(Wire):
-    """A wire that carries the same for every request: text, a number, true, false, None, a list or a mapping."""
+    """A wire with the same value for every request: text, a number, true, false, None, a list or a mapping."""
 
     value: Any = None
 
 
 def constant(value: Any) -> ConstantWire:
-    """Return a wire that always carries `value`, for an input port: `p.step(..., size=constant(224))`."""
+    """Return a constant wire for an input port: `p.step(..., size=constant(224))`."""
     return ConstantWire(None, "", value)
 
 
 class StepHandle:
-    """A step of a pipeline that is being built: `see.detections`, or `see["detections"]`, is a wire."""
+    """A step of a pipeline under construction: `see.detections`, or `see["detections"]`, is a wire."""
 
     __slots__ = ("_name",)
 

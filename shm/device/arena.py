@@ -174,7 +174,7 @@ class _Mapping:
 
 
 def _give_back(driver: GpuDriver, address: int, size_bytes: int, kind: str) -> None:
-    # A device that is lost took the mapping with it, and nobody is there to hear of it.
+    # A lost device has no mapping any more, and the error has no receiver.
     with contextlib.suppress(DriverError):
         if kind == "descriptor":
             driver.unmap(address, size_bytes)

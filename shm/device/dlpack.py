@@ -1,11 +1,11 @@
 """DLPack capsules: export and import of tensors without a framework.
 
-A capsule holds the address of a small C structure that says where a tensor lies, and what to call when its consumer has
-no more use for it. Two forms are spoken, as DLPack 1.x defines them (dlpack.h, and the array API standard): 'dltensor',
-which everybody reads, and 'dltensor_versioned', which also says that a tensor is read-only.
+A capsule holds the address of a C structure with the tensor's address and the function that releases it.
+ Two forms are supported, as DLPack 1.x defines them (dlpack.h, and the array API standard): 'dltensor',
+which every library reads, and 'dltensor_versioned', which also says that a tensor is read-only.
 
-    make(...)  -> capsule      `owner` lives until the consumer, or the capsule that nobody consumed, lets go
-    Taken      <- capsule      tells where the tensor lies, and lets go when it is forgotten
+    make(...)  -> capsule      `owner` lives until the consumer, or an unconsumed capsule, is released
+    Taken      <- capsule      has the tensor's address, and releases it when garbage collected
 
 What a consumer calls in the end may come at any time, from any thread, with an error under way or the interpreter gone:
 nothing that Python can stand behind (a ctypes callback loses the error, and is lost at exit). So numpy makes the

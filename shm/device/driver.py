@@ -1,15 +1,15 @@
 """`GpuDriver` protocol: shareable device memory, streams and interprocess events.
 
-A `GpuDriver` is one process's way to one device. Three stand behind the protocol: `cuda.CudaDriver`, which calls the
+A `GpuDriver` is one process's access to one device. Three classes implement the protocol: `cuda.CudaDriver` calls the
 CUDA driver; `fake.FakeGpu`, host memory under rules stricter than a GPU's; `recorder.Recorder`, which notes what either
 is asked. `opening.open_driver` picks by the device's name.
 
 Everything is a plain integer or bytes: addresses are device addresses (of a fake, addresses of this process), handles
-of memory, streams and events mean something to the driver that gave them and to nobody else. Sizes are bytes.
+of memory, streams and events are only valid for the driver that returned them. Sizes are bytes.
 
     create -> export -> (descriptor, to another process) -> import_memory       one physical memory, several processes
            -> map -> address -> unmap                                           seen by this process
-           -> release                                                           memory goes when nobody has it any more
+           -> release                                                           memory is freed with its last user
 
 Copies, records and waits are put on a stream and done in its order, later; `synchronize` and `wait_event` wait for them
 on the host. Nothing here decides anything.

@@ -7,8 +7,8 @@ device arena, EVENT_BYTES for each:
 
     arena -7  |  0 |  1 |  2 |  3 | ...          index = offset // EVENT_BYTES
 
-An event is recorded anew with every lease. That is safe because a lease ends only when every reader has said that its
-work is done: nobody waits for the old mark any more.
+An event is recorded anew with every lease. That is safe because a lease ends only when every reader has reported its
+work as done: no process waits for the old record any more.
 """
 
 from __future__ import annotations

@@ -59,17 +59,17 @@ def _of_torch(value: Any, device: str) -> DeviceTensor | None:
 def _of_interface(value: Any, device: str, driver: GpuDriver | None, stream: int) -> DeviceTensor | None:
     if hasattr(type(value), "__dlpack_device__") and _device_of(value) != (dlpack.CUDA, index_of(device)):
         return None  # the interface names no device; DLPack does
-    told = value.__cuda_array_interface__
-    kind, shape = np.dtype(told["typestr"]), tuple(told["shape"])
+    interface = value.__cuda_array_interface__
+    kind, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
     spec = TensorSpec(dtype_name(kind), shape)
     if spec.dtype not in ITEM_BYTES or kind.byteorder == ">":
         raise ValueError(f"an array of {kind.str} on {device}: no port has this dtype")
-    strides = told.get("strides")
+    strides = interface.get("strides")
     if strides and not dlpack.is_dense(shape, tuple(step // kind.itemsize for step in strides)):
         raise ValueError(f"a {spec} on {device} whose elements do not lie in one piece\n    fix: make it contiguous")
-    if (theirs := told.get("stream")) is not None and driver is not None:
+    if (theirs := interface.get("stream")) is not None and driver is not None:
         _put_before(driver, theirs, stream)
-    address, read_only = told["data"]
+    address, read_only = interface["data"]
     return DeviceTensor(spec, device, address or 0, value, writable=not read_only)
 
 

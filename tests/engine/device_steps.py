@@ -97,7 +97,7 @@ class DoubleAll(OnDevice):
 
     def run(self, batch: Batch) -> Outputs:
         whole = batch.stacked("x")
-        room = batch.room("y", whole.dtype, whole.shape[1:])
+        room = batch.output_buffer("y", whole.dtype, whole.shape[1:])
         if not isinstance(whole, DeviceTensor):
             raise TypeError(f"found {type(whole).__name__}")
         if room is None:

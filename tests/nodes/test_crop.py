@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weftline
-from tests.nodes.near_values import Bench, down
+from tests.nodes.device_values import Bench, down
 from weftline.nodes.contract import Batch, ConfigError, StepContext
 from weftline.nodes.crop import SHRINK_MAX, Crop, CropConfig
 from weftline.nodes.detections import Detections

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import weftline
-from tests.nodes.near_values import DEVICE, Bench, bits, down
+from tests.nodes.device_values import DEVICE, Bench, bits, down
 from weftline.errors import ModelError, StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.current import Scope, within
@@ -258,13 +258,13 @@ def test_a_batched_functions_wrong_value_fails_its_item_alone(folder: Path) -> N
     assert first == "x" and "the function's output wants text" in str(second)
 
 
-def told(ids: list[int], cancelled: set[int], urgency: list[Urgency]) -> Batch:
+def batch_of(ids: list[int], cancelled: set[int], urgency: list[Urgency]) -> Batch:
     return Batch({"text": ["t"] * len(ids)}, ids, cancelled=lambda id: id in cancelled, urgency=urgency)
 
 
 def test_current_speaks_of_the_item_a_function_works_on(folder: Path) -> None:
     part = SequencePart("s", start=True)
-    batch = told([7, 8], {8}, [Urgency(3, 5000.0, part), Urgency()])
+    batch = batch_of([7, 8], {8}, [Urgency(3, 5000.0, part), Urgency()])
     first, second = opened(folder, "about").run(batch)["output"]
     assert 4000 < first.pop("left_ms") <= 5000
     assert first == {"cancelled": False, "priority": 3, "items": 1, "sequence": ["s", True, False]}
@@ -274,33 +274,33 @@ def test_current_speaks_of_the_item_a_function_works_on(folder: Path) -> None:
 def test_current_speaks_of_all_items_in_a_batched_function(folder: Path) -> None:
     urgency = [Urgency(3, 9000.0, SequencePart("s")), Urgency(-5, 5000.0)]
     node = opened(folder, "about_all", batched=True)
-    answer = node.run(told([7, 8], {8}, urgency))["output"][0]
+    answer = node.run(batch_of([7, 8], {8}, urgency))["output"][0]
     assert 4000 < answer.pop("left_ms") <= 5000
     assert answer == {
         "cancelled": False, "priority": 3, "items": 2, "each": [[False, "s"], [True, None]],
     }  # fmt: skip
-    assert node.run(told([7, 8], {7, 8}, urgency))["output"][0]["cancelled"]
-    assert node.run(told([7], set(), urgency[:1]))["output"][0]["sequence"] == ["s", False, False]
+    assert node.run(batch_of([7, 8], {7, 8}, urgency))["output"][0]["cancelled"]
+    assert node.run(batch_of([7], set(), urgency[:1]))["output"][0]["sequence"] == ["s", False, False]
 
 
 @pytest.mark.parametrize("what", ["sequence", "seed"])
 def test_current_of_several_items_refuses_what_each_has_of_its_own(what: str) -> None:
     urgency = [Urgency(sequence=SequencePart("s"), seed=1), Urgency(sequence=SequencePart("t"), seed=2)]
-    with within(Scope(told([7, 8], set(), urgency))):
+    with within(Scope(batch_of([7, 8], set(), urgency))):
         with pytest.raises(StepError, match=rf"current\(\).{what}: this call works on 2 items(.|\n)*current\(\).items"):
             getattr(weftline.current(), what)
         assert [getattr(item, what) for item in weftline.current().items] == [getattr(one, what) for one in urgency]
 
 
 def test_current_in_a_thread_that_a_step_started_is_refused(folder: Path) -> None:
-    with ThreadPoolExecutor(1) as threads, within(Scope(told([7], set(), [Urgency(3)]))):
+    with ThreadPoolExecutor(1) as threads, within(Scope(batch_of([7], set(), [Urgency(3)]))):
         with pytest.raises(StepError, match="this thread was started by a step"):
             threads.submit(weftline.current).result()
         assert threads.submit(copy_context().run, weftline.current).result().priority == 3
 
 
 def test_current_is_of_nobody_outside_of_a_step_and_after_one(folder: Path) -> None:
-    opened(folder, "about").run(told([7], {7}, [Urgency(3)]))
+    opened(folder, "about").run(batch_of([7], {7}, [Urgency(3)]))
     now = weftline.current()
     assert (now.cancelled, now.priority, now.left_ms, now.sequence) == (False, 0, None, None)
 

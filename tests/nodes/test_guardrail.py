@@ -10,9 +10,8 @@ from tests.nodes.test_text_models import write_onnx
 from weftline.errors import StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.guardrail import Guardrail, GuardrailConfig
-from weftline.nodes.pattern_cost import compile_bounded
-from weftline.nodes.rules import BUILT_IN, find
-from weftline.nodes.verdict import Policy, judge
+from weftline.nodes.guardrail_rules import BUILT_IN, compile_bounded, find
+from weftline.nodes.guardrail_verdict import Policy, judge
 
 RULES = [rule for rules in BUILT_IN.values() for rule in rules]
 

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from weftline.nodes.hold_back import CONTEXT_CHARS, HoldBack
-from weftline.nodes.rule_scan import RuleScan
-from weftline.nodes.rules import BUILT_IN, Rule, find, user_rules
-from weftline.nodes.verdict import Policy, judge
+from weftline.nodes.guardrail_rules import BUILT_IN, Rule, RuleScan, find, user_rules
+from weftline.nodes.guardrail_verdict import CONTEXT_CHARS, HoldBack, Policy, judge
 
 OWN = user_rules("own", ["bad", "very bad words", "böse"], ["x[0-9]{2,30}y", r"\bfoo$", "q{1,40}b?"])
 RULES = [*(rule for rules in BUILT_IN.values() for rule in rules), *OWN]

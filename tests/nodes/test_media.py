@@ -11,9 +11,9 @@ import soundfile
 from PIL import Image
 
 from weftline.errors import InputError
+from weftline.nodes.audio import resample
 from weftline.nodes.media import MediaLimits, decode_audio, decode_image, to_value
 from weftline.nodes.ports import PortType
-from weftline.nodes.resample import resample
 
 
 def encoded(format: str, image: Image.Image | None = None, **options: object) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import weftline
-from tests.nodes.near_values import Bench, down
+from tests.nodes.device_values import Bench, down
 from weftline.nodes.contract import Batch, OpenContext
 from weftline.nodes.crop import Crop, CropConfig
 from weftline.nodes.detections import Detections

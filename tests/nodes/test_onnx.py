@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 import weftline
+from tests.nodes.device_values import DEVICE, Bench, bits, down
 from tests.nodes.model_files import broken
-from tests.nodes.near_values import DEVICE, Bench, bits, down
 from weftline.errors import ModelError, PipelineError, StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.onnx import Onnx, OnnxConfig
-from weftline.nodes.onnx_binding import Memory, call, memory_of
 from weftline.nodes.onnx_file import ValueInfo, read_onnx
-from weftline.nodes.onnx_session import providers
+from weftline.nodes.onnx_session import SessionMemory, call, providers, session_memory
 from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.planner import make_plan
@@ -88,20 +87,20 @@ def test_ports_and_results_follow_the_first_dimension(
 
 def test_a_batch_is_written_into_its_room(tmp_path: Path) -> None:
     linear("N", tmp_path / "m.onnx")
-    room = np.zeros((3, 2), np.float32)
-    batch = Batch({"x": list(X)}, room=lambda port, dtype, shape: room)
+    buffer = np.zeros((3, 2), np.float32)
+    batch = Batch({"x": list(X)}, output_buffer=lambda port, dtype, shape: buffer)
     answer = opened(tmp_path).run(batch)["y_out"]
-    assert answer is room
-    np.testing.assert_allclose(room, Y, rtol=1e-5)
+    assert answer is buffer
+    np.testing.assert_allclose(buffer, Y, rtol=1e-5)
 
 
-@pytest.mark.parametrize("room", [False, True])
-def test_a_batch_on_the_device_is_read_and_written_there(tmp_path: Path, room: bool) -> None:
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_batch_on_the_device_is_read_and_written_there(tmp_path: Path, buffer: bool) -> None:
     linear("N", tmp_path / "m.onnx")
     wanted = opened(tmp_path).run(Batch({"x": list(X)}))["y_out"]
     bench, node = Bench(), opened(tmp_path, DEVICE)
-    answer = node.run(bench.batch({"x": bench.side_by_side(list(X))}, room))["y_out"]
-    assert (answer is bench.rooms.get("y_out")) is room
+    answer = node.run(bench.batch({"x": bench.side_by_side(list(X))}, buffer))["y_out"]
+    assert (answer is bench.buffers.get("y_out")) is buffer
     node.close()  # what it gave in memory of its own outlives it
     assert answer.spec.shape == (3, 2) and down(answer).tobytes() == wanted.tobytes()
     assert Onnx.device_ports(node.config, Onnx.ports(node.config, StepContext(tmp_path))) == {"x", "y_out"}
@@ -161,9 +160,9 @@ def test_items_of_different_sizes_and_empty_ones_on_the_device(tmp_path: Path) -
 
 
 def test_a_session_with_a_stream_of_its_own_waits_for_the_device_and_one_on_the_engines_does_not() -> None:
-    assert memory_of("cpu", 7) == Memory() and memory_of("fake:3") == Memory(device="fake:3")
-    assert memory_of("cuda:1") == Memory("cuda", 1, "cuda:1", waits=True)
-    assert memory_of("cuda", 7) == Memory("cuda", 0, "cuda", waits=False)
+    assert session_memory("cpu", 7) == SessionMemory() and session_memory("fake:3") == SessionMemory(device="fake:3")
+    assert session_memory("cuda:1") == SessionMemory("cuda", 1, "cuda:1", synchronises=True)
+    assert session_memory("cuda", 7) == SessionMemory("cuda", 0, "cuda", synchronises=False)
 
 
 class Binding:
@@ -187,18 +186,18 @@ class Binding:
 
 def test_on_cuda_addresses_are_bound_and_the_device_is_waited_for_on_both_sides() -> None:
     x = DeviceTensor(TensorSpec("float32", (3, 4)), "cuda:1", 4096)
-    room = DeviceTensor(TensorSpec("bfloat16", (3, 2)), "cuda:1", 8192, writable=True)
+    buffer = DeviceTensor(TensorSpec("bfloat16", (3, 2)), "cuda:1", 8192, writable=True)
     info = [ValueInfo("x", "float32", (3, 4)), ValueInfo("y", "bfloat16", (3, 2))]
     session = Binding()
-    assert call(session, memory_of("cuda:1"), [(info[0], x)], [(info[1], room)]) == [room]
+    assert call(session, session_memory("cuda:1"), [(info[0], x)], [(info[1], buffer)]) == [buffer]
     assert session.asked == [
         ("bind_input", "x", "cuda", 1, np.float32, [3, 4], 4096),
         ("bind_output", "y", "cuda", 1, TensorProto.BFLOAT16, [3, 2], 8192),
         ("synchronize_inputs",), ("run",), ("synchronize_outputs",),
     ]  # fmt: skip
-    told = Binding()
-    call(told, memory_of("cuda:1", 7), [(info[0], x)], [(info[1], room)])
-    assert [asked[0] for asked in told.asked] == ["bind_input", "bind_output", "run"]
+    session = Binding()
+    call(session, session_memory("cuda:1", 7), [(info[0], x)], [(info[1], buffer)])
+    assert [asked[0] for asked in session.asked] == ["bind_input", "bind_output", "run"]
 
 
 def test_items_of_different_sizes_are_run_in_groups(tmp_path: Path) -> None:
@@ -358,8 +357,8 @@ def test_providers_follow_the_device(tmp_path: Path) -> None:
     assert found[0][1]["trt_engine_cache_path"] == str(tmp_path / "engines") and found[1][1]["device_id"] == 1
     assert [name for name, _ in providers(everything, "cuda", tmp_path, False)] == everything[1:]
     assert all("user_compute_stream" not in options for _, options in found)
-    told = providers(everything, "cuda:1", tmp_path, True, stream=4711)
-    assert [options.get("user_compute_stream") for _, options in told] == ["4711", "4711", None]
+    session = providers(everything, "cuda:1", tmp_path, True, stream=4711)
+    assert [options.get("user_compute_stream") for _, options in session] == ["4711", "4711", None]
     assert [name for name, _ in providers(everything, "fake:0", tmp_path, True)] == ["CPUExecutionProvider"]
     with pytest.raises(ModelError, match=r"weftline\[gpu\]"):
         providers(["CPUExecutionProvider"], "cuda:0", tmp_path, True)

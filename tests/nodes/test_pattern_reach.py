@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from weftline.nodes.pattern_reach import reach
+from weftline.nodes.guardrail_rules import reach
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.nodes.device_values import DEVICE, Bench, down, moves_of_modules
 from tests.nodes.model_files import Harm, broken
-from tests.nodes.near_values import DEVICE, Bench, down, moves_of_modules
 from weftline.errors import ModelError
 from weftline.nodes import sentence_head
-from weftline.nodes.classify import Classify, ClassifyConfig
+from weftline.nodes.classify import Classify, ClassifyConfig, open_classifier
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.embed import Embed, EmbedConfig
 from weftline.nodes.guardrail import Guardrail, GuardrailConfig
-from weftline.nodes.text_classifier import open_classifier
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.render.text import explain_text
@@ -140,11 +139,11 @@ def test_embeddings_are_the_normalised_mean_of_the_tokens(folder: Path) -> None:
     node = Embed(EmbedConfig("near"))
     node.open(OpenContext(folder))
     node.warm_up()
-    room = np.zeros((2, 16), np.float32)
-    found = node.run(Batch({"text": ["good day", "bad key day key"]}, room=lambda port, dtype, shape: room))[
+    buffer = np.zeros((2, 16), np.float32)
+    found = node.run(Batch({"text": ["good day", "bad key day key"]}, output_buffer=lambda port, dtype, shape: buffer))[
         "embedding"
     ]
-    assert found is room
+    assert found is buffer
     network = BertModel.from_pretrained(folder / "near").eval()
     for row, text in zip(found, ("good day", "bad key day key")):
         state = network(torch.tensor([tokenizer().encode(text).ids])).last_hidden_state[0].mean(0)
@@ -159,14 +158,14 @@ def embed(folder: Path, device: str) -> Embed:
 
 
 @pytest.mark.slow(but_first=1)
-@pytest.mark.parametrize("room", [False, True])
-def test_on_a_device_embeddings_stay_there(folder: Path, room: bool) -> None:
+@pytest.mark.parametrize("buffer", [False, True])
+def test_on_a_device_embeddings_stay_there(folder: Path, buffer: bool) -> None:
     texts, bench = ["good day", "bad key day key"], Bench()
     wanted = embed(folder, "cpu").run(Batch({"text": texts}))["embedding"]
     node = embed(folder, DEVICE)
     for _ in range(2):
-        found = node.run(bench.batch({"text": texts}, room))["embedding"]
-        assert (found is bench.rooms.get("embedding")) is room and down(found).tobytes() == wanted.tobytes()
+        found = node.run(bench.batch({"text": texts}, buffer))["embedding"]
+        assert (found is bench.buffers.get("embedding")) is buffer and down(found).tobytes() == wanted.tobytes()
         assert node.sleep("host") and not node.sleep("nothing")
         node.wake()
     assert Embed.device_ports(node.config, Embed.ports(node.config, StepContext(folder))) == {"embedding"}
@@ -478,7 +477,7 @@ def test_a_dense_layer_a_prompt_and_the_longest_text_are_those_of_the_folder(tmp
     assert str(Embed.ports(EmbedConfig("m"), step).outputs[0].type) == "float32[4]"
     (line,) = Embed.plan_notes(EmbedConfig("m"), step)
     assert line == (
-        "embeds as m/modules.json says: pooling mean, dense 16 to 4 (Tanh), length 1, prefix 'Key ', at most 3 tokens"
+        "settings of m/modules.json: pooling mean, dense 16 to 4 (Tanh), length 1, prefix 'Key ', at most 3 tokens"
     )
     node = Embed(EmbedConfig("m"))
     node.open(OpenContext(tmp_path))
@@ -503,8 +502,8 @@ def test_an_option_goes_before_the_folder_and_the_plan_says_so(tmp_path: Path) -
         "steps: {e: {node: embed, model: m, pooling: max, normalise: false, prefix: '', inputs: {text: text}}}\n"
     )
     plan = explain_text(make_plan(load_file(tmp_path / "p.yaml"), Machine(cores=2, memory_bytes=8 << 30)))
-    assert "e: embeds as m/modules.json says: pooling max, not normalised, no prefix" in plan
-    assert "e: its option pooling: 'max' goes before m/modules.json, which says 'first'" in plan
+    assert "e: settings of m/modules.json: pooling max, not normalised, no prefix" in plan
+    assert "e: option pooling: 'max' overrides 'first' of m/modules.json" in plan
     assert "option normalise: False" in plan and "option prefix: ''" in plan
 
 
@@ -520,7 +519,7 @@ def test_an_option_goes_before_the_folder_and_the_plan_says_so(tmp_path: Path) -
         ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task .* is 'fill-mask'"),
         ("2_Dense/config.json", {"activation_function": "my.own.Thing"}, "activation_function .* is my.own.Thing"),
         ("2_Dense/config.json", {"use_residual": True}, "use_residual"),
-        ("2_Dense/config.json", {"in_features": 8}, "takes 8 numbers, and is given 16"),
+        ("2_Dense/config.json", {"in_features": 8}, "has 8 inputs, and the module before it has 16 outputs"),
         ("2_Dense/model.safetensors", None, "no model.safetensors; pickled weights"),
         ("modules.json", "LayerNorm", "has Transformer, Pooling, LayerNorm"),
         ("modules.json", "../x", "the path '../x'"),

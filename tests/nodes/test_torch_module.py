@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.nodes.device_values import DEVICE, Bench, bits, down, moves_of_modules
 from tests.nodes.model_files import Harm, broken
-from tests.nodes.near_values import DEVICE, Bench, bits, down, moves_of_modules
 from weftline.errors import ModelError, StepError
 from weftline.nodes import torch_export
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
@@ -92,9 +92,11 @@ def test_read_only_inputs_are_taken_without_a_warning(folder: Path, recwarn: pyt
 
 
 def test_results_are_written_into_the_room(folder: Path) -> None:
-    room = np.zeros((2, 3), np.float32)
-    answer = opened(folder, model="double.pt").run(Batch({"x": list(X)}, room=lambda port, dtype, shape: room))["y"]
-    assert answer is room and room.tolist() == (X * 2).tolist()
+    buffer = np.zeros((2, 3), np.float32)
+    answer = opened(folder, model="double.pt").run(
+        Batch({"x": list(X)}, output_buffer=lambda port, dtype, shape: buffer)
+    )["y"]
+    assert answer is buffer and buffer.tolist() == (X * 2).tolist()
 
 
 def test_bfloat16_travels_as_the_same_bits(folder: Path) -> None:
@@ -106,19 +108,19 @@ def test_bfloat16_travels_as_the_same_bits(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "int64"])
-@pytest.mark.parametrize("room", [False, True])
-def test_tensors_stay_on_the_device_in_every_dtype(folder: Path, dtype: str, room: bool) -> None:
+@pytest.mark.parametrize("buffer", [False, True])
+def test_tensors_stay_on_the_device_in_every_dtype(folder: Path, dtype: str, buffer: bool) -> None:
     types = {"accepts": {"x": f"{dtype}[3]"}, "gives": {"y": f"{dtype}[3]"}}
     made = [bits(dtype, (3,), seed) for seed in range(2)]
     bench = Bench()
     near = bench.side_by_side(made, dtype)
     for module in ("mine.py:Pass",) if dtype.startswith("float8") else ("mine.py:Mirror", "mine.py:Pass"):
         options = {"module": module, **types}
-        answer = opened(folder, DEVICE, **options).run(bench.batch({"x": near}, room))["y"]
+        answer = opened(folder, DEVICE, **options).run(bench.batch({"x": near}, buffer))["y"]
         wanted = opened(folder, **options).run(Batch({"x": made}))["y"]
         assert down(answer).tobytes() == wanted.tobytes()
-        assert (answer is bench.rooms.get("y")) is room
-    if not room:  # the module gave its input as it is: it was neither copied on the way in nor on the way out
+        assert (answer is bench.buffers.get("y")) is buffer
+    if not buffer:  # the module gave its input as it is: it was neither copied on the way in nor on the way out
         assert answer.data_ptr() == near[0].address
 
 

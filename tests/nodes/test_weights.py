@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tests.nodes.model_files import Harm, broken
 from weftline.errors import ModelError
-from weftline.nodes.weights import check_safetensors, load_into, load_torch, load_weights
+from weftline.nodes.model_file import check_safetensors, load_into, load_torch, load_weights
 
 
 @pytest.fixture

@@ -11,14 +11,12 @@ import torch
 import whisper
 from whisper.model import ModelDimensions
 
+from tests.nodes.device_values import DEVICE, Bench, moves_of_modules
 from tests.nodes.model_files import Harm, broken
-from tests.nodes.near_values import DEVICE, Bench, moves_of_modules
 from weftline.errors import ModelError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
-from weftline.nodes.mel import log_mels
-from weftline.nodes.whisper import Whisper, WhisperConfig
+from weftline.nodes.whisper import Whisper, WhisperConfig, log_mels, split_windows
 from weftline.nodes.whisper_file import halve
-from weftline.nodes.windows import cut
 
 DIMS = ModelDimensions(
     n_mels=80, n_audio_ctx=50, n_audio_state=32, n_audio_head=2, n_audio_layer=1,
@@ -80,9 +78,9 @@ def test_recordings_on_the_device_have_the_answers_of_recordings_on_the_host(
 ) -> None:
     def cut_on_the_host(samples: np.ndarray, window: int) -> list[tuple[int, int]]:
         assert isinstance(samples, np.ndarray) or len(samples) <= window
-        return cut(samples, window)
+        return split_windows(samples, window)
 
-    monkeypatch.setattr("weftline.nodes.whisper.cut", cut_on_the_host)
+    monkeypatch.setattr("weftline.nodes.whisper.split_windows", cut_on_the_host)
     items = [tone(0.5), np.concatenate([tone(0.9), np.zeros(1600, np.float32), tone(0.9, 700)]), tone(0.1, 90)]
     there, bench = Whisper(WhisperConfig("model.pt")), Bench()
     there.open(OpenContext(folder, DEVICE, items_max=4))
@@ -115,12 +113,12 @@ def test_halved_weights_change_no_number_of_a_float16_call(folder: Path) -> None
     words = torch.tensor([[50257, 50362]])
     with torch.inference_mode():
         network.decoder.positional_embedding.normal_()  # untrained, it is whatever lay in memory
-        heard = network.encoder(mel)
-        said = network.decoder(words, heard)
+        states = network.encoder(mel)
+        said = network.decoder(words, states)
         assert said.isfinite().all()
         halve(network)
         assert network.encoder.conv1.weight.dtype == torch.float16
-        assert torch.equal(network.encoder(mel), heard) and torch.equal(network.decoder(words, heard), said)
+        assert torch.equal(network.encoder(mel), states) and torch.equal(network.decoder(words, states), said)
 
 
 def test_a_recording_longer_than_the_model_hears_is_cut_and_joined(folder: Path, node: Whisper) -> None:
@@ -138,12 +136,12 @@ def test_a_recording_longer_than_the_model_hears_is_cut_and_joined(folder: Path,
 def test_cuts_fall_into_silence_and_leave_nothing_out() -> None:
     samples = np.ones(100_000, np.float32)
     samples[14_000:15_000] = 0
-    pieces = cut(samples, 16_000)
+    pieces = split_windows(samples, 16_000)
     assert 14_000 <= pieces[0][1] <= 15_000
     assert pieces[0][0] == 0 and pieces[-1][1] == 100_000
     assert all(end == start for (_, end), (start, _) in pairwise(pieces))
     assert all(0 < end - start <= 16_000 for start, end in pieces)
-    assert cut(samples[:5], 16_000) == [(0, 5)]
+    assert split_windows(samples[:5], 16_000) == [(0, 5)]
 
 
 def test_a_folder_with_model_pt_is_a_model(folder: Path) -> None:

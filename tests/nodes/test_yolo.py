@@ -9,13 +9,12 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from tests.nodes.device_values import DEVICE, Bench, moves_of_modules
 from tests.nodes.model_files import Harm, broken
-from tests.nodes.near_values import DEVICE, Bench, moves_of_modules
 from weftline.errors import ModelError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.detections import Detections
-from weftline.nodes.letterbox import fit, letterbox, letterbox_torch
-from weftline.nodes.yolo import Yolo, YoloConfig
+from weftline.nodes.yolo import Yolo, YoloConfig, fit, letterbox, letterbox_torch
 from weftline.nodes.yolo_file import quiet_ultralytics
 
 ARCHITECTURE = {
@@ -163,7 +162,7 @@ def test_pictures_on_the_device_have_the_detections_of_pictures_on_the_host(
     mixed = there.run(Batch({"image": [near[0], images[1], near[2]]}))["detections"]
     assert there.sleep("host") and not there.sleep("nothing")
     there.wake()
-    monkeypatch.setattr("weftline.nodes.yolo.letterbox", None)  # the host's, which nobody needs from here on
+    monkeypatch.setattr("weftline.nodes.yolo.letterbox", None)  # the host's, not needed from here on
     one_size = there.run(Batch({"image": near[:2]}))["detections"]
     sizes = there.run(Batch({"image": near}))["detections"]
     for place, found in enumerate([*one_size, *sizes, *mixed]):
@@ -238,7 +237,7 @@ def test_a_config_that_is_wrong_or_hostile_is_refused_when_checked(
 
 
 def test_every_truncation_and_header_flip_of_the_weights_fails_with_a_reason(folder: Path, tmp_path: Path) -> None:
-    from weftline.nodes.weights import load_weights
+    from weftline.nodes.model_file import load_weights
 
     (tmp_path / "detector").mkdir()
     (tmp_path / "detector" / "config.json").write_text(json.dumps(CONFIG))

@@ -107,9 +107,9 @@ def test_a_forked_child_has_neither_the_mapping_nor_after_closing_them_a_descrip
             os.write(into, f"{mapped} {held}".encode())
             os._exit(0)
         os.close(into)
-        told = os.read(out, 100)
+        output = os.read(out, 100)
         os.close(out)
         os.waitpid(child, 0)
-        assert told == b"0 0"
+        assert output == b"0 0"
         arena.buffer[0:2] = b"ok"  # the parent's are as they were
         assert other.buffer[0:2] == b"ok"

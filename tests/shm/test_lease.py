@@ -166,7 +166,7 @@ def test_events_are_leased_like_blocks_and_are_no_memory() -> None:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """In any order of leases, ends, deaths and settlements, a block is free once nobody, alive or dead, may read it."""
+    """In any order of leases, ends, deaths and settlements, a block is free once no process may read it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Fake nodes for tensors between steps: `Fill` creates them, `Add` changes them, `Total` reads them.
 
-Their results depend on every byte. A result is written into the output buffer (`into: room`), or is a new tensor that
+Their results depend on every byte. A result is written into the output buffer (`into: buffer`), or is a new tensor that
 the engine copies (`into: new`). They compute with torch on a GPU and with numpy on the CPU.
 """
 
@@ -42,11 +42,11 @@ class FillConfig:
     """Options of `fill`.
 
     type: port type of the created tensors, with fixed sizes.
-    into: 'room' writes into the output buffer; 'new' allocates a tensor.
+    into: 'buffer' writes into the output buffer; 'new' allocates a tensor.
     """
 
     type: str = "float32[1024]"
-    into: str = "room"
+    into: str = "buffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class AddConfig:
 
     type:   port type of `value`, in and out: a tensor with a dtype.
     amount: number added to every element.
-    into:   'room' writes into the output buffer; 'new' allocates a tensor.
+    into:   'buffer' writes into the output buffer; 'new' allocates a tensor.
     """
 
     type: str = "float32[N]"
     amount: float = 1.0
-    into: str = "room"
+    into: str = "buffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class Fill(_Computing):
     def run(self, batch: Batch) -> Outputs:
         type = PortType.parse(self.config.type)
         dtype, shape = type.dtype or "", tuple(dim for dim in type.dims or () if isinstance(dim, int))
-        room = batch.room("value", dtype, shape) if self.config.into == "room" else None
-        made = self._empty(dtype, (len(batch), *shape)) if room is None else room
+        buffer = batch.output_buffer("value", dtype, shape) if self.config.into == "buffer" else None
+        made = self._empty(dtype, (len(batch), *shape)) if buffer is None else buffer
         rows = as_torch(made) if self._device else made
         for place, number in enumerate(batch["value"]):
             if not isinstance(number, int | float):
@@ -144,9 +144,9 @@ class Add(_Computing):
             return {"value": [self._sums(self._seen(value), None) for value in batch["value"]]}
         values = stacked_torch(batch, "value", None, self._device) if self._device else batch.stacked("value")
         dtype = str(values.dtype).removeprefix("torch.")
-        room = batch.room("value", dtype, tuple(values.shape[1:])) if self.config.into == "room" else None
-        sums = self._sums(values, None if room is None else self._seen(room))
-        return {"value": sums if room is None else room}
+        buffer = batch.output_buffer("value", dtype, tuple(values.shape[1:])) if self.config.into == "buffer" else None
+        sums = self._sums(values, None if buffer is None else self._seen(buffer))
+        return {"value": sums if buffer is None else buffer}
 
     def _seen(self, value: Any) -> Any:
         return as_torch(value, None, self._device) if self._device else value
@@ -194,8 +194,8 @@ def _numeric(written: str) -> PortType:
 
 
 def _check_into(into: str) -> None:
-    if into not in ("room", "new"):
-        raise ConfigError("into", f"{into!r:.40}", "room or new")
+    if into not in ("buffer", "new"):
+        raise ConfigError("into", f"{into!r:.40}", "buffer or new")
 
 
 PUBLIC: tuple[type[Node], ...] = (Fill, Add, Total)

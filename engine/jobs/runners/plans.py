@@ -196,7 +196,9 @@ def _budgets(plan: Plan, new: Plan) -> tuple[DeviceBudget, ...]:
     return tuple(
         dataclasses.replace(
             one,
-            claims=tuple(claim for claim in one.claims if claim.who in kept and claim.what not in {ARENA, *OF_OTHERS}),
+            claims=tuple(
+                claim for claim in one.claims if claim.owner in kept and claim.what not in {ARENA, *OF_OTHERS}
+            ),
             kv_bytes=0,
         )
         for one in plan.budgets

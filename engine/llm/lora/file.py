@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weftline.errors import ModelError
-from weftline.nodes.weights import load_weights
+from weftline.nodes.model_file import load_weights
 
 if TYPE_CHECKING:
     from torch import Tensor

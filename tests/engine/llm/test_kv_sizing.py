@@ -15,7 +15,7 @@ from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import ModelError
-from weftline.nodes.contract import DeviceRoom
+from weftline.nodes.contract import DeviceMemoryLimit
 
 MIB, GIB = 1 << 20, 1 << 30
 LIMITS = RoundLimits(60, 7)
@@ -48,7 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Runner:
 def test_it_takes_what_is_left_of_its_room_and_leaves_the_reserve_and_two_rounds_work_free(small):
     work, spared = 50 * MIB, WORK_BYTES + 2 * 2 * BLOCK_BYTES
     gpu = Gpu([small], 2 * GIB, work=work)
-    fill_device([small], LIMITS, DeviceRoom(2 * GIB - 300 * MIB, 300 * MIB), gpu)
+    fill_device([small], LIMITS, DeviceMemoryLimit(2 * GIB - 300 * MIB, 300 * MIB), gpu)
     left = GIB - 300 * MIB - 2 * work - spared
     assert left - small.page_bytes < small.pages * small.page_bytes <= left
     assert gpu.free() >= 300 * MIB + 2 * work
@@ -58,14 +58,14 @@ def test_it_takes_what_is_left_of_its_room_and_leaves_the_reserve_and_two_rounds
 def test_the_lesser_of_its_room_and_what_is_free_counts(small, bound):
     room = 2 * GIB - 500 * MIB if bound == "its room" else 1 << 40
     gpu = Gpu([small], 2 * GIB, others=500 * MIB if bound == "what is free" else 0)
-    fill_device([small], LIMITS, DeviceRoom(room, 0), gpu)
+    fill_device([small], LIMITS, DeviceMemoryLimit(room, 0), gpu)
     left = GIB - 500 * MIB - WORK_BYTES - 4 * BLOCK_BYTES
     assert left - small.page_bytes < small.pages * small.page_bytes <= left
 
 
 def test_prompts_that_the_first_memory_would_have_refused_are_answered(small):
     before = small.pages * small.page_tokens
-    fill_device([small], LIMITS, DeviceRoom(2 * GIB, 0), Gpu([small], 2 * GIB, others=700 * MIB))
+    fill_device([small], LIMITS, DeviceMemoryLimit(2 * GIB, 0), Gpu([small], 2 * GIB, others=700 * MIB))
     engine = Engine(small, None, LIMITS)
     prompt = [3 + at % 90 for at in range(3 * before)]
     (answer,) = engine.generate([prompt], SamplingParams(tokens_max=4, ignore_eos=True))
@@ -74,18 +74,18 @@ def test_prompts_that_the_first_memory_would_have_refused_are_answered(small):
 
 def test_a_draft_model_gets_its_part(small):
     draft = tiny.fresh_runner("llama", 1, form="gpu")
-    fill_device([small, draft], LIMITS, DeviceRoom(2 * GIB, 0), Gpu([small, draft], 2 * GIB, others=500 * MIB))
+    fill_device([small, draft], LIMITS, DeviceMemoryLimit(2 * GIB, 0), Gpu([small, draft], 2 * GIB, others=500 * MIB))
     assert abs(small.pages / draft.pages - 4) < 0.01
 
 
 def test_a_small_model_takes_no_more_than_it_can_use():
     runner = tiny.fresh_runner("llama", 4, form="gpu")
-    fill_device([runner], LIMITS, DeviceRoom(1 << 40, 0), Gpu([runner], 1 << 40))
+    fill_device([runner], LIMITS, DeviceMemoryLimit(1 << 40, 0), Gpu([runner], 1 << 40))
     assert runner.pages == 2 * 7 * 64
 
 
 def test_where_nothing_is_left_it_keeps_what_it_opened_with(small):
-    fill_device([small], LIMITS, DeviceRoom(GIB, 0), Gpu([small], 2 * GIB))
+    fill_device([small], LIMITS, DeviceMemoryLimit(GIB, 0), Gpu([small], 2 * GIB))
     assert small.pages == 4
 
 
@@ -99,7 +99,7 @@ def test_memory_in_pieces_gives_a_little_less_and_none_at_all_is_an_error(small,
         bind()
 
     monkeypatch.setattr(small, "_bind", refuses)
-    room, gpu = DeviceRoom(2 * GIB, 0), Gpu([small], 2 * GIB, others=700 * MIB)
+    room, gpu = DeviceMemoryLimit(2 * GIB, 0), Gpu([small], 2 * GIB, others=700 * MIB)
     fill_device([small], LIMITS, room, gpu)
     assert len(tried) == 3 and tried[2] == small.pages < tried[0]
 
@@ -144,9 +144,9 @@ def test_a_round_for_which_there_is_no_memory_ends_nothing(small, monkeypatch, c
 
 
 def test_graphs_that_took_more_than_foreseen_are_paid_for_with_pages(small):
-    fill_device([small], LIMITS, DeviceRoom(2 * GIB, 100 * MIB), Gpu([small], 2 * GIB, others=600 * MIB))
+    fill_device([small], LIMITS, DeviceMemoryLimit(2 * GIB, 100 * MIB), Gpu([small], 2 * GIB, others=600 * MIB))
     engine, before = Engine(small, None, LIMITS), small.pages
-    room, gpu = DeviceRoom(2 * GIB, 100 * MIB), Gpu([small], 2 * GIB, others=600 * MIB)
+    room, gpu = DeviceMemoryLimit(2 * GIB, 100 * MIB), Gpu([small], 2 * GIB, others=600 * MIB)
     assert not keep_room(engine, room, gpu) and small.pages == before
     gpu.weights += WORK_BYTES + 30 * MIB
     assert gpu.free() < 100 * MIB and keep_room(engine, room, gpu)

@@ -103,11 +103,11 @@ cuda:0 has 1000 MiB, and 1.1 GiB of it are claimed: 80 MiB too much
 
 def beside(made: Plan, mib: int, reserve_mib: int = 0) -> Settle:
     """Return the callback that limits a plan to the memory another pipeline leaves free."""
-    holdings, own, other = ReservationTable(), Owner("test", 1), Owner("ocr", 2)
+    reservations, own, other = ReservationTable(), Owner("test", 1), Owner("ocr", 2)
     claims = (Claim("s", "weights and work", mib * MIB, "stated"), Claim("", "reserve", reserve_mib * MIB, "stated"))
-    holdings.try_take(other, replace(made, steps=(), budgets=(DeviceBudget(GPU, TOTAL, claims),)))
-    holdings.try_take(own, made)
-    return partial(holdings.settle, own)
+    reservations.try_reserve(other, replace(made, steps=(), budgets=(DeviceBudget(GPU, TOTAL, claims),)))
+    reservations.try_reserve(own, made)
+    return partial(reservations.settle, own)
 
 
 def test_what_other_pipelines_hold_is_not_left_whether_they_have_taken_it_yet_or_not(
@@ -137,16 +137,16 @@ def test_what_other_pipelines_hold_is_a_row_of_its_own(reported: list[tuple[str,
 
 
 def test_the_remaining_memory_is_sent_after_other_sharing_steps_were_measured(reported: list[tuple[str, int]]) -> None:
-    made, holdings = plan(), ReservationTable()
+    made, reservations = plan(), ReservationTable()
     own, other = Owner("test", 1), Owner("chat", 2)
     for holder in (own, other):
-        holdings.try_take(holder, made)
-    memory = make_state(made, settle=partial(holdings.settle, own))
+        reservations.try_reserve(holder, made)
+    memory = make_state(made, settle=partial(reservations.settle, own))
     all_ready(memory)
     assert (reported, over_commit(memory), device_memory.stats(memory)[GPU]["left_bytes"]) == ([], "", 0)
-    holdings.settle(other, GPU, 170 * MIB, TOTAL)
+    reservations.settle(other, GPU, 170 * MIB, TOTAL)
     part = (TOTAL - RESERVE - 330 * MIB - 170 * MIB) // 2
-    assert holdings.pop_new_shares() == {(own, GPU): part}
+    assert reservations.pop_new_shares() == {(own, GPU): part}
     device_memory.on_divided(memory, GPU, part)
     assert reported == [(GPU, part)] and device_memory.stats(memory)[GPU]["left_bytes"] == part
 

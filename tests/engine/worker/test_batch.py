@@ -62,8 +62,8 @@ def test_large_outputs_of_one_port_lie_side_by_side_and_all_ports_ask_at_once(be
 
 def test_an_output_written_into_the_preallocated_buffer_is_not_copied(bench: Bench) -> None:
     def run(batch: Batch) -> Outputs:
-        room = batch.room("y", "float32", (BIG,))
-        assert room is not None and batch.room("y", "float32", (BIG + 1,)) is None
+        room = batch.output_buffer("y", "float32", (BIG,))
+        assert room is not None and batch.output_buffer("y", "float32", (BIG + 1,)) is None
         np.multiply(batch.stacked("x"), 2, out=room)
         return {"y": room}
 
@@ -263,7 +263,7 @@ def test_items_cancelled_before_their_batch_begins_are_left_out(bench: Bench) ->
 
 def test_halves_of_a_batch_that_raised_write_into_their_own_part_of_the_buffer(bench: Bench) -> None:
     def run(batch: Batch) -> Outputs:
-        room = batch.room("y", "float32", (BIG,))
+        room = batch.output_buffer("y", "float32", (BIG,))
         if len(batch) > 1 or room is None:
             raise ValueError("one at a time")
         room[...] = batch.stacked("x")

@@ -206,9 +206,9 @@ def test_an_output_written_into_the_preallocated_buffer_is_not_copied(bench: Dev
     block = bench.device_block(2 * BIG * 4)
 
     def fill(batch: Batch) -> Outputs:
-        room = batch.room("y", "float32", (BIG,))
+        room = batch.output_buffer("y", "float32", (BIG,))
         np.asarray(room)[:] = np.asarray(batch.stacked("x")) + 1
-        assert batch.room("y", "float32", (BIG + 1,)) is None
+        assert batch.output_buffer("y", "float32", (BIG + 1,)) is None
         return {"y": room}
 
     done = bench.on_gpu(fill, X, Y, {"y": "device"}).run(run_of(rows, near_room={0: block}))
@@ -223,7 +223,7 @@ def test_an_output_read_on_the_device_is_not_preallocated_on_the_host_alone(benc
     rooms: list[object] = []
 
     def fill(batch: Batch) -> Outputs:
-        rooms.append(batch.room("y", "float32", (BIG,)))
+        rooms.append(batch.output_buffer("y", "float32", (BIG,)))
         return doubled(batch)
 
     block = bench.block(BIG * 4, OWN)

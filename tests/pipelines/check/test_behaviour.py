@@ -40,7 +40,7 @@ def planned(catalog: dict[str, str], step: str, port: str = "value", more: str =
     [
         ("sizes: [4, 2]", "sizes", "[4, 2]"), ("sizes: [2, 2]", "sizes", "[2, 2]"),
         ("sizes: [2, 16]", "sizes", "[2, 16]"),
-        ("pad: {L: [4]}", "pad.L", "the tensors that shaped take have no size named L"),
+        ("pad: {L: [4]}", "pad.L", "the input tensors of shaped have no size named L"),
         ("pad: {T: [8, 4]}", "pad.T", "[8, 4]"),
     ],
 )  # fmt: skip
@@ -91,13 +91,13 @@ def test_sizes_that_elements_only_name_may_differ(problems: Problems, catalog: d
         ("{node: echo, map: valeu, inputs: {value: many}}", "inputs.value", "wants text, many gives list[text]"),
         ("{node: shaped, takes: text, map: extra, inputs: {x: q}}", "map", "extra is not wired"),
         ("{node: echo, map: value, inputs: {value: q}}", "inputs.value",
-         "runs for each element of value, and q gives text, which is no list"),
+         "runs for each element of value, and q gives text, which is not a list"),
         ("{node: echo, map: value, inputs: {value: pictures}}", "inputs.value",
          "wants list[text], pictures gives list[image]"),
         ("{node: recall, map: value, inputs: {value: many}}", "map",
-         "runs recall item by item, which remembers from request to request"),
+         "runs recall item by item, and it keeps state between requests"),
         ("{node: echo, map: value, sequence: {live_max: 2}, inputs: {value: many}}", "map",
-         "runs echo item by item, which remembers from request to request"),
+         "runs echo item by item, and it keeps state between requests"),
     ],
 )  # fmt: skip
 def test_maps_that_cannot_be_meant(problems: Problems, step: str, path: str, said: str) -> None:
@@ -127,7 +127,7 @@ def test_what_remembers_does_not_sleep(problems: Problems, catalog: dict[str, st
         "{node: echo, sequence: {}, inputs: {value: q}, idle: 9}",
     ):
         said = found(problems, step)["steps.a.idle"]
-        assert "remembers from request to request" in said
+        assert "keeps state between requests" in said
     assert planned(catalog, "{node: echo, inputs: {value: q}, idle: 60}").idle == IdlePolicy(60.0)
     assert planned(catalog, "{node: echo, inputs: {value: q}, device_bytes: 7}").device_bytes == 7
 
@@ -153,7 +153,7 @@ def test_controls_have_no_keys_of_running(problems: Problems) -> None:
                 "fallback: {value: x}"):  # fmt: skip
         name = key.partition(":")[0]
         got = found(problems, f"{{node: first, {key}, inputs: {{x: many}}}}")
-        assert got == {f"steps.a.{name}": "has no meaning here: first is decided without running anything"}
+        assert got == {f"steps.a.{name}": "has no effect here: first is evaluated without running anything"}
     assert found(problems, "{node: first, when: q, inputs: {x: q}}") == {}
 
 
@@ -166,14 +166,14 @@ STEP = "{node: echo, inputs: {value: q}, fallback: b}"
     ("more", "outputs", "said"),
     [
         ("", "", "there is no step b"),
-        ("  b: {node: echo, inputs: {value: a.value}}\n", "", "b itself needs what a gives"),
-        ("  b: {node: echo, inputs: {value: q}, when: \"a.value == 'x'\"}\n", "", "b itself needs what a gives"),
+        ("  b: {node: echo, inputs: {value: a.value}}\n", "", "b depends on a"),
+        ("  b: {node: echo, inputs: {value: q}, when: \"a.value == 'x'\"}\n", "", "b depends on a"),
         ("  b: {node: echo, inputs: {value: q}}\n", ", b: b.value",
-         "b is read by outputs.b; a fallback answers for one step and for nobody else"),
+         "b is read by outputs.b; a fallback replaces one step and has no other readers"),
         ("  b: {node: echo, inputs: {value: q}}\n  c: {node: echo, inputs: {value: b.value}}\n", ", c: c.value",
-         "b is read by steps.c.inputs.value; a fallback answers for one step and for nobody else"),
+         "b is read by steps.c.inputs.value; a fallback replaces one step and has no other readers"),
         ("  b: {node: echo, inputs: {value: q}}\n  c: {node: echo, inputs: {value: q}, when: 'b.value'}\n",
-         ", c: c.value", "b is read by steps.c.when; a fallback answers for one step and for nobody else"),
+         ", c: c.value", "b is read by steps.c.when; a fallback replaces one step and has no other readers"),
         ("  b: {node: whisper, inputs: {audio: sound}}\n", "", "b has no output value, which is read"),
         ("  b: {node: echo, type: image, inputs: {value: photo}}\n", "", "a.value is text, b.value is image"),
         ("  b: {node: echo, inputs: {value: many}, map: value}\n", "", "a.value is text, b.value is list[text]"),
@@ -189,15 +189,17 @@ def test_fallbacks_that_could_not_answer(problems: Problems, more: str, outputs:
 def test_a_step_that_its_fallback_feeds_is_no_circle_of_wires(problems: Problems) -> None:
     more = "  b: {node: echo, inputs: {value: q}}\n"
     got = found(problems, "{node: echo, inputs: {value: b.value}, fallback: b}", more=more)
-    assert got == {"steps.a.fallback": "a itself needs what b gives"}
+    assert got == {"steps.a.fallback": "a depends on b"}
 
 
 def test_a_fallback_answers_for_one_step_and_circles_are_named(problems: Problems) -> None:
     more = "  b: {node: echo, inputs: {value: q}}\n  c: {node: echo, inputs: {value: q}, fallback: b}\n"
-    assert found(problems, STEP, "value", more, ", c: c.value") == {"steps.c.fallback": "b answers for a already"}
+    assert found(problems, STEP, "value", more, ", c: c.value") == {
+        "steps.c.fallback": "b is the fallback of a already"
+    }
     more = "  b: {node: echo, inputs: {value: q}, fallback: a}\n"
     got = found(problems, STEP, "value", more)
-    assert got["steps.a.fallback"] == "the fallbacks run in a circle: a -> b -> a"
+    assert got["steps.a.fallback"] == "the fallbacks form a cycle: a -> b -> a"
     assert found(problems, "{node: echo, inputs: {value: q}, fallback: a}") == {"steps.a.fallback": "names itself"}
 
 
@@ -252,7 +254,7 @@ def test_instances_are_spread_over_devices(problems: Problems, catalog: dict[str
 @pytest.mark.parametrize(("keys", "count"), [("reserved: 1", 1), ("instances: 2, reserved: 2", 2),
                                              ("instances: {'cuda:1': 2, cpu: 1}, reserved: 3", 3)])  # fmt: skip
 def test_an_instance_is_left_to_job_rows(problems: Problems, keys: str, count: int) -> None:
-    said = f"{count} of {count} instance{'s' if count > 1 else ''}, which leaves none to job rows"
+    said = f"{count} of {count} instance{'s' if count > 1 else ''}, which leaves none for job rows"
     assert found(problems, f"{{node: echo, inputs: {{value: q}}, {keys}}}") == {"steps.a.reserved": said}
 
 

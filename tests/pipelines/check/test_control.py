@@ -225,22 +225,22 @@ def test_what_a_guard_looks_at_runs_before_the_guarded_step(planned: Planned) ->
         "outputs: {y: s.value}\n"
     )
     assert [step.name for step in plan.steps] == ["judge", "a", "s"]
-    assert plan.step("judge").readers == {"value": 1}, "a guard is nobody's own reading"
+    assert plan.step("judge").readers == {"value": 1}, "a guard is not counted as a reader"
 
 
 @pytest.mark.parametrize(
     ("when", "said"),
     [
-        ("photo == 1", "looks at photo, which is image"), ("wide.y == 1", "looks at wide.y, which is float32[3]"),
-        ("many == 1", "many is list[text], of which a condition knows the length alone"),
+        ("photo == 1", "reads photo, which is image"), ("wide.y == 1", "reads wide.y, which is float32[3]"),
+        ("many == 1", "many is list[text], of which a condition can only use the length"),
         ("many[0] == 'a'", "many is list[text], which has no 0 in it"),
         ("t.kind == 1", "t is text, which has no kind in it"),
         ("see.detections.x == 1", "see.detections is detections, which has no x in it"),
         ("one.y.x == 1", "one.y is float32[1], which has no x in it"),
         ("nothing == 1", "there is no input nothing"), ("see.label == 1", "see has no output label"),
-        ("gone.x == 1", "there is no step gone"), ("a.value == 1", "the steps run in a circle: a -> a"),
-        ("free.y == 1", "looks at free.y, which is float32[N]"),
-        ("half.y == 1", "looks at half.y, which is bfloat16[1]"),
+        ("gone.x == 1", "there is no step gone"), ("a.value == 1", "the steps form a cycle: a -> a"),
+        ("free.y == 1", "reads free.y, which is float32[N]"),
+        ("half.y == 1", "reads half.y, which is bfloat16[1]"),
     ],
 )  # fmt: skip
 def test_a_condition_looks_only_at_what_is_there_and_can_be_seen(problems, when: str, said: str) -> None:

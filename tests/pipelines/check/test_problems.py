@@ -1,6 +1,6 @@
 """Names are guessed well and values are shown short.
 
-Problems get their line, and are told in terms of what was written.
+Problems have the line and the path of the source.
 """
 
 import pytest

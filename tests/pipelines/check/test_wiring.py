@@ -1,4 +1,4 @@
-"""Wires that lead nowhere, circles, and things that exist for nobody.
+"""Dangling wires, cycles, and unused parts.
 
 Which steps stream and which wires carry pieces: pieces where both ends can, the whole everywhere else.
 """
@@ -53,15 +53,15 @@ def test_a_wire_that_leads_nowhere_names_what_was_meant(problems, wire: str, fou
 def test_a_circle_is_named_whole(problems) -> None:
     found = problems(echoes({"b": "a.value", "c": "b.value", "a": "c.value"}, "y: c.value, q: q"))
     assert {path: one.found for path, one in found.items()} == {
-        "steps.b.inputs.value": "the steps run in a circle: b -> c -> a -> b"
+        "steps.b.inputs.value": "the steps form a cycle: b -> c -> a -> b"
     }
 
 
 def test_two_circles_are_two_problems_and_a_step_can_circle_alone(problems) -> None:
     found = problems(echoes({"a": "a.value", "b": "c.value", "c": "b.value"}, "y: c.value, q: q, x: a.value"))
     assert {one.found for one in found.values()} == {
-        "the steps run in a circle: a -> a",
-        "the steps run in a circle: b -> c -> b",
+        "the steps form a cycle: a -> a",
+        "the steps form a cycle: b -> c -> b",
     }
 
 
@@ -182,4 +182,4 @@ def test_a_node_that_takes_pieces_and_has_no_way_to_is_reported(
     )
     step = f"  s: {{node: '{tmp_path}/n.py:Takes', inputs: {{text: x}}}}\n"
     found = problems("inputs: {x: text}\nsteps:\n" + step + "outputs: {y: s.text}\n")
-    assert found["steps.s.node"].found == "takes text in pieces, and Takes has no `feed`"
+    assert found["steps.s.node"].found == "has the streamed input text, and Takes has no `feed`"

@@ -15,7 +15,7 @@ from weftline.pipelines.placement.machine import Device, Machine, Taken
 from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.placement.profile_file import Measured, Profile, StepProfile, step_digest
-from weftline.pipelines.placement.reservations import holding_of
+from weftline.pipelines.placement.reservations import reserved_memory
 from weftline.pipelines.render.text import explain_text
 from weftline.pipelines.spec.loader import load_yaml
 
@@ -46,11 +46,11 @@ def planned(near_catalog: dict[str, str]):
 @pytest.fixture
 def filling(near_catalog: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The node that streams takes what is left when it opens, as an LLM does."""
-    monkeypatch.setattr(sys.modules["weftline_device_nodes"].Grow, "fills_room", True)
+    monkeypatch.setattr(sys.modules["weftline_device_nodes"].Grow, "fills_memory", True)
 
 
 def claims(budget: DeviceBudget) -> set[tuple[str, str, int, str]]:
-    return {(claim.who, claim.what, claim.bytes // MIB, claim.source) for claim in budget.claims}
+    return {(claim.owner, claim.what, claim.bytes // MIB, claim.source) for claim in budget.claims}
 
 
 def test_everything_that_takes_memory_is_claimed(planned) -> None:
@@ -94,15 +94,15 @@ def test_an_llm_step_that_is_all_that_is_not_known_takes_what_is_left_when_it_op
     (budget,) = plan.budgets
     assert budget.rest_bytes == budget.total_bytes - budget.claimed_bytes == 24 * GIB - (1024 + 768 + 512 + 3072) * MIB
     assert plan.step("grow").options["kv_bytes"] is None and not plan.limits.kv_bytes
-    holding = holding_of(plan, budget)
-    assert (holding.bytes, holding.fills, holding.takers) == (23 * GIB, True, 0), "nobody else is given any of it"
-    assert "are left for grow, which nobody has measured" in explain_text(plan)
-    told = {
+    reserved = reserved_memory(plan, budget)
+    assert (reserved.bytes, reserved.fills, reserved.takers) == (23 * GIB, True, 0), "no other pipeline has a share"
+    assert "are left for grow, which was not measured" in explain_text(plan)
+    planned_bytes = {
         step.name: (step.room_bytes, step.reserve_bytes)
         for worker in range(len(plan.workers))
         for step in open_message(plan, worker, Path()).steps
     }
-    assert told == {"find": (0, 0), "name": (0, 0), "grow": (budget.rest_bytes, GIB)}
+    assert planned_bytes == {"find": (0, 0), "name": (0, 0), "grow": (budget.rest_bytes, GIB)}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_the_plan_says_what_is_left(planned) -> None:
     assert "19 GiB are left\n" in explain_text(planned(TWO, **STATED))
     own = STATED | {"grow": f", kv_bytes: {3 * GIB}, device_bytes: {8 * GIB}"}
     assert "7.8 GiB are left\n" in explain_text(planned(**own))
-    assert "at most 12 GiB are left: nobody has measured name" in explain_text(planned(**(STATED | {"name": ""})))
+    assert "at most 12 GiB are left; not measured: name" in explain_text(planned(**(STATED | {"name": ""})))
 
 
 def test_each_gpu_that_is_used_has_a_budget(planned) -> None:
@@ -188,7 +188,7 @@ def test_a_step_that_has_changed_is_unknown_and_a_note_says_so(planned) -> None:
     plan = planned(profile=dataclasses.replace(profile, steps={**profile.steps, "name": old}))
     assert ("name", "weights and work", 0, "unknown") in claims(plan.budgets[0])
     assert [note for note in plan.notes if "measured" in note] == [
-        "name is not what was measured: its node or its options are others. Run `weftline profile`"
+        "name has changed since it was measured (node or options). Run `weftline profile`"
     ]
 
 

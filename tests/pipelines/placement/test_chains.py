@@ -38,7 +38,7 @@ def test_steps_of_one_worker_that_follow_each_other_are_a_chain(planned: Planned
     plan = planned(echo("a", "q") + echo("b", "a.value") + echo("c", "b.value"), "y: c.value, r: r")
     assert chained(plan) == [["a", "b", "c"]]
     text = explain_text(plan)
-    assert "Handed over inside a worker\n  a -> b -> c  inside w\n" in text
+    assert "Passed on inside a worker\n  a -> b -> c  inside w\n" in text
 
 
 def test_a_chain_may_branch_and_read_inputs(planned: Planned) -> None:

@@ -230,15 +230,15 @@ def test_no_gpu_is_over_committed_where_filling_them_one_by_one_fits(world) -> N
              for name, step in steps.items() if step.get("device") != "cpu"}  # fmt: skip
     if not plain:
         return
-    room = {device.name: device.memory_bytes for device in on.devices}
+    capacity = {device.name: device.memory_bytes for device in on.devices}
     size = {name: max(needs[name].bytes.values(), default=0) + (needs[name].kv_bytes or 0) for name in plain}
     for name in (name for name in plain if "device" in plain[name]):
-        room[plain[name]["device"]] -= size[name]
+        capacity[plain[name]["device"]] -= size[name]
     for name in sorted((name for name in plain if "device" not in plain[name]), key=lambda name: (-size[name], name)):
-        fits = [device for device, free in room.items() if free >= size[name]]
-        best = min(fits or room, key=lambda device: room[device]) if size[name] else on.devices[0].name
-        room[best] -= size[name]
-    if min(room.values()) < 0:
+        fits = [device for device, free in capacity.items() if free >= size[name]]
+        best = min(fits or capacity, key=lambda device: capacity[device]) if size[name] else on.devices[0].name
+        capacity[best] -= size[name]
+    if min(capacity.values()) < 0:
         return
     found = placed({name: dict(step) for name, step in plain.items()}, needs, on, edges).devices
     for device in on.devices:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftline.pipelines.placement.load_balance import HOP_MS, Balance, Score
-from weftline.pipelines.placement.loads import Load, Room
+from weftline.pipelines.placement.loads import GpuCapacity, Load
 from weftline.pipelines.placement.needs import Need
 
 GPUS = ("cuda:0", "cuda:1", "cuda:2")
@@ -21,13 +21,13 @@ def load(
     return Load(((name, copy),), (Need(sizes, kv_bytes=kv, ranks=ranks),), "", own, dict.fromkeys(GPUS, ms))
 
 
-def rooms(free: int = 100, context: int = 3) -> dict[str, Room]:
-    return {name: Room(name, free, context) for name in GPUS}
+def capacities(free: int = 100, context: int = 3) -> dict[str, GpuCapacity]:
+    return {name: GpuCapacity(name, free, context) for name in GPUS}
 
 
 def test_a_gpu_is_busy_for_work_and_for_tensors_that_travel() -> None:
     balance = Balance(
-        [load("a", ms=5), load("b", ms=3), load("c", ms=1)], rooms(), {0: {1: 2}, 1: {0: 2, 2: 1}, 2: {1: 1}}
+        [load("a", ms=5), load("b", ms=3), load("c", ms=1)], capacities(), {0: {1: 2}, 1: {0: 2, 2: 1}, 2: {1: 1}}
     )
     for index, device in enumerate(("cuda:0", "cuda:1", "cuda:0")):
         balance.put(index, device)
@@ -41,7 +41,7 @@ def test_a_gpu_is_busy_for_work_and_for_tensors_that_travel() -> None:
 
 def test_crowding_and_company_are_counted_in_pairs() -> None:
     balance = Balance(
-        [load("a", 0), load("a", 1), load("say", kv=None), load("judge", kv=None), load("b")], rooms(), {}
+        [load("a", 0), load("a", 1), load("say", kv=None), load("judge", kv=None), load("b")], capacities(), {}
     )
     for index in range(5):
         balance.put(index, "cuda:1")
@@ -51,28 +51,28 @@ def test_crowding_and_company_are_counted_in_pairs() -> None:
 
 
 def test_what_has_no_room_somewhere_cannot_go_there() -> None:
-    balance = Balance([load("a", size=90), load("b", size=20), load("say", ranks=2)], rooms(), {})
+    balance = Balance([load("a", size=90), load("b", size=20), load("say", ranks=2)], capacities(), {})
     balance.put(0, "cuda:2")
-    assert not balance.has_room(1, "cuda:2") and balance.has_room(1, "cuda:1")
-    assert not balance.has_room(2, "cuda:2") and balance.has_room(2, "cuda:1") is False, "its second GPU is full"
+    assert not balance.fits_on(1, "cuda:2") and balance.fits_on(1, "cuda:1")
+    assert not balance.fits_on(2, "cuda:2") and balance.fits_on(2, "cuda:1") is False, "its second GPU is full"
     balance.put(1, "cuda:1")
     assert balance.after(((1, "cuda:2"),)) is None and balance.at[1] == "cuda:1"
     assert balance.after(((0, "cuda:1"), (1, "cuda:2"))) is not None, "they change places"
 
 
 def test_processes_that_steps_share_are_given_back_with_the_last_of_them() -> None:
-    room = Room("cuda:0", 100, 3)
+    capacity = GpuCapacity("cuda:0", 100, 3)
     first, second, other, alone = load("a"), load("a", 1), load("b"), load("c", own=True)
     for one in (first, second, other, alone):
-        room.take(one)
-    assert room.free == 100 - 4 * 10 - 3 * 3
-    room.give_back(first)
-    assert room.free == 100 - 3 * 10 - 2 * 3, "one shared process is left"
-    room.give_back(other)
-    assert room.free == 100 - 2 * 10 - 2 * 3
-    room.give_back(second)
-    room.give_back(alone)
-    assert room == Room("cuda:0", 100, 3)
+        capacity.add(one)
+    assert capacity.free == 100 - 4 * 10 - 3 * 3
+    capacity.remove(first)
+    assert capacity.free == 100 - 3 * 10 - 2 * 3, "one shared process is left"
+    capacity.remove(other)
+    assert capacity.free == 100 - 2 * 10 - 2 * 3
+    capacity.remove(second)
+    capacity.remove(alone)
+    assert capacity == GpuCapacity("cuda:0", 100, 3)
 
 
 LOADS = st.lists(
@@ -97,12 +97,12 @@ def test_moves_change_what_they_are_said_to_and_lifting_undoes_putting(loads: li
     links: dict[int, dict[int, int]] = {}
     for one, other in pairs:
         links.setdefault(one, {})[other] = links.setdefault(other, {})[one] = 2
-    balance = Balance(loads, rooms(), links)
+    balance = Balance(loads, capacities(), links)
     for index, one in enumerate(loads):
         balance.put(index, data.draw(st.sampled_from(GPUS[: len(GPUS) + 1 - one.ranks])))
     index = data.draw(st.sampled_from([*range(len(loads))]))
     here, to = balance.at[index], data.draw(st.sampled_from(GPUS))
-    before = copy.deepcopy((balance.rooms, balance.busy, balance.score))
+    before = copy.deepcopy((balance.capacities, balance.busy, balance.score))
     if loads[index].ranks == 1 and here != to:
         less, more = balance.moves(index, to)
         busy = dict(balance.busy)
@@ -111,7 +111,7 @@ def test_moves_change_what_they_are_said_to_and_lifting_undoes_putting(loads: li
         balance.make(((index, here),))
     balance.lift(index)
     balance.put(index, here)
-    assert (balance.rooms, balance.busy, balance.score) == before
+    assert (balance.capacities, balance.busy, balance.score) == before
     for one in range(len(loads)):
         balance.lift(one)
-    assert balance.rooms == rooms() and balance.score == Score(0, 0, 3, 0, 0)
+    assert balance.capacities == capacities() and balance.score == Score(0, 0, 3, 0, 0)

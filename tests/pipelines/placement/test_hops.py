@@ -40,12 +40,12 @@ def planned(near_catalog: dict[str, str]):
     return make
 
 
-def told(plan: Plan) -> dict[tuple[str, str], str]:
+def paths(plan: Plan) -> dict[tuple[str, str], str]:
     return {(str(hop.giver), hop.reader): " ".join(hop.path) for hop in hops(plan)}
 
 
 def test_each_array_is_told_of_once_for_each_reader(planned) -> None:
-    assert told(planned(PHOTO % ("", ""))) == {
+    assert paths(planned(PHOTO % ("", ""))) == {
         ("photo", "find.image"): "host cuda:0",
         ("x", "feel.x"): "host cuda:0",
         ("find.image", "cut.image"): "cuda:0",
@@ -58,19 +58,19 @@ def test_each_array_is_told_of_once_for_each_reader(planned) -> None:
 
 def test_two_gpus_exchange_tensors_through_host_memory(planned) -> None:
     text = PHOTO
-    found = told(planned(text % ("", ", device: 'cuda:1'"), TWO))
+    found = paths(planned(text % ("", ", device: 'cuda:1'"), TWO))
     assert found["cut.crops", "name.image"] == "cuda:0 host cuda:1" and found["find.image", "cut.image"] == "cuda:0"
-    found = told(planned(text % ("", ", instances: {'cuda:0': 1, 'cuda:1': 1}"), TWO))
+    found = paths(planned(text % ("", ", instances: {'cuda:0': 1, 'cuda:1': 1}"), TWO))
     assert found["cut.crops", "name.image"] == "cuda:0 host its GPU"
     fan = PHOTO.replace(
         "outputs:", "  blur: {node: blur, inputs: {image: cut.crops}, map: image, device: 'cuda:1'}\noutputs:"
     )
     plan = planned(fan.replace("crops: cut.crops", "crops: blur.image") % ("", ""), TWO)
     assert plan.step("cut").near_outputs == {"crops": "both"}
-    found = told(plan)
+    found = paths(plan)
     assert found["cut.crops", "name.image"] == "cuda:0" and found["cut.crops", "blur.image"] == "cuda:0 host cuda:1"
     assert {str(hop.giver): str(hop.type) for hop in hops(plan)}["blur.image"] == "list[image]"
-    found = told(planned(text % (", device: cpu", ""), ONE))
+    found = paths(planned(text % (", device: cpu", ""), ONE))
     assert found["find.image", "cut.image"] == "host cuda:0" and ("photo", "find.image") not in found
 
 
@@ -89,7 +89,7 @@ steps:
 outputs: {label: name.label}
 """
     plan = planned(text)
-    assert told(plan) == {
+    assert paths(plan) == {
         ("photo", "find.image"): "host cuda:0",
         ("photo", "name.image"): "host cuda:0",
         ("find.image", "name.image"): "cuda:0",
@@ -138,16 +138,16 @@ def test_sizes_are_known_where_shapes_are(type: str, size: int | None) -> None:
 def test_the_whole_of_it_is_explained(planned) -> None:
     text = explain_text(planned(PHOTO % (", idle: {after_s: 60, keep: host}", ", device_bytes: 3000000000")))
     for said in (
-        "Tensors on GPUs, told of when they are whole",
+        "Tensors on GPUs, passed on when complete",
         "find.image  -> cut.image               stays on cuda:0  size by request",
         "gpu0  holds find, cut, name, feel, more  8 threads of 8  arena 64 MiB, on cuda:0 256 MiB",
         "Memory of cuda:0",
         "  2.8 GiB  name        weights and work  stated",
         "        ?  find        weights and work  unknown",
-        "at most 19 GiB are left: nobody has measured find, cut, feel, more (`weftline profile`)",
-        "find, cut, name, feel and more share process gpu0: without MPS processes of one GPU only take turns; "
-        "gpu.processes: separate gives each its own",
-        "rests after 60 s without work, keeps its weights in host memory",
+        "at most 19 GiB are left; not measured: find, cut, feel, more (`weftline profile`)",
+        "find, cut, name, feel and more share process gpu0: without MPS, processes of one GPU run in turns; "
+        "gpu.processes: separate starts one for each",
+        "sleeps after 60 s without work, keeps its weights in host memory",
     ):
         assert said in text, (said, text)
     assert not [line for line in text.splitlines() if line != line.rstrip()]
@@ -155,7 +155,7 @@ def test_the_whole_of_it_is_explained(planned) -> None:
 
 def test_event_ordering_is_said_aloud(planned) -> None:
     text = explain_text(planned(PHOTO % ("", "") + "gpu: {ordering: event}\n"))
-    assert "Tensors on GPUs, told of before they are whole" in text
+    assert "Tensors on GPUs, passed on before completion" in text
 
 
 def test_pictures_draw_thick_what_stays_on_a_gpu(planned) -> None:

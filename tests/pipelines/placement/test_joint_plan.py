@@ -29,31 +29,31 @@ def taking(gib: int, device: str) -> Pipeline:
 
 
 def talking(gib: float | None, device: str = "cuda", more: str = "") -> Pipeline:
-    """Return a pipeline of one llm step that takes so much without its KV memory; None: nobody knows."""
+    """Return a pipeline of one llm step with this memory besides KV memory; None: unknown."""
     stated = "" if gib is None else f", device_bytes: {int(gib * GIB)}"
     step = f"{{node: llm, model: m, inputs: {{prompt: x}}, device: {device}{stated}{more}}}"
     text = f"weftline: 1\nname: p\ninputs: {{x: text}}\nsteps: {{s: {step}}}\noutputs: {{y: s.text}}\n"
     return load_yaml(text, "p.yaml", Path())
 
 
-def together(pipelines: dict[Owner, Pipeline], holdings: ReservationTable | None = None) -> dict[Owner, Plan]:
-    side_by_side = JointPlan(MACHINE, holdings)
-    for holder, pipeline in pipelines.items():
-        side_by_side.add(holder, planner(pipeline))
-    return dict(side_by_side.plans())
+def together(pipelines: dict[Owner, Pipeline], reservations: ReservationTable | None = None) -> dict[Owner, Plan]:
+    joint = JointPlan(MACHINE, reservations)
+    for owner, pipeline in pipelines.items():
+        joint.add(owner, planner(pipeline))
+    return dict(joint.plans())
 
 
 def test_each_is_planned_for_what_those_before_it_leave() -> None:
-    side_by_side = JointPlan(MACHINE)
-    side_by_side.add(A, planner(taking(4, "cuda")))
+    joint = JointPlan(MACHINE)
+    joint.add(A, planner(taking(4, "cuda")))
     with pytest.raises(PipelineError, match="a           another pipeline  claimed"):
-        side_by_side.add(B, planner(taking(3, "cuda")))
-    side_by_side.add(C, planner(taking(3, "cuda:1")))
-    side_by_side.add(Owner("d", 4), planner(taking(1, "cuda")))  # what was refused claims nothing
+        joint.add(B, planner(taking(3, "cuda")))
+    joint.add(C, planner(taking(3, "cuda:1")))
+    joint.add(Owner("d", 4), planner(taking(1, "cuda")))  # what was refused claims nothing
     with pytest.raises(PipelineError) as refused:
-        side_by_side.add(Owner("e", 5), planner(taking(1, "cuda")))
+        joint.add(Owner("e", 5), planner(taking(1, "cuda")))
     assert refused.value.problems[0].fix.endswith("or unload a, d")
-    assert [holder.name for holder in side_by_side.plans()] == ["a", "c", "d"]
+    assert [owner.name for owner in joint.plans()] == ["a", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -67,34 +67,34 @@ def test_where_all_is_known_llm_steps_divide_what_is_left_evenly_and_their_plans
     plans = together({A: talking(1, "cuda"), B: talking(2, "auto"), C: talking(2, "cuda:0")})
     assert plans[B].step("s").device == "cuda:1", "it keeps away from one that takes what is left"
     part = (8 - 1 - 1 - 2 - 1) * GIB // 2
-    for holder, other in ((A, C), (C, A)):
-        (budget,) = plans[holder].budgets
-        assert budget.kv_bytes == plans[holder].step("s").options["kv_bytes"] == part
+    for owner, other in ((A, C), (C, A)):
+        (budget,) = plans[owner].budgets
+        assert budget.kv_bytes == plans[owner].step("s").options["kv_bytes"] == part
         assert budget.claimed_bytes + part == budget.total_bytes
-        row = next(claim for claim in budget.claims if claim.who == other.name)
+        row = next(claim for claim in budget.claims if claim.owner == other.name)
         assert row.bytes == part + GIB // 2 + (2 if other == C else 1) * GIB, "what it gets is claimed as well"
     assert plans[B].budgets[0].kv_bytes == make_plan(talking(2), MACHINE).budgets[0].kv_bytes, "it has all of its own"
 
 
 def test_where_one_is_not_known_nobody_is_given_a_figure_and_what_is_open_already_is_known() -> None:
     plans = together({A: talking(1, "cuda:0"), B: talking(None, "cuda:0"), C: talking(1, "cuda:1")})
-    for holder in (A, B):
-        assert plans[holder].budgets[0].kv_bytes == 0 and plans[holder].step("s").options["kv_bytes"] is None
+    for owner in (A, B):
+        assert plans[owner].budgets[0].kv_bytes == 0 and plans[owner].step("s").options["kv_bytes"] is None
     assert plans[C].budgets[0].kv_bytes > 0
-    holdings = ReservationTable()
-    holdings.try_take(C, make_plan(taking(3, "cuda:0"), MACHINE))
-    beside = together({A: talking(1, "cuda:0"), B: talking(1, "cuda:0")}, holdings)
+    reservations = ReservationTable()
+    reservations.try_reserve(C, make_plan(taking(3, "cuda:0"), MACHINE))
+    beside = together({A: talking(1, "cuda:0"), B: talking(1, "cuda:0")}, reservations)
     assert [plan.budgets[0].kv_bytes for plan in beside.values()] == [GIB // 4, GIB // 4]
-    assert holdings.held_bytes == {"cuda:0": 3 * GIB + GIB // 2}, "what was planned holds nothing yet"
+    assert reservations.reserved_bytes == {"cuda:0": 3 * GIB + GIB // 2}, "what was planned holds nothing yet"
 
 
 def test_what_was_open_when_it_began_counts_whatever_happens_meanwhile() -> None:
-    holdings = ReservationTable()
-    holdings.try_take(C, make_plan(talking(None, "cuda:0", ", instances: 2"), MACHINE))
-    side_by_side = JointPlan(MACHINE, holdings)
-    side_by_side.add(A, planner(talking(1, "cuda:0")))
-    holdings.give_back(C)
-    assert side_by_side.plans()[A].budgets[0].kv_bytes == 0, "nobody knows what c takes"
+    reservations = ReservationTable()
+    reservations.try_reserve(C, make_plan(talking(None, "cuda:0", ", instances: 2"), MACHINE))
+    joint = JointPlan(MACHINE, reservations)
+    joint.add(A, planner(talking(1, "cuda:0")))
+    reservations.release(C)
+    assert joint.plans()[A].budgets[0].kv_bytes == 0, "the size of c is unknown"
 
 
 def test_the_only_one_that_is_not_known_takes_what_the_others_leave() -> None:
@@ -102,8 +102,8 @@ def test_the_only_one_that_is_not_known_takes_what_the_others_leave() -> None:
     assert plans[A].budgets[0].rest_bytes == 8 * GIB - (1 + 2) * GIB - 2 * (GIB // 2)
     assert [plan.budgets[0].rest_bytes for plan in (plans[B], plans[C])] == [0, 0]
     held = ReservationTable()
-    assert held.try_take(A, plans[A]) and held.try_take(B, plans[B]), "there is room for what is planned together"
-    assert not held.try_take(Owner("late", 9), make_plan(taking(1, "cuda:0"), MACHINE))
+    assert held.try_reserve(A, plans[A]) and held.try_reserve(B, plans[B]), "there is room for what is planned together"
+    assert not held.try_reserve(Owner("late", 9), make_plan(taking(1, "cuda:0"), MACHINE))
     both = together({A: talking(None, "cuda:0"), B: talking(None, "cuda:0")})
     assert [plan.budgets[0].rest_bytes for plan in both.values()] == [0, 0]
 
@@ -118,9 +118,9 @@ def test_who_is_known_waits_where_a_step_of_another_pipeline_waits_for_another_g
 def test_who_would_have_less_than_the_least_is_refused_with_who_has_what() -> None:
     reserve = 8 * GIB - 6 * GIB - GIB - (64 << 10)
     pipelines = {A: talking(3, "cuda:0"), B: talking(3, "cuda:0")}
-    for holder, one in pipelines.items():
+    for owner, one in pipelines.items():
         tight = dataclasses.replace(one, gpu=dataclasses.replace(one.gpu, reserve_bytes=reserve))
-        pipelines[holder] = tight
+        pipelines[owner] = tight
     with pytest.raises(PipelineError) as refused:
         together(pipelines)
     assert {problem.file for problem in refused.value.problems} == {"p.yaml"}

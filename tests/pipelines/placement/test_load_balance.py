@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weftline.pipelines.placement import load_balance as spreading
 from weftline.pipelines.placement.load_balance import HOP_MS, Balance, balanced, improve, search, spread
-from weftline.pipelines.placement.loads import Chosen, Load, Room, Rooms, loads_of
+from weftline.pipelines.placement.loads import Assignment, Capacities, GpuCapacity, Load, loads_of
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.needs import Need, Needs
 from weftline.pipelines.placement.place import Placement, place
@@ -31,7 +31,7 @@ TWO = machine(80, 80)
 
 
 def timed(ms: float | Sequence[float] | None, on: Machine = TWO, gib: float = 1, **more) -> Need:
-    """A need of so many GiB, and of so many ms on every GPU or on each; None: nobody has measured it."""
+    """A need of so many GiB, and of so many ms on every GPU or on each; None: not measured."""
     names = [device.name for device in on.devices]
     each = (
         {}
@@ -69,12 +69,12 @@ def test_work_is_spread_by_times_and_not_by_memory() -> None:
     assert groups(placed({name: Need(need.bytes) for name, need in needs.items()})) == {"a", "bcd"}, "without times"
 
 
-def loads_on(ms: Sequence[float], gpus: int) -> tuple[list[Load], dict[str, Room]]:
+def loads_on(ms: Sequence[float], gpus: int) -> tuple[list[Load], dict[str, GpuCapacity]]:
     on = machine(*[80] * gpus)
     needs = {f"s{index}": timed(one, on) for index, one in enumerate(ms)}
     written = dict.fromkeys(needs, ("auto",))
     loads = loads_of([Step(name) for name in needs], written, dict.fromkeys(needs, True), needs, BARE)
-    return loads, {device.name: Room(device.name, device.memory_bytes, 0) for device in on.devices}
+    return loads, {device.name: GpuCapacity(device.name, device.memory_bytes, 0) for device in on.devices}
 
 
 def test_the_longest_come_first_and_exchanges_mend_what_that_gets_wrong() -> None:
@@ -93,7 +93,7 @@ def bare(
     """Loads of `size` bytes with their ms on each GPU, of 9 bytes; the one at `pin` is pinned to the second."""
     names = [f"cuda:{index}" for index in range(len(ms[0]))]
     sizes = dict.fromkeys(names, size)
-    rooms = {name: Room(name, 9, 0) for name in names}
+    capacities = {name: GpuCapacity(name, 9, 0) for name in names}
     loads = [
         Load(
             ((f"s{index}", 0),),
@@ -104,7 +104,7 @@ def bare(
         )
         for index, one in enumerate(ms)
     ]
-    return Balance(loads, rooms, links)
+    return Balance(loads, capacities, links)
 
 
 def test_spreading_sees_what_travels_what_is_pinned_and_what_has_no_room() -> None:
@@ -121,7 +121,9 @@ def test_spreading_parts_instances_of_a_step() -> None:
     loads, _ = loads_on([50], 2)
     one = Need({"cuda:0": 1, "cuda:1": 1})
     copies = [Load((("a", copy),), (one,), "", True, {"cuda:0": 1, "cuda:1": 1}) for copy in range(2)]
-    balance = Balance([*copies, *loads], {"cuda:0": Room("cuda:0", 9, 0), "cuda:1": Room("cuda:1", 90 * GIB, 0)}, {})
+    balance = Balance(
+        [*copies, *loads], {"cuda:0": GpuCapacity("cuda:0", 9, 0), "cuda:1": GpuCapacity("cuda:1", 90 * GIB, 0)}, {}
+    )
     assert spread(balance) and balance.at[0] != balance.at[1], "though one GPU has far more memory"
 
 
@@ -130,10 +132,10 @@ def test_what_nobody_has_measured_stays_where_memory_alone_would_let_tensors_tra
     unknown = Load((("u", 0),), (Need({"cuda:0": 1, "cuda:1": 1}),), "", True)
     a, b = (load.members[0] for load in loads)
 
-    def empty() -> Rooms:
-        return {name: Room(name, 80 * GIB, 0) for name in ("cuda:0", "cuda:1")}
+    def empty() -> Capacities:
+        return {name: GpuCapacity(name, 80 * GIB, 0) for name in ("cuda:0", "cuda:1")}
 
-    def tried(first: Chosen) -> tuple[Rooms, Chosen]:
+    def tried(first: Assignment) -> tuple[Capacities, Assignment]:
         return empty(), {**first, ("u", 0): "cuda:1" if first[a] == "cuda:0" else "cuda:0"}
 
     chosen = {a: "cuda:0", b: "cuda:1", ("u", 0): "cuda:0"}
@@ -173,9 +175,9 @@ def test_a_search_tries_one_of_many_empty_gpus_and_no_more_than_it_may(monkeypat
 
 
 def test_tensors_are_brought_together_once_the_busiest_gpu_is_as_good_as_it_gets() -> None:
-    loads, rooms = loads_on([100, 5, 5], 3)
-    apart = {load.members[0]: device for load, device in zip(loads, rooms, strict=True)}
-    balance = Balance(loads, rooms, {1: {2: 1}, 2: {1: 1}}, apart)
+    loads, capacities = loads_on([100, 5, 5], 3)
+    apart = {load.members[0]: device for load, device in zip(loads, capacities, strict=True)}
+    balance = Balance(loads, capacities, {1: {2: 1}, 2: {1: 1}}, apart)
     improve(balance)
     assert balance.at[1] == balance.at[2] != balance.at[0] and balance.score.travel == 0
 
@@ -201,8 +203,8 @@ def test_instances_that_crowd_are_parted_though_no_gpu_gets_less_busy() -> None:
 @pytest.mark.parametrize("tries", [0, 1, 3, 8])
 def test_a_search_that_gives_up_leaves_everything_somewhere(monkeypatch: pytest.MonkeyPatch, tries: int) -> None:
     monkeypatch.setattr(spreading, "TRIES_MAX", tries)
-    loads, rooms = loads_on([5, 4, 3, 3, 2], 2)
-    balance = Balance(loads, rooms, {}, {load.members[0]: "cuda:0" for load in loads})
+    loads, capacities = loads_on([5, 4, 3, 3, 2], 2)
+    balance = Balance(loads, capacities, {}, {load.members[0]: "cuda:0" for load in loads})
     search(balance)
     assert len(balance.at) == 5 and balance.score.busiest_ms <= 17
     assert sum(balance.busy.values()) == 17 and (tries < 8 or balance.score.busiest_ms < 17)
@@ -213,8 +215,8 @@ def test_no_more_than_so_many_changes_are_tried(monkeypatch: pytest.MonkeyPatch)
     after = Balance.after
     monkeypatch.setattr(Balance, "after", lambda self, change: tried.append(change) or after(self, change))
     monkeypatch.setattr(spreading, "TRIES_MAX", 7)
-    loads, rooms = loads_on([*range(1, 40)], 4)
-    balance = Balance(loads, rooms, {}, {load.members[0]: "cuda:0" for load in loads})
+    loads, capacities = loads_on([*range(1, 40)], 4)
+    balance = Balance(loads, capacities, {}, {load.members[0]: "cuda:0" for load in loads})
     improve(balance)
     assert len(tried) == 7 and balance.score.busiest_ms < sum(range(1, 40))
 

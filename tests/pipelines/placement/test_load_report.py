@@ -53,9 +53,9 @@ def test_each_gpu_has_its_steps_longest_first_with_their_share() -> None:
     assert work[0].device == "cuda:0" and work[0].busy_ms == 10 and work[1].busy_ms == 14
     assert work[1].steps == (
         StepWork("a", 10, "its instances keep apart"),
-        StepWork("b", 4, "the pipeline says so"),
+        StepWork("b", 4, "stated in the pipeline"),
     )
-    assert work[0].steps[1:] == (StepWork("c", None, "by memory: nobody has measured its time"),)
+    assert work[0].steps[1:] == (StepWork("c", None, "by memory: its time was not measured"),)
 
 
 def test_ranks_are_on_all_of_their_gpus() -> None:
@@ -63,7 +63,7 @@ def test_ranks_are_on_all_of_their_gpus() -> None:
     assert [[one.ms for one in own.steps if one.step == "say"] for own in work] == [[50], [50]]
     assert why(work)["say"] == "it fits on no other GPU"
     three = Machine(8, 1 << 50, (*TWO.devices, Device("cuda:2", 80 * GIB, "NVIDIA H200")))
-    assert why(worked({"say": need(50, ranks=2)}, three))["say"] == "it takes 2 GPUs from there on"
+    assert why(worked({"say": need(50, ranks=2)}, three))["say"] == "it uses 2 GPUs from there on"
 
 
 def test_tensors_that_travel_are_counted_on_both_gpus() -> None:
@@ -91,7 +91,7 @@ def test_tensors_that_travel_are_counted_on_both_gpus() -> None:
             "exchanges tensors with b",
         ),
         ({"a": need(5), "b": need(5)}, {"a": {"worker": "w"}, "b": {"worker": "w", "device": "cuda:1"}},
-         "its worker is there: the pipeline says so of another step"),
+         "its worker is there: stated for another step"),
     ],
 )  # fmt: skip
 def test_a_reason_says_what_would_be_worse_elsewhere(needs: dict, more: dict, said: str) -> None:
@@ -110,7 +110,7 @@ def test_where_no_gpu_would_be_busier_tensors_or_memory_decide() -> None:
 def test_a_light_step_is_beside_those_it_exchanges_tensors_with() -> None:
     needs = {"a": need(5), "cut": need(2), "b": need(30)}
     (first,) = [one for one in worked(needs, edges={("a", "cut")}, light={"cut"}) if len(one.steps) > 1]
-    assert first.steps[1] == StepWork("cut", 2, "beside those that it exchanges tensors with")
+    assert first.steps[1] == StepWork("cut", 2, "beside the steps that it exchanges tensors with")
 
 
 PIPELINE = """

@@ -1,4 +1,4 @@
-"""Machines that somebody makes up to see a plan for them."""
+"""Hypothetical machines."""
 
 from __future__ import annotations
 

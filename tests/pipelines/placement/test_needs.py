@@ -54,7 +54,7 @@ def test_what_is_measured_holds_on_its_kind_for_batches_of_the_step(found) -> No
 def test_measurements_of_other_gpus_are_told_of(found) -> None:
     blur = "{node: blur, inputs: {image: photo}}"
     (note,) = found(blur, measured({"cuda GB200": Measured(MIB), "cpu": Measured(3)})).notes
-    assert note.startswith("what a takes was measured on cuda GB200, and not on cuda H200, cuda L4: run `weftline")
+    assert note.startswith("a was measured on cuda GB200, and not on cuda H200, cuda L4: run `weftline")
     assert found(blur, measured({"cuda GB200": Measured(MIB), "cuda L4": Measured(3)})).notes == ()
     assert found(blur, measured({"cpu": Measured(3)})).notes == ()
 

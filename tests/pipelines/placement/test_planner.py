@@ -109,7 +109,7 @@ steps:
 outputs: {y: rest.value}
 """
     notes = make_plan(load_yaml(text, "a.yaml", HERE), MACHINE).notes
-    assert notes == ("pass keeps nothing but its process while it sleeps: node echo is opened again",)
+    assert notes == ("pass keeps only its process while it sleeps: node echo is opened again",)
 
 
 def test_what_rests_by_itself_and_on_the_cpu_in_its_place_is_told_apart_from_what_is_opened_again() -> None:
@@ -130,8 +130,8 @@ outputs: {a: near.text, b: wide.text, c: here.text, d: guard.text, e: sort.label
     machine = replace(MACHINE, devices=(Device("fake:0", 8 << 30),))
     notes = make_plan(load_yaml(text, "a.yaml", EXAMPLES), machine).notes
     assert [note for note in notes if "sleeps" in note] == [
-        "wide keeps nothing but its process while it sleeps: node llm is opened again",
+        "wide keeps only its process while it sleeps: node llm is opened again",
         "here keeps its weights where they are while it sleeps: the CPU's memory is the host's",
-        "guard keeps nothing but its process while it sleeps: node guardrail is opened again",
-        "sort keeps nothing but its process while it sleeps: node classify is opened again",
+        "guard keeps only its process while it sleeps: node guardrail is opened again",
+        "sort keeps only its process while it sleeps: node classify is opened again",
     ]

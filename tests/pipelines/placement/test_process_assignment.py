@@ -32,9 +32,9 @@ def test_steps_of_a_gpu_share_a_process_and_an_llm_step_has_its_own() -> None:
     found = made(steps, devices, {"say"})
     assert names(found) == [("gpu0", "see name", GPU), ("say", "say", GPU), ("log", "log", "")]
     assert reasons(found, {"say"}, GpuPolicy()) == (
-        "see and name share process gpu0: without MPS processes of one GPU only take turns; "
-        "gpu.processes: separate gives each its own",
-        "say has process say to itself: whatever shared it would wait for its rounds",
+        "see and name share process gpu0: without MPS, processes of one GPU run in turns; "
+        "gpu.processes: separate starts one for each",
+        "say has process say to itself: other steps in it would wait for its rounds",
     )
 
 
@@ -42,10 +42,10 @@ def test_each_has_its_own_where_that_is_asked_for() -> None:
     found = made([Step("see"), Step("name")], {"see": (GPU,), "name": (GPU,)}, gpu=SEPARATE)
     assert names(found) == [("see", "see", GPU), ("name", "name", GPU)]
     (line,) = reasons(found, (), SEPARATE)
-    told = (
-        "see and name have a process each on cuda:0, and take turns there; gpu.processes: grouped lets steps share one"
+    expected = (
+        "see and name have a process each on cuda:0 and run in turns; gpu.processes: grouped lets steps share one"
     )
-    assert line == told
+    assert line == expected
 
 
 def test_instances_of_a_step_are_in_different_processes() -> None:
@@ -74,16 +74,16 @@ def test_a_worker_goes_before_the_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "told"),
+    ("gpu", "expected"),
     [
-        (GpuPolicy(mps=True), "with MPS they could"),
-        (SEPARATE, "take turns"),
-        (GpuPolicy(processes="separate", mps=True), "side by side"),
+        (GpuPolicy(mps=True), "with MPS separate processes could"),
+        (SEPARATE, "run in turns"),
+        (GpuPolicy(processes="separate", mps=True), "run concurrently if"),
     ],
 )
-def test_what_mps_changes_is_said_and_what_it_costs(gpu: GpuPolicy, told: str) -> None:
+def test_what_mps_changes_is_said_and_what_it_costs(gpu: GpuPolicy, expected: str) -> None:
     lines = reasons(made([Step("a"), Step("b")], {"a": (GPU,), "b": (GPU,)}, gpu=gpu), (), gpu)
-    assert told in lines[0] and (len(lines) == 2) == gpu.mps
+    assert expected in lines[0] and (len(lines) == 2) == gpu.mps
     assert not gpu.mps or "a fatal fault in one process of a GPU ends all of them" in lines[1]
 
 
@@ -92,5 +92,5 @@ def test_two_gpus_in_one_process_are_a_problem() -> None:
     steps = [Step("a", worker="w"), Step("b", worker="w"), Step("c", worker="w")]
     grouped(steps, dict.fromkeys("abc", True), (), {"a": ("cpu",), "b": (GPU,), "c": ("cuda:1",)}, SEPARATE, problems)
     assert [(one.path, one.found) for one in problems] == [
-        ("steps.c.worker", "c is on cuda:1, and the worker w that it shares uses cuda:0")
+        ("steps.c.worker", "c is on cuda:1, and its shared worker w uses cuda:0")
     ]

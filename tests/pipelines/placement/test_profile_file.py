@@ -1,4 +1,4 @@
-"""Profiles come back as they were written, and what is wrong with one is told all at once."""
+"""Profiles round-trip, and all problems of one are reported at once."""
 
 from __future__ import annotations
 

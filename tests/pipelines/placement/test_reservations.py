@@ -16,7 +16,7 @@ from weftline.pipelines.placement.needs import Need, Needs
 from weftline.pipelines.placement.place import place
 from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan
 from weftline.pipelines.placement.planner import make_plan
-from weftline.pipelines.placement.reservations import Owner, ReservationTable, holding_of
+from weftline.pipelines.placement.reservations import Owner, ReservationTable, reserved_memory
 from weftline.pipelines.spec.graph import Step
 from weftline.pipelines.spec.loader import load_yaml
 from weftline.pipelines.spec.policy import GpuPolicy, Limits
@@ -58,22 +58,22 @@ def refused(planned):
 
 
 def test_where_nobody_has_anything_a_machine_and_its_plans_are_what_they_were(planned) -> None:
-    holdings = ReservationTable()
-    assert holdings.alone(OCR) and holdings.beside(TWO, OCR) == TWO
-    assert holdings.try_take(OCR, planned(NAME, Machine(8, 64 * GIB))), "without a GPU nothing is taken"
-    assert holdings.alone(CHAT) and holdings.held_bytes == {}
-    holdings.try_take(OCR, planned(NAME, TWO, 10))
-    assert holdings.beside(TWO, OCR) == TWO, "what it has itself is not taken from it"
-    assert not holdings.alone(CHAT) and holdings.beside(Machine(8, 1), CHAT) == Machine(8, 1)
+    reservations = ReservationTable()
+    assert reservations.alone(OCR) and reservations.beside(TWO, OCR) == TWO
+    assert reservations.try_reserve(OCR, planned(NAME, Machine(8, 64 * GIB))), "without a GPU nothing is taken"
+    assert reservations.alone(CHAT) and reservations.reserved_bytes == {}
+    reservations.try_reserve(OCR, planned(NAME, TWO, 10))
+    assert reservations.beside(TWO, OCR) == TWO, "what it has itself is not taken from it"
+    assert not reservations.alone(CHAT) and reservations.beside(Machine(8, 1), CHAT) == Machine(8, 1)
 
 
 def test_the_next_plan_goes_where_there_is_room(planned) -> None:
-    holdings = ReservationTable()
-    assert holdings.try_take(OCR, planned(NAME, TWO, 20))
-    there = holdings.beside(TWO, CHAT)
+    reservations = ReservationTable()
+    assert reservations.try_reserve(OCR, planned(NAME, TWO, 20))
+    there = reservations.beside(TWO, CHAT)
     assert there.devices[0].taken == (Taken("ocr", 20 * GIB + 512 * MIB),) and there.devices[1].taken == ()
     assert planned(NAME, there, 10).step("name").device == "cuda:1"
-    assert planned(NAME, there).step("name").device == "cuda:0", "what nobody measured: where its process has room"
+    assert planned(NAME, there).step("name").device == "cuda:0", "not measured: where its process fits"
     assert planned(GROW, there).step("grow").device == "cuda:1", "it takes what is left, and wants to be alone"
     assert planned(NAME, there, 2, options=", device: cuda").budgets[0].claims[-1] == Claim(
         "ocr", "another pipeline", 20 * GIB + 512 * MIB, "claimed"
@@ -113,19 +113,21 @@ def test_a_reserve_of_others_is_not_free(planned) -> None:
 
 
 def test_kv_memory_is_what_others_leave(planned) -> None:
-    holdings = ReservationTable()
-    holdings.try_take(OCR, planned(NAME, ONE, 10))
-    plan = planned(GROW, holdings.beside(ONE, CHAT), 4)
+    reservations = ReservationTable()
+    reservations.try_reserve(OCR, planned(NAME, ONE, 10))
+    plan = planned(GROW, reservations.beside(ONE, CHAT), 4)
     assert plan.budgets[0].kv_bytes == planned(GROW, ONE, 4).budgets[0].kv_bytes - 10 * GIB - 512 * MIB
     assert plan.step("grow").options["kv_bytes"] == plan.budgets[0].kv_bytes
-    assert holdings.try_take(CHAT, plan) and holdings.held_bytes == {"cuda:0": 23 * GIB}, "all but the reserve"
-    assert holdings.beside(ONE, SEE).devices[0].taken[1].fills
+    assert reservations.try_reserve(CHAT, plan) and reservations.reserved_bytes == {"cuda:0": 23 * GIB}, (
+        "all but the reserve"
+    )
+    assert reservations.beside(ONE, SEE).devices[0].taken[1].fills
 
 
 def test_too_much_is_refused_with_a_row_for_what_others_hold_by_name(planned, refused) -> None:
-    holdings = ReservationTable()
-    holdings.try_take(OCR, planned(NAME, ONE, 10))
-    problem = refused(NAME, holdings.beside(ONE, CHAT), 14)
+    reservations = ReservationTable()
+    reservations.try_reserve(OCR, planned(NAME, ONE, 10))
+    problem = refused(NAME, reservations.beside(ONE, CHAT), 14)
     assert (problem.path, problem.file, problem.line) == ("steps.name.device_bytes", "one.yaml", 5)
     assert problem.found.splitlines() == [
         "cuda:0 has 24 GiB, and 26 GiB of it are claimed: 2 GiB too much",
@@ -137,68 +139,70 @@ def test_too_much_is_refused_with_a_row_for_what_others_hold_by_name(planned, re
         "       24 GiB  cuda:0 has",
     ]
     assert problem.fix.startswith("put name or others on another GPU") and problem.fix.endswith("; or unload ocr")
-    largest = refused(NAME, holdings.beside(ONE, CHAT), 7, f"gpu: {{reserve_bytes: {7 * GIB}}}")
+    largest = refused(NAME, reservations.beside(ONE, CHAT), 7, f"gpu: {{reserve_bytes: {7 * GIB}}}")
     assert largest.path in ("gpu.reserve_bytes", "steps.name.device_bytes"), "where something of its own stands"
-    holdings.give_back(OCR)
-    assert planned(NAME, holdings.beside(ONE, CHAT), 14).step("name").device == "cuda:0"
+    reservations.release(OCR)
+    assert planned(NAME, reservations.beside(ONE, CHAT), 14).step("name").device == "cuda:0"
 
 
 def test_who_took_all_that_was_left_can_be_bounded(planned, refused) -> None:
-    holdings = ReservationTable()
-    holdings.try_take(CHAT, planned(GROW, ONE, 4))
-    problem = refused(NAME, holdings.beside(ONE, OCR), 4)
+    reservations = ReservationTable()
+    reservations.try_reserve(CHAT, planned(GROW, ONE, 4))
+    problem = refused(NAME, reservations.beside(ONE, OCR), 4)
     assert "chat        another pipeline, with all that was left  claimed" in problem.found
     assert problem.fix.endswith("; or bound the KV memory of chat (limits.kv_bytes there); or unload chat")
     bounded = f"limits: {{kv_bytes: {{cuda: {8 * GIB}}}}}"
-    holdings.try_take(CHAT, planned(GROW, ONE, 4, bounded))
-    assert planned(NAME, holdings.beside(ONE, OCR), 4).step("name").device == "cuda:0"
+    reservations.try_reserve(CHAT, planned(GROW, ONE, 4, bounded))
+    assert planned(NAME, reservations.beside(ONE, OCR), 4).step("name").device == "cuda:0"
 
 
 def test_the_next_version_is_planned_beside_the_one_that_serves(planned, refused) -> None:
-    holdings, new = ReservationTable(), dataclasses.replace(OCR, version=2)
-    holdings.try_take(OCR, planned(NAME, ONE, 10))
-    small = planned(NAME, holdings.beside(ONE, new), 8)
+    reservations, new = ReservationTable(), dataclasses.replace(OCR, version=2)
+    reservations.try_reserve(OCR, planned(NAME, ONE, 10))
+    small = planned(NAME, reservations.beside(ONE, new), 8)
     assert Claim("ocr", "the version that serves", 10 * GIB + 512 * MIB, "claimed") in small.budgets[0].claims
-    assert holdings.try_take(new, small) and holdings.held_bytes == {"cuda:0": 19 * GIB}
-    holdings.give_back(OCR)
-    assert holdings.held_bytes == {"cuda:0": 8 * GIB + 512 * MIB}
+    assert reservations.try_reserve(new, small) and reservations.reserved_bytes == {"cuda:0": 19 * GIB}
+    reservations.release(OCR)
+    assert reservations.reserved_bytes == {"cuda:0": 8 * GIB + 512 * MIB}
     third = dataclasses.replace(OCR, version=3)
-    fix = refused(NAME, holdings.beside(ONE, third), 18).fix
+    fix = refused(NAME, reservations.beside(ONE, third), 18).fix
     assert fix.endswith("unload the version that serves and load the new one (until then the old one goes on serving)")
     assert "unload ocr" not in fix and "limits.kv_bytes" not in fix
-    holdings.give_back(new)
-    holdings.try_take(OCR, planned(GROW, ONE, 4))
-    fix = refused(NAME, holdings.beside(ONE, new), 4).fix
+    reservations.release(new)
+    reservations.try_reserve(OCR, planned(GROW, ONE, 4))
+    fix = refused(NAME, reservations.beside(ONE, new), 4).fix
     assert "; or bound its KV memory (limits.kv_bytes), in the version that serves too; or unload the version" in fix
 
 
 def test_a_reserve_is_left_once_and_as_much_as_anybody_wants(planned, refused) -> None:
-    holdings = ReservationTable()
+    reservations = ReservationTable()
     wants = "gpu: {{reserve_bytes: {}}}"
-    holdings.try_take(OCR, planned(NAME, ONE, 10, wants.format(4 * GIB)))
-    there = holdings.beside(ONE, CHAT)
+    reservations.try_reserve(OCR, planned(NAME, ONE, 10, wants.format(4 * GIB)))
+    there = reservations.beside(ONE, CHAT)
     assert planned(NAME, there, 8.5).budgets[0].claims[-1] == Claim(
         "", "reserve of other pipelines", 3 * GIB, "claimed"
     )
     assert refused(NAME, there, 10).found.startswith("cuda:0 has 24 GiB, and 25 GiB of it are claimed")
     own = planned(NAME, there, 8, wants.format(5 * GIB))
     assert [claim.bytes for claim in own.budgets[0].claims if "reserve" in claim.what] == [5 * GIB]
-    assert holding_of(own, own.budgets[0]).reserve_bytes == 5 * GIB
-    assert holding_of(planned(NAME, there, 8), own.budgets[0]).reserve_bytes == 5 * GIB
+    assert reserved_memory(own, own.budgets[0]).reserve_bytes == 5 * GIB
+    assert reserved_memory(planned(NAME, there, 8), own.budgets[0]).reserve_bytes == 5 * GIB
     plan = planned(NAME, there, 8)
-    assert holding_of(plan, plan.budgets[0]).reserve_bytes == GIB, "what others want is theirs"
-    assert not holdings.try_take(CHAT, planned(NAME, ONE, 10)) and holdings.try_take(CHAT, planned(NAME, ONE, 9))
-    assert holdings.settle(CHAT, "cuda:0", 9 * GIB, 20 * GIB).reserve_bytes == 4 * GIB
+    assert reserved_memory(plan, plan.budgets[0]).reserve_bytes == GIB, "what others want is theirs"
+    assert not reservations.try_reserve(CHAT, planned(NAME, ONE, 10)) and reservations.try_reserve(
+        CHAT, planned(NAME, ONE, 9)
+    )
+    assert reservations.settle(CHAT, "cuda:0", 9 * GIB, 20 * GIB).reserve_bytes == 4 * GIB
 
 
 def test_a_plan_that_cannot_be_made_again_fits_as_it_is_or_says_why_not(planned) -> None:
-    holdings = ReservationTable()
-    holdings.try_take(OCR, planned(NAME, ONE, 10))
-    assert holdings.try_take(SEE, planned(NAME, ONE, 4))
+    reservations = ReservationTable()
+    reservations.try_reserve(OCR, planned(NAME, ONE, 10))
+    assert reservations.try_reserve(SEE, planned(NAME, ONE, 4))
     filled = planned(GROW, ONE, 4)
-    before = holdings.changes, holdings.held_bytes
-    assert not holdings.try_take(CHAT, filled) and (holdings.changes, holdings.held_bytes) == before
-    (problem,) = over_commits(holdings.beside_others(filled, CHAT))
+    before = reservations.changes, reservations.reserved_bytes
+    assert not reservations.try_reserve(CHAT, filled) and (reservations.changes, reservations.reserved_bytes) == before
+    (problem,) = over_commits(reservations.beside_others(filled, CHAT))
     assert (
         "llm steps   KV memory         planned" in problem.found
         and "see         another pipeline  claimed" in problem.found
@@ -210,110 +214,113 @@ def test_a_plan_that_cannot_be_made_again_fits_as_it_is_or_says_why_not(planned)
 
 
 def test_what_is_measured_is_held_where_nobody_had_said_what_it_takes(planned) -> None:
-    holdings = ReservationTable()
-    holdings.try_take(OCR, planned(NAME, ONE))
-    there = holdings.beside(ONE, CHAT)
+    reservations = ReservationTable()
+    reservations.try_reserve(OCR, planned(NAME, ONE))
+    there = reservations.beside(ONE, CHAT)
     assert there.devices[0].taken == (Taken("ocr", 512 * MIB, known=False),)
     unknown = planned(GROW, there, 4)
     assert unknown.budgets[0].kv_bytes == 0, "how much is left is known when ocr has been measured"
     assert Claim("ocr", "another pipeline", 0, "unknown") in unknown.budgets[0].claims
-    left = holdings.settle(OCR, "cuda:0", 9 * GIB, 20 * GIB)
+    left = reservations.settle(OCR, "cuda:0", 9 * GIB, 20 * GIB)
     assert (left.bytes, left.others, left.reserve_bytes) == (14 * GIB, (), GIB)
-    assert holdings.beside(ONE, CHAT).devices[0].taken == (Taken("ocr", 9 * GIB + 512 * MIB),)
+    assert reservations.beside(ONE, CHAT).devices[0].taken == (Taken("ocr", 9 * GIB + 512 * MIB),)
 
 
 def test_who_takes_what_is_left_holds_it_from_the_moment_it_is_known(planned) -> None:
-    holdings = ReservationTable()
-    holdings.try_take(OCR, planned(NAME, ONE, 4))
-    holdings.try_take(CHAT, planned(GROW, holdings.beside(ONE, CHAT)))
-    first = holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
+    reservations = ReservationTable()
+    reservations.try_reserve(OCR, planned(NAME, ONE, 4))
+    reservations.try_reserve(CHAT, planned(GROW, reservations.beside(ONE, CHAT)))
+    first = reservations.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
     assert (first.bytes, first.waits) == (24 * GIB - GIB - 5 * GIB - 4 * GIB - 512 * MIB, False), "ocr's is held"
-    assert holdings.held_bytes == {"cuda:0": 23 * GIB}
-    holdings.try_take(SEE, planned(NAME, ONE))
-    assert holdings.held_bytes == {"cuda:0": 23 * GIB}, "who comes later finds nothing left"
+    assert reservations.reserved_bytes == {"cuda:0": 23 * GIB}
+    reservations.try_reserve(SEE, planned(NAME, ONE))
+    assert reservations.reserved_bytes == {"cuda:0": 23 * GIB}, "who comes later finds nothing left"
 
 
 @pytest.fixture
 def two_that_take(planned) -> ReservationTable:
-    """Return holdings of one that claims 4 GiB and two that nobody has measured and that take what is left."""
-    holdings = ReservationTable()
-    holdings.try_take(OCR, planned(NAME, ONE, 4))
-    holdings.try_take(CHAT, planned(GROW, holdings.beside(ONE, CHAT)))
-    holdings.try_take(SEE, planned(GROW, holdings.beside(ONE, SEE)))
-    return holdings
+    """Return reservations of one that claims 4 GiB and two that were not measured and use the remainder."""
+    reservations = ReservationTable()
+    reservations.try_reserve(OCR, planned(NAME, ONE, 4))
+    reservations.try_reserve(CHAT, planned(GROW, reservations.beside(ONE, CHAT)))
+    reservations.try_reserve(SEE, planned(GROW, reservations.beside(ONE, SEE)))
+    return reservations
 
 
 def test_those_that_claim_before_either_has_what_is_left_divide_it_once_both_are_measured(two_that_take) -> None:
-    holdings = two_that_take
-    first = holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
-    assert first.waits and holdings.pop_new_shares() == {} and not holdings.taken("cuda:0", SEE)[1].known
-    assert holdings.held_bytes == {"cuda:0": 14 * GIB + 512 * MIB - 4 * GIB}, "it holds no more than it has"
+    reservations = two_that_take
+    first = reservations.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
+    assert first.waits and reservations.pop_new_shares() == {} and not reservations.taken("cuda:0", SEE)[1].known
+    assert reservations.reserved_bytes == {"cuda:0": 14 * GIB + 512 * MIB - 4 * GIB}, "it holds no more than it has"
     part = (24 - 1 - 4 - 5 - 3) * GIB // 2 - 3 * 256 * MIB
-    second = holdings.settle(SEE, "cuda:0", 3 * GIB, 24 * GIB)
+    second = reservations.settle(SEE, "cuda:0", 3 * GIB, 24 * GIB)
     assert (second.bytes, second.waits) == (part, False)
-    assert holdings.pop_new_shares() == {(CHAT, "cuda:0"): part} and holdings.pop_new_shares() == {}
-    assert holdings.held_bytes == {"cuda:0": 23 * GIB}, "all but the reserve"
-    assert all(one.known and one.fills for one in holdings.taken("cuda:0", OCR))
+    assert reservations.pop_new_shares() == {(CHAT, "cuda:0"): part} and reservations.pop_new_shares() == {}
+    assert reservations.reserved_bytes == {"cuda:0": 23 * GIB}, "all but the reserve"
+    assert all(one.known and one.fills for one in reservations.taken("cuda:0", OCR))
 
 
 def test_nobody_waits_for_one_that_is_gone(two_that_take) -> None:
-    holdings = two_that_take
-    holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
-    holdings.give_back(SEE)
-    assert holdings.pop_new_shares() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
-    assert holdings.held_bytes == {"cuda:0": 23 * GIB}
+    reservations = two_that_take
+    reservations.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
+    reservations.release(SEE)
+    assert reservations.pop_new_shares() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
+    assert reservations.reserved_bytes == {"cuda:0": 23 * GIB}
 
 
 def test_who_is_too_much_gets_no_part_and_the_other_has_all_when_it_is_gone(two_that_take) -> None:
-    holdings = two_that_take
-    holdings.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
-    assert holdings.settle(SEE, "cuda:0", 15 * GIB, 24 * GIB).bytes < 0
-    assert holdings.pop_new_shares() == {}
-    holdings.give_back(SEE)
-    assert holdings.pop_new_shares() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
+    reservations = two_that_take
+    reservations.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
+    assert reservations.settle(SEE, "cuda:0", 15 * GIB, 24 * GIB).bytes < 0
+    assert reservations.pop_new_shares() == {}
+    reservations.release(SEE)
+    assert reservations.pop_new_shares() == {(CHAT, "cuda:0"): (24 - 1 - 4 - 5 - 1) * GIB}
 
 
 def test_what_is_divided_is_free_by_the_driver_of_who_was_measured_last(two_that_take) -> None:
-    holdings = two_that_take
-    holdings.settle(CHAT, "cuda:0", 5 * GIB, 15 * GIB)
+    reservations = two_that_take
+    reservations.settle(CHAT, "cuda:0", 5 * GIB, 15 * GIB)
     part = (7 * GIB - GIB) // 2
-    assert holdings.settle(SEE, "cuda:0", 3 * GIB, 7 * GIB).bytes == part
-    assert holdings.pop_new_shares() == {(CHAT, "cuda:0"): part}
+    assert reservations.settle(SEE, "cuda:0", 3 * GIB, 7 * GIB).bytes == part
+    assert reservations.pop_new_shares() == {(CHAT, "cuda:0"): part}
 
 
 def test_who_has_more_instances_gets_more_and_what_nobody_measured_is_waited_for(planned) -> None:
-    holdings = ReservationTable()
-    holdings.try_take(CHAT, planned(GROW, ONE, options=", instances: 2"))
-    holdings.try_take(SEE, planned(GROW, holdings.beside(ONE, SEE)))
-    holdings.try_take(OCR, planned(NAME, holdings.beside(ONE, OCR)))
+    reservations = ReservationTable()
+    reservations.try_reserve(CHAT, planned(GROW, ONE, options=", instances: 2"))
+    reservations.try_reserve(SEE, planned(GROW, reservations.beside(ONE, SEE)))
+    reservations.try_reserve(OCR, planned(NAME, reservations.beside(ONE, OCR)))
     assert (
-        holdings.settle(CHAT, "cuda:0", 4 * GIB, 24 * GIB).waits and holdings.settle(SEE, "cuda:0", GIB, 24 * GIB).waits
+        reservations.settle(CHAT, "cuda:0", 4 * GIB, 24 * GIB).waits
+        and reservations.settle(SEE, "cuda:0", GIB, 24 * GIB).waits
     )
-    holdings.settle(OCR, "cuda:0", 2 * GIB, 24 * GIB)
-    shares = holdings.pop_new_shares()
+    reservations.settle(OCR, "cuda:0", 2 * GIB, 24 * GIB)
+    shares = reservations.pop_new_shares()
     third = (24 - 1 - 4 - 1 - 2 - 2) * GIB // 3
     assert [shares[who, "cuda:0"] // MIB for who in (CHAT, SEE)] == [2 * third // MIB, third // MIB]
 
 
 def test_what_the_driver_has_not_is_not_left_whoever_has_it(planned) -> None:
-    holdings = ReservationTable()
-    holdings.try_take(CHAT, planned(GROW, ONE))
-    assert holdings.settle(CHAT, "cuda:0", 5 * GIB, 6 * GIB).bytes == 5 * GIB
-    assert holdings.held_bytes == {"cuda:0": 10 * GIB + 512 * MIB}
+    reservations = ReservationTable()
+    reservations.try_reserve(CHAT, planned(GROW, ONE))
+    assert reservations.settle(CHAT, "cuda:0", 5 * GIB, 6 * GIB).bytes == 5 * GIB
+    assert reservations.reserved_bytes == {"cuda:0": 10 * GIB + 512 * MIB}
 
 
 def test_what_was_claimed_and_is_not_taken_yet_stays_held(planned) -> None:
-    holdings = ReservationTable()
-    holdings.try_take(OCR, planned(NAME, ONE, 10))
-    holdings.settle(OCR, "cuda:0", 2 * GIB, 20 * GIB)
-    assert holdings.held_bytes == {"cuda:0": 10 * GIB + 512 * MIB}
-    holdings.settle(OCR, "cuda:0", 11 * GIB, 12 * GIB)
-    assert holdings.held_bytes == {"cuda:0": 11 * GIB + 512 * MIB}, "it takes more than its plan said"
+    reservations = ReservationTable()
+    reservations.try_reserve(OCR, planned(NAME, ONE, 10))
+    reservations.settle(OCR, "cuda:0", 2 * GIB, 20 * GIB)
+    assert reservations.reserved_bytes == {"cuda:0": 10 * GIB + 512 * MIB}
+    reservations.settle(OCR, "cuda:0", 11 * GIB, 12 * GIB)
+    assert reservations.reserved_bytes == {"cuda:0": 11 * GIB + 512 * MIB}, "it takes more than its plan said"
     limits = f"limits: {{kv_bytes: {{cuda: {8 * GIB}}}}}"
-    holdings.give_back(OCR)
-    holdings.try_take(CHAT, planned(GROW, ONE, None, limits))
-    holdings.settle(CHAT, "cuda:0", 3 * GIB + 4 * GIB, 24 * GIB)
-    assert holdings.held_bytes == {"cuda:0": (3 + 8) * GIB + 512 * MIB}, "it starts with half, and may have the rest"
+    reservations.release(OCR)
+    reservations.try_reserve(CHAT, planned(GROW, ONE, None, limits))
+    reservations.settle(CHAT, "cuda:0", 3 * GIB + 4 * GIB, 24 * GIB)
+    assert reservations.reserved_bytes == {"cuda:0": (3 + 8) * GIB + 512 * MIB}, (
+        "it starts with half, and may have the rest"
+    )
 
 
 CLAIMS = st.lists(st.tuples(st.sampled_from(("cuda:0", "cuda:1")), st.integers(1, 60)), min_size=1, max_size=2)
@@ -323,14 +330,14 @@ EVENTS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), CLAIMS, st.int
 @settings(max_examples=150, deadline=None)
 @given(EVENTS)
 def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(events: list) -> None:
-    """Whoever takes, measures (no more than it claimed) or gives back, in any order."""
+    r"""Reservations, measurements \(at most the claim\) and releases, in any order."""
     template = make_plan(
         load_yaml("weftline: 1\nname: p\ninputs: {x: text}\nsteps: {s: {node: echo, inputs: {value: x}}}\n"
                   "outputs: {y: s.value}\n", "p.yaml", Path()), ONE)  # fmt: skip
-    holdings, held, measured = ReservationTable(), dict[Owner, Plan](), set[tuple[Owner, str]]()
+    reservations, held, measured = ReservationTable(), dict[Owner, Plan](), set[tuple[Owner, str]]()
     for who, what, claims, share in events:
-        holder = Owner("p", who)
-        if what == 0 and holder not in held:
+        owner = Owner("p", who)
+        if what == 0 and owner not in held:
             found = [
                 DeviceBudget(
                     device, 100, (Claim("s", "weights and work", bytes, "stated"), Claim("", "reserve", 10, ""))
@@ -341,26 +348,26 @@ def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(ev
                 template.steps[0], streams=True, options={"kv_bytes": None}, devices=tuple(dict(claims))
             )
             plan = dataclasses.replace(template, budgets=tuple(found), steps=(takes,) if share % 2 else template.steps)
-            if holdings.try_take(holder, plan):
-                held[holder] = plan
+            if reservations.try_reserve(owner, plan):
+                held[owner] = plan
             else:
-                assert over_commits(holdings.beside_others(plan, holder)), "who is refused is told why"
-        elif what == 1 and holder in held:
-            budget = held[holder].budgets[share % len(held[holder].budgets)]
+                assert over_commits(reservations.beside_others(plan, owner)), "a refusal has a reason"
+        elif what == 1 and owner in held:
+            budget = held[owner].budgets[share % len(held[owner].budgets)]
             taken = budget.claims[0].bytes * share // 100
-            assert holdings.settle(holder, budget.device, taken, 100 - taken).bytes >= 0
-            measured.add((holder, budget.device))
+            assert reservations.settle(owner, budget.device, taken, 100 - taken).bytes >= 0
+            measured.add((owner, budget.device))
         elif what == 2:
-            holdings.give_back(holder)
-            held.pop(holder, None)
-            measured -= {(holder, "cuda:0"), (holder, "cuda:1")}
+            reservations.release(owner)
+            held.pop(owner, None)
+            measured -= {(owner, "cuda:0"), (owner, "cuda:1")}
         for device in ("cuda:0", "cuda:1"):
-            takers = {holder for holder, plan in held.items() if open_kv(plan, device)}
-            divided = all(one.known for one in holdings.taken(device, Owner("", 0)))
+            takers = {owner for owner, plan in held.items() if open_kv(plan, device)}
+            divided = all(one.known for one in reservations.taken(device, Owner("", 0)))
             assert divided == all((one, device) in measured for one in takers), (
-                "nobody waits for nothing, or not at all"
+                "versions wait only for missing measurements"
             )
-        assert all(bytes + 10 <= 100 for bytes in holdings.held_bytes.values())
-    for holder in held:
-        holdings.give_back(holder)
-    assert holdings.held_bytes == {} and holdings.alone(Owner("p", 99))
+        assert all(bytes + 10 <= 100 for bytes in reservations.reserved_bytes.values())
+    for owner in held:
+        reservations.release(owner)
+    assert reservations.reserved_bytes == {} and reservations.alone(Owner("p", 99))

@@ -1,4 +1,4 @@
-"""Tensors stay on a GPU where everybody is on it, and come to host memory where somebody is not."""
+"""Tensors stay on a GPU if all readers are on it, else they are copied to host memory."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_steps_that_share_a_process_are_on_one_gpu(planned) -> None:
         planned(PHOTO % (", worker: w, device: fake:0", "", ", worker: w, device: fake:1", ""), TWO)
     (problem,) = refused.value.problems
     assert problem.path == "steps.name.worker" and problem.line == 8
-    assert problem.found == "name is on fake:1, and the worker w that it shares uses fake:0"
+    assert problem.found == "name is on fake:1, and its shared worker w uses fake:0"
 
 
 def test_a_node_that_cannot_say_its_ports_is_a_problem(planned, near_catalog, monkeypatch) -> None:

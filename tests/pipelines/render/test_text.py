@@ -42,7 +42,7 @@ def test_the_text_shows_every_step_wire_worker_and_limit(plan: Plan) -> None:
 
 def test_the_text_shows_the_default_deadline(plan: Plan) -> None:
     text = explain_text(replace(plan, limits=replace(plan.limits, deadline_ms=2000), slo=Slo()))
-    assert "Deadline of requests that bring none: 2000 ms (limits.deadline_ms)\n" in text
+    assert "Default deadline of requests: 2000 ms (limits.deadline_ms)\n" in text
     assert "objective" not in text
 
 

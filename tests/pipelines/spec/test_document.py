@@ -61,8 +61,8 @@ def test_keys_prompts_and_templates_are_left_alone() -> None:
 
 
 def test_what_is_written_is_read_back_as_it_was() -> None:
-    told = {"a": ["${X}", "$${X}", "${", "$$${X}"], "prompt": "${X}"}
-    assert read_document(yaml.safe_dump(escaped(told)), "x.yaml", {}).value == told
+    values = {"a": ["${X}", "$${X}", "${", "$$${X}"], "prompt": "${X}"}
+    assert read_document(yaml.safe_dump(escaped(values)), "x.yaml", {}).value == values
 
 
 def test_every_unset_variable_is_a_problem_with_its_line() -> None:

@@ -1,4 +1,4 @@
-"""What is written short is written out, and problems with it are told where it was written."""
+"""Shorthand is expanded, and its problems have the path of the source."""
 
 from pathlib import Path
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weftline.nodes.template_syntax import TEMPLATE_CHARS_MAX
+from weftline.nodes.template_sandbox import TEMPLATE_CHARS_MAX
 from weftline.pipelines.check.checker import examine
 from weftline.pipelines.spec.expansion import Reading, readings
 from weftline.pipelines.spec.loader import load_yaml
@@ -104,7 +104,7 @@ def test_names_of_its_own_go_to_the_template_and_the_rest_to_the_llm(catalog) ->
         ("{{ hera.text }}", 8, "reads hera.text, and no step", "did you mean hear?"),
         ("{{ hear }}", 8, "reads hear, a step with outputs", "like hear.text"),
         ("{{ my-step.text }}", 8, "reads my-step with a - in it", "rename my-step to my_step"),
-        ("{{ two__parts.text }}", 8, "cannot be told from a dot", "rename two__parts"),
+        ("{{ two__parts.text }}", 8, "is ambiguous with a dot", "rename two__parts"),
         ("ok\n      {{ note", 9, "no template", ""),
         ("ok\n      {{ hear.txt }}", 7, "hear has no output txt", "did you mean hear.text?"),
     ],

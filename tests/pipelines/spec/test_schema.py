@@ -154,7 +154,7 @@ def test_a_step_runs_a_node_or_a_pipeline_and_not_both() -> None:
 @pytest.mark.parametrize("key", sorted({*STEP_KEYS} - {*BESIDE_PIPELINE, "node"}))
 def test_what_a_pipeline_says_inside_is_not_said_beside_it(key: str) -> None:
     found = validated({"pipeline": "y.yaml", key: object()})
-    assert list(found) == [key], "told once, whatever the value"
+    assert list(found) == [key], "reported once, for any value"
     assert "inside that file" in found[key].fix
 
 
@@ -166,7 +166,7 @@ def test_a_constant_on_a_port_has_one_key() -> None:
     assert validated({"node": "x", "inputs": {"a": {"value": None}, "b": {"value": [1, {"c": 2}]}}}) == {}
     assert validated({"node": "x", "inputs": {"a": {"valu": 1}}})["inputs.a.valu"].fix == "did you mean value?"
     assert "16384" in validated({"node": "x", "inputs": {"a": {"value": "x" * 16_384}}})["inputs.a.value"].expected
-    assert "json" in validated({"node": "x", "fallback": {"a": float("nan")}})["fallback.a"].found
+    assert "JSON" in validated({"node": "x", "fallback": {"a": float("nan")}})["fallback.a"].found
 
 
 def test_a_condition_is_parsed_where_it_stands() -> None:

@@ -46,9 +46,9 @@ def test_a_circle_is_named(tmp_path: Path) -> None:
     file(tmp_path, "a.yaml", "b.yaml")
     file(tmp_path, "b.yaml", "c.yaml")
     path = file(tmp_path, "c.yaml", "b.yaml")
-    with pytest.raises(ConfigError, match=r"circle: b.yaml -> c.yaml -> b.yaml$"):
+    with pytest.raises(ConfigError, match=r"cycle: b.yaml -> c.yaml -> b.yaml$"):
         check_nesting(tmp_path / "a.yaml", ())
-    with pytest.raises(ConfigError, match=r"circle: c.yaml -> b.yaml -> c.yaml$"):
+    with pytest.raises(ConfigError, match=r"cycle: c.yaml -> b.yaml -> c.yaml$"):
         check_nesting(tmp_path / "b.yaml", (path,))
 
 
@@ -69,7 +69,7 @@ INNER = HEAD + (
     "  say: {node: echo, inputs: {value: words}, worker: w, fallback: {value: sorry}}\n"
     "  tell: {node: echo, inputs: {value: lang}, when: words == 'tell' and say.value != ''}\n"
     "  extra: {node: echo, inputs: {value: more}}\n"
-    "outputs: {said: say.value, told: tell.value, same: words, extra: extra.value}\n"
+    "outputs: {said: say.value, repeated: tell.value, same: words, extra: extra.value}\n"
 )
 
 Write = Callable[..., Path]
@@ -103,12 +103,12 @@ def found_in(path: Path) -> dict[tuple[str, str], Problem]:
 
 def test_steps_of_the_file_take_the_place_of_the_step(write: Write) -> None:
     step = "  read: {pipeline: sub/inner.yaml, inputs: {words: q}, when: k.go == true}\n"
-    outputs = "outputs: {a: read.said, b: read.told, c: read.same}\n"
+    outputs = "outputs: {a: read.said, b: read.repeated, c: read.same}\n"
     path = write(outer=OUTER + step + outputs, inner=INNER)
     checked = examined(path)
     assert checked.problems == ()
     steps = {step.name: step for step in checked.pipeline.steps}
-    assert set(steps) == {"read/say", "read/say/fallback", "read/tell", "read/passed"}, "nobody asks for `extra`"
+    assert set(steps) == {"read/say", "read/say/fallback", "read/tell", "read/passed"}, "`extra` is not read"
     assert steps["read/say"].inputs == {"value": Wire(None, "q")}
     assert (steps["read/say"].worker, steps["read/say"].fallback) == ("read/w", "read/say/fallback")
     assert steps["read/tell"].inputs == {"value": Wire(None, "read/lang")}
@@ -184,7 +184,7 @@ def test_problems_of_the_file_are_told_with_its_name_and_line(write: Write) -> N
     steps = (
         "  one: {pipeline: sub/inner.yaml, inputs: {words: q}}\n  two: {pipeline: sub/inner.yaml, inputs: {words: q}}\n"
     )
-    outer = OUTER.replace(", k: json", "") + steps + "outputs: {y: one.said, z: two.told}\n"
+    outer = OUTER.replace(", k: json", "") + steps + "outputs: {y: one.said, z: two.repeated}\n"
     found = found_in(write(outer=outer, inner=INNER.replace("value: lang", "value: lagn").replace("worker", "wroker")))
     assert {key: one.line for key, one in found.items()} == {
         ("outer.yaml", "steps.one.pipeline"): 5, ("outer.yaml", "steps.two.pipeline"): 6,
@@ -201,13 +201,13 @@ def test_circles_are_shown(write: Write) -> None:
     step = "  read: {pipeline: outer.yaml, inputs: {q: q}}\n"
     found = found_in(write(outer=HEAD + "inputs: {q: text}\nsteps:\n" + step + "outputs: {y: read.y}\n"))
     assert [(key, one.found) for key, one in found.items()] == [
-        (("outer.yaml", "steps.read.pipeline"), "runs in a circle: outer.yaml -> outer.yaml")
+        (("outer.yaml", "steps.read.pipeline"), "forms a cycle: outer.yaml -> outer.yaml")
     ]
     passes = HEAD + "inputs: {x: text}\nsteps: {e: {node: echo, inputs: {value: x}}}\noutputs: {x: x, e: e.value}\n"
     steps = "  a: {pipeline: sub/inner.yaml, inputs: {x: b.x}}\n  b: {pipeline: sub/inner.yaml, inputs: {x: a.x}}\n"
     found = found_in(write(outer=HEAD + "steps:\n" + steps + "outputs: {y: a.e}\n", inner=passes))
     assert [(key[1], one.found) for key, one in found.items()] == [
-        ("steps.a.inputs.x", "the steps run in a circle: a -> b -> a")
+        ("steps.a.inputs.x", "the steps form a cycle: a -> b -> a")
     ]
 
 

@@ -32,10 +32,10 @@ def section(function: Any, name: str) -> dict[str, str]:
 def kinds_of(name: str) -> dict[str, tuple[type, ...]]:
     """Return what classes each parameter of a function may be of: one of the module's, or a number; () for any."""
     function = getattr(driver, name)
-    told = section(function, "Parameters")
+    documented = section(function, "Parameters")
     kinds: dict[str, tuple[type, ...]] = {}
     for parameter in inspect.signature(function).parameters.values():
-        text = parameter.annotation if isinstance(parameter.annotation, str) else told[parameter.name]
+        text = parameter.annotation if isinstance(parameter.annotation, str) else documented[parameter.name]
         if _WHOLE.match(text) or f"void_ptr {parameter.name}" in function.__doc__.partition("\n")[0]:
             kinds[parameter.name] = (int,)
         elif text == "bytes":

@@ -6,7 +6,7 @@ Everything is drawn from one seed, so a failing seed can be replayed:
     python -m tests.shm.device.simulation --seeds 10000    a night's worth, in all processes of the machine
 
 Who acts next is drawn: the device, which begins or ends any piece of work that can; a worker, that hears a message or
-looks whether its work is finished; the runtime, that hears one, sends what there is room for, or tells something twice;
+looks whether its work is finished; the runtime, which handles one message, sends what fits, or repeats a message;
 the system, that kills a worker or reaps it. After every act the invariants hold: the watch of the machine has found
 nothing, the ledger tiles its arenas into free, leased and quarantined, generations only rise, and every dispatch read
 what was written for it. When the faults are over every request ends, and nothing is leased, quarantined or retired.
@@ -135,7 +135,7 @@ class World:
         return quiet and not self.to_come and not self.unreaped and self.runtime.at_rest
 
     def ask_everybody(self) -> None:
-        """Let one thing happen that can; where nothing can, whoever waits for room is given up."""
+        """Let one thing happen that can; where nothing can, the oldest waiting request is dropped."""
         members = self.runtime.members.values()
         if self.machine.step() or any(one.alive and one.look() for one in members) or self.runtime.schedule():
             return

@@ -1,4 +1,4 @@
-"""Bugs that somebody could write into the lease protocol of device memory, planted on purpose: each must be found.
+"""Planted bugs in the lease protocol of device memory: each must be found.
 
 Every one patches one place, of the ledger, of a worker or of the runtime.
 """

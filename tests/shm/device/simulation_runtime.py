@@ -5,7 +5,7 @@ reader. In host ordering Done means that the device is done, and ends the ticket
 In event ordering they end with Released; the event that the block is ready by is leased, and held, as the block is.
 
 How a worker dies: its arena is retired. What it may still read in others' arenas goes to quarantine, and to each owner
-that lives a Settle, once the dead one has been reaped. Whoever waits on the device for what it had not finished is
+that lives a Settle, once the dead one has been reaped. Work that waits on the device for what it had not finished is
 killed too.
 """
 
@@ -87,7 +87,7 @@ class Runtime:
         return not (self.queued or self._running or self._tokens or self._leased)
 
     def introduce(self, place: int, worker: Worker) -> None:
-        """A worker is up, and has told of its arena."""
+        """A worker has started and reported its arena."""
         self.members[place] = worker
         self._owners[worker.arena] = worker
         self.introduced[worker.arena] = worker.shared
@@ -125,7 +125,7 @@ class Runtime:
             self._end(task)
 
     def on_death(self, worker: Worker, place: int) -> None:
-        """A worker's line has closed; everything it said before has been heard."""
+        """A worker's socket has closed; all its messages were handled."""
         self._retire(worker)
         tasks = [task for task in self._running.values() if task.member is worker]
         lost = [reader for task in tasks if task.ready is not None for reader in task.readers]
@@ -159,7 +159,7 @@ class Runtime:
                 self._kill(member)
 
     def forget(self) -> None:
-        """Let go of retired arenas that nobody holds anything in."""
+        """Close retired arenas without leases."""
         for arena in self.ledger.forget_empty():
             if arena > 0:
                 os.close(self.introduced.pop(arena).descriptor)

@@ -76,7 +76,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A worker's arena, as it told the runtime of it: a descriptor, and handles of its events."""
+    """A worker's arena, as reported to the runtime: a descriptor, and handles of its events."""
 
     arena: int
     descriptor: int
@@ -190,7 +190,7 @@ class Worker:
             self.publish((self._marked(stream),), Done(run.dispatch, False), slot)
 
     def publish(self, marks: tuple[int, ...], done: Done, slot: int | None) -> None:
-        """Say that a dispatch is done once its work is: nobody else waits for it."""
+        """Report a dispatch as done once its work is: no other process waits for it."""
         self._pending.append((marks, done, slot))
 
     def event_of(self, ready: Block) -> int:

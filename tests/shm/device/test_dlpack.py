@@ -1,4 +1,4 @@
-"""DLPack capsules: read by numpy and torch, taken from them, and let go of by whoever has them last."""
+"""DLPack capsules: read by numpy and torch, taken from them, and released by their last user."""
 
 import subprocess
 import sys

@@ -18,9 +18,9 @@ FOUR = TensorSpec("float32", (2, 2))
 class OnCuda:
     """An array of a library such as CuPy, as far as its interface goes."""
 
-    def __init__(self, **told: Any) -> None:
+    def __init__(self, **interface: Any) -> None:
         usual = {"shape": (2, 2), "typestr": "<f4", "data": (4096, False), "version": 3}
-        self.__cuda_array_interface__ = {**usual, **told}
+        self.__cuda_array_interface__ = {**usual, **interface}
 
 
 class Exporting:

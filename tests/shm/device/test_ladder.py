@@ -17,7 +17,7 @@ def open_descriptors() -> set[str]:
 
 
 class Shaky(FakeGpu):
-    """A device that fails once at each of the calls it is told to."""
+    """A device that fails once at each selected call."""
 
     fails: dict[str, DriverError]
 

@@ -32,7 +32,7 @@ def test_every_read_is_whole_and_nothing_is_left_in_three_hundred_worlds() -> No
 def test_a_planted_bug_is_found(name: str) -> None:
     """The simulation itself can fail: each of these bugs is found within three hundred seeds."""
     with planted(name):
-        assert any(replay(seed) for seed in range(SEEDS)), f"nobody noticed: {name}"
+        assert any(replay(seed) for seed in range(SEEDS)), f"not found: {name}"
 
 
 def test_a_world_is_the_same_again_by_its_seed() -> None:
@@ -46,6 +46,6 @@ def test_a_world_is_the_same_again_by_its_seed() -> None:
 
 def test_a_failing_world_reports_how_to_replay_it() -> None:
     with planted("no wait on ready"):
-        told = next(filter(None, map(replay, range(SEEDS))))
-    assert told.startswith("seed ")
-    assert "replay: python -m tests.shm.device.simulation" in told
+        found = next(filter(None, map(replay, range(SEEDS))))
+    assert found.startswith("seed ")
+    assert "replay: python -m tests.shm.device.simulation" in found

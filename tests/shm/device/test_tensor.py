@@ -1,4 +1,4 @@
-"""Tensors where they lie: seen by numpy, torch and CUDA's friends in place, copied up and down when told."""
+"""Tensors where they lie: seen by numpy, torch and CUDA's friends in place, copied up and down on request."""
 
 import weakref
 from collections.abc import Iterator

@@ -141,5 +141,5 @@ def test_what_was_measured_on_a_gpu_is_planned_with(
     assert measured.peak_bytes[4] >= 4 << 20
     assert any(line.split()[:3] == ["s", "fake", "1"] for line in ended.out.splitlines())
     (budget,) = make_plan(load_file(file), machine, profile=profile).budgets
-    (claim,) = [claim for claim in budget.claims if claim.who == "s" and claim.source == "measured"]
+    (claim,) = [claim for claim in budget.claims if claim.owner == "s" and claim.source == "measured"]
     assert claim.bytes == measured.device_bytes(4)

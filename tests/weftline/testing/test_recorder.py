@@ -1,4 +1,4 @@
-"""Driver calls of arenas, ladders and events, by role: the same for a real driver and a fake."""
+"""Driver calls of arenas, ladders and events, by roles: equal for a real and a fake driver."""
 
 import os
 from typing import cast

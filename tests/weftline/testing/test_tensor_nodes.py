@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.nodes.near_values import DEVICE, Bench, bits, down
+from tests.nodes.device_values import DEVICE, Bench, bits, down
 from weftline.nodes.contract import Batch, ConfigError, Node, OpenContext, StepContext
 from weftline.testing.nodes import Echo, EchoConfig, Fail, FailConfig
 from weftline.testing.tensor_nodes import Add, AddConfig, Fill, FillConfig, Total, TotalConfig
@@ -19,36 +19,38 @@ def opened(node: Any, device: str) -> Any:
     return node
 
 
-@pytest.mark.parametrize("into", ["room", "new"])
+@pytest.mark.parametrize("into", ["buffer", "new"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "int64"])
 def test_fill_and_add_give_the_same_on_the_host_and_on_a_device(into: str, dtype: str) -> None:
     type, bench = f"{dtype}[2, 3]", Bench()
-    here, rooms = [], {}
+    here, buffers = [], {}
 
-    def room(port: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-        rooms[port] = np.zeros((2, *shape), dtype)
-        return rooms[port]
+    def buffer(port: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        buffers[port] = np.zeros((2, *shape), dtype)
+        return buffers[port]
 
-    made = opened(Fill(FillConfig(type, into)), "cpu").run(Batch({"value": [3, 250]}, room=room))["value"]
+    made = opened(Fill(FillConfig(type, into)), "cpu").run(Batch({"value": [3, 250]}, output_buffer=buffer))["value"]
     assert made.tolist() == [[[3] * 3] * 2, [[250] * 3] * 2] and made.dtype == dtype
-    assert (made is rooms.get("value")) is (into == "room")
-    here = opened(Add(AddConfig(type, 2.0, into)), "cpu").run(Batch({"value": list(made)}, room=room))["value"]
+    assert (made is buffers.get("value")) is (into == "buffer")
+    here = opened(Add(AddConfig(type, 2.0, into)), "cpu").run(Batch({"value": list(made)}, output_buffer=buffer))[
+        "value"
+    ]
     assert here.tolist() == [[[5] * 3] * 2, [[252] * 3] * 2] and here.dtype == dtype
-    assert (here is rooms["value"] if rooms else True) and not np.shares_memory(here, made)
+    assert (here is buffers["value"] if buffers else True) and not np.shares_memory(here, made)
 
-    there = opened(Fill(FillConfig(type, into)), DEVICE).run(bench.batch({"value": [3, 250]}, room=True))["value"]
-    assert (there is bench.rooms.pop("value", None)) is (into == "room")
+    there = opened(Fill(FillConfig(type, into)), DEVICE).run(bench.batch({"value": [3, 250]}, buffer=True))["value"]
+    assert (there is bench.buffers.pop("value", None)) is (into == "buffer")
     assert down(there).tobytes() == made.tobytes()
     near = bench.side_by_side(list(made))
-    sums = opened(Add(AddConfig(type, 2.0, into)), DEVICE).run(bench.batch({"value": near}, room=True))["value"]
-    assert (sums is bench.rooms.get("value")) is (into == "room")
+    sums = opened(Add(AddConfig(type, 2.0, into)), DEVICE).run(bench.batch({"value": near}, buffer=True))["value"]
+    assert (sums is bench.buffers.get("value")) is (into == "buffer")
     assert down(sums).tobytes() == here.tobytes()
 
 
 def test_items_of_different_sizes_are_added_to_one_by_one() -> None:
     ones, bench = [bits("float32", (size,), size) for size in (3, 5)], Bench()
     node = opened(Add(AddConfig("float32[N]", 0.5)), DEVICE)
-    sums = node.run(bench.batch({"value": [bench.put(one) for one in ones]}, room=True))["value"]
+    sums = node.run(bench.batch({"value": [bench.put(one) for one in ones]}, buffer=True))["value"]
     assert [down(one).tolist() for one in sums] == [(one + 0.5).tolist() for one in ones]
     sums = opened(Add(AddConfig("float32[N]", 0.5)), "cpu").run(Batch({"value": ones}))["value"]
     assert [one.tolist() for one in sums] == [(one + 0.5).tolist() for one in ones]

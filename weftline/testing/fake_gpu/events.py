@@ -69,7 +69,7 @@ class FakeEvent:
 
     @property
     def lives(self) -> bool:
-        """Whether the event has not been destroyed by its maker."""
+        """Return True until the event's creator destroys it."""
         return self._word(_LIFE) == self.life
 
     def mark(self) -> Mark:

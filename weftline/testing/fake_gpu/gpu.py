@@ -256,7 +256,7 @@ class FakeGpu:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a stream waits for an event of a dead process."""
+        """Return True while a stream waits for an event of a dead process."""
         with self._lock:
             return any(self._streams.is_stuck(queue) for queue in self._streams.queues)
 

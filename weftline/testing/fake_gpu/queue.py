@@ -31,7 +31,7 @@ class Span(NamedTuple):
         )
 
     def starts_or_ends_with(self, run: bytes) -> bool:
-        """Whether the memory of the range begins or ends with these bytes."""
+        """Return True when the memory of the range begins or ends with these bytes."""
         bytes_of, end = self.mapping.buffer, self.offset + self.size_bytes
         if self.size_bytes < len(run):
             return False

@@ -89,7 +89,7 @@ class Streams:
         return did
 
     def is_behind(self, queue: Queue) -> bool:
-        """Whether new work on the stream would be deferred."""
+        """Return True when new work on the stream would be deferred."""
         self.advance()
         return bool(queue.works) or self._context.machine is not None
 
@@ -104,7 +104,7 @@ class Streams:
             queue.works.clear()
 
     def uses(self, mapping: Mapping) -> bool:
-        """Whether pending work uses the memory."""
+        """Return True while pending work uses the memory."""
         works = (work for queue in self._queues.values() for work in queue.works)
         return any(span.mapping is mapping for work in works for span in work.spans)
 
@@ -130,11 +130,11 @@ class Streams:
             nap_s = min(2 * nap_s, POLL_S_MAX)
 
     def is_stuck(self, queue: Queue) -> bool:
-        """Whether the queue waits, directly or indirectly, for an event of a dead process."""
+        """Return True when the queue waits, directly or indirectly, for an event of a dead process."""
         return self._holds_up(queue.works)
 
     def never_comes(self, mark: Mark) -> bool:
-        """Whether a record can never complete."""
+        """Return True when a record can never complete."""
         event = mark.event
         if mark.is_done:
             return False
@@ -146,7 +146,7 @@ class Streams:
         return True
 
     def _holds_up(self, works: Iterable[Work]) -> bool:
-        """Whether one of these can never end; waits refer to earlier work only, so the recursion ends."""
+        """Return True when one of these can never end; waits refer to earlier work, so the recursion ends."""
         return any(work.waits is not None and self.never_comes(work.waits) for work in works)
 
     def _tend(self) -> None:

@@ -32,7 +32,7 @@ DEAD = "wait on a dead producer"
 PENDING = "free or unmap with pending work"
 POISONED = "reading poisoned bytes"
 OUTSIDE = "outside of any memory"
-RECORDED = "record of an event that a stream may still wait for"
+RECORDED = "record of an event that may still be waited for"
 
 RULES = (
     *(EARLY, LEASED, WRITERS, STALE, FREED_TWICE, IMPORTED_TWICE),

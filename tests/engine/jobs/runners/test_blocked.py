@@ -180,7 +180,7 @@ def test_what_it_takes_of_gpus_is_claimed_and_nothing_for_what_is_left_out() -> 
     budgets = tuple(replace(one, claims=one.claims + more, kv_bytes=gib) for one in plan.budgets)
     (budget,) = block_plan(replace(plan, budgets=budgets), ["s"]).plan.budgets
     assert (budget.device, budget.total_bytes, budget.kv_bytes) == ("fake:0", 24 * gib, 0)
-    assert sorted((claim.who, claim.what, claim.bytes) for claim in budget.claims) == [
+    assert sorted((claim.owner, claim.what, claim.bytes) for claim in budget.claims) == [
         ("", "reserve", gib),
         ("s", "context", gib // 2),
         ("s", "weights and work", 4 * gib),

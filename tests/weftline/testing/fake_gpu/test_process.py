@@ -80,11 +80,11 @@ def producer(device: str = "fake:0", hardened: str = "") -> Iterator[tuple[subpr
 
 def met(gpu: FakeGpu, line: socket.socket) -> tuple[int, int]:
     """Return the producer's memory and event, as they are here."""
-    received, fds, _, _ = socket.recv_fds(line, 200, 1)
-    address = brought_in(gpu, fds[0]) if fds else gpu.open_shared(received[:64])
+    message, fds, _, _ = socket.recv_fds(line, 200, 1)
+    address = brought_in(gpu, fds[0]) if fds else gpu.open_shared(message[:64])
     for fd in fds:
         os.close(fd)
-    return address, gpu.import_event(received[64:])
+    return address, gpu.import_event(message[64:])
 
 
 def test_a_stream_waits_for_another_process_and_sees_what_it_wrote() -> None:
@@ -108,7 +108,7 @@ def test_a_producer_killed_before_its_event_is_device_lost_and_its_memory_stays(
         stream = gpu.stream()
         gpu.wait(stream, ready)
         child.send_signal(signal.SIGKILL)
-        # It is not reaped: a killed process counts as dead.
+        # No parent reaps it: a process that was killed is dead all the same.
         with pytest.raises(DeviceLost, match="PRODUCER_DIED"):
             gpu.synchronize(stream)
         assert peek(address) == bytes(5)
@@ -137,11 +137,11 @@ def test_the_older_way_is_refused_between_hardened_processes() -> None:
 def test_a_handle_of_a_process_that_is_gone_is_refused() -> None:
     gpu = FakeGpu("fake-legacy:0")
     with producer("fake-legacy:0") as (child, line):
-        received = line.recv(200)
+        message = line.recv(200)
         child.kill()
         child.wait()
         with pytest.raises(DriverError, match="INVALID_HANDLE"):
-            gpu.open_shared(received[:64])
+            gpu.open_shared(message[:64])
 
 
 def test_a_later_process_of_the_same_number_is_another() -> None:

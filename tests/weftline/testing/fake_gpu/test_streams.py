@@ -15,7 +15,7 @@ from weftline.testing.fake_gpu.process import Process
 
 
 class Pair:
-    """A producer and a consumer of one process, and an event of the producer whose record is still missing."""
+    """A producer and a consumer of one process, and an event of the producer's whose record must be completed."""
 
     def __init__(self, producer: Process | None = None) -> None:
         self.producer = FakeGpu(process=producer)
@@ -173,7 +173,7 @@ def test_an_event_is_gone_everywhere_when_its_maker_has_destroyed_it() -> None:
 
 def test_a_shared_event_may_be_made_before_the_memory_it_lies_behind() -> None:
     producer, consumer = FakeGpu(), FakeGpu()
-    producer.allocate(64)  # of its own, never shared
+    producer.allocate(64)  # of its own, not shared
     event = producer.event(shared=True)
     producer.record(event, 0)
     with pytest.raises(DriverError, match="NOT_READY"):

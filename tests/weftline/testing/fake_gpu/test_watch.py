@@ -107,7 +107,7 @@ def written_on_two_streams_at_once(scene: Scene) -> None:
         scene.machine.step()
 
 
-def read_by_another_process(scene: Scene) -> None:
+def read_by_an_unrelated_process(scene: Scene) -> None:
     scene.read()
 
 
@@ -215,7 +215,7 @@ BROKEN: list[tuple[Callable[[Scene], None], str]] = [
     (written_while_it_is_read, rules.LEASED),
     (written_by_a_reader, rules.WRITERS),
     (written_on_two_streams_at_once, rules.WRITERS),
-    (read_by_another_process, rules.STALE),
+    (read_by_an_unrelated_process, rules.STALE),
     (read_after_it_was_freed, rules.STALE),
     (freed_while_it_is_read, rules.STALE),
     (read_under_a_later_lease, rules.STALE),

@@ -1,4 +1,4 @@
-"""Tensors and room on a fake device, for nodes that are tried without an engine."""
+"""Tensors and buffer on a fake device, for nodes that are tried without an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from weftline.nodes.contract import Batch
-from weftline.nodes.near import as_array
+from weftline.nodes.device_tensors import as_array
 from weftline.shm.device.opening import open_driver
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import STAND_INS, TensorSpec
@@ -30,11 +30,11 @@ class Unseen(DeviceTensor):
 
 
 class Bench:
-    """Memory of one fake device: `put` brings an array there, `batch` makes a batch whose outputs have room there."""
+    """Memory of one fake device: `put` brings an array there, `batch` makes a batch whose outputs have buffer there."""
 
     def __init__(self) -> None:
         self.driver = open_driver(DEVICE)
-        self.rooms: dict[str, DeviceTensor] = {}
+        self.buffers: dict[str, DeviceTensor] = {}
 
     def empty(self, dtype: str, shape: Sequence[int], writable: bool = True) -> DeviceTensor:
         spec = TensorSpec(dtype, tuple(shape))
@@ -52,7 +52,7 @@ class Bench:
         whole = self.put(np.stack(arrays), dtype)
         return [whole[place] for place in range(len(whole))]
 
-    def batch(self, values: dict[str, Sequence[Any]], room: bool = False) -> Batch:
+    def batch(self, values: dict[str, Sequence[Any]], buffer: bool = False) -> Batch:
         """Return a batch as the engine makes one: stacked in place where the values are neighbours."""
 
         def stacked(port: str) -> DeviceTensor | None:
@@ -65,13 +65,13 @@ class Bench:
             spec = TensorSpec(first.dtype, (len(values[port]), *first.shape))
             return Unseen(spec, DEVICE, first.address, first)
 
-        def make_room(port: str, dtype: str, shape: tuple[int, ...]) -> DeviceTensor | None:
-            if not room:
+        def make_buffer(port: str, dtype: str, shape: tuple[int, ...]) -> DeviceTensor | None:
+            if not buffer:
                 return None
-            self.rooms[port] = self.empty(dtype, (len(next(iter(values.values()))), *shape))
-            return self.rooms[port]
+            self.buffers[port] = self.empty(dtype, (len(next(iter(values.values()))), *shape))
+            return self.buffers[port]
 
-        return Batch(values, stacked=stacked, room=make_room)
+        return Batch(values, stacked=stacked, output_buffer=make_buffer)
 
 
 def down(value: Any) -> np.ndarray:

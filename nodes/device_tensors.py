@@ -65,11 +65,11 @@ def placed(batch: Batch, port: str, tensor: torch.Tensor, there: bool) -> Any:
     there: the output stays on the device, so that a tensor without a buffer is returned as it is; else as an array.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
-    room = batch.room(port, dtype, tuple(tensor.shape[1:]))
-    if room is None:
+    buffer = batch.output_buffer(port, dtype, tuple(tensor.shape[1:]))
+    if buffer is None:
         return tensor if there else as_array(tensor)
-    as_torch(room, dtype).copy_(tensor)
-    return room
+    as_torch(buffer, dtype).copy_(tensor)
+    return buffer
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -85,7 +85,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
-def rest(module: torch.nn.Module) -> None:
+def offload(module: torch.nn.Module) -> None:
     """Move a module's weights to host memory and release their device memory."""
     import torch
 

@@ -1,11 +1,11 @@
 """CUDA graph replay of torch modules, one graph for each batch size.
 
-A graph repeats the kernels of one call, on the same memory, without the host's work for each. So inputs are copied into
-tensors that stay where they are, a batch is padded to the next size that has a graph, and outputs are read before the
-next call. A graph is captured from the largest batch to the smallest, in one pool of memory and on one stream.
+A graph repeats the kernels of one call on the same memory, without host work for each kernel. Inputs are therefore
+copied into fixed tensors, a batch is padded to the next captured size, and outputs are read before the next call.
+Graphs are captured from the largest batch to the smallest, in one memory pool and on one stream.
 
-What does not repeat cannot be captured: sizes that depend on values, and values read by the host. Then the step runs
-without graphs, as it does on the CPU.
+Calls with sizes that depend on values, or with values read by the host, cannot be captured. The step then runs without
+graphs, as it does on the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Compute = Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
 
 WARM_UPS = 2
-"""Calls before a capture: libraries choose their kernels and take their workspaces in the first."""
+"""Calls before a capture: libraries select kernels and allocate workspaces in the first one."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +47,10 @@ def graph_sizes(items_max: int, sizes: Sequence[int] = ()) -> tuple[int, ...]:
 
 
 class Capture(Protocol):
-    """A way of recording calls; all that one records may share memory, and are repeated one at a time."""
+    """Protocol for recording calls; recorded calls may share memory and are repeated one at a time."""
 
     def record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Run and record `compute`; return what repeats it, and its result, which every repetition writes anew."""
+        """Run and record `compute`; return the replay function, and the result that each replay overwrites."""
 
 
 class CudaCapture:
@@ -86,7 +86,7 @@ class CudaCapture:
 class TorchGraphs:
     """The graphs of one module.
 
-    Made by `of`, and good as long as the module's weights stay where they are.
+    Created by `of`, and valid while the module's weights keep their addresses.
     """
 
     def __init__(self) -> None:

@@ -9,11 +9,11 @@ import onnx
 import pytest
 import torch
 
-from tests.nodes.near_values import DEVICE, down
+from tests.nodes.device_values import DEVICE, down
 from tests.nodes.test_onnx import linear
 from weftline.engine.llm.gpu.capture import FakeCapture
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
-from weftline.nodes.graphs import graph_sizes
+from weftline.nodes.cuda_graphs import graph_sizes
 from weftline.nodes.onnx import Onnx, OnnxConfig
 from weftline.nodes.onnx_session import providers
 from weftline.nodes.torch_module import TorchConfig, TorchModule
@@ -133,7 +133,7 @@ def test_sizes_are_those_of_the_step_else_powers_of_two_and_always_the_largest()
     assert graph_sizes(12, (4, 12, 16)) == (4, 12)
 
 
-class Told:
+class RecordedSession:
     """ONNX Runtime's session, noting the graph of every run: None where a run names none."""
 
     def __init__(self, session: Any) -> None:
@@ -148,25 +148,25 @@ class Told:
         self.session.run_with_iobinding(binding, options)
 
 
-def onnx_opened(folder: Path, items_max: int = 6) -> tuple[Onnx, Told]:
+def onnx_opened(folder: Path, items_max: int = 6) -> tuple[Onnx, RecordedSession]:
     """Return the node as on a GPU, with memory of a fake one, and its session."""
     linear("N", folder / "m.onnx")
     node = Onnx(OnnxConfig("m.onnx", graphs=True))
     node.open(OpenContext(folder, DEVICE, items_max=items_max))
-    node._session = told = Told(node._session)
+    node._session = session = RecordedSession(node._session)
     node._sizes = graph_sizes(items_max)
     node.warm_up()
-    return node, told
+    return node, session
 
 
 def test_an_onnx_session_repeats_batches_of_every_size_in_the_memory_of_their_graph(tmp_path: Path) -> None:
-    node, told = onnx_opened(tmp_path)
-    assert told.graphs == ["-1", "6", "4", "2", "1"]  # the usual run, then the captures
+    node, session = onnx_opened(tmp_path)
+    assert session.graphs == ["-1", "6", "4", "2", "1"]  # the usual run, then the captures
     draw, weights = np.random.default_rng(0), np.arange(8, dtype=np.float32).reshape(4, 2)
     for items, graph in ((1, "1"), (3, "4"), (6, "6"), (5, "6"), (2, "2"), (7, "-1")):
         rows = draw.normal(size=(items, 4)).astype(np.float32)
         found = node.run(Batch({"x": list(rows)}))["y_out"]
-        assert told.graphs[-1] == graph and found.spec.shape == (items, 2)
+        assert session.graphs[-1] == graph and found.spec.shape == (items, 2)
         np.testing.assert_allclose(down(found), rows @ weights + 1, rtol=1e-5)
     node.close()
 
@@ -179,11 +179,11 @@ def test_an_onnx_session_that_cannot_capture_runs_without_and_says_so(
     def refuse(*given: Any) -> Any:
         raise RuntimeError("no stream can be captured here")
 
-    monkeypatch.setattr("weftline.nodes.onnx_graphs.OnnxGraphs._run", refuse)
-    node, told = onnx_opened(tmp_path)
+    monkeypatch.setattr("weftline.nodes.onnx_session.OnnxGraphs._run", refuse)
+    node, session = onnx_opened(tmp_path)
     assert "m.onnx runs without CUDA graphs: no stream can be captured here" in caplog.text
     found = down(node.run(Batch({"x": [np.ones(4, np.float32)]}))["y_out"])
-    assert found.tolist() == [[13.0, 17.0]] and set(told.graphs) == {"-1"}
+    assert found.tolist() == [[13.0, 17.0]] and set(session.graphs) == {"-1"}
 
 
 def test_a_session_for_graphs_is_opened_on_cuda_without_tensorrt(tmp_path: Path) -> None:

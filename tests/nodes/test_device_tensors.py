@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.nodes.near_values import Bench, bits, down
+from tests.nodes.device_values import Bench, bits, down
 from weftline import node as public
 from weftline.nodes import contract
 from weftline.nodes.contract import Batch, OpenContext, StepContext
-from weftline.nodes.near import as_array, as_torch, placed, stacked_group, stacked_torch
+from weftline.nodes.device_tensors import as_array, as_torch, placed, stacked_group, stacked_torch
 from weftline.shm.spec import ITEM_BYTES
 
 
@@ -51,14 +51,14 @@ def test_a_plain_batch_stacks_device_tensors_on_their_device(bench: Bench) -> No
 
 def test_results_go_into_the_room_there_is_of_either_kind(bench: Bench) -> None:
     made = torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16)
-    batch = bench.batch({"x": [bench.put(np.zeros(2, np.float32))]}, room=True)
-    assert placed(batch, "y", made, there=True) is bench.rooms["y"]
-    assert torch.equal(bench.rooms["y"].torch(), made)
-    room = np.zeros((1, 2), np.uint16)
-    assert placed(Batch({"x": [0]}, room=lambda port, dtype, shape: room), "y", made, there=True) is room
-    assert room.tolist() == as_array(made).tolist()
+    batch = bench.batch({"x": [bench.put(np.zeros(2, np.float32))]}, buffer=True)
+    assert placed(batch, "y", made, there=True) is bench.buffers["y"]
+    assert torch.equal(bench.buffers["y"].torch(), made)
+    buffer = np.zeros((1, 2), np.uint16)
+    assert placed(Batch({"x": [0]}, output_buffer=lambda port, dtype, shape: buffer), "y", made, there=True) is buffer
+    assert buffer.tolist() == as_array(made).tolist()
     assert placed(Batch({"x": [0]}), "y", made, there=True) is made
-    assert placed(Batch({"x": [0]}), "y", made, there=False).tolist() == room.tolist()
+    assert placed(Batch({"x": [0]}), "y", made, there=False).tolist() == buffer.tolist()
 
 
 def test_the_example_of_a_node_on_its_device_runs_on_every_device(bench: Bench) -> None:
