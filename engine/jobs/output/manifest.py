@@ -21,7 +21,7 @@ SHOWN_MAX = 10
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What determines a job's results.
+    """Inputs and settings that determine a job's results.
 
     pipeline: `name`, `fingerprint`, and optionally `text`, `graph`, and `file NAME` for each model and Python file.
     input:    the result of `Source.fingerprint`.
