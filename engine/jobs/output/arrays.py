@@ -1,11 +1,7 @@
-"""Arrow arrays from the values of one output; vectorised, pure.
+"""Arrow arrays from the values of one output, tensors included; vectorised, pure.
 
-A value that is None becomes null. A value that does not fit its type raises ValueError, TypeError, KeyError or an error
-of pyarrow's; values.py finds out which row it was.
-
-Arrow arrays from the tensors of one output; pure.
-
-Split of concatenated values into one list for each row.
+None becomes null. A value that does not fit its type raises ValueError, TypeError, KeyError or a pyarrow error;
+values.py finds the row.
 """
 
 from __future__ import annotations
@@ -18,18 +14,21 @@ import numpy as np
 
 from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import FOUND, MEDIA, WRITTEN_AS, is_nested
-from weftline.engine.jobs.output.json_lines import json_text, whole_text
+from weftline.engine.jobs.output.json_lines import json_text, valid_text
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import fits
 from weftline.shm.spec import STAND_INS
 from weftline.shm.view import dtype_name
 
+OFFSET_MAX = (1 << 31) - 1
+"""Most elements of all lists of an array: Arrow's offsets have 32 bits."""
+
 _BOXES = FOUND.field("box").type
 
 
 def array_of(type: PortType, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
-    """Return the array of a port's values. Media are given as what stands in the table: paths, or bytes and paths."""
+    """Return the array of a port's values. Media are paths, or structs of bytes and path."""
     if type.kind == "list":
         return _lists(type.item or PortType("any"), values, arrow_type)
     if type.kind == "tensor":
@@ -39,26 +38,26 @@ def array_of(type: PortType, values: Sequence[Any], arrow_type: pa.DataType) -> 
     if type.kind == "detections":
         return _detections(values, arrow_type)
     if type.kind == "bytes":
-        return _small(pa.array([_bytes(one) for one in values], arrow_type))
+        return _one_chunk(pa.array([_bytes(one) for one in values], arrow_type))
     if type.kind in MEDIA:
-        return _small(pa.array(values, arrow_type))
-    return _small(pa.array([None if one is None else json_text(one) for one in values], pa.string()))
+        return _one_chunk(pa.array(values, arrow_type))
+    return _one_chunk(pa.array([None if one is None else json_text(one) for one in values], pa.string()))
 
 
 def texts(values: Sequence[Any]) -> pa.Array:
-    """Return texts as an array; half of a surrogate pair becomes U+FFFD."""
+    """Return texts as an array; a lone surrogate becomes U+FFFD."""
     try:
-        return _small(pa.array(values, pa.string()))
+        return _one_chunk(pa.array(values, pa.string()))
     except UnicodeEncodeError:
-        return _small(pa.array([whole_text(one) if isinstance(one, str) else one for one in values], pa.string()))
+        return _one_chunk(pa.array([valid_text(one) if isinstance(one, str) else one for one in values], pa.string()))
 
 
 def _bytes(value: Any) -> Any:
     return bytes(value) if isinstance(value, bytearray | memoryview) else value
 
 
-def _small(array: Any) -> pa.Array:
-    """Return the array; ValueError when it had to be cut in pieces."""
+def _one_chunk(array: Any) -> pa.Array:
+    """Raise ValueError for an array that pyarrow split into chunks."""
     if isinstance(array, pa.ChunkedArray):
         raise ValueError("more than 2 GiB in one block of rows\n    fix: lower --block-rows")
     return array
@@ -73,10 +72,8 @@ def _lists(item: PortType, values: Sequence[Any], arrow_type: pa.DataType) -> pa
 
 
 def _detections(values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
-    """Return lists of what was found. Detections, or what `Detections.to_json` makes of them: dicts of name, score and
-    box, which have no class.
-    """
-    found = [_one_picture(one) for one in values if one is not None]
+    """Return lists of detections, from Detections or their JSON form (name, score, box), which has no class."""
+    found = [_of_one_image(one) for one in values if one is not None]
     boxes = np.concatenate([one[0] for one in found]) if found else np.zeros((0, 4), np.float32)
     scores = np.concatenate([one[1] for one in found]) if found else np.zeros(0, np.float32)
     classes = list(itertools.chain.from_iterable(one[2] for one in found))
@@ -91,7 +88,7 @@ def _detections(values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
     return cut(arrow_type, values, objects, len)
 
 
-def _one_picture(value: Any) -> tuple[np.ndarray, np.ndarray, Iterable[int | None], list[str]]:
+def _of_one_image(value: Any) -> tuple[np.ndarray, np.ndarray, Iterable[int | None], list[str]]:
     """Return boxes [objects, 4], scores [objects], classes and labels."""
     if isinstance(value, Detections):
         return value.boxes.reshape(len(value), 4), value.scores, value.classes.tolist(), value.labels
@@ -101,7 +98,7 @@ def _one_picture(value: Any) -> tuple[np.ndarray, np.ndarray, Iterable[int | Non
 
 
 def tensors(type: PortType, values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
-    """Return the array of tensors, null where a value is None; ValueError or TypeError when one is no such tensor.
+    """Return the array of tensors; ValueError or TypeError for a value that is no such tensor.
 
     values: arrays, or lists of numbers; or one array of all rows, for a port that holds one number.
     """
@@ -137,7 +134,7 @@ def _scalars(dtype: str, values: Sequence[Any], arrow_type: pa.DataType) -> pa.A
     if _is_pair(dtype):
         offsets = pa.array(np.arange(0, 2 * len(full) + 1, 2, dtype=np.int32))
         mask = None if absent is None else pa.array(absent)
-        return pa.ListArray.from_arrays(offsets, pa.array(_halves(full)), type=arrow_type, mask=mask)
+        return pa.ListArray.from_arrays(offsets, pa.array(_real_and_imaginary(full)), type=arrow_type, mask=mask)
     return pa.array(full, arrow_type, mask=absent)
 
 
@@ -148,7 +145,7 @@ def _one_each(numbers: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _shaped(dtype: str, arrays: Sequence[np.ndarray | None], arrow_type: pa.DataType) -> pa.Array:
-    """Return structs of shape and numbers. A null struct holds null lists."""
+    """Return structs of shape and data. A null struct holds null lists."""
     shape, data = arrow_type.field("shape"), arrow_type.field("data")
     sizes = np.fromiter(itertools.chain.from_iterable(one.shape for one in arrays if one is not None), np.int64)
     numbers = _numbers(dtype, arrays)
@@ -171,26 +168,26 @@ def _any_tensor(array: np.ndarray | None) -> Mapping[str, Any] | None:
 
 
 def _numbers(dtype: str, arrays: Iterable[np.ndarray | None]) -> pa.Array:
-    """Return the numbers of all arrays, one after the other."""
+    """Return the concatenated numbers of all arrays."""
     present = [one.ravel() for one in arrays if one is not None and one.size]
     flat = true_numbers(dtype, np.concatenate(present)) if present else np.zeros(0, WRITTEN_AS.get(dtype, dtype))
-    return pa.array(_halves(flat) if _is_pair(dtype) else flat)
+    return pa.array(_real_and_imaginary(flat) if _is_pair(dtype) else flat)
 
 
 def _is_pair(dtype: str) -> bool:
     return dtype == "complex64"
 
 
-def _halves(numbers: np.ndarray) -> np.ndarray:
-    """Return real and imaginary parts in turn."""
+def _real_and_imaginary(numbers: np.ndarray) -> np.ndarray:
+    """Return alternating real and imaginary parts."""
     return np.ascontiguousarray(numbers, np.complex64).view(np.float32)
 
 
 def true_numbers(dtype: str, numbers: np.ndarray) -> np.ndarray:
-    """Return numbers in the dtype that is written for `dtype`: those numpy lacks are worked out from their bits.
+    """Cast numbers to the dtype written for `dtype`; dtypes that numpy lacks are decoded from their bits.
 
-    TypeError when they are of another kind, such as fractions where whole numbers are expected, or no numbers at all;
-    ValueError when whole numbers are too large.
+    TypeError for another kind of values, such as fractions where integers are expected; ValueError for integers out of
+    range.
     """
     if dtype in STAND_INS and numbers.dtype.name == STAND_INS[dtype]:
         return _FROM_BITS[dtype](numbers)
@@ -211,7 +208,7 @@ def _bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def _float8(exponent_bits: int, bias: int, infinities: bool) -> np.ndarray:
-    """Return the 256 numbers of an 8-bit float (Micikevicius et al. 2022, "FP8 formats for deep learning")."""
+    """Return the 256 values of an 8-bit float (Micikevicius et al. 2022, "FP8 formats for deep learning")."""
     bits, fraction_bits = np.arange(256), 7 - exponent_bits
     sign = np.where(bits & 0x80, -1.0, 1.0)
     exponent = (bits & 0x7F) >> fraction_bits
@@ -233,12 +230,8 @@ _FROM_BITS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-OFFSET_MAX = (1 << 31) - 1
-"""Most elements of all lists of one array: Arrow counts them in 32 bits."""
-
-
 def cut(arrow_type: pa.DataType, values: Sequence[Any], inner: pa.Array, size: Callable[[Any], int]) -> pa.Array:
-    """Return `inner` cut into one list for each value, null where a value is None."""
+    """Split `inner` into one list for each value, null where a value is None."""
     sizes = np.fromiter((0 if one is None else size(one) for one in values), np.int64, len(values))
     offsets = np.concatenate(([0], np.cumsum(sizes)))
     if offsets[-1] > OFFSET_MAX:
@@ -248,12 +241,12 @@ def cut(arrow_type: pa.DataType, values: Sequence[Any], inner: pa.Array, size: C
 
 
 def missing(values: Sequence[Any]) -> pa.Array | None:
-    """Return which values are None, or None when none is: the array then has no bitmap."""
+    """Return the null mask; None without nulls, so that the array has no bitmap."""
     absent = [one is None for one in values]
     return pa.array(absent, pa.bool_()) if any(absent) else None
 
 
 def rows_of(arrow_type: pa.DataType, inner: pa.Array, size: int) -> pa.Array:
-    """Return `inner` cut into lists of `size` elements each."""
+    """Split `inner` into lists of `size` elements each."""
     offsets = pa.array(np.arange(0, len(inner) + 1, size, dtype=np.int32))
     return pa.ListArray.from_arrays(offsets, inner, type=arrow_type)

@@ -1,4 +1,4 @@
-"""Import of pyarrow with a single error message when it is missing."""
+"""Import pyarrow; MissingPackage if it is not installed."""
 
 try:
     import pyarrow as pa

@@ -1,7 +1,7 @@
 """Schema of a job's results: column names and Arrow types.
 
-First the row's id, then the input columns that are kept, then the outputs. Types come from the ports alone, never from
-values, so that every part of a job has the same columns:
+The row id, the kept input columns, and the outputs, in this order. Types depend on ports alone, never on values, so
+that every part of a job has the same columns:
 
     text, json           string; json is JSON text, and so is `any`
     bytes                binary
@@ -11,12 +11,12 @@ values, so that every part of a job has the same columns:
     tensor, known dims   lists in lists; list<list<T>> for [3, 4]
     tensor, other dims   struct<shape: list<int64>, data: list<T>>, row-major
     tensor, any dtype    struct<dtype: string, shape: list<int64>, data: binary>, row-major, little-endian
-    image, audio         string, a file's path; or struct<bytes: binary, path: string>, as Hugging Face keeps media
-    list[T]              list of what T is
+    image, audio         string, a file's path; or struct<bytes: binary, path: string>, as in Hugging Face data sets
+    list[T]              list of the type of T
 
-Lists of known size are plain lists: many Parquet readers cannot read a fixed-size list that is null, and any output may
-be null. A dtype that Arrow lacks is written as what it means: bfloat16 and float8 as float, complex64 as one more list
-of two, real and imaginary part. Each output's field has its port type as metadata `weftline`.
+Lists of known size are variable-size lists: many Parquet readers fail on null fixed-size lists, and any output can be
+null. Dtypes that Arrow lacks are converted: bfloat16 and float8 to float, complex64 to a list of real and imaginary
+part. Each output's field has its port type as metadata `weftline`.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from weftline.errors import InputError
 from weftline.nodes.ports import AUDIO_HZ, PortType
 
 MEDIA = ("image", "audio")
-"""Kinds that become files, or bytes of a file."""
+"""Kinds that are written as files, or as the bytes of a file."""
 
-WHERE = ("files", "inline")
-"""Where media go: into files beside the table, or into it."""
+MEDIA_STORAGE = ("files", "inline")
+"""Storage of media: files beside the table, or bytes in it."""
 
 TYPE_KEY = b"weftline"
-"""Key of a field's metadata under which the port type stands, as it is written."""
+"""Metadata key of the port type of a field."""
 
 HF_KEY = b"huggingface"
-"""Key of a schema's metadata under which the `datasets` library keeps what Arrow's types do not say."""
+"""Metadata key of a schema for the features of the `datasets` library."""
 
 WRITTEN_AS = {"bfloat16": "float32", "float8_e4m3fn": "float32", "float8_e5m2": "float32", "complex64": "float32"}
-"""Dtypes that Arrow lacks, and the dtype of the numbers that stand for them."""
+"""Dtypes that Arrow lacks, and the dtypes they are converted to."""
 
 INLINE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 FOUND = pa.struct(
     [("box", pa.list_(pa.float32(), 4)), ("score", pa.float32()), ("class", pa.int32()), ("label", pa.string())]
 )
-"""One detection; the box is x0, y0, x1, y1 in pixels of the picture. `class` is null where only names are known."""
+"""One detection; the box is x0, y0, x1, y1 in pixels. `class` is null if only names are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultColumn:
     """One column of the results.
 
-    name:   in the results.
+    name:   column name in the results.
     origin: 'id', 'kept' or 'output'.
-    of:     name of the input column or of the output it is made from.
-    type:   of an output.
+    of:     name of the input column or of the output.
+    type:   port type of an output.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ResultColumn:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """All columns in their order, their schema, and where media go."""
+    """All columns in order, their schema, and the storage of media."""
 
     each: tuple[ResultColumn, ...]
     schema: pa.Schema
@@ -78,31 +78,30 @@ class Columns:
 
     @property
     def media_outputs(self) -> tuple[str, ...]:
-        """Outputs that hold pictures or recordings."""
+        """Outputs that hold images or audio."""
         return tuple(one.of for one in self.each if one.type is not None and media_kind(one.type))
 
 
 def columns_of(outputs: Mapping[str, PortType], kept: pa.Schema, id_name: str = "id", media: str = "files") -> Columns:
     """Return the columns for these outputs and kept input columns.
 
-    Outputs keep their names. A kept column called like one becomes input_NAME, and the id, when something else has its
-    name, row_id; a number is added while that is taken too. InputError for a column that occurs twice, and for another
-    `media` than 'files' and 'inline'.
+    Outputs keep their names. On a name conflict a kept column becomes input_NAME, and the id row_id, numbered if that
+    name exists too. InputError for duplicate columns, and for a `media` other than 'files' and 'inline'.
     """
-    if media not in WHERE:
-        raise InputError(f"media: found {media!r:.40}, expected {' or '.join(WHERE)}")
+    if media not in MEDIA_STORAGE:
+        raise InputError(f"media: found {media!r:.40}, expected {' or '.join(MEDIA_STORAGE)}")
     twice = sorted({name for name in kept.names if kept.names.count(name) > 1})
     if twice:
         fix = "rename them in the data, or choose the columns to keep (--keep)"
         raise InputError(f"columns that occur more than once: {', '.join(twice)}\n    fix: {fix}")
     taken = {*outputs, *(name for name in kept.names if name not in outputs)}
-    id_is = _free(id_name, "row_id", taken)
+    id_is = _unused_name(id_name, "row_id", taken)
     taken.add(id_is)
     columns, fields = [ResultColumn(id_is, "id", "")], [pa.field(id_is, pa.string())]
     for one in kept:
         name = one.name
         if name in outputs:
-            name = _free(f"input_{name}", f"input_{name}", taken)
+            name = _unused_name(f"input_{name}", f"input_{name}", taken)
             taken.add(name)
         columns.append(ResultColumn(name, "kept", one.name))
         fields.append(_foreign(one).with_name(name))
@@ -115,7 +114,7 @@ def columns_of(outputs: Mapping[str, PortType], kept: pa.Schema, id_name: str = 
 def result_schema(
     outputs: Mapping[str, PortType], kept: pa.Schema, id_name: str = "id", media: str = "files"
 ) -> pa.Schema:
-    """Return the schema of the results; as `columns_of`, which says where each column comes from too."""
+    """Return the schema of `columns_of`."""
     return columns_of(outputs, kept, id_name, media).schema
 
 
@@ -125,7 +124,7 @@ def field_of(name: str, type: PortType, media: str) -> pa.Field:
 
 
 def arrow_type(type: PortType, media: str) -> pa.DataType:
-    """Return what values of a port's type become."""
+    """Return the Arrow type of a port type."""
     if type.kind == "list":
         return pa.list_(field_of("item", type.item or PortType("any"), media))
     if type.kind == "tensor":
@@ -136,7 +135,7 @@ def arrow_type(type: PortType, media: str) -> pa.DataType:
 
 
 def is_nested(dims: Iterable[Any] | None) -> bool:
-    """Whether a tensor of these dims becomes a list, or lists in lists; else its shape stands beside its numbers."""
+    """Return True if tensors of these dims are nested lists; otherwise they are structs of shape and data."""
     if dims is None:
         return False
     sizes = tuple(dims)
@@ -144,16 +143,14 @@ def is_nested(dims: Iterable[Any] | None) -> bool:
 
 
 def media_kind(type: PortType) -> str:
-    """Return 'image' or 'audio' when a value of this type, or the elements of its lists, are media; else ''."""
+    """Return 'image' or 'audio' for media types and lists of them; else ''."""
     while type.item is not None:
         type = type.item
     return type.kind if type.kind in MEDIA else ""
 
 
 def plain(type: pa.DataType) -> pa.DataType:
-    """Return the type a kept column is written with: without dictionaries, runs and views, whose bytes depend on
-    how rows were read.
-    """
+    """Return a type without dictionaries, runs and views, whose bytes depend on the read batches."""
     if pa.types.is_dictionary(type) or pa.types.is_run_end_encoded(type):
         return plain(type.value_type)
     if pa.types.is_string_view(type):
@@ -172,9 +169,11 @@ def plain(type: pa.DataType) -> pa.DataType:
 
 
 def _foreign(field: pa.Field) -> pa.Field:
-    """Return a kept field: nullable, plain, and without what only its file, or another job, had to say of it."""
-    said = {key: value for key, value in (field.metadata or {}).items() if key not in (TYPE_KEY, b"PARQUET:field_id")}
-    return pa.field(field.name, plain(field.type), metadata=said or None)
+    """Return a kept field: nullable, plain, and without metadata of its file or of another job."""
+    metadata = {
+        key: value for key, value in (field.metadata or {}).items() if key not in (TYPE_KEY, b"PARQUET:field_id")
+    }
+    return pa.field(field.name, plain(field.type), metadata=metadata or None)
 
 
 def _tensor_type(type: PortType) -> pa.DataType:
@@ -190,7 +189,7 @@ def _tensor_type(type: PortType) -> pa.DataType:
     return one
 
 
-def _free(wanted: str, otherwise: str, taken: set[str]) -> str:
+def _unused_name(wanted: str, otherwise: str, taken: set[str]) -> str:
     if wanted not in taken:
         return wanted
     name, number = otherwise, 2
@@ -200,7 +199,7 @@ def _free(wanted: str, otherwise: str, taken: set[str]) -> str:
 
 
 def _metadata(columns: Iterable[ResultColumn], kept: pa.Schema, media: str) -> dict[bytes, bytes] | None:
-    """Return what `datasets` needs to see pictures as pictures: its features of kept columns, and of inline media."""
+    """Return the `datasets` features of kept columns and of inline media."""
     known = _hf_features(kept)
     features: dict[str, Any] = {}
     for one in columns:
@@ -215,10 +214,10 @@ def _metadata(columns: Iterable[ResultColumn], kept: pa.Schema, media: str) -> d
 
 def _hf_features(kept: pa.Schema) -> Mapping[str, Any]:
     try:
-        said = json.loads((kept.metadata or {}).get(HF_KEY, b"{}"))
-        features = (said.get("info") or {}).get("features")
+        metadata = json.loads((kept.metadata or {}).get(HF_KEY, b"{}"))
+        features = (metadata.get("info") or {}).get("features")
     except (ValueError, AttributeError):
-        return {}  # a hint of another library's that cannot be read is none
+        return {}  # unreadable metadata of another library is ignored
     return features if isinstance(features, dict) else {}
 
 

@@ -1,9 +1,7 @@
-"""File system interface of the result store, and a counting sink.
+"""File system interface of the result store, hashing writes, and error messages of failed writes.
 
-A `Files` is a folder, local or in an object store. Names in it are relative, with `/`; folders end in `/`. A write is
-whole or did not happen, and has reached the disk when it returns. Whatever goes wrong there is an OSError.
-
-Error messages for failed writes: cause, state of the results and remedy.
+`Files` is a folder, local or in an object store. Names are relative, with `/`; folder names end in `/`. A write is
+atomic and durable when it returns. All failures are OSError.
 """
 
 from __future__ import annotations
@@ -20,76 +18,86 @@ from typing import Any, BinaryIO, Protocol, cast
 from weftline.errors import OutputFailed
 
 Write = Callable[[BinaryIO], None]
-"""Writes the content of a file, from its beginning to its end and without seeking."""
+"""Writes the content of a file sequentially."""
 
 CHUNK_BYTES = 1 << 20
-"""Files are read in pieces of this size."""
+
+_REMEDIES = {
+    errno.ENOSPC: "free space and ",
+    errno.EDQUOT: "free space and ",
+    errno.EFBIG: "raise the limit on file sizes and ",
+    errno.EROFS: "make it writable and ",
+    errno.EACCES: "make it writable and ",
+    errno.EPERM: "make it writable and ",
+    errno.EIO: "check the disk and ",
+}
+_REASONS = {errno.ENOSPC: "no space left on device", errno.EDQUOT: "the quota is used up"}
 
 
-class Held(Exception):
-    """Somebody else holds the lock; says who."""
+class LockHeld(Exception):
+    """Another process holds the lock; the message names it."""
 
 
 class Lock(Protocol):
-    """Keeps other runs out for as long as it is held."""
+    """Exclusive lock of a job's results."""
 
     def check(self) -> None:
-        """Raise OSError when it was taken away."""
+        """Raise OSError if the lock was lost."""
 
     def release(self) -> None:
-        """Let others in. Safe to call twice."""
+        """Release the lock. Safe to call twice."""
 
 
 class Files(Protocol):
-    """A folder with files.
+    """Folder with files.
 
-    reads_cheap: reading a file again costs little, as on a local disk.
+    reads_cheap: True if files can be read again at low cost, as on a local disk.
     """
 
     reads_cheap: bool
 
     def write(self, name: str, write: Write, *, settled: bool = True) -> None:
-        """Write a file, or put it in the place of one, at once; folders on the way are made.
+        """Create or replace a file atomically; parent folders are created.
 
-        settled: its name is to be on disk too, when this returns; else `settle` is called for its folder later.
-        Whatever is raised, by `write` too, nothing of it is visible, unless the name was all that could not be settled.
+        settled: make the file name durable before returning; otherwise call `settle` for its folder later.
+        After an exception, also of `write`, nothing is visible, unless only the name could not be made durable.
         """
 
     def settle(self, folder: str) -> None:
-        """Return when all names in a folder are on disk."""
+        """Make all names in a folder durable."""
 
     def move(self, name: str, to: str) -> None:
-        """Give a file another name in its folder, or put it in the place of one, at once, and settle the folder."""
+        """Rename a file in its folder, atomically replacing another, and make the name durable."""
 
     def remove(self, name: str) -> None:
-        """Remove a file; it may be absent."""
+        """Remove a file, if it exists."""
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder and all in it; it may be absent."""
+        """Remove a folder and its content, if it exists."""
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for reading."""
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes; None when there is none."""
+        """Return the size of a file in bytes; None if it does not exist."""
 
     def entries(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted, folders with a `/` at the end; none when there is no such folder."""
+        """Return the sorted names in a folder, folders with a trailing `/`; empty if there is no such folder."""
 
     def lock(self, folder: str) -> Lock:
-        """Keep other runs out of a folder, which is made; Held says who is in."""
+        """Create a folder and lock it; LockHeld if another process holds the lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file holds."""
+    """Size and digest of a file."""
 
     size_bytes: int
     sha256: str
 
 
 class HashingWriter(io.RawIOBase):
-    """Passes on what is written, and knows its size, its SHA-256 and what went wrong below."""
+    """Forwards writes, and records their size, SHA-256 and first OSError."""
 
     def __init__(self, below: BinaryIO) -> None:
         super().__init__()
@@ -121,13 +129,13 @@ class HashingWriter(io.RawIOBase):
 
 
 def put(files: Files, name: str, write: Write, *, settled: bool = True) -> Written:
-    """Write a file and return what it holds; OSError also where a library between made another error of it."""
+    """Write a file and return its size and digest; OSError even if a library replaced it by another exception."""
     sinks: list[HashingWriter] = []
 
     def through(below: BinaryIO) -> None:
         sinks.append(HashingWriter(below))
         write(cast(BinaryIO, sinks[-1]))
-        if sinks[-1].failure is not None:  # a library that was told and went on
+        if sinks[-1].failure is not None:  # a library ignored the error
             raise sinks[-1].failure
 
     try:
@@ -142,7 +150,7 @@ def put(files: Files, name: str, write: Write, *, settled: bool = True) -> Writt
 
 
 def put_bytes(files: Files, name: str, data: bytes, *, settled: bool = True) -> Written:
-    """Write a file that is at hand as bytes."""
+    """Write a file with this content."""
 
     def write(file: BinaryIO) -> None:
         file.write(data)
@@ -151,7 +159,7 @@ def put_bytes(files: Files, name: str, data: bytes, *, settled: bool = True) -> 
 
 
 def read(files: Files, name: str) -> bytes:
-    """Return what a file holds."""
+    """Return the content of a file."""
     with files.open(name) as file:
         return file.read()
 
@@ -166,47 +174,29 @@ def measure(files: Files, name: str) -> Written:
     return Written(size_bytes, sha256.hexdigest())
 
 
-def copy(source: BinaryIO, to: BinaryIO) -> None:
-    """Write all of one file into another."""
-    while chunk := source.read(CHUNK_BYTES):
-        to.write(chunk)
-
-
-_REMEDIES = {
-    errno.ENOSPC: "free space and ",
-    errno.EDQUOT: "free space and ",
-    errno.EFBIG: "raise the limit on file sizes and ",
-    errno.EROFS: "make it writable and ",
-    errno.EACCES: "make it writable and ",
-    errno.EPERM: "make it writable and ",
-    errno.EIO: "see to the disk and ",
-}
-_REASONS = {errno.ENOSPC: "no space left on device", errno.EDQUOT: "the quota is used up"}
-
-
 @contextlib.contextmanager
-def told(out: str, what: str, committed_rows: int | None = None) -> Iterator[None]:
-    """Turn an OSError inside into OutputFailed.
+def as_output_failed(out: str, what: str, committed_rows: int | None = None) -> Iterator[None]:
+    """Convert OSError to OutputFailed.
 
     what:           such as 'part 3 could not be written'.
-    committed_rows: rows that are safe; None: nothing is said of them.
+    committed_rows: number of committed rows for the message; None: not mentioned.
     """
     try:
         yield
     except OSError as error:
-        safe = "" if committed_rows is None else f"{count(committed_rows)} rows are committed; "
+        safe = "" if committed_rows is None else f"{grouped_digits(committed_rows)} rows are committed; "
         remedy = _REMEDIES.get(error.errno or 0, "")
         raise OutputFailed(f"{out}: {what}: {reason(error)}; {safe}{remedy}run the same command again") from error
 
 
 def reason(error: OSError) -> str:
-    """Return why a call failed, without paths."""
+    """Return the reason of a failed call, without paths."""
     if error.errno in _REASONS:
         return _REASONS[error.errno]
-    said = error.strerror or (os.strerror(error.errno) if error.errno else "") or str(error) or type(error).__name__
-    return said[:1].lower() + said[1:]
+    text = error.strerror or (os.strerror(error.errno) if error.errno else "") or str(error) or type(error).__name__
+    return text[:1].lower() + text[1:]
 
 
-def count(number: int) -> str:
-    """Return a number with its thousands apart."""
+def grouped_digits(number: int) -> str:
+    """Return a number with spaces between thousands."""
     return f"{number:,}".replace(",", " ")

@@ -1,14 +1,13 @@
 """Fingerprint of a pipeline's result-determining inputs, and software versions.
 
-In it: the graph, nodes and their options (prompts are options), wires, conditions, fallbacks, `map:`, how batches are
-made up, inputs with their defaults and limits, the limits that refuse a row; and what the files hold that it names:
-Python files of nodes and functions, models and weights. Not in it: where the pipeline's file lies and what it is
-called, comments, `about:`, devices, workers, instances and KV memory, waiting times, retries and timeouts: these move
-work about, or decide whether a row is answered at all, and a job may go on, or run its error rows again, with others.
+Included: the graph, nodes and their options (prompts are options), wires, conditions, fallbacks, `map:`, batch
+formation, inputs with defaults and limits, the limits that refuse a row, and the content of the files it names: Python
+files of nodes and functions, models and weights. Not included: path and name of the pipeline's file, comments,
+`about:`, devices, workers, instances, KV memory, waiting times, retries and timeouts. A job can resume, or retry its
+error rows, with other values of these.
 
-Secrets that came from the environment count as the name of their variable: a new token does not change a job.
-
-What a Python file imports is not looked at, nor is what a hub name stands for.
+Secrets from the environment count by the name of their variable: a new token does not change a job. Imports of Python
+files and the content of Hub models are not included.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from weftline.pipelines.placement.plan import Plan, PlannedStep
 from weftline.pipelines.spec.document import without_secrets
 
 WHOLE_BYTES_MAX = 64 << 20
-"""Larger files are known by their size, their beginning and their end."""
+"""Larger files are hashed by size, beginning and end."""
 
 ENDS_BYTES = 1 << 20
 
 FOLDER_FILES_MAX = 10_000
-"""So many files of a model's folder are looked at, in the order of their names."""
+"""Most files of a model folder that are hashed, in the order of their names."""
 
-_MOVES_WORK_ABOUT = frozenset({"kv_bytes"})
-"""Options that decide how much memory there is, and nothing else."""
+_RESOURCE_OPTIONS = frozenset({"kv_bytes"})
+"""Options that determine memory size alone."""
 
 _MODEL_FILES = frozenset({".json", ".safetensors", ".onnx", ".pt", ".pth", ".bin", ".gguf", ".model"})
 _CODE = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
@@ -46,14 +45,14 @@ _PACKAGES = ("weftline", "numpy", "pyarrow", "torch", "onnxruntime", "transforme
 
 
 def pipeline_fingerprint(plan: Plan) -> str:
-    """Return the SHA-256 of everything that decides the pipeline's results."""
+    """Return the SHA-256 of everything that determines the pipeline's results."""
     return pipeline_parts(plan)["fingerprint"]
 
 
 def pipeline_parts(plan: Plan) -> dict[str, str]:
-    """Return what a manifest says of a pipeline: `name`, `fingerprint`, digests of `graph` and of each `file NAME`.
+    """Return a manifest's pipeline entry: `name`, `fingerprint`, digests of `graph` and of each `file NAME`.
 
-    InputError when a file that it names cannot be read.
+    InputError if a file that it names cannot be read.
     """
     parts = {"graph": hashlib.sha256(encode(without_secrets(_graph(plan), plan.secrets))).hexdigest()}
     for step in plan.steps:
@@ -61,7 +60,7 @@ def pipeline_parts(plan: Plan) -> dict[str, str]:
         try:
             for shown, path in _files(step, base_dir):
                 digest, name = _digest(path), f"file {shown}"
-                same = parts.get(name, digest) == digest  # else two steps' folders have a file of that name
+                same = parts.get(name, digest) == digest  # two steps' folders can have files of one name
                 parts[name if same else f"file {shown} of {step.name}"] = digest
         except OSError as error:
             raise InputError(f"step {step.name}: a file that it names cannot be read: {error}") from None
@@ -70,7 +69,7 @@ def pipeline_parts(plan: Plan) -> dict[str, str]:
 
 
 def versions(plan: Plan | None = None) -> dict[str, str]:
-    """Return the versions of what decides bytes, of those that are installed; of a plan the kinds of devices too."""
+    """Return the versions of installed packages that determine bytes, and the kinds of a plan's devices."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -103,7 +102,7 @@ def _step(step: PlannedStep) -> dict[str, Any]:
     return {
         "name": step.name,
         "node": step.node,
-        "options": {name: value for name, value in step.options.items() if name not in _MOVES_WORK_ABOUT},
+        "options": {name: value for name, value in step.options.items() if name not in _RESOURCE_OPTIONS},
         "inputs": [(one.port, str(one.wire), str(one.type), one.optional) for one in step.inputs],
         "outputs": [(one.name, str(one.type)) for one in step.outputs],
         "batch": [batch.items_max, batch.sizes, batch.shapes, batch.pad, batch.pad_value],
@@ -116,7 +115,7 @@ def _step(step: PlannedStep) -> dict[str, Any]:
 
 
 def _files(step: PlannedStep, base_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files that a step names, as it names them."""
+    """Yield the files that a step names, with their written names."""
     if not step.node.startswith("weftline."):
         yield from _code(step.node, base_dir)
     for option, value in _texts("", step.options):
@@ -127,7 +126,7 @@ def _files(step: PlannedStep, base_dir: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _texts(option: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the texts in an option with the option's innermost name."""
+    """Yield the texts in an option, with the innermost option name."""
     if isinstance(value, str):
         yield option, value
     elif isinstance(value, Mapping):
@@ -146,7 +145,7 @@ def _code(reference: str, base_dir: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _model(value: str, base_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Yield a file, or the files of a folder that looks like a model's; any text may be the name of some folder."""
+    """Yield a file, or the files of a model folder; other folders may share a name with any text."""
     path = find_model(value, base_dir)
     if path is None:
         return

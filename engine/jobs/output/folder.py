@@ -1,25 +1,32 @@
-"""Output location: from `--out` to a folder and file names.
+"""Result folder of a job: locate, create, resume, restart and finish.
 
-Opening of a result folder: create, resume or overwrite.
+A restart is recorded on disk first, in `_weftline/restart`. From then on, any run that opens the folder removes the old
+job's files, replaces the manifest, and removes the marker last.
 
-Beginning anew is decided by a note on disk, `_weftline/restart`. From then on whoever opens the folder first removes
-all that the old job wrote; the new manifest takes the old one's place, and the note goes last.
-
-Finalisation of results after the last part, with a completion marker.
-
-`done.json` is written last. It holds a digest of the records it was made from: when a part is amended, a done.json that
-stayed behind would no longer fit.
+`done.json` is written last. It holds a digest of the commit records, so that it does not match after a part is amended.
 """
 
 from __future__ import annotations
 
 import posixpath
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from weftline.engine.jobs.output.files import Files, Held, Lock, Written, copy, measure, put, put_bytes, read, told
+from weftline.engine.jobs.output.files import (
+    CHUNK_BYTES,
+    Files,
+    Lock,
+    LockHeld,
+    Written,
+    as_output_failed,
+    measure,
+    put,
+    put_bytes,
+    read,
+)
 from weftline.engine.jobs.output.layout import (
     Leftovers,
     ResultLayout,
@@ -55,10 +62,10 @@ LOCAL = ("file", "local")
 
 @dataclass(frozen=True, slots=True)
 class ResultFolder:
-    """A folder, the names in it, and how the user wrote them.
+    """Result folder, its layout, and its name as the user wrote it.
 
-    out:    as the user wrote it, without a password.
-    folder: the same, of the folder in which results lie.
+    out:    the --out argument, without a password.
+    folder: the folder that contains the results, likewise.
     """
 
     out: str
@@ -72,22 +79,22 @@ class ResultFolder:
 
 
 def find(out: str, single_file: bool, suffix: str, storage: Mapping[str, str]) -> ResultFolder:
-    """Return the place that `out` names; InputError when it names none that can be written to."""
-    told = shown_url(out)
+    """Return the result folder of `out`; InputError if it is no writable location."""
+    written = shown_url(out)
     protocol, _, path = out.rpartition("://")
     folder, final = posixpath.split(out) if single_file else (out, "")
     if single_file and not final:
-        raise InputError(f"--out {told}: names no file")
+        raise InputError(f"--out {written}: names no file")
     folder += "//" if folder.endswith(":") else ""
     layout = ResultLayout(f"{final}.job/", final, suffix) if single_file else ResultLayout("", "", suffix)
     if protocol and protocol not in LOCAL:
-        return ResultFolder(told, shown_url(folder), _remote(told, folder, storage), layout)
+        return ResultFolder(written, shown_url(folder), _remote(written, folder, storage), layout)
     root = Path(posixpath.dirname(path) if single_file else path).expanduser()
-    _refuse_misfits(out, root, root / final if final else None)
+    _check_kinds(out, root, root / final if final else None)
     return ResultFolder(out, folder, LocalFiles(root), layout)
 
 
-def _refuse_misfits(out: str, root: Path, final: Path | None) -> None:
+def _check_kinds(out: str, root: Path, final: Path | None) -> None:
     if root.is_file():
         raise InputError(
             f"--out {out}: {root.name} is a file; results go to a folder, or to a file with a known suffix"
@@ -103,20 +110,20 @@ def _remote(out: str, folder: str, storage: Mapping[str, str]) -> RemoteFiles:
         raise MissingPackage("fsspec", "batch") from None
     try:
         system, root = url_to_fs(folder, **storage)
-    except (ImportError, ValueError, TypeError, OSError) as error:  # of an address, a package for it, or its options
+    except (ImportError, ValueError, TypeError, OSError) as error:  # of the address, its package, or its options
         raise InputError(shown_url(f"--out {out}: {error}")) from None
     return RemoteFiles(system, root)
 
 
 READ_AGAIN_BYTES_MAX = 4 << 30
-"""Parts are read again when a job is resumed, as long as all together are smaller; else only the newest is."""
+"""Largest total size of parts that are verified on resume; beyond it only the last part is."""
 
 PROBLEMS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedResults:
-    """manifest: as it stands on disk; warnings: what differs and is no reason to refuse."""
+    """Opened results. manifest: as stored; warnings: tolerated differences."""
 
     manifest: Manifest
     records: list[PartRecord]
@@ -125,19 +132,19 @@ class OpenedResults:
 
 
 def open_place(place: ResultFolder, manifest: Manifest, restart: bool) -> OpenedResults:
-    """Return what is there, with the lock held.
+    """Create or resume a result folder and return its state, locked.
 
-    JobChanged when another job's results are there, or these are damaged; InputError when somebody else's files are;
-    OutputFailed when another run writes there, or the disk fails.
+    JobChanged if it holds another job's results, or damaged ones; InputError if it holds foreign files; OutputFailed if
+    another run writes there, or the disk fails.
     """
     files, layout = place.files, place.layout
-    with told(place.out, "could not be opened"):
+    with as_output_failed(place.out, "could not be opened"):
         found = _look(files, layout)
         if not _begun(files, layout):
             _refuse_foreign(place, found)
         try:
             lock = files.lock(layout.state)
-        except Held as holder:
+        except LockHeld as holder:
             raise OutputFailed(
                 f"{place.out}: another run of this job is writing here ({holder})\n    fix: wait for it, or end it"
             ) from None
@@ -210,7 +217,7 @@ def _resume(place: ResultFolder, manifest: Manifest, lock: Lock) -> OpenedResult
         if by_part(found.state):
             raise _changed(place, changes, "run the command as it was when the job began")
         _refuse_final(place)
-        _begin_anew(files, layout, manifest)  # nothing is lost: the job that began here has committed nothing
+        _begin_anew(files, layout, manifest)  # no loss: the earlier job has committed nothing
         return OpenedResults(manifest, [], lock, ())
     records = _read_records(place, found)
     for data, base in staged_files(found).items():
@@ -219,7 +226,7 @@ def _resume(place: ResultFolder, manifest: Manifest, lock: Lock) -> OpenedResult
         raise _changed(place, problems)
     _remove(files, leftovers(layout, found, records))
     for folder in (layout.work, layout.state):
-        files.settle(folder)  # what was seen is now on disk, should the last run have ended before it had settled
+        files.settle(folder)  # the last run may have ended before its names were durable
     return OpenedResults(old, records, lock, tuple(version_differences(old, manifest)))
 
 
@@ -236,7 +243,7 @@ def _read_records(place: ResultFolder, found: ResultNames) -> list[PartRecord]:
 
 
 def _settle_staged(files: Files, name: str, to: str, records: Sequence[PartRecord]) -> None:
-    """Let a staged revision take its place if its record is there; else it does not exist."""
+    """Publish a staged revision if its record exists; otherwise remove it."""
     if records and measure(files, name).sha256 == records[0].sha256:
         files.move(name, to)
     else:
@@ -289,11 +296,11 @@ def _changed(
 
 Opener = Callable[[], BinaryIO]
 Join = Callable[[Sequence[Opener], BinaryIO], None]
-"""Puts parts together, in order, into one file."""
+"""Concatenates parts, in order, into one file."""
 
 
 def is_finished(place: ResultFolder, records: Sequence[PartRecord]) -> bool:
-    """Whether everything is there that was put together from these records; OSError when it cannot be read."""
+    """Return True if all files of the completion marker exist and match these records."""
     if place.files.size(place.layout.done) is None:
         return False
     try:
@@ -304,10 +311,10 @@ def is_finished(place: ResultFolder, records: Sequence[PartRecord]) -> bool:
     return whole and all(place.files.size(name) == size for name, size in done.files.items())
 
 
-def put_together(
+def finish_results(
     place: ResultFolder, records: Sequence[PartRecord], lock: Lock, join: Join | None, extras: Mapping[str, bytes]
 ) -> None:
-    """Write what stands beside the parts, and that all is done; OSError when it cannot be written."""
+    """Write the error rows, the single file, the extras, and the completion marker."""
     files, layout = place.files, place.layout
     made = {}
     errors = sum(len(one.error_places) for one in records)
@@ -317,7 +324,7 @@ def put_together(
         files.remove(layout.errors)
     if layout.final:
         if join is None:
-            raise ValueError("a single file needs somebody to put it together")
+            raise ValueError("a single file requires a join function")
         openers = [_opener(place, one) for one in records]
         made[layout.final] = put(files, layout.final, lambda out: join(openers, out)).size_bytes
     for name, data in extras.items():
@@ -329,8 +336,8 @@ def put_together(
     put_bytes(files, layout.done, encode(done))
 
 
-def what_lies_where(place: ResultFolder, records: Sequence[PartRecord]) -> dict[str, str]:
-    """Return the names of what a finished job leaves, as the user would write them."""
+def result_names(place: ResultFolder, records: Sequence[PartRecord]) -> dict[str, str]:
+    """Return the result names of a finished job, as the user would write them."""
     found = {"results": place.out, "manifest": place.shown(place.layout.manifest)}
     if any(one.error_places for one in records):
         found["errors"] = place.shown(place.layout.errors)
@@ -347,4 +354,4 @@ def _join_errors(place: ResultFolder, records: Sequence[PartRecord], out: Binary
     for one in records:
         if one.errors_file:
             with place.files.open(place.layout.state + one.errors_file) as part:
-                copy(part, out)
+                shutil.copyfileobj(part, out, CHUNK_BYTES)

@@ -1,14 +1,10 @@
-"""JSON serialisation of values: always valid JSON in valid UTF-8.
+"""JSON of values, and rows as JSON lines: always valid JSON in valid UTF-8.
 
-NaN and the infinities become null, as JSON has none; half of a surrogate pair becomes U+FFFD, as UTF-8 has none;
-whole numbers of any size stay exact. Where nodes give more than JSON (ports of type `any`), arrays become lists,
-detections what they are in JSON, bytes base64. Keys keep their order.
+NaN and infinities become null, a lone surrogate becomes U+FFFD, integers of any size stay exact, bytes become base64.
+Values of ports of type `any` can also hold arrays (lists in JSON) and detections. Keys keep their order.
 
-Rows as JSON lines with keys in column order.
-
-Columns of JSON text are JSON values there, and no texts that hold JSON. Bytes are base64. NaN and the infinities are
-null. Times and dates are texts, such as 2026-03-01 12:00:00.000000, time spans whole numbers of their unit, decimals
-texts, maps lists of pairs.
+In JSON lines, keys are in column order and columns of JSON text are JSON values. Times and dates are texts, such as
+2026-03-01 12:00:00.000000, durations integers of their unit, decimals texts, maps lists of pairs.
 """
 
 from __future__ import annotations
@@ -25,29 +21,29 @@ from weftline.nodes.detections import Detections
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON text; TypeError or RecursionError when it is nothing that JSON can say."""
+    """Serialise a value as JSON text; TypeError or RecursionError if JSON cannot represent it."""
     try:
         return _ENCODER.encode(_plain(value)).decode()
     except UnicodeEncodeError:
-        return _ENCODER.encode(whole(_plain(value))).decode()
+        return _ENCODER.encode(valid_unicode(_plain(value))).decode()
 
 
-def whole_text(text: str) -> str:
-    """Return a text in which every half of a surrogate pair is U+FFFD; two halves that belong together are joined."""
+def valid_text(text: str) -> str:
+    """Replace lone surrogates by U+FFFD and join surrogate pairs."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def whole(value: Any) -> Any:
-    """Return a JSON value whose texts and keys are all valid."""
+def valid_unicode(value: Any) -> Any:
+    """Replace lone surrogates in all texts and keys of a JSON value."""
     if isinstance(value, str):
-        return whole_text(value)
+        return valid_text(value)
     if isinstance(value, Mapping):
-        return {whole(key): whole(one) for key, one in value.items()}
-    return [whole(one) for one in value] if isinstance(value, list | tuple) else value
+        return {valid_unicode(key): valid_unicode(one) for key, one in value.items()}
+    return [valid_unicode(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:
-    """Return detections as JSON values: msgspec would write them field by field."""
+    """Convert detections to JSON values; msgspec would write their fields."""
     if isinstance(value, Detections):
         return value.to_json()
     if isinstance(value, dict):
@@ -71,14 +67,14 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_other)
 
 
 AT_ONCE = 4096
-"""Rows that are Python values at a time."""
+"""Rows converted to Python values at once."""
 
 JSON_TYPES = (b"json", b"any")
-"""Port types whose texts hold JSON."""
+"""Port types whose columns hold JSON text."""
 
 
 def lines(schema: pa.Schema, batch: pa.RecordBatch) -> Iterator[bytes]:
-    """Yield the lines of a batch, some thousands together, each line with its end."""
+    """Yield the lines of a batch, up to AT_ONCE together, each with its line end."""
     for start in range(0, len(batch), AT_ONCE):
         some = batch.slice(start, AT_ONCE)
         columns = [_values(field, some.column(place)) for place, field in enumerate(schema)]
@@ -92,7 +88,7 @@ def _values(field: pa.Field, array: pa.Array) -> list[Any]:
 
 
 def _raw(field: pa.Field, values: list[Any]) -> list[Any]:
-    """Return values in which texts that hold JSON are marked as such."""
+    """Wrap JSON texts in msgspec.Raw."""
     if (field.metadata or {}).get(TYPE_KEY) in JSON_TYPES:
         return [None if one is None else msgspec.Raw(one.encode()) for one in values]
     if pa.types.is_list(field.type) and _holds_json(field.type.value_field):
@@ -107,7 +103,7 @@ def _holds_json(field: pa.Field) -> bool:
 
 
 def shown_as(type: pa.DataType) -> pa.DataType:
-    """Return the type whose Python values are what stands in JSON."""
+    """Return the type to cast to before conversion to Python values."""
     is_ = pa.types
     if is_.is_float16(type):
         return pa.float32()
@@ -126,7 +122,7 @@ def shown_as(type: pa.DataType) -> pa.DataType:
 def _line_value(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    isoformat = getattr(value, "isoformat", None)  # a time inside of a map
+    isoformat = getattr(value, "isoformat", None)  # a time in a map
     return isoformat() if isoformat is not None else str(value)
 
 

@@ -1,37 +1,32 @@
-"""File names of a job's results; pure.
+"""Names, formats and recovery plan of a job's results; pure.
 
     OUT/                          or x.parquet.job/ beside a single file x.parquet
       part-00000.parquet          rows of a part
-      .part-00000.parquet.new     its next revision, until its record is there
+      .part-00000.parquet.new     its next revision, until its record is written
       _errors.jsonl               error rows of all parts
-      _media/part-00000/          pictures and recordings of a part; part-00000.r1/ those of revision 1
-      _weftline/manifest.json     what the job is
-      _weftline/part-00000.json   the record of a part: without it there is no part
-      _weftline/errors-00000.jsonl  error rows of a part; errors-00000.r1.jsonl those of revision 1
-      _weftline/restart           the job is being thrown away
-      _weftline/done.json         all is there
-      _weftline/lock              held by the run that writes
+      _media/part-00000/          images and audio of a part; part-00000.r1/ of revision 1
+      _weftline/manifest.json     the job's manifest
+      _weftline/part-00000.json   commit record of a part; a part without it does not exist
+      _weftline/errors-00000.jsonl  error rows of a part; errors-00000.r1.jsonl of revision 1
+      _weftline/restart           marker: the old job's files are being removed
+      _weftline/done.json         completion marker
+      _weftline/lock              lock of the writing run
 
-Any of these may have a `.NAME.tmp` beside it for as long as it is being written. Names are relative, with `/` between
-folders, and folders end in `/`. What is no table begins with `_`, so that whoever reads the folder as a data set passes
-over it.
+While a file is written it is called `.NAME.tmp`. Names are relative, with `/` between folders, and folders end in `/`.
+Everything but tables begins with `_`, so that readers of the folder as a data set skip it.
 
-Output formats and their selection by name; pure.
-
-Recovery plan after an interrupted run: from the files found to the actions; pure.
-
-A part is committed in this order, each step on disk before the next:
+A part is committed in this order, each step durable before the next:
 
     errors-N.jsonl, _media/part-N/*, part-N.parquet, part-N.json
 
-so whatever lies there without a record is of a part that does not exist, and is removed. A part's next revision goes
+Files without a record belong to no part and are removed. The next revision of a part is written in this order:
 
-    errors-N.r1.jsonl, _media/part-N.r1/*, .part-N.parquet.new, part-N.json (which now names the new data),
+    errors-N.r1.jsonl, _media/part-N.r1/*, .part-N.parquet.new, part-N.json (now with the new digest),
     .part-N.parquet.new -> part-N.parquet, then the old errors are removed
 
-The record decides. Stopped before it, what is staged is of a revision that does not exist, and is removed; stopped
-after it, what is staged is what the record names, and takes its place. Readers of `part-*.parquet` see the old revision
-or the new, whole, and never both. On an object store "on disk" means that the object is there.
+The record decides. If the run stopped before it, the staged file is removed; if it stopped after it, the staged file
+replaces the part. Readers of `part-*.parquet` see the old or the new revision, complete, and never both. In an object
+store "durable" means that the object exists.
 """
 
 from __future__ import annotations
@@ -56,14 +51,37 @@ _MEDIA = re.compile(r"part-\d{5,}(\.r\d+)?/")
 _BEING_WRITTEN = re.compile(r"\..+\.tmp")
 _STAGED = re.compile(r"\.(part-\d{5,}\.[A-Za-z0-9.]+)\.new")
 
+FORMATS = ("parquet", "jsonl", "arrow", "hf")
+
+BY_SUFFIX = {
+    ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".arrow": "arrow",
+    ".feather": "arrow", ".ipc": "arrow",
+}  # fmt: skip
+"""Suffixes of a single file."""
+
+SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl", "arrow": ".arrow", "hf": ".arrow"}
+"""Suffixes of parts."""
+
+EXTRAS = {"hf": ("dataset_info.json", "state.json")}
+"""Metadata files beside the parts of a format, written at the end."""
+
+_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,9}")
+_HINTS = {
+    ".csv": "CSV has no lists and no detections: write x.jsonl or x.parquet, both of which pandas reads",
+    ".tsv": "TSV has no lists and no detections: write x.jsonl or x.parquet, both of which pandas reads",
+    ".json": "results are one object per line: write x.jsonl",
+    ".gz": "results are not compressed as a whole: write x.parquet, which is compressed inside",
+    ".zst": "results are not compressed as a whole: write x.parquet, which is compressed inside",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """Where a job's files lie, relative to the folder in which its results lie.
+    """Paths of a job's files, relative to the result folder.
 
-    work:   folder of parts and state: '' for the results' folder itself.
-    final:  the single file that is put together at the end; '' when results are a folder.
-    suffix: of a part's file, with its dot.
+    work:   folder of parts and state; '' for the result folder itself.
+    final:  single file written at the end; '' if the results are a folder.
+    suffix: suffix of part files, with its dot.
     """
 
     work: str = ""
@@ -112,13 +130,13 @@ def _revision(revision: int) -> str:
 
 
 def being_written(name: str) -> str:
-    """Return the name that a file has until it is whole."""
+    """Return the temporary name of a file while it is written."""
     folder, base = posixpath.split(name)
     return posixpath.join(folder, f".{base}.tmp")
 
 
 def staged(name: str) -> str:
-    """Return the name that a data file's next revision has until it takes the place of the last one."""
+    """Return the name of a data file's staged next revision."""
     folder, base = posixpath.split(name)
     return posixpath.join(folder, f".{base}.new")
 
@@ -128,19 +146,19 @@ def is_being_written(base: str) -> bool:
 
 
 def staged_of(base: str) -> str:
-    """Return the data file whose next revision this is; '' when it is none."""
+    """Return the data file of a staged revision; '' for other names."""
     match = _STAGED.fullmatch(base)
     return match[1] if match else ""
 
 
 def part_of_record(base: str) -> int | None:
-    """Return the part of a record's name; None for another name."""
+    """Return the part number of a record's name; None for other names."""
     match = _RECORD.fullmatch(base)
     return int(match[1]) if match else None
 
 
 def is_data(base: str, suffix: str | None = None) -> bool:
-    """Whether a name is that of a part's data; of any format when no suffix is given."""
+    """Return True for the data file of a part; of any format without a suffix."""
     match = _DATA.fullmatch(base)
     return match is not None and suffix in (None, match[2])
 
@@ -153,40 +171,16 @@ def is_media_folder(base: str) -> bool:
     return _MEDIA.fullmatch(base) is not None
 
 
-FORMATS = ("parquet", "jsonl", "arrow", "hf")
-
-BY_SUFFIX = {
-    ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".arrow": "arrow",
-    ".feather": "arrow", ".ipc": "arrow",
-}  # fmt: skip
-"""Suffixes of a single file."""
-
-SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl", "arrow": ".arrow", "hf": ".arrow"}
-"""Suffixes of parts."""
-
-EXTRAS = {"hf": ("dataset_info.json", "state.json")}
-"""Files that stand beside the parts of a format when all are there."""
-
-_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,9}")
-_HINTS = {
-    ".csv": "CSV has no lists and no detections: write x.jsonl or x.parquet, both of which pandas reads",
-    ".tsv": "TSV has no lists and no detections: write x.jsonl or x.parquet, both of which pandas reads",
-    ".json": "results are one object a line: write x.jsonl",
-    ".gz": "results are not compressed from outside: write x.parquet, which is compressed inside",
-    ".zst": "results are not compressed from outside: write x.parquet, which is compressed inside",
-}
-
-
 def suffix(format: str) -> str:
     """Return the suffix of a part's file, with its dot."""
     return SUFFIXES[format]
 
 
 def format_of(out: str, format: str | None = None) -> tuple[str, bool]:
-    """Return the format that results are written in, and whether `out` is a single file.
+    """Return the output format, and True if `out` is a single file.
 
-    A name with a known suffix is a single file of that format. A name without one, or with `/` at its end, is a folder:
-    of `format`, or of Parquet. InputError for a suffix that is not known, and for one that `format` contradicts.
+    A name with a known suffix is a single file of that format. A name without a suffix, or with a trailing `/`, is a
+    folder of `format`, or of Parquet. InputError for an unknown suffix, and for one that contradicts `format`.
     """
     if format is not None and format not in FORMATS:
         raise InputError(f"output format: found {format!r:.40}, expected one of {', '.join(FORMATS)}")
@@ -202,7 +196,7 @@ def format_of(out: str, format: str | None = None) -> tuple[str, bool]:
     named = BY_SUFFIX.get(ending)
     if named is None:
         fix = _HINTS.get(ending, f"write {out}/ for a folder, or one of {', '.join(BY_SUFFIX)} for a single file")
-        raise InputError(f"--out {out}: {ending} is no format that is written\n    fix: {fix}")
+        raise InputError(f"--out {out}: {ending} is not a supported output format\n    fix: {fix}")
     if format not in (None, named):
         what = "a folder" if format == "hf" else f"{format}, and {ending} is {named}"
         fix = f"write {out.removesuffix(base) + posixpath.splitext(base)[0]}/, or leave the format out"
@@ -221,22 +215,19 @@ class ResultNames:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What an earlier run left that belongs to no part.
-
-    files, folders: names to remove, relative to the results' folder.
-    """
+    """Names to remove, relative to the result folder."""
 
     files: Sequence[str]
     folders: Sequence[str]
 
 
 def staged_files(found: ResultNames) -> dict[str, str]:
-    """Return the data files whose next revision is staged, with its name."""
+    """Return the staged names by data file."""
     return {of: base for base in found.work if (of := staged_of(base))}
 
 
 def leftovers(layout: ResultLayout, found: ResultNames, records: Iterable[PartRecord]) -> Leftovers:
-    """Return what belongs to no record; staged revisions are not looked at."""
+    """Return the names that belong to no record, without staged revisions."""
     records = list(records)
     kept = {one.file for one in records}
     errors = {one.errors_file for one in records}
@@ -250,7 +241,7 @@ def leftovers(layout: ResultLayout, found: ResultNames, records: Iterable[PartRe
 
 
 def everything(layout: ResultLayout, found: ResultNames, extras: Iterable[str]) -> Leftovers:
-    """Return all that a job wrote but its manifest, its lock and the note that it is being thrown away."""
+    """Return all names that a job wrote, except manifest, lock and restart marker."""
     ours = {"_errors.jsonl", *extras}
     files = [layout.final] if layout.final else []
     files += [
@@ -268,17 +259,17 @@ def everything(layout: ResultLayout, found: ResultNames, extras: Iterable[str]) 
 
 
 def foreign(found: ResultNames) -> list[str]:
-    """Return the names that stand in the way of a new job, hidden ones aside; its own first steps do not."""
+    """Return names of files that no job wrote, without hidden files."""
     state = [base for base in found.state if base not in ("lock", OWNER) and not is_being_written(base)]
-    strangers = [base for base in found.work if base != STATE and not base.startswith(".")]
-    return [*strangers, *(STATE + base for base in state)]
+    others = [base for base in found.work if base != STATE and not base.startswith(".")]
+    return [*others, *(STATE + base for base in state)]
 
 
 def damage(record: PartRecord, size_bytes: int | None, content: Written | None) -> str:
-    """Return what is wrong with a part's data, as a phrase; '' when it is what the record says.
+    """Return the damage of a part's data as a phrase; '' if it matches the record.
 
-    size_bytes: of the file; None when it is missing.
-    content:    what was read of it; None when it was not read.
+    size_bytes: size of the file; None if it is missing.
+    content:    size and digest; None if it was not read.
     """
     if size_bytes is None:
         return f"{record.file} is missing"
@@ -290,5 +281,5 @@ def damage(record: PartRecord, size_bytes: int | None, content: Written | None) 
 
 
 def by_part(names: Iterable[str]) -> Mapping[int, str]:
-    """Return the records among the names, by part."""
+    """Return the names of records by part."""
     return {part: base for base in names if (part := part_of_record(base)) is not None}

@@ -1,7 +1,7 @@
 """Crash-safe writes to a local folder: temporary file, fsync, rename.
 
-A file is written under another name, synced, renamed, and its folder synced. The few calls to the operating system
-that this needs stand in `Disk`, so that a test can let any one of them fail.
+A file is written under a temporary name, synced and renamed, and its folder is synced. All system calls are methods of
+`Disk`, so that tests can make any of them fail.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import stat
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from weftline.engine.jobs.output.files import Held, Lock, Write
+from weftline.engine.jobs.output.files import Lock, LockHeld, Write
 from weftline.engine.jobs.output.layout import being_written
 
 BUFFER_BYTES = 1 << 20
-"""What is gathered before it is handed to the operating system."""
+"""Write buffer."""
 
 
 class Disk(Protocol):
-    """The calls to the operating system. Paths are whole; each raises OSError."""
+    """System calls on absolute paths; each raises OSError."""
 
     def make_folder(self, path: str) -> None: ...
     def create(self, path: str) -> BinaryIO:
-        """Open a new file for writing; FileExistsError when there is one."""
+        """Open a new file for writing; FileExistsError if it exists."""
 
     def sync(self, file: BinaryIO) -> None:
-        """Return when what was written is on disk."""
+        """Make the written data durable."""
 
     def sync_folder(self, path: str) -> None: ...
     def replace(self, path: str, to: str) -> None: ...
@@ -40,17 +40,17 @@ class Disk(Protocol):
 
     def open(self, path: str) -> BinaryIO: ...
     def size(self, path: str) -> int | None:
-        """Return a file's size; None when there is nothing, or a folder."""
+        """Return a file's size; None for a missing file or a folder."""
 
     def names(self, path: str) -> list[str] | None:
-        """Return the names in a folder, folders with a `/` at the end; None when there is no such folder."""
+        """Return the names in a folder, folders with a trailing `/`; None if there is no such folder."""
 
     def lock(self, path: str) -> Lock:
-        """Lock a file, which is made; Held says who holds it."""
+        """Create and lock a file; LockHeld if another process holds the lock."""
 
 
 class SystemDisk:
-    """The real one."""
+    """Disk of the operating system."""
 
     def make_folder(self, path: str) -> None:
         Path(path).mkdir()
@@ -68,7 +68,7 @@ class SystemDisk:
         try:
             os.fsync(handle)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that cannot sync folders says so with EINVAL
+            if error.errno != errno.EINVAL:  # a file system that cannot sync folders returns EINVAL
                 raise
         finally:
             os.close(handle)
@@ -108,7 +108,7 @@ class SystemDisk:
         except BlockingIOError:
             holder = os.pread(handle, 20, 0).decode("ascii", "replace").strip()
             os.close(handle)
-            raise Held(f"process {holder}" if holder else "another process") from None
+            raise LockHeld(f"process {holder}" if holder else "another process") from None
         except BaseException:
             os.close(handle)
             raise
@@ -116,7 +116,7 @@ class SystemDisk:
 
 
 class _FileLock:
-    """Held for as long as the descriptor is open: it ends with the process, however that ends."""
+    """Lock of an open descriptor: the kernel releases it when the process ends."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -131,7 +131,7 @@ class _FileLock:
 
 
 class LocalFiles:
-    """A folder on a disk."""
+    """Folder on a local disk."""
 
     reads_cheap = True
 
@@ -143,7 +143,7 @@ class LocalFiles:
     def write(self, name: str, write: Write, *, settled: bool = True) -> None:
         path, temporary = self._path(name), self._path(being_written(name))
         folder = posixpath.dirname(path)
-        self._need(folder)
+        self._create_folders(folder)
         try:
             file = self._create(temporary)
             try:
@@ -191,7 +191,7 @@ class LocalFiles:
         return sorted(self._disk.names(self._path(folder)) or ())
 
     def lock(self, folder: str) -> Lock:
-        self._need(self._path(folder))
+        self._create_folders(self._path(folder))
         return self._disk.lock(self._path(folder.rstrip("/") + "/lock"))
 
     def _path(self, name: str) -> str:
@@ -200,12 +200,12 @@ class LocalFiles:
     def _create(self, path: str) -> BinaryIO:
         try:
             return self._disk.create(path)
-        except FileExistsError:  # of a run that died
+        except FileExistsError:  # from a run that crashed
             self._disk.remove(path)
             return self._disk.create(path)
 
-    def _need(self, folder: str) -> None:
-        """Make a folder, and those it lies in, where they are missing; each is on disk before anything is in it."""
+    def _create_folders(self, folder: str) -> None:
+        """Create a folder and its parents; each is durable before it is used."""
         if folder in self._made:
             return
         missing, above = [], folder

@@ -1,10 +1,7 @@
-"""Job manifest: pipeline, data and settings, compared on resume; pure.
+"""Documents of a job: manifest, commit records, completion marker and error rows; pure.
 
-Commit record of a part, written last.
-
-Error rows as JSON lines on disk, in row order.
-
-Strict reader of small JSON documents; keeps file names that are not valid Unicode.
+The manifest is compared on resume. A part exists once its commit record is written. Documents are JSON, decoded
+strictly; file names that are not valid Unicode survive.
 """
 
 from __future__ import annotations
@@ -20,19 +17,18 @@ import msgspec
 VERSION = 1
 
 SHOWN_MAX = 10
-"""Most differences of one kind that are listed; the rest is counted."""
+"""Most differences of a kind that are listed; the others are counted."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A job.
+    """Inputs and settings that determine a job's results.
 
-    pipeline: `name`, `fingerprint`, and, where they are known, `text` and what it is made of: `graph`, and `file NAME`
-              for each model and Python file.
-    input:    what `Source.fingerprint` says.
-    settings: everything else that decides the results, as JSON values; never secrets.
-    versions: of Weftline, Python and frameworks; when they differ the job goes on with a warning.
+    pipeline: `name`, `fingerprint`, and optionally `text`, `graph`, and `file NAME` for each model and Python file.
+    input:    the result of `Source.fingerprint`.
+    settings: all other settings that determine the results, as JSON values; never secrets.
+    versions: of Weftline, Python and frameworks; a difference is a warning.
     schema:   the output's columns, as text.
-    suffix, single_file, extras: how results lie, as `Store.open` was told.
+    suffix, single_file, extras: layout of the results, as in `Store.open`.
     """
 
     version: int = VERSION
@@ -47,18 +43,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
-    """Return why a job that began as `old` cannot go on as `new`, one sentence each; none when it can."""
+    """Return why a job that began as `old` cannot resume as `new`, one sentence each; empty if it can."""
     found = [*_pipeline(old.pipeline, new.pipeline), *_input(old.input, new.input)]
     found += _settings(_plain(old.settings), _plain(new.settings))
     if old.schema != new.schema and not found:
         found.append("the output's columns are not the ones the job began with")
     if (old.suffix, old.single_file) != (new.suffix, new.single_file) and not found:
-        found.append(f"results were written as {_form(old)}, and are now wanted as {_form(new)}")
+        found.append(f"results were written as {_form(old)}, and are now requested as {_form(new)}")
     return found
 
 
 def version_differences(old: Manifest, new: Manifest) -> list[str]:
-    """Return what the job began with and is not what runs now: its results may then differ in bytes."""
+    """Return changed versions, with which results may differ in bytes."""
     return [
         f"{name}: {new.versions.get(name, 'none')} now, {old.versions.get(name, 'none')} when the job began"
         for name in sorted({*old.versions, *new.versions})
@@ -70,8 +66,8 @@ def _pipeline(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     if old.get("fingerprint") == new.get("fingerprint"):
         return []
     files = _changes(
-        {name: said for name, said in old.items() if name.startswith("file ")},
-        {name: said for name, said in new.items() if name.startswith("file ")},
+        {name: value for name, value in old.items() if name.startswith("file ")},
+        {name: value for name, value in new.items() if name.startswith("file ")},
         "the pipeline's ",
     )
     before, now = old.get("text", ""), new.get("text", "")
@@ -100,13 +96,13 @@ def _changes(old: Mapping[str, str], new: Mapping[str, str], kind: str) -> list[
 
 def _settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [
-        f"{name} is {_said(new.get(name))}, and was {_said(old.get(name))} when the job began"
+        f"{name} is {_as_json(new.get(name))}, and was {_as_json(old.get(name))} when the job began"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     ]
 
 
-def _said(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return "not set" if value is None else f"{json.dumps(value, ensure_ascii=False):.200}"
 
 
@@ -115,16 +111,16 @@ def _form(one: Manifest) -> str:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as they come back from a file: tuples as lists, keys as text."""
+    """Return settings as JSON decodes them: tuples as lists, keys as text."""
     plain: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(settings, str_keys=True)))
     return plain
 
 
 class MediaRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Pictures and recordings that were written together.
+    """Media files of one revision of a part.
 
-    folder: below the job's media folder, with `/` at the end.
-    sha256: over their names and contents, in the order of names.
+    folder: folder below the job's media folder, with a trailing `/`.
+    sha256: digest of names and contents, in the order of names.
     """
 
     folder: str
@@ -134,18 +130,18 @@ class MediaRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed part.
+    """Commit record of a part.
 
-    place:        of its first row.
-    rows:         how many rows it answers for, error rows among them.
-    error_places: of its error rows, rising.
-    file:         its data, a name in the job's folder.
-    errors_file:  its error rows, a name in the job's state folder; '' when it has none.
-    media:        one entry for each revision that has any.
-    after:        where the source stands after its last row.
-    tally:        how the steps fared in it, as Tally.to_json gives it.
-    seconds:      how long it took, all its revisions together.
-    revision:     how often its error rows were run again.
+    place:        place of the first row.
+    rows:         number of rows, error rows included.
+    error_places: places of the error rows, ascending.
+    file:         data file in the job's folder.
+    errors_file:  error rows in the job's state folder; '' without error rows.
+    media:        one entry for each revision with media.
+    after:        position of the source after the last row.
+    tally:        step statistics, from Tally.to_json.
+    seconds:      run time of all revisions.
+    revision:     number of retries of the error rows.
     """
 
     version: int = VERSION
@@ -166,10 +162,10 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """Written when everything is there.
+    """Completion marker.
 
-    records: digest of the records that it was made from.
-    files:   size by name of what was put together at the end.
+    records: digest of the commit records.
+    files:   size by name of the files written at the end.
     """
 
     version: int = VERSION
@@ -181,7 +177,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest(records: Iterable[PartRecord]) -> str:
-    """Return what changes when any record does."""
+    """Return a digest of all records."""
     sha256 = hashlib.sha256()
     for one in records:
         sha256.update(f"{one.part} {one.revision} {one.sha256} {one.errors_sha256}\n".encode())
@@ -189,7 +185,7 @@ def digest(records: Iterable[PartRecord]) -> str:
 
 
 def gaps(records: Mapping[int, PartRecord]) -> list[str]:
-    """Return what does not fit together in the records by the part of their names, as sentences."""
+    """Return the inconsistencies of the records by part, as sentences."""
     problems = []
     for part in range(max(records, default=-1) + 1):
         one, before = records.get(part), records.get(part - 1)
@@ -209,11 +205,11 @@ def in_order(records: Mapping[int, PartRecord]) -> Sequence[PartRecord]:
 
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that has no outputs.
+    """A row that failed.
 
-    place, id: of the row, as in `rows`.
+    place, id:           as in `rows`.
     step, error, reason: as in `rows.RowError`.
-    part:      the part it belongs to.
+    part:                part of the row.
     """
 
     place: int
@@ -225,12 +221,12 @@ class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_rows(rows: Iterable[ErrorRow]) -> bytes:
-    """Return error rows as lines, in the order of their places."""
+    """Encode error rows as JSON lines, ordered by place."""
     return b"".join(encode(row) for row in sorted(rows, key=lambda row: row.place))
 
 
 def read_rows(file: BinaryIO) -> Iterator[ErrorRow]:
-    """Yield the error rows of a file; Unreadable names the line."""
+    """Decode error rows from JSON lines; Unreadable names the line."""
     for number, line in enumerate(file, 1):
         try:
             yield decode(line, ErrorRow)
@@ -242,17 +238,17 @@ T = TypeVar("T")
 
 
 class Unreadable(ValueError):
-    """A document is torn, or holds something else; says what was found."""
+    """A document is incomplete, or of another type."""
 
 
 def encode(value: Any) -> bytes:
-    """Return a value of plain data or a msgspec struct as one line of JSON; a lone surrogate stands as its escape."""
+    """Encode plain data or a msgspec struct as a line of JSON; lone surrogates are escaped."""
     written = json.dumps(msgspec.to_builtins(value, str_keys=True), ensure_ascii=False, allow_nan=False)
     return written.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def decode(data: bytes, type: type[T]) -> T:
-    """Return what `encode` wrote; Unreadable when it is not whole or not of that type."""
+    """Decode a document; Unreadable if it is incomplete or not of that type."""
     try:
         return msgspec.convert(json.loads(data), type)
     except msgspec.ValidationError as error:

@@ -1,9 +1,9 @@
 """Files in object stores through fsspec.
 
-A file is written to this machine first and then sent, so that a failure on the way leaves nothing there. Object stores
-show an object when all of it has arrived; elsewhere it is sent under another name and renamed. There is nothing to
-sync. Who writes there says so in an object, which is the best that can be had without locks: it keeps out a second run
-that starts later, and a run notices before each commit when its object was taken away.
+A file is spooled locally and then uploaded, so that a failed write leaves nothing behind. Object stores publish
+complete objects only; on other file systems the file is uploaded under a temporary name and renamed. Nothing is synced.
+Stores have no locks: the writing run names itself in an owner object, which refuses a second run that starts later, and
+is checked before each commit.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from weftline.engine.jobs.output.files import Held, Lock, Write, put_bytes
+from weftline.engine.jobs.output.files import Lock, LockHeld, Write, put_bytes
 from weftline.engine.jobs.output.layout import OWNER, being_written
 
 WHOLE_AT_ONCE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
-"""Protocols under which an object is seen when all of it has arrived, and not before."""
+"""Protocols whose objects become visible only when complete."""
 
 
 class RemoteFiles:
-    """A folder of a file system of fsspec's."""
+    """Folder on an fsspec file system."""
 
     reads_cheap = False
 
@@ -105,23 +105,23 @@ class RemoteFiles:
         ours = _identity()
         holder = self.owner(name)
         if holder is not None and not _ended(holder, ours):
-            raise Held(
+            raise LockHeld(
                 f"process {holder.get('pid')} on {holder.get('host')}; if that run has ended, remove {self._path(name)}"
             )
         put_bytes(self, name, json.dumps(ours).encode())
         return _OwnerLock(self, name, ours)
 
     def owner(self, name: str) -> dict[str, Any] | None:
-        """Return who says that it writes; None for nobody."""
+        """Return the recorded owner; None without one."""
         with _as_os_errors():
             self._system.invalidate_cache()
             try:
-                said = json.loads(self._system.cat_file(self._path(name)))
+                owner = json.loads(self._system.cat_file(self._path(name)))
             except FileNotFoundError:
                 return None
             except ValueError:
-                said = None
-        return said if isinstance(said, dict) else {"pid": "unknown", "host": "an unknown machine"}
+                owner = None
+        return owner if isinstance(owner, dict) else {"pid": "unknown", "host": "an unknown machine"}
 
     def _path(self, name: str) -> str:
         return posixpath.join(self._root, name).rstrip("/")
@@ -135,7 +135,11 @@ class _OwnerLock:
     def check(self) -> None:
         holder = self._files.owner(self._name)
         if holder != self._ours:
-            by = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "somebody who removed its mark"
+            by = (
+                f"process {holder.get('pid')} on {holder.get('host')}"
+                if holder
+                else "a run that removed the owner object"
+            )
             raise OSError(errno.EBUSY, f"taken over by {by}")
 
     def release(self) -> None:
@@ -153,14 +157,14 @@ def _identity() -> dict[str, Any]:
 
 
 def _ended(holder: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether a holder is known to be gone: a process of this machine that no longer runs, or another in its place."""
+    """Return True if the owner was a process of this machine that has ended."""
     if holder.get("host") != ours["host"] or not isinstance(holder.get("pid"), int):
         return False
     return _started(holder["pid"]) != holder.get("started")
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process began, in ticks since the machine did; None when there is none."""
+    """Return the start time of a process in clock ticks since boot; None if there is none."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -170,7 +174,7 @@ def _started(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Turn what the libraries of object stores raise into OSError."""
+    """Convert exceptions of fsspec clients to OSError."""
     try:
         yield
     except OSError:

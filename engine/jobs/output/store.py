@@ -5,10 +5,8 @@
             store.commit(part, place=..., rows=..., write=table.write, errors=[...], after=..., tally=..., seconds=...)
         store.finish()
 
-A store is either whole or says OutputFailed; after that it writes nothing more, and the next `open` goes on from what
-was committed. `recovery` has the order of writes that this rests on, and `naming` the names. One thread commits.
-
-Media files of an uncommitted part, written as they arrive.
+After OutputFailed a store writes nothing more, and the next `open` resumes from the committed parts. `layout` defines
+the names and the order of writes. One thread commits.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from weftline.engine.jobs.output.files import Files, Write, Written, put, put_bytes, told
+from weftline.engine.jobs.output.files import Files, Write, Written, as_output_failed, put, put_bytes
 from weftline.engine.jobs.output.folder import (
     Join,
     OpenedResults,
     ResultFolder,
     find,
+    finish_results,
     is_finished,
     open_place,
-    put_together,
-    what_lies_where,
+    result_names,
 )
 from weftline.engine.jobs.output.layout import staged
 from weftline.engine.jobs.output.manifest import (
@@ -48,9 +46,9 @@ from weftline.errors import JobChanged, OutputFailed
 
 
 class Store:
-    """Where a job's results lie. Holds the lock until it is closed.
+    """Results of a job. Holds the lock until it is closed.
 
-    warnings: what differs from when the job began and is no reason to refuse, one sentence each.
+    warnings: tolerated differences from the job's start, one sentence each.
     """
 
     def __init__(self, place: ResultFolder, opened: OpenedResults) -> None:
@@ -71,16 +69,16 @@ class Store:
         storage: Mapping[str, str] | None = None,
         extras: Sequence[str] = (),
     ) -> Store:
-        """Begin a job, or go on with the one that `out` holds.
+        """Begin a job, or resume the one in `out`.
 
-        single_file: `out` is a file, put together at the end; parts and state lie in `OUT.job/` beside it.
-        suffix:      of files with rows, with its dot.
-        restart:     throw away what an earlier job wrote there, and nothing else, and begin anew.
-        storage:     options for fsspec, when `out` is a URL.
-        extras:      names that `finish` may be told to write beside the parts.
+        single_file: `out` is a file, written at the end; parts and state are in `OUT.job/` beside it.
+        suffix:      suffix of part files, with its dot.
+        restart:     remove the files of an earlier job, and nothing else, and begin anew.
+        storage:     fsspec options, if `out` is a URL.
+        extras:      names of files that `finish` may write beside the parts.
 
-        JobChanged says what is not as it was when the job began, or what of its results is damaged; InputError that
-        somebody else's files are there; OutputFailed that another run is writing there, or that the disk fails.
+        JobChanged lists what changed since the job began, or damaged results; InputError: there are foreign files;
+        OutputFailed: another run is writing there, or the disk fails.
         """
         return cls.open_at(find(out, single_file, suffix, storage or {}), manifest, restart, extras)
 
@@ -88,12 +86,10 @@ class Store:
     def open_at(
         cls, place: ResultFolder, manifest: Manifest, restart: bool = False, extras: Sequence[str] = ()
     ) -> Store:
-        """`open`, where the place is known."""
+        """Open a located result folder; see `open`."""
         layout = place.layout
         form = {"suffix": layout.suffix, "single_file": bool(layout.final), "extras": tuple(extras)}
         return cls(place, open_place(place, msgspec.structs.replace(manifest, **form), restart))
-
-    # what is there
 
     @property
     def records(self) -> tuple[PartRecord, ...]:
@@ -105,23 +101,23 @@ class Store:
 
     @property
     def rows(self) -> int:
-        """How many rows are committed: the place of the next one."""
+        """Number of committed rows: the place of the next row."""
         return self._records[-1].place + self._records[-1].rows if self._records else 0
 
     @property
     def errors(self) -> int:
-        """How many of them are error rows."""
+        """Number of committed error rows."""
         return sum(len(one.error_places) for one in self._records)
 
     @property
     def after(self) -> Mapping[str, Any] | None:
-        """Where the source stands after the last committed row; None when none is."""
+        """Position of the source after the last committed row; None without rows."""
         return self._records[-1].after if self._records else None
 
     @property
     def finished(self) -> bool:
-        """Whether everything is there, what is put together at the end too."""
-        with told(self._place.out, "could not be read", self.rows):
+        """True if the job is complete, including the files written at the end."""
+        with as_output_failed(self._place.out, "could not be read", self.rows):
             return is_finished(self._place, self._records)
 
     def open_part(self, part: int) -> BinaryIO:
@@ -132,12 +128,10 @@ class Store:
         """Return the error rows of all parts, in order."""
         return list(self._error_rows())
 
-    # what is written
-
     def begin(self, part: int | None = None) -> Draft:
-        """Return a draft for a part's pictures and recordings: of the next part, or of a committed one's next revision.
+        """Return a draft for the media of the next part, or of a committed part's next revision.
 
-        Give it to `commit` or `amend`. One at a time for a part: it removes what another left.
+        Pass it to `commit` or `amend`. A new draft of a part removes the files of an earlier one.
         """
         part = self.next_part if part is None else part
         revision = self._records[part].revision + 1 if part < len(self._records) else 0
@@ -157,13 +151,13 @@ class Store:
         tally: Mapping[str, Any] | None = None,
         seconds: float = 0.0,
     ) -> PartRecord:
-        """Write the next part; when this returns, no crash can take it back. OutputFailed when it cannot be written.
+        """Write the next part; it is durable on return. OutputFailed if it cannot be written.
 
-        place: of its first row.
-        rows:  how many rows it answers for, error rows among them.
-        write: writes its data.
-        media: a draft that holds them, or file contents by name.
-        after: where the source stands after its last row.
+        place: place of the first row.
+        rows:  number of rows, error rows included.
+        write: writes the data.
+        media: a draft, or file contents by name.
+        after: position of the source after the last row.
         """
         if part != self.next_part or place != self.rows:
             raise ValueError(f"part {part} from row {place}; the next one is {self.next_part} from row {self.rows}")
@@ -189,12 +183,12 @@ class Store:
         tally: Mapping[str, Any] | None = None,
         seconds: float = 0.0,
     ) -> PartRecord:
-        """Put another revision in the place of a committed part: all of its rows, error rows that are left too.
+        """Replace a committed part by its next revision, with all of its rows and remaining error rows.
 
-        media:   of this revision only; those of earlier ones stay.
-        tally:   of all its revisions together; None: as it was.
+        media:   of this revision only; media of earlier revisions stay.
+        tally:   of all revisions; None: unchanged.
         seconds: of this revision only.
-        Until `finish` is called again the job is not finished.
+        The job is unfinished until `finish` is called again.
         """
         old = self._records[part]
         with self._writing(f"part {part}"):
@@ -219,21 +213,21 @@ class Store:
         return record
 
     def finish(self, join: Join | None = None, extras: Mapping[str, bytes] | None = None) -> Mapping[str, str]:
-        """Put together what a finished job has, and return what lies where: `results`, `manifest`, `errors`, `media`.
+        """Write the final files and return the names of `results`, `manifest`, `errors` and `media`.
 
-        join:   makes the single file; not called when results are a folder.
-        extras: contents of further files beside the parts, by name; the names were given to `open`.
-        Nothing is written again when all is there.
+        join:   writes the single file; not called if the results are a folder.
+        extras: contents of further files beside the parts, by name; `open` received the names.
+        A finished job is not written again.
         """
         if unknown := set(extras or ()) - set(self.manifest.extras):
             raise ValueError(f"{', '.join(sorted(unknown))}: not named when the job was opened")
         if not self.finished:
-            with self._writing("what is put together at the end"):
-                put_together(self._place, self._records, self._lock, join, extras or {})
-        return what_lies_where(self._place, self._records)
+            with self._writing("the final files"):
+                finish_results(self._place, self._records, self._lock, join, extras or {})
+        return result_names(self._place, self._records)
 
     def close(self) -> None:
-        """Let other runs in. Safe to call twice."""
+        """Release the lock. Safe to call twice."""
         self._closed = True
         self._lock.release()
 
@@ -243,17 +237,15 @@ class Store:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # inside
-
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        """Whatever goes wrong while something is written ends the store: what lies there is only known to `open`."""
+        """Disable the store after any failed write: only `open` can determine the state on disk."""
         if self._closed:
             raise ValueError("the store is closed")
         if self._failed:
             raise OutputFailed(f"{self._place.out}: an earlier write failed; run the same command again")
         try:
-            with told(self._place.out, f"{what} could not be written", self.rows):
+            with as_output_failed(self._place.out, f"{what} could not be written", self.rows):
                 yield
         except BaseException:
             self._failed = True
@@ -300,11 +292,10 @@ def _holding(record: PartRecord, written: Written) -> PartRecord:
 
 
 class Draft:
-    """Takes files of one revision of a part. Thread-safe; it is over when the part is committed.
+    """Media files of one uncommitted revision of a part. Thread-safe.
 
-    part, revision: what it is for.
-    failed:         a file could not be written; the part cannot be committed then.
-    folder:         of its files, relative to the results' folder: what comes before their names in the table.
+    failed: a file could not be written, so the part cannot be committed.
+    folder: folder of the files, relative to the result folder: prefix of their paths in the table.
     """
 
     def __init__(self, files: Files, out: str, part: int, revision: int, folder: str, base: str) -> None:
@@ -316,14 +307,11 @@ class Draft:
         files.remove_folder(folder)
 
     def add(self, name: str, data: bytes) -> str:
-        """Write a file and return its name relative to the results' folder; OutputFailed when it cannot be written.
-
-        name: of the file in `folder`; one that was written already is replaced.
-        """
+        """Write or replace a file and return its path relative to the result folder; OutputFailed if that fails."""
         if not name or "/" in name or name.startswith("."):
-            raise ValueError(f"{name!r} is no name of a picture or a recording")
+            raise ValueError(f"{name!r} is no name of a media file")
         try:
-            with told(self._out, f"part {self.part} could not be written"):
+            with as_output_failed(self._out, f"part {self.part} could not be written"):
                 written = put_bytes(self._files, self.folder + name, data, settled=False)
         except BaseException:
             self.failed = True
@@ -333,7 +321,7 @@ class Draft:
         return self.folder + name
 
     def settle(self) -> tuple[MediaRecord, ...]:
-        """Return what was written, when all of it is on disk; nothing when there was none."""
+        """Make all files durable and return their record; empty without files."""
         with self._lock:
             written = sorted(self._written.items())
         if not written:

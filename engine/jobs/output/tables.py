@@ -1,25 +1,15 @@
-"""Table writers: Parquet, JSON lines, Arrow and the `datasets` format.
+"""Parts of a job's results: write, read, amend and concatenate them in each format.
 
-The same rows give the same bytes, in whatever batches they come. The file is the caller's: it is written from front to
-back, neither flushed nor closed, and what it raises is raised here. Versions of pyarrow may differ in their bytes.
+Equal rows give equal bytes, in whatever batches they arrive; pyarrow versions may differ. A file is written
+sequentially, and neither flushed nor closed.
 
     parquet  zstd, dictionaries, statistics
-    jsonl    UTF-8, one object a line, keys in the order of the columns, null where a value is absent
+    jsonl    UTF-8, one object per line, keys in column order, null for absent values
     arrow    the IPC file format (Feather 2), zstd
-    hf       the IPC stream format, not compressed: `datasets` maps it into memory
+    hf       the IPC stream format, uncompressed: `datasets` maps it into memory
 
-Grouping of rows into Parquet row groups and Arrow record batches.
-
-Where a group ends depends on the rows alone, never on the batches they came in: with the row that makes it GROUP_ROWS
-long, or GROUP_BYTES large. So memory is bounded whatever rows hold, and equal rows give equal files.
-
-Reader of committed parts, batch by batch.
-
-Merge of retried rows into their committed part, in row order.
-
-What comes out is the part that would have been written had they not failed.
-
-Concatenation of parts into one file or a Hugging Face data set folder.
+Parquet row groups and Arrow record batches end after GROUP_ROWS rows or GROUP_BYTES, which depends on the rows alone
+and bounds memory.
 """
 
 from __future__ import annotations
@@ -28,7 +18,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -37,127 +27,13 @@ from weftline.engine.jobs.output.json_lines import lines
 from weftline.errors import InputError, MissingPackage, OutputFailed
 
 ZSTD_LEVEL = 3
+GROUP_ROWS = 50_000
+GROUP_BYTES = 64 << 20
+COPY_BYTES = 1 << 20
 
 
-class PartWriter(Protocol):
-    """Writes rows."""
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Write rows, or keep them until there are more."""
-
-    def close(self) -> None:
-        """Write what is left, and the end. The file stays open."""
-
-    def abandon(self) -> None:
-        """Write no more; the file has no end. For a file that failed."""
-
-
-def part_writer(format: str, schema: pa.Schema, out: BinaryIO) -> PartWriter:
-    """Return a writer of rows with that schema onto `out`."""
-    return Lines(schema, out) if format == "jsonl" else Grouped(format, schema, out)
-
-
-def write_part(format: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], out: BinaryIO) -> int:
-    """Write all rows onto `out` and return how many there were. After an error nothing more is written."""
-    writer, rows = part_writer(format, schema, out), 0
-    try:
-        for batch in batches:
-            writer.add(batch)
-            rows += len(batch)
-        writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
-    return rows
-
-
-def check_columns(schema: pa.Schema, format: str) -> None:
-    """Raise InputError with every column that this format cannot hold, before anything is written."""
-    problems = []
-    for field in schema:
-        try:
-            empty = pa.table([pa.nulls(1, field.type)], schema=pa.schema([field.with_nullable(True)]))
-            write_part(format, empty.schema, empty.to_batches(), io.BytesIO())
-            if format == "hf":
-                features(empty.schema)
-        except (pa.ArrowException, ValueError, TypeError, NotImplementedError) as error:
-            problems.append(f"column {field.name}: {field.type} cannot be written as {format}: {_first_line(error)}")
-    if problems:
-        fix = "choose the columns to keep (--keep), without these, or another format"
-        raise InputError("\n".join([*problems, f"    fix: {fix}"]))
-
-
-def features(schema: pa.Schema) -> Any:
-    """Return the columns as `datasets` describes them; MissingPackage without it."""
-    try:
-        from datasets import Features
-    except ImportError:
-        raise MissingPackage("datasets", "batch") from None
-    return Features.from_arrow_schema(schema)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-class Grouped:
-    """Writes rows in groups."""
-
-    def __init__(self, format: str, schema: pa.Schema, out: BinaryIO) -> None:
-        self._groups, self._gate = Groups(schema), _Gate(out)
-        self._sink = _sink(format, schema, self._gate)
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        for group in self._groups.add(batch):
-            self._put(group)
-
-    def close(self) -> None:
-        for group in self._groups.rest():
-            self._put(group)
-        self._sink.close()
-
-    def abandon(self) -> None:
-        self._gate.shut = True
-
-    def _put(self, group: pa.Table) -> None:
-        if isinstance(self._sink, pq.ParquetWriter):
-            self._sink.write_table(group, row_group_size=len(group))
-        else:
-            self._sink.write_table(group, max_chunksize=len(group))
-
-
-class _Gate(io.RawIOBase):
-    """Stands before a file: pyarrow writes a footer when a writer is merely forgotten, which a shut gate swallows."""
-
-    def __init__(self, out: BinaryIO) -> None:
-        self._out, self._at = out, 0
-        self.shut = False
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        if not self.shut:
-            self._out.write(data)
-        self._at += size
-        return size
-
-
-def _sink(format: str, schema: pa.Schema, out: _Gate) -> Any:
-    if format == "parquet":
-        return pq.ParquetWriter(out, schema, version="2.6", compression="zstd", compression_level=ZSTD_LEVEL)
-    if format == "hf":
-        return pa.ipc.new_stream(out, schema)
-    options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", ZSTD_LEVEL))
-    return pa.ipc.new_file(out, schema, options=options)
-
-
-class Lines:
-    """Writes rows as lines of JSON, as they come."""
+class LineWriter:
+    """Writes rows as JSON lines, without buffering."""
 
     def __init__(self, schema: pa.Schema, out: BinaryIO) -> None:
         self._schema, self._out = schema, out
@@ -173,12 +49,110 @@ class Lines:
         pass
 
 
-GROUP_ROWS = 50_000
-GROUP_BYTES = 64 << 20
+class GroupWriter:
+    """Writes rows in groups to Parquet or Arrow IPC."""
+
+    def __init__(self, format: str, schema: pa.Schema, out: BinaryIO) -> None:
+        self._groups, self._out = Groups(schema), _Detachable(out)
+        self._sink = _sink(format, schema, self._out)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Write full groups and keep the rest."""
+        for group in self._groups.add(batch):
+            self._put(group)
+
+    def close(self) -> None:
+        """Write the last group and the footer. The file stays open."""
+        for group in self._groups.rest():
+            self._put(group)
+        self._sink.close()
+
+    def abandon(self) -> None:
+        """Write nothing more, after an error: the file has no footer."""
+        self._out.detached = True
+
+    def _put(self, group: pa.Table) -> None:
+        limit = "row_group_size" if isinstance(self._sink, pq.ParquetWriter) else "max_chunksize"
+        self._sink.write_table(group, **{limit: len(group)})
+
+
+class _Detachable(io.RawIOBase):
+    """Output file that can be detached: pyarrow writes a footer when an unclosed writer is deleted."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out, self._at = out, 0
+        self.detached = False
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if not self.detached:
+            self._out.write(data)
+        self._at += size
+        return size
+
+
+def _sink(format: str, schema: pa.Schema, out: _Detachable) -> Any:
+    if format == "parquet":
+        return pq.ParquetWriter(out, schema, version="2.6", compression="zstd", compression_level=ZSTD_LEVEL)
+    if format == "hf":
+        return pa.ipc.new_stream(out, schema)
+    options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", ZSTD_LEVEL))
+    return pa.ipc.new_file(out, schema, options=options)
+
+
+def part_writer(format: str, schema: pa.Schema, out: BinaryIO) -> LineWriter | GroupWriter:
+    """Return a writer of rows with that schema."""
+    return LineWriter(schema, out) if format == "jsonl" else GroupWriter(format, schema, out)
+
+
+def write_part(format: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], out: BinaryIO) -> int:
+    """Write all rows and return their number. Nothing is written after an error."""
+    writer, rows = part_writer(format, schema, out), 0
+    try:
+        for batch in batches:
+            writer.add(batch)
+            rows += len(batch)
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+    return rows
+
+
+def check_columns(schema: pa.Schema, format: str) -> None:
+    """Raise InputError with every column that the format cannot hold."""
+    problems = []
+    for field in schema:
+        try:
+            empty = pa.table([pa.nulls(1, field.type)], schema=pa.schema([field.with_nullable(True)]))
+            write_part(format, empty.schema, empty.to_batches(), io.BytesIO())
+            if format == "hf":
+                features(empty.schema)
+        except (pa.ArrowException, ValueError, TypeError, NotImplementedError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            problems.append(f"column {field.name}: {field.type} cannot be written as {format}: {reason}")
+    if problems:
+        fix = "choose the columns to keep (--keep), without these, or another format"
+        raise InputError("\n".join([*problems, f"    fix: {fix}"]))
+
+
+def features(schema: pa.Schema) -> Any:
+    """Return the columns as `datasets.Features`; MissingPackage if `datasets` is not installed."""
+    try:
+        from datasets import Features
+    except ImportError:
+        raise MissingPackage("datasets", "batch") from None
+    return Features.from_arrow_schema(schema)
 
 
 class Groups:
-    """Takes batches and gives groups, each a table without seams."""
+    """Regroups batches of rows into tables of bounded size."""
 
     def __init__(self, schema: pa.Schema, rows_max: int = GROUP_ROWS, bytes_max: int = GROUP_BYTES) -> None:
         self._schema, self._rows_max, self._bytes_max = schema, rows_max, bytes_max
@@ -186,7 +160,7 @@ class Groups:
         self._rows = self._bytes = 0
 
     def add(self, batch: pa.RecordBatch) -> Iterator[pa.Table]:
-        """Yield the groups that are full with these rows."""
+        """Yield the groups that these rows complete."""
         until = np.cumsum(sum((row_bytes(one) for one in batch.columns), np.zeros(len(batch), np.int64)))
         start = 0
         while start < len(batch):
@@ -198,29 +172,29 @@ class Groups:
             self._bytes += int(until[end - 1]) - before
             start = end
             if self._rows >= self._rows_max or self._bytes >= self._bytes_max:
-                yield self._taken()
+                yield self._popped()
 
     def rest(self) -> Iterator[pa.Table]:
-        """Yield what is left, if anything is."""
+        """Yield the incomplete last group, if any."""
         if self._rows:
-            yield self._taken()
+            yield self._popped()
 
-    def _taken(self) -> pa.Table:
+    def _popped(self) -> pa.Table:
         table = pa.Table.from_batches(self._waiting, self._schema)
         self._waiting, self._rows, self._bytes = [], 0, 0
         return seamless(table)
 
 
 def seamless(table: pa.Table) -> pa.Table:
-    """Return equal rows in memory of their own, which holds the same bytes wherever the rows came from.
+    """Copy rows into new memory whose bytes depend on the values alone.
 
-    Taking every row leaves offsets, and what lies under nulls, behind.
+    `take` drops offsets and the values under nulls.
     """
     return table.combine_chunks().take(pa.array(np.arange(len(table)), pa.int64())).combine_chunks()
 
 
 def row_bytes(array: pa.Array) -> np.ndarray:
-    """Return about how many bytes each row takes, int64[rows]; for equal rows the same, however they lie in memory."""
+    """Estimate the bytes of each row, int64[rows]; equal rows have equal sizes."""
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         return row_bytes(array.storage)
@@ -244,39 +218,33 @@ def row_bytes(array: pa.Array) -> np.ndarray:
 
 
 def batches(file: BinaryIO, format: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a part of any format but jsonl, a group of them in memory at a time.
+    """Yield the rows of a committed part of any format but jsonl, at most one group at a time.
 
-    OutputFailed when the file cannot be read, or has other columns than `schema`.
+    The batches have the field metadata of `schema`, which some formats lose. OutputFailed if the file cannot be read,
+    or has other columns.
     """
     try:
-        for table in _tables(file, format):
-            yield from _fitting(table, schema).to_batches()
+        for batch in _stored_batches(file, format):
+            if batch.schema.names != schema.names or batch.schema.types != schema.types:
+                raise OutputFailed(
+                    f"a part of the results has other columns than the job\n    found: {_shown(batch.schema)}\n"
+                    f"    expected: {_shown(schema)}\n    fix: --restart begins anew"
+                )
+            yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
     except pa.ArrowException as error:
         raise OutputFailed(f"a part of the results cannot be read: {error}") from None
 
 
-def _tables(file: BinaryIO, format: str) -> Iterator[pa.Table]:
+def _stored_batches(file: BinaryIO, format: str) -> Iterator[pa.RecordBatch]:
     if format == "parquet":
         parquet = pq.ParquetFile(file)
-        for group in range(parquet.num_row_groups):
-            yield parquet.read_row_group(group)
+        for group in range(parquet.num_row_groups):  # without this, batches span groups and memory is not bounded
+            yield from parquet.iter_batches(GROUP_ROWS, row_groups=[group])
     elif format == "arrow":
-        arrow = pa.ipc.open_file(file)
-        for place in range(arrow.num_record_batches):
-            yield pa.Table.from_batches([arrow.get_batch(place)])
+        reader = pa.ipc.open_file(file)
+        yield from map(reader.get_batch, range(reader.num_record_batches))
     else:
-        for batch in pa.ipc.open_stream(file):
-            yield pa.Table.from_batches([batch])
-
-
-def _fitting(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table with the field metadata of `schema`, which some formats lose."""
-    if table.schema.names != schema.names or table.schema.types != schema.types:
-        raise OutputFailed(
-            f"a part of the results has other columns than the job\n    found: {_shown(table.schema)}\n"
-            f"    expected: {_shown(schema)}\n    fix: --restart begins anew"
-        )
-    return pa.Table.from_arrays(table.columns, schema=schema)
+        yield from pa.ipc.open_stream(file)
 
 
 def _shown(schema: pa.Schema) -> str:
@@ -284,9 +252,9 @@ def _shown(schema: pa.Schema) -> str:
 
 
 def merge_rows(old: pa.Table, old_places: Sequence[int], new: pa.Table, new_places: Sequence[int]) -> pa.Table:
-    """Return the rows of both tables in the order of their places; ValueError when places do not fit the rows.
+    """Return the rows of both tables ordered by place; ValueError if the places do not match the rows.
 
-    Both have the same schema, and no place in common.
+    Both tables have the same schema, and no place in common.
     """
     order = _order(old_places, len(old), new_places, len(new))
     return pa.concat_tables([old, new]).take(pa.array(order, pa.int64()))
@@ -301,11 +269,11 @@ def amend_part(
     schema: pa.Schema,
     out: BinaryIO,
 ) -> None:
-    """Write a part's next revision onto `out`: its rows, and those that have been answered since.
+    """Write the next revision of a part: its rows merged with retried rows, as if those had never failed.
 
-    old, old_places: the part as it is, and the place of each row in it.
-    new, new_places: the rows that are added, and their places.
-    OutputFailed when the part cannot be read, or has another number of rows.
+    old, old_places: the committed part, and the place of each of its rows.
+    new, new_places: the added rows, and their places.
+    OutputFailed if the part cannot be read, or has another number of rows.
     """
     if format == "jsonl":
         before, after = old.read().splitlines(True), []
@@ -328,43 +296,39 @@ def _check_length(rows: int, places: Sequence[int]) -> None:
 
 
 def _order(old_places: Sequence[int], old_rows: int, new_places: Sequence[int], new_rows: int) -> np.ndarray:
-    """Return which row of both together comes when."""
+    """Return the order of the concatenated rows by place."""
     if len(old_places) != old_rows or len(new_places) != new_rows:
-        counts = f"{len(old_places)} and {len(new_places)} places for {old_rows} and {new_rows} rows"
-        raise ValueError(counts)
+        raise ValueError(f"{len(old_places)} and {len(new_places)} places for {old_rows} and {new_rows} rows")
     places = np.array([*old_places, *new_places], np.int64)
     if len(np.unique(places)) < len(places):
         raise ValueError("two rows have the same place")
     return np.argsort(places, kind="stable")
 
 
-COPY_BYTES = 1 << 20
-
-
 def join_parts(parts: Iterable[Callable[[], BinaryIO]], format: str, out: BinaryIO, schema: pa.Schema) -> None:
-    """Write all parts, in order, onto `out` as one file, one group of rows in memory at a time.
+    """Concatenate all parts, in order, with one group of rows in memory.
 
-    The file is the one that all rows would have given as a single part. OutputFailed when a part cannot be read.
+    The file equals a single part of all rows. OutputFailed if a part cannot be read.
     """
     if format == "jsonl":
         for opener in parts:
             with opener() as part:
                 shutil.copyfileobj(part, out, COPY_BYTES)
     else:
-        write_part(format, schema, _all(parts, format, schema), out)
+        write_part(format, schema, _all_batches(parts, format, schema), out)
 
 
-def _all(parts: Iterable[Callable[[], BinaryIO]], format: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _all_batches(parts: Iterable[Callable[[], BinaryIO]], format: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     for opener in parts:
         with opener() as part:
             yield from batches(part, format, schema)
 
 
 def hf_files(names: Sequence[str], schema: pa.Schema, fingerprint: str) -> dict[str, bytes]:
-    """Return the files that make a data set of a folder with parts, by name: formats.EXTRAS["hf"].
+    """Return the metadata files of a `datasets` folder, by name: layout.EXTRAS["hf"].
 
-    names:       of the parts' files, in order; at least one.
-    fingerprint: `datasets` caches what it makes of the data set under it: another one for other rows.
+    names:       files of the parts, in order; at least one.
+    fingerprint: cache key of `datasets`; different for different rows.
     """
     state: dict[str, object] = {
         "_data_files": [{"filename": name} for name in names],
@@ -376,8 +340,7 @@ def hf_files(names: Sequence[str], schema: pa.Schema, fingerprint: str) -> dict[
         "_split": None,
     }
     info = {"citation": "", "description": "", "features": features(schema).to_dict(), "homepage": "", "license": ""}
-    return {"dataset_info.json": _document(info), "state.json": _document(state)}
-
-
-def _document(value: object) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+    return {
+        name: (json.dumps(value, indent=2) + "\n").encode()
+        for name, value in (("dataset_info.json", info), ("state.json", state))
+    }

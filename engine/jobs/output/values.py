@@ -1,13 +1,11 @@
 """Record batch of a block's successful rows.
 
-Values are looked at all together. Only when that fails are they tried one by one, and those that do not fit their
-output's type are told apart as error rows.
+All values of an output are converted in one call. If that fails they are converted one by one, and values that do not
+fit the output's type become error rows.
 
-Deterministic PNG and WAV encoding in a thread pool.
-
-A picture loses nothing. A recording is 16-bit PCM at 16 kHz, as `--save` writes it: samples beyond -1 to 1 are cut off,
-samples that are not numbers are silence. A file is called ROW-OUTPUT.png, and ROW-OUTPUT-INDEX.png where the output is
-a list, ROW being the row's place in ten digits.
+Media are encoded deterministically, in a thread pool. Images become PNG. Audio becomes WAV, 16-bit PCM at 16 kHz:
+samples are clipped to -1 to 1, and NaN is silence. A file is called ROW-OUTPUT.png, or ROW-OUTPUT-INDEX.png for a list,
+where ROW is the row's place in ten digits.
 """
 
 from __future__ import annotations
@@ -31,13 +29,27 @@ from weftline.errors import InputError
 from weftline.nodes.ports import AUDIO_HZ, PortType
 from weftline.nodes.values import mismatch
 
+THREADS = 4
+"""Encoder threads; encoders release the GIL."""
+
+SUFFIXES = {"image": ".png", "audio": ".wav"}
+
+PNG_LEVEL = 4
+"""zlib level: twice as fast as the default 6, with files a few percent larger."""
+
+Write = Callable[[str, bytes], str]
+"""Writes a file of this name and content, and returns its path for the table."""
+
+Encoded = Any
+"""Value of a media output with each image or audio as a (file name, bytes) pair; lists stay lists."""
+
 ANY = PortType("any")
 MISFITS = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, pa.ArrowException)
-"""What a value of the wrong type may end in."""
+"""Exceptions raised for values of the wrong type."""
 
 
 class Unwritable(InputError):
-    """Values do not fit their outputs' types; `errors` has them by row of the block."""
+    """Values do not fit their outputs' types; `errors` are indexed by row of the block."""
 
     def __init__(self, errors: Mapping[int, RowError]) -> None:
         super().__init__("\n".join(f"row {row}: {one.reason}" for row, one in errors.items()))
@@ -51,7 +63,7 @@ def settled(
     encoder: MediaEncoder | None = None,
     write: Write | None = None,
 ) -> tuple[BlockResult, pa.RecordBatch]:
-    """Return what became of a block and its rows without an error; rows that cannot be written have become errors."""
+    """Convert a block's rows without an error; rows that cannot be written become errors of the result."""
     try:
         return answered, to_columns(columns, answered, block, encoder, write)
     except Unwritable as unwritable:
@@ -66,11 +78,11 @@ def to_columns(
     encoder: MediaEncoder | None = None,
     write: Write | None = None,
 ) -> pa.RecordBatch:
-    """Return the rows without an error, in order; Unwritable names rows whose values do not fit.
+    """Convert the rows without an error, in order; Unwritable lists rows whose values do not fit.
 
-    encoder: wanted when an output holds media.
-    write:   wanted when media go into files; called for one file after the other, in the order of columns and rows,
-             and only when every value fits. What it raises is raised here.
+    encoder: required if an output holds media.
+    write:   required if media are files; called sequentially, in the order of columns and rows, after all values were
+             found to fit. Its exceptions propagate.
     """
     rows = [row for row in range(len(block)) if row not in answered.errors]
     outputs = [one for one in columns.each if one.type is not None]
@@ -89,7 +101,7 @@ def to_columns(
         if one.of in columns.media_outputs:
             shown = [inline(value) if columns.media == "inline" else _in_file(value, write) for value in made[one.of]]
             made[one.of] = array_of(one.type or ANY, shown, columns.schema.field(one.name).type)
-    arrays = [made[one.of] if one.type is not None else _given(one, columns, block, rows) for one in columns.each]
+    arrays = [made[one.of] if one.type is not None else _id_or_kept(one, columns, block, rows) for one in columns.each]
     return pa.RecordBatch.from_arrays(arrays, schema=columns.schema)
 
 
@@ -99,8 +111,8 @@ def _chosen(values: Sequence[Any], rows: list[int], of: int) -> Sequence[Any]:
     return values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
 
 
-def _given(column: ResultColumn, columns: Columns, block: RowBlock, rows: list[int]) -> pa.Array:
-    """Return the ids, or a kept column; InputError when it cannot be written at all."""
+def _id_or_kept(column: ResultColumn, columns: Columns, block: RowBlock, rows: list[int]) -> pa.Array:
+    """Return the ids, or a kept column; InputError if it cannot be cast."""
     if column.origin == "id":
         return texts(list(_chosen(block.ids, rows, len(block))))
     found, wanted = block.table.column(column.of), columns.schema.field(column.name).type
@@ -117,7 +129,7 @@ def _given(column: ResultColumn, columns: Columns, block: RowBlock, rows: list[i
 def _converted(
     column: ResultColumn, values: Sequence[Any], arrow_type: pa.DataType
 ) -> tuple[pa.Array | None, dict[int, RowError]]:
-    """Return the array of an output's values, or which of them do not fit."""
+    """Return the array of an output's values, or the errors of values that do not fit."""
     type = column.type or ANY
     try:
         return array_of(type, values, arrow_type), {}
@@ -141,9 +153,9 @@ def _converted(
 def _encoded(
     column: ResultColumn, values: Sequence[Any], places: Sequence[int], encoder: MediaEncoder | None
 ) -> tuple[list[Any], dict[int, RowError]]:
-    """Return an output's media as files' names and contents, and which of them cannot be encoded."""
+    """Return an output's media as file names and contents, and the errors of media that cannot be encoded."""
     if encoder is None:
-        raise ValueError(f"output {column.of} holds media, and nobody was given to encode them")
+        raise ValueError(f"output {column.of} holds media and requires an encoder")
     encoded = encoder.encode(column.of, column.type or ANY, values, places)
     return encoded, {row: _error(column, str(one)) for row, one in enumerate(encoded) if isinstance(one, ValueError)}
 
@@ -154,23 +166,8 @@ def _error(column: ResultColumn, why: str) -> RowError:
 
 def _in_file(value: Any, write: Write | None) -> Any:
     if write is None:
-        raise ValueError("media go into files, and nobody was given to write them")
+        raise ValueError("media files require a write function")
     return written(value, write)
-
-
-THREADS = 4
-"""Threads that encode; the encoders give up the interpreter's lock."""
-
-SUFFIXES = {"image": ".png", "audio": ".wav"}
-
-PNG_LEVEL = 4
-"""zlib's level: twice as fast as the usual 6, for files a few percent larger."""
-
-Write = Callable[[str, bytes], str]
-"""Writes a file of that name and contents, and returns the path that stands in the table for it."""
-
-Encoded = Any
-"""A value of a media output in which every picture and recording is a (file name, bytes) pair; lists stay lists."""
 
 
 class MediaEncoder:
@@ -182,10 +179,10 @@ class MediaEncoder:
     def encode(
         self, output: str, type: PortType, values: Sequence[Any], places: Sequence[int]
     ) -> list[Encoded | ValueError]:
-        """Return one value for each row: encoded, None where it is absent, or why it cannot be encoded.
+        """Return one value for each row: encoded, None if absent, or the error.
 
-        values: of an output of that type, one for each row.
-        places: of the rows.
+        values: values of an output of that type, one for each row.
+        places: places of the rows.
         """
         kind, safe = media_kind(type), quote(output, safe="")
 
@@ -193,9 +190,9 @@ class MediaEncoder:
             return name + SUFFIXES[kind], self._pool.submit(encode_one, kind, value)
 
         begun = [
-            _begun(type, value, f"{place:010d}-{safe}", later) for value, place in zip(values, places, strict=True)
+            _submitted(type, value, f"{place:010d}-{safe}", later) for value, place in zip(values, places, strict=True)
         ]
-        return [_ended(one) for one in begun]
+        return [_wait_encoded(one) for one in begun]
 
     def close(self) -> None:
         """End the threads. Safe to call twice."""
@@ -209,7 +206,7 @@ class MediaEncoder:
 
 
 def encode_one(kind: str, value: Any) -> bytes:
-    """Return the file of a picture, uint8[H, W, 3], or of a recording, float32[samples]; ValueError for others."""
+    """Encode an image, uint8[H, W, 3], or audio, float32[samples]; ValueError for others."""
     wrong = mismatch(PortType(kind), value)
     if wrong:
         raise ValueError(wrong)
@@ -217,12 +214,12 @@ def encode_one(kind: str, value: Any) -> bytes:
 
 
 def inline(value: Encoded) -> Any:
-    """Return an encoded value as it stands in the table when media go there."""
+    """Return the table value of inline media: bytes and path."""
     return _each(value, lambda name, data: {"bytes": data, "path": name})
 
 
 def written(value: Encoded, write: Write) -> Any:
-    """Write the files of an encoded value, and return it with their paths."""
+    """Write the files of an encoded value and return their paths."""
     return _each(value, write)
 
 
@@ -232,20 +229,20 @@ def _each(value: Encoded, use: Callable[[str, bytes], Any]) -> Any:
     return None if value is None else use(*value)
 
 
-def _begun(type: PortType, value: Any, name: str, later: Callable[[str, Any], Any]) -> Any:
+def _submitted(type: PortType, value: Any, name: str, later: Callable[[str, Any], Any]) -> Any:
     if value is None:
         return None
     if type.item is None:
         return later(name, value)
     if not isinstance(value, list | tuple):
         return ValueError(mismatch(type, value))
-    return [_begun(type.item, one, f"{name}-{index}", later) for index, one in enumerate(value)]
+    return [_submitted(type.item, one, f"{name}-{index}", later) for index, one in enumerate(value)]
 
 
-def _ended(begun: Any) -> Encoded | ValueError:
-    """Wait for the encoders; the first thing that went wrong stands for the whole value."""
+def _wait_encoded(begun: Any) -> Encoded | ValueError:
+    """Wait for the encoders; return the first error, if any, for the whole value."""
     if isinstance(begun, list):
-        ended = [_ended(one) for one in begun]
+        ended = [_wait_encoded(one) for one in begun]
         return next((one for one in ended if isinstance(one, ValueError)), ended)
     if not isinstance(begun, tuple):
         return begun
@@ -266,9 +263,9 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def _wav(samples: np.ndarray) -> bytes:
-    heard = np.clip(np.nan_to_num(samples, nan=0.0), -1, 1) * 32767
+    clipped = np.clip(np.nan_to_num(samples, nan=0.0), -1, 1) * 32767
     out = io.BytesIO()
     with wave.open(out, "wb") as file:
         file.setparams((1, 2, AUDIO_HZ, len(samples), "NONE", "not compressed"))
-        file.writeframes(heard.round().astype("<i2").tobytes())
+        file.writeframes(clipped.round().astype("<i2").tobytes())
     return out.getvalue()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal, cast
 
-from weftline.engine.jobs.output.files import Held, Lock
+from weftline.engine.jobs.output.files import Lock, LockHeld
 from weftline.engine.jobs.output.local_files import Disk
 
 When = Literal["before", "after", "torn"]
@@ -207,7 +207,7 @@ class MemoryDisk:
         if base not in self.folders[folder]:
             self._change(path, _Node())
         if path in self.locked:
-            raise Held("process 1")
+            raise LockHeld("process 1")
         self.locked.add(path)
         return _MemoryLock(self, path)
 

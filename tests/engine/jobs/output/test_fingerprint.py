@@ -86,7 +86,7 @@ def test_what_does_not_decide_results_is_not_in_it(folder: Path, found: str, ins
         ('"Say ', '"Tell '),
         ("default: 1.5", "default: 1.25"),
         ("items_max: 4", "items_max: 8"),
-        ("{said: own.text}", "{told: own.text}"),
+        ("{said: own.text}", "{renamed: own.text}"),
         ("{said: own.text}", "{said: own.text, asked: ask.text}"),
         ("batch: {", "when: 'text == ask.text', batch: {"),
         ("outputs: {said: own.text}", "outputs: {said: own.text}\nlimits: {request_bytes_max: 1000}"),

@@ -33,7 +33,7 @@ def test_the_name_says_the_format_and_whether_it_is_one_file(out, format, expect
     ("out", "format", "message"),
     [
         ("x.csv", None, "CSV has no lists.*x.jsonl"),
-        ("x.json", None, "one object a line"),
+        ("x.json", None, "one object per line"),
         ("x.jsonl.gz", None, "compressed inside"),
         ("x.txt", None, "write x.txt/ for a folder, or one of .parquet"),
         ("a/x.parquet", "jsonl", r"\.parquet is parquet\n    fix: write a/x/, or leave the format out"),

@@ -60,7 +60,7 @@ def test_a_pipelines_text_alone_is_no_difference() -> None:
 def test_columns_and_form_are_told_when_nothing_else_explains_them() -> None:
     assert changed(schema="other") == ["the output's columns are not the ones the job began with"]
     assert changed(suffix=".arrow", single_file=True) == [
-        "results were written as a folder of  files, and are now wanted as one .arrow file"
+        "results were written as a folder of  files, and are now requested as one .arrow file"
     ]
     assert len(changed(schema="other", settings={**OLD.settings, "keep": ["a"]})) == 1
 

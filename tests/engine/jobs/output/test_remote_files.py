@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.jobs.output import jobs
-from weftline.engine.jobs.output.files import Files, Held, read
+from weftline.engine.jobs.output.files import Files, LockHeld, read
 from weftline.engine.jobs.output.folder import ResultFolder
 from weftline.engine.jobs.output.layout import ResultLayout
 from weftline.engine.jobs.output.local_files import LocalFiles
@@ -164,7 +164,7 @@ def test_all_kinds_of_files_do_the_same(kind: str, url: str, tmp_path: Path) -> 
         files.write("z", _raise)
     assert files.size("z") is None
     lock = files.lock("state/")
-    with pytest.raises(Held):
+    with pytest.raises(LockHeld):
         files.lock("state/")
     lock.check()
     lock.release()

@@ -101,9 +101,9 @@ def test_what_cannot_be_asked_is_refused_before_the_first_row(text: str, said: s
 
 
 def test_all_problems_are_told_at_once() -> None:
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as raised:
         RowFilter(["x > 1", "y > 1", "n >"], TABLE.schema)
-    assert str(told.value).count("--where") == 3
+    assert str(raised.value).count("--where") == 3
 
 
 NUMBERS = st.integers(-3, 3)

@@ -26,7 +26,7 @@ def finished(out: Path, **options: Any) -> None:
 
 def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    (tmp_path / "part-00000.jsonl").write_text("somebody's")
+    (tmp_path / "part-00000.jsonl").write_text("foreign")
     for restart in (False, True):
         with pytest.raises(InputError, match=r"holds part-00000\.jsonl, thesis\.txt, and no manifest of a job"):
             opened(tmp_path, restart)

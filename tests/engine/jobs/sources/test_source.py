@@ -197,8 +197,8 @@ def test_a_missing_package_names_its_extra(package: str, tmp_path: Path, monkeyp
 def test_opening_is_imported_without_what_it_needs_later() -> None:
     late = {"pyarrow", "fsspec", "datasets", "webdataset"}
     code = f"import sys, {source_module.__name__}; print({late} & set(sys.modules))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout.strip() == "set()"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert completed.stdout.strip() == "set()"
 
 
 def test_a_file_named_twice_through_a_link_is_one_file(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_secrets_are_not_shown_and_paths_stay(text: str, shown: str) -> None:
 
 
 class _Signed(http.server.SimpleHTTPRequestHandler):
-    """Gives rows to whoever has signed, in the query."""
+    """Serves rows to requests with the signature in the query."""
 
     def do_GET(self) -> None:
         there = "SECRET" in self.path
@@ -72,12 +72,12 @@ def test_a_signed_address_is_read_and_nowhere_repeated(host: str) -> None:
 
 def test_errors_name_addresses_without_what_signs_them(host: str) -> None:
     for data in (f"{host}/a.jsonl?sig=HIDDEN", f"{host}/a?sig=SECRET", "what://u:SECRET@h/x"):
-        with pytest.raises(InputError) as told:
+        with pytest.raises(InputError) as raised:
             list(open_source(DataSpec((data,))).read())
-        assert not {"SECRET", "HIDDEN"} & set(re.split(r"\W", str(told.value)))
-    with pytest.raises(InputError) as told:
+        assert not {"SECRET", "HIDDEN"} & set(re.split(r"\W", str(raised.value)))
+    with pytest.raises(InputError) as raised:
         find("nowhere://u:SECRET@a/b", False, ".parquet", {})
-    assert "SECRET" not in str(told.value)
+    assert "SECRET" not in str(raised.value)
 
 
 def test_results_are_named_without_a_password() -> None:

@@ -43,9 +43,9 @@ def same(found: list[Any], expected: list[Any]) -> bool:
 def test_all_that_is_wrong_is_told_at_once() -> None:
     table = pa.table({"txt": ["a"], "number": [1], "picture": [1.5]})
     ports = {name: PortType.parse(type) for name, type in (("text", "text"), ("picture", "image"), ("n", "text"))}
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as raised:
         bind(table.schema, ports, {"text", "picture"}, {"n": "number", "quest": "txt", "text": "tx"})
-    assert str(told.value).split("\n") == [
+    assert str(raised.value).split("\n") == [
         "--map quest=txt: the pipeline has no input quest",
         "--map text=tx: there is no column tx; did you mean txt?",
         "input picture (image) from column picture: a column of double is no image; "
