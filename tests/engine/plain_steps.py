@@ -51,5 +51,5 @@ def scaled(x: "float32[N]") -> "float32[N]":
     return x * 2 + 1
 
 
-def told(x: "float32[N]") -> str:
+def described(x: "float32[N]") -> str:
     return f"{len(x)}: {float(x.sum()):.0f}"

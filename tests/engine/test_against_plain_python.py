@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 TAKES = {
     "mark": "a: text", "both": "a: text, b: text", "maybe": "a: text, b: text?", "picky": "a: text", "kind": "a: text",
     "together": "a: text", "parts": "a: text", "joined": "a: list", "signal": "a: text", "scaled": "x: numbers",
-    "told": "x: numbers",
+    "described": "x: numbers",
 }  # fmt: skip
 GIVES = {"parts": "list", "signal": "numbers", "scaled": "numbers"}
 FAILING = ("picky", "together")
