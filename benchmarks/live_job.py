@@ -74,23 +74,23 @@ class Seen:
 
 
 class Job(threading.Thread):
-    """A job with rows without end, as busy as the answerer wants it."""
+    """A job with rows without end, that keeps the runner busy."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(daemon=True)
-        self._answerer = SessionRunner(session)
+        self._runner = SessionRunner(session)
         self._over = threading.Event()
         self._done: list[tuple[float, int]] = []
         self.start()
 
     def run(self) -> None:
-        place, rows = 0, self._answerer.block_rows
+        place, rows = 0, self._runner.block_rows
         waiting: deque[Future[BlockResult]] = deque()
         while not self._over.is_set():
-            while len(waiting) < self._answerer.ahead:
+            while len(waiting) < self._runner.ahead:
                 ids = [str(number) for number in range(place, place + rows)]
                 block = RowBlock(0, place, ids, {"value": values(rows, place)}, pa.table({}))
-                waiting.append(self._answerer.ask(block))
+                waiting.append(self._runner.submit(block))
                 place += rows
             answered = waiting.popleft().result()
             if answered.errors:
@@ -103,7 +103,7 @@ class Job(threading.Thread):
         """Return when blocks were answered, and how many rows they had."""
         self._over.set()
         self.join()
-        self._answerer.close()
+        self._runner.close()
         return self._done
 
 

@@ -106,10 +106,10 @@ class OpenablePipeline(PlannedPipeline):
 
         if self._graph is None:
             raise InputError("map: this pipeline was made from a plan alone; load it with weftline.load")
-        opening = local_runner_factory(
+        factory = local_runner_factory(
             self._graph, outputs=outputs, seed=seed, block_rows=block_rows, machine=self.machine
         )
-        return map_plan(self.plan, opening, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
+        return map_plan(self.plan, factory, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
 
 
 def load(pipeline: Source, machine: Machine | None = None) -> OpenablePipeline:
@@ -289,8 +289,8 @@ class Session:
         from weftline.engine.jobs.dataset_map import map_rows
         from weftline.engine.jobs.runners.session_runner import SessionRunner
 
-        answerer = SessionRunner(self, outputs=outputs, seed=seed, block_rows=block_rows)
-        return map_rows(answerer, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
+        runner = SessionRunner(self, outputs=outputs, seed=seed, block_rows=block_rows)
+        return map_rows(runner, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
 
     def stream(self, options: RequestOptions | None = None, /, **inputs: Any) -> OutputStream:
         """Run one request and stream its outputs: whole ones when they are finished, streamed ones as they grow.

@@ -1,7 +1,10 @@
-"""Partition of rows into blocks and parts by row number; pure.
+"""Blocks of a job: partition by row number, read-ahead, and in-order delivery.
 
-Part `p` holds the places from p * part_rows on; a block never reaches into another part. So the same data set is cut
-alike in every run, wherever that run began.
+Part `p` starts at place p * part_rows, and no block crosses a part. So a data set is partitioned equally in every run,
+wherever that run starts.
+
+`answered` bounds memory by the number of blocks: `ahead` in the runner, and as many read ahead. Large blocks are
+bounded by BYTES_MAX in each place, and at least one is admitted.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where to read on: from `position` on the row with this place comes, and all that follow."""
+    """Where to resume reading: at `position` the row with this place is next."""
 
     position: Position | None = None
     place: int = 0
@@ -30,16 +33,16 @@ class ResumePoint:
         return {"position": None if self.position is None else dict(self.position), "place": self.place}
 
     @classmethod
-    def from_json(cls, said: Position) -> ResumePoint:
-        return cls(said["position"], said["place"])
+    def from_json(cls, value: Position) -> ResumePoint:
+        return cls(value["position"], value["place"])
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """The rows of one block as they were read.
+    """The rows of one block, as read.
 
-    part:  the part they belong to; `place` is that of the first.
-    after: a mark from which the row after the last one can be reached.
+    part:  the part of the rows; `place` is that of the first.
+    after: a resume point at or before the next row.
     """
 
     part: int
@@ -50,12 +53,12 @@ class BlockRows:
 
     @property
     def end(self) -> int:
-        """The place after the last row's."""
+        """The place after the last row."""
         return self.place + len(self.ids)
 
 
 def read_on(source: Source, mark: ResumePoint, place: int) -> Iterator[tuple[ResumePoint, Rows]]:
-    """Yield the rows from `place` on, with the mark each Rows was read from."""
+    """Yield the rows from `place` on, each Rows with its resume point."""
     for rows in source.read(mark.position, mark.place):
         here, end = mark, rows.place + len(rows)
         mark = ResumePoint(rows.after, end)
@@ -64,7 +67,7 @@ def read_on(source: Source, mark: ResumePoint, place: int) -> Iterator[tuple[Res
 
 
 def cut(rows: Iterator[tuple[ResumePoint, Rows]], part_rows: int, block_rows: int) -> Iterator[BlockRows]:
-    """Cut rows that follow each other into blocks; the last may be short."""
+    """Partition consecutive rows into blocks; the last may be short."""
     import pyarrow as pa
 
     waiting: list[tuple[ResumePoint, Rows]] = []
@@ -102,7 +105,7 @@ def cut(rows: Iterator[tuple[ResumePoint, Rows]], part_rows: int, block_rows: in
 
 
 def size_of(block: RowBlock) -> int:
-    """Return about how many bytes a block's inputs and kept columns hold."""
+    """Estimate the bytes of a block's inputs and kept columns."""
     found = int(block.table.nbytes)
     for values in block.inputs.values():
         for value in values:
@@ -114,7 +117,7 @@ def size_of(block: RowBlock) -> int:
 
 
 def _room(place: int, part_rows: int, block_rows: int) -> int:
-    """Return how many rows the block has that begins at this place: blocks are counted from the part's beginning."""
+    """Return the rows of the block at this place; blocks are counted from the start of the part."""
     inside = place % part_rows
     return min(block_rows - inside % block_rows, part_rows - inside)
 
@@ -126,17 +129,17 @@ def _from(rows: Rows, at: int) -> Rows:
 
 
 BYTES_MAX = 512 << 20
-"""Most bytes of blocks that are asked at a time, and that are read and wait; one block may be larger."""
+"""Most bytes of blocks in the runner, and of blocks read ahead; a single block may be larger."""
 
 LOOK_S = 0.2
-"""How often `idle` is called while nothing happens."""
+"""Interval of `idle` while nothing happens."""
 
 Block = TypeVar("Block")
 Answer = TypeVar("Answer")
 
 
 class _Ahead(Generic[Block]):
-    """Reads blocks in a thread, a bounded number ahead of whoever takes them."""
+    """Reads a bounded number of blocks ahead, in a thread."""
 
     def __init__(self, blocks: Iterable[Block], most: int, size: Callable[[Block], int], wake: threading.Event) -> None:
         self._blocks, self._most, self._size, self._wake = blocks, most, size, wake
@@ -149,7 +152,7 @@ class _Ahead(Generic[Block]):
         self._thread.start()
 
     def take(self) -> Block | None:
-        """Return the next block; None when none is there now."""
+        """Return the next block; None if none is ready."""
         with self._changed:
             if not self._read:
                 return None
@@ -159,7 +162,7 @@ class _Ahead(Generic[Block]):
             return block
 
     def over(self) -> bool:
-        """Whether all blocks were taken; what reading failed with is raised then."""
+        """Return True after the last block; raises the error of the source, if any."""
         with self._changed:
             over = self._over and not self._read
         if over and self._error is not None:
@@ -167,7 +170,7 @@ class _Ahead(Generic[Block]):
         return over
 
     def leave(self) -> None:
-        """Read no more. The thread ends when the source gives the next rows, or has none."""
+        """Stop reading. The thread ends at the source's next rows."""
         with self._changed:
             self._left = True
             self._changed.notify()
@@ -200,13 +203,12 @@ def answered(
     stop: Callable[[], bool] = lambda: False,
     idle: Callable[[], None] = lambda: None,
 ) -> Generator[tuple[Block, Answer], None, None]:
-    """Yield each block with its answer, in order. What reading or answering failed with is raised where it belongs.
-    Close it when it is left early.
+    """Yield each block with its result, in order; errors are raised at their block. Close it when leaving early.
 
-    ahead: how many blocks are asked for at a time.
-    size:  of a block in bytes, about; asked for more than once.
-    stop:  looked at often; when it says so, nothing more is yielded.
-    idle:  called now and then while nothing else happens.
+    ahead: most blocks in execution.
+    size:  approximate bytes of a block.
+    stop:  polled often; True ends the generator.
+    idle:  called every LOOK_S while nothing else happens.
     """
     wake = threading.Event()
     read = _Ahead(blocks, ahead, size, wake)

@@ -1,4 +1,4 @@
-"""Assembly of answers into parts, committed in order by a thread."""
+"""Parts of a job: assembly of results, commit in order, and retry of error rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 Commit = Callable[["ResultPart"], None]
-"""Commits a part that is complete; called in a thread."""
+"""Commits a complete part; called in a thread."""
 
 
 class ResultPart:
-    """A part as it fills.
+    """A part in assembly.
 
-    place:   of its first row here; `rows` how many have come, error rows among them.
+    place:   of its first row; `rows`: rows so far, with error rows.
     places:  of the rows in `batches`, in order.
     """
 
@@ -63,10 +63,10 @@ class ResultPart:
 
 
 class Parts:
-    """Fills parts and hands each to `commit` when it is complete; one is being committed while the next fills."""
+    """Assembles parts and commits complete ones; one commits while the next is assembled."""
 
     def __init__(self, columns: Columns, store: Store, commit: Commit, committed: Callable[[int], None]) -> None:
-        """committed: told how many rows have been committed since, after each part."""
+        """committed: called with the rows of each committed part."""
         self._columns, self._store, self._commit, self._committed = columns, store, commit, committed
         self._media = bool(columns.media_outputs)
         self._encoder = MediaEncoder()
@@ -75,11 +75,11 @@ class Parts:
         self._under_way: Future[int] | None = None
 
     def add(self, block: RowBlock, answered: BlockResult, after: ResumePoint) -> BlockResult:
-        """Take in the answer to the next block; return it with rows that cannot be written as error rows."""
+        """Add the next block's result; returns it with unwritable rows as error rows."""
         if self._filling is None:
             draft = None
             if self._media and self._columns.media == "files":
-                self.wait()  # a part's files are begun when those of the one before are committed
+                self.wait()  # a part's files are created after the commit of the previous part
                 draft = self._store.begin(block.part)
             self._filling = ResultPart(block.part, block.place_of(0), draft)
         write = self._filling.draft.add if self._filling.draft is not None else None
@@ -88,7 +88,7 @@ class Parts:
         return answered
 
     def complete(self) -> None:
-        """The part that fills has all of its rows: have it committed."""
+        """Commit the part in assembly, which has all its rows."""
         part, self._filling = self._filling, None
         if part is None:
             return
@@ -96,18 +96,18 @@ class Parts:
         self._under_way = self._thread.submit(self._carry_out, part)
 
     def wait(self) -> None:
-        """Wait until what is complete is committed; OutputFailed when it could not be."""
+        """Wait for the commit in progress; OutputFailed if it failed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             self._committed(under_way.result())
 
     def look(self) -> None:
-        """Take note of a commit that is over."""
+        """Record a commit that has ended."""
         if self._under_way is not None and self._under_way.done():
             self.wait()
 
     def close(self) -> None:
-        """Wait for the commit that is under way, whatever becomes of it; what is not complete is let go."""
+        """Wait for the commit in progress, and discard the incomplete part."""
         self._thread.shutdown(wait=True)
         self._encoder.close()
 
@@ -117,7 +117,7 @@ class Parts:
 
 
 def commit_next(job: PreparedJob, store: Store) -> Commit:
-    """Return what commits parts that follow each other."""
+    """Return the callback that commits consecutive parts."""
 
     def commit(part: ResultPart) -> None:
         store.commit(
@@ -129,7 +129,7 @@ def commit_next(job: PreparedJob, store: Store) -> Commit:
 
 
 def writing(job: PreparedJob, batches: Sequence[pa.RecordBatch]) -> Callable[[BinaryIO], None]:
-    """Return what writes these rows as a part's file."""
+    """Return the callback that writes these rows as a part's file."""
 
     def write(file: BinaryIO) -> None:
         write_part(job.format, job.columns.schema, batches, file)
@@ -138,7 +138,7 @@ def writing(job: PreparedJob, batches: Sequence[pa.RecordBatch]) -> Callable[[Bi
 
 
 def cuts_again(job: PreparedJob, store: Store, rows: list[ErrorRow]) -> Iterator[tuple[BlockRows, list[int], bool]]:
-    """Yield the error rows as blocks, each with its rows' places and whether it is the last of its part."""
+    """Yield the error rows as blocks, with their places and a flag for the last of a part."""
     by_part: dict[int, list[int]] = {}
     for row in rows:
         by_part.setdefault(row.part, []).append(row.place)
@@ -160,7 +160,7 @@ def cuts_again(job: PreparedJob, store: Store, rows: list[ErrorRow]) -> Iterator
 def _found(
     job: PreparedJob, mark: ResumePoint, start: int, end: int, places: list[int]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield id and columns of the rows at these places, which rise."""
+    """Yield id and columns of the rows at these ascending places."""
     left = iter(places)
     wanted = next(left, None)
     for _, rows in read_on(job.source, mark, start):
@@ -170,7 +170,7 @@ def _found(
         if wanted is None or rows.place + len(rows) >= end:
             break
     if wanted is not None:
-        raise InputError(f"row {wanted} of the job is not in the data any more")
+        raise InputError(f"row {wanted} of the job is no longer in the data")
 
 
 def _joined(tables: tuple[pa.Table, ...]) -> pa.Table:
@@ -180,7 +180,7 @@ def _joined(tables: tuple[pa.Table, ...]) -> pa.Table:
 
 
 def commit_again(job: PreparedJob, store: Store) -> Commit:
-    """Return what puts rows that were run again in the place of their parts' error rows."""
+    """Return the callback that replaces error rows of committed parts."""
 
     def commit(part: ResultPart) -> None:
         record = store.records[part.part]

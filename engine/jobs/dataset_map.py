@@ -1,7 +1,7 @@
 """`pipeline.map` and `session.map`: ordered execution over a data set with bounded concurrency.
 
-Nothing is committed and nothing can be resumed, which is what `weftline batch` is for. At most the answerer's `ahead`
-blocks are read and not yet taken, whatever the size of the data set; none is asked for before somebody reads on.
+Nothing is committed or resumed; `weftline batch` is for that. At most `JobRunner.ahead` blocks are in flight, whatever
+the size of the data set. Execution is lazy: blocks are submitted as results are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weftline.engine.jobs.dataset_reader import ChunkedDataset, DatasetQuery, Ro
 from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import Columns, columns_of
 from weftline.engine.jobs.output.values import MediaEncoder, settled
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Runner
+from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock, RowError
 from weftline.errors import BY_NAME, InputError, MissingPackage, RemoteTraceback, StepError, WeftlineError
 from weftline.nodes.ports import PortType
 
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
 
 
 ERROR = "error"
-"""The key under which a row says why it has no outputs."""
+"""Key of a row's error."""
 
 
 def map_rows(
-    runner: Runner,
+    runner: JobRunner,
     dataset: Any,
     *,
     maps: Mapping[str, str] | None = None,
-    needed: Collection[str] | None = None,
+    required: Collection[str] | None = None,
     keep: Sequence[str] | None = None,
     errors: Literal["raise", "rows"] = "raise",
     block_rows: int | None = None,
     as_dataset: bool = False,
 ) -> MappedRows | datasets.Dataset:
-    """Answer the rows of a data set and return them in order as dicts, or all of them as a Hugging Face data set.
+    """Run a data set; returns its rows in order as dicts, or as a Hugging Face data set.
 
-    answerer:   closed at the end, however it comes.
+    runner:     closed at the end, also after errors.
     dataset:    a Hugging Face data set, an Arrow table, an iterable of dicts, or the path of a data set.
     maps:       columns by pipeline input, where the names differ.
-    needed:     inputs that no row may leave out; None: as the answerer says, else all.
-    keep:       columns that come along; None: all but pictures, recordings and other bytes (names of files do).
-    errors:     'raise' ends it at the first row that fails; 'rows' gives every row the key `error`, which is None or
-                has step, error and reason.
-    block_rows: rows that are answered together; None: as many as are good for the pipeline.
-    as_dataset: the whole result, in memory; pictures and recordings become its features.
+    required:   inputs that every row must have; None: those of the runner, else all.
+    keep:       columns to copy; None: all but images, audio and other bytes (file names are copied).
+    errors:     'raise' raises the first error; 'rows' adds the key `error` to every row: None, or step, error and
+                reason.
+    block_rows: rows per block; None: chosen for the pipeline.
+    as_dataset: return the whole result in memory, with images and audio as features.
 
-    A column that is called like an output, or `error` where that is a key, is called input_NAME.
+    A column with the name of an output, or of the key `error`, is renamed input_NAME.
     """
-    must = set(getattr(runner, "needed", runner.inputs) if needed is None else needed)
+    must = set(getattr(runner, "required", runner.inputs) if required is None else required)
     try:
         _check(errors, block_rows, runner.outputs)
         rows = block_rows or runner.block_rows
@@ -79,9 +79,9 @@ def map_plan(
     errors: Literal["raise", "rows"] = "raise",
     as_dataset: bool = False,
 ) -> MappedRows | datasets.Dataset:
-    """As `map_rows`, for a pipeline that is not open: its models are loaded once the data set is known to fit it.
+    """As `map_rows` for a pipeline that is not open; models load after the data set is checked.
 
-    opening: who answers the rows of the plan.
+    factory: of the plan's runner.
     """
     _check(errors, factory.block_rows, factory.repeatable)
     asked = [one for one in plan.inputs if not one.hidden]
@@ -100,29 +100,33 @@ def _check(errors: str, block_rows: int | None, outputs: Collection[str]) -> Non
     if errors not in ("raise", "rows"):
         raise InputError(f"errors: expected 'raise' or 'rows', found {errors!r:.80}")
     if errors == "rows" and ERROR in outputs:
-        raise InputError("errors='rows' gives each row a key `error`, and an output is called that")
+        raise InputError("errors='rows' adds a key `error` to each row, and an output has that name")
     if block_rows is not None and block_rows < 1:
         raise InputError(f"block_rows: expected 1 or more, found {block_rows}")
 
 
-def _mapped(runner: Runner, runs: ChunkedDataset, told: bool, as_dataset: bool) -> MappedRows | datasets.Dataset:
+def _mapped(
+    runner: JobRunner, runs: ChunkedDataset, with_errors: bool, as_dataset: bool
+) -> MappedRows | datasets.Dataset:
     if not as_dataset:
-        return MappedRows(runner, runs, told=told)
+        return MappedRows(runner, runs, with_errors=with_errors)
     try:
         from weftline.engine.jobs.dataset_map import made_dataset
 
         each = answered(runner, runs)
-        return made_dataset(each if told else _without_errors(each), runner.outputs, ERROR if told else None)
+        return made_dataset(
+            each if with_errors else _without_errors(each), runner.outputs, ERROR if with_errors else None
+        )
     finally:
         _end(runner, runs)
 
 
 class MappedRows(Iterator[dict[str, Any]]):
-    """Answered rows, one after the other. Closing it, dropping it and reaching its end close everything behind it."""
+    """Iterator of result rows. Its end, `close` and garbage collection release all resources."""
 
-    def __init__(self, runner: Runner, runs: ChunkedDataset, *, told: bool) -> None:
+    def __init__(self, runner: JobRunner, runs: ChunkedDataset, *, with_errors: bool) -> None:
         self._close: Callable[[], None] | None = lambda: _end(runner, runs)
-        self._rows = _rows(answered(runner, runs), tuple(runner.outputs), told)
+        self._rows = _rows(answered(runner, runs), tuple(runner.outputs), with_errors)
 
     def __next__(self) -> dict[str, Any]:
         try:
@@ -132,7 +136,7 @@ class MappedRows(Iterator[dict[str, Any]]):
             raise
 
     def close(self) -> None:
-        """End it; rows in flight are dropped. Safe to call twice."""
+        """Stop; rows in flight are dropped. Idempotent."""
         close, self._close = self._close, None
         if close is not None:
             self._rows.close()
@@ -146,12 +150,12 @@ class MappedRows(Iterator[dict[str, Any]]):
 
     def __del__(self) -> None:
         close, self._close = getattr(self, "_close", None), None
-        if close is not None and not sys.is_finalizing():  # a finalizer may wait for nothing, and closing does
+        if close is not None and not sys.is_finalizing():  # a finalizer must not block, and closing does
             threading.Thread(target=close, name="weftline-map-end").start()
 
 
-def answered(runner: Runner, runs: ChunkedDataset) -> Iterator[tuple[RowChunk, BlockResult]]:
-    """Yield runs with what became of them, in order; while one is looked at, `ahead` others are in flight."""
+def answered(runner: JobRunner, runs: ChunkedDataset) -> Iterator[tuple[RowChunk, BlockResult]]:
+    """Yield chunks with their results in order, with `ahead` others in flight."""
     import pyarrow as pa
 
     waiting: deque[tuple[RowChunk, Future[BlockResult]]] = deque()
@@ -172,24 +176,24 @@ def answered(runner: Runner, runs: ChunkedDataset) -> Iterator[tuple[RowChunk, B
 
 
 def _rows(
-    each: Iterator[tuple[RowChunk, BlockResult]], outputs: Sequence[str], told: bool
+    each: Iterator[tuple[RowChunk, BlockResult]], outputs: Sequence[str], with_errors: bool
 ) -> Generator[dict[str, Any], None, None]:
-    taken = (*outputs, ERROR) if told else tuple(outputs)
+    taken = (*outputs, ERROR) if with_errors else tuple(outputs)
     known: dict[tuple[str, ...], list[str]] = {}
     for run, ended in each:
         for row, columns in enumerate(run.kept()):
             error = ended.errors.get(row)
-            if error is not None and not told:
+            if error is not None and not with_errors:
                 raise as_exception(error, run.ids[row])
             names = tuple(columns)
             called = known[names] if names in known else known.setdefault(names, beside(names, taken))
             answer = dict(zip(called, columns.values(), strict=True))
             answer |= {name: ended.outputs[name][row] for name in outputs}
-            yield answer | {ERROR: error_json(error)} if told else answer
+            yield answer | {ERROR: error_json(error)} if with_errors else answer
 
 
 def _without_errors(each: Iterator[tuple[RowChunk, BlockResult]]) -> Iterator[tuple[RowChunk, BlockResult]]:
-    """Yield runs whose rows are all answered; the first error there is is raised."""
+    """Yield chunks without errors; raises the first error."""
     for run, ended in each:
         for row in sorted(ended.errors)[:1]:
             raise as_exception(ended.errors[row], run.ids[row])
@@ -197,7 +201,7 @@ def _without_errors(each: Iterator[tuple[RowChunk, BlockResult]]) -> Iterator[tu
 
 
 def beside(columns: Sequence[str], taken: Collection[str]) -> list[str]:
-    """Return what input columns are called beside keys that are taken: input_NAME where the name is."""
+    """Return the names of copied columns: input_NAME where NAME is taken."""
     used, called = {*columns, *taken}, []
     for column in columns:
         name, number = column, 1
@@ -209,7 +213,7 @@ def beside(columns: Sequence[str], taken: Collection[str]) -> list[str]:
 
 
 def as_exception(error: RowError, row: str) -> WeftlineError:
-    """Return what a row's error is when it ends everything."""
+    """Convert a row error to an exception."""
     kind = BY_NAME.get(error.error, StepError)
     if issubclass(kind, StepError):
         made: WeftlineError = kind(f"row {row}: {error.reason}", error.step)
@@ -220,7 +224,7 @@ def as_exception(error: RowError, row: str) -> WeftlineError:
     return made
 
 
-def _end(runner: Runner, runs: ChunkedDataset) -> None:
+def _end(runner: JobRunner, runs: ChunkedDataset) -> None:
     try:
         runs.end()
     finally:
@@ -229,15 +233,15 @@ def _end(runner: Runner, runs: ChunkedDataset) -> None:
 
 NOTHING = pa.table({})
 WHY = pa.struct([("step", pa.string()), ("error", pa.string()), ("reason", pa.string())])
-"""The type of the column with errors."""
+"""Type of the column with errors."""
 
 
 def made_dataset(
     each: Iterator[tuple[RowChunk, BlockResult]], outputs: Mapping[str, PortType], why: str | None = None
 ) -> datasets.Dataset:
-    """Return the data set of all rows.
+    """Build the data set of all rows.
 
-    why: name of a column that says why rows have no outputs; None: there is none.
+    why: name of the column with errors; None: no column.
     """
     try:
         import datasets
@@ -261,7 +265,7 @@ def made_dataset(
 def _outputs(
     run: RowChunk, answered: BlockResult, columns: Columns, encoder: MediaEncoder
 ) -> tuple[BlockResult, pa.Table]:
-    """Return the outputs of a run's rows, nulls where a row failed; a value that cannot be written fails its row."""
+    """Return the outputs of a chunk, null in failed rows; an unwritable value fails its row."""
     answered, batch = settled(columns, answered, RowBlock(0, 0, run.ids, {}, NOTHING), encoder)
     rows, places = iter(range(len(batch))), range(len(run.ids))
     chosen = pa.array([None if place in answered.errors else next(rows) for place in places], pa.int64())
@@ -273,13 +277,13 @@ def _together(tables: Sequence[pa.Table]) -> pa.Table:
     try:
         return pa.concat_tables(tables, promote_options="permissive") if tables else NOTHING
     except pa.ArrowException as error:
-        raise InputError(f"columns that are kept change their type: {error}; choose others with keep=") from None
+        raise InputError(f"copied columns change their type: {error}; select others with keep=") from None
 
 
 def _beside(
     kept: pa.Table, outputs: pa.Table, extra: Mapping[str, pa.Array], types: Mapping[str, PortType]
 ) -> pa.Table:
-    """Return one table, named as the results of a job are, with what `datasets` needs to see pictures as pictures."""
+    """Return one table, with the column names of job results and the metadata of `datasets` features."""
     named = columns_of({**types, **dict.fromkeys(extra, PortType("json"))}, kept.schema, media="inline")
     fields: list[Any] = []
     arrays: list[Any] = []

@@ -1,4 +1,8 @@
-"""Data types of `map`: a run of rows, its settings, and a data set as runs."""
+"""Data sets of `map` as chunks of rows.
+
+Accepts a Hugging Face data set, an Arrow table or any object with an Arrow stream (such as a pandas or polars frame),
+an iterable of mappings, or the path of a data set as in `weftline batch --data`. Reading is lazy.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def error_json(error: RowError | None) -> dict[str, str] | None:
-    """Return a row's error as it stands under `error`; None for a row without."""
+    """Return a row's error as a dict; None without one."""
     return None if error is None else {"step": error.step, "error": error.error, "reason": error.reason}
 
 
@@ -34,10 +38,10 @@ def error_json(error: RowError | None) -> dict[str, str] | None:
 class RowChunk:
     """Consecutive rows.
 
-    ids:    what messages call them.
+    ids:    row ids for messages.
     inputs: as in rows.RowBlock.
-    kept:   makes the columns that are kept, a dict for each row.
-    table:  makes the same as an Arrow table.
+    kept:   creates the copied columns, a dict per row.
+    table:  creates the same as an Arrow table.
     """
 
     ids: Sequence[str]
@@ -48,17 +52,17 @@ class RowChunk:
 
 @dataclass(frozen=True, slots=True)
 class DatasetQuery:
-    """What is read from a data set.
+    """Settings of reading a data set.
 
     inputs: types by pipeline input.
-    needed: inputs that no row may leave out.
+    required: inputs that every row must have.
     maps:   columns by pipeline input, where the names differ.
-    keep:   columns that are kept; None: all but those that media are read from.
-    rows:   most rows of a run.
+    keep:   columns to copy; None: all but media columns.
+    rows:   most rows of a chunk.
     """
 
     inputs: Mapping[str, PortType]
-    needed: Set[str]
+    required: Set[str]
     maps: Mapping[str, str]
     keep: Sequence[str] | None
     rows: int
@@ -66,18 +70,20 @@ class DatasetQuery:
     def __post_init__(self) -> None:
         for name in self.maps:
             if name not in self.inputs:
-                raise InputError(f"maps: {name!r:.80} is no input of the pipeline; {known_names(name, self.inputs)}")
+                raise InputError(
+                    f"maps: {name!r:.80} is not an input of the pipeline; {known_names(name, self.inputs)}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedDataset:
-    """A data set as runs of rows; `close` lets go of its files."""
+    """A data set as chunks of rows. close: closes its files."""
 
     each: Iterator[RowChunk]
     close: Callable[[], None] = lambda: None
 
     def end(self) -> None:
-        """Let go of everything: files, threads, and whatever yields the rows."""
+        """Release files, threads and iterators."""
         try:
             if isinstance(self.each, Generator):
                 self.each.close()
@@ -86,23 +92,23 @@ class ChunkedDataset:
 
 
 def kept_of(columns: Sequence[str], media: Set[str], wanted: DatasetQuery) -> list[str]:
-    """Return the columns that come along; InputError for one that is not there."""
+    """Return the columns to copy; InputError for an unknown one."""
     if wanted.keep is None:
         return [name for name in columns if name not in media]
     for name in wanted.keep:
         if name not in columns:
-            raise InputError(f"keep: {name!r:.80} is no column; {known_names(name, columns)}")
+            raise InputError(f"keep: {name!r:.80} is not a column; {known_names(name, columns)}")
     return list(wanted.keep)
 
 
 def known_names(name: object, known: Iterable[object]) -> str:
-    """Return what there is, for a message about a name that is not there."""
+    """Describe the known names, for a message about an unknown one."""
     names = [str(one) for one in known]
     return f"{did_you_mean(str(name), names)} there are {listed(names)}".strip()
 
 
 def runs_of_path(path: str, wanted: DatasetQuery) -> ChunkedDataset:
-    """Return the runs of a data set that is named as `weftline batch --data` names one."""
+    """Return the chunks of a data set at a path, as in `weftline batch --data`."""
     spec = DataSpec((path,))
     source = open_source(spec)
     try:
@@ -114,7 +120,7 @@ def runs_of_path(path: str, wanted: DatasetQuery) -> ChunkedDataset:
 
 
 def as_tables(tables: Iterable[Any]) -> Iterator[pa.Table]:
-    """Yield what a Hugging Face data set yields as tables."""
+    """Yield the batches of a Hugging Face data set as tables."""
     import pyarrow as pa
 
     for table in tables:
@@ -122,7 +128,7 @@ def as_tables(tables: Iterable[Any]) -> Iterator[pa.Table]:
 
 
 def streamed(dataset: Any) -> Iterator[pa.Table]:
-    """Yield a table, or the batches of whatever has an Arrow stream."""
+    """Yield a table, or the batches of an Arrow stream."""
     import pyarrow as pa
 
     if isinstance(dataset, pa.Table):
@@ -133,7 +139,7 @@ def streamed(dataset: Any) -> Iterator[pa.Table]:
 
 
 def numbered(tables: Iterable[pa.Table]) -> Iterator[tuple[Sequence[str], pa.Table]]:
-    """Yield tables with ids for their rows: their numbers in the data set."""
+    """Yield tables with row numbers as ids."""
     place = 0
     for table in tables:
         yield [str(row) for row in range(place, place + len(table))], table
@@ -146,7 +152,7 @@ def runs_of_tables(
     schema: pa.Schema | None = None,
     loader: Loader | None = None,
 ) -> Iterator[RowChunk]:
-    """Return the runs of tables; their columns are bound here and now, by the schema or else by the first of them."""
+    """Return the chunks of tables; binds the columns at once, by the schema or the first table."""
     from weftline.engine.jobs.sources.inputs import bind
 
     if schema is None:
@@ -154,7 +160,7 @@ def runs_of_tables(
         if first is None:
             return iter(())
         schema, tables = first[1].schema, itertools.chain([first], tables)
-    binding = bind(schema, wanted.inputs, wanted.needed, wanted.maps)
+    binding = bind(schema, wanted.inputs, wanted.required, wanted.maps)
     return _table_runs(tables, binding, kept_of(schema.names, binding.media, wanted), wanted.rows, loader)
 
 
@@ -182,27 +188,27 @@ def _same(table: pa.Table) -> pa.Table:
 
 
 MEDIA = ("image", "audio", "bytes")
-"""Kinds of inputs whose columns are not kept when nobody says: they are large."""
+"""Input kinds whose columns are not copied by default, as they are large."""
 
 FILES = ("image", "audio")
-"""Kinds of inputs for which a text is the path of a file."""
+"""Input kinds for which a string is a file path."""
 
 
 def runs_of_mappings(dataset: Iterable[Any], wanted: DatasetQuery) -> Iterator[RowChunk]:
-    """Return runs of rows whose values are what Session.run takes; what all rows have is seen by the first."""
-    # What makes its rows as they are read may use their memory again for the next one.
+    """Return the chunks of mappings with values for Session.run; the first row determines the columns."""
+    # A generator may reuse the memory of a row for the next one.
     rows = iter(dataset) if isinstance(dataset, list | tuple) else map(_as_it_is, dataset)
     first = next(rows, None)
     if first is None:
         return iter(())
     _check_mapping(first, 0)
     columns = {name: wanted.maps.get(name, name) for name in wanted.inputs}
-    for name in wanted.needed:
+    for name in wanted.required:
         column = columns[name]
         if column not in first:
             raise InputError(
-                f"row 0: input {name} is needed, and there is no {column!r:.80}; {known_names(column, first)}"
-                f"\n    fix: maps={{{name!r}: ...}} says which column it is"
+                f"row 0: input {name} is required, and column {column!r:.80} is missing; {known_names(column, first)}"
+                f"\n    fix: name its column with maps={{{name!r}: ...}}"
             )
     media = {column for name, column in columns.items() if _is_media(first.get(column), wanted.inputs[name])}
     kept_of(list(first), media, wanted)
@@ -228,7 +234,7 @@ def _check_mapping(row: Any, place: int) -> None:
 
 
 def _is_media(value: Any, type: PortType) -> bool:
-    """Whether it is a picture, a recording or other bytes, and not the name of a file."""
+    """Return True for an image, audio or other bytes, and False for a file name."""
     while type.item is not None:
         type = type.item
     return type.kind in MEDIA and not isinstance(value, str | Path)
@@ -245,9 +251,9 @@ def _mapping_runs(
             for row, one in enumerate(part):
                 _check_mapping(one, place + row)
             inputs = {
-                name: _values(part, column, wanted.inputs[name], name in wanted.needed, loader)
+                name: _values(part, column, wanted.inputs[name], name in wanted.required, loader)
                 for name, column in columns.items()
-                if name in wanted.needed or any(column in row for row in part)
+                if name in wanted.required or any(column in row for row in part)
             }
             kept = [_chosen(row, media, wanted.keep) for row in part]
             ids = [str(number) for number in range(place, place + len(part))]
@@ -255,27 +261,29 @@ def _mapping_runs(
             place += len(part)
 
 
-def _values(rows: Sequence[Mapping[str, Any]], column: str, type: PortType, needed: bool, loader: Loader) -> list[Any]:
-    """Return one input of some rows; files that are named are read, and features with bytes or a path opened."""
+def _values(
+    rows: Sequence[Mapping[str, Any]], column: str, type: PortType, required: bool, loader: Loader
+) -> list[Any]:
+    """Return one input of some rows; reads named files and features."""
     values = [_content(row.get(column), type) for row in rows]
     named = {place: name for place, value in enumerate(values) if (name := _file_of(value, type)) is not None}
     for place, data in zip(named, loader.read_all(list(named.values())), strict=True):
         values[place] = data
-    if needed:
+    if required:
         empty = Unusable(f"column {column} is empty")
         values = [empty if value is None else value for value in values]
     return values
 
 
 def _content(value: Any, type: PortType) -> Any:
-    """Return a value, or what is inside the feature of a Hugging Face data set: its bytes, else its path."""
+    """Return a value, or the bytes, else the path, of a Hugging Face feature."""
     if type.kind in FILES and isinstance(value, Mapping) and {"bytes", "path"} <= set(value):
         return value["bytes"] if value["bytes"] is not None else value["path"]
     return value
 
 
 def _file_of(value: Any, type: PortType) -> str | None:
-    """Return the path or URL of the file that a value names; None when it names none."""
+    """Return the path or URL that a value names; None for other values."""
     if isinstance(value, Path):
         return str(value)
     return value if isinstance(value, str) and type.kind in FILES else None
@@ -294,7 +302,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     try:
         return pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in names})
     except (pa.ArrowException, TypeError) as error:
-        raise InputError(f"columns that are kept fit no table: {error}; choose others with keep=") from None
+        raise InputError(f"copied columns do not fit a table: {error}; select others with keep=") from None
 
 
 def _plain(value: Any) -> Any:
@@ -302,7 +310,7 @@ def _plain(value: Any) -> Any:
 
 
 def runs_of(dataset: Any, wanted: DatasetQuery) -> ChunkedDataset:
-    """Return a data set's rows in runs; InputError for what is no data set, or lacks a column that is needed."""
+    """Return a data set as chunks; InputError for another type or a missing required column."""
     need("pyarrow")
     if isinstance(dataset, str | os.PathLike):
         return runs_of_path(os.fspath(dataset), wanted)
@@ -313,7 +321,7 @@ def runs_of(dataset: Any, wanted: DatasetQuery) -> ChunkedDataset:
         return ChunkedDataset(runs_of_tables(numbered(streamed(dataset)), wanted))
     if isinstance(dataset, Mapping):
         splits = ", ".join(map(repr, itertools.islice(dataset, 8)))
-        raise InputError(f"data set: found a mapping of {splits}; give one of its values, such as dataset['train']")
+        raise InputError(f"data set: found a mapping of {splits}; pass one of its values, such as dataset['train']")
     if isinstance(dataset, Iterable) and not isinstance(dataset, bytes | bytearray):
         return ChunkedDataset(runs_of_mappings(dataset, wanted))
     raise InputError(

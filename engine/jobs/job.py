@@ -1,10 +1,9 @@
 """Job: life cycle from validation to the final result.
 
-    end = run_job(spec, open_here(spec.pipeline), watch=print)
+    end = run_job(spec, local_runner_factory(spec.pipeline), watch=print)
 
-Rows are read ahead in a thread, answered several blocks at a time, and committed in order, part by part, in another
-thread. Whatever ends a job early (an error, a signal, the power), the parts that are committed stay, and the same call
-goes on after them.
+One thread reads rows ahead. Several blocks execute concurrently. Another thread commits parts in order. After an early
+end (an error, a signal, a power loss) the committed parts stay, and the same call resumes after them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weftline.engine.jobs.output.tables import hf_files, join_parts
 from weftline.engine.jobs.prepare import PreparedJob, prepare
 from weftline.engine.jobs.progress import JobResult, Progress, Tally
 from weftline.engine.jobs.recorder import JobRecorder
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Runner, Stop
+from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock, RowError, Stop
 from weftline.engine.jobs.runners.factory import RunnerFactory
 from weftline.engine.jobs.sources.formats import shown_url
 from weftline.engine.jobs.sources.media import Loader
@@ -32,7 +31,7 @@ from weftline.engine.jobs.sources.source import open_loader
 from weftline.engine.jobs.spec import ErrorsMax, JobSpec
 from weftline.errors import TooManyErrors
 
-INTERRUPTED = "it was interrupted"
+INTERRUPTED = "interrupted"
 
 Watch = Callable[[Progress], None]
 Note = Callable[[str], None]
@@ -40,7 +39,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ReadBlock:
-    """One block, the mark behind it, whether its part is complete with it, and about how many bytes it holds."""
+    """A block to execute. after: resume point; completes: it is the last of its part."""
 
     block: RowBlock
     after: ResumePoint
@@ -55,20 +54,21 @@ def run_job(
     stop: Stop = lambda: False,
     note: Note = lambda text: None,
 ) -> JobResult:
-    """Run a job, or go on with it, and return what became of it.
+    """Run or resume a job, and return its result.
 
-    opening: who answers the rows; called once it is known that there is something to answer.
-    watch:   told how it goes, some times a second.
-    stop:    looked at often; when it says so the job ends, and what is committed stays.
-    note:    told things beside the progress, a line each.
+    factory: opens the runner, if there are rows to execute.
+    watch:   called with the progress, several times a second.
+    stop:    polled often; True ends the job after the committed parts.
+    note:    called with messages beside the progress, one line each.
 
-    PipelineError, InputError: something is wrong with what it was told, or the data cannot be read. JobChanged: another
-    job's results are there. TooManyErrors (its `end` says how things stood), OutputFailed; ModelError; SessionClosed or
-    Unavailable when nobody answers any more.
+    PipelineError, InputError: a mistake in the spec, or unreadable data. JobChanged: the output holds results of
+                               another
+    job. TooManyErrors (`end` has the result so far), OutputFailed, ModelError; SessionClosed or Unavailable if the
+    runner ends.
     """
     with prepare(spec, factory) as job, _open_store(job) as store:
         for warning in store.warnings:
-            note(f"{warning}; results may differ in their last digits from those that are there")
+            note(f"{warning}; new results may differ from the committed ones in their last digits")
         return _Run(job, store, factory, watch, stop, note).run()
 
 
@@ -86,21 +86,21 @@ def _open_store(job: PreparedJob) -> Store:
 
 
 class _Run:
-    """One run of a job."""
+    """One run of a job: executes the remaining rows and commits them."""
 
     def __init__(
         self, job: PreparedJob, store: Store, factory: RunnerFactory, watch: Watch, stop: Stop, note: Note
     ) -> None:
         self._job, self._store, self._factory = job, store, factory
         self._watch, self._stop, self._note = watch, stop, note
-        self._runner: Runner | None = None
+        self._runner: JobRunner | None = None
         self._ends = False
         tally = Tally()
         for record in store.records:
             tally.merge(Tally.from_json(record.tally))
-        self._telling = JobRecorder(store.rows, store.errors, job.source.expected, tally, job.spec.seed)
+        self._recorder = JobRecorder(store.rows, store.errors, job.source.expected, tally, job.spec.seed)
         for row in store.error_rows():
-            self._telling.kinds.add(row.id, RowError(row.step, row.error, row.reason))
+            self._recorder.kinds.add(row.id, RowError(row.step, row.error, row.reason))
 
     def run(self) -> JobResult:
         store = self._store
@@ -117,38 +117,38 @@ class _Run:
                 self._runner.close()
 
     def _run_rest(self) -> bool:
-        """Answer the rows that are left; False when it was stopped."""
+        """Execute the remaining rows; False if stopped."""
         store, job = self._store, self._job
         if store.rows:
-            self._note(f"going on after {store.rows} rows that are committed")
+            self._note(f"resuming after {store.rows} committed rows")
         mark = ResumePoint.from_json(store.after) if store.after else ResumePoint()
         cuts = cut(read_on(job.source, mark, store.rows), job.part_rows, job.block_rows)
         readings = ((one, None, one.end % job.part_rows == 0) for one in cuts)
-        return self._answer(readings, commit_next(job, store), job.spec.errors_max)
+        return self._execute(readings, commit_next(job, store), job.spec.errors_max)
 
     def _run_again(self) -> bool:
-        """Answer the error rows once more; False when it was stopped."""
+        """Execute the error rows again; False if stopped."""
         rows = self._store.error_rows()
         if not rows:
-            self._note("there are no error rows to run again")
+            self._note("no error rows to run again")
             return self._store.finished or self._run_rest()
         self._note(f"running {len(rows)} error row{'s' if len(rows) != 1 else ''} again")
-        whole, store, tally = self._store.finished, self._store, self._telling.tally
+        whole, store, tally = self._store.finished, self._store, self._recorder.tally
         expected = store.rows if whole else self._job.source.expected
-        self._telling = JobRecorder(store.rows - len(rows), 0, expected, tally, self._job.spec.seed)
-        again = self._answer(cuts_again(self._job, store, rows), commit_again(self._job, store), ErrorsMax())
-        return again and (whole or self._run_rest())  # rows that nobody has answered yet
+        self._recorder = JobRecorder(store.rows - len(rows), 0, expected, tally, self._job.spec.seed)
+        again = self._execute(cuts_again(self._job, store, rows), commit_again(self._job, store), ErrorsMax())
+        return again and (whole or self._run_rest())  # rows without a result yet
 
-    def _answer(
+    def _execute(
         self, cuts: Iterator[tuple[BlockRows, list[int] | None, bool]], commit: Commit, errors_max: ErrorsMax
     ) -> bool:
-        """Answer blocks and commit their parts; False when it was stopped."""
-        job, telling = self._job, self._telling
+        """Execute blocks and commit their parts; False if stopped."""
+        job, recorder = self._job, self._recorder
         if self._runner is None:
             self._runner = self._factory()
-            telling.begin()
+            recorder.begin()
         runner = self._runner
-        parts = Parts(job.columns, self._store, commit, telling.commit)
+        parts = Parts(job.columns, self._store, commit, recorder.commit)
 
         def submit(reading: ReadBlock) -> Future[BlockResult]:
             return runner.submit(reading.block)
@@ -160,10 +160,10 @@ class _Run:
                 with closing(flow):
                     for reading, answer in flow:
                         answer = parts.add(reading.block, answer, reading.after)
-                        telling.note(reading.block, answer)
-                        for text in telling.pop_tracebacks():
+                        recorder.note(reading.block, answer)
+                        for text in recorder.pop_tracebacks():
                             self._note(text)
-                        if errors_max.exceeded(telling.errors, telling.rows):
+                        if errors_max.exceeded(recorder.errors, recorder.rows):
                             raise self._too_many(errors_max)
                         if reading.completes:
                             parts.complete()
@@ -183,28 +183,28 @@ class _Run:
         return self._ends
 
     def _look(self) -> None:
-        """Tell whoever watches, if it is time."""
-        if self._telling.due():
-            self._watch(self._telling.progress(self._figures()))
+        """Report progress, if due."""
+        if self._recorder.due():
+            self._watch(self._recorder.progress(self._figures()))
 
     def _figures(self) -> Mapping[str, float]:
         return self._runner.figures() if self._runner is not None else {}
 
     def _too_many(self, most: ErrorsMax) -> TooManyErrors:
-        telling = self._telling
-        bears = f"{most.rows} error rows" if most.rows is not None else f"{100 * (most.share or 0):g} % of error rows"
-        found = f"{telling.errors} of {telling.rows} rows failed, and the job bears {bears}"
-        worst = telling.kinds.kinds()
-        first = f"\n    most of all: {worst[0].reason} ({worst[0].count} rows)" if worst else ""
-        error = TooManyErrors(f"{found}{first}\n    fix: mend the rows or the pipeline, or raise --errors-max")
+        recorder = self._recorder
+        limit = f"{most.rows} error rows" if most.rows is not None else f"{100 * (most.share or 0):g} % of error rows"
+        found = f"{recorder.errors} of {recorder.rows} rows failed; the limit is {limit}"
+        worst = recorder.kinds.kinds()
+        first = f"\n    most frequent: {worst[0].reason} ({worst[0].count} rows)" if worst else ""
+        error = TooManyErrors(f"{found}{first}\n    fix: correct the rows or the pipeline, or raise --errors-max")
         error.end = self._ended("too many rows failed")
         return error
 
     def _finish(self) -> None:
-        """Put together what stands beside the parts."""
+        """Write the files beside the parts."""
         job, store = self._job, self._store
         schema = job.columns.schema
-        if not store.records:  # a selection without rows has results all the same: none
+        if not store.records:  # an empty selection has an empty result
             store.commit(0, 0, 0, writing(job, ()), after=ResumePoint().to_json(), tally=Tally().to_json())
         if job.single_file:
             store.finish(lambda parts, out: join_parts(parts, job.format, out, schema))
@@ -217,7 +217,7 @@ class _Run:
             store.finish()
 
     def _ended(self, why: str) -> JobResult:
-        job, store, elapsed_s = self._job, self._store, self._telling.elapsed_s
+        job, store, elapsed_s = self._job, self._store, self._recorder.elapsed_s
         if self._runner is not None and not why:
             self._runner.settle()
         files = _files(job, store)
@@ -228,8 +228,8 @@ class _Run:
             "repeatable": self._factory.repeatable, "versions": versions(job.plan),
             "settings": job.manifest.settings,
         }  # fmt: skip
-        self._watch(self._telling.progress(self._figures()))
-        return self._telling.end(about, self._runner, elapsed_s, why)
+        self._watch(self._recorder.progress(self._figures()))
+        return self._recorder.end(about, self._runner, elapsed_s, why)
 
 
 def _reading(
@@ -244,11 +244,11 @@ def _size(reading: ReadBlock) -> int:
 
 
 def _block(job: PreparedJob, loader: Loader, one: BlockRows, places: Sequence[int] | None) -> RowBlock:
-    """Return what is asked for: inputs as they are sent, and the columns that are kept."""
+    """Return the block: converted inputs and kept columns."""
     inputs = job.binding.inputs(one.table, loader)
     return RowBlock(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
 
 
 def _files(job: PreparedJob, store: Store) -> Mapping[str, str]:
-    """Return what lies where; of a job that is not finished, where its results will be."""
+    """Return the paths of the results; of an unfinished job, where they will be."""
     return store.finish() if store.finished else {"results": shown_url(job.spec.out.out)}

@@ -1,6 +1,6 @@
-"""Job validation before a model loads: pipeline, data set, column mapping and settings.
+"""Validation of a job before a model loads, and its dry run.
 
-Writes the manifest. Every mistake that can be found without a model is found here.
+Checks pipeline, data set, column mapping and settings, and creates the manifest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.recorder import sample_of
 from weftline.engine.jobs.rows import RowBlock, Source, Stop
 from weftline.engine.jobs.runners.factory import RunnerFactory
-from weftline.engine.jobs.runners.plans import needed
+from weftline.engine.jobs.runners.plans import required_steps
 from weftline.engine.jobs.sources.inputs import Binding, bind
 from weftline.engine.jobs.sources.reader import HIDDEN
 from weftline.engine.jobs.sources.source import open_loader, open_source
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A job that can begin. Close it, or use it in a with statement.
+    """A validated job. Close it, or use it as a context manager.
 
-    kept:        the input columns that are written too.
+    kept:        input columns that are copied to the output.
     columns:     of the results.
-    format:      of the results; `single_file` when they become one file.
-    part_rows, block_rows: how rows are cut.
-    manifest:    what decides the results.
+    format:      of the results; `single_file`: they become one file.
+    part_rows, block_rows: the partition.
+    manifest:    everything that determines the results.
     """
 
     spec: JobSpec
@@ -79,7 +79,7 @@ class PreparedJob:
 
 
 def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
-    """Check a job; PipelineError and InputError say everything that is wrong with it."""
+    """Validate a job; PipelineError and InputError list its mistakes."""
     pipeline = load_file(spec.pipeline)
     plan = make_plan(pipeline, this_machine(), profile=profile_beside(pipeline))
     check_rows_stand_alone(plan, spec.out.outputs)
@@ -88,8 +88,8 @@ def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
     names = _chosen("output", spec.out.outputs, list(types))
     if folder := data_around(spec.out.out, spec.data.data):
         raise InputError(
-            f"--out {spec.out.out}: lies in {folder}, which is the data: the results would be rows of the next run\n"
-            "    fix: write elsewhere, or below a name that begins with an underscore, which is passed over"
+            f"--out {spec.out.out}: is inside the data folder {folder}: the next run would read the results as rows\n"
+            "    fix: write elsewhere, or below a name with a leading underscore, which is not read"
         )
     source = open_source(spec.data)
     try:
@@ -125,18 +125,18 @@ def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
 
 
 def check_rows_stand_alone(plan: Plan, outputs: Sequence[str] | None) -> None:
-    """Raise PipelineError when a step that is needed remembers between requests: rows belong to no sequence."""
-    remember = [step.name for step in needed(plan, outputs) if step.sequence is not None]
+    """Raise PipelineError for required steps with sequence state: rows belong to no sequence."""
+    remember = [step.name for step in required_steps(plan, outputs) if step.sequence is not None]
     if remember:
-        found = "remembers between the requests of a sequence, and the rows of a job belong to none"
-        fix = "choose outputs that do without it, or send the rows to a session or a server in sequences"
+        found = "keeps state between the requests of a sequence, and rows of a job belong to no sequence"
+        fix = "choose outputs that do not need it, or send the rows to a session or server as sequences"
         raise PipelineError([Problem(f"steps.{name}", found, fix=fix, file=plan.file) for name in remember])
 
 
 def data_around(out: str, data: Sequence[str]) -> str | None:
-    """Return the folder of data in which results would lie, and be read when the job goes on; None when none is.
+    """Return the data folder that contains the output path, None if none does.
 
-    Only folders of this machine are looked at; what lies below a name with a dot or an underscore first is not read.
+    Checks local folders only. Names with a leading dot or underscore are not read as data.
     """
     place = _here(out)
     for argument in data:
@@ -149,7 +149,7 @@ def data_around(out: str, data: Sequence[str]) -> str | None:
 
 
 def _here(written: str) -> Path | None:
-    """Return a path of this machine, with links followed; None for a URL and what is no path."""
+    """Return the resolved local path; None for a URL or no path."""
     protocol, _, path = written.rpartition("://")
     if protocol not in ("", *LOCAL) or not path:
         return None
@@ -157,7 +157,7 @@ def _here(written: str) -> Path | None:
 
 
 def _kept(schema: pa.Schema, binding: Binding, keep: Sequence[str] | None) -> pa.Schema:
-    """Return the columns that are kept: those that were named, else all but media."""
+    """Return the columns to copy: the named ones, else all but media."""
     import pyarrow as pa
 
     known = [name for name in schema.names if name not in HIDDEN]
@@ -183,7 +183,7 @@ ROWS = 3
 
 @dataclass(frozen=True, slots=True)
 class InputMapping:
-    """A pipeline input, its type, and the column it is given with that one's type; '' where it is left out."""
+    """A pipeline input and the column it is read from, with types; '' if the input is absent."""
 
     input: str
     type: str
@@ -193,14 +193,14 @@ class InputMapping:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a job would do.
+    """Result of a dry run.
 
-    mode, why, block_rows, part_rows, repeatable: as in Opening.
-    unused:   columns that give no input.
-    kept:     input columns that are written too; `columns` are those of the results, with their types.
-    expected: rows that are selected; None while unknown.
-    format:   of the results; `single_file` when they become one file.
-    rows:     the first rows, answered.
+    mode, why, block_rows, part_rows, repeatable: as in RunnerFactory.
+    unused:   columns that are read for no input.
+    kept:     input columns that are copied; `columns`: of the results, with their types.
+    expected: number of selected rows; None while unknown.
+    format:   of the results; `single_file`: they become one file.
+    rows:     the first rows with their results.
     """
 
     plan: Plan
@@ -220,9 +220,9 @@ class Preview:
 
 
 def preview(spec: JobSpec, factory: RunnerFactory, rows: int = ROWS, stop: Stop = lambda: False) -> Preview:
-    """Return what a job would do, with its first rows answered; none when `stop` says so before they are.
+    """Validate a job and execute its first rows, none after `stop`.
 
-    Raises what run_job raises for mistakes in what it was told, and ModelError.
+    Raises the validation errors of run_job, and ModelError.
     """
     with prepare(spec, factory) as job:
         ports, schema = job.plan.input_types, job.binding.schema
@@ -236,11 +236,11 @@ def preview(spec: JobSpec, factory: RunnerFactory, rows: int = ROWS, stop: Stop 
             job.plan, factory.mode, factory.why, job.block_rows, job.part_rows, factory.repeatable, mapped,
             [name for name in known if name not in job.binding.columns.values()], list(job.kept.names),
             {field.name: str(field.type) for field in job.columns.schema}, job.source.expected, job.format,
-            job.single_file, _answered(job, factory, rows, stop),
+            job.single_file, _execute_first(job, factory, rows, stop),
         )  # fmt: skip
 
 
-def _answered(job: PreparedJob, factory: RunnerFactory, rows: int, stop: Stop) -> list[Sample]:
+def _execute_first(job: PreparedJob, factory: RunnerFactory, rows: int, stop: Stop) -> list[Sample]:
     with open_loader(job.source, job.spec.data) as loader:
         first = next(islice(cut(read_on(job.source, ResumePoint(), 0), rows, rows), 1), None)
         if first is None or stop():

@@ -1,6 +1,7 @@
-"""Step statistics of a job: counts, durations and histograms of constant size.
+"""Progress, statistics and result of a job, as values.
 
-Two tallies can be added. Committed records hold them as JSON, so that a resumed job reports on all of its rows.
+Tallies have constant size and can be added. Committed records hold them as JSON, so that a resumed job reports all its
+rows.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 from weftline.engine.scheduler.request import StepTiming
 
 BUCKETS_PER_DECADE = 20
-"""Times are kept to about 12 %."""
+"""A bucket is about 12 % wide."""
 
 
 @dataclass(slots=True)
 class StepTally:
-    """One step.
+    """Statistics of one step.
 
-    rows:    items it answered, elements of a `map:` counted one by one.
-    failed, skipped: items that failed, and rows whose condition did not hold.
-    busy_ms: time its node was at work, each batch counted once.
-    batches: calls, each counted once, as a sum of 1 / batch size.
-    run_ms:  items by time from leaving to the result, in buckets by logarithm.
+    rows:    successful items; elements of a `map:` count one by one.
+    failed, skipped: failed items, and rows whose condition is false.
+    busy_ms: compute time of its node, each batch counted once.
+    batches: calls, as a sum of 1 / batch size.
+    run_ms:  histogram of the time from dispatch to result, in logarithmic buckets.
     """
 
     rows: int = 0
@@ -46,7 +47,7 @@ class StepTally:
         self.run_ms[bucket] = self.run_ms.get(bucket, 0) + items
 
     def quantile_ms(self, share: float) -> float:
-        """Return the time that this share of the items took at most; 0 without items."""
+        """Return a quantile of the run time; 0 without items."""
         left = share * sum(self.run_ms.values())
         for bucket in sorted(self.run_ms):
             left -= self.run_ms[bucket]
@@ -57,7 +58,7 @@ class StepTally:
 
 @dataclass(slots=True)
 class Tally:
-    """All steps by name, and the lengths of text outputs by output, in characters and in buckets."""
+    """Statistics by step, and length histograms by text output, in characters."""
 
     steps: dict[str, StepTally] = field(default_factory=dict)
     lengths: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class Tally:
         return self.steps.setdefault(step, StepTally())
 
     def note(self, timings: Iterable[StepTiming]) -> None:
-        """Count what one row's request tells of its steps."""
+        """Count the step timings of one request."""
         for one in timings:
             step = self.of(one.step)
             if one.outcome == "skipped":
@@ -82,7 +83,7 @@ class Tally:
         counts[bucket] = counts.get(bucket, 0) + 1
 
     def note_texts(self, outputs: Mapping[str, Sequence[Any]], texts: Iterable[str]) -> None:
-        """Count the texts among outputs: those that are called `texts`, where they are not absent."""
+        """Count the lengths of the text outputs named `texts`."""
         for name in texts:
             for value in outputs[name]:
                 if value is not None:
@@ -114,19 +115,19 @@ class Tally:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Tally:
-        """Return what `to_json` wrote."""
+    def from_json(cls, value: Mapping[str, Any]) -> Tally:
+        """Parse the value of `to_json`."""
         steps = {
             name: StepTally(
                 one["rows"], one["failed"], one["skipped"], one["busy_ms"], one["batches"], _read(one["run_ms"])
             )
-            for name, one in said["steps"].items()
+            for name, one in value["steps"].items()
         }
-        return cls(steps, {name: _read(counts) for name, counts in said["lengths"].items()})
+        return cls(steps, {name: _read(counts) for name, counts in value["lengths"].items()})
 
 
 def bucket_of(value: float) -> int:
-    """Return the bucket of a time in ms or of a length; everything below 0.001 shares one."""
+    """Return the bucket of a time in ms or of a length; values below 0.001 share one."""
     return math.ceil(math.log10(max(value, 0.001)) * BUCKETS_PER_DECADE)
 
 
@@ -150,15 +151,15 @@ def _read(counts: Mapping[str, int]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a job stands. Times are of this run; rows are of all runs.
+    """Progress of a job. Times are of this run; rows are of all runs.
 
-    rows:        answered, error rows among them.
-    resumed:     of these, answered by earlier runs.
+    rows:        completed rows, with error rows.
+    resumed:     of these, rows of earlier runs.
     expected:    rows in all; None while unknown.
     errors:      error rows.
-    committed:   rows that no crash can take back.
-    elapsed_s:   since this run began to answer.
-    figures:     running totals of the answerer (`Runner.figures`).
+    committed:   durable rows.
+    elapsed_s:   since the first row of this run.
+    figures:     totals of the runner (`JobRunner.figures`).
     """
 
     rows: int
@@ -187,7 +188,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """Error rows with one step and reason in common: how many, and the ids of some."""
+    """Error rows with one step and reason: their number, and the ids of some."""
 
     step: str
     error: str
@@ -198,7 +199,7 @@ class ErrorKind:
 
 @dataclass(frozen=True, slots=True)
 class RatePoint:
-    """How fast the job was around one moment of this run."""
+    """Throughput at one time of this run."""
 
     elapsed_s: float
     rows_per_s: float
@@ -206,16 +207,16 @@ class RatePoint:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of a job, everything that summary and report show.
+    """Result of a job: everything in its summary and report.
 
     pipeline:  its name; `data` and `out` as the user wrote them.
-    files:     what was written, by what it is: `results`, `errors`, `media`, `manifest`.
+    files:     written paths by kind: `results`, `errors`, `media`, `manifest`.
     finished:  every row has a result or an error; else the job was stopped and can be resumed.
-    why:       why it was stopped; '' when it finished.
+    why:       reason of the stop; '' if it finished.
     rows, errors, resumed, elapsed_s, figures: as in Progress.
-    instances: by step, how many instances it has (utilisation is busy_ms over elapsed time and instances).
+    instances: number of instances by step (utilisation is busy_ms over elapsed time and instances).
     repeatable: by output, 'exact' or 'rounding'.
-    settings:  what decides the results beside pipeline and data, by name.
+    settings:  settings that determine the results.
     tally:     of all runs; `spent` of this one.
     """
 
@@ -245,7 +246,7 @@ LATELY_MAX = 1024
 """Most tallies that are kept for it."""
 
 USE_S = 2.0
-"""Utilisation is told of the last so many seconds."""
+"""Window of the utilisation."""
 
 
 def busy(lately: deque[tuple[float, Tally]], instances: Mapping[str, int]) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Grouping of error rows by similarity.
+"""Statistics of a running job for progress and report, with bounded memory.
 
-Reasons that differ only in numbers and quoted parts are one kind. Memory is bounded, whatever the reasons are: of many
-kinds the most frequent are told, and the rest is counted together.
+Error rows are grouped by kind: reasons that differ only in numbers and quoted parts are one kind. The most frequent
+kinds are reported, and the rest is counted together.
 """
 
 from __future__ import annotations
@@ -15,28 +15,25 @@ from weftline.engine.jobs.progress import ErrorKind, JobResult, Progress, Sample
 from weftline.engine.jobs.report.progress_display import RateHistory
 from weftline.engine.jobs.report.samples import RowSampler
 from weftline.engine.jobs.report.text import counted
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Runner
+from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock, RowError
 
 KINDS_MAX = 50
 SPARE = 8
-"""So many times the kinds that are told are counted, for the frequent ones may come late."""
+"""Kinds counted per kind reported: frequent kinds may appear late."""
 
 IDS_MAX = 5
 REASON_CHARS_MAX = 300
 ID_CHARS_MAX = 200
 
 OTHER = "other"
-"""The error of the kind that holds the rest."""
+"""The error name of the remaining kinds."""
 
 _QUOTED = re.compile(r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`""")
 _NUMBER = re.compile(r"0[xX][0-9a-fA-F]+|\d+(?:[.,_]\d+)*(?:[eE][+-]?\d+)?")
 
 
 def common(reason: str) -> str:
-    """Return what a reason has in common with its like: quoted parts as '…', numbers as N.
-
-    Of names with numbers in them, such as `float32`, nothing is kept but the letters and an N.
-    """
+    """Normalise a reason: quoted parts become '…', numbers become N, also in names such as `float32`."""
     return _NUMBER.sub("N", _QUOTED.sub("'…'", reason[:REASON_CHARS_MAX]))
 
 
@@ -56,7 +53,7 @@ class ErrorKinds:
     """Counts error rows by kind."""
 
     def __init__(self, most: int = KINDS_MAX) -> None:
-        """most: kinds that are told, without the rest."""
+        """most: kinds reported, without the rest."""
         self._most = most
         self._kinds: dict[tuple[str, str, str], _Counted] = {}
         self._rest = _Counted("")
@@ -76,12 +73,12 @@ class ErrorKinds:
         kind.add(id)
 
     def kinds(self) -> list[ErrorKind]:
-        """Return the most frequent kinds, most rows first, and last the rest as one of error `other`, if there is any.
+        """Return the most frequent kinds, most rows first, and the rest as one kind `other`.
 
-        The reason is the rows' own where it is the same in all of them, and what they have in common otherwise.
+        The reason is verbatim if all rows share it, else normalised.
         """
         ranked = sorted(self._kinds.items(), key=lambda item: (-item[1].count, item[0]))
-        told = [
+        kinds_found = [
             ErrorKind(step, error, kind.reason, kind.count, tuple(kind.ids))
             for (step, error, _), kind in ranked[: self._most]
         ]
@@ -89,8 +86,8 @@ class ErrorKinds:
         count = self._rest.count + sum(kind.count for kind in left)
         if count:
             ids = [id for kind in (*left, self._rest) for id in kind.ids][:IDS_MAX]
-            told.append(ErrorKind("", OTHER, f"{counted(count, 'row')} with rarer reasons", count, tuple(ids)))
-        return told
+            kinds_found.append(ErrorKind("", OTHER, f"{counted(count, 'row')} with rarer reasons", count, tuple(ids)))
+        return kinds_found
 
 
 def _cut(text: str, chars_max: int) -> str:
@@ -98,17 +95,17 @@ def _cut(text: str, chars_max: int) -> str:
 
 
 TRACEBACKS_MAX = 5
-"""Most tracebacks of error rows that a job prints."""
+"""Most tracebacks of error rows printed per job."""
 
 WATCH_S = 0.2
-"""How often whoever watches is told."""
+"""Interval of progress reports."""
 
 
 class JobRecorder:
-    """One run of a job as it goes along.
+    """Statistics of one run of a job.
 
-    resumed, expected: rows that earlier runs answered, and rows in all (None: unknown).
-    tally, spent:      of all runs, and of this one.
+    resumed, expected: rows of earlier runs, and rows in all (None: unknown).
+    tally, spent:      of all runs, and of this run.
     """
 
     def __init__(self, resumed: int, errors: int, expected: int | None, tally: Tally, seed: int) -> None:
@@ -116,7 +113,7 @@ class JobRecorder:
         self.expected, self.errors, self.tally = expected, errors, tally
         self.kinds, self._sampler = ErrorKinds(), RowSampler(seed=seed)
         self.spent = Tally()
-        self._tracebacks: dict[str, str] = {}  # of exceptions that were raised at different lines, each once
+        self._tracebacks: dict[str, str] = {}  # one for each line that raised
         self._unreported: list[str] = []
         self._started_s = self._reported_s = time.monotonic()
         self._rates = RateHistory()
@@ -126,11 +123,11 @@ class JobRecorder:
         return time.monotonic() - self._started_s
 
     def begin(self) -> None:
-        """The first row is about to be asked: the clock runs from here."""
+        """Start the clock before the first row."""
         self._started_s = self._reported_s = time.monotonic()
 
     def note(self, block: RowBlock, answered: BlockResult) -> None:
-        """Take in what became of a block."""
+        """Record the result of a block."""
         self.rows += len(block)
         self.errors += len(answered.errors)
         self.tally.merge(answered.tally)
@@ -146,7 +143,7 @@ class JobRecorder:
         self._rates.see(self.progress({}))
 
     def pop_tracebacks(self) -> list[str]:
-        """Return what is new of the first row's failure at each line of the steps' code, with its traceback."""
+        """Return new tracebacks: the first failure at each line of the steps' code."""
         untold, self._unreported = self._unreported, []
         return untold
 
@@ -158,11 +155,11 @@ class JobRecorder:
             self._unreported.append(f"{error.traceback}\nrow {id}: step {error.step}: {error.reason}")
 
     def commit(self, rows: int) -> None:
-        """So many more rows are committed."""
+        """Count committed rows."""
         self.committed += rows
 
     def due(self) -> bool:
-        """Whether whoever watches is to be told now."""
+        """Return True if a progress report is due."""
         now_s = time.monotonic()
         if now_s - self._reported_s < WATCH_S:
             return False
@@ -174,8 +171,8 @@ class JobRecorder:
             self.rows, self.resumed, self.expected, self.errors, self.committed, self.elapsed_s, dict(figures)
         )
 
-    def end(self, about: Mapping[str, object], runner: Runner | None, elapsed_s: float, why: str = "") -> JobResult:
-        """Return what became of the job, which took `elapsed_s`; `about` has the fields that do not change."""
+    def end(self, about: Mapping[str, object], runner: JobRunner | None, elapsed_s: float, why: str = "") -> JobResult:
+        """Return the result of the job. about: the fields that do not change during a run."""
         figures = dict(runner.figures()) if runner is not None else {}
         return JobResult(
             **about,  # type: ignore[arg-type]
@@ -186,12 +183,12 @@ class JobRecorder:
 
 
 def sample_of(block: RowBlock, answered: BlockResult, row: int) -> Sample:
-    """Return one row of a block with its values and its outputs or error."""
+    """Return one row of a block with its inputs, and its outputs or error."""
     error = answered.errors.get(row)
-    told = f"step {error.step}: {error.reason}" if error and error.step else error.reason if error else ""
+    failure = f"step {error.step}: {error.reason}" if error and error.step else error.reason if error else ""
     return Sample(
         str(block.ids[row]),
         {name: values[row] for name, values in block.inputs.items()},
         {name: values[row] for name, values in answered.outputs.items()},
-        told,
+        failure,
     )

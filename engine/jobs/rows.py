@@ -1,10 +1,10 @@
 """Data types of a job: rows, blocks and answers.
 
-    source --Rows--> blocks --Block--> answerer --Answered--> parts
+    source --Rows--> blocks --RowBlock--> runner --BlockResult--> parts
 
-A *row* has an id, which the data set gives it, and a *place*: its number among the rows that this job selects, from 0.
-A *block* is answered together: batches never reach from one block into another, so that the same rows always form the
-same batches. A *part* is what is committed together: a run of whole blocks.
+A *row* has an id from the data set and a *place*: its index among the rows that the job selects, from 0. A *block* is
+the unit of execution: no batch holds rows of two blocks, so that the same rows always form the same batches. A *part*
+is the unit of commit: consecutive whole blocks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 Position = Mapping[str, Any]
-"""Where a source stands, as JSON values: reading on from it gives the rows that follow. Opaque to everybody else."""
+"""Read position of a source, as JSON values; opaque outside the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive selected rows, as they were read.
+    """Consecutive selected rows, as read.
 
-    place: of the first of them.
-    ids:   one for each row: unique in the data set, the same in every run.
-    table: their columns, as they lie in the data set; pictures and recordings may be paths.
-    after: where the source stands after the last of them.
+    place: of the first row.
+    ids:   one per row, unique in the data set and equal in every run.
+    table: the columns of the data set; images and audio may be paths.
+    after: read position after the last row.
     """
 
     place: int
@@ -49,33 +49,33 @@ class Rows:
 
 
 class Source(Protocol):
-    """A data set with the job's selection applied: filters, order, share, limit."""
+    """A data set with the job's selection applied: filters, order, shard, limit."""
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns; read from the data set's own description, or from its first rows."""
+        """Columns, from the data set's schema or its first rows."""
 
     @property
     def expected(self) -> int | None:
-        """How many rows are selected; None while that is unknown without reading everything."""
+        """Number of selected rows; None while unknown."""
 
     def fingerprint(self) -> Mapping[str, str]:
-        """Return what identifies the data: one entry for each file or fact; two reads of equal data return equals."""
+        """Return the identity of the data: equal data has equal entries."""
 
     def read(self, after: Position | None = None, place: int = 0) -> Iterator[Rows]:
-        """Yield the selected rows in order; from a position on, which an earlier Rows had, with the next row's place.
+        """Yield the selected rows in order, from a position of earlier Rows on; `place`: of the next row.
 
-        InputError says which file cannot be read, and where in it.
+        InputError names the file that cannot be read, and the position in it.
         """
 
     def close(self) -> None:
-        """Let go of files. Safe to call twice."""
+        """Close the files. Idempotent."""
 
 
 class Unusable:
-    """Stands in a block for a value that cannot be had: a file that is missing, a value of the wrong type.
+    """A value that cannot be used, such as a missing file or a value of the wrong type.
 
-    No dataclass: a JSON port converts those, and would take the reason for the value.
+    Not a dataclass: a JSON port would convert it to a value.
     """
 
     __slots__ = ("reason",)
@@ -95,15 +95,15 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows that are answered together.
+    """Rows that run together.
 
-    part:   the part its results go to.
+    part:   the part of its results.
     place:  of its first row.
-    ids:    one for each row.
-    places: one for each row, when they do not follow each other (a job that runs failed rows again).
-    inputs: for each pipeline input that is mapped, one value for each row: bytes, str, numbers, arrays, lists,
-            mappings, None where a row leaves it out, or Unusable.
-    table:  the columns that are kept in the output.
+    ids:    one per row.
+    places: one per row, if they are not consecutive (retry of error rows).
+    inputs: by mapped pipeline input, one value per row: bytes, str, numbers, arrays, lists, mappings, None if absent,
+            or Unusable.
+    table:  the columns that are copied to the output.
     """
 
     part: int
@@ -122,12 +122,12 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why a row has no outputs.
+    """Failure of a row.
 
-    step:   the step that failed on it; '' when it never reached one.
+    step:   the step that failed; '' if the row reached none.
     error:  name of the error's class.
     reason: one sentence.
-    traceback: of the exception that the step's code raised, '' where it is not known; never part of a result.
+    traceback: of the exception in the step's code, '' if unknown; never part of a result.
     """
 
     step: str
@@ -138,12 +138,11 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """What became of a block.
+    """Result of a block.
 
-    outputs: for each pipeline output one value for each row: what Session.run returns; None where it is absent, and in
-             rows with an error.
+    outputs: by pipeline output, one value per row, as Session.run returns it; None if absent or if the row failed.
     errors:  by row of the block, from 0.
-    tally:   how the steps fared.
+    tally:   statistics of the steps.
     """
 
     outputs: Mapping[str, Sequence[Any]]
@@ -151,15 +150,15 @@ class BlockResult:
     tally: Tally = field(default_factory=Tally)
 
 
-class Runner(Protocol):
-    """Whoever answers blocks. Thread-safe.
+class JobRunner(Protocol):
+    """Executes blocks. Thread-safe.
 
-    ahead:       how many blocks it needs at a time to be kept busy.
-    block_rows:  how many rows make a good block.
+    ahead:       number of concurrent blocks that keeps it busy.
+    block_rows:  rows of a block.
     inputs:      types by pipeline input.
-    outputs:     types by pipeline output, of those that are answered.
-    repeatable:  by output: 'exact' when the same rows give the same bytes in every run, 'rounding' when numbers may
-                 differ by rounding.
+    outputs:     types by computed pipeline output.
+    repeatable:  by output: 'exact' if equal rows produce equal bytes in every run, 'rounding' if numbers may differ by
+                 rounding.
     """
 
     @property
@@ -174,27 +173,27 @@ class Runner(Protocol):
     def repeatable(self) -> Mapping[str, str]: ...
 
     def submit(self, block: RowBlock) -> Future[BlockResult]:
-        """Answer a block. A row that fails is an error in Answered; an exception means that nobody can answer."""
+        """Execute a block. Failed rows are errors of the result; an exception ends the job."""
 
     def figures(self) -> Mapping[str, float]:
-        """Return running totals for people: `tokens`, and `busy:STEP` as a fraction of now. Waits for nothing."""
+        """Return current totals, such as `tokens`, and `busy:STEP` as a fraction. Does not block."""
 
     def settle(self) -> None:
-        """Wait, when everything is answered, until `figures` tells of all of it: a second or two at most."""
+        """Wait after the last block until `figures` is complete, at most about two seconds."""
 
     def close(self) -> None:
-        """End everything it started. Safe to call twice."""
+        """Stop everything it started. Idempotent."""
 
 
 Stop = Callable[[], bool]
-"""Says whether the job has been asked to end."""
+"""Returns True once a stop of the job is requested."""
 
 
 _STEP = re.compile(r"^step ([A-Za-z_][\w.-]*): ")
 
 
 def usable(block: RowBlock, row: int, errors: dict[int, RowError]) -> dict[str, Any] | None:
-    """Return a row's inputs; None when one of them cannot be had, which is then its error."""
+    """Return a row's inputs; None if one is unusable, which is recorded as the row's error."""
     given = {name: values[row] for name, values in block.inputs.items()}
     for name, value in given.items():
         if isinstance(value, Unusable):
@@ -204,12 +203,12 @@ def usable(block: RowBlock, row: int, errors: dict[int, RowError]) -> dict[str, 
 
 
 def row_seed(seed: int, place: int) -> int:
-    """Return what chance in a row is drawn from: its own in every run, and unlike its neighbours'."""
+    """Derive a row's random seed from the job's seed and its place."""
     return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, place), digest_size=8).digest()) % SEEDS
 
 
 def row_error(error: WeftlineError) -> RowError:
-    """Return what a row's error says: the step at fault apart from the reason."""
+    """Convert an exception to a row error, with the step apart from the reason."""
     text = str(error)
     found = _STEP.match(text)
     step = getattr(error, "step", "") or (found[1] if found else "")

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PART_ROWS = 10_000
-"""Rows that are committed together where whole blocks are answered, when nobody says."""
+"""Default rows per part in block mode."""
 
 ERRORS_FROM_ROWS = 100
-"""A share of errors is only looked at when so many rows are done."""
+"""The share of errors is checked from this number of rows on."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """Where rows come from, and which of them are meant.
+    """Input rows and their selection.
 
-    data:    files, folders, globs and URLs that fsspec knows, `hf:NAME` for a Hugging Face data set, `-` for stdin.
+    data:    files, folders, globs and fsspec URLs, `hf:NAME` for a Hugging Face data set, `-` for stdin.
     format:  parquet, jsonl, csv, arrow, files, webdataset or hf; None: by the names.
     maps:    columns by pipeline input, where the names differ.
     id:      the column that has row ids; None: ids are made from file and row.
@@ -43,14 +43,14 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True)
 class OutSpec:
-    """Where results go.
+    """Destination and format of the results.
 
     out:       a folder, or one file that is put together at the end; a path or URL.
     format:    parquet, jsonl, arrow or hf; None: by the name, else parquet.
     outputs:   pipeline outputs that are written; None: all.
     keep:      input columns that are written too; None: all but media.
     media:     'files' writes pictures and recordings beside the table, 'inline' into it.
-    part_rows: rows that are committed together; None: as many as are good for the pipeline.
+    part_rows: rows per part; None: chosen for the pipeline.
     storage:   as in DataSpec.
     """
 
@@ -65,13 +65,13 @@ class OutSpec:
 
 @dataclass(frozen=True, slots=True)
 class ErrorsMax:
-    """How many error rows a job bears: a number of rows, or a share of them; more stop it."""
+    """Error budget: a number or a share of error rows; more stop the job."""
 
     rows: int | None = None
     share: float | None = None
 
     def exceeded(self, errors: int, done: int) -> bool:
-        """Whether so many errors among so many rows are too many."""
+        """Return True if `errors` among `done` rows exceed the budget."""
         if self.rows is not None:
             return errors > self.rows
         return self.share is not None and done >= ERRORS_FROM_ROWS and errors > self.share * done
@@ -83,10 +83,10 @@ class JobSpec:
 
     pipeline:     the file.
     errors_max:   stop at more error rows than that; no bound by default.
-    restart:      throw away what an earlier run left, and begin anew.
-    retry_errors: run the error rows of a finished job again, and nothing else.
-    seed:         what rows' seeds are made from.
-    block_rows:   rows that are answered together; None: as many as are good for the pipeline.
+    restart:      delete the results of an earlier run, and start again.
+    retry_errors: run only the error rows of a finished job again.
+    seed:         base of the rows' seeds.
+    block_rows:   rows per block; None: chosen for the pipeline.
     """
 
     pipeline: Path

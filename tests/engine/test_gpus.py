@@ -23,7 +23,7 @@ from weftline.engine import planned_pipeline as planned_module
 from weftline.engine import versions
 from weftline.engine.gpus import TRIES_MAX, GpuReservations
 from weftline.engine.jobs.rows import RowBlock
-from weftline.engine.jobs.runners import factory as opening
+from weftline.engine.jobs.runners import factory
 from weftline.engine.repository import FAILED, READY, Repository
 from weftline.engine.runtime.event_loop import Runtime
 from weftline.engine.session import Session, load
@@ -400,18 +400,18 @@ def test_unrelated_sessions_share_the_gpus_of_their_process(make: Callable[..., 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("mode", ["blocks", "rows"])
 def test_jobs_share_them_too(make: Callable[..., Builder], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (planned_module, opening, gpus_module):
+    for module in (planned_module, factory, gpus_module):
         monkeypatch.setattr(module, "this_machine", lambda: TWO)
     gpus = GpuReservations.of_process()
     blocking = gpus.reservation("other", gpus.new_session())
     blocking.reserve(planned(make(60))[0])
     try:
-        answerer = opening.local_runner_factory(make(60).build(), mode=mode)(None)
+        runner = factory.local_runner_factory(make(60).build(), mode=mode)(None)
         try:
-            answer = answerer.ask(RowBlock(0, 0, ["0"], {"x": ["x"]}, None)).result(30)
+            answer = runner.submit(RowBlock(0, 0, ["0"], {"x": ["x"]}, None)).result(30)
             assert list(answer.outputs["y"]) == ["x on fake:1"]
         finally:
-            answerer.close()
+            runner.close()
         assert GpuReservations.of_process().reserved_bytes == {"fake:0": 60 * MIB}
     finally:
         blocking.release()

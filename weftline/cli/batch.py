@@ -1,7 +1,7 @@
-"""Implementation of `weftline batch`.
+"""Implementation of `weftline batch`: runner, signals, summary, report.
 
-Standard output has where the results are, or the figures as json, and nothing else. Progress, the summary and problems
-go to standard error.
+Standard output has the path of the results, or the statistics as JSON. Progress, summary and errors go to standard
+error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.spec.loader import load_file
 
 if TYPE_CHECKING:
-    from weftline.engine.jobs.rows import Runner
+    from weftline.engine.jobs.rows import JobRunner
     from weftline.engine.runtime.event_loop import Progress as Loading
 
 
@@ -37,28 +37,28 @@ ERROR_ROWS = StepError.exit_code
 
 
 def run_batch(request: BatchRequest, out: TextIO, err: TextIO) -> int:
-    """Run the job and return its exit code: 0, ERROR_ROWS, or EXIT_INTERRUPTED when it was asked to end."""
+    """Run the job and return its exit code: 0, ERROR_ROWS, or EXIT_INTERRUPTED after a signal."""
     if request.dry_run:
         return _show_preview(request, out, err)
     from weftline.engine.jobs.job import run_job
 
-    with _Output(err, request.quiet) as shown, Interrupts(shown.note) as interrupts:
+    with _Output(err, request.quiet) as display, Interrupts(display.note) as interrupts:
         try:
-            factory = _shown(opening_of(request), err, request.quiet, interrupts)
-            end = run_job(request.spec, factory, shown.progress, interrupts.asked, shown.note)
+            factory = _shown(runner_factory(request), err, request.quiet, interrupts)
+            end = run_job(request.spec, factory, display.progress, interrupts.asked, display.note)
         except TooManyErrors as error:
-            shown.close()
-            _tell_end(error.end, request, out, err)
+            display.close()
+            _report_end(error.end, request, out, err)
             raise
         except KeyboardInterrupt:
-            shown.close()
-            _say(f"interrupted; {way_on(request.spec)}", err)
+            display.close()
+            _print(f"interrupted; {resume_hint(request.spec)}", err)
             return EXIT_INTERRUPTED
-        shown.close()
-    _tell_end(end, request, out, err)
+        display.close()
+    _report_end(end, request, out, err)
     if not end.finished:
-        if request.quiet or is_special(request.spec):
-            _say(f"interrupted; {way_on(request.spec)}", err)
+        if request.quiet or has_resume_notes(request.spec):
+            _print(f"interrupted; {resume_hint(request.spec)}", err)
         return EXIT_INTERRUPTED
     return ERROR_ROWS if end.errors else 0
 
@@ -67,15 +67,15 @@ def _show_preview(request: BatchRequest, out: TextIO, err: TextIO) -> int:
     from weftline.cli.batch_preview import as_text
     from weftline.engine.jobs.prepare import preview
 
-    shown = preview(request.spec, _shown(opening_of(request), err, request.quiet))
+    shown = preview(request.spec, _shown(runner_factory(request), err, request.quiet))
     print(printable(as_text(shown, request.spec)), end="", file=out, flush=True)
     return 0
 
 
 def _shown(factory: RunnerFactory, err: TextIO, quiet: bool, interrupts: Interrupts | None = None) -> RunnerFactory:
-    """Return an opening that shows how models load, and that from then on a first signal asks and does not end."""
+    """Return a factory that displays model loading, and then makes the first signal graceful."""
 
-    def opened(progress: Loading | None) -> Runner:
+    def opened(progress: Loading | None) -> JobRunner:
         if quiet:
             runner = factory(progress)
         else:
@@ -88,14 +88,14 @@ def _shown(factory: RunnerFactory, err: TextIO, quiet: bool, interrupts: Interru
     return replace(factory, open=opened)
 
 
-def _tell_end(end: JobResult, request: BatchRequest, out: TextIO, err: TextIO) -> None:
-    """Print the summary and what other programs read, and write the report."""
+def _report_end(end: JobResult, request: BatchRequest, out: TextIO, err: TextIO) -> None:
+    """Write the report, and print summary and result."""
     if request.report is not None:
-        end = write_report(end, request.report, request.spec.out.storage, lambda text: _say(text, err))
+        end = write_report(end, request.report, request.spec.out.storage, lambda text: _print(text, err))
     if not request.quiet:
         from weftline.engine.jobs.report.summary import summary
 
-        _say(summary(end).rstrip("\n"), err)
+        _print(summary(end).rstrip("\n"), err)
     if request.as_json:
         print(json.dumps(finite(as_json(end)), ensure_ascii=False, allow_nan=False), file=out, flush=True)
     elif end.finished:
@@ -103,26 +103,26 @@ def _tell_end(end: JobResult, request: BatchRequest, out: TextIO, err: TextIO) -
 
 
 class _Output:
-    """Progress and notes on standard error, until it is closed; a quiet one has only what must be told."""
+    """Progress and notes on standard error; none if quiet."""
 
     def __init__(self, err: TextIO, quiet: bool) -> None:
         from weftline.engine.jobs.report.progress_display import ProgressDisplay
 
-        self._teller = None if quiet else ProgressDisplay(err, time.monotonic)
+        self._display = None if quiet else ProgressDisplay(err, time.monotonic)
 
     def progress(self, progress: Progress) -> None:
-        if self._teller is not None:
-            self._teller.update(progress)
+        if self._display is not None:
+            self._display.update(progress)
 
     def note(self, text: str) -> None:
-        if self._teller is not None:
-            self._teller.note(text)
+        if self._display is not None:
+            self._display.note(text)
 
     def close(self) -> None:
-        """Take the bar away. Safe to call twice."""
-        if self._teller is not None:
-            self._teller.close()
-            self._teller = None
+        """Remove the bar. Idempotent."""
+        if self._display is not None:
+            self._display.close()
+            self._display = None
 
     def __enter__(self) -> _Output:
         return self
@@ -131,17 +131,17 @@ class _Output:
         self.close()
 
 
-def _say(text: str, err: TextIO) -> None:
-    with suppress(OSError, ValueError):  # standard error is closed: nobody looks, and the code still tells
+def _print(text: str, err: TextIO) -> None:
+    with suppress(OSError, ValueError):  # standard error is closed; the exit code remains
         print(printable(text), file=err, flush=True)
 
 
-def opening_of(request: BatchRequest) -> RunnerFactory:
-    """Decide how the rows of a request are answered; PipelineError lists every problem. Nothing is started yet."""
+def runner_factory(request: BatchRequest) -> RunnerFactory:
+    """Choose the runner of a request; PipelineError lists all problems. Starts no process."""
     spec = request.spec
     _check_outputs(spec)
     if isinstance(request.where, ServerTarget):
-        return _of_server(spec, request.where)
+        return _on_server(spec, request.where)
     if request.where is not None:
         return _on_ray(spec, request.where)
     return local_runner_factory(spec.pipeline, outputs=spec.out.outputs, seed=spec.seed, block_rows=spec.block_rows)
@@ -157,17 +157,17 @@ def _check_outputs(spec: JobSpec) -> None:
             )
 
 
-def _of_server(spec: JobSpec, via: ServerTarget) -> RunnerFactory:
+def _on_server(spec: JobSpec, target: ServerTarget) -> RunnerFactory:
     from weftline.engine.jobs.runners.server_runner import server_runner_factory
 
-    token, tls = via.remote.credentials()
+    token, tls = target.remote.credentials()
     return server_runner_factory(
         spec.pipeline,
-        via.remote.url,
-        model=via.model or "",
+        target.remote.url,
+        model=target.model or "",
         token=token,
         tls=tls,
-        insecure=via.remote.insecure,
+        insecure=target.remote.insecure,
         outputs=spec.out.outputs,
         seed=spec.seed,
         block_rows=spec.block_rows,
@@ -175,9 +175,9 @@ def _of_server(spec: JobSpec, via: ServerTarget) -> RunnerFactory:
 
 
 def _on_ray(spec: JobSpec, ray: RayTarget) -> RunnerFactory:
-    """Return copies of what would run here, planned on the cluster: this machine may lack what they need.
+    """Return replicas planned on the cluster, as this machine may lack their resources.
 
-    A job that began here can go on there, and the other way round.
+    A job can resume on a cluster after a local run, and vice versa.
     """
     from weftline.engine.jobs.ray.cluster import Need
     from weftline.engine.jobs.ray.runner import ray_runner_factory
@@ -197,7 +197,7 @@ STDIN = "-"
 
 
 def as_json(end: JobResult) -> dict[str, Any]:
-    """Return everything that can be counted about a job; times end in _s or _ms."""
+    """Return the statistics of a job; times end in _s or _ms."""
     own_rows = end.rows - end.resumed
     return {
         "pipeline": end.pipeline,
@@ -234,21 +234,21 @@ def _step_json(step: StepTally) -> dict[str, Any]:
     }
 
 
-def way_on(spec: JobSpec) -> str:
-    """Return how a job that was stopped is gone on with."""
-    again = "run the same command" + (" without --restart" if spec.restart else "") + " to go on"
-    return again + ("; its rows have to come in again from the first" if STDIN in spec.data.data else "")
+def resume_hint(spec: JobSpec) -> str:
+    """Return how to resume a stopped job."""
+    again = "run the same command" + (" without --restart" if spec.restart else "") + " to resume"
+    return again + ("; standard input must start again from the first row" if STDIN in spec.data.data else "")
 
 
-def is_special(spec: JobSpec) -> bool:
-    """Whether more is to be said about going on than that the same command does."""
+def has_resume_notes(spec: JobSpec) -> bool:
+    """Return True if resuming needs more than the same command."""
     return spec.restart or STDIN in spec.data.data
 
 
 def write_report(end: JobResult, place: str, storage: Mapping[str, str], note: Callable[[str], None]) -> JobResult:
-    """Write the report of a job, and return its end with the report among its files.
+    """Write the report of a job, and add it to the files of the result.
 
-    One that a run wrote which answered rows is not replaced by that of a run which had nothing left to do.
+    Keeps an existing report if this run had no rows left. A failure is a note only, as the results are committed.
     """
     try:
         import fsspec
@@ -264,35 +264,35 @@ def write_report(end: JobResult, place: str, storage: Mapping[str, str], note: C
         return replace(end, files={**end.files, "report": place})
     except ModuleNotFoundError as error:
         note(f"no report: {MissingPackage(error.name or 'a package', 'batch')}")
-    except Exception as error:  # a file system of fsspec may raise anything
+    except Exception as error:  # fsspec file systems raise any exception
         note(f"no report at {place}: {type(error).__name__}: {error}")
     return end
 
 
-ASKED = "interrupted: committing what is finished; once more ends it at once"
+ASKED = "interrupted: committing complete parts; interrupt again to stop at once"
 
 
 class Interrupts:
-    """Hears SIGINT and SIGTERM inside a with statement, and counts them.
+    """Counts SIGINT and SIGTERM inside a with statement.
 
-    say: called once from where `asked` is, after the first signal, with what happens now.
+    note: called once by `asked` after the first signal.
 
-    A signal that ends the job raises KeyboardInterrupt in the main thread. Outside the main thread nothing is heard.
-    A SIGINT that was ignored, as a shell does for what it runs in the background, stays ignored.
+    A signal that ends the job raises KeyboardInterrupt in the main thread. Outside the main thread no handler is set.
+    An ignored SIGINT, as in background jobs of a shell, stays ignored.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._activity = 0
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._signals = 0
         self._under_way = False
-        self._said = False
+        self._noted = False
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._hear)
+                    self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -301,18 +301,18 @@ class Interrupts:
         self._before.clear()
 
     def under_way(self) -> None:
-        """Say that rows are being answered from now on: the first signal asks, instead of ending it."""
+        """Make the first signal a stop request from now on, as rows are running."""
         self._under_way = True
 
     def asked(self) -> bool:
-        """Whether the job has been asked to end."""
-        if self._activity and not self._said:
-            self._said = True
-            self._say(ASKED)
-        return self._activity > 0
+        """Return True after a stop request."""
+        if self._signals and not self._noted:
+            self._noted = True
+            self._note(ASKED)
+        return self._signals > 0
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Count a signal. Prints nothing: what it interrupts may be printing."""
-        self._activity += 1
-        if self._activity > 1 or not self._under_way:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Count a signal. Does not print, as it may interrupt a print."""
+        self._signals += 1
+        if self._signals > 1 or not self._under_way:
             raise KeyboardInterrupt

@@ -413,7 +413,7 @@ def _parameters() -> Iterator[inspect.Parameter]:
         if one.name not in _TYPES:
             continue
         annotation, default = _TYPES[one.name], one.default
-        if one.name in _REPEATABLE:  # typer knows lists only
+        if one.name in _REPEATABLE:  # typer supports lists only
             annotation, default = Annotated[list[str] | None, get_args(annotation)[1]], None
         default = inspect.Parameter.empty if default is MISSING else default
         yield inspect.Parameter(one.name, keyword, default=default, annotation=annotation)

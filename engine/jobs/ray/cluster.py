@@ -1,7 +1,6 @@
 """Connection to a Ray cluster: an existing one, or a local one for this process.
 
-Ray's own log lines are kept off the terminal, and its usage statistics off the network, unless the environment says
-otherwise.
+Disables Ray's log lines on the terminal and its usage statistics, unless the environment sets them.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ QUIET: Mapping[str, str] = {
     "RAY_DATA_LOG_LEVEL": "ERROR",
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # its core writes lines to standard error that no logger holds back
 }
-"""What Ray's environment is given where it says nothing."""
+"""Defaults of Ray's environment variables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one replica takes of a cluster; shares of a GPU are allowed below 1."""
+    """Resources of one replica; fractions of a GPU are allowed below 1."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -33,10 +32,10 @@ class Need:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connect to a cluster, and leave it at the end; where this process is connected already, that is used and kept.
+    """Connect to a cluster, and disconnect at the end; an existing connection is used and kept.
 
-    address: 'auto', or HOST:PORT of the head; None: start one here, with this machine's cores and GPUs.
-    MissingPackage without Ray; InputError for an address of another kind; Unavailable when nothing answers.
+    address: 'auto', or HOST:PORT of the head; None: start a local one, with this machine's cores and GPUs.
+    MissingPackage without Ray; InputError for an unsupported address; Unavailable without a response.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -54,9 +53,9 @@ def connected(address: str | None) -> Iterator[None]:
     try:
         ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        fix = "start one with `ray start --head`, or leave --address out to have one on this machine"
-        told = " ".join(str(error).split())[:300]
-        raise Unavailable(f"no Ray cluster at {address or 'this machine'}: {told}\n    fix: {fix}") from None
+        fix = "start one with `ray start --head`, or omit --address to start one on this machine"
+        reason = " ".join(str(error).split())[:300]
+        raise Unavailable(f"no Ray cluster at {address or 'this machine'}: {reason}\n    fix: {fix}") from None
     try:
         yield
     finally:
@@ -64,9 +63,9 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def check_capacity(need: Need, replicas: int) -> int:
-    """Return how many replicas the cluster's machines can hold now; InputError when not a single one fits.
+    """Return how many replicas fit on the cluster's machines now; InputError if none fits.
 
-    Machines that an autoscaler would add are not there yet: start one of the kind that is needed.
+    Machines that an autoscaler would add are not counted: start one of the required kind.
     """
     import ray
 
@@ -75,19 +74,19 @@ def check_capacity(need: Need, replicas: int) -> int:
     if not fits:
         has = "; ".join(f"{one.get('CPU', 0):g} CPUs and {one.get('GPU', 0):g} GPUs" for one in nodes)
         raise InputError(
-            f"no machine of the Ray cluster can hold a replica, which takes {need.cpus:g} CPUs and {need.gpus:g} GPUs\n"
-            f"    found: {has or 'no machine'}\n    fix: ask for less (--gpus-per-replica), or add machines"
+            f"no machine of the Ray cluster fits a replica, which needs {need.cpus:g} CPUs and {need.gpus:g} GPUs\n"
+            f"    found: {has or 'no machine'}\n    fix: request less (--gpus-per-replica), or add machines"
         )
     return min(fits, replicas)
 
 
 def capacity(nodes: Iterable[Mapping[str, float]], need: Need) -> int:
-    """Return how many replicas machines with these resources hold, when they hold nothing else."""
+    """Return how many replicas fit on empty machines with these resources."""
     return sum(min(_times(node.get("CPU", 0.0), need.cpus), _times(node.get("GPU", 0.0), need.gpus)) for node in nodes)
 
 
-def _times(has: float, takes: float) -> int:
-    if takes <= 0:
+def _times(available: float, needed: float) -> int:
+    if needed <= 0:
         return 1 << 20
-    per = int(1 / takes) if takes < 1 else 0  # a share lies on one device
-    return int(has) * per if per else int(has // takes)
+    per = int(1 / needed) if needed < 1 else 0  # a fraction is on one device
+    return int(available) * per if per else int(available // needed)

@@ -1,8 +1,8 @@
 """MessagePack codec of blocks, answers and replica reports.
 
-Columns that are kept in the output stay with the driver: a replica gets a block without them. What MessagePack cannot
-hold (text with a lone surrogate, numbers beyond 64 bits, a value of no known kind) arrives as Unusable, so that its row
-becomes an error row, as it would beside the engine.
+Columns that are copied to the output stay with the driver; replicas receive blocks without them. A value that
+MessagePack cannot hold (text with a lone surrogate, a number beyond 64 bits, an unknown type) arrives as Unusable, so
+that its row becomes an error row, as it would locally.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from weftline.engine.jobs.progress import Tally
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Runner, Unusable
+from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock, RowError, Unusable
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 
 ARRAY, DETECTIONS, UNUSABLE, SCALAR = 1, 2, 3, 4
-"""Codes of MessagePack's extension types."""
+"""Codes of MessagePack extension types."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What an answerer says of itself; as in `Runner`."""
+    """Properties of a runner, as in `JobRunner`."""
 
     ahead: int
     block_rows: int
@@ -35,7 +35,7 @@ class RunnerInfo:
     repeatable: Mapping[str, str]
 
     @classmethod
-    def of(cls, runner: Runner) -> RunnerInfo:
+    def of(cls, runner: JobRunner) -> RunnerInfo:
         return cls(
             runner.ahead,
             runner.block_rows,
@@ -47,10 +47,10 @@ class RunnerInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaResult:
-    """An answer as a replica sends it.
+    """Result of a block, as sent by a replica.
 
-    replica: its name; another one after each start.
-    figures: of its answerer, by then.
+    replica: its name, new after each start.
+    figures: current figures of its runner.
     """
 
     replica: str
@@ -71,9 +71,9 @@ def encode_info(info: RunnerInfo) -> bytes:
 
 
 def decode_info(data: bytes) -> RunnerInfo:
-    said = _decode(data)
-    inputs, outputs = ({name: PortType.parse(one) for name, one in said[of].items()} for of in ("inputs", "outputs"))
-    return RunnerInfo(said["ahead"], said["block_rows"], inputs, outputs, said["repeatable"])
+    fields = _decode(data)
+    inputs, outputs = ({name: PortType.parse(one) for name, one in fields[of].items()} for of in ("inputs", "outputs"))
+    return RunnerInfo(fields["ahead"], fields["block_rows"], inputs, outputs, fields["repeatable"])
 
 
 def encode_block(block: RowBlock) -> bytes:
@@ -106,7 +106,7 @@ def decode_sent(data: bytes) -> ReplicaResult:
 
 
 def _column(values: Sequence[Any]) -> bytes:
-    """Return a column, at once where that can be done, which is nearly always; else value by value."""
+    """Encode a column at once if possible, else value by value."""
     try:
         if _PLAIN.issuperset({value.__class__ for value in values}):
             return _encode(list(values))
@@ -124,7 +124,7 @@ def _value(value: Any) -> bytes:
 
 
 def _ready(value: Any) -> Any:
-    """Return a value made of what MessagePack has types for; TypeError for one that cannot be."""
+    """Convert a value to MessagePack types; TypeError if impossible."""
     if value.__class__ in _PLAIN:
         return value
     if isinstance(value, list | tuple):
@@ -142,7 +142,7 @@ def _ready(value: Any) -> Any:
     if isinstance(value, Detections):
         parts = (value.boxes, value.scores, value.classes)
         return Ext(DETECTIONS, _encode([list(value.names), *(_array(part) for part in parts)]))
-    raise TypeError(f"{type(value).__name__} has no form to travel in")
+    raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 
 def _sendable(text: str) -> str:
@@ -152,7 +152,7 @@ def _sendable(text: str) -> str:
 def _array(array: np.ndarray) -> bytes:
     kind = array.dtype.str
     if array.dtype.hasobject or np.dtype(kind) != array.dtype:
-        raise TypeError(f"an array of {array.dtype} has no form to travel in")
+        raise TypeError(f"an array of {array.dtype} cannot be encoded")
     return _encode([kind, list(array.shape), array.tobytes()])
 
 
@@ -172,7 +172,7 @@ def _unhook(code: int, data: memoryview) -> Any:
     if code == DETECTIONS:
         names, boxes, scores, classes = msgspec.msgpack.decode(data)
         return Detections(_to_array(boxes), _to_array(scores), _to_array(classes), tuple(names))
-    raise ValueError(f"extension type {code} is not one of ours")
+    raise ValueError(f"extension type {code} is unknown")
 
 
 _PLAIN = {type(None), bool, int, float, str, bytes}

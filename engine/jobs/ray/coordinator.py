@@ -1,10 +1,18 @@
 """Coordinator actor between driver and replicas: offered blocks, attempts and ready replicas.
 
-One actor, on the driver's machine. Blocks themselves lie in Ray's object store; only references to them pass here.
+One actor, on the driver's machine. The blocks are in Ray's object store; the coordinator has references only.
 
     driver    offer, forget, close, wait_facts
     feed      wait_offered                          numbers of blocks, as they are offered
     replicas  arrive, opened, fail, begin, trying, end
+
+After the death of a replica, a block is bisected down to single rows:
+
+    concurrent --died--> alone, whole --died--> PIECES spans --died--> their spans ... --> a row, ROW_DEATHS_MAX times
+
+A replica runs several blocks concurrently, and its death makes all of them suspects. So from the second attempt on a
+block runs alone, and a span is only divided, or a row failed, after a death with no other possible cause.
+`AttemptState` is pure.
 """
 
 from __future__ import annotations
@@ -19,13 +27,13 @@ from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 
 OPEN_DEATHS_MAX = 3
-"""So many replicas may die while they open before the job gives up."""
+"""Replicas that may die during opening before the job fails."""
 
 
 class Coordinator:
-    """All methods are called by way of Ray, in one event loop.
+    """Ray actor; all methods run on one event loop.
 
-    replicas: how many there are at a time.
+    replicas: number of concurrent replicas.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -42,38 +50,38 @@ class Coordinator:
     # the driver
 
     async def offer(self, number: int, rows: int, refs: Sequence[Any]) -> None:
-        """Put a block up to be answered. Numbers go up from 0; they may come in another order."""
+        """Offer a block. Numbers count from 0, and may arrive in another order."""
         self._blocks[number] = refs, AttemptState(rows)
         self._early.add(number)
         while self._offered in self._early:
             self._early.discard(self._offered)
             self._offered += 1
-        await self._tell()
+        await self._notify()
 
     async def forget(self, number: int) -> None:
-        """Let go of a block whose answer has arrived."""
+        """Remove a block whose result has arrived."""
         self._blocks.pop(number, None)
 
     async def close(self) -> None:
-        """Offer nothing more; what is not begun is not answered."""
+        """Stop offering blocks, and drop those not begun."""
         self._closed = True
         self._blocks.clear()
-        await self._tell()
+        await self._notify()
 
     async def wait_info(self) -> bytes | None:
-        """Wait for the first replica to open and return what it says of itself; None: none will, `failure` has why."""
+        """Wait for the first open replica and return its info; None if none will open, see `failure`."""
         async with self._news:
             await self._news.wait_for(lambda: self._info is not None or self._failure or self._closed)
         return self._info
 
     async def failure(self) -> str:
-        """Return why the replicas gave up; '' while they have not."""
+        """Return the reason of a failure of all replicas; '' without one."""
         return self._failure
 
     # the feed
 
     async def wait_offered(self, number: int) -> bool:
-        """Wait until a block of that number was offered; False: none ever will be."""
+        """Wait until the block of that number is offered; False if it never will be."""
         async with self._news:
             await self._news.wait_for(lambda: number < self._offered or self._closed)
         return number < self._offered and not self._closed
@@ -81,62 +89,62 @@ class Coordinator:
     # the replicas
 
     async def arrive(self) -> str:
-        """Note that a replica begins to open; says why it must not, '' when it may."""
+        """Register an opening replica; returns the reason of a refusal, '' if admitted."""
         self._arrived += 1
         if self._arrived - self._opened > self._replicas + OPEN_DEATHS_MAX:
             found = f"{self._arrived - self._opened - 1} replicas died while they opened the pipeline"
-            await self.fail(f"{found}\n    fix: look at the cluster's logs (ray logs); memory is the usual reason")
+            await self.fail(f"{found}\n    fix: check the cluster's logs (ray logs); memory is the usual reason")
         return self._failure
 
     async def opened(self, info: bytes) -> int:
-        """Note that a replica is ready, and what it says of itself; returns how many were started so far."""
+        """Register a ready replica and its info; returns the number of started replicas."""
         self._opened += 1
         self._info = self._info or info
-        await self._tell()
+        await self._notify()
         return self._arrived
 
     async def fail(self, why: str) -> None:
-        """Note that a replica cannot go on, and that no other could; the first reason is kept."""
+        """Record a failure of all replicas; the first reason is kept."""
         self._failure = self._failure or why
-        await self._tell()
+        await self._notify()
 
     async def begin(self, number: int) -> tuple[Attempt, Sequence[Any]] | None:
-        """Return what to do of a block, and references to it; None when nobody waits for it any more."""
+        """Return the attempt at a block and its references; None if it was dropped."""
         held = self._blocks.get(number)
         return None if held is None else (held[1].begin(), held[0])
 
     async def trying(self, number: int, span: Span) -> None:
-        """As `Trials.trying`."""
+        """See `AttemptState.trying`."""
         if number in self._blocks:
             self._blocks[number][1].trying(span)
 
     async def end(self, number: int) -> None:
-        """As `Trials.end`."""
+        """See `AttemptState.end`."""
         if number in self._blocks:
             self._blocks[number][1].end()
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._news:
             self._news.notify_all()
 
 
 PIECES = 8
-"""A span that killed its replica is divided into so many: finding one row of 1 000 takes four more deaths, not ten."""
+"""Spans that a fatal span is divided into: isolates one row of 1 000 after four deaths instead of ten."""
 
 ROW_DEATHS_MAX = 2
-"""A row that ended so many replicas, alone, is an error. More than one, because machines are taken away, too."""
+"""A row that killed this number of replicas alone is an error. More than one, as machines may be removed too."""
 
 Span = tuple[int, int]
-"""Rows of a block from the first number up to, not including, the second."""
+"""Rows of a block: [start, end)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What to do now.
+    """One attempt at a block.
 
-    alone: answer nothing beside it in the same process, and tell of each span before it is tried.
-    spans: what to answer, in this order; those that are suspected come first.
-    lost:  rows that are given up.
+    alone: run nothing else in the process, and report each span before it runs.
+    spans: the spans to run, in this order; suspects first.
+    lost:  rows that failed for good.
     """
 
     alone: bool
@@ -145,7 +153,7 @@ class Attempt:
 
 
 class AttemptState:
-    """The attempts at one block. `begin` for each of them, `trying` before each span, `end` when it is answered."""
+    """The attempts at one block: `begin` each attempt, `trying` before each span, `end` on success."""
 
     def __init__(self, rows: int) -> None:
         self._spans: list[Span] = [(0, rows)]
@@ -155,7 +163,7 @@ class AttemptState:
         self._attempts = 0
 
     def begin(self) -> Attempt:
-        """Return what to do in a new attempt; that there is one says that the one before has died, unless it ended."""
+        """Return a new attempt. It implies that the previous one died, unless it ended."""
         if self._trying is not None:
             self._blame(self._trying)
         self._trying = None
@@ -163,14 +171,14 @@ class AttemptState:
         return Attempt(self._attempts > 1, tuple(self._spans), tuple(sorted(self._lost)))
 
     def trying(self, span: Span) -> None:
-        """Note that a span is about to be answered alone; the one before it has not killed anybody."""
+        """Record the span about to run alone; the previous span succeeded."""
         if self._trying is not None:
             self._spans.remove(self._trying)
             self._spans.append(self._trying)
         self._trying = span
 
     def end(self) -> None:
-        """Note that all was answered; another attempt then means that the answer was lost on its way."""
+        """Record success; another attempt then means that the result was lost in transit."""
         self._trying = None
 
     def _blame(self, span: Span) -> None:
@@ -186,18 +194,18 @@ class AttemptState:
 
 
 def divided(span: Span, pieces: int) -> list[Span]:
-    """Return a span as at most so many spans of about the same length, none of them empty."""
+    """Divide a span into at most `pieces` spans of similar length, none of them empty."""
     start, stop = span
     pieces = min(pieces, stop - start)
     edges = [start + (stop - start) * place // pieces for place in range(pieces + 1)]
     return list(itertools.pairwise(edges))
 
 
-LOST = RowError("", "WorkerDied", f"the row ended the replica that answered it, alone, {ROW_DEATHS_MAX} times")
+LOST = RowError("", "WorkerDied", f"the row killed the replica that ran it alone, {ROW_DEATHS_MAX} times")
 
 
 def cut(block: RowBlock, span: Span) -> RowBlock:
-    """Return the rows of a span as a block; the block itself when that is all of it."""
+    """Return the rows of a span as a block."""
     start, stop = span
     if (start, stop) == (0, len(block)):
         return block
@@ -214,9 +222,9 @@ def cut(block: RowBlock, span: Span) -> RowBlock:
 def joined(
     rows: int, outputs: Iterable[str], answers: Mapping[Span, BlockResult], lost: Sequence[int], reason: RowError = LOST
 ) -> BlockResult:
-    """Return the answer to a block of so many rows from those to its spans; rows that were given up get `reason`.
+    """Merge the results of spans into the result of a block; lost rows fail with `reason`.
 
-    outputs: names of the outputs, for a block of which nothing was answered.
+    outputs: names of the outputs, for a block without results.
     """
     columns: dict[str, list[Any]] = {name: [None] * rows for name in outputs}
     errors = dict.fromkeys(lost, reason)

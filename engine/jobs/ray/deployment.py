@@ -1,7 +1,7 @@
 """Life cycle of a Ray Serve service: deploy, watch and delete.
 
-The first SIGTERM or Ctrl-C takes the application down: Ray Serve sends no new requests to replicas and gives open ones
-the grace time. Serve itself is shut down when it was started here. A second signal ends this process at once.
+The first SIGTERM or Ctrl-C removes the application: Ray Serve sends no new requests to replicas, and open ones have the
+grace time to finish. Serve itself is shut down when it was started here. A second signal ends this process at once.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ ONGOING_MAX = 1024
 """Most requests that a replica has at a time; more wait in the proxies."""
 
 LOOK_S = 2.0
-"""How often the application's state is looked at."""
+"""Polling interval of the application's state."""
 
 PROBE_S = 30.0
-"""How long the proxy may take to answer for the first time, once all replicas stand."""
+"""Longest time to the proxy's first response, once all replicas are ready."""
 
 _log = logging.getLogger("weftline.ingress")
 
 
 @dataclass(frozen=True, slots=True)
 class OnRay:
-    """What `weftline serve --engine ray` is told beside the configuration.
+    """Options of `weftline serve --engine ray`.
 
-    replicas: of all the pipelines together, an engine each.
-    need:     what each takes.
-    address:  of the cluster; None: one is started on this machine.
+    replicas: number of engines, each with all pipelines.
+    need:     resources of each.
+    address:  of the cluster; None: start one on this machine.
     """
 
     replicas: int = 1
@@ -55,7 +55,7 @@ class OnRay:
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """Where it is served: 'HOST:PORT', the same port on every machine that has a proxy; and which models."""
+    """Address of the service, with the same port on every machine with a proxy, and its models."""
 
     grpc: str
     models: tuple[str, ...]
@@ -67,9 +67,9 @@ class StopSignal(BaseException):
 
 
 def machine_for(need: Need) -> Machine:
-    """Return the machine that pipelines are checked against: this one, with the GPUs a replica is to get.
+    """Return the machine to check pipelines against: this one, with the GPUs of a replica.
 
-    What the GPUs hold is only known where a replica runs, which plans again.
+    GPU memory is only known where a replica runs, which plans again.
     """
     here = this_machine()
     missing = range(len(here.devices), math.ceil(need.gpus))
@@ -77,7 +77,7 @@ def machine_for(need: Need) -> Machine:
 
 
 def check_config(config: ServeConfig) -> None:
-    """Raise PipelineError with everything that Ray Serve cannot do as it was told."""
+    """Raise PipelineError for all settings that Ray Serve does not support."""
     from weftline.engine.serving.auth.tokens import TokenFile
 
     problems = list(_problems(config))
@@ -92,7 +92,7 @@ def check_config(config: ServeConfig) -> None:
 
 def _problems(config: ServeConfig) -> Iterator[Problem]:
     source = "weftline serve --engine ray"
-    for key, said in {
+    for key, is_set in {
         "http": config.http is not None,
         "tls": config.tls is not None,
         "shared_memory": config.shared_memory,
@@ -100,20 +100,20 @@ def _problems(config: ServeConfig) -> Iterator[Problem]:
         "grpc.processes": config.grpc.processes > 0,
         "otlp": bool(config.otlp),
     }.items():
-        if said:
-            found = "is not to be had behind Ray Serve's gRPC proxy"
-            yield Problem(key, found, fix="leave it out; docs/guides/ray.md says what there is", file=source)
+        if is_set:
+            found = "is not supported behind Ray Serve's gRPC proxy"
+            yield Problem(key, found, fix="omit it; docs/guides/ray.md lists what is supported", file=source)
     if not config.insecure:
         found = "Ray Serve's gRPC proxy listens on every address of every machine of the cluster, without TLS"
-        fix = "keep the port inside a network you trust, or behind a proxy with TLS, and say --insecure"
+        fix = "keep the port inside a network you trust, or behind a proxy with TLS, and pass --insecure"
         yield Problem("grpc.host", found, fix=fix, file=source)
 
 
 def serve_on_ray(config: ServeConfig, on: OnRay, announce: Callable[[Deployed], None]) -> int:
     """Deploy, announce, and serve until a signal; return the exit code: 0, or 128 + the second signal.
 
-    WeftlineError: what `connected` and `check_room` say; InputError when the application is there already;
-    ModelError when the replicas cannot be deployed. Whatever was started has ended then.
+    WeftlineError: from `connected` and `check_capacity`; InputError if the application exists;
+    ModelError if the replicas cannot be deployed. Everything started has ended then.
     """
     check_config(config)
     with connected(on.address), _signals() as activity:
@@ -128,7 +128,7 @@ def serve_on_ray(config: ServeConfig, on: OnRay, announce: Callable[[Deployed], 
 
 @contextmanager
 def _deployed(config: ServeConfig, on: OnRay) -> Iterator[Deployed]:
-    """Have the application deployed meanwhile."""
+    """Deploy the application, and delete it at the end."""
     from ray import serve
 
     check_capacity(on.need, on.replicas)
@@ -177,7 +177,7 @@ def _deploy(config: ServeConfig, on: OnRay, port: int) -> None:
 
 
 def _why(error: RuntimeError) -> str:
-    """Return the reason in what Ray Serve says of a deployment, which ends with a traceback of the replica."""
+    """Extract the reason from Ray Serve's message, which ends with the replica's traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ours = [line for line in lines if "weftline.errors." in line]
     return (ours or lines or ["no reason was given"])[-1].partition("weftline.errors.")[2] or lines[-1][:500]
@@ -197,10 +197,10 @@ def _probe(port: int, ours: bool) -> None:
         )
         until = time.monotonic() + PROBE_S
         request, sent = V2.ServerLiveRequest(), (("application", APP),)
-        while (code := _asked(live, request, sent)) is not grpc.StatusCode.OK:
+        while (code := _call_status(live, request, sent)) is not grpc.StatusCode.OK:
             if code is grpc.StatusCode.UNIMPLEMENTED or time.monotonic() > until:
                 break
-            time.sleep(0.1)  # the proxies learn of a new application a moment later
+            time.sleep(0.1)  # the proxies see a new application with a delay
         else:
             return
     found = f"Ray Serve's gRPC proxy does not answer at port {port} ({code.name})"
@@ -213,7 +213,7 @@ def _probe(port: int, ours: bool) -> None:
     raise ModelError(f"{found}\n    fix: {fix}")
 
 
-def _asked(method: Any, request: Any, metadata: Any) -> Any:
+def _call_status(method: Any, request: Any, metadata: Any) -> Any:
     """Return the status of a call."""
     import grpc
 
@@ -225,7 +225,7 @@ def _asked(method: Any, request: Any, metadata: Any) -> Any:
 
 
 def _wait() -> None:
-    """Wait for a signal; Unavailable when the cluster is gone. Changes of the application's state are logged."""
+    """Wait for a signal and log changes of state; Unavailable if the cluster is lost."""
     from ray import serve
     from ray.exceptions import RayError
 
@@ -234,17 +234,17 @@ def _wait() -> None:
         try:
             application = serve.status().applications.get(APP)
         except (RayError, ConnectionError, RuntimeError) as error:
-            raise Unavailable(f"the Ray cluster is gone: {' '.join(str(error).split())[:300]}") from None
+            raise Unavailable(f"the Ray cluster was lost: {' '.join(str(error).split())[:300]}") from None
         if application is None:
-            raise Unavailable(f"the application {APP} was deleted by somebody else")
-        state = _told(application)
+            raise Unavailable(f"the application {APP} was deleted by another process")
+        state = _describe(application)
         if state != before and before:
             _log.warning("%s", state)
         before = state
         time.sleep(LOOK_S)
 
 
-def _told(application: Any) -> str:
+def _describe(application: Any) -> str:
     states: Mapping[str, int] = {}
     for deployment in application.deployments.values():
         states = {str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items()}
@@ -269,14 +269,14 @@ def _free_port() -> int:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Raise StopSignal in this thread at SIGTERM and SIGINT, and list them; restores Ray's handlers at the end."""
+    """Raise StopSignal at SIGTERM and SIGINT, and list them; restores the handlers at the end."""
     activity: list[int] = []
 
-    def hear(signum: int, frame: FrameType | None) -> None:
+    def on_signal(signum: int, frame: FrameType | None) -> None:
         activity.append(signum)
         raise StopSignal
 
-    before = {signum: signal.signal(signum, hear) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield activity
     finally:

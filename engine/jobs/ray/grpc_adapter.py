@@ -1,7 +1,10 @@
 """Registration of the v2 protocol with Ray Serve's gRPC proxy, with messages as raw bytes.
 
-Ray Serve imports `add_to_server` by name in every proxy and puts its own handlers in the place of these. What it keeps
-of them is that requests are not parsed: the proxy hands the bytes of a message to a replica, which parses them once.
+Ray Serve imports `add_to_server` by name in every proxy and replaces the handlers by its own. Their serialisation
+stays: the proxy passes the bytes of a message to a replica, which parses them once.
+
+`RayCallContext` adapts Ray Serve's context for the gRPC handlers. The proxy does not forward deadlines: when one
+expires, the call is cancelled here.
 """
 
 from __future__ import annotations
@@ -27,24 +30,23 @@ UNARY = (
     "RepositoryIndex",
     "ModelInfer",
 )
-"""Methods of the inference service with one answer to one request. What would change a single replica (loading, shared
-memory, settings) is not among them."""
+"""Unary methods of the inference service, without those that would change a single replica."""
 
 STREAM = "ModelStreamInfer"
 CHECK = "Check"
 
 IMPORT_PATH = "weftline.engine.jobs.ray.grpc_adapter.add_to_server"
-"""What Serve's `grpc_servicer_functions` lists."""
+"""Entry of Serve's `grpc_servicer_functions`."""
 
 
 def full_name(method: str) -> str:
-    """Return a method's name with that of its service, such as '/grpc.health.v1.Health/Check'."""
+    """Return the full name of a method, such as '/grpc.health.v1.Health/Check'."""
     service = HEALTH_SERVICE if method == CHECK else INFERENCE_SERVICE
     return f"/{service.full_name}/{method}"
 
 
 def add_to_server(servicer: object, server: Any) -> None:
-    """Register the methods with a proxy's server; `servicer` is Ray Serve's stand-in, and not called."""
+    """Register the methods with a proxy's server; `servicer` is Ray Serve's dummy, and not called."""
     unary = grpc.unary_unary_rpc_method_handler(_replaced)
     stream = grpc.stream_stream_rpc_method_handler(_replaced)
     handlers = dict.fromkeys(UNARY, unary) | {STREAM: stream}
@@ -57,11 +59,11 @@ def _replaced(*called: object) -> object:
 
 
 class Aborted(BaseException):
-    """Ends a handler whose call has its status already; not an Exception, so that no handler takes it for a failure."""
+    """Ends a handler whose call has a status; not an Exception, so that no handler catches it as a failure."""
 
 
 class Message:
-    """An answer's bytes, where Ray Serve expects a protobuf message."""
+    """Bytes of a response, where Ray Serve expects a protobuf message."""
 
     __slots__ = ("_data",)
 
@@ -73,16 +75,15 @@ class Message:
 
 
 class RayCallContext:
-    """Stands for a grpc.aio.ServicerContext.
+    """A grpc.aio.ServicerContext on Ray Serve's context.
 
-    context:  Ray Serve's.
-    requests: messages of a stream, as they come.
+    requests: messages of a stream.
     """
 
     def __init__(self, context: Any, requests: AsyncIterator[bytes] | None = None) -> None:
         self._context = context
         self._requests = requests
-        self._written: asyncio.Queue[bytes | None] = asyncio.Queue(1)  # one at a time: who reads slowly is waited for
+        self._written: asyncio.Queue[bytes | None] = asyncio.Queue(1)  # one at a time: back-pressure of a slow reader
         self._over = False
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
@@ -96,7 +97,7 @@ class RayCallContext:
         self._context.set_trailing_metadata(list(metadata))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", metadata: Sequence[tuple[str, str]] = ()) -> None:
-        """Give the call its status, and end the handler."""
+        """Set the status of the call, and end the handler."""
         self._context.set_code(code)
         self._context.set_details(details)
         if metadata:
@@ -110,13 +111,13 @@ class RayCallContext:
         return await anext(self._requests, grpc.aio.EOF)
 
     async def write(self, message: bytes) -> None:
-        """Hand an answer over; waits until the one before it was taken."""
+        """Send a response; waits until the previous one is read."""
         await self._written.put(message)
 
     def end(self) -> None:
-        """Say that nothing more is written. Never waits: whoever read may be gone."""
+        """End the stream. Does not block, as the reader may be gone."""
         self._over = True
-        with suppress(asyncio.QueueFull):  # who takes the last message sees that it is over
+        with suppress(asyncio.QueueFull):  # the reader of the last message sees the end
             self._written.put_nowait(None)
 
     async def written(self) -> AsyncIterator[bytes]:

@@ -1,7 +1,9 @@
-"""Ray data set of block numbers, produced as blocks become available.
+"""Replica of a pipeline on Ray Data, and the data set of block numbers that it reads.
 
-Ray Data pulls what it reads, and a job pushes blocks: the feed waits between the two. The numbers are the same whoever
-reads them and however often, which Ray relies on when it reads again what a lost machine held.
+Ray Data pulls its input, and a job pushes blocks: `BlockNumbers` waits between the two. Reading it again yields the
+same numbers, which Ray relies on after the loss of a machine.
+
+A `Replica` opens its runner by the name of a function and JSON arguments. Files of the pipeline are read where it runs.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from ray.data.datasource import ReadTask
 from weftline.engine.jobs.ray.codec import ReplicaResult, RunnerInfo, decode_block, encode_info, encode_sent
 from weftline.engine.jobs.ray.coordinator import Attempt, Span, cut, joined
 from weftline.engine.jobs.ray.runner import STARTED
-from weftline.engine.jobs.rows import BlockResult, RowBlock, Runner
+from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock
 from weftline.errors import ModelError, WeftlineError
 
 NUMBER = "block"
-"""The column that has the numbers."""
+"""Column of block numbers."""
 
 
 class BlockNumbers(Datasource):  # type: ignore[misc]
-    """`desk`: the actor to ask."""
+    """Datasource of block numbers. coordinator: the actor that offers blocks."""
 
     def __init__(self, coordinator: Any) -> None:
         super().__init__()
@@ -44,13 +46,13 @@ class BlockNumbers(Datasource):  # type: ignore[misc]
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        """Return one task, however many are asked for: there is one order."""
+        """Return a single task, as there is one order."""
         unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
         return [ReadTask(partial(numbers, self._coordinator), unknown)]
 
 
 def numbers(coordinator: Any) -> Iterator[pa.Table]:
-    """Yield the number of each block, a table each, until the desk is closed."""
+    """Yield the number of each block, a table each, until the coordinator is closed."""
     number = 0
     while ray.get(coordinator.wait_offered.remote(number)):
         yield pa.table({NUMBER: [number]})
@@ -58,59 +60,59 @@ def numbers(coordinator: Any) -> Iterator[pa.Table]:
 
 
 ANSWER = "answer"
-"""The column that has the answers, each the bytes of a `codec.Sent`; empty for a block nobody waits for any more."""
+"""Column of results: bytes of a `codec.ReplicaResult`, empty for a dropped block."""
 
 
 class SharedLock:
-    """Lets work go on side by side, or one piece of it with nothing beside it."""
+    """Shared/exclusive lock, with priority for exclusive holders."""
 
     def __init__(self) -> None:
-        self._turns = threading.Condition()
-        self._working = 0
-        self._wants_alone = 0
-        self._alone = False
+        self._changed = threading.Condition()
+        self._holders = 0
+        self._waiting = 0
+        self._exclusive = False
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Work beside others; waits while somebody is alone, or wants to be."""
-        with self._turns:
-            self._turns.wait_for(lambda: not self._alone and not self._wants_alone)
-            self._working += 1
+    def shared(self) -> Iterator[None]:
+        """Acquire shared; waits for exclusive holders and waiters."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._exclusive and not self._waiting)
+            self._holders += 1
         try:
             yield
         finally:
-            with self._turns:
-                self._working -= 1
-                self._turns.notify_all()
+            with self._changed:
+                self._holders -= 1
+                self._changed.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Work with nothing beside it; waits until what runs has ended."""
-        with self._turns:
-            self._wants_alone += 1
-            self._turns.wait_for(lambda: not self._alone and not self._working)
-            self._wants_alone -= 1
-            self._alone = True
+    def exclusive(self) -> Iterator[None]:
+        """Acquire exclusively."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._exclusive and not self._holders)
+            self._waiting -= 1
+            self._exclusive = True
         try:
             yield
         finally:
-            with self._turns:
-                self._alone = False
-                self._turns.notify_all()
+            with self._changed:
+                self._exclusive = False
+                self._changed.notify_all()
 
 
 class Replica:
-    """Called by Ray Data with numbers of blocks, from several threads; returns their answers.
+    """Executes blocks for Ray Data, by number, in several threads.
 
-    desk:      the actor that knows the blocks.
-    opener:    'module:function', which returns an Runner.
+    coordinator: the actor with the blocks.
+    opener:    'module:function', which returns a JobRunner.
     arguments: its keyword arguments, as JSON.
     """
 
     def __init__(self, coordinator: Any, opener: str, arguments: str) -> None:
         self._coordinator = coordinator
         self._name = uuid4().hex
-        self._lock0 = SharedLock()
+        self._lock = SharedLock()
         if why := ray.get(coordinator.arrive.remote()):
             raise ModelError(why)
         with self._reporting("could not open the pipeline"):
@@ -130,17 +132,17 @@ class Replica:
             return b""
         attempt, refs = begun
         block = decode_block(ray.get(refs[0]))
-        with self._reporting("could not answer"):
+        with self._reporting("could not execute a block"):
             answered = self._attempt(number, block, attempt)
         ray.get(self._coordinator.end.remote(number))
         return encode_sent(ReplicaResult(self._name, answered, {**self._runner.figures(), STARTED: self._started}))
 
     def _attempt(self, number: int, block: RowBlock, attempt: Attempt) -> BlockResult:
         if not attempt.alone:
-            with self._lock0.joined():
+            with self._lock.shared():
                 return self._runner.submit(block).result()
         answers: dict[Span, BlockResult] = {}
-        with self._lock0.alone():
+        with self._lock.exclusive():
             for span in attempt.spans:
                 ray.get(self._coordinator.trying.remote(number, span))
                 answers[span] = self._runner.submit(cut(block, span)).result()
@@ -148,19 +150,19 @@ class Replica:
 
     @contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
-        """Tell the desk why this replica cannot go on; another would fare no better."""
+        """Report a failure to the coordinator; other replicas would fail alike."""
         try:
             yield
         except Exception as error:
-            told = str(error) if isinstance(error, WeftlineError) else f"{type(error).__name__}: {error}"
-            ray.get(self._coordinator.fail.remote(f"a replica {what}: {told}"))
+            reason = str(error) if isinstance(error, WeftlineError) else f"{type(error).__name__}: {error}"
+            ray.get(self._coordinator.fail.remote(f"a replica {what}: {reason}"))
             raise
 
 
-def named(opener: str) -> Callable[..., Runner]:
-    """Return the function that 'module:function' names; ModelError when there is none."""
+def named(opener: str) -> Callable[..., JobRunner]:
+    """Import 'module:function'; ModelError if it does not exist."""
     module, _, function = opener.partition(":")
     try:
-        return cast(Callable[..., Runner], getattr(importlib.import_module(module), function))
+        return cast(Callable[..., JobRunner], getattr(importlib.import_module(module), function))
     except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(f"{opener}: nothing of that name can be imported on this machine ({error})") from None
+        raise ModelError(f"{opener}: cannot be imported on this machine ({error})") from None

@@ -1,13 +1,13 @@
 """Ray runner: executes blocks on replicas of a pipeline through Ray Data.
 
-    ask --block--> object store             Ray Data:  feed of numbers --> Replica, as many as were asked for
-     |                  ^                                                      |
-     `--number--> Coordinator  `---------------- reads the block by its number ------'
-                                             driver <-- numbers with answers --'
+    submit --block--> object store       Ray Data:  block numbers --> Replica, one of `replicas`
+     |                    ^                                              |
+     |                    `------------ reads the block by its number ---+
+     `--number--> Coordinator               driver <-- results by number
 
-Ray Data pulls numbers through its actors, restarts those that die and hands their numbers over again; the desk tells
-the restarted one what to try (`trials.py`). Order, commits and resumption are the job's own: an answer resolves the
-future of its block, once, whoever gave it and in whatever order.
+Ray Data sends numbers to its actors, restarts those that die and sends their numbers again; the coordinator has the
+next attempt for the restarted one (coordinator.py). Order, commits and resumption belong to the job: a result resolves
+the future of its block once, in any order.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ import msgspec
 
 from weftline.engine.jobs.ray.cluster import Need, check_capacity, connected
 from weftline.engine.jobs.ray.codec import ReplicaResult, RunnerInfo, decode_info, decode_sent, encode_block
-from weftline.engine.jobs.rows import BlockResult, RowBlock, Runner
+from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock
 from weftline.engine.jobs.runners.factory import RunnerFactory, local_runner_factory
 from weftline.errors import ModelError, SessionClosed, Unavailable, WeftlineError
 from weftline.nodes.ports import PortType
 from weftline.pipelines.spec.loader import load_file
 
 IN_FLIGHT_MAX = 16
-"""Most blocks that one replica has at a time; how many it is given is bounded by the answerer's `ahead` long before."""
+"""Most concurrent blocks of a replica; the runner's `ahead` is the tighter bound."""
 
 LOOK_S = 1.0
-"""How often somebody who waits for the first replica looks whether there can be one."""
+"""Polling interval while waiting for the first replica."""
 
 CLOSED = "the replicas were closed"
 
 END_S = 20.0
-"""How long blocks that are being answered may take to end when the job is closed."""
+"""Longest wait for running blocks at close."""
 
 
 class RayRunner:
-    """Answers blocks on a cluster; see `rows.Runner`. Opening it waits until the first replica has opened.
+    """Executes blocks on a cluster; see `rows.JobRunner`. The constructor waits for the first replica.
 
-    opener:    'module:function' that returns an Runner, importable on every machine of the cluster.
+    opener:    'module:function' that returns a JobRunner, importable on every machine of the cluster.
     arguments: its keyword arguments; JSON values. Files among them are read where a replica runs.
-    replicas:  how many.
-    need:      what each takes.
+    replicas:  number of replicas.
+    need:      resources of each.
     address:   of the cluster; see `connected`.
-    connection: holds the connection to it, and is ended with this; None: one is made to `address`.
+    connection: an open connection, closed with the runner; None: connect to `address`.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class RayRunner:
         connection: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self._asked: dict[int, tuple[Future[BlockResult], Any]] = {}  # by number: who waits, and what keeps the block
+        self._asked: dict[
+            int, tuple[Future[BlockResult], Any]
+        ] = {}  # by number: the future, and the reference that keeps the block
         self._next = 0
         self._failure: WeftlineError | None = None
         self._closed = False
@@ -128,10 +130,10 @@ class RayRunner:
         return self._stats.figures(time.monotonic())
 
     def settle(self) -> None:
-        """Figures come with answers."""
+        """Figures arrive with results."""
 
     def close(self) -> None:
-        """End the replicas. Blocks that nobody has begun are dropped, and those under way get END_S to end."""
+        """End the replicas. Waiting blocks are dropped; running ones have END_S to finish."""
         with self._lock:
             if self._closed:
                 return
@@ -145,22 +147,22 @@ class RayRunner:
         finally:
             self._open.close()
 
-    # the answers
+    # results
 
     def _listen(self, answers: Any) -> None:
-        """Take answers as they come, until there are no more."""
+        """Receive results until the end."""
         from weftline.engine.jobs.ray.replica import ANSWER, NUMBER
 
         error: BaseException | None = None
         try:
             for batch in answers.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
                 for number, data in zip(batch[NUMBER].to_pylist(), batch[ANSWER].to_pylist(), strict=True):
-                    self._hear(number, data)
-        except Exception as failure:  # whatever Ray or a replica raises ends the job, in words
+                    self._receive(number, data)
+        except Exception as failure:  # any error of Ray or a replica ends the job with a message
             error = failure
         self._end(self._why(error))
 
-    def _hear(self, number: int, data: bytes) -> None:
+    def _receive(self, number: int, data: bytes) -> None:
         with self._lock:
             asked = self._asked.pop(number, None)
         if asked is None:
@@ -174,7 +176,7 @@ class RayRunner:
         _resolve(asked[0], sent.answered)
 
     def _end(self, why: WeftlineError) -> None:
-        """Tell everybody who still waits that nobody will answer."""
+        """Fail all waiting futures."""
         with self._lock:
             self._failure = self._failure or (SessionClosed(CLOSED) if self._closed else why)
             waiting, self._asked = self._asked, {}
@@ -183,16 +185,16 @@ class RayRunner:
 
     def _why(self, error: BaseException | None) -> WeftlineError:
         try:
-            told = self._ray.get(self._coordinator.failure.remote(), timeout=LOOK_S)
+            reason = self._ray.get(self._coordinator.failure.remote(), timeout=LOOK_S)
         except Exception:
-            told = ""  # the desk is gone, and that is then the reason
-        if not told:
+            reason = ""  # the coordinator is gone, which is the reason
+        if not reason:
             found = "its machine may be gone" if error is None else _first_line(error)
-            told = f"the replicas on the Ray cluster ended: {found}"
-        return ModelError(told)
+            reason = f"the replicas on the Ray cluster ended: {found}"
+        return ModelError(reason)
 
     def _wait_info(self) -> RunnerInfo:
-        """Wait for the first replica; models may take their time, so only what cannot end is given up."""
+        """Wait for the first replica, without a time limit while replicas can open."""
         asking = self._coordinator.wait_info.remote()
         while self._thread is not None and self._thread.is_alive():
             done, _ = self._ray.wait([asking], timeout=LOOK_S)
@@ -205,7 +207,7 @@ class RayRunner:
 
 
 def _start_coordinator(replicas: int) -> Any:
-    """Start the desk on this machine: with the driver gone nobody needs it."""
+    """Start the coordinator on this machine, whose loss ends the driver too."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -216,10 +218,9 @@ def _start_coordinator(replicas: int) -> Any:
 
 
 def _pipeline(coordinator: Any, opener: str, arguments: str, replicas: int, need: Need) -> Any:
-    """Return the data set of answers; nothing runs before it is iterated.
+    """Return the data set of results; execution starts with its iteration.
 
-    Ray Data joins what is small into blocks of a size; here every row is on its way to somebody who waits, so that a
-    block of one byte is already large enough.
+    Ray Data merges small blocks up to a target size. A target of one byte sends every result at once.
     """
     import ray
 
@@ -252,7 +253,7 @@ def _mapped(coordinator: Any, opener: str, arguments: str, replicas: int, need: 
 
 
 def _resolve(future: Future[BlockResult], end: BlockResult | WeftlineError) -> None:
-    """Resolve a future whose owner may have given up on it."""
+    """Resolve a future that may be cancelled."""
     try:
         if isinstance(end, WeftlineError):
             future.set_exception(end)
@@ -268,57 +269,56 @@ def _first_line(error: BaseException) -> str:
 
 
 BUSY = "busy:"
-"""How figures begin that are fractions of now; all others are totals."""
+"""Prefix of figures that are current fractions; the others are totals."""
 
 STARTED = "started"
-"""Of a replica: how many had been started when it opened, itself among them."""
+"""Figure of a replica: number of replicas started at its opening, with itself."""
 
 SILENT_S = 30.0
-"""A replica that has said nothing for so long is not counted as busy, nor as idle."""
+"""Replicas without a report for this time count neither as busy nor as idle."""
 
 
 @dataclass(slots=True)
 class ReplicaStats:
-    """What replicas last said of themselves. One that was started again has another name, and its old totals count on.
+    """Last figures of each replica. A restarted replica has a new name; the totals of the old one still count.
 
-    replicas: how many there are at a time.
+    replicas: number of concurrent replicas.
     """
 
     replicas: int
-    _said: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
+    _reports: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
 
     def note(self, replica: str, figures: Mapping[str, float], now_s: float) -> None:
-        """Keep the figures; answers come in any order, so that a smaller total is an older one."""
-        before = self._said.get(replica, (now_s, {}))[1]
+        """Store the figures; results arrive in any order, so a smaller total is older."""
+        before = self._reports.get(replica, (now_s, {}))[1]
         totals = {
             name: value if name.startswith(BUSY) else max(value, before.get(name, 0.0))
             for name, value in figures.items()
         }
-        self._said[replica] = now_s, totals
+        self._reports[replica] = now_s, totals
 
     def figures(self, now_s: float) -> dict[str, float]:
-        """Return totals summed up, and fractions as means of the replicas that have answered lately.
+        """Return sums of totals, and means of fractions over recently active replicas.
 
-        `replicas` is how many these are; `restarts` counts those that took the place of one that ended,
-        once one of them has answered.
+        `replicas`: recently active ones; `restarts`: replacements of ended ones, after their first result.
         """
         summed: dict[str, float] = {}
-        lately = sorted(self._said.values(), key=lambda one: -one[0])[: self.replicas]
+        lately = sorted(self._reports.values(), key=lambda one: -one[0])[: self.replicas]
         lately = [one for one in lately if now_s - one[0] <= SILENT_S]
-        for _, said in self._said.values():
-            for name, value in said.items():
+        for _, report in self._reports.values():
+            for name, value in report.items():
                 if not name.startswith(BUSY) and name != STARTED:
                     summed[name] = summed.get(name, 0.0) + value
-        for _, said in lately:
-            for name, value in said.items():
+        for _, report in lately:
+            for name, value in report.items():
                 if name.startswith(BUSY):
                     summed[name] = summed.get(name, 0.0) + value / len(lately)
-        started = max((said.get(STARTED, 0.0) for _, said in self._said.values()), default=0.0)
+        started = max((report.get(STARTED, 0.0) for _, report in self._reports.values()), default=0.0)
         return {**summed, "replicas": float(len(lately)), "restarts": max(0.0, started - self.replicas)}
 
 
 DECIDE_S = 300.0
-"""How long the cluster may take to find room for the decision; it takes a moment of one replica's room."""
+"""Longest wait for resources for planning, which needs those of one replica."""
 
 OPENER = "weftline.engine.jobs.ray.runner:open_replica"
 
@@ -334,15 +334,14 @@ def ray_runner_factory(
     need: Need = Need(),  # noqa: B008  frozen
     address: str | None = None,
 ) -> RunnerFactory:
-    """Connect to a cluster and decide how a job is answered there; as `open_here`, with whole-pipeline replicas.
+    """Connect to a cluster and plan a job there; as `local_runner_factory`, with replicas of the pipeline.
 
-    The pipeline's file, and what it names, lie under the same paths on every machine. Calling what is returned opens
-    the replicas; closing their answerer ends the connection.
-    PipelineError for what is wrong with the file; InputError, Unavailable, MissingPackage for the cluster; ModelError
-    for what the cluster's machines say.
+    The pipeline's files have the same paths on every machine. Calling the factory opens the replicas; closing the
+    runner closes the connection. PipelineError for the file; InputError, Unavailable, MissingPackage for the cluster;
+    ModelError for errors on the cluster's machines.
     """
     load_file(pipeline)
-    asked = {
+    request = {
         "pipeline": str(pipeline.resolve()),
         "outputs": None if outputs is None else list(outputs),
         "seed": seed,
@@ -352,50 +351,52 @@ def ray_runner_factory(
     with ExitStack() as connecting:
         connecting.enter_context(connected(address))
         check_capacity(need, replicas)
-        said = _decided(asked, need)
+        plan = _decided(request, need)
         connection = connecting.pop_all()
-    arguments = {**asked, "mode": said["mode"], "block_rows": said["block_rows"]}
+    arguments = {**request, "mode": plan["mode"], "block_rows": plan["block_rows"]}
 
-    def open_replicas(progress: object) -> Runner:
+    def open_replicas(progress: object) -> JobRunner:
         return RayRunner(OPENER, arguments, replicas=replicas, need=need, connection=connection)
 
     return RunnerFactory(
-        said["mode"], said["why"], said["block_rows"], said["part_rows"], said["repeatable"], open_replicas
+        plan["mode"], plan["why"], plan["block_rows"], plan["part_rows"], plan["repeatable"], open_replicas
     )  # fmt: skip
 
 
-def open_replica(pipeline: str, outputs: Sequence[str] | None, seed: int, block_rows: int | None, mode: str) -> Runner:
-    """Open the answerer of one replica, where it runs."""
+def open_replica(
+    pipeline: str, outputs: Sequence[str] | None, seed: int, block_rows: int | None, mode: str
+) -> JobRunner:
+    """Open the runner of a replica, on its machine."""
     return local_runner_factory(Path(pipeline), outputs=outputs, seed=seed, block_rows=block_rows, mode=mode)(None)
 
 
-def decide(asked: str) -> str:
-    """Return as JSON how a job would be answered on this machine, or `error`: why it cannot be. Runs on the cluster."""
-    told = msgspec.json.decode(asked)
+def decide(request: str) -> str:
+    """Plan a job on a machine of the cluster; returns JSON with the settings, or `error`."""
+    options = msgspec.json.decode(request)
     try:
-        factory = local_runner_factory(Path(told.pop("pipeline")), **told)
+        factory = local_runner_factory(Path(options.pop("pipeline")), **options)
     except WeftlineError as error:
         return msgspec.json.encode({"error": str(error)}).decode()
-    said: dict[str, Any] = {name: getattr(factory, name) for name in ("mode", "why", "block_rows", "part_rows")}
-    return msgspec.json.encode({**said, "repeatable": dict(factory.repeatable)}).decode()
+    plan: dict[str, Any] = {name: getattr(factory, name) for name in ("mode", "why", "block_rows", "part_rows")}
+    return msgspec.json.encode({**plan, "repeatable": dict(factory.repeatable)}).decode()
 
 
-def _decided(asked: dict[str, Any], need: Need) -> dict[str, Any]:
+def _decided(request: dict[str, Any], need: Need) -> dict[str, Any]:
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
     task = ray.remote(num_cpus=need.cpus, num_gpus=need.gpus, max_retries=1)(decide)
     try:
-        said: dict[str, Any] = msgspec.json.decode(
-            ray.get(task.remote(msgspec.json.encode(asked).decode()), timeout=DECIDE_S)
+        plan: dict[str, Any] = msgspec.json.decode(
+            ray.get(task.remote(msgspec.json.encode(request).decode()), timeout=DECIDE_S)
         )
     except GetTimeoutError:
-        found = f"the Ray cluster had no room for a replica within {DECIDE_S:g} s"
-        raise Unavailable(f"{found}\n    fix: wait until other work on it has ended, or ask for less") from None
+        found = f"the Ray cluster had no resources for a replica within {DECIDE_S:g} s"
+        raise Unavailable(f"{found}\n    fix: wait until other work on it has ended, or request less") from None
     except RayError as error:
-        told = " ".join(str(error).split())[-300:]
+        reason = " ".join(str(error).split())[-300:]
         fix = "install the same weftline on every machine of the cluster"
-        raise ModelError(f"the Ray cluster could not plan the pipeline: {told}\n    fix: {fix}") from None
-    if "error" in said:
-        raise ModelError(f"on the Ray cluster: {said['error']}")
-    return said
+        raise ModelError(f"the Ray cluster could not plan the pipeline: {reason}\n    fix: {fix}") from None
+    if "error" in plan:
+        raise ModelError(f"on the Ray cluster: {plan['error']}")
+    return plan

@@ -2,8 +2,8 @@
 
     client --gRPC--> Ray Serve's proxy --bytes--> PipelineReplica --> Guard --> GrpcServer.handlers --> sessions
 
-Nothing of the protocol is written again here: the door's server is built as ever, does not listen, and its handlers are
-called with what the proxy passes on. Tokens are checked here, in every replica.
+The gRPC server is built as usual but does not listen; its handlers are called with the messages of the proxy. Tokens
+are checked in every replica.
 """
 
 from __future__ import annotations

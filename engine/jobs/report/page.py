@@ -1,7 +1,7 @@
 """HTML report of a job in one self-contained file.
 
-Everything that comes from data, models or users is bounded here, made harmless and escaped by the template. The page
-has no more than about PAGE_BYTES_MAX: pictures and texts of samples that would not fit are left out, and say so.
+All text from data, models and users is bounded and sanitised here, and escaped by the template. Samples beyond
+SAMPLES_BYTES_MAX are replaced by a note.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weftline.engine.jobs.report.text import as_name, duration, one_line, rate
 TEMPLATE = "report.html.j2"
 
 SAMPLES_BYTES_MAX = 1_200_000
-"""Of samples with their pictures, as they stand in the page; plots and tables have the rest of 2 MB."""
+"""Bytes of samples in the page; plots and tables use the rest of 2 MB."""
 
 SAMPLES_MAX, KINDS_MAX, STEPS_MAX, FACTS_MAX = 24, 51, 200, 100
 IDS_MAX = 5
@@ -41,7 +41,7 @@ LEFT_OUT = SampleValue((SampleCell("left out: the page would be too large"),), a
 
 
 def report(end: JobResult) -> str:
-    """Return the page. MissingPackage without matplotlib."""
+    """Render the report. MissingPackage without matplotlib."""
     from jinja2 import Environment, StrictUndefined
 
     page = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
@@ -58,18 +58,18 @@ def report(end: JobResult) -> str:
         step_headings=HEADINGS,
         kinds=[_kind(one) for one in end.kinds[:KINDS_MAX]],
         samples=_samples(end.samples),
-        info=list(_info(end))[:FACTS_MAX],
+        facts=list(_facts(end))[:FACTS_MAX],
     )
 
 
 def _headlines(end: JobResult) -> list[tuple[str, str, bool]]:
-    """Return (label, value, whether it is bad news)."""
-    told = [("rows", _grouped(end.rows), False), ("errors", _grouped(end.errors), end.errors > 0)]
-    told += [("from earlier runs", _grouped(end.resumed), False)] if end.resumed else []
-    told += [("time", duration(end.elapsed_s), False), ("rows/s", rate(rows_per_s(end)), False)]
+    """Return (label, value, highlight as an error)."""
+    headlines = [("rows", _grouped(end.rows), False), ("errors", _grouped(end.errors), end.errors > 0)]
+    headlines += [("from earlier runs", _grouped(end.resumed), False)] if end.resumed else []
+    headlines += [("time", duration(end.elapsed_s), False), ("rows/s", rate(rows_per_s(end)), False)]
     if "tokens" in end.figures:
-        told += [("tokens", _grouped(end.figures["tokens"]), False), ("tokens/s", rate(tokens_per_s(end)), False)]
-    return told
+        headlines += [("tokens", _grouped(end.figures["tokens"]), False), ("tokens/s", rate(tokens_per_s(end)), False)]
+    return headlines
 
 
 def _plots(end: JobResult, steps: Sequence[StepReport]) -> Iterator[tuple[str, Any]]:
@@ -91,7 +91,7 @@ def _plots(end: JobResult, steps: Sequence[StepReport]) -> Iterator[tuple[str, A
     )
     for title, svg in drawn:
         if svg:
-            yield title, Markup(svg)  # escaped by matplotlib, whose text is the names of steps and outputs
+            yield title, Markup(svg)  # escaped by matplotlib
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,40 +122,40 @@ class _Sample:
 
 
 def _samples(samples: Sequence[Sample]) -> list[_Sample]:
-    """Return samples as the page shows them, as many of their values as there is room for."""
-    left, told = SAMPLES_BYTES_MAX, []
+    """Return the samples of the page, with values up to SAMPLES_BYTES_MAX."""
+    left, entries = SAMPLES_BYTES_MAX, []
     for sample in map(small, samples[:SAMPLES_MAX]):
         values = []
         for name, value in (*sample.inputs.items(), *sample.outputs.items()):
             if sample.error and value.absent and name in sample.outputs:
-                continue  # a row with an error has no outputs
+                continue  # failed rows have no outputs
             size = _bytes_of(value)
             if size > left:
                 value, size = LEFT_OUT, 0
             left -= size
             values.append((name, value))
-        told.append(_Sample(sample.id, sample.error, values))
-    return told
+        entries.append(_Sample(sample.id, sample.error, values))
+    return entries
 
 
 def _bytes_of(value: SampleValue) -> int:
-    """Return what a value takes in the page, tags included."""
+    """Estimate the bytes of a value in the page, with tags."""
     from markupsafe import escape
 
     pictures = sum(len(piece.picture.data) * 4 // 3 + 100 for piece in value.pieces if piece.picture is not None)
     return pictures + 60 + sum(len(escape(piece.text).encode()) for piece in value.pieces)
 
 
-def _info(end: JobResult) -> Iterator[tuple[str, str]]:
-    """Yield what the job was, by name: where it read and wrote, instances, reproducibility, versions."""
+def _facts(end: JobResult) -> Iterator[tuple[str, str]]:
+    """Yield the facts of the job: data, files, instances, reproducibility, settings, versions."""
     for name, value in (("data", ", ".join(end.data[:FACTS_MAX])), ("out", end.out), *end.files.items()):
         yield as_name(name, NAME_CHARS_MAX), as_name(value, PATH_CHARS_MAX)
     if end.instances:
         instances = list(end.instances.items())[:STEPS_MAX]
         yield "instances", ", ".join(f"{as_name(step, NAME_CHARS_MAX)} {count}" for step, count in instances)
     for output, kind in end.repeatable.items():
-        said = {"exact": "the same bytes in every run", "rounding": "numbers may differ by rounding"}.get(kind, kind)
-        yield f"output {as_name(output, NAME_CHARS_MAX)}", as_name(said, NAME_CHARS_MAX)
+        text = {"exact": "the same bytes in every run", "rounding": "numbers may differ by rounding"}.get(kind, kind)
+        yield f"output {as_name(output, NAME_CHARS_MAX)}", as_name(text, NAME_CHARS_MAX)
     for output, counts in end.tally.lengths.items():
         if empty := sum(count for bucket, count in counts.items() if bucket <= bucket_of(0)):
             yield f"output {as_name(output, NAME_CHARS_MAX)}", f"empty in {_grouped(empty)} rows"

@@ -1,7 +1,7 @@
 """SVG plots of the report, drawn by matplotlib.
 
-Equal figures give equal bytes. Text stays text, in the page's font, and colours are the page's variables, so that one
-drawing serves light and dark. A plot without data is ''. Values come as plain numbers and short names.
+Equal figures produce equal bytes. Text is kept as text in the page's font, and colours are the page's variables, so
+that one drawing works in light and dark mode. A plot without data is ''.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ POINTS_MAX = 400
 NAME_CHARS_MAX = 22
 
 LATENCY_BUCKETS, LENGTH_BUCKETS = 2, 4
-"""So many of the tally's buckets are one bar: 10 and 5 bars a decade. Lengths are whole numbers."""
+"""Buckets of the tally per bar: 10 and 5 bars a decade, as lengths are integers."""
 
 _COLOURS = {"ink": "#0a0b01", "soft": "#0a0b02", "grid": "#0a0b03", "one": "#0a0b04", "two": "#0a0b05"}
-"""Colours that stand for the page's variables until the drawing is done."""
+"""Placeholders of the page's colour variables."""
 
 _STYLE = {
     "svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": FONT_POINTS,
@@ -73,48 +73,48 @@ def throughput(rates: Sequence[RatePoint]) -> str:
 
 
 def latencies(steps: Mapping[str, Histogram]) -> str:
-    """Return one histogram for each step of the time from leaving for its worker to its result."""
+    """Return a histogram per step of the time from dispatch to result."""
     return _histograms("latency", steps, "time of an item (ms)", LATENCY_BUCKETS)
 
 
 def lengths(outputs: Mapping[str, Histogram]) -> str:
-    """Return one histogram for each text output of its characters; empty texts have no place on the axis."""
+    """Return a histogram per text output of its length, without empty texts."""
     empty = bucket_of(0)
-    told = {name: {bucket: n for bucket, n in counts.items() if bucket > empty} for name, counts in outputs.items()}
-    return _histograms("lengths", told, "length (characters)", LENGTH_BUCKETS)
+    entries = {name: {bucket: n for bucket, n in counts.items() if bucket > empty} for name, counts in outputs.items()}
+    return _histograms("lengths", entries, "length (characters)", LENGTH_BUCKETS)
 
 
 def utilisation(steps: Sequence[tuple[str, float, float]]) -> str:
-    """Return a bar for each (step, share of the run that its node was at work, seconds of work)."""
-    told = [(name, share, busy_s) for name, share, busy_s in steps if math.isfinite(share)]
-    told = sorted(told, key=lambda one: -one[1])[:PANELS_MAX]
-    texts = [f"{share:.0%}".replace("%", " %") + f", {busy_s:.3g} s" for _, share, busy_s in told]
-    return _bars("utilisation", [one[0] for one in told], [one[1] * 100 for one in told], texts, 100.0,
-                 "share of the run that an instance was at work (%)")  # fmt: skip
+    """Return a bar for each (step, utilisation, busy seconds)."""
+    entries = [(name, share, busy_s) for name, share, busy_s in steps if math.isfinite(share)]
+    entries = sorted(entries, key=lambda one: -one[1])[:PANELS_MAX]
+    texts = [f"{share:.0%}".replace("%", " %") + f", {busy_s:.3g} s" for _, share, busy_s in entries]
+    return _bars("utilisation", [one[0] for one in entries], [one[1] * 100 for one in entries], texts, 100.0,
+                 "utilisation of an instance (%)")  # fmt: skip
 
 
 def errors(kinds: Sequence[tuple[str, int]]) -> str:
     """Return a bar for each (name of a kind, error rows)."""
-    told = kinds[:PANELS_MAX]
-    values = [float(count) for _, count in told]
-    return _bars("errors", [one[0] for one in told], values, [str(one[1]) for one in told], 1.0, "error rows")
+    entries = kinds[:PANELS_MAX]
+    values = [float(count) for _, count in entries]
+    return _bars("errors", [one[0] for one in entries], values, [str(one[1]) for one in entries], 1.0, "error rows")
 
 
 def _histograms(name: str, all_counts: Mapping[str, Histogram], label: str, together: int) -> str:
-    told = {one: _merged(counts, together) for one, counts in all_counts.items() if any(counts.values())}
-    told = dict(list(told.items())[:PANELS_MAX])
-    if not told:
+    entries = {one: _merged(counts, together) for one, counts in all_counts.items() if any(counts.values())}
+    entries = dict(list(entries.items())[:PANELS_MAX])
+    if not entries:
         return ""
-    low = min(min(counts) for counts in told.values()) - 1
-    high = max(max(counts) for counts in told.values())
+    low = min(min(counts) for counts in entries.values()) - 1
+    high = max(max(counts) for counts in entries.values())
     pad = max(0, 6 - (high - low)) / 2
     per_decade = BUCKETS_PER_DECADE / together
 
     def draw(figure: Any) -> None:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-        panels = figure.subplots(len(told), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, (one, counts) in zip(panels, told.items(), strict=True):
+        panels = figure.subplots(len(entries), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (one, counts) in zip(panels, entries.items(), strict=True):
             edges = [10 ** (bucket / per_decade) for bucket in range(low, high + 1)]
             values = [counts.get(bucket, 0) for bucket in range(low + 1, high + 1)]
             axes.stairs(values, edges, fill=True, color=_COLOURS["one"])
@@ -132,7 +132,7 @@ def _histograms(name: str, all_counts: Mapping[str, Histogram], label: str, toge
         panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panels[-1].xaxis.set_minor_locator(NullLocator())
 
-    return _svg(name, AXIS_IN + PANEL_IN * max(len(told), 2) * 1.15, draw)
+    return _svg(name, AXIS_IN + PANEL_IN * max(len(entries), 2) * 1.15, draw)
 
 
 def _bars(
@@ -176,7 +176,7 @@ def _svg(name: str, height_in: float, draw: Callable[[Any], None]) -> str:
         matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE, "svg.hashsalt": name}),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", UserWarning)  # letters that its font lacks: the page's fonts have them
+        warnings.simplefilter("ignore", UserWarning)  # glyphs missing in its font exist in the page's fonts
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_visible(False)
@@ -190,7 +190,7 @@ def _svg(name: str, height_in: float, draw: Callable[[Any], None]) -> str:
 
 
 def _for_page(svg: str, name: str) -> str:
-    """Return the svg element alone, with the page's colours and font, and ids that no other plot has."""
+    """Return the svg element with the page's colours and font, and unique ids."""
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r'\b(id="|href="#|url\(#)', lambda match: f"{match[1]}{name}-", svg)
     svg = re.sub(r'^<svg([^>]*?) width="[^"]*"', r"<svg\1", svg, count=1)
@@ -201,7 +201,7 @@ def _for_page(svg: str, name: str) -> str:
 
 
 def _merged(counts: Histogram, together: int) -> dict[int, int]:
-    """Return counts with so many buckets as one; bucket b has the values up to 10 ** (b * together / per decade)."""
+    """Merge `together` buckets into one; bucket b holds values up to 10 ** (b * together / per decade)."""
     merged: dict[int, int] = {}
     for bucket, count in counts.items():
         wide = -(-bucket // together)
@@ -224,7 +224,7 @@ def _time_unit(seconds: float) -> tuple[str, float]:
 
 
 def _name(text: str) -> str:
-    """Return a name for an axis: of a long one its beginning and its end, for long names often differ there."""
+    """Shorten a name for an axis to its start and end."""
     half = NAME_CHARS_MAX // 2
     short = text if len(text) <= NAME_CHARS_MAX else f"{text[:half]}…{text[-half:]}"
     return one_line(short, 10 * NAME_CHARS_MAX)

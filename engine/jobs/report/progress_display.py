@@ -1,7 +1,9 @@
-"""Throughput, remaining time and reporting interval of a job; pure.
+"""Progress display of a job: rates, remaining time, and output on standard error.
 
-Nothing here knows a clock or a terminal. Times are seconds on any clock that does not go back. Rows that earlier runs
-answered count as done, and never as fast.
+Times are seconds of a monotonic clock, passed as arguments. Rows of earlier runs count as done, but not in rates.
+
+`ProgressDisplay` redraws on a terminal and prints lines elsewhere. A closed standard error stops the display, not the
+job.
 """
 
 from __future__ import annotations
@@ -22,29 +24,29 @@ if TYPE_CHECKING:
 
 
 RATE_WINDOW_S = 5.0
-"""The rate that is shown is of the last so many seconds."""
+"""Window of the displayed rate."""
 
 ETA_WINDOW_S = 60.0
-"""The rate that the time left is reckoned with: of a longer while, so that it does not jump."""
+"""Window of the rate behind the remaining time; longer, so that it is stable."""
 
 LINE_EVERY_S = 10.0
-"""Between two lines in a log."""
+"""Interval of log lines."""
 
 DRAW_EVERY_S = 0.2
-"""Between two drawings on a terminal."""
+"""Interval of redraws on a terminal."""
 
 RATE_POINTS_MAX = 240
 """Most points of a job's throughput over time."""
 
 BUSY = "busy:"
-"""Figures with names that begin so say how busy a step is, from 0 to 1."""
+"""Prefix of figures with a step's utilisation, from 0 to 1."""
 
 
 class MovingRate:
-    """The rate of a total over a window that ends now.
+    """Rate of a running total over a moving window.
 
-    It reaches back to the last change before the window where changes are rarer than that, so that a job that answers
-    a block a minute has a rate all the time, which falls while nothing comes.
+    With rare changes the window extends to the last change before it, so that a job with one block a minute has a rate
+    that falls between blocks.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -52,7 +54,7 @@ class MovingRate:
         self._points: deque[tuple[float, float]] = deque()
 
     def add(self, now_s: float, total: float) -> None:
-        """Take in a running total."""
+        """Record a running total."""
         points = self._points
         if points and total == points[-1][1]:
             return
@@ -72,7 +74,7 @@ class MovingRate:
 
 @dataclass(frozen=True, slots=True)
 class ProgressSnapshot:
-    """Progress with its rates. tokens_per_s: None without tokens; eta_s: time left, None while nobody can know it."""
+    """Progress with its rates. tokens_per_s: None without tokens; eta_s: remaining time, None while unknown."""
 
     progress: Progress
     rows_per_s: float
@@ -81,7 +83,7 @@ class ProgressSnapshot:
 
 
 class ProgressRate:
-    """Sees a job's progress and says how fast it is now."""
+    """Computes current rates from a job's progress."""
 
     def __init__(self) -> None:
         self._rows, self._tokens, self._long = (
@@ -110,7 +112,7 @@ class ProgressRate:
 
 
 def eta_s(progress: Progress, rows_per_s: float) -> float | None:
-    """Return the time that the rest takes at this rate; None when the rest or the rate is not known."""
+    """Return the remaining time at this rate; None if unknown."""
     if progress.expected is None:
         return None
     left = max(progress.expected - progress.rows, 0)
@@ -121,7 +123,7 @@ def eta_s(progress: Progress, rows_per_s: float) -> float | None:
 
 @dataclass(slots=True)
 class Interval:
-    """Says when it is time again. at_once: the first time is due, too."""
+    """Rate limit of output. at_once: the first time is due."""
 
     span_s: float
     at_once: bool = False
@@ -139,16 +141,21 @@ class Interval:
 
 def line(standing: ProgressSnapshot) -> str:
     """Return where a job stands as one line for a log."""
-    told = standing.progress
-    parts = [f"rows {rows_of(told)}", *rates_of(standing), f"errors {told.errors}", f"committed {told.committed}"]
+    progress = standing.progress
+    parts = [
+        f"rows {rows_of(progress)}",
+        *rates_of(standing),
+        f"errors {progress.errors}",
+        f"committed {progress.committed}",
+    ]
     if standing.eta_s is not None:
         parts.append(f"ETA {duration(standing.eta_s)}")
-    parts += [f"busy {busy}"] if (busy := busy_of(told)) else []
+    parts += [f"busy {busy}"] if (busy := busy_of(progress)) else []
     return "  ".join(parts)
 
 
 def rows_of(progress: Progress) -> str:
-    """Return '12000/100000 (12.0 %)', or the rows alone where nobody knows how many there are."""
+    """Return '12000/100000 (12.0 %)', or the rows alone if the total is unknown."""
     if progress.expected is None:
         return str(progress.rows)
     of = f"{progress.rows}/{progress.expected}"
@@ -162,7 +169,7 @@ def rates_of(standing: ProgressSnapshot) -> list[str]:
 
 
 def busy_of(progress: Progress) -> str:
-    """Return 'see 87 %, answer 99 %'; '' where no step says so."""
+    """Return 'see 87 %, answer 99 %'; '' without figures."""
     busy = {name.removeprefix(BUSY): share for name, share in progress.figures.items() if name.startswith(BUSY)}
     return ", ".join(f"{one_line(step, 40)} {min(max(share, 0.0), 9.99):.0%}" for step, share in busy.items()).replace(
         "%", " %"
@@ -171,14 +178,14 @@ def busy_of(progress: Progress) -> str:
 
 @dataclass(slots=True)
 class RateHistory:
-    """A job's throughput over time, as points for its report; when there are too many, neighbours become one."""
+    """Throughput over time for the report; merges neighbouring points above `points_max`."""
 
     points_max: int = RATE_POINTS_MAX
     span_s: float = 1.0
     _marks: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # (elapsed, fresh rows), rising
 
     def see(self, progress: Progress) -> None:
-        """Take in a progress; what comes sooner than a span after the last point moves that point."""
+        """Record a progress; within a span of the last point it moves that point."""
         marks, fresh = self._marks, progress.rows - progress.resumed
         if len(marks) > 1 and progress.elapsed_s - marks[-2][0] < self.span_s:
             marks[-1] = (progress.elapsed_s, fresh)
@@ -189,7 +196,7 @@ class RateHistory:
             self.span_s *= 2
 
     def points(self) -> list[RatePoint]:
-        """Return one point for each stretch, at its middle, with its mean rate."""
+        """Return the mean rate of each interval, at its middle."""
         pairs = zip(self._marks, self._marks[1:])
         return [RatePoint((b[0] + a[0]) / 2, (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairs if b[0] > a[0]]
 
@@ -199,14 +206,14 @@ NOTE_CHARS_MAX = 20_000
 
 
 class ProgressDisplay:
-    """Tells a job's progress; `close` tells the last of it. A context manager."""
+    """Displays progress on a stream; thread-safe. A context manager."""
 
     def __init__(self, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds that never go back."""
         self._err, self._clock, self._lock = err, clock, threading.Lock()
         self._pace = ProgressRate()
         self._last: ProgressSnapshot | None = None
-        self._said = ""
+        self._printed = ""
         self._closed = False
         self._screen = _Screen(err) if _is_terminal(err) else None
         self._every = Interval(DRAW_EVERY_S, at_once=True) if self._screen else Interval(LINE_EVERY_S)
@@ -218,7 +225,7 @@ class ProgressDisplay:
         self.close()
 
     def update(self, progress: Progress) -> None:
-        """Take in where the job stands, and show it when it is time."""
+        """Record progress, and display it if due."""
         with self._lock:
             if self._closed:
                 return
@@ -229,15 +236,15 @@ class ProgressDisplay:
             if self._screen is not None:
                 self._try(self._screen.draw, self._last)
             else:
-                self._say_last()
+                self._print_last()
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above what is drawn."""
+        """Print a message above the progress bar."""
         with self._lock:
-            self._say(harmless(text, NOTE_CHARS_MAX))
+            self._print(harmless(text, NOTE_CHARS_MAX))
 
     def close(self) -> None:
-        """Print where the job stands at the end as a plain line, and nothing after that. Safe to call twice."""
+        """Print the final progress as a line, and stop. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -245,15 +252,15 @@ class ProgressDisplay:
             if self._screen is not None:
                 self._try(self._screen.clear)
                 self._screen = None
-            self._say_last()
+            self._print_last()
 
-    def _say_last(self) -> None:
-        """Print the line of the last update, unless that has been said word for word."""
-        if self._last is not None and (text := line(self._last)) != self._said:
-            self._said = text
-            self._say(text)
+    def _print_last(self) -> None:
+        """Print the line of the last update, unless already printed."""
+        if self._last is not None and (text := line(self._last)) != self._printed:
+            self._printed = text
+            self._print(text)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._screen is not None:
             self._try(self._screen.above, text)
         else:
@@ -262,12 +269,12 @@ class ProgressDisplay:
     def _try(self, show: Callable[..., object], *what: Any, **how: Any) -> None:
         try:
             show(*what, **how)
-        except (OSError, ValueError):  # standard error is closed: nobody looks, and the job goes on
+        except (OSError, ValueError):  # standard error is closed; the job continues
             pass
 
 
 class _Screen:
-    """The lines at the bottom of a terminal; drawn when told to, never by a thread of its own."""
+    """Lines at the bottom of a terminal, redrawn by `draw`."""
 
     def __init__(self, err: TextIO) -> None:
         from rich.console import Console
@@ -293,29 +300,29 @@ class _Screen:
 
 
 def drawn(standing: ProgressSnapshot) -> RenderableType:
-    """Return what a terminal shows: a bar with its figures, and below it how busy the steps are."""
+    """Render a bar with its figures, and the utilisation of the steps below."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    told = standing.progress
-    parts: list[tuple[str, str]] = [(rows_of(told), "bold")]
+    progress = standing.progress
+    parts: list[tuple[str, str]] = [(rows_of(progress), "bold")]
     parts += [(one, "cyan") for one in rates_of(standing)]
-    parts += [(f"errors {told.errors}", "red" if told.errors else ""), (f"committed {told.committed}", "")]
+    parts += [(f"errors {progress.errors}", "red" if progress.errors else ""), (f"committed {progress.committed}", "")]
     parts += [(f"ETA {duration(standing.eta_s)}", "bold")] if standing.eta_s is not None else []
     figures = Text("  ").join(Text(text, style) for text, style in parts)
     figures.no_wrap, figures.overflow = True, "ellipsis"
     first: RenderableType = figures
-    if told.expected:
+    if progress.expected:
         first = Table.grid(padding=(0, 1))
-        first.add_row(ProgressBar(told.expected, min(told.rows, told.expected), width=BAR_CELLS), figures)
-    busy = busy_of(told)
+        first.add_row(ProgressBar(progress.expected, min(progress.rows, progress.expected), width=BAR_CELLS), figures)
+    busy = busy_of(progress)
     return Group(first, Text(f"busy {busy}", "dim", no_wrap=True, overflow="ellipsis")) if busy else first
 
 
 def _is_terminal(err: TextIO) -> bool:
-    """Whether lines can be drawn again: TERM is the terminal's own word for what it can."""
+    """Return True if lines can be redrawn."""
     try:
         return err.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     except ValueError:  # closed

@@ -1,4 +1,12 @@
-"""Thumbnails with detections, and waveforms, for the report."""
+"""Sample rows of the report: selection, short texts, thumbnails and waveforms.
+
+`RowSampler` keeps first rows, first failures and a spread. The selection depends on row places and seed only: each
+place has a hash of the seed, and the rows with the lowest hashes stay (bottom-k sampling). Kept rows are reduced at
+once (`small`), so that memory is bounded by `most`.
+
+Values carry no type, so it is inferred: uint8[H, W, 3] is an image, a long float array within -1 to 1 is audio, and
+bytes are decoded.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +60,7 @@ class Picture:
 
 
 def is_picture(array: np.ndarray) -> bool:
-    """Whether an array is a picture, uint8[H, W, 3], rather than any tensor."""
+    """Return True for an image, uint8[H, W, 3]."""
     return array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3 and min(array.shape[:2]) > 0
 
 
@@ -62,7 +70,7 @@ def thumbnail(picture: np.ndarray, found: Detections | None = None) -> Picture:
 
     height, width = picture.shape[:2]
     scale = min(1.0, SIDE_MAX / max(height, width))
-    step = max(1, int(0.25 / scale))  # only every so many pixels of a very large picture are looked at
+    step = max(1, int(0.25 / scale))  # subsample very large images
     image = Image.fromarray(np.ascontiguousarray(picture[::step, ::step]))
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
     if image.size != size:
@@ -138,7 +146,7 @@ ELEMENTS_MAX = 4
 """Most elements of a list that are shown one by one."""
 
 BOXES_MAX = 5
-"""Most detections that are told one by one."""
+"""Most detections listed per value."""
 
 NUMBERS_MAX = 12
 """Most numbers of a tensor that are written out."""
@@ -159,7 +167,7 @@ class SampleCell:
 
 @dataclass(frozen=True, slots=True)
 class SampleValue:
-    """What a page shows of one value. absent: there is none, and the text says so."""
+    """Presentation of one value. absent: the row has no value."""
 
     pieces: tuple[SampleCell, ...]
     absent: bool = False
@@ -168,7 +176,7 @@ class SampleValue:
 def small(sample: Sample) -> Sample:
     """Return the sample with Shown values, its texts bounded; boxes are drawn into the input, where one is a picture.
 
-    A value that cannot be shown says so, whatever is wrong with it.
+    A value that cannot be shown becomes a note.
     """
     if _is_small(sample):
         return sample
@@ -188,10 +196,10 @@ def _is_small(sample: Sample) -> bool:
 
 
 def _all_shown(values: Mapping[str, Any], beneath: np.ndarray | None) -> dict[str, SampleValue]:
-    told = {harmless(name, NAME_CHARS_MAX): shown(value, beneath) for name, value in list(values.items())[:VALUES_MAX]}
+    cells = {harmless(name, NAME_CHARS_MAX): shown(value, beneath) for name, value in list(values.items())[:VALUES_MAX]}
     if len(values) > VALUES_MAX:
-        told["…"] = SampleValue((SampleCell(f"{len(values) - VALUES_MAX} more"),))
-    return told
+        cells["…"] = SampleValue((SampleCell(f"{len(values) - VALUES_MAX} more"),))
+    return cells
 
 
 def shown(value: Any, beneath: np.ndarray | None = None) -> SampleValue:
@@ -202,7 +210,7 @@ def shown(value: Any, beneath: np.ndarray | None = None) -> SampleValue:
         return SampleValue((SampleCell("absent"),), absent=True)
     try:
         return SampleValue(tuple(_pieces(value, beneath)))
-    except Exception as error:  # a job of hours does not end without a report because a node gave something odd
+    except Exception as error:  # an odd value must not prevent the report
         return SampleValue(
             (SampleCell(f"{type(value).__name__} that cannot be shown ({type(error).__name__})"),), absent=True
         )
@@ -316,7 +324,7 @@ def drawn(seed: int, places: np.ndarray) -> np.ndarray:
 
 
 class _BottomK:
-    """The samples with the lowest numbers, at most so many."""
+    """The `most` samples with the lowest ranks."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -325,12 +333,12 @@ class _BottomK:
 
     @property
     def bound(self) -> int:
-        """Numbers below this one are kept."""
+        """Ranks below this one are kept."""
         if len(self.kept) < self._most:
             return (1 << 64) - 1
         return self.kept[self._highest][0] if self.kept else 0
 
-    def takes(self, number: int) -> bool:
+    def admits(self, number: int) -> bool:
         return number < self.bound
 
     def put(self, place: int, number: int, sample: Sample) -> None:
@@ -354,11 +362,11 @@ class RowSampler:
         failed: the row has an error.
         """
         if failed:
-            wanted = [(self._failed, place)] if self._failed.takes(place) else []
+            wanted = [(self._failed, place)] if self._failed.admits(place) else []
         else:
             number = int(drawn(self._seed, np.array([place]))[0])
             pools = ((self._first, place), (self._large, number))
-            wanted = [(pool, rank) for pool, rank in pools if pool.takes(rank)]
+            wanted = [(pool, rank) for pool, rank in pools if pool.admits(rank)]
         if not wanted:
             return
         sample = small(make())

@@ -13,22 +13,22 @@ WHY_CHARS_MAX = 400
 
 
 def outcome(end: JobResult) -> str:
-    """Return 'finished', 'finished, 3 rows with errors' or 'stopped: why'."""
+    """Return 'finished', 'finished, 3 rows with errors' or 'stopped: reason'."""
     if not end.finished:
-        return f"stopped: {one_line(end.why, WHY_CHARS_MAX) or 'no reason was given'}"
+        return f"stopped: {one_line(end.why, WHY_CHARS_MAX) or 'unknown reason'}"
     return f"finished, {counted(end.errors, 'row')} with errors" if end.errors else "finished"
 
 
 def next_steps(end: JobResult) -> list[str]:
-    """Return sentences, the most urgent first; none for a job that is done with."""
-    said = []
+    """Return the suggested next steps, the most urgent first."""
+    steps = []
     if not end.finished:
-        said.append("run the same command again: it goes on where this run stopped, and every row is written once")
+        steps.append("run the same command again: it resumes where this run stopped, and writes every row once")
         if end.errors:
-            said.append(f"once it has finished, --retry-errors runs the {_error_rows(end)} again")
+            steps.append(f"after it has finished, --retry-errors runs the {_error_rows(end)} again")
     elif end.errors:
-        said.append(f"run the same command with --retry-errors: it runs the {_error_rows(end)} again and nothing else")
-    return said
+        steps.append(f"run the same command with --retry-errors: it runs only the {_error_rows(end)} again")
+    return steps
 
 
 def _error_rows(end: JobResult) -> str:
@@ -39,11 +39,11 @@ def _error_rows(end: JobResult) -> str:
 class StepReport:
     """One step.
 
-    items:      answered, elements of a `map:` one by one.
+    items:      successful items; elements of a `map:` count one by one.
     batches:    calls; batch_mean: items in one, 0 without any.
-    p50_ms, p99_ms: from leaving for the worker to the result, over all items; None without any.
-    busy_s:     time its node was at work, in all runs of the job.
-    busy:       share of this run that one instance was at work; None for a run that answered nothing.
+    p50_ms, p99_ms: time from dispatch to result; None without items.
+    busy_s:     compute time of its node in all runs of the job.
+    busy:       utilisation of an instance in this run; None for a run without rows.
     """
 
     name: str
@@ -59,12 +59,12 @@ class StepReport:
 
 
 def step_figures(end: JobResult) -> list[StepReport]:
-    """Return the figures of all steps, in the tally's order."""
+    """Return the statistics of all steps, in the tally's order."""
     spent = end.tally if end.spent is None else end.spent
     fresh = end.rows > end.resumed
     found = []
     for name, tally in end.tally.steps.items():
-        room_ms = end.elapsed_s * 1000 * max(end.instances.get(name, 1), 1)
+        available_ms = end.elapsed_s * 1000 * max(end.instances.get(name, 1), 1)
         found.append(
             StepReport(
                 name=name,
@@ -76,7 +76,7 @@ def step_figures(end: JobResult) -> list[StepReport]:
                 p50_ms=tally.quantile_ms(0.5) if tally.run_ms else None,
                 p99_ms=tally.quantile_ms(0.99) if tally.run_ms else None,
                 busy_s=tally.busy_ms / 1000,
-                busy=min(1.0, spent.of(name).busy_ms / room_ms) if room_ms > 0 and fresh else None,
+                busy=min(1.0, spent.of(name).busy_ms / available_ms) if available_ms > 0 and fresh else None,
             )
         )
     return found
@@ -93,10 +93,10 @@ def tokens_per_s(end: JobResult) -> float:
 
 
 WIDTH = 100
-"""Of the table, in characters; names of steps are broken where they need more."""
+"""Width of the table in characters; long step names are wrapped."""
 
 HEADINGS = ("items", "failed", "skipped", "batches", "mean batch", "p50 ms", "p99 ms", "busy")
-"""Of the table's columns after the step's name."""
+"""Headings of the table after the step's name."""
 
 KINDS_SHOWN = 5
 IDS_SHOWN = 3
@@ -144,7 +144,7 @@ def _table(steps: Iterable[StepReport], width: int) -> list[str]:
 
 
 def cells(one: StepReport) -> tuple[str, ...]:
-    """Return a step's figures as the table's cells: nothing where there is nothing to tell."""
+    """Return the table cells of a step, empty without a figure."""
     return (
         str(one.items),
         str(one.failed),

@@ -1,7 +1,7 @@
 """Formatting of figures for people, and escaping of untrusted text.
 
-Ids, reasons and values come from data sets. `harmless` gives them as one bounded text without characters that move a
-cursor, turn the reading direction or cannot be encoded; it does not escape html, which is the page's business.
+Ids, reasons and values come from data sets. `harmless` returns bounded text without characters that move a cursor,
+change the reading direction or cannot be encoded. It does not escape HTML; the template does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Block runner: each block of rows is one request of a rewritten pipeline (blocked.py).
+"""Block runner: each block of rows is one request of a rewritten plan (plans.py).
 
-A block is packed into columns, sent, and its columns are unpacked into answers, by one thread for each block that is
-under way. When a block fails as a whole, because a row of it ends the worker or its outputs find no room, its parts are
-asked apart, until a single row is the one that fails.
+One thread per concurrent block packs it into columns, sends it and unpacks the result. A block that fails as a whole,
+because a row kills the worker or the outputs do not fit, is bisected until a single row fails.
 """
 
 from __future__ import annotations
@@ -46,28 +45,28 @@ DECODERS = 4
 """Threads that decode pictures and recordings."""
 
 WAIT_S = 0.02
-"""How long a block that found no room waits before it asks again."""
+"""Pause after a refused block."""
 
 HOPELESS = "keeps failing to start"
-"""What the engine says of a step that no worker will run any more."""
+"""Part of the engine's message for a step that no worker can run."""
 
 
 def block_rows_of(plan: Plan, outputs: Sequence[str] | None = None) -> int:
-    """Return how many rows make a good block for a plan that is `blockable`."""
+    """Return the rows of a block for a plan that can run in blocks."""
     return rows_of(plan, outputs)
 
 
 class BlockRunner:
-    """Answers whole blocks; see rows.Runner. Opens the models, and ends them with `close`.
+    """Executes whole blocks; see rows.JobRunner. Loads the models; `close` ends them.
 
-    `needed` are the inputs that no row may leave out, `instances` how many each step has.
+    `required`: inputs that every row must have; `instances`: number of instances by step.
 
-    pipeline:   a file, or one built in Python; PipelineError when it has problems or cannot be given blocks.
-    outputs:    which outputs are wanted; None: all. InputError for one that it does not have.
-    seed:       what rows' seeds are made from.
-    block_rows: rows of a block; None: as many as are good.
+    pipeline:   a file, or one built in Python; PipelineError if invalid or not executable in blocks.
+    outputs:    outputs to compute; None: all. InputError for an unknown one.
+    seed:       base of the rows' seeds.
+    block_rows: rows of a block; None: chosen for the plan.
     progress:   as for OpenablePipeline.open.
-    machine:    what to place it on; None: this one.
+    machine:    to place the plan on; None: this one.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class BlockRunner:
         check_outputs(plan, tuple(outputs) if outputs is not None else tuple(types))
         why = find_block_obstacle(plan, outputs)
         if why:
-            raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])
+            raise PipelineError([Problem("", f"cannot run in blocks: {why}", file=plan.file)])
         self.outputs = {name: types[name] for name in outputs or types}
         self.inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
-        self.needed = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
+        self.required = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
         self._texts = [name for name, type in self.outputs.items() if type.kind == "text"]
         self._passed_on = {
             one.name: one.wire.port for one in plan.outputs if one.wire.step is None and one.name in self.outputs
@@ -101,9 +100,9 @@ class BlockRunner:
         self.instances = {step.name: len(step.workers) for step in self._blocked.plan.steps}
         self._lately: deque[tuple[float, Tally]] = deque(maxlen=LATELY_MAX)
         self._closed = threading.Event()
-        self._room = ByteAllowance(self._blocked.plan.limits.arena_bytes)
+        self._allowance = ByteAllowance(self._blocked.plan.limits.arena_bytes)
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="weftline-decode")
-        self._askers = ThreadPoolExecutor(self.ahead, thread_name_prefix="weftline-blocks")
+        self._executor = ThreadPoolExecutor(self.ahead, thread_name_prefix="weftline-blocks")
         self._packer = Packer(plan, self._decoders)
         self._session = Session(
             self._blocked.plan,
@@ -118,7 +117,7 @@ class BlockRunner:
         return dict.fromkeys(self.outputs, EXACT)
 
     def submit(self, block: RowBlock) -> Future[BlockResult]:
-        return self._askers.submit(self._answer, block)
+        return self._executor.submit(self._run_block, block)
 
     def figures(self) -> Mapping[str, float]:
         return busy(self._lately, self.instances)
@@ -128,82 +127,82 @@ class BlockRunner:
         return self._session.pids()
 
     def settle(self) -> None:
-        """Nothing is counted elsewhere."""
+        """No figures arrive later."""
 
     def close(self) -> None:
         self._closed.set()
         self._session.close()
-        self._askers.shutdown(wait=True, cancel_futures=True)
+        self._executor.shutdown(wait=True, cancel_futures=True)
         self._decoders.shutdown(wait=True, cancel_futures=True)
 
-    def _answer(self, block: RowBlock) -> BlockResult:
-        made = _Made({name: [None] * len(block) for name in self.outputs})
+    def _run_block(self, block: RowBlock) -> BlockResult:
+        partial = _PartialResult({name: [None] * len(block) for name in self.outputs})
         refused: dict[int, RowError] = {}
         for portion in self._packer.portions(block, refused):
             seeds = [row_seed(self._seed, block.place_of(row)) for row in portion.rows]
-            self._settle(portion, np.array(seeds, np.int64), made)
-        made.errors.update(refused)
-        for row in made.errors:
-            for values in made.outputs.values():
+            self._run_portion(portion, np.array(seeds, np.int64), partial)
+        partial.errors.update(refused)
+        for row in partial.errors:
+            for values in partial.outputs.values():
                 values[row] = None
-        made.tally.note_texts(made.outputs, self._texts)
-        self._lately.append((time.monotonic(), made.tally))
-        return BlockResult(made.outputs, dict(sorted(made.errors.items())), made.tally)
+        partial.tally.note_texts(partial.outputs, self._texts)
+        self._lately.append((time.monotonic(), partial.tally))
+        return BlockResult(partial.outputs, dict(sorted(partial.errors.items())), partial.tally)
 
-    def _settle(self, portion: Portion, seeds: np.ndarray, made: _Made) -> None:
-        """Get an answer or an error for every row of a portion; parts of it are asked apart where they must be."""
+    def _run_portion(self, portion: Portion, seeds: np.ndarray, partial: _PartialResult) -> None:
+        """Execute a portion, and bisect it if it fails as a whole."""
         try:
-            answer = self._ask(portion, seeds)
+            answer = self._send(portion, seeds)
         except (SessionClosed, RequestCancelled):
             raise
         except WeftlineError as error:
             if HOPELESS in str(error):
                 raise
             if len(portion.rows) == 1:
-                made.errors[portion.rows[0]] = row_error(error)
+                partial.errors[portion.rows[0]] = row_error(error)
                 return
             for start, end in parts(len(portion.rows), isinstance(error, WorkerDied)):
-                self._settle(portion.part(start, end), seeds[start:end], made)
+                self._run_portion(portion.part(start, end), seeds[start:end], partial)
         else:
-            self._take(portion, answer, made)
+            self._store(portion, answer, partial)
 
-    def _ask(self, portion: Portion, seeds: np.ndarray) -> Mapping[str, Any]:
-        """Send a portion and wait for its answer; whatever is refused for now is asked again."""
+    def _send(self, portion: Portion, seeds: np.ndarray) -> Mapping[str, Any]:
+        """Send a portion and wait for its result; retries temporary refusals."""
         columns = {name: PackedColumn(Column(*_marked(portion.columns[name]))) for name in self._sent}
         size_bytes = sum(column.size_bytes for column in columns.values())
         while True:
             inputs: dict[str, Any] = {name: _pending(column) for name, column in columns.items()}
             inputs[self._blocked.seeds] = seeds
             try:
-                with self._room.take(size_bytes):
+                with self._allowance.acquire(size_bytes):
                     return self._session.run(**inputs)
             except LimitReached as error:
                 if error.retry_after_s <= 0:
                     raise
             if self._closed.wait(WAIT_S):
-                raise SessionClosed("the job was ended")
+                raise SessionClosed("the job was stopped")
 
-    def _take(self, portion: Portion, answer: Mapping[str, Any], made: _Made) -> None:
-        """Put the answer to a portion where it belongs."""
+    def _store(self, portion: Portion, answer: Mapping[str, Any], partial: _PartialResult) -> None:
+        """Store the result of a portion."""
         for name in self.outputs:
-            values = made.outputs[name]
+            values = partial.outputs[name]
             source = self._passed_on.get(name)
             column = read(answer[name]).values if source is None else portion.columns[source]
             for row, value in zip(portion.rows, column):
                 if value is not None:
                     values[row] = own(value) if source is None else owned(own(value))
-        for step, output in self._blocked.told.items():
-            told = msgspec.convert(answer[output], BlockOutcome)
-            tracebacks = dict(told.tracebacks)
-            for at, error, message in told.errors:
+        for step, output in self._blocked.outcomes.items():
+            outcome = msgspec.convert(answer[output], BlockOutcome)
+            tracebacks = dict(outcome.tracebacks)
+            for at, error, message in outcome.errors:
                 found = RowError(step, error, " ".join(message.split()), tracebacks.get(at, ""))
-                made.errors.setdefault(portion.rows[at], found)
-            count(made.tally, step, told)
+                partial.errors.setdefault(portion.rows[at], found)
+            count(partial.tally, step, outcome)
 
 
 @dataclass(slots=True)
-class _Made:
-    """What is known of a block so far."""
+class _PartialResult:
+    """Results of a block so far."""
 
     outputs: dict[str, list[Any]]
     errors: dict[int, RowError] = field(default_factory=dict)
@@ -211,7 +210,7 @@ class _Made:
 
 
 class ByteAllowance:
-    """Shares out `most` bytes to those who wait for their turn; who asks for more gets all of it. Thread-safe."""
+    """Semaphore of `most` bytes; a larger request acquires all of them. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -219,8 +218,8 @@ class ByteAllowance:
         self._changed = threading.Condition()
 
     @contextmanager
-    def take(self, size_bytes: int) -> Iterator[None]:
-        """Wait for so many bytes, and hold them."""
+    def acquire(self, size_bytes: int) -> Iterator[None]:
+        """Acquire this number of bytes."""
         size = min(size_bytes, self._most)
         with self._changed:
             self._changed.wait_for(lambda: self._held + size <= self._most)
@@ -234,16 +233,16 @@ class ByteAllowance:
 
 
 def parts(rows: int, deadly: bool) -> list[tuple[int, int]]:
-    """Return where to cut rows that failed together, as (start, end).
+    """Return the (start, end) of the parts of rows that failed together.
 
-    In halves; but where it costs a worker to find out (`deadly`), in so many parts that two rounds find a single row.
+    Halves; if each failure costs a worker (`deadly`), about sqrt(rows) parts, so that two rounds isolate a row.
     """
     size = math.ceil(math.sqrt(rows)) if deadly and rows > 2 else math.ceil(rows / 2)
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def ahead_of(block_plan: BlockPlan) -> int:
-    """Return how many blocks keep every worker of a plan busy: two for each of the longest way through it, and one."""
+    """Return the number of blocks that keeps every worker busy: two per stage of the longest path, and one."""
     depth: dict[str | None, int] = {None: 0}
     workers: dict[str | None, tuple[int, ...]] = {None: ()}
     for step in block_plan.plan.steps:
@@ -255,22 +254,22 @@ def ahead_of(block_plan: BlockPlan) -> int:
     return max(3, 2 * max(depth.values()) + 1)
 
 
-def count(tally: Tally, step: str, told: BlockOutcome) -> None:
-    """Add how a step fared with a portion."""
+def count(tally: Tally, step: str, outcome: BlockOutcome) -> None:
+    """Add a step's outcome of a portion to the tally."""
     of = tally.of(step)
-    of.skipped += told.skipped
-    for rows, ms, failed in told.batches:
+    of.skipped += outcome.skipped
+    for rows, ms, failed in outcome.batches:
         of.failed += failed
         if rows > failed:
             of.add(ms, ms, rows, rows - failed)
 
 
 def _marked(values: Sequence[Any]) -> tuple[Sequence[Any], bytes]:
-    """Return values with a mark for each that is absent."""
+    """Return values with a mark for each absent one."""
     return values, bytes([one is None for one in values]) if None in values else b""
 
 
 def _pending(column: PackedColumn) -> PendingTensor:
-    """Return a column that is written where its first reader finds it."""
+    """Return a column that is written directly into shared memory."""
     spec = TensorSpec("uint8", (column.size_bytes,))
     return PendingTensor(spec, lambda capacity: column.write(np.frombuffer(capacity, np.uint8)))

@@ -1,14 +1,13 @@
-"""Column encoding of one port's values for a whole block of rows.
+"""Columns: encoding of one port's values for a block of rows, and conversion of a block's inputs.
 
     +-----------+----------------+---------+------------------+------------------+-- -
     | head size |      head      | padding |  arrays of rows  |  arrays of rows  | ...
     | 8 bytes   | MessagePack    | to 64   |  side by side    |                  |
     +-----------+----------------+---------+------------------+------------------+-- -
 
-Texts, bytes, json and detections stand in the head, each as the bytes that it would travel as by itself. Tensors lie
-behind it, and are views of these bytes when they are read; those of one dtype and shape touch, so that any of them that
-follow each other are one array. A list is its lengths, and a column of all its elements. Equal objects in every row are
-written once.
+Texts, bytes, JSON and detections are in the head, in their wire format. Tensors follow, and are read as views; tensors
+of one dtype and shape are contiguous, so that consecutive ones are one array. A list is its lengths, and a column of
+all its elements. An object that is equal in every row is written once.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from weftline.shm.block import ALIGN_BYTES, align_up
 from weftline.shm.view import numpy_dtype
 
 COLUMN = PortType.parse("uint8[?]")
-"""The type of a port that carries a column."""
+"""Type of a port with columns."""
 
 ABSENT, FAILED = 1, 2
-"""Why a row has no value: the step that would have given it was skipped, or it or an earlier one failed on the row."""
+"""Mark of a row without a value: the producing step was skipped, or it or an earlier step failed."""
 
 _SIZE_BYTES = 8
 
@@ -47,8 +46,8 @@ _SIZE_BYTES = 8
 class Column(NamedTuple):
     """One port's values.
 
-    values: one for each row; None where there is none.
-    marks:  one byte for each row, 0 where there is a value, else ABSENT or FAILED; empty when every row has one.
+    values: one per row; None without a value.
+    marks:  one byte per row: 0 with a value, else ABSENT or FAILED; empty if every row has a value.
     """
 
     values: Sequence[Packed | None]
@@ -56,14 +55,14 @@ class Column(NamedTuple):
 
 
 class _Head(msgspec.Struct, array_like=True, frozen=True):
-    """Values of one kind and dtype, or parts that are.
+    """Values of one kind and dtype, or parts of several kinds.
 
-    rows:    how many rows; of these, `marks` says which have a value. All else is about those that have.
-    data:    of kinds that are bytes, one for each value.
-    shapes:  of tensors, the shape of each; a single one when it is the same for all.
-    lengths: of lists, how long each is; `items` are their elements, one list after the other.
-    same:    `items` has one value, which stands in every row.
-    parts:   values of several kinds: the positions of each kind's.
+    rows:    number of rows; `marks` selects those with a value. The other fields describe the values.
+    data:    byte kinds: the bytes of each value.
+    shapes:  tensors: the shape of each, or one shape of all.
+    lengths: lists: the length of each; `items` are the concatenated elements.
+    same:    `items` has one value, which is in every row.
+    parts:   values of several kinds: the positions of each kind.
     """
 
     rows: int
@@ -83,10 +82,10 @@ _decode_head = msgspec.msgpack.Decoder(_Head).decode
 
 
 class PackedColumn:
-    """A column that is ready to be written into `size_bytes` bytes."""
+    """A column that can be written into `size_bytes` bytes."""
 
     def __init__(self, column: Column) -> None:
-        self._arrays: list[tuple[int, list[np.ndarray]]] = []  # where a run of touching arrays starts, and the run
+        self._arrays: list[tuple[int, list[np.ndarray]]] = []  # offset of contiguous arrays, and the arrays
         self._end = 0
         values, marks = column
         present: Sequence[Packed] = [one for one in values if one is not None] if marks else values  # type: ignore[assignment]
@@ -107,13 +106,13 @@ class PackedColumn:
             np.stack(run, out=whole.view(run[0].dtype).reshape(len(run), *run[0].shape))
 
     def array(self) -> np.ndarray:
-        """Return the column as an array of its own."""
+        """Return the column as a new array."""
         capacity = np.empty(self.size_bytes, np.uint8)
         self.write(capacity)
         return capacity
 
     def _head(self, values: Sequence[Packed]) -> _Head:
-        """Describe values, all of them present, and lay out their arrays."""
+        """Describe present values, and lay out their arrays."""
         rows = len(values)
         if not rows:
             return _Head(0)
@@ -139,7 +138,7 @@ class PackedColumn:
             yield tuple(places), self._head([values[place] for place in places])
 
     def _lay_out(self, values: Sequence[Packed]) -> tuple[tuple[int, ...], ...]:
-        """Find places for arrays of one dtype; return their shapes, one of them for all that are alike."""
+        """Lay out arrays of one dtype; return their shapes, or one if they are equal."""
         shape = values[0].shape
         alike = all(one.shape == shape for one in values)
         arrays = [one.array for one in values]
@@ -150,9 +149,9 @@ class PackedColumn:
 
 
 def read(blob: np.ndarray) -> Column:
-    """Return the column that was written; tensors are views of `blob`, uint8 [bytes].
+    """Decode a PackedColumn; tensors are views of `blob`, uint8 [bytes].
 
-    msgspec.DecodeError when it was not written by a PackedColumn.
+    msgspec.DecodeError for other bytes.
     """
     view = blob.data
     size = int.from_bytes(view[:_SIZE_BYTES], "little")
@@ -165,7 +164,7 @@ def read(blob: np.ndarray) -> Column:
 
 
 def own(value: Packed) -> Any:
-    """Return a value as a caller of Session.run has it; arrays are views of the column they were read from."""
+    """Return a value as Session.run returns it; arrays are views of their column."""
     if value.array is not None:
         return value.array
     if value.items is not None:
@@ -177,7 +176,7 @@ _NO_ARENAS: Mapping[int, Any] = {}
 
 
 class _Reader:
-    """Reads values in the order in which they were laid out; `at`: where the next array lies."""
+    """Reads values in layout order. at: offset of the next array."""
 
     def __init__(self, blob: np.ndarray, at: int) -> None:
         self._blob = blob
@@ -217,7 +216,7 @@ class _Reader:
 
 
 def _elements(value: Packed) -> tuple[Packed, ...]:
-    """Return the elements of a list; none of them lies anywhere else."""
+    """Return the elements of a list, all of them in this column."""
     items = value.items or ()
     return tuple(item for item in items if isinstance(item, Packed))
 
@@ -226,29 +225,29 @@ PORTION_BYTES = 24 << 20
 """Most bytes of inputs in a portion of more than one row."""
 
 DECODED_AHEAD = 16
-"""Rows with pictures or recordings that are measured at a time."""
+"""Rows with images or audio that are measured at a time."""
 
 Columns = Mapping[str, Sequence[Packed | None]]
-"""For each input of the pipeline one value for each row; None where it is absent."""
+"""By pipeline input, one value per row; None if absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Rows of a block that travel together. rows: their numbers in the block. columns: their inputs, beside `rows`."""
+    """Rows of a block in one request. rows: their indices in the block. columns: their inputs."""
 
     rows: Sequence[int]
     columns: Columns
 
     def part(self, start: int, end: int) -> Portion:
-        """Return its rows from `start` to before `end`, counted from its first."""
+        """Return the rows from `start` to before `end`, counted from the first."""
         return Portion(self.rows[start:end], {name: column[start:end] for name, column in self.columns.items()})
 
 
 class Packer:
-    """Makes rows ready for one plan, the pipeline's own. Thread-safe. decoders: threads for what takes long."""
+    """Converts rows to a plan's inputs. Thread-safe. decoders: threads for images and audio."""
 
     def __init__(self, plan: Plan, decoders: Executor) -> None:
-        self._intake = RequestInputs(plan)
+        self._request_inputs = RequestInputs(plan)
         self._decoders = decoders
         self._inputs = {one.name: (plan.input_types[one.name], media_limits(plan, one)) for one in plan.inputs}
         self._asked = {one.name for one in plan.inputs if not one.hidden}
@@ -258,7 +257,7 @@ class Packer:
         self._slow = any(_is_media(plan.input_types[name]) for name in self._asked)
 
     def portions(self, block: RowBlock, errors: dict[int, RowError]) -> Iterator[Portion]:
-        """Yield the rows that can be sent, in order; put why others cannot into `errors`."""
+        """Yield the valid rows in order; the errors of the others go to `errors`."""
         size = DECODED_AHEAD if self._slow else max(len(block), 1)
         rows: list[int] = []
         held: dict[str, list[Packed | None]] = {name: [] for name in self._inputs}
@@ -281,7 +280,7 @@ class Packer:
             yield self._ready(rows, held, errors)
 
     def _ready(self, rows: Sequence[int], held: Columns, errors: dict[int, RowError]) -> Portion:
-        """Return a portion with its pictures and recordings decoded; rows where that fails are left out."""
+        """Return a portion with decoded images and audio, without rows that fail."""
         if not self._slow:
             return Portion(rows, held)
         columns = {name: list(self._decoders.map(_decoded, column)) for name, column in held.items()}
@@ -292,13 +291,13 @@ class Packer:
         return Portion([rows[at] for at in kept], whole)
 
     def _measured(self, block: RowBlock, rows: Sequence[int], errors: dict[int, RowError]) -> Columns:
-        """Return rows as the intake packs them, several at a time."""
+        """Pack rows concurrently."""
         given = [usable(block, row, errors) for row in rows]
-        packed = self._decoders.map(lambda one: None if one is None else self._taken_in(one), given)
+        packed = self._decoders.map(lambda one: None if one is None else self._packed_row(one), given)
         return self._whole(dict(zip(rows, packed)), rows, errors)
 
     def _quick(self, block: RowBlock, rows: Sequence[int], errors: dict[int, RowError]) -> Columns:
-        """Return rows converted column by column."""
+        """Pack rows column by column."""
         doubtful = set(rows) if block.inputs.keys() - self._asked else set()
         columns: dict[str, list[Packed | None]] = {}
         for name in self._inputs:
@@ -311,7 +310,7 @@ class Packer:
                 columns[name] = self._converted(name, values, rows, doubtful)
         if doubtful:
             given = {row: one for row in sorted(doubtful) if (one := usable(block, row, errors)) is not None}
-            again = self._whole({row: self._taken_in(one) for row, one in given.items()}, list(given), errors)
+            again = self._whole({row: self._packed_row(one) for row, one in given.items()}, list(given), errors)
             for name, column in again.items():
                 for row, value in zip(given, column):
                     columns[name][row - rows[0]] = value
@@ -320,7 +319,7 @@ class Packer:
     def _converted(
         self, name: str, values: Sequence[Any], rows: Sequence[int], doubtful: set[int]
     ) -> list[Packed | None]:
-        """Return one input of every row, None where there is none; rows with anything unusual are `doubtful`."""
+        """Pack one input of every row, None if absent; rows to validate singly go to `doubtful`."""
         type, limits = self._inputs[name]
         usual, text = self._usual[name], type.kind == "text"
         most = min(limits.bytes_max, self._bytes_max // max(len(self._inputs), 1))
@@ -344,10 +343,10 @@ class Packer:
             column.append(packed)
         return column
 
-    def _taken_in(self, given: Mapping[str, Any]) -> dict[str, Packed] | RowError:
-        """Return what the intake makes of a row, or why it refuses it."""
+    def _packed_row(self, given: Mapping[str, Any]) -> dict[str, Packed] | RowError:
+        """Pack one row, or return its error."""
         try:
-            return self._intake.pack(given)
+            return self._request_inputs.pack(given)
         except (InputError, LimitReached) as error:
             return row_error(error)
 
@@ -357,7 +356,7 @@ class Packer:
         rows: Sequence[int],
         errors: dict[int, RowError],
     ) -> Columns:
-        """Return packed rows as columns, with what they leave out; None in rows that are refused."""
+        """Return packed rows as columns with defaults; None in failed rows."""
         columns: dict[str, list[Packed | None]] = {name: [] for name in self._inputs}
         for row in rows:
             one = packed[row]
@@ -369,7 +368,7 @@ class Packer:
 
 
 def _decoded(value: Packed | None) -> Packed | RowError | None:
-    """Return a value with nothing left to decode, or why it cannot be decoded."""
+    """Decode a value, or return its error."""
     try:
         return None if value is None else value.decoded()
     except InputError as error:
@@ -377,7 +376,7 @@ def _decoded(value: Packed | None) -> Packed | RowError | None:
 
 
 def _default(one: Input, type: PortType) -> Packed | None:
-    """Return what an input is in a row that leaves it out; None when it is absent then."""
+    """Return the default of an input; None without one."""
     if one.default is None and not one.hidden:
         return None
     if one.default is None and one.optional:

@@ -1,4 +1,4 @@
-"""Choice of the local runner: whole blocks where the pipeline allows it, else single rows."""
+"""Factory of local runners: block mode where the pipeline allows it, else row mode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weftline.engine.jobs.rows import Runner
+from weftline.engine.jobs.rows import JobRunner
 from weftline.engine.jobs.runners.plans import check_outputs, repeatable
 from weftline.engine.jobs.runners.session_runner import ROWS, SessionRunner
 from weftline.engine.jobs.spec import PART_ROWS
@@ -23,20 +23,20 @@ from weftline.pipelines.spec.loader import load_file
 from weftline.pipelines.spec.policy import Slo
 
 BLOCKS, ROW_BY_ROW = "blocks", "rows"
-"""The two ways: each block one request, or each row."""
+"""Local modes: one request per block, or per row."""
 
 PART_ROWS_SLOW = 1_000
-"""Rows that are committed together where rows are requests of their own: there a row takes milliseconds or seconds."""
+"""Default rows per part in row mode, where a row takes milliseconds or seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerFactory:
-    """How a job will be answered; calling it loads the models.
+    """Execution settings of a job; calling it loads the models.
 
-    mode:       'blocks', 'rows', or who else answers ('server', 'ray').
-    why:        why not by whole blocks; '' when they are.
-    block_rows: rows that are answered together.
-    part_rows:  rows that are committed together, when nobody says.
+    mode:       'blocks', 'rows', or 'server'.
+    why:        reason against block mode; '' in block mode.
+    block_rows: rows per block.
+    part_rows:  default rows per part.
     repeatable: by output, 'exact' or 'rounding'.
     """
 
@@ -45,9 +45,9 @@ class RunnerFactory:
     block_rows: int
     part_rows: int
     repeatable: Mapping[str, str]
-    open: Callable[[Progress | None], Runner]
+    open: Callable[[Progress | None], JobRunner]
 
-    def __call__(self, progress: Progress | None = None) -> Runner:
+    def __call__(self, progress: Progress | None = None) -> JobRunner:
         return self.open(progress)
 
 
@@ -60,10 +60,10 @@ def local_runner_factory(
     mode: str = "auto",
     machine: Machine | None = None,
 ) -> RunnerFactory:
-    """Decide how a job is answered in workers of its own; PipelineError lists every problem.
+    """Choose the mode of a job on this machine; PipelineError lists all problems.
 
     mode:    'auto', 'blocks' (PipelineError where the pipeline does not allow it) or 'rows'.
-    machine: what to place it on; None: this one.
+    machine: to place the plan on; None: this one.
     """
     from weftline.engine.jobs.runners.block_runner import BlockRunner, block_rows_of
     from weftline.engine.jobs.runners.plans import find_block_obstacle
@@ -73,7 +73,7 @@ def local_runner_factory(
     plan = make_plan(pipeline, machine or this_machine(), profile=profile_beside(pipeline))
     wanted = tuple(outputs) if outputs is not None else tuple(one.name for one in plan.outputs)
     check_outputs(plan, wanted)
-    why = find_block_obstacle(plan, wanted) if mode != ROW_BY_ROW else "row by row was asked for"
+    why = find_block_obstacle(plan, wanted) if mode != ROW_BY_ROW else "row mode was requested"
     if not why:
         rows = block_rows or block_rows_of(plan, wanted)
         return RunnerFactory(
@@ -83,7 +83,7 @@ def local_runner_factory(
             ),
         )  # fmt: skip
     if mode == BLOCKS:
-        raise PipelineError([Problem("", f"cannot be answered by whole blocks: {why}", file=plan.file)])
+        raise PipelineError([Problem("", f"cannot run in blocks: {why}", file=plan.file)])
     rows = block_rows or min(ROWS, block_rows_of(plan, wanted))
     return RunnerFactory(
         ROW_BY_ROW, why, rows, PART_ROWS_SLOW, repeatable(plan, wanted, False),
@@ -99,7 +99,7 @@ def _row_by_row(
     block_rows: int,
     progress: Progress | None,
     machine: Machine | None,
-) -> Runner:
+) -> JobRunner:
     session = Session(
         for_jobs(plan, block_rows),
         progress,
@@ -111,7 +111,7 @@ def _row_by_row(
 
 
 def for_jobs(plan: Plan, block_rows: int) -> Plan:
-    """Return a plan for a job alone: nobody else waits, so nothing is refused or cut short for others' sake."""
+    """Return the plan without limits that protect interactive requests."""
     limits = replace(
         plan.limits,
         requests_max=max(plan.limits.requests_max, block_rows * (2 * len(plan.workers) + 4)),

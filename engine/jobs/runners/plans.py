@@ -1,8 +1,9 @@
-"""Plan rewrite for block requests: same steps, workers and devices, blocks as items.
+"""Plans of jobs: rewrite for block requests, and reproducibility of outputs; pure.
 
-A request costs the scheduler some hundred microseconds whatever it carries. Where a row takes less than that, the
-scheduler is what a job waits for; a request for a thousand rows makes that nothing. It can be done where every step is
-a plain batch node: nothing in the graph may depend on a row's values.
+A request costs the scheduler some hundred microseconds, whatever it carries. Where a row takes less, the scheduler
+limits the job; with a thousand rows per request its cost is negligible. The rewrite keeps steps, workers and devices,
+and makes blocks the items. It requires that every step is a plain batch node: nothing in the graph may depend on a
+row's values.
 """
 
 from __future__ import annotations
@@ -28,50 +29,50 @@ from weftline.pipelines.spec.wire import Wire
 from weftline.shm.spec import ITEM_BYTES
 
 ROWS = 1024
-"""Rows of a block of small values: a request's cost is then well below a microsecond for each."""
+"""Rows of a block of small values: the cost of a request is then below a microsecond per row."""
 
 ROWS_MIN = 16
 """Fewest rows of a block, however large its values."""
 
 BLOCK_BYTES = 32 << 20
-"""Most bytes of one port's values in a block, as far as types tell their size."""
+"""Most bytes of one port's values in a block, estimated from types."""
 
 ARENA_BYTES = 64 << 20
 """Least shared memory of each process: two blocks' values."""
 
 OPEN_BYTES_MAX = 1 << 40
-"""Inputs are held to the pipeline's own limits row by row; whole blocks of them only to memory."""
+"""The pipeline's limits apply per row; whole blocks are limited by memory only."""
 
 RUN_MAX_MS = 86_400_000.0
-"""Longest a block may be in a step, a day."""
+"""Longest run of a block in a step: a day."""
 
 TYPICAL_BYTES: Mapping[str, int] = {"image": 1 << 20, "audio": 1 << 20, "tensor": 1 << 18}
-"""Taken as the size of a value whose type does not tell: a picture of 640 x 480, 16 s of sound."""
+"""Assumed size of values without a fixed size: an image of 640 x 480, 16 s of audio."""
 
 PADS: Mapping[str, str] = {
     "weftline.nodes.embed:Embed": "text",
     "weftline.nodes.classify:Classify": "text",
 }
-"""Nodes that pad a batch to its longest item, and the input that has the length."""
+"""Nodes that pad a batch to its longest item, and the input that determines the length."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
     """A plan for blocks.
 
-    plan:  what is run; its inputs and outputs are columns, and tensors of seeds.
-    seeds: name of the input that has the rows' seeds.
-    told:  for each step that runs, in running order, the output that has its rows_node.BlockOutcome.
+    plan:     its inputs and outputs are columns, and tensors of seeds.
+    seeds:    name of the input with the rows' seeds.
+    outcomes: by step in running order, the output with its rows_node.BlockOutcome.
     """
 
     plan: Plan
     seeds: str
-    told: Mapping[str, str]
+    outcomes: Mapping[str, str]
 
 
 def find_block_obstacle(plan: Plan, outputs: Collection[str] | None = None) -> str:
-    """Return why the steps that these outputs need (None: all) cannot be given blocks; '' when they can."""
-    steps = needed(plan, outputs)
+    """Return why the steps of these outputs (None: all) cannot run in blocks; '' if they can."""
+    steps = required_steps(plan, outputs)
     if not steps:
         return "no step runs for these outputs"
     for step in steps:
@@ -79,28 +80,28 @@ def find_block_obstacle(plan: Plan, outputs: Collection[str] | None = None) -> s
             if found:
                 return f"step {step.name} {hindrance}"
     stand_ins = {step.fallback for step in plan.steps}
-    return next((f"step {step.name} answers for another" for step in steps if step.name in stand_ins), "")
+    return next((f"step {step.name} is a fallback of another step" for step in steps if step.name in stand_ins), "")
 
 
 def _hindrances(step: PlannedStep) -> Mapping[str, bool]:
     return {
         "is decided by the scheduler, row by row": bool(step.control),
         "streams": step.streams or bool(step.fed),
-        "takes pieces": any(given.pieces for given in step.inputs),
-        "remembers between requests": step.sequence is not None,
+        "streams an input": any(given.pieces for given in step.inputs),
+        "keeps state between requests": step.sequence is not None,
         "has a condition": step.when is not None,
         "runs for each element of a list": bool(step.map),
         "has a fallback": step.fallback is not None,
-        "is tried again when it fails": step.retry is not None,
+        "has a retry policy": step.retry is not None,
         "has a timeout_ms": step.timeout_ms is not None,
         "pads its inputs": bool(step.batch.pad),
-        "must not run twice for a row": not step.idempotent,
+        "is not idempotent": not step.idempotent,
         "is finite": step.finite,
     }
 
 
-def needed(plan: Plan, outputs: Collection[str] | None = None) -> tuple[PlannedStep, ...]:
-    """Return the steps that these outputs (None: all) need, in running order."""
+def required_steps(plan: Plan, outputs: Collection[str] | None = None) -> tuple[PlannedStep, ...]:
+    """Return the steps that these outputs (None: all) require, in running order."""
     wanted = {one.wire.step for one in plan.outputs if outputs is None or one.name in outputs}
     found: list[PlannedStep] = []
     for step in reversed(plan.steps):
@@ -112,11 +113,11 @@ def needed(plan: Plan, outputs: Collection[str] | None = None) -> tuple[PlannedS
 
 
 def rows_of(plan: Plan, outputs: Collection[str] | None = None) -> int:
-    """Return how many rows make a good block: as many as fit into BLOCK_BYTES, in whole batches where possible.
+    """Return the rows of a block: as many as fit into BLOCK_BYTES, in whole batches where possible.
 
-    A block that ends within a batch of some step makes a small batch of what is left over.
+    A block that ends within a batch of a step leaves a small batch.
     """
-    steps = needed(plan, outputs)
+    steps = required_steps(plan, outputs)
     types = [given.type for step in steps for given in step.inputs]
     types += [port.type for step in steps for port in step.outputs]
     rows = min(ROWS, max(ROWS_MIN, BLOCK_BYTES // max(map(_typical_bytes, types), default=1)))
@@ -137,17 +138,18 @@ def _typical_bytes(type: PortType) -> int:
 
 
 def block_plan(plan: Plan, outputs: Collection[str] | None = None, block_rows: int = ROWS) -> BlockPlan:
-    """Return the plan that answers these outputs (None: all) for whole blocks; `blockable` must have said ''.
+    """Return the plan that computes these outputs (None: all) for whole blocks.
 
-    Steps, their workers, instances and devices are those of `plan`; what these outputs do not need is left out, as are
-    outputs that are inputs passed on. block_rows: most rows of a block, by which run_max_ms is raised.
+    Requires that `find_block_obstacle` returns ''. Steps, workers, instances and devices are those of `plan`, without
+    steps that these outputs do not require and without outputs that are inputs. block_rows: most rows of a block, by
+    which run_max_ms is multiplied.
     """
-    run = needed(plan, outputs)
+    run = required_steps(plan, outputs)
     constants = {one.name: one for one in plan.inputs if one.hidden}
     read = dict.fromkeys(given.wire.port for step in run for given in step.inputs if given.wire.step is None)
     inputs = [Input(name, str(COLUMN)) for name in read if name not in constants]
     seeds = _free("seeds", read)
-    told = {step.name: _free("told", [port.name for port in step.outputs]) for step in run}
+    outcomes = {step.name: _free("outcome", [port.name for port in step.outputs]) for step in run}
     at = _workers(run)
     limits = _limits(plan.limits)
     uses = Counter(given.wire for step in run for given in step.inputs)
@@ -157,8 +159,8 @@ def block_plan(plan: Plan, outputs: Collection[str] | None = None, block_rows: i
         if one.wire.step is not None and (outputs is None or one.name in outputs)
     ]
     uses.update(one.wire for one in wanted)
-    steps = tuple(_step(step, constants, seeds, told[step.name], at, uses, block_rows) for step in run)
-    names = {step.name: f"{step.name}: {told[step.name]}" for step in run}  # no output's name has a colon
+    steps = tuple(_step(step, constants, seeds, outcomes[step.name], at, uses, block_rows) for step in run)
+    names = {step.name: f"{step.name}: {outcomes[step.name]}" for step in run}  # no output's name has a colon
     inputs.append(Input(seeds, str(SEEDS)))
     new = Plan(
         name=plan.name,
@@ -166,7 +168,7 @@ def block_plan(plan: Plan, outputs: Collection[str] | None = None, block_rows: i
         input_types={one.name: PortType.parse(one.type) for one in inputs},
         input_readers={one.name: uses[Wire(None, one.name)] for one in inputs} | {seeds: len(run)},
         steps=steps,
-        outputs=(*wanted, *(PlannedOutput(names[name], Wire(name, port), OUTCOME) for name, port in told.items())),
+        outputs=(*wanted, *(PlannedOutput(names[name], Wire(name, port), OUTCOME) for name, port in outcomes.items())),
         workers=tuple(
             dataclasses.replace(
                 plan.workers[old],
@@ -190,7 +192,7 @@ def block_plan(plan: Plan, outputs: Collection[str] | None = None, block_rows: i
 
 
 def _budgets(plan: Plan, new: Plan) -> tuple[DeviceBudget, ...]:
-    """Return what is claimed of each GPU that is still used: without arenas, and what belonged to steps left out."""
+    """Return the claims on each GPU in use, without arenas and removed steps."""
     kept = {"", *(step.name for step in new.steps), *(worker.name for worker in new.workers)}
     used = {worker.device for worker in new.workers}
     return tuple(
@@ -210,12 +212,12 @@ def _step(
     step: PlannedStep,
     constants: Mapping[str, Input],
     seeds: str,
-    told: str,
+    outcome: str,
     at: Mapping[int, int],
     uses: Mapping[Wire, int],
     block_rows: int,
 ) -> PlannedStep:
-    """Return a step that runs this one on blocks. at: the new index of each worker. uses: readers of each wire."""
+    """Return the step that runs this one on blocks. at: new index by worker. uses: readers by wire."""
     known = {
         given.port: constants[given.wire.port]
         for given in step.inputs
@@ -228,8 +230,10 @@ def _step(
         step=step.name,
         runs=step.node,
         runs_options=dict(step.options),
-        takes={given.port: known[given.port].type if given.port in known else str(given.type) for given in step.inputs},
-        gives={port.name: str(port.type) for port in step.outputs},
+        inputs={
+            given.port: known[given.port].type if given.port in known else str(given.type) for given in step.inputs
+        },
+        outputs={port.name: str(port.type) for port in step.outputs},
         optional=tuple(given.port for given in step.inputs if given.optional),
         fixed=fixed,
         absent=absent,
@@ -239,7 +243,7 @@ def _step(
         by_length=PADS.get(step.node, ""),
         mutates=step.mutates_inputs,
         seeds=seeds_port,
-        told=told,
+        outcome=outcome,
     )
     columns = [PlannedInput(given.port, given.wire, COLUMN) for given in step.inputs if given.port not in known]
     node = HeavyRowsNode if step.heavy else RowsNode
@@ -249,21 +253,21 @@ def _step(
         node=f"{node.__module__}:{node.__name__}",
         options=to_options(config),
         inputs=(*columns, PlannedInput(seeds_port, Wire(None, seeds), SEEDS)),
-        outputs=(*(Port(port.name, COLUMN) for port in step.outputs), Port(told, OUTCOME)),
-        readers={port.name: uses.get(Wire(step.name, port.name), 0) for port in step.outputs} | {told: 1},
+        outputs=(*(Port(port.name, COLUMN) for port in step.outputs), Port(outcome, OUTCOME)),
+        readers={port.name: uses.get(Wire(step.name, port.name), 0) for port in step.outputs} | {outcome: 1},
         batch=BatchPolicy(order="arrival"),
         mutates_inputs=False,
         workers=tuple(at[old] for old in step.workers),
         run_max_ms=min(step.run_max_ms * calls, RUN_MAX_MS),
         conditional=False,
         reserved=0,
-        near_inputs=(),  # columns of many rows travel in host memory
+        near_inputs=(),  # columns are in host memory
         near_outputs={},
     )
 
 
 def _workers(steps: Sequence[PlannedStep]) -> dict[int, int]:
-    """Return the new index of each worker that is still needed, in the old order."""
+    """Return the new index of each worker in use, in the old order."""
     return {old: new for new, old in enumerate(sorted({worker for step in steps for worker in step.workers}))}
 
 
@@ -286,14 +290,14 @@ def _free(name: str, taken: Collection[str]) -> str:
 
 
 EXACT, ROUNDING = "exact", "rounding"
-"""Whether the same rows give the same bytes in every run, or numbers that may differ by rounding."""
+"""Equal rows produce equal bytes in every run, or numbers that may differ by rounding."""
 
 
 def repeatable(plan: Plan, outputs: Sequence[str], shared: bool) -> dict[str, str]:
-    """Return for each output whether a job gives the same bytes in every run.
+    """Return the reproducibility of each output.
 
-    Batches that usual requests share, and steps that batch as they go along, make numbers differ by rounding; so does
-    everything that is made of these.
+    Batches shared with other requests and steps with continuous batching make numbers differ by rounding, and so does
+    everything computed from them.
     """
     loose = {None: False} | {step.name: shared or step.streams for step in plan.steps}
     for step in plan.steps:  # each comes after what it reads
@@ -312,5 +316,5 @@ def check_outputs(plan: Plan, outputs: Sequence[str]) -> None:
     unknown = [name for name in outputs if name not in known]
     if unknown or not outputs:
         hints = [hint for name in unknown if (hint := did_you_mean(name, known))]
-        told = f"no output is called {listed(unknown)}; outputs: {listed(known)}"
-        raise InputError(told + (f"\n    fix: {hints[0]}" if hints else ""))
+        found = f"no output is named {listed(unknown)}; outputs: {listed(known)}"
+        raise InputError(found + (f"\n    fix: {hints[0]}" if hints else ""))

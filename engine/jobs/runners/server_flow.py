@@ -1,7 +1,19 @@
-"""Congestion window of a remote runner: limits the rows in flight, adapted to refusals.
+"""Flow control and retry policy of the server runner.
 
-The rule is that of congestion windows (RFC 5681): the window grows by one with each answer until the first refusal,
-then by one with each windowful of answers; a refusal halves it, once for all rows that were under way together. Pure.
+`Window` limits the rows in flight as TCP's congestion window does (RFC 5681): it grows by one with each response until
+the first refusal, then by one per window of responses. A refusal halves it, once for all rows in flight at that time.
+
+`RetryPolicy` decides for each failed call between a retry, an error row and the end of the job:
+
+    temporary refusal        retry after the server's pause; an error row if others pass and it does not; the job ends
+                             when no row passes for `patience_s`
+    permanent refusal        an error row: `request_bytes_max`, a result that is too large, and others without a pause
+    no server, server ends   retry with growing pauses; the job ends after `patience_s` without a response
+    worker died              one retry, as the whole server may have been ending; then an error row
+    no such model, no access the job ends
+    anything else            an error row
+
+Time is an argument. All but `WindowQueue` is pure.
 """
 
 from __future__ import annotations
@@ -25,13 +37,12 @@ from weftline.errors import (
 )
 
 START, MOST = 8, 128
-"""Rows under way at first, and at most unless somebody says more: half of what `limits.requests_max` is when nobody
-sets it, for usual requests need room too."""
+"""Initial window, and its largest default: half of the default `limits.requests_max`, for other requests run too."""
 
 
 @dataclass(slots=True)
 class Window:
-    """Counts what is under way.
+    """Counts the rows in flight.
 
     most:  largest size.
     fixed: the size never changes.
@@ -42,48 +53,48 @@ class Window:
     fixed: bool = False
     open: int = 0
     _sent: int = 0
-    _cut: int = 0  # rows with a lower number were under way when the window was halved
-    _calm: bool = True  # nothing was refused yet
+    _cut: int = 0  # rows with a lower number were in flight when the window was halved
+    _calm: bool = True  # no refusal yet
 
     @property
     def full(self) -> bool:
-        """Whether no row may be sent now."""
+        """Return True if no row may be sent now."""
         return self.open >= int(self.size)
 
     def send(self) -> int:
-        """Count a row out and return its number, which says what was under way together."""
+        """Count a sent row and return its sequence number."""
         self.open += 1
         self._sent += 1
         return self._sent
 
     def back(self, answered: bool) -> None:
-        """Count a row in. One that was answered while the window was full makes room for more."""
+        """Count a returned row. A success while the window is full enlarges it."""
         grows = answered and self.full and not self.fixed
         self.open -= 1
         if grows:
             self.size = min(float(self.most), self.size + (1.0 if self._calm else 1.0 / self.size))
 
     def refuse(self, number: int) -> None:
-        """Halve the window because the row of that number was refused, if it was sent since it was halved last."""
+        """Halve the window for a refused row, if it was sent since the last halving."""
         if self.fixed or number <= self._cut:
             return
         self.size, self._calm, self._cut = max(1.0, self.size / 2), False, self._sent
 
     def begin_again(self) -> None:
-        """Forget what was learnt: the server is another one now."""
+        """Reset the window for another server."""
         if not self.fixed:
             self.size, self._calm, self._cut = float(min(START, self.most)), True, self._sent
 
 
 class WindowQueue:
-    """A window, and who waits for room in it."""
+    """A window with a priority queue of waiting rows."""
 
     def __init__(self, window: Window) -> None:
         self.window = window
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
-    async def take(self, order: int) -> int:
-        """Wait until one more row may be under way, and return its number; `give` it back whatever happens."""
+    async def acquire(self, order: int) -> int:
+        """Wait until the row may be sent, and return its number for `release`."""
         while self.window.full:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (order, turn))
@@ -94,8 +105,8 @@ class WindowQueue:
                 raise
         return self.window.send()
 
-    def give(self, number: int, answered: bool, failed: Retry | None = None) -> None:
-        """Take a row back, and what its end says of the window."""
+    def release(self, number: int, answered: bool, failed: Retry | None = None) -> None:
+        """Return a row's slot, and adapt the window to its end."""
         if failed is not None and failed.window == "half":
             self.window.refuse(number)
         elif failed is not None and failed.window == "first":
@@ -104,7 +115,7 @@ class WindowQueue:
         self._wake()
 
     def _wake(self) -> None:
-        """Let as many rows go on as there is room for."""
+        """Wake as many rows as the window admits."""
         capacity = int(self.window.size) - self.window.open
         while capacity > 0 and self._waiting:
             turn = heapq.heappop(self._waiting)[1]
@@ -114,29 +125,29 @@ class WindowQueue:
 
 
 PATIENCE_S = 300.0
-"""How long a job waits for a server that is being started again."""
+"""Longest wait for a server that restarts."""
 
 REFUSALS_MAX = 32
-"""A row that was refused so often, while so many others were answered, will never pass."""
+"""A row with this many refusals, while as many others passed, becomes an error row."""
 
 DEATHS_MAX = 2
-"""How often a row may meet a worker that dies."""
+"""A row with this many worker deaths becomes an error row."""
 
 DEATH_S = 0.5
-"""Pause before a row that has met one is sent again."""
+"""Pause before the retry after a worker death."""
 
 FIRST_S, LONGEST_S, FACTOR = 0.1, 5.0, 2.0
-"""Pause before a server that was not reached is asked again; it doubles each time. With jitter of a half."""
+"""Pause after a failed connection; doubles each time, with a jitter of a half."""
 
 WindowHint = Literal["same", "half", "first"]
-"""What a failed call says of how many rows may be under way: nothing, too many, or that the server is another now."""
+"""Effect of a failed call on the window: none, halve, or reset for another server."""
 
 _ENDS_JOB = (UnknownModel, AccessDenied, JobChanged, SessionClosed)
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The row is sent again after a pause."""
+    """Retry after a pause."""
 
     wait_s: float
     window: WindowHint = "same"
@@ -144,10 +155,10 @@ class Retry:
 
 @dataclass(slots=True)
 class ServerActivity:
-    """What was heard of the server by now, over all rows.
+    """Responses of the server over all rows.
 
-    answered:   rows that it answered, error rows among them; the last of them at answered_s.
-    alive_s:    when it last said anything.
+    answered:   completed rows, with error rows; the last of them at answered_s.
+    alive_s:    time of the last response.
     """
 
     answered: int = 0
@@ -161,22 +172,22 @@ class ServerActivity:
 
 @dataclass(slots=True)
 class RetryPolicy:
-    """One row's."""
+    """Retry state of one row."""
 
     patience_s: float = PATIENCE_S
     _refused: int = 0
-    _refused_s: float = 0.0  # when it was first refused
-    _others: int = 0  # rows that were answered by then
+    _refused_s: float = 0.0  # time of the first refusal
+    _others: int = 0  # completed rows at that time
     _missed: int = 0
-    _missed_s: float = 0.0  # when it first reached nobody
+    _missed_s: float = 0.0  # time of the first failed connection
     _deaths: int = 0
 
     def after(
         self, error: WeftlineError, activity: ServerActivity, now_s: float, chance: float = 0.5
     ) -> Retry | RowError:
-        """Return when it is sent again, or its error; raise what ends the job.
+        """Return a retry or the row's error; raises errors that end the job.
 
-        chance: from 0 to 1, spreads rows that reached nobody together.
+        chance: random number from 0 to 1, the jitter of reconnects.
         """
         if isinstance(error, _ENDS_JOB):
             raise error
@@ -198,11 +209,11 @@ class RetryPolicy:
         self._refused += 1
         self._missed = 0
         if self._refused >= REFUSALS_MAX and activity.answered - self._others >= REFUSALS_MAX:
-            return row_error(LimitReached(f"{error}; so the server said {self._refused} times"))
+            return row_error(LimitReached(f"{error}; refused {self._refused} times"))
         if now_s - max(self._refused_s, activity.answered_s) > self.patience_s:
             raise LimitReached(
-                f"the server took no row for {self.patience_s:g} s: {_first_line(error)}"
-                "\n    fix: run the job again when there is room; it goes on where it stopped"
+                f"the server accepted no row for {self.patience_s:g} s: {_first_line(error)}"
+                "\n    fix: run the job again when the server has capacity; it resumes where it stopped"
             )
         return Retry(error.retry_after_s, "half")
 
@@ -212,7 +223,7 @@ class RetryPolicy:
         if now_s - max(self._missed_s, activity.alive_s) > self.patience_s:
             raise Unavailable(
                 f"no server for {self.patience_s:g} s: {_first_line(error)}"
-                "\n    fix: run the job again when it serves; it goes on where it stopped"
+                "\n    fix: run the job again when the server is up; it resumes where it stopped"
             )
         wait_s = min(LONGEST_S, FIRST_S * FACTOR ** min(self._missed, 10)) * (0.5 + chance)
         self._missed += 1

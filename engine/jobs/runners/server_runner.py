@@ -1,7 +1,10 @@
-"""Check that a server's model matches a pipeline file, by names and types of its ports.
+"""Server runner: each row is one call to a running server, marked as a row of a job.
 
-What is behind the ports (models, prompts, versions of weights) no server tells; that the file it serves is the same is
-the operator's word.
+One thread with an event loop makes the calls, as many at a time as the server admits (server_flow.py), in row order.
+The server forms batches of all its waiting requests: numbers are equal in every run within rounding.
+
+The ports of the server's model are compared with the pipeline file. The contents behind the ports (models, prompts,
+weights) are not comparable: that the server serves the same file is the operator's responsibility.
 """
 
 from __future__ import annotations
@@ -45,11 +48,11 @@ if TYPE_CHECKING:
 
 
 Ports = Mapping[str, str]
-"""Written types by name; of an input that may be left out, with a `?`."""
+"""Type names by port; optional inputs end in `?`."""
 
 
 def ports_of(pipeline: Pipeline) -> tuple[Ports, Ports]:
-    """Return a pipeline's inputs and outputs; PipelineError has everything that is wrong with it."""
+    """Return a pipeline's inputs and outputs; PipelineError lists its problems."""
     checked = examine(pipeline)
     if checked.problems:
         raise PipelineError(checked.problems)
@@ -69,7 +72,7 @@ def described_ports(model: DescribedModel) -> tuple[Ports, Ports]:
 
 
 def check_same(pipeline: Pipeline, model: DescribedModel, address: str) -> None:
-    """Raise InputError with both lists when a server's model cannot be this pipeline."""
+    """Raise InputError with both port lists if a server's model differs from this pipeline."""
     ours, theirs = ports_of(pipeline), described_ports(model)
     if ours == theirs:
         return
@@ -78,18 +81,18 @@ def check_same(pipeline: Pipeline, model: DescribedModel, address: str) -> None:
         if own != served:
             lines.append(f"    {what} of the file:   {_listed(own)}")
             lines.append(f"    {what} of the server: {_listed(served)}")
-    lines.append("    fix: name the file that is served, or the model that serves this file")
+    lines.append("    fix: pass the served file, or the model that serves this file")
     raise InputError("\n".join(lines))
 
 
 def types_of(ports: Iterable[DescribedPort], model: str, address: str) -> dict[str, PortType]:
-    """Return types by port; InputError when the server does not know Weftline's types."""
+    """Return types by port; InputError if the server describes no Weftline types."""
     found = list(ports)
     if any(port.type is None for port in found):
-        told = ", ".join(f"{port.name} ({port})" for port in found if port.type is None)
+        names = ", ".join(f"{port.name} ({port})" for port in found if port.type is None)
         raise InputError(
-            f"model {model} at {address} tells no types of {told}"
-            "\n    fix: a job needs a Weftline server, of this version or a later one"
+            f"model {model} at {address} has no types for {names}"
+            "\n    fix: use a Weftline server of this version or later"
         )
     return {port.name: port.type for port in found if port.type is not None}
 
@@ -103,27 +106,27 @@ def _listed(ports: Ports) -> str:
 
 
 IN_FLIGHT_MAX = 256
-"""Most rows under way that can be asked for."""
+"""Upper limit of `in_flight`."""
 
 BLOCK_ROWS = 64
-"""Rows of a block, when nobody says: batches do not depend on it here."""
+"""Default rows of a block; batches do not depend on it."""
 
 T = TypeVar("T")
 
 
 class ServerRunner:
-    """Answers the rows of blocks by calls to a server; see rows.Runner.
+    """Executes blocks by calls to a server, one per row; see rows.JobRunner.
 
-    `needed` are the inputs that no row may leave out.
+    `required`: inputs that every row must have.
 
     address, token, tls, insecure: as for `AsyncClient`.
-    outputs:    which outputs are wanted; None: all.
-    in_flight:  rows under way at a time; None: as many as the server takes, at most 128.
-    pipeline:   what the server's model must be; None: whatever it is.
-    seed:       what rows' seeds are made from.
-    patience_s: how long a server that is gone, or takes nothing, is waited for before the job stops.
+    outputs:    outputs to compute; None: all.
+    in_flight:  concurrent rows; None: as many as the server admits, at most 128.
+    pipeline:   expected pipeline of the server's model; None: any.
+    seed:       base of the rows' seeds.
+    patience_s: longest wait for a server that is down or refuses all rows.
 
-    The tally has the calls, under the model's name, and no steps: a server does not tell which of its work was a row's.
+    The tally has the calls, under the model's name, and no steps: servers do not report step timings.
     """
 
     def __init__(
@@ -145,11 +148,11 @@ class ServerRunner:
             raise InputError(f"in_flight: found {in_flight}, expected 1 to {IN_FLIGHT_MAX} rows")
         self._address, self._model, self._seed = address, model, seed
         self._client = _client(address, token, tls, insecure)
-        self._turns = WindowQueue(Window(in_flight or START, in_flight or MOST, in_flight is not None))
+        self._queue = WindowQueue(Window(in_flight or START, in_flight or MOST, in_flight is not None))
         self.block_rows = block_rows or BLOCK_ROWS
         self._patience_s = patience_s
         self._activity = ServerActivity(0, time.monotonic(), time.monotonic())
-        self._known_anew = False  # the server may be another one, and its model another
+        self._describe_again = False  # the server may have been replaced
         self._tokens = 0
         self._order = itertools.count()
         self._closing = threading.Lock()
@@ -168,13 +171,13 @@ class ServerRunner:
         except BaseException:
             self.close()
             raise
-        self.needed = {name for name, port in known.inputs.items() if not port.optional}
+        self.required = {name for name, port in known.inputs.items() if not port.optional}
         self.outputs = {name: every[name] for name in self._wanted or every}
         self._texts = [name for name, type in self.outputs.items() if type.kind == "text"]
 
     @property
     def ahead(self) -> int:
-        return -(-self._turns.window.most // self.block_rows) + 1
+        return -(-self._queue.window.most // self.block_rows) + 1
 
     @property
     def repeatable(self) -> Mapping[str, str]:
@@ -182,24 +185,24 @@ class ServerRunner:
 
     @property
     def instances(self) -> Mapping[str, int]:
-        """None: how many there are is the server's business."""
+        """Empty: unknown for a server."""
         return {}
 
     def submit(self, block: RowBlock) -> Future[BlockResult]:
         with self._closing:
             if not self._closed:
-                return self._call(self._answer(block))
+                return self._call(self._run_block(block))
         ended: Future[BlockResult] = Future()
-        ended.set_exception(SessionClosed("the job was ended"))
+        ended.set_exception(SessionClosed("the job was stopped"))
         return ended
 
     def figures(self) -> Mapping[str, float]:
-        """Return `in_flight`, how many calls may be open now, and the `tokens` that a `usage` output has told of."""
+        """Return `in_flight`, the current window, and the `tokens` of `usage` outputs."""
         tokens = {"tokens": float(self._tokens)} if self._tokens else {}
-        return {"in_flight": float(int(self._turns.window.size)), **tokens}
+        return {"in_flight": float(int(self._queue.window.size)), **tokens}
 
     def settle(self) -> None:
-        """Nothing is counted elsewhere."""
+        """No figures arrive later."""
 
     def close(self) -> None:
         with self._closing:
@@ -211,7 +214,7 @@ class ServerRunner:
         self._thread.join()
         self._loop.close()
 
-    # in the loop
+    # on the event loop
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -223,28 +226,30 @@ class ServerRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
-    async def _answer(self, block: RowBlock) -> BlockResult:
+    async def _run_block(self, block: RowBlock) -> BlockResult:
         errors: dict[int, RowError] = {}
         given = ((row, usable(block, row, errors)) for row in range(len(block)))
         rows = {row: inputs for row, inputs in given if inputs is not None}
         seeds = [row_seed(self._seed, block.place_of(row)) for row in rows]
         orders = [next(self._order) for _ in rows]
         tasks = [
-            asyncio.create_task(self._row(inputs, seed, order))
+            asyncio.create_task(self._run_row(inputs, seed, order))
             for inputs, seed, order in zip(rows.values(), seeds, orders, strict=True)
         ]
         try:
             ends = await asyncio.gather(*tasks)
         except asyncio.CancelledError:
             if self._closed:
-                raise SessionClosed("the job was ended") from None
+                raise SessionClosed("the job was stopped") from None
             raise
         finally:
-            for task in tasks:  # one that nobody can answer ends the others
+            for task in tasks:  # an error that ends the job cancels the other rows
                 task.cancel()
-        return self._answered(len(block), dict(zip(rows, ends, strict=True)), errors)
+        return self._block_result(len(block), dict(zip(rows, ends, strict=True)), errors)
 
-    def _answered(self, count: int, ends: Mapping[int, Result | RowError], errors: dict[int, RowError]) -> BlockResult:
+    def _block_result(
+        self, count: int, ends: Mapping[int, Result | RowError], errors: dict[int, RowError]
+    ) -> BlockResult:
         tally = Tally()
         calls = tally.of(self._model)
         found: dict[int, Result] = {}
@@ -263,37 +268,37 @@ class ServerRunner:
             self._tokens += int(usage.get("completion_tokens", 0)) if isinstance(usage, dict) else 0
         return BlockResult(outputs, errors, tally)
 
-    async def _row(self, inputs: Mapping[str, Any], seed: int, order: int) -> Result | RowError:
-        """Ask until the row has an answer or an error; an exception when nobody can answer."""
+    async def _run_row(self, inputs: Mapping[str, Any], seed: int, order: int) -> Result | RowError:
+        """Call the server until the row has a result or an error; raises errors that end the job."""
         tries = RetryPolicy(self._patience_s)
         while True:
-            number = await self._turns.take(order)
+            number = await self._queue.acquire(order)
             end: Result | RowError | Retry | None = None
             try:
-                end = await self._once(inputs, seed)
+                end = await self._call_server(inputs, seed)
             except WeftlineError as error:
                 end = tries.after(error, self._activity, time.monotonic(), random.random())
             finally:
-                self._turns.give(number, isinstance(end, Result), end if isinstance(end, Retry) else None)
+                self._queue.release(number, isinstance(end, Result), end if isinstance(end, Retry) else None)
             if not isinstance(end, Retry):
                 self._activity.answer(time.monotonic())
                 return end
-            self._known_anew = self._known_anew or end.window == "first"
+            self._describe_again = self._describe_again or end.window == "first"
             await asyncio.sleep(end.wait_s)
 
-    async def _once(self, inputs: Mapping[str, Any], seed: int) -> Result:
-        again, self._known_anew = self._known_anew, False
+    async def _call_server(self, inputs: Mapping[str, Any], seed: int) -> Result:
+        again, self._describe_again = self._describe_again, False
         known = await self._client.describe(self._model, again=again)
         if known is not self._known:
             self._check_unchanged(known)
         return await self._client.run(self._model, RequestOptions(outputs=self._wanted, job=True, seed=seed), **inputs)
 
     def _check_unchanged(self, known: DescribedModel) -> None:
-        """Raise JobChanged when the server describes its model otherwise than at the beginning."""
+        """Raise JobChanged if the ports of the model changed during the job."""
         if described_ports(known) != described_ports(self._known):
             raise JobChanged(
-                f"model {self._model} at {self._address} has other inputs or outputs than when the job began"
-                "\n    fix: serve what was served before, and run the job again"
+                f"model {self._model} at {self._address} has other inputs or outputs than at the start of the job"
+                "\n    fix: serve the previous model, and run the job again"
             )
         self._known = known
 
@@ -307,7 +312,7 @@ def _client(address: str, token: str | None, tls: bool | str | Path | ClientTls,
 
 
 SERVER = "server"
-"""The mode of such a job."""
+"""Mode of jobs on a server."""
 
 
 def server_runner_factory(
@@ -323,18 +328,18 @@ def server_runner_factory(
     block_rows: int | None = None,
     in_flight: int | None = None,
 ) -> RunnerFactory:
-    """Return the way through a server that serves this pipeline; opening it raises InputError when it does not.
+    """Return the factory of runners on a server; calling it raises InputError for another model.
 
-    PipelineError has everything that is wrong with the file.
+    PipelineError lists the problems of the file.
 
-    address: 'host:port' of the server's gRPC door, or 'unix:/path' of its socket.
-    model:   the name it is served under; '': the pipeline's own.
+    address: 'host:port' of the gRPC server, or 'unix:/path' of its socket.
+    model:   its name on the server; '': the pipeline's name.
     The rest is as for ServerRunner.
     """
     pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
-    _, gives = ports_of(pipeline)
+    _, ports = ports_of(pipeline)
     rows = block_rows or BLOCK_ROWS
-    wanted = tuple(outputs) if outputs is not None else tuple(gives)
+    wanted = tuple(outputs) if outputs is not None else tuple(ports)
     return RunnerFactory(
         SERVER, "", rows, PART_ROWS_SLOW, dict.fromkeys(wanted, ROUNDING),
         lambda progress: ServerRunner(

@@ -1,7 +1,7 @@
 """Row runner: each row is one request of a session.
 
-The rows of a block come in together and form their batches by their order (engine/scheduler/groups.py). On a session
-of its own a job has all there is; on one that answers usual requests too it stays behind them.
+The rows of a block form an ordered group, whose batches follow from row order (engine/scheduler/groups.py). On a shared
+session, interactive requests have priority.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from weftline.engine.session import Session
 from weftline.errors import LimitReached, RequestCancelled, SessionClosed
 
 ROWS = 128
-"""Rows of a block, when nobody says: enough for some batches of every step."""
+"""Default rows of a block: several batches of every step."""
 
 SHARED_ROWS = 16
-"""The same on a session that answers usual requests too, which need room as well."""
+"""Default rows of a block on a shared session, whose other requests need memory too."""
 
 COUNTED = {"tokens": "completion_tokens_total", "rounds": "rounds_total"}
-"""What is told of llm steps, by the name that the nodes give it."""
+"""Figures of llm steps, and the node metrics they sum."""
 
 SETTLE_S = 1.5 * BEAT_S
-"""By then a worker has told what its nodes have counted."""
+"""Time until the workers have reported their last metrics."""
 
 WAIT_S, WAIT_S_MAX = 0.05, 2.0
-"""How long a block that found no room waits before it tries again; it doubles each time."""
+"""Pause after a refused block; doubles each time."""
 
 
 class SessionRunner:
-    """Answers the rows of blocks through an open session; see rows.Runner.
+    """Executes blocks on an open session, one request per row; see rows.JobRunner.
 
-    `needed` are the inputs that no row may leave out, `instances` how many each step has.
+    `required`: inputs that every row must have; `instances`: number of instances by step.
 
-    session:    stays the caller's, unless `own`.
-    outputs:    which outputs are wanted; None: all.
-    shared:     usual requests are answered too.
-    seed:       what rows' seeds are made from.
-    block_rows: rows of a block; None: as many as are good.
-    own:        close the session with this.
+    session:    owned by the caller, unless `own`.
+    outputs:    outputs to compute; None: all.
+    shared:     the session serves other requests too.
+    seed:       base of the rows' seeds.
+    block_rows: rows of a block; None: the default.
+    own:        close the session with the runner.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SessionRunner:
         self._seed = seed
         self.block_rows = block_rows or (SHARED_ROWS if shared else ROWS)
         self.inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
-        self.needed = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
+        self.required = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
         types = {one.name: one.type for one in plan.outputs}
         check_outputs(plan, self._wanted if self._wanted is not None else tuple(types))
         self.outputs = {name: types[name] for name in self._wanted or types}
@@ -82,7 +82,7 @@ class SessionRunner:
         self.instances = {step.name: len(step.workers) for step in plan.steps}
 
     def submit(self, block: RowBlock) -> Future[BlockResult]:
-        return self._pool.submit(self._answer, block)
+        return self._pool.submit(self._run_block, block)
 
     def figures(self) -> Mapping[str, float]:
         figures: dict[str, float] = {}
@@ -94,7 +94,7 @@ class SessionRunner:
         return figures | busy(self._lately, self.instances)
 
     def settle(self) -> None:
-        """See rows.Runner. Nodes tell what they count once a second."""
+        """See rows.JobRunner. Workers report metrics once a second."""
         if self._streams and self._answered_s is not None:
             self._closed.wait(max(0.0, self._answered_s + SETTLE_S - time.monotonic()))
 
@@ -104,8 +104,8 @@ class SessionRunner:
             self._session.close()
         self._pool.shutdown(wait=self._own, cancel_futures=True)
 
-    def _answer(self, block: RowBlock) -> BlockResult:
-        """Ask until every row has an answer or an error of its own."""
+    def _run_block(self, block: RowBlock) -> BlockResult:
+        """Submit rows until each has a result or an error."""
         results: dict[int, Result] = {}
         errors: dict[int, RowError] = {}
         tally, wait_s = Tally(), WAIT_S
@@ -130,7 +130,7 @@ class SessionRunner:
                     tally.note(end.timings)
                     errors[row] = row_error(end)
             if left and self._closed.wait(wait_s):
-                raise SessionClosed("the job was ended")
+                raise SessionClosed("the job was stopped")
             wait_s = min(2 * wait_s, WAIT_S_MAX)
         outputs = {
             name: [results[row][name] if row in results else None for row in range(len(block))] for name in self.outputs

@@ -1,4 +1,4 @@
-"""Small jobs for tests: data sets, answerers without a process, and pipelines with one."""
+"""Small jobs for tests: data sets, runners without a process, and pipelines with one."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SHOUTED = [{"n": row["n"], "text": row["text"], "loud": row["text"].upper()} for
 class Shouter:
     """Answers `loud`, the text in capitals; a row whose text is 'bad' fails. Remembers what it was asked."""
 
-    needed: frozenset[str] = frozenset({"text"})
+    required: frozenset[str] = frozenset({"text"})
     repeatable: Mapping[str, str] = {"loud": "exact"}
 
     def __init__(self, ahead: int = 2, block_rows: int = 2, output: str = "loud") -> None:
@@ -71,7 +71,7 @@ class Shouter:
 class Looker(Shouter):
     """Answers `size`, the size of the encoded picture, and the picture itself."""
 
-    needed = frozenset({"photo"})
+    required = frozenset({"photo"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_no_more_is_read_than_is_in_flight() -> None:
     endless = ({"text": f"row {next(read)}"} for _ in itertools.repeat(None))
     shouter = Shouter(ahead=3, block_rows=4)
     rows = map_rows(shouter, endless)
-    assert shouter.blocks == []  # nothing before somebody reads
+    assert shouter.blocks == []  # nothing before the first read
     assert [next(rows)["loud"] for _ in range(9)][-1] == "ROW 8"
     assert len(shouter.blocks) == 3 + 3
     rows.close()
@@ -259,9 +259,9 @@ class _Careful(Looker):
 @pytest.mark.parametrize(
     ("dataset", "options", "said"),
     [
-        (ROWS, {"maps": {"txet": "n"}}, "maps: 'txet' is no input of the pipeline; did you mean text?"),
-        (ROWS, {"keep": ["m"]}, "keep: 'm' is no column"),
-        ([{"word": "a"}], {}, "row 0: input text is needed, and there is no 'text'"),
+        (ROWS, {"maps": {"txet": "n"}}, "maps: 'txet' is not an input of the pipeline; did you mean text?"),
+        (ROWS, {"keep": ["m"]}, "keep: 'm' is not a column"),
+        ([{"word": "a"}], {}, "row 0: input text is required, and column 'text' is missing"),
         ([1, 2], {}, "row 0: found int; expected a dict of columns"),
         (5, {}, "data set: found int; expected"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), {}, r"found a mapping of 'train'"),

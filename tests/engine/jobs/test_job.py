@@ -189,18 +189,18 @@ def test_r17_a_disk_that_fails_at_any_call(tmp_path: Path, on_disk: OnDisk, kind
     whole = FaultyDisk(MemoryDisk())
     on_disk.run(tmp_path, whole)
     assert whole.calls > 60
-    expected, told = seen_on(whole.disk), set()  # type: ignore[arg-type]
+    expected, messages = seen_on(whole.disk), set()  # type: ignore[arg-type]
     for at in range(whole.calls):
         disk = MemoryDisk()
         try:
             on_disk.run(tmp_path, FaultyDisk(disk, at, error=kind))
         except OutputFailed as error:
-            told.add(str(error).splitlines()[0])
+            messages.add(str(error).splitlines()[0])
         assert seen_on(disk).items() <= expected.items(), at
         on_disk.run(tmp_path, disk)
         assert seen_on(disk) == expected, at
     words = "space" if kind == errno.ENOSPC else "/output error"
-    assert told and all(words in one for one in told), told
+    assert messages and all(words in one for one in messages), messages
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_nothing_is_loaded_before_what_can_be_known_is_known(folder: Path) -> No
 
 
 def test_too_many_errors_stop_the_job_and_it_can_go_on(folder: Path) -> None:
-    with pytest.raises(TooManyErrors, match=r"4 of \d+ rows failed, and the job bears 3 error rows") as caught:
+    with pytest.raises(TooManyErrors, match=r"4 of \d+ rows failed; the limit is 3 error rows") as caught:
         run_job(spec_of(folder, folder / "rows.jsonl", errors_max=ErrorsMax(rows=3)), plain())
     assert "the text says so (4 rows)" in str(caught.value)
     assert caught.value.end is not None and caught.value.end.errors == 4 and not caught.value.end.finished
@@ -286,7 +286,7 @@ def test_a_share_of_errors_is_looked_at_when_there_are_enough_rows(folder: Path)
     write_rows(folder / "many.jsonl", ["fail"] * 20 + ["row"] * 200)
     end = run_job(spec_of(folder, folder / "many.jsonl", errors_max=ErrorsMax(share=0.25)), plain())
     assert (end.finished, end.errors) == (True, 20)
-    with pytest.raises(TooManyErrors, match=r"and the job bears 5 % of error rows"):
+    with pytest.raises(TooManyErrors, match=r"the limit is 5 % of error rows"):
         run_job(spec_of(folder, folder / "many.jsonl", "strict", errors_max=ErrorsMax(share=0.05)), plain())
 
 
@@ -375,7 +375,7 @@ def test_both_ways_of_answering_give_the_same_rows_and_so_does_going_on(folder: 
     )
     run_job(spec, factory)
     assert visible(folder, "again") == visible(folder, "rows")
-    assert end.why in ("", "it was interrupted")
+    assert end.why in ("", "interrupted")
 
 
 @pytest.fixture(autouse=True)
@@ -396,7 +396,7 @@ def test_a_step_that_remembers_is_refused_before_anything_is_loaded(folder: Path
         "steps:\n  keep: {node: remember, inputs: {value: text}}\n  say: {node: echo, inputs: {value: text}}\n"
         "outputs: {kept: keep.value, answer: say.value}\n"
     )
-    with pytest.raises(PipelineError, match=r"steps\.keep: remembers between the requests of a sequence"):
+    with pytest.raises(PipelineError, match=r"steps\.keep: keeps state between the requests of a sequence"):
         run_job(spec_of(folder, folder / "rows.jsonl"), plain())
     assert not (folder / "out").exists()
     assert run_job(spec_of(folder, folder / "rows.jsonl", outputs=("answer",)), plain()).finished

@@ -2,10 +2,14 @@
 
 import io
 import json
+import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import fsspec
 import pyarrow as pa
@@ -16,7 +20,14 @@ from PIL import Image
 
 from tests.engine.serving.grpc.served import served_in_thread
 from tests.weftline.batch_files import SHOUT, flipper, lines, results, shouter, visible
+from weftline.cli.batch import ASKED, Interrupts, as_json, has_resume_notes, resume_hint, runner_factory, write_report
+from weftline.cli.batch_commands import BatchRequest, RayTarget, ServerTarget
 from weftline.cli.main import main
+from weftline.cli.remote import Remote
+from weftline.engine.jobs.progress import ErrorKind, JobResult, Tally
+from weftline.engine.jobs.ray import runner as factory
+from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
+from weftline.errors import InputError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over"]
 
@@ -64,16 +75,16 @@ def test_rows_are_chosen_columns_mapped_and_results_put_into_one_file(weft, shou
 @pytest.mark.slow
 def test_the_figures_can_be_json(weft, shout: str, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text,n\n" + "".join(f"{word},{n}\n" for n, word in enumerate(WORDS)))
-    out, report = tmp_path / "out", tmp_path / "told.html"
+    out, report = tmp_path / "out", tmp_path / "mine.html"
     ended = weft(
         *("batch", shout, "--data", str(tmp_path / "rows.csv"), "--out", str(out), "--json", "--keep", "none"),
         *("--report", str(report)),
     )
-    told = json.loads(ended.out)
-    assert (told["rows"], told["errors"], told["resumed"], told["finished"]) == (6, 0, 0, True)
-    assert told["steps"]["shout"]["rows"] == 6
-    assert told["steps"]["shout"]["batches"] == 2  # of four and of two
-    assert told["repeatable"] == {"loud": "exact", "length": "exact"}
+    shown = json.loads(ended.out)
+    assert (shown["rows"], shown["errors"], shown["resumed"], shown["finished"]) == (6, 0, 0, True)
+    assert shown["steps"]["shout"]["rows"] == 6
+    assert shown["steps"]["shout"]["batches"] == 2  # of four and of two
+    assert shown["repeatable"] == {"loud": "exact", "length": "exact"}
     assert report.exists() and not (out / "_report.html").exists()
     assert set(results(out)[0]) == {"id", "loud", "length"}
 
@@ -116,9 +127,9 @@ def test_error_rows_are_kept_aside_and_can_be_run_again(weft, shout: str, tmp_pa
     first = weft(*command)
     assert first.code == 5
     assert [row["loud"] for row in results(out)] == ["A", "C", "E"]
-    told = [json.loads(line) for line in (out / "_errors.jsonl").read_text().splitlines()]
-    assert [one["id"] for one in told] == ["rows.jsonl#1", "rows.jsonl#3"]
-    assert all(one["step"] == "shout" and "it is bad" in one["reason"] for one in told)
+    shown = [json.loads(line) for line in (out / "_errors.jsonl").read_text().splitlines()]
+    assert [one["id"] for one in shown] == ["rows.jsonl#1", "rows.jsonl#3"]
+    assert all(one["step"] == "shout" and "it is bad" in one["reason"] for one in shown)
     assert "finished, 2 rows with errors" in first.err and "--retry-errors" in first.err
 
     strict.unlink()
@@ -193,8 +204,8 @@ def test_a_dry_run_shows_everything_and_writes_nothing(weft, shout: str, tmp_pat
     before = sorted(tmp_path.iterdir())
     ended = weft("batch", shout, "--data", data, "--out", str(tmp_path / "out"), "--where", "n > 0", "--dry-run")
     assert ended.code == 0
-    for told in ("shouter", "loud", "n > 0", "quick", "QUICK", "brown", "BROWN", "fox", "FOX", "the same bytes"):
-        assert told in ended.out
+    for shown in ("shouter", "loud", "n > 0", "quick", "QUICK", "brown", "BROWN", "fox", "FOX", "the same bytes"):
+        assert shown in ended.out
     assert "JUMPS" not in ended.out
     assert [path for path in sorted(tmp_path.iterdir()) if path.name != "__pycache__"] == before
 
@@ -248,5 +259,144 @@ def test_a_server_can_answer(shout: str, tmp_path: Path, capfd: pytest.CaptureFi
 
 
 def test_help_shows_examples(weft) -> None:
-    told = weft("batch", "--help").out
-    assert told.count("weftline batch ") >= 4 and "Usage: weftline batch [OPTIONS]" in told
+    shown = weft("batch", "--help").out
+    assert shown.count("weftline batch ") >= 4 and "Usage: weftline batch [OPTIONS]" in shown
+
+
+END = JobResult("shouter", ("rows.jsonl",), "out", {"results": "out"}, True, "", 10, 1, 4, 2.0, Tally())
+
+
+def test_a_report_is_written_whole_and_stands_among_the_files(tmp_path: Path) -> None:
+    place, notes = str(tmp_path / "deep" / "_report.html"), []
+    end = write_report(END, place, {}, notes.append)
+    assert end == replace(END, files={"results": "out", "report": place})
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["_report.html"]
+    assert "</html>" in Path(place).read_text() and notes == []
+
+
+def test_a_run_with_nothing_to_do_keeps_the_report_that_is_there(tmp_path: Path) -> None:
+    place = tmp_path / "_report.html"
+    done = replace(END, resumed=10)
+    write_report(done, str(place), {}, print)
+    assert "</html>" in place.read_text()  # none is there: this one is better than none
+    place.write_text("of the run that answered rows")
+    assert write_report(done, str(place), {}, print).files["report"] == str(place)
+    assert place.read_text() == "of the run that answered rows"
+    write_report(END, str(place), {}, print)
+    assert "</html>" in place.read_text()
+
+
+@pytest.mark.parametrize("place", ["/dev/null/_report.html", "nosuch://bucket/_report.html"])
+def test_a_report_that_cannot_be_written_is_told_and_no_more(place: str) -> None:
+    notes: list[str] = []
+    assert write_report(END, place, {}, notes.append) == END
+    assert len(notes) == 1 and notes[0].startswith(f"no report at {place}: ")
+
+
+def test_figures_are_json_values() -> None:
+    tally = Tally()
+    tally.of("shout").add(2.0, 1.0, 4, items=4)
+    kind = ErrorKind("shout", "ValueError", "it is bad", 1, ["a#1"])
+    figures = json.loads(json.dumps(as_json(replace(END, tally=tally, kinds=(kind,)))))
+    assert (figures["rows"], figures["errors"], figures["rows_per_s"]) == (10, 1, 3.0)
+    assert (figures["steps"]["shout"]["rows"], figures["steps"]["shout"]["batches"]) == (4, 1.0)
+    assert figures["error_kinds"] == [
+        {"step": "shout", "error": "ValueError", "reason": "it is bad", "count": 1, "ids": ["a#1"]}
+    ]
+
+
+def test_the_way_on_is_the_same_command_as_far_as_that_is_true() -> None:
+    spec = JobSpec(Path("p.yaml"), DataSpec(("rows.jsonl",)), OutSpec("out"))
+    assert (resume_hint(spec), has_resume_notes(spec)) == ("run the same command to resume", False)
+    anew = replace(spec, restart=True)
+    assert (resume_hint(anew), has_resume_notes(anew)) == ("run the same command without --restart to resume", True)
+    piped = replace(spec, data=DataSpec(("-",)))
+    assert "standard input must start again" in resume_hint(piped) and has_resume_notes(piped)
+
+
+def test_the_first_signal_asks_and_the_second_ends() -> None:
+    said: list[str] = []
+    with Interrupts(said.append) as interrupts:
+        interrupts.under_way()
+        assert not interrupts.asked()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert said == []  # a handler may print nothing: who asks does
+        assert interrupts.asked() and interrupts.asked()
+        assert said == [ASKED]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_is_as_good_as_ctrl_c() -> None:
+    with Interrupts(lambda text: None) as interrupts:
+        interrupts.under_way()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.asked()
+
+
+def test_while_nothing_is_under_way_the_first_one_ends_it() -> None:
+    with Interrupts(lambda text: None), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_afterwards_signals_are_what_they_were() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupts(lambda text: None) as interrupts:
+        interrupts.under_way()
+        os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts(lambda text: None) as interrupts:
+            interrupts.under_way()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not interrupts.asked()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_outside_the_main_thread_nothing_is_heard() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[object] = []
+
+    def inside() -> None:
+        with Interrupts(lambda text: None) as interrupts:
+            seen.extend([signal.getsignal(signal.SIGINT), interrupts.asked()])
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert seen == [before, False]
+
+
+@pytest.fixture
+def request_here(tmp_path: Path) -> BatchRequest:
+    spec = JobSpec(Path(shouter(tmp_path)), DataSpec(("rows.jsonl",)), OutSpec("out", outputs=("loud",)), seed=3)
+    return BatchRequest(replace(spec, block_rows=2))
+
+
+def test_copies_on_a_cluster_are_asked_for_the_same_job(
+    request_here: BatchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(factory, "ray_runner_factory", lambda pipeline, **options: asked.update(options, file=pipeline))
+    runner_factory(replace(request_here, where=RayTarget(2, 0.5, "auto")))
+    spec = request_here.spec
+    assert (asked["file"], asked["outputs"], asked["seed"]) == (spec.pipeline, ("loud",), 3)
+    assert (asked["block_rows"], asked["replicas"], asked["address"], asked["need"].gpus) == (2, 2, "auto", 0.5)
+
+
+def test_a_server_is_reached_as_other_commands_reach_it(request_here: BatchRequest, tmp_path: Path) -> None:
+    server = runner_factory(replace(request_here, where=ServerTarget(Remote("localhost:1"))))
+    assert (server.repeatable, server.block_rows) == ({"loud": "rounding"}, 2)
+    with pytest.raises(InputError, match="cannot read"):
+        runner_factory(replace(request_here, where=ServerTarget(Remote("localhost:1", tmp_path / "no-token"))))
+
+
+def test_an_output_that_is_not_there_is_said_before_anything_starts(request_here: BatchRequest) -> None:
+    out = OutSpec("out", outputs=("lout",))
+    with pytest.raises(InputError, match=r"--output lout: the pipeline has no such output; did you mean loud\?"):
+        runner_factory(replace(request_here, spec=replace(request_here.spec, out=out)))

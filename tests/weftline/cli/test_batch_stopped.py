@@ -53,10 +53,10 @@ class Job:
 def interrupt(running: subprocess.Popen[str], *signals: signal.Signals) -> tuple[int, str, str]:
     for number in signals:
         running.send_signal(number)
-    told, said = running.communicate(timeout=LONGEST_S)
+    out, said = running.communicate(timeout=LONGEST_S)
     assert workers_of(running.pid) == []
     assert "weftline/cli" not in said, said  # steps may fail: their tracebacks are shown
-    return running.returncode, told, said
+    return running.returncode, out, said
 
 
 @pytest.mark.slow
@@ -64,8 +64,8 @@ def test_a_job_that_is_ended_again_and_again_ends_in_the_same_bytes(tmp_path: Pa
     job = Job(tmp_path)
     undisturbed, parts = job.whole("undisturbed"), 0
     for signals in ([signal.SIGINT], [signal.SIGTERM, signal.SIGINT]):
-        code, told, said = interrupt(job.slowly("out", parts + 2), *signals)
-        assert (code, told) == (130, ""), said
+        code, out, said = interrupt(job.slowly("out", parts + 2), *signals)
+        assert (code, out) == (130, ""), said
         assert "interrupted" in said and "run the same command" in said
         parts = len(job.committed("out"))
         assert 0 < parts < ROWS / 4

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tests.engine.jobs.ray.answerers import Doubler
+from tests.engine.jobs.ray.runners import Doubler
 from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.ray.codec import (
     ReplicaResult,

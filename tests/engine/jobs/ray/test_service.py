@@ -65,14 +65,14 @@ def asked(text: str) -> bytes:
     return bytes(request.SerializeToString())
 
 
-async def submit(replica: Any, text: str, context: Context) -> Any:
+async def ask(replica: Any, text: str, context: Context) -> Any:
     return V2.ModelInferResponse.FromString((await replica.ModelInfer(asked(text), context)).SerializeToString())
 
 
 def test_methods_answer_as_at_the_door(greet: Callable[..., Path]) -> None:
     async def script(replica: Any) -> None:
         context = Context()
-        assert b"hello you" in (await submit(replica, "you", context)).raw_output_contents[0]
+        assert b"hello you" in (await ask(replica, "you", context)).raw_output_contents[0]
         ready = await replica.ModelReady(V2.ModelReadyRequest(name="greet").SerializeToString(), context)
         assert V2.ModelReadyResponse.FromString(ready.SerializeToString()).ready
         health = await replica.Check(HEALTH.HealthCheckRequest().SerializeToString(), context)
@@ -92,7 +92,7 @@ def test_what_is_wrong_becomes_the_status_of_the_call(greet: Callable[..., Path]
             "the message is not a valid ModelReadyRequest",
         )
         large = Context()
-        assert not (await submit(replica, "x" * 2000, large)).outputs
+        assert not (await ask(replica, "x" * 2000, large)).outputs
         assert large.status is grpc.StatusCode.RESOURCE_EXHAUSTED and "the most is 1000" in large.details
 
     limits = ServeLimits(message_bytes_max=1000)
@@ -133,10 +133,10 @@ def test_tokens_are_asked_for_in_every_replica(greet: Callable[..., Path], tmp_p
             Context(authorization="Bearer no"),
             Context(authorization="Bearer " + "t" * 43),
         )
-        assert not (await submit(replica, "you", without)).raw_output_contents
-        assert not (await submit(replica, "you", wrong)).raw_output_contents
+        assert not (await ask(replica, "you", without)).raw_output_contents
+        assert not (await ask(replica, "you", wrong)).raw_output_contents
         assert without.status is wrong.status is grpc.StatusCode.UNAUTHENTICATED
-        assert (await submit(replica, "you", right)).raw_output_contents and right.status is grpc.StatusCode.OK
+        assert (await ask(replica, "you", right)).raw_output_contents and right.status is grpc.StatusCode.OK
         stream = Context()
         assert [one async for one in replica.ModelStreamInfer(aiter_of([asked("a")]), stream)] == []
         assert stream.status is grpc.StatusCode.UNAUTHENTICATED

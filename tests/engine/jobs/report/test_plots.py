@@ -52,8 +52,8 @@ def test_many_steps_are_cut_to_the_busiest_and_axes_say_what_they_are() -> None:
     assert "39 %, 39 s" in words and any("(%)" in word for word in words)
     assert len(texts(plots.latencies({f"s{n}": {20: 1} for n in range(40)}))) < 60
     long = [f"a_step_with_a_long_name_{n}" for n in range(3)]
-    told = texts(plots.utilisation([(name, 0.5, 1.0) for name in long]))
-    assert {"a_step_with…long_name_0", "a_step_with…long_name_2"} < set(told), "their ends tell them apart"
+    names = texts(plots.utilisation([(name, 0.5, 1.0) for name in long]))
+    assert {"a_step_with…long_name_0", "a_step_with…long_name_2"} < set(names), "their ends tell them apart"
     assert "1000000" in texts(plots.errors([("a", 1_000_000)])) and "1e6" not in texts(plots.errors([("a", 1_000_000)]))
     assert "150 %, 3 s" in texts(plots.utilisation([("llm", 1.5, 3.0)])), "above all it can be, and said"
 

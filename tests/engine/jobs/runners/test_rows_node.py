@@ -53,7 +53,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RowsNode]:
     monkeypatch.setattr(Noting, "answer", staticmethod(lambda batch: {"y": list(batch["x"])}))
 
     def opened(**more: Any) -> RowsNode:
-        usual: dict[str, Any] = {"takes": {"x": "text"}, "gives": {"y": "text"}, "rows_max": 3}
+        usual: dict[str, Any] = {"inputs": {"x": "text"}, "outputs": {"y": "text"}, "rows_max": 3}
         node = RowsNode(RowsConfig(**{"runs": NODE, "runs_options": {}, **usual, **more}))
         node.open(OpenContext(HERE))
         return node
@@ -67,14 +67,14 @@ def column(values: list[Any], type: str = "text", marks: bytes = b"") -> np.ndar
 
 
 def asked(node: RowsNode, columns: dict[str, np.ndarray], rows: int, seeds: list[int] | None = None) -> dict[str, Any]:
-    """Return what a block is answered with: values by output, and what is told."""
+    """Return what a block is answered with: values by output, and the outcome."""
     array = np.array(seeds if seeds is not None else [-1] * rows, np.int64)
     answer = node.run(Batch({**{name: [blob] for name, blob in columns.items()}, "seeds": [array]}))
-    told = answer["told"][0]
-    given = {name: read(values[0]) for name, values in answer.items() if name != "told"}
+    outcome = answer["outcome"][0]
+    given = {name: read(values[0]) for name, values in answer.items() if name != "outcome"}
     values = {name: [one and own(one) for one in found.values] for name, found in given.items()}
-    return values | {"marks": given["y"].marks, "batches": [one[0] for one in told[0]]} | {
-        "errors": [list(one) for one in told[1]], "skipped": told[2], "failed": sum(one[2] for one in told[0]),
+    return values | {"marks": given["y"].marks, "batches": [one[0] for one in outcome[0]]} | {
+        "errors": [list(one) for one in outcome[1]], "skipped": outcome[2], "failed": sum(one[2] for one in outcome[0]),
     }  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_a_row_that_failed_before_is_left_out_even_where_the_input_is_optional(
     opened: Callable[..., RowsNode],
 ) -> None:
     Noting.answer = staticmethod(lambda batch: {"y": [f"{x} {b}" for x, b in zip(batch["x"], batch["b"])]})
-    node = opened(takes={"x": "text", "b": "text"}, optional=("b",))
+    node = opened(inputs={"x": "text", "b": "text"}, optional=("b",))
     columns = {"x": column(["a", "b", "c"]), "b": column([None, None, "d"], marks=bytes([ABSENT, FAILED, 0]))}
     answer = asked(node, columns, 3)
     assert answer["y"] == ["a None", None, "c d"]
@@ -145,7 +145,7 @@ def test_a_value_of_the_wrong_type_fails_its_row_alone(opened: Callable[..., Row
 def test_tensors_of_different_shapes_run_apart_where_the_step_says_so(opened: Callable[..., RowsNode]) -> None:
     Noting.answer = staticmethod(lambda batch: {"y": [str(len(x)) for x in batch["x"]]})
     arrays = [np.zeros(size, np.float32) for size in (2, 3, 2, 3, 2, 2, 2)]
-    node = opened(takes={"x": "float32[?]"}, same_shapes=True)
+    node = opened(inputs={"x": "float32[?]"}, same_shapes=True)
     answer = asked(node, {"x": column(arrays, "float32[?]")}, 7)
     assert [[len(x) for x in call] for call in Noting.calls] == [[2, 2, 2], [2, 2], [3, 3]]
     assert answer["y"] == ["2", "3", "2", "3", "2", "2", "2"]
@@ -162,7 +162,7 @@ def test_tensors_of_a_batch_are_one_array_without_a_copy(opened: Callable[..., R
     blob = column([np.full(4, row, np.float32) for row in range(3)], "float32[4]")
     stacked = []
     Noting.answer = staticmethod(lambda batch: stacked.append(batch.stacked("x")) or {"y": ["", "", ""]})  # type: ignore[func-returns-value]
-    asked(opened(takes={"x": "float32[4]"}), {"x": blob}, 3)
+    asked(opened(inputs={"x": "float32[4]"}), {"x": blob}, 3)
     assert stacked[0].tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
     assert np.shares_memory(stacked[0], blob)
 
@@ -176,8 +176,8 @@ def test_a_node_that_writes_into_its_inputs_gets_copies(opened: Callable[..., Ro
     Noting.answer = staticmethod(run)
     blob = column([np.zeros(2, np.float32)], "float32[2]")
     blob.flags.writeable = False
-    assert asked(opened(takes={"x": "float32[2]"}, mutates=True), {"x": blob}, 1)["y"] == ["[1.0, 1.0]"]
-    failed = asked(opened(takes={"x": "float32[2]"}), {"x": blob}, 1)["errors"]
+    assert asked(opened(inputs={"x": "float32[2]"}, mutates=True), {"x": blob}, 1)["y"] == ["[1.0, 1.0]"]
+    failed = asked(opened(inputs={"x": "float32[2]"}), {"x": blob}, 1)["errors"]
     assert "read-only" in failed[0][2]
 
 
@@ -192,16 +192,16 @@ def test_every_row_brings_its_own_seed(opened: Callable[..., RowsNode]) -> None:
 
 def test_what_is_the_same_for_every_row_is_an_option(opened: Callable[..., RowsNode]) -> None:
     Noting.answer = staticmethod(lambda batch: {"y": [f"{x} {b}" for x, b in zip(batch["x"], batch["b"])]})
-    node = opened(takes={"x": "text", "b": "text"}, fixed={"b": "!"})
+    node = opened(inputs={"x": "text", "b": "text"}, fixed={"b": "!"})
     assert asked(node, {"x": column(["a", "c"])}, 2)["y"] == ["a !", "c !"]
 
 
 def test_a_step_that_needs_what_is_always_absent_runs_for_no_row(opened: Callable[..., RowsNode]) -> None:
-    answer = asked(opened(takes={"x": "text", "b": "text"}, absent=("b",)), {"x": column(["a", "c"])}, 2)
+    answer = asked(opened(inputs={"x": "text", "b": "text"}, absent=("b",)), {"x": column(["a", "c"])}, 2)
     assert Noting.calls == []
     assert (answer["y"], answer["skipped"]) == ([None, None], 2)
     Noting.answer = staticmethod(lambda batch: {"y": [f"{x} {b}" for x, b in zip(batch["x"], batch["b"])]})
-    node = opened(takes={"x": "text", "b": "text"}, absent=("b",), optional=("b",))
+    node = opened(inputs={"x": "text", "b": "text"}, absent=("b",), optional=("b",))
     assert asked(node, {"x": column(["a"])}, 1)["y"] == ["a None"]
 
 
@@ -241,5 +241,5 @@ def test_every_port_is_a_column() -> None:
     assert [(one.name, str(one.type)) for one in ports.inputs] == [
         ("a", str(COLUMN)), ("b", str(COLUMN)), ("seeds", "int64[?]"),
     ]  # fmt: skip
-    assert [(one.name, str(one.type)) for one in ports.outputs] == [("y", str(COLUMN)), ("told", "json")]
+    assert [(one.name, str(one.type)) for one in ports.outputs] == [("y", str(COLUMN)), ("outcome", "json")]
     assert HeavyRowsNode.heavy and not RowsNode.heavy

@@ -49,5 +49,5 @@ def test_a_pipeline_is_decided_and_answered_on_the_cluster_as_here(greet: Callab
 def test_mistakes_in_the_file_are_told_here_and_those_of_the_plan_by_the_cluster(greet: Callable[..., Path]) -> None:
     with pytest.raises(PipelineError, match="did you mean steps"):
         ray_runner_factory(greet("inputs: {text: text}\nstepz: {}\noutputs: {}\n"))
-    with pytest.raises(ModelError, match=r"on the Ray cluster: (?s:.*)cannot be answered by whole blocks"):
+    with pytest.raises(ModelError, match=r"on the Ray cluster: (?s:.*)cannot run in blocks"):
         ray_runner_factory(greet(BODY.replace("node: template,", "node: template, timeout_ms: 60000,")), mode="blocks")

@@ -1,4 +1,4 @@
-"""Answerers for tests of replicas: `open_doubler` as an opener, with rows that end its process."""
+"""Runners for tests of replicas: `open_doubler` as an opener, with rows that end its process."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ def test_what_ray_serve_cannot_do_is_refused_all_at_once() -> None:
     )
     with pytest.raises(PipelineError) as refused:
         check_config(config)
-    told = str(refused.value)
+    message = str(refused.value)
     for key in ("http", "tls", "shared_memory", "grpc.socket", "grpc.processes", "otlp", "grpc.host", "tokens.yaml"):
-        assert key in told
-    assert "without TLS" in told and "--insecure" in told
+        assert key in message
+    assert "without TLS" in message and "--insecure" in message
 
 
 def test_pipelines_are_checked_against_the_gpus_a_replica_is_to_get() -> None:

@@ -20,10 +20,18 @@ from tests.engine.fire import Gate, wait_until
 from tests.engine.serving.grpc.served import Served, served_in_thread
 from tests.weftline.served import free_port
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable, row_seed
-from weftline.engine.jobs.runners.server_runner import ServerRunner
+from weftline.engine.jobs.runners.server_runner import ServerRunner, server_runner_factory
 from weftline.engine.serving.backend import Record
 from weftline.engine.serving.config import GrpcConfig
-from weftline.errors import InputError, JobChanged, MissingPackage, SessionClosed, Unavailable, UnknownModel
+from weftline.errors import (
+    InputError,
+    JobChanged,
+    MissingPackage,
+    PipelineError,
+    SessionClosed,
+    Unavailable,
+    UnknownModel,
+)
 from weftline.nodes.ports import PortType
 from weftline.pipelines.spec.loader import load_yaml
 
@@ -84,7 +92,7 @@ def test_every_row_is_answered_once_in_its_place(server: Served) -> None:
     runner = ServerRunner(server.address, "wide", seed=3)
     try:
         assert runner.inputs == {"words": PortType.parse("text"), "numbers": PortType.parse("float32[N]")}
-        assert runner.outputs == runner.inputs and runner.needed == {"words", "numbers"}
+        assert runner.outputs == runner.inputs and runner.required == {"words", "numbers"}
         assert runner.repeatable == {"words": "rounding", "numbers": "rounding"}
         blocks = [
             block(first, words=texts(50, first), numbers=[[float(first + row)] for row in range(50)])
@@ -100,7 +108,7 @@ def test_every_row_is_answered_once_in_its_place(server: Served) -> None:
         assert runner.figures()["in_flight"] > 8, "it grows while nothing is refused"
     finally:
         runner.close()
-    asked = [one.submit for one in of_model(server, "wide")]
+    asked = [one.ask for one in of_model(server, "wide")]
     assert Counter(one.inputs["words"] for one in asked) == Counter(texts(150))
     assert all(one.job and one.priority == -100 for one in asked)
     assert {one.inputs["words"]: one.seed for one in asked} == {f"t{place}": row_seed(3, place) for place in range(150)}
@@ -113,7 +121,7 @@ def test_seeds_belong_to_places_wherever_a_row_stands(server: Served) -> None:
     rows = block(x=["a", "b"])
     runner.submit(RowBlock(0, 0, rows.ids, rows.inputs, rows.table, places=[7, 40])).result(60)
     runner.close()
-    assert {one.submit.seed for one in of_model(server, "fails")} == {row_seed(0, 7), row_seed(0, 40)}
+    assert {one.ask.seed for one in of_model(server, "fails")} == {row_seed(0, 7), row_seed(0, 40)}
 
 
 def test_a_bad_row_is_an_error_and_its_neighbours_are_answered(server: Served) -> None:
@@ -142,7 +150,7 @@ def test_what_a_row_leaves_out_is_left_out_and_only_wanted_outputs_come(server: 
     runner = ServerRunner(server.address, "maybe")
     found = runner.submit(block(x=["a", "b"], more=["c", None])).result(60)
     assert (list(found.outputs["y"]), list(found.outputs["z"])) == (["a", "b"], ["c", None])
-    assert runner.needed == {"x"}
+    assert runner.required == {"x"}
     runner.close()
     runner = ServerRunner(server.address, "maybe", outputs=["z"])
     assert list(runner.outputs) == ["z"]
@@ -214,7 +222,7 @@ def test_a_server_that_stays_away_stops_the_job(tmp_path: Path) -> None:
         answer = runner.submit(block(x=texts(30)))
         wait_until(lambda: server.open_requests("gated") > 0)
     gate.open()
-    with pytest.raises(Unavailable, match=r"no server for 0.3 s: .*\n.*goes on where it stopped"):
+    with pytest.raises(Unavailable, match=r"no server for 0.3 s: .*\n.*resumes where it stopped"):
         answer.result(60)
     runner.close()
 
@@ -243,9 +251,9 @@ def test_closing_ends_what_is_open_and_leaves_no_thread(tmp_path: Path) -> None:
         wait_until(lambda: server.open_requests("gated") > 0)
         runner.close()
         runner.close()
-        with pytest.raises(SessionClosed, match="ended"):
+        with pytest.raises(SessionClosed, match="stopped"):
             answer.result(10)
-        with pytest.raises(SessionClosed, match="ended"):
+        with pytest.raises(SessionClosed, match="stopped"):
             runner.submit(block(x=["a"])).result(10)
         wait_until(lambda: server.open_requests("gated") == 0)
         assert "weftline-via" not in [one.name for one in threading.enumerate()]
@@ -286,7 +294,7 @@ def test_another_pipeline_is_refused_with_both_lists(server: Served, text: str, 
 @pytest.mark.parametrize(
     ("model", "more", "kind", "said"),
     [
-        ("nobody", {}, UnknownModel, "nobody"),
+        ("missing", {}, UnknownModel, "missing"),
         ("wide", {"outputs": ["wrods"]}, InputError, "no output is called wrods; outputs: words, numbers"),
         ("wide", {"in_flight": 0}, InputError, "in_flight: found 0, expected 1 to 256"),
         ("wide", {"tls": "/nowhere.pem"}, InputError, "cannot read"),
@@ -309,3 +317,38 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "weftline.engine.client.async_client", None)
     with pytest.raises(MissingPackage, match=r"weftline\[client\]"):
         ServerRunner("localhost:1", "wide")
+
+
+ECHO = of_one_step("said", "echo")
+
+
+@pytest.mark.slow
+def test_a_job_goes_through_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "said.yaml"
+    file.write_text(ECHO)
+    with served_in_thread({"said": ECHO, "other": ECHO.replace("{x:", "{z:").replace("value: x", "value: z")}) as one:
+        factory = server_runner_factory(file, one.address, block_rows=5)
+        assert (factory.mode, factory.why, factory.block_rows) == ("server", "", 5)
+        assert factory.repeatable == {"y": "rounding"}
+        runner = factory(None)
+        assert runner.block_rows == 5
+        found = runner.submit(RowBlock(0, 0, ["a", "b"], {"x": ["1", "2"]}, pa.table({}))).result(60)
+        runner.close()
+        assert list(found.outputs["y"]) == ["1", "2"]
+        with pytest.raises(InputError, match=r"model other at .* is not the pipeline"):
+            server_runner_factory(file, one.address, model="other")(None)
+
+
+def test_nothing_is_asked_before_it_is_opened(tmp_path: Path) -> None:
+    file = tmp_path / "said.yaml"
+    file.write_text(ECHO)
+    factory = server_runner_factory(file, "127.0.0.1:1")
+    with pytest.raises(Unavailable):
+        factory(None)
+
+
+def test_a_wrong_file_is_said_before_anything(tmp_path: Path) -> None:
+    file = tmp_path / "said.yaml"
+    file.write_text(ECHO.replace("node: echo", "node: ecko"))
+    with pytest.raises(PipelineError, match="did you mean echo"):
+        server_runner_factory(file, "127.0.0.1:1")

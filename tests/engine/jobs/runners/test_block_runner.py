@@ -51,7 +51,7 @@ Start = Callable[..., BlockRunner]
 
 @pytest.fixture
 def start(warm: None) -> Iterator[Start]:
-    """Open answerers; afterwards they leave nothing behind."""
+    """Open runners; close them at the end."""
     before = descriptors(), memory_maps()
     opened: list[BlockRunner] = []
 
@@ -382,7 +382,7 @@ def test_only_what_is_wanted_runs_and_comes(start: Start, gate: Gate) -> None:
     assert gate.calls() == []
     assert {name: str(type) for name, type in runner.outputs.items()} == {"y": "text"}
     assert {name: str(type) for name, type in runner.inputs.items()} == {"x": "text", "z": "text"}
-    assert runner.needed == {"x"}
+    assert runner.required == {"x"}
     assert runner.repeatable == {"y": "exact"}
     assert runner.instances == {"s": 1}
     assert set(runner.pids()) == {"s"}
@@ -503,14 +503,14 @@ def test_closing_ends_what_is_under_way(start: Start, gate: Gate) -> None:
 def test_a_pipeline_that_cannot_be_given_blocks_is_refused() -> None:
     p = pipeline()
     p.output("y", p.step("s", "trickle", value=p.input("x", "text")).value)
-    with pytest.raises(PipelineError, match="cannot be answered by whole blocks: step s streams"):
+    with pytest.raises(PipelineError, match="cannot run in blocks: step s streams"):
         BlockRunner(p)
 
 
 def test_an_output_that_does_not_exist_is_refused() -> None:
     p = pipeline()
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
-    with pytest.raises(InputError, match="no output is called z; outputs: y"):
+    with pytest.raises(InputError, match="no output is named z; outputs: y"):
         BlockRunner(p, outputs=["z"])
 
 
@@ -561,16 +561,16 @@ def test_failed_rows_are_counted_apart() -> None:
 
 def test_room_is_shared_out_and_the_largest_gets_all_of_it() -> None:
     capacity = ByteAllowance(10)
-    with capacity.take(6), capacity.take(4):
+    with capacity.acquire(6), capacity.acquire(4):
         pass
-    with ThreadPoolExecutor() as pool, capacity.take(6):
+    with ThreadPoolExecutor() as pool, capacity.acquire(6):
 
         def wait() -> bool:
-            with capacity.take(1000):
+            with capacity.acquire(1000):
                 return True
 
         waiting = pool.submit(wait)
-        with capacity.take(4):
+        with capacity.acquire(4):
             assert not waiting.done()
     assert waiting.result(HUNG_S)
 

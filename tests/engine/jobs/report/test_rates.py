@@ -1,4 +1,4 @@
-"""How fast a job goes and when that is told, on made-up clocks."""
+"""How fast a job goes and when it is reported, on manual clocks."""
 
 from itertools import pairwise
 
@@ -27,8 +27,8 @@ def test_a_line_says_everything_in_one_order() -> None:
 
 
 def test_a_line_has_tokens_and_busy_steps_where_there_are_any() -> None:
-    told = at(12_000, 10.0, **{"tokens": 5.0, "busy:see": 0.874, "busy:answer": 1.0})
-    assert line(ProgressSnapshot(told, 12.34, 456.0, None)) == (
+    progress = at(12_000, 10.0, **{"tokens": 5.0, "busy:see": 0.874, "busy:answer": 1.0})
+    assert line(ProgressSnapshot(progress, 12.34, 456.0, None)) == (
         "rows 12000/100000 (12.0 %)  12.3 rows/s  456 tokens/s  errors 3  committed 10000  busy see 87 %, answer 100 %"
     )
 

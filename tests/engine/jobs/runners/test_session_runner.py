@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
-
-pytest.importorskip("pyarrow")
-
 import pyarrow as pa
+import pytest
 
 from weftline.engine.jobs.rows import RowBlock, RowError, Unusable, row_seed
 from weftline.engine.jobs.runners.factory import for_jobs
@@ -23,6 +20,9 @@ from weftline.engine.session import Session, load
 from weftline.errors import InputError, SessionClosed
 from weftline.nodes.urgency import seed_of
 from weftline.pipelines.spec.policy import Slo
+
+pytest.importorskip("pyarrow")
+
 
 BRANCHES = """
 weftline: 1
@@ -174,7 +174,7 @@ def test_beside_usual_requests_everybody_is_answered(session: Session) -> None:
 
 
 def test_unknown_outputs_are_refused(session: Session) -> None:
-    with pytest.raises(InputError, match="no output is called total; outputs: sum, big, seed"):
+    with pytest.raises(InputError, match="no output is named total; outputs: sum, big, seed"):
         SessionRunner(session, outputs=["total"])
 
 

@@ -11,7 +11,7 @@ from weftline.engine.jobs.runners.plans import (
     RUN_MAX_MS,
     block_plan,
     find_block_obstacle,
-    needed,
+    required_steps,
     rows_of,
 )
 from weftline.engine.jobs.runners.rows_node import RowsConfig, RowsNode
@@ -49,10 +49,10 @@ def test_the_deadline_of_the_pipeline_does_not_apply_to_blocks() -> None:
 HINDRANCES: dict[str, Any] = {
     "step s has a condition": lambda p, x: p.step("s", "echo", value=x, when="x == 'a'").value,
     "step s has a fallback": lambda p, x: p.step("s", "echo", value=x, fallback={"value": "sorry"}).value,
-    "step s is tried again when it fails": lambda p, x: p.step("s", "echo", value=x, retry=1).value,
+    "step s has a retry policy": lambda p, x: p.step("s", "echo", value=x, retry=1).value,
     "step s has a timeout_ms": lambda p, x: p.step("s", "echo", value=x, timeout_ms=100).value,
-    "step s must not run twice for a row": lambda p, x: p.step("s", "echo", value=x, idempotent=False).value,
-    "step s remembers between requests": lambda p, x: p.step("s", "remember", value=x, idempotent=True).value,
+    "step s is not idempotent": lambda p, x: p.step("s", "echo", value=x, idempotent=False).value,
+    "step s keeps state between requests": lambda p, x: p.step("s", "remember", value=x, idempotent=True).value,
     "step s streams": lambda p, x: p.step("s", "trickle", value=x).value,
     "step s runs for each element of a list": lambda p, x: p.step(
         "s", "function", function="plain_steps.py:mark", map="a",
@@ -92,17 +92,17 @@ def test_only_steps_that_are_wanted_can_hinder() -> None:
     p = Builder("p", base_dir=STEPS)
     x = p.input("x", "text")
     p.output("plain", p.step("s", "echo", value=x).value)
-    p.output("told", p.step("t", "trickle", value=x).value)
+    p.output("outcome", p.step("t", "trickle", value=x).value)
     p.output("same", x)
     plan = make_plan(p.build(), MACHINE)
     assert find_block_obstacle(plan) == "step t streams"
     assert find_block_obstacle(plan, ["plain", "same"]) == ""
     assert find_block_obstacle(plan, ["same"]) == "no step runs for these outputs"
-    assert [step.name for step in needed(plan, ["plain"])] == ["s"]
+    assert [step.name for step in required_steps(plan, ["plain"])] == ["s"]
     rewritten = block_plan(plan, ["plain", "same"]).plan
     assert [step.name for step in rewritten.steps] == ["s"]
     assert [worker.name for worker in rewritten.workers] == ["s"]
-    assert [one.name for one in rewritten.outputs] == ["plain", "s: told"]
+    assert [one.name for one in rewritten.outputs] == ["plain", "s: outcome"]
 
 
 def test_steps_keep_their_names_workers_devices_and_instances() -> None:
@@ -117,7 +117,7 @@ def test_steps_keep_their_names_workers_devices_and_instances() -> None:
     assert [(one.name, one.threads) for one in rewritten.workers] == [(one.name, one.threads) for one in plan.workers]
 
 
-def test_a_step_is_told_all_that_it_needs_to_run_its_node() -> None:
+def test_a_step_has_all_options_to_run_its_node() -> None:
     def build(p: Builder, x: Any) -> Any:
         batch = {"items_max": 5, "shapes": "same", "wait_max_ms": 3}
         return p.step("s", "function", function="plain_steps.py:both", a=x, b=constant("!"), batch=batch).output
@@ -127,7 +127,7 @@ def test_a_step_is_told_all_that_it_needs_to_run_its_node() -> None:
     config: RowsConfig = to_config(RowsNode, step.options)
     assert config.runs == plan.steps[0].node
     assert config.runs_options == plan.steps[0].options
-    assert config.takes == {"a": "text", "b": "text"}
+    assert config.inputs == {"a": "text", "b": "text"}
     assert config.fixed == {"b": "!"}
     assert (config.rows_max, config.same_shapes) == (5, True)
     assert step.batch.items_max == 1
@@ -144,8 +144,8 @@ def test_every_value_has_as_many_readers_as_read_it() -> None:
 
     rewritten = block_plan(plan_of(build)).plan
     assert rewritten.input_readers == {"x": 2, "seeds": 2}
-    assert rewritten.step("s").readers == {"value": 2, "told": 1}
-    assert rewritten.step("t").readers == {"output": 1, "told": 1}
+    assert rewritten.step("s").readers == {"value": 2, "outcome": 1}
+    assert rewritten.step("t").readers == {"output": 1, "outcome": 1}
 
 
 def test_names_of_its_own_give_way_to_the_pipelines() -> None:

@@ -31,7 +31,7 @@ def replicas(
     need: Need | None = None,
     **arguments: Any,
 ) -> Iterator[RayRunner]:
-    opened = RayRunner(f"tests.engine.jobs.ray.answerers:{opener}", arguments, replicas=count, need=need or Need(1))
+    opened = RayRunner(f"tests.engine.jobs.ray.runners:{opener}", arguments, replicas=count, need=need or Need(1))
     try:
         yield opened
     finally:
@@ -87,15 +87,15 @@ def test_a_job_with_deaths_has_every_row_once_and_the_row_that_kills_is_an_error
 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize(
-    ("opener", "arguments", "told"),
+    ("opener", "arguments", "reason"),
     [
         ("open_nothing", {}, "a replica could not open the pipeline: there is no model"),
         ("open_missing", {}, "nothing of that name can be imported"),
         ("open_and_die", {}, "replicas died while they opened"),
     ],
 )
-def test_replicas_that_cannot_open_end_the_job_in_words(opener: str, arguments: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(ModelError, match=told), replicas(opener, 1, **arguments):
+def test_replicas_that_cannot_open_end_the_job_in_words(opener: str, arguments: Mapping[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason), replicas(opener, 1, **arguments):
         pass
 
 

@@ -1,13 +1,15 @@
 """From the words of `weftline batch` to a job: what each option means, and every mistake at once."""
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weftline.cli.batch_commands import BatchOptions, BatchRequest, RayTarget, ServerTarget, parse, report_place
+from weftline.cli.main import app
 from weftline.cli.remote import Remote
 from weftline.engine.jobs.spec import DataSpec, ErrorsMax, JobSpec, OutSpec
 
@@ -133,3 +135,14 @@ def test_storage_options_are_in_no_representation() -> None:
     request = meant(storage=("secret=hush",))
     assert request.spec.data.storage == {"secret": "hush"}
     assert "hush" not in repr(request) + repr(replace(LEAST, storage=("secret=hush",)))
+
+
+def test_the_command_has_one_parameter_per_field_with_equal_defaults() -> None:
+    command = typer.main.get_command(app).commands["batch"]  # type: ignore[attr-defined]
+    parameters = {one.name: one for one in command.params if one.name != "help"}
+    declared = {one.name: one.default for one in fields(BatchOptions) if one.name != "extra"}
+    assert set(parameters) == set(declared)
+    assert [name for name, one in parameters.items() if one.required] == ["file"] and declared["file"] is MISSING
+    for name, default in declared.items():
+        if name != "file":
+            assert parameters[name].default == (None if default == () else default), name

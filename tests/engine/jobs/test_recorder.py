@@ -51,11 +51,11 @@ def test_the_most_frequent_are_told_even_when_they_come_late_and_the_rest_is_cou
     for place, word in enumerate(words):
         for _ in range(1 + (place == 20) * 50):
             kinds.add(word, RowError("s", "E", f"reason {word}"))
-    told = kinds.kinds()
-    assert [one.error for one in told] == ["E", "E", "E", OTHER]
-    assert (told[0].reason, told[0].count) == (f"reason {words[20]}", 51)
-    assert sum(one.count for one in told) == 150
-    assert told[-1].reason == "97 rows with rarer reasons" and len(told[-1].ids) == IDS_MAX
+    listed = kinds.kinds()
+    assert [one.error for one in listed] == ["E", "E", "E", OTHER]
+    assert (listed[0].reason, listed[0].count) == (f"reason {words[20]}", 51)
+    assert sum(one.count for one in listed) == 150
+    assert listed[-1].reason == "97 rows with rarer reasons" and len(listed[-1].ids) == IDS_MAX
 
 
 def test_memory_is_bounded_whatever_the_reasons_are() -> None:
@@ -64,9 +64,9 @@ def test_memory_is_bounded_whatever_the_reasons_are() -> None:
     for number in range(200):
         letters = "".join(chr(97 + int(digit)) for digit in str(number))
         kinds.add(huge, RowError(huge, huge, letters + huge))
-    told = kinds.kinds()
-    assert sum(one.count for one in told) == 200
-    assert max(len(text) for one in told for text in (one.step, one.error, one.reason, *one.ids)) <= 301
+    listed = kinds.kinds()
+    assert sum(one.count for one in listed) == 200
+    assert max(len(text) for one in listed for text in (one.step, one.error, one.reason, *one.ids)) <= 301
     held = [text for one in kinds._kinds.items() for text in (*one[0], one[1].reason, *one[1].ids)]
     assert len(held) <= 5 * 8 * 9 and sum(map(sys.getsizeof, held)) < 1_000_000
 
