@@ -11,6 +11,7 @@
     |-- WorkerDied             the process that held the step is gone; it is being restarted
     |-- Unavailable            the server cannot be reached, or takes no requests now; try again
     |-- LimitReached           a stated limit refused the work; try again later
+    |   `-- StepUnavailable    a step's workers keep failing to start; a retry does not help
     |-- DeadlineExceeded       the request's time ran out
     |-- RequestCancelled       the caller withdrew the request
     |-- JobChanged             a job is resumed, and its pipeline or its data is not what it was
@@ -164,6 +165,12 @@ class LimitReached(WeftlineError):
         self.retry_after_s = retry_after_s
 
 
+class StepUnavailable(LimitReached):
+    """A step has no worker left: each failed to start too often. A retry does not help; reload the pipeline."""
+
+    status = "UNAVAILABLE"
+
+
 class DeadlineExceeded(WeftlineError):
     """The request's deadline passed before its outputs were ready."""
 
@@ -242,6 +249,9 @@ CAUSES_MAX = 8
 
 BY_NAME: dict[str, type[WeftlineError]] = {
     cls.__name__: cls
-    for cls in (InputError, ModelError, StepError, WorkerDied, LimitReached, DeadlineExceeded, RequestCancelled)
+    for cls in (
+        *(InputError, ModelError, StepError, WorkerDied),
+        *(LimitReached, StepUnavailable, DeadlineExceeded, RequestCancelled),
+    )
 }
 """The errors that may cross from a worker to the runtime, by the name they travel under."""

@@ -165,7 +165,7 @@ def report(
         seconds=seconds,
         sent=len(measured),
         ok=len(answered),
-        refused=failed["LimitReached"],
+        refused=failed["LimitReached"] + failed["StepUnavailable"],
         expired=failed["DeadlineExceeded"],
         errors=tuple(
             FailureGroup(error, count, said[error], raised.get(error, "")) for error, count in failed.most_common()

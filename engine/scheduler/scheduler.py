@@ -46,7 +46,7 @@ from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.step_timings import record_timings
 from weftline.engine.scheduler.timeouts import Timeouts
 from weftline.engine.scheduler.workers import WorkerState
-from weftline.errors import InputError, LimitReached
+from weftline.errors import InputError, LimitReached, StepUnavailable
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.reservations import Settle
 from weftline.shm.block import ALIGN_BYTES, PAGE_BYTES, Block, align_up
@@ -290,7 +290,7 @@ def submit(state: SchedulerState, event: ev.Submitted, group: OrderedGroup | Non
         if state.hopeless:
             for step in state.hopeless.intersection(route.required_steps):
                 name = state.queues[step].name
-                raise LimitReached(f"step {name} is unavailable: its worker keeps failing to start")
+                raise StepUnavailable(f"step {name} is unavailable: its worker keeps failing to start")
         size = 0
         for value in event.inputs.values():
             size += value.size_bytes
@@ -309,7 +309,7 @@ def submit(state: SchedulerState, event: ev.Submitted, group: OrderedGroup | Non
                 idle.mark_expected(state, route)
     except LimitReached as error:
         state.counters.refused += 1
-        state.out.append(ev.Refuse(event.request, str(error), error.retry_after_s))
+        state.out.append(ev.Refuse(event.request, str(error), error.retry_after_s, type(error).__name__))
     except InputError as error:
         state.counters.refused += 1
         state.out.append(ev.Refuse(event.request, str(error), 0.0, "InputError"))

@@ -87,7 +87,7 @@ class Answer(msgspec.Struct):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One request that has ended, for whoever counts, logs or traces. Never holds a value of it.
+    """One request that has ended, for observers. Never holds a value of it.
 
     status:        the gRPC status name: 'OK', 'INVALID_ARGUMENT', ...
     started_ns:    wall-clock time of its arrival, in ns since the epoch.

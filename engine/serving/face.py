@@ -15,7 +15,7 @@ READY, LOADING, UNAVAILABLE = "ready", "loading", "unavailable"
 """States of a model in the index."""
 
 NOT_LOADED = "it is not loaded"
-"""`why` of a model that nobody asked to be loaded, or that an admin unloaded."""
+"""`why` of a model that was never loaded, or was unloaded by an admin."""
 
 
 class PortFace(msgspec.Struct, frozen=True):

@@ -5,8 +5,8 @@
         await backend.open()                       # every pipeline that is to be loaded
         answer = await backend.ask(Ask("ocr", {"photo": png}))
 
-An exposed step is a pipeline of that step alone, loaded beside its pipeline, with its own workers. Whoever may load
-models, an admin, learns why a load failed; other clients learn that the model is not ready. The log has why, too.
+An exposed step is a pipeline of that step alone, loaded beside its pipeline, with its own workers. An admin
+receives the reason of a failed load; other clients receive that the model is not ready. The log has the reason too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LocalBackend:
     """Models of this process. Used from one event loop.
 
     served:    what may be loaded, by name.
-    observers: told of every request that ended.
+    observers: called for every request that ended.
     begin:     gives a request its trace context.
     metrics:   renders all figures.
     progress:  as for `Session.open`, with `model.step` for steps.
@@ -142,11 +142,11 @@ class LocalBackend:
             await self._load_together(models)
 
     async def load(self, model: str) -> int:
-        """As in `Backend`; goes on, steps and all, when whoever asked for it gives up waiting.
+        """As in `Backend`; continues when the caller stops waiting.
 
-        ModelError when it cannot be: what is wrong with a file is no mistake of whoever asked.
+        ModelError when it fails: a broken file is not the caller's mistake.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._load_for_admin(model, self._told_of(model))))
+        return await asyncio.shield(asyncio.ensure_future(self._load_for_admin(model, self._served_pipeline(model))))
 
     async def _load_for_admin(self, model: str, one: ServedPipeline) -> int:
         try:
@@ -161,7 +161,7 @@ class LocalBackend:
 
     async def unload(self, model: str) -> None:
         """As in `Backend`; goes on as `load` does."""
-        await asyncio.shield(asyncio.ensure_future(self._unload(model, self._told_of(model))))
+        await asyncio.shield(asyncio.ensure_future(self._unload(model, self._served_pipeline(model))))
 
     async def _unload(self, model: str, one: ServedPipeline) -> None:
         async with self._turns[model]:
@@ -172,10 +172,10 @@ class LocalBackend:
                     await asyncio.to_thread(self._repository.unload, name)
                     self._faces.pop(name, None)
 
-    def _told_of(self, model: str) -> ServedPipeline:
+    def _served_pipeline(self, model: str) -> ServedPipeline:
         one = self._served.get(model)
         if one is None:
-            raise UnknownModel(f"model {model:.128} is not one that this server was told of")
+            raise UnknownModel(f"model {model:.128} is not configured on this server")
         return one
 
     async def _load(self, model: str, one: ServedPipeline) -> int:
@@ -207,7 +207,7 @@ class LocalBackend:
     # requests
 
     async def ask(self, ask: Ask) -> Answer:
-        noted = _Noted(ask, self._begin)
+        noted = _RequestRecord(ask, self._begin)
         version = 0
         try:
             session = self._session(ask.model)
@@ -216,10 +216,10 @@ class LocalBackend:
                 self.face(ask.model, ask.version)
             borrowed = await session.borrow(ask.inputs, _options(ask), paths=False, caller=ask.caller)
         except BaseException as error:
-            self._tell(noted.failed(error, version))
+            self._notify(noted.failed(error, version))
             raise
         if self._observers:
-            self._tell(noted.answered(borrowed))
+            self._notify(noted.answered(borrowed))
         return Answer(
             borrowed.outputs,
             borrowed.timings,
@@ -230,7 +230,7 @@ class LocalBackend:
         )
 
     async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
-        noted = _Noted(ask, self._begin)
+        noted = _RequestRecord(ask, self._begin)
         version = 0
         try:
             session = self._session(ask.model)
@@ -238,17 +238,19 @@ class LocalBackend:
             if ask.version:
                 self.face(ask.model, ask.version)
             options = _options(ask)
-            pieces = session.stream_outputs(ask.inputs, options, paths=False, caller=ask.caller, timed=noted.took)
+            pieces = session.stream_outputs(
+                ask.inputs, options, paths=False, caller=ask.caller, timed=noted.set_timings
+            )
             try:
                 async for piece in pieces:
-                    noted.heard(piece)
+                    noted.add_chunk(piece)
                     yield piece
             finally:
                 await pieces.aclose()
         except BaseException as error:
-            self._tell(noted.failed(error, version))
+            self._notify(noted.failed(error, version))
             raise
-        self._tell(noted.ended(version))
+        self._notify(noted.ended(version))
 
     def _session(self, model: str) -> Session:
         try:
@@ -261,7 +263,7 @@ class LocalBackend:
             _log.debug("model %s cannot be asked: %s", model, error)
             raise SessionClosed(f"model {model} is not ready") from None
 
-    def _tell(self, record: Record) -> None:
+    def _notify(self, record: Record) -> None:
         for observer in self._observers:
             try:
                 observer(record)
@@ -269,8 +271,8 @@ class LocalBackend:
                 _log.exception("an observer of requests failed")
 
 
-class _Noted:
-    """What is noted of one request while it runs, to become a Record."""
+class _RequestRecord:
+    """Measurements of one running request, for its Record."""
 
     __slots__ = ("_ask", "_first_ms", "_pieces", "_started", "_started_ns", "_timings", "_usage", "traceparent")
 
@@ -284,7 +286,7 @@ class _Noted:
         self._timings: tuple[StepTiming, ...] = ()
         self.traceparent = begin(ask) if begin is not None else ""
 
-    def heard(self, piece: StreamedOutput) -> None:
+    def add_chunk(self, piece: StreamedOutput) -> None:
         if not piece.last:
             if not self._pieces:
                 self._first_ms = self._elapsed_ms()
@@ -292,7 +294,7 @@ class _Noted:
         elif piece.output == "usage" and isinstance(piece.value, dict):
             self._usage = piece.value
 
-    def took(self, timings: tuple[StepTiming, ...]) -> None:
+    def set_timings(self, timings: tuple[StepTiming, ...]) -> None:
         self._timings = timings
 
     def answered(self, borrowed: BorrowedResult) -> Record:
@@ -307,8 +309,8 @@ class _Noted:
         gone = isinstance(error, asyncio.CancelledError | GeneratorExit)
         status = error.status if isinstance(error, WeftlineError) else "CANCELLED" if gone else "INTERNAL"
         timings = error.timings if isinstance(error, WeftlineError) else ()
-        told = f"{error}" if isinstance(error, WeftlineError) else "" if gone else type(error).__name__
-        return self._record(status, version, timings, error=told, traceback=traceback_of(error))
+        message = f"{error}" if isinstance(error, WeftlineError) else "" if gone else type(error).__name__
+        return self._record(status, version, timings, error=message, traceback=traceback_of(error))
 
     def _record(
         self,

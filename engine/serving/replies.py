@@ -1,9 +1,8 @@
 """Error mapping of all servers: from exceptions to status and message.
 
-`told` takes any exception and gives a gRPC status name, a message and when to try again. Messages of our own errors are
-kept, but scrubbed of what is nobody's business: paths, addresses, tracebacks, tokens, names of what is inside; they may
-quote user code and frameworks, which do not know who reads them. An exception that nobody foresaw becomes one fixed
-sentence, and the server's log gets the rest.
+`to_reply` converts any exception to a gRPC status name, a message and a retry time. Messages of Weftline's errors are
+kept without paths, addresses, tracebacks, tokens and internal names, since they may quote user code and frameworks. An
+unexpected exception becomes one fixed sentence, and the server's log has the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 from dataclasses import dataclass
 
 from weftline.engine.serving.auth.plain import scrubbed
-from weftline.errors import LimitReached, WeftlineError
+from weftline.errors import WeftlineError
 
 MESSAGE_CHARS_MAX = 1000
 """Longest message; a status travels in HTTP/2 trailers, which clients bound at 8 KiB."""
@@ -40,16 +39,14 @@ HTTP_STATUS: dict[str, int] = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""The HTTP status of each gRPC status name. 499 is nobody's standard, and nobody is there to read it."""
-
-_GIVEN_UP = "its worker keeps failing to start"  # the one refusal that waiting a little does not cure
+"""The HTTP status of each gRPC status name. 499 is not standard, and the client is gone."""
 
 _log = logging.getLogger("weftline.ingress")
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """What a client is told.
+    """Error as sent to a client.
 
     status:        a gRPC status name, a key of HTTP_STATUS.
     message:       one line, at most MESSAGE_CHARS_MAX characters.
@@ -72,24 +69,21 @@ NO_MEMORY = ErrorReply(
 CANCELLED = ErrorReply("CANCELLED", "the request was cancelled")
 
 
-def told(error: BaseException) -> ErrorReply:
-    """Return what a client may be told of `error`; one that nobody foresaw is logged here with its traceback."""
+def to_reply(error: BaseException) -> ErrorReply:
+    """Convert an exception to a reply; an unexpected one is logged with its traceback."""
     if isinstance(error, WeftlineError):
-        return _told_ours(error)
+        return _of_weftline_error(error)
     if isinstance(error, asyncio.CancelledError):
         return CANCELLED
     if isinstance(error, MemoryError):
         _log.error("out of memory", exc_info=error)
         return NO_MEMORY
-    _log.error("an error that nobody foresaw, told as INTERNAL", exc_info=error)
+    _log.error("an unexpected error, answered as INTERNAL", exc_info=error)
     return INTERNAL
 
 
-def _told_ours(error: WeftlineError) -> ErrorReply:
+def _of_weftline_error(error: WeftlineError) -> ErrorReply:
     status = error.status if error.status in HTTP_STATUS and error.status != "OK" else "INTERNAL"
-    text = str(error)
-    if isinstance(error, LimitReached) and _GIVEN_UP in text:
-        status = "UNAVAILABLE"
-    message = scrubbed(text, MESSAGE_CHARS_MAX) or type(error).__name__
+    message = scrubbed(str(error), MESSAGE_CHARS_MAX) or type(error).__name__
     wait_s = error.retry_after_s
     return ErrorReply(status, message, min(wait_s, RETRY_MAX_S) if wait_s > 0 else 0.0)  # NaN is not > 0

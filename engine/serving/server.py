@@ -67,7 +67,7 @@ async def serve(
 ) -> int:
     """Serve until a signal ends it, and return the exit code: 0, or 128 + the second signal.
 
-    announce: called once, when everything stands and the doors are open.
+    announce: called once, when all models are loaded and the servers listen.
     progress: as for `Session.open`.
     WeftlineError: the configuration, a model or an address is no good; everything that had started has ended.
     """
@@ -91,13 +91,13 @@ async def serve(
 
 
 class Server:
-    """Models and doors of one process. `open` once, then `drain` or not, then `close`."""
+    """Models and network servers of one process. `open` once, then `drain` or not, then `close`."""
 
     def __init__(self, config: ServeConfig, progress: Progress | None = None) -> None:
         check_exposure(config)
         self.config = config
         if config.tls is not None:
-            TlsFiles(config.tls)  # what is wrong with it is said now
+            TlsFiles(config.tls)  # reports its problems now
         tokens = TokenFile(config.tokens) if config.tokens is not None else None
         self.statistics = Statistics()
         exporter = to_collector(config.otlp) if config.otlp else None
@@ -122,7 +122,7 @@ class Server:
         self._claim: SocketClaim | None = None
 
     async def open(self) -> ServeOptions:
-        """Load the models, then open the doors."""
+        """Load the models, then start the servers."""
         config = self.config
         for where in _addresses(config):
             _try_address(*where)
@@ -138,7 +138,7 @@ class Server:
         return ServeOptions(grpc_at, http_at, self.backend.index())
 
     async def drain(self, grace_s: float) -> None:
-        """Say not ready, take nothing new, and let what is open finish for at most `grace_s` seconds."""
+        """Report not ready, refuse new work, and let open requests finish for at most `grace_s` seconds."""
         stops = [self._desk.drain(grace_s)]
         if self._grpc is not None:
             self._grpc.set_serving(False)
@@ -200,7 +200,7 @@ class _Signals:
         if work.done():
             work.result()
 
-    def _hear(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         if self._first.is_set():
             self.exit_code = 128 + signum
             self._second.set()
@@ -209,7 +209,7 @@ class _Signals:
     def __enter__(self) -> _Signals:
         loop = asyncio.get_running_loop()
         for signum in SIGNALS:
-            loop.add_signal_handler(signum, self._hear, signum)
+            loop.add_signal_handler(signum, self._on_signal, signum)
         return self
 
     def __exit__(self, *ended: object) -> None:
@@ -242,10 +242,10 @@ def _try_address(host: str, port: int) -> None:
         with socket.socket(found[0][0], socket.SOCK_STREAM) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(found[0][4])
-            sock.listen(1)  # where somebody else listens, it is this that fails
+            sock.listen(1)  # fails where another process listens
     except OSError as error:
-        told = f"cannot listen at {_address(host, port)}: {error.strerror}"
-        raise WeftlineError(f"{told}\n    fix: choose another port, or end what has it") from None
+        problem = f"cannot listen at {_address(host, port)}: {error.strerror}"
+        raise WeftlineError(f"{problem}\n    fix: choose another port, or end the process that has it") from None
 
 
 def _address(host: str, port: int) -> str:

@@ -1,7 +1,7 @@
 """Model statistics of the v2 protocol: requests, executions and durations.
 
 A Statistics is an Observer; it holds sums, decides nothing, and has no clock. Figures are of the version that serves:
-a new version starts at zero. Where v2 speaks of one model with one queue, a pipeline is told as follows:
+a new version starts at zero. v2 describes one model with one queue; a pipeline maps to it as follows:
 
     success, fail     requests, with the time from arrival to outputs
     queue             the time its steps' items waited, added up over the steps

@@ -151,10 +151,10 @@ def _answers(path: Path) -> bool:
 
 
 def _taken(path: Path) -> WeftlineError:
-    told = f"cannot listen at the socket {path}: another process listens there"
-    return WeftlineError(f"{told}\n    fix: choose another path, or end what has it")
+    found = f"cannot listen at the socket {path}: another process listens there"
+    return WeftlineError(f"{found}\n    fix: choose another path, or end the process that has it")
 
 
 def _unusable(path: Path, why: str) -> WeftlineError:
-    told = f"cannot listen at the socket {path}: {why}"
-    return WeftlineError(f"{told}\n    fix: choose another path, in a folder that this user may write")
+    found = f"cannot listen at the socket {path}: {why}"
+    return WeftlineError(f"{found}\n    fix: choose another path, in a folder that this user may write")

@@ -28,7 +28,7 @@ from tests.engine.fire import (
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.session import Session, Source
-from weftline.errors import InputError, LimitReached, WeftlineError, WorkerDied
+from weftline.errors import InputError, LimitReached, StepUnavailable, WeftlineError, WorkerDied
 
 Start = Callable[[Source], Session]
 
@@ -142,7 +142,7 @@ def test_a_step_that_cannot_start_is_given_up_and_everything_else_serves(start: 
     waiter.join(10)
     print(f"given up after {refused:.1f} s")
     assert isinstance(waiting[0], WorkerDied) and "step ill" in str(waiting[0])
-    with pytest.raises(LimitReached, match="step ill is unavailable"):
+    with pytest.raises(StepUnavailable, match="step ill is unavailable"):
         session.run(RequestOptions(outputs=["ill"]), x="e")
     assert session.run(RequestOptions(outputs=["saved"]), x="f")["saved"] == "f", "its fallback answers"
     assert session.run(RequestOptions(outputs=["well"]), x="g")["well"] == "g"

@@ -3,8 +3,8 @@
     caller = gate.admit("/inference.GRPCInferenceService/ModelInfer", authorization_values)
     caller.check("ocr")                 # once the request is read and its model known
 
-What may be called is in `methods.py`, and what is not there is denied. Without a token file there is nobody to tell
-apart: everybody may do everything, which `exposure.py` allows on loopback only.
+`methods.py` lists the methods; every other method is denied. Without a token file callers are not identified, and
+each may do everything, which `exposure.py` allows on loopback only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weftline.engine.serving.v2.messages import InferRequest
 from weftline.errors import AccessDenied, LimitReached
 
 DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE = 1.0, 10.0
-"""How many denials are logged, so that whoever guesses tokens does not fill a disk."""
+"""Rate of logged denials, so that guessing tokens does not fill a disk."""
 
 NO_TOKEN = "this server wants a token: send the header `authorization: Bearer TOKEN`"
 BAD_TOKEN = "the token is not valid here"
@@ -44,7 +44,7 @@ _log = logging.getLogger("weftline.access")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, as far as it is known.
+    """An identified caller.
 
     name:   as in the token file; '' without one.
     admin:  may load and unload, see why a model is not ready, and do everything else.
@@ -57,11 +57,11 @@ class Caller:
     memory: bool = False
 
     def may(self, model: str) -> bool:
-        """Whether it may call and see this model, if there is one."""
+        """Return True if the caller may call and see this model."""
         return self.models is None or self.admin or model in self.models
 
     def check(self, model: str) -> None:
-        """Raise AccessDenied unless it may; the same for models that do not exist, so that nobody learns which do."""
+        """Raise AccessDenied unless the caller may call the model, known or not, so that names stay secret."""
         if not self.may(model):
             raise AccessDenied(NOT_THIS_MODEL)
 
@@ -74,17 +74,17 @@ class Caller:
             raise AccessDenied(NO_MEMORY)
 
 
-EVERYBODY = Caller("", True, memory=True)
-"""Whoever calls where no tokens are asked for."""
+UNRESTRICTED = Caller("", True, memory=True)
+"""Caller of a server without a token file."""
 
-NOBODY = Caller("", False, frozenset())
-"""Whoever calls a method that takes no token, and brings none, where tokens are asked for."""
+ANONYMOUS = Caller("", False, frozenset())
+"""Caller without a token, of a method that requires none."""
 
 
 class Gate:
-    """Admits calls or refuses them. Used from one event loop; `enter` never waits.
+    """Admit calls or refuse them. Used from one event loop; `enter` never waits.
 
-    tokens: None: nobody needs one.
+    tokens: None: no token is required.
     clock:  seconds, for rates.
     shares: how many gates, each in a process of its own, share the tokens' rates; each allows its part.
     """
@@ -107,7 +107,7 @@ class Gate:
 
     @property
     def asks_tokens(self) -> bool:
-        """Whether callers have to show a token."""
+        """True if callers must present a token."""
         return self._tokens is not None
 
     def admit(self, method: str, authorization: Sequence[str | bytes], model: str | None = None) -> Caller:
@@ -118,26 +118,26 @@ class Gate:
             token = bearer(authorization)
         except AccessDenied as denied:
             if METHODS.get(method) is OPEN:
-                return NOBODY
+                return ANONYMOUS
             self._log_denial(method, "", str(denied))
             raise
         return self.enter(method, token, model)
 
     def enter(self, method: str, token: str | None, model: str | None = None) -> Caller:
-        """Return who calls `method`.
+        """Return the caller of `method`.
 
         method: `/inference.GRPCInferenceService/ModelInfer`, or `HTTP POST /v1/chat/completions`.
-        model:  the one it is about, where that is known by now; else see `Caller.check`.
-        AccessDenied when it may not; LimitReached, with when to come back, when it has called too often.
+        model:  the requested model, if it is known by now; else see `Caller.check`.
+        AccessDenied without the right; LimitReached, with a retry time, above the caller's rate.
         """
         kind = METHODS.get(method)
         if self._tokens is None:
             if kind is None:
                 raise AccessDenied(NO_METHOD)
-            return EVERYBODY
+            return UNRESTRICTED
         entry = self._tokens.find(token) if token and len(token) <= self._chars_max else None
-        if kind is OPEN:  # a probe needs no token, and learns more with one: how single models are
-            return NOBODY if entry is None else _caller(entry)
+        if kind is OPEN:  # a probe needs no token; one with a token also sees the state of single models
+            return ANONYMOUS if entry is None else _caller(entry)
         if entry is None:
             self._log_denial(method, "", BAD_TOKEN if token else NO_TOKEN)
             raise AccessDenied(BAD_TOKEN if token else NO_TOKEN, known=False)
@@ -172,8 +172,7 @@ class Gate:
             held = self._buckets[entry.name] = (entry, bucket)
         wait_s = held[1].try_take(self._clock())
         if wait_s > 0:
-            told = f"the token allows {entry.requests_per_s:g} requests a second"
-            raise LimitReached(told, wait_s)
+            raise LimitReached(f"the token allows {entry.requests_per_s:g} requests a second", wait_s)
 
     def _log_denial(self, method: str, name: str, why: str) -> None:
         if self._denials.try_take(self._clock()) > 0:

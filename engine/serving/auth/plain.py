@@ -1,7 +1,7 @@
 """Sanitiser of untrusted text for display: one line, bounded, no control characters.
 
-Used for whatever leaves in an answer or goes into a log. What is scrubbed goes for any text, whoever wrote it: a
-client's own value that looks like a path is shown as `(path)` too, since nobody can tell here whose it was.
+Used for error messages in responses and for log lines. Scrubbing applies to any text: a client's own value that looks
+like a path becomes `(path)` too, since the origin of a text is unknown here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 SCANNED_CHARS_MAX = 4096
-"""Most characters that are looked at; what is behind them is dropped before any pattern sees it."""
+"""Most characters that patterns are applied to; the rest is dropped."""
 
 _UNPRINTABLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
@@ -50,7 +50,7 @@ def one_line(text: str, chars_max: int) -> str:
 
 
 def scrubbed(text: str, chars_max: int) -> str:
-    """Return `text` as one line without paths, addresses, tokens, tracebacks and names of what is inside."""
+    """Return `text` as one line without paths, addresses, tokens, tracebacks and internal names."""
     text = _LINES.sub("; ", text[:SCANNED_CHARS_MAX].strip())
     text = _TRACEBACK.sub("(more)", _UNPRINTABLE.sub(_escaped, text))
     for pattern, shown in _SCRUBS:
@@ -59,7 +59,7 @@ def scrubbed(text: str, chars_max: int) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return `text` without anything that is a token by its looks, for logs."""
+    """Replace everything that looks like a token, for logs."""
     return _TOKEN.sub("(token)", text)
 
 

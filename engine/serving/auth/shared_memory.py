@@ -1,12 +1,12 @@
 """Client-registered system shared memory, accessed by copies and never mapped.
 
-A client that maps a file and shrinks it kills whoever else has it mapped (SIGBUS); `pread` of the same file just comes
-back short. So regions are descriptors, and each tensor in them is copied once, into the arena, where it cannot change
-any more. What may be registered is narrow: an object of POSIX shared memory by its one-component name, a regular file
+A client that shrinks a file kills every process that has it mapped (SIGBUS); `pread` of the same file returns fewer
+bytes. So regions are descriptors, and each tensor in them is copied once, into the arena, where it cannot change any
+more. Only these can be registered: an object of POSIX shared memory by its one-component name, a regular file
 of the server's own user, big enough now. The memory of our own processes has no names (memfds), so no name leads there.
 
-Whoever may register (tokens: `memory: true`) may reach any such object of the server's user: run the server as a user
-of its own, or as the clients' user.
+A caller with the right to register (tokens: `memory: true`) can reach any such object of the server's user: run the
+server as a user of its own, or as the clients' user.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RegionStatus:
 
 @dataclass(slots=True)
 class _Held:
-    """A region and its descriptor, which is closed when nobody uses it and it is no longer registered."""
+    """A region and its descriptor, closed when it is neither registered nor in use."""
 
     status: RegionStatus
     fd: int
@@ -150,8 +150,8 @@ class SharedMemory:
             raise InputError("a region's name has 1 to 128 letters, digits, dots, dashes and underscores")
         found = _KEY.fullmatch(key) if isinstance(key, str) else None
         if found is None or found[1] in (".", "..") or found[1].startswith(_REFUSED_KEYS):
-            told = "expected a name as shm_open takes it, one slash at most, then letters, digits, dots, dashes and"
-            raise InputError(f"region {name}: its key is no name of shared memory; {told} underscores, at most 255")
+            expected = "expected a shm_open name: at most one slash, then letters, digits, dots, dashes and underscores"
+            raise InputError(f"region {name}: its key is no name of shared memory; {expected}, at most 255")
         most = self._limits.region_bytes_max
         if type(size_bytes) is not int or not 1 <= size_bytes <= most:
             raise InputError(f"region {name}: found a size of {size_bytes!s:.40} bytes, expected 1 to {most}")
@@ -206,8 +206,8 @@ def _open(folder: str, key: re.Match[str] | None, end: int) -> int:
 
 def _check_range(status: RegionStatus, offset: int, size_bytes: int) -> None:
     if offset < 0 or size_bytes < 0 or offset + size_bytes > status.size_bytes:
-        told = f"found {size_bytes} bytes from {offset}, expected a range of its {status.size_bytes} bytes"
-        raise InputError(f"region {status.name}: {told:.300}")
+        found = f"found {size_bytes} bytes from {offset}, expected a range of its {status.size_bytes} bytes"
+        raise InputError(f"region {status.name}: {found:.300}")
 
 
 def _tried(call: object, fd: int, data: object, start: int) -> int:

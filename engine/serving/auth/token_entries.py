@@ -1,6 +1,6 @@
 """Parser of token files that reports every mistake at once.
 
-Pure. A digest is never quoted in a problem, nor what stands in its place: that might be the token itself.
+Pure. A digest, or a value in its place, is never quoted in a problem: it may be the token itself.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _problems(path: str, one: Mapping[str, Any]) -> Iterator[Problem]:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         yield Problem(f"{path}.name", _found(name), "1 to 128 letters, digits, dots, dashes and underscores")
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        # Whoever put the token itself here would not like to see it in a terminal.
+        # The value may be the token itself, which must not appear in a terminal.
         found = "missing" if sha256 is None else "no digest"
         yield Problem(f"{path}.sha256", found, "64 hexadecimal digits", "make one with `weftline token`")
     elif sha256.lower() == _OF_NOTHING:

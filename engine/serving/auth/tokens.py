@@ -27,10 +27,10 @@ from weftline.pipelines.spec.document import TEXT_BYTES_MAX
 __all__ = ["TOKEN_CHARS_MAX", "Token", "TokenFile", "digest", "new_token", "read_tokens"]
 
 TOKEN_CHARS_MAX = 512
-"""Longest token that is looked at; ours have 46 characters, a signed one of somebody else's a few hundred."""
+"""Longest accepted token; generated ones have 46 characters, signed tokens of other systems a few hundred."""
 
 CHECK_S = 1.0
-"""How often the file is looked at for a change, at most; so long does a revoked token live on."""
+"""Shortest interval between checks of the file for changes: the longest life of a revoked token."""
 
 _log = logging.getLogger("weftline.access")
 
@@ -41,7 +41,7 @@ def new_token() -> str:
 
 
 def digest(token: str) -> str:
-    """Return what the token file has instead of the token: its SHA-256, as 64 hexadecimal digits."""
+    """Return the SHA-256 of a token for the token file, as 64 hexadecimal digits."""
     return _sha256(token).hex()
 
 
@@ -59,7 +59,7 @@ class TokenFile:
         return self._tokens
 
     def find(self, token: str) -> Token | None:
-        """Return the entry a token belongs to. It takes the same time whichever it is, or whether there is one."""
+        """Return the entry of a token, in constant time."""
         self._refresh()
         if not 0 < len(token) <= TOKEN_CHARS_MAX:
             return None

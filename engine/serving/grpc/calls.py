@@ -17,14 +17,14 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from weftline.engine.serving.auth.gate import NOBODY, Caller
-from weftline.engine.serving.replies import told
+from weftline.engine.serving.auth.gate import ANONYMOUS, Caller
+from weftline.engine.serving.replies import to_reply
 from weftline.errors import InputError
 
 Context = Any
 """A grpc.aio.ServicerContext; its stubs are generic in messages that are bytes here."""
 
-CALLER: ContextVar[Caller] = ContextVar("weftline_caller", default=NOBODY)
+CALLER: ContextVar[Caller] = ContextVar("weftline_caller", default=ANONYMOUS)
 """Who makes the call that is being answered; the guard sets it."""
 
 Unary = Callable[[Any], Awaitable[Any]]
@@ -35,7 +35,7 @@ CODES: Mapping[str, grpc.StatusCode] = {code.name: code for code in grpc.StatusC
 
 async def refuse(context: Context, error: BaseException) -> None:
     """End the call with what may be told of `error`; never returns."""
-    reply = told(error)
+    reply = to_reply(error)
     await context.abort(CODES[reply.status], reply.message, pushback(reply.retry_after_s))
 
 

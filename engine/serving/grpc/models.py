@@ -15,7 +15,7 @@ from weftline.engine.serving.grpc.protos import V2
 from weftline.engine.serving.grpc.rendering import render_config, render_figures, render_metadata
 from weftline.engine.serving.identity import NAME
 from weftline.engine.serving.lifecycle import DrainSwitch, model_ready, server_ready
-from weftline.engine.serving.replies import told
+from weftline.engine.serving.replies import to_reply
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.errors import InputError, ModelError
 
@@ -146,4 +146,4 @@ def _check_repository(name: str) -> None:
 
 def _scrubbed(why: str) -> str:
     """A reason may quote a node's own error, so it goes the way of every error."""
-    return told(ModelError(why)).message if why else ""
+    return to_reply(ModelError(why)).message if why else ""

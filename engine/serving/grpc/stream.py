@@ -33,7 +33,7 @@ from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.grpc.calls import Context, refuse
 from weftline.engine.serving.grpc.infer import CallContext, Inference
 from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
-from weftline.engine.serving.replies import told
+from weftline.engine.serving.replies import to_reply
 from weftline.engine.serving.v2.messages import STATUS, InferRequest, InferResponse, Parameter
 from weftline.engine.serving.v2.protobuf import parse_request, stream_response_bytes
 from weftline.engine.serving.v2.request import ParsedRequest
@@ -242,7 +242,7 @@ def _flagged(response: InferResponse, final: bool = True) -> bytes:
 
 
 def _refusal(request: InferRequest, error: Exception) -> bytes:
-    reply = told(error)
+    reply = to_reply(error)
     parameters: dict[str, Any] = {FINAL: True, STATUS: reply.status}
     if reply.retry_after_s > 0:
         parameters[RETRY_MS] = round(reply.retry_after_s * 1000)

@@ -6,7 +6,7 @@
 
 A tensor comes as `data` (nested or flat lists), in the bytes behind the JSON, or in registered shared memory. Outputs
 go out as bytes where `binary_data` or `binary_data_output` asks for it, else as flat lists; numbers that JSON cannot
-tell (NaN, infinities) are null there, and BYTES must be UTF-8. (Triton, "Binary Tensor Data Extension".)
+express (NaN, infinities) are null there, and BYTES must be UTF-8. (Triton, "Binary Tensor Data Extension".)
 
 Pure: bytes in, values out. Tensors of a request are views of the received body.
 """
@@ -81,7 +81,7 @@ def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes
     parts: list[bytes | memoryview] = []
     outputs = []
     for one in response.outputs:
-        told: dict[str, Any] = {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
+        tensor: dict[str, Any] = {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
         parameters: dict[str, Any] = dict(one.parameters)
         if one.region is not None:
             parameters |= parameters_of(one.region)
@@ -90,8 +90,8 @@ def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes
             parameters[SIZE] = len(raw)
             parts.append(raw)
         else:
-            told["data"] = _data(one)
-        outputs.append(told | ({"parameters": parameters} if parameters else {}))
+            tensor["data"] = _data(one)
+        outputs.append(tensor | ({"parameters": parameters} if parameters else {}))
     head: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
     head |= {"id": response.id} if response.id else {}
     head |= {"parameters": dict(response.parameters)} if response.parameters else {}
@@ -218,6 +218,6 @@ def _data(one: Tensor) -> list[Any]:
         except UnicodeDecodeError:
             raise HttpError(f"output {one.name} is not UTF-8: ask for it with {ONE}") from None
     if one.datatype == "BF16":
-        raise HttpError(f"output {one.name} is BF16, which JSON cannot tell: ask for it with {ONE}")
+        raise HttpError(f"output {one.name} is BF16, which JSON cannot express: ask for it with {ONE}")
     numbers: list[Any] = np.frombuffer(raw, NUMPY[one.datatype]).tolist()
     return numbers

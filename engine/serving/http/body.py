@@ -24,16 +24,16 @@ from weftline.engine.serving.v2.strict_json import loads
 from weftline.errors import LimitReached
 
 WAIT_S = 10.0
-"""Longest that a body waits for room, unread; half of `limits.header_s` where that is less."""
+"""Longest wait of an unread body for room in the budget; half of `limits.header_s` if that is less."""
 
 SLOW_S, LOOK_S = 2.0, 0.5
-"""How long a body may be slow while others wait, and how often that is looked at."""
+"""How long a body may be slow while others wait, and the interval of that check."""
 
 DEFLATE_RATIO = 1032
 """Most bytes that one byte of deflate can become."""
 
 ASIDE_BYTES = 1 << 10
-"""From so many compressed bytes on, up to a megabyte unpacked, a thread unpacks them."""
+"""Compressed size from which a thread decompresses a body (up to a megabyte unpacked)."""
 
 FIELDS_MAX, FIELD_BYTES_MAX = 64, 64 << 10
 """Most fields of a form besides its file, and the largest of them."""
@@ -45,7 +45,7 @@ class Body:
     """The body of one request, which is received within limits: `receive` is the ASGI callable for the application.
 
     A body of up to FREE_BYTES is taken as it comes. A larger one waits unread until `budget` has room for it, and for
-    what it is unpacked to; a client that asked for `100-continue` is not told to go on before. After `wait_s` without
+    what it is unpacked to; `100-continue` is sent only then. After `wait_s` without
     room it is refused (429). While others wait, one that comes slower than BODY_BYTES_S is refused (408).
     """
 
@@ -63,7 +63,7 @@ class Body:
         self._whole = False
 
     async def receive(self) -> Message:
-        """Return the next message; Refusal (413, 408) or LimitReached when the body is over a limit."""
+        """Return the next message; HttpError (413, 408) or LimitReached when the body is over a limit."""
         if self._whole:
             return await self._receive()
         if not self._held and self._charge > FREE_BYTES and (self._announced or self._seen > FREE_BYTES):
@@ -80,7 +80,7 @@ class Body:
         return message
 
     def close(self) -> None:
-        """Give back what it holds: the request is over."""
+        """Release its share of the budget at the end of the request."""
         if self._held:
             self._budget.give_back(self._held)
             self._held = 0
@@ -91,8 +91,8 @@ class Body:
             self._held = await self._budget.enter(self._charge).wait_async(wait_s)
         except TimeoutError:
             most = self._budget.bytes_max
-            told = f"bodies of other requests take up limits.inflight_bytes_max, which is {most}"
-            raise LimitReached(told, RETRY_S) from None
+            found = f"bodies of other requests take up limits.inflight_bytes_max, which is {most}"
+            raise LimitReached(found, RETRY_S) from None
         self._since_s = asyncio.get_running_loop().time()
 
     async def _next(self) -> Message:
@@ -158,7 +158,7 @@ async def _received(request: Request, bytes_max: int) -> bytearray | memoryview:
 
 
 def decompressed(body: bytes | bytearray | memoryview, window: int, bytes_max: int) -> bytes:
-    """Return what is inside; never makes more than the limit, however much is inside."""
+    """Decompress a body; never produces more than the limit."""
     unpacker = zlib.decompressobj(window)
     try:
         inside = unpacker.decompress(body, bytes_max)

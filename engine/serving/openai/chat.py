@@ -79,46 +79,46 @@ def completion(asked: ChatRequest, head: ChunkHeader, outputs: Mapping[str, Any]
     """Return a whole answer as chat.completion."""
     ports = asked.ports
     choices = choices_of(outputs, ports.output, ports.usage, ports.answers, ports.tool_calls, 0)
-    told = head.to_json([chat_choice(choice, asked.logprobs) for choice in choices])
-    return told | {"usage": usage_of(outputs.get(ports.usage or "")).to_json()}
+    body = head.to_json([chat_choice(choice, asked.logprobs) for choice in choices])
+    return body | {"usage": usage_of(outputs.get(ports.usage or "")).to_json()}
 
 
 async def chunks(
     asked: ChatRequest, head: ChunkHeader, first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed answer: who speaks, what is said, why it ended, what it took."""
+    """Yield the events of a streamed answer: role, text, finish reason, usage."""
     ports = asked.ports
-    told = head.to_json([])
+    chunk = head.to_json([])
     extra = {"usage": None} if asked.usage else {}
-    said = 0  # characters of the text that were told in pieces
+    streamed_chars = 0  # characters of the text that were sent in chunks
     whole: dict[str, Any] = {}
     try:
-        yield event(told | {"choices": [chat_delta(0, {"role": "assistant", "content": ""})]} | extra)
-        piece = first
-        while piece is not None:
-            if piece.last:
-                whole[piece.output] = piece.value
-            elif piece.output == ports.output and piece.value:
-                said += len(piece.value)
-                yield event(told | {"choices": [chat_delta(0, {"content": piece.value})]} | extra)
-            piece = await anext(stream, None)
+        yield event(chunk | {"choices": [chat_delta(0, {"role": "assistant", "content": ""})]} | extra)
+        output = first
+        while output is not None:
+            if output.last:
+                whole[output.output] = output.value
+            elif output.output == ports.output and output.value:
+                streamed_chars += len(output.value)
+                yield event(chunk | {"choices": [chat_delta(0, {"content": output.value})]} | extra)
+            output = await anext(stream, None)
     finally:
         await stream.aclose()
     usage = whole.get(ports.usage or "")
     choices = choices_of(whole, ports.output, ports.usage, ports.answers, ports.tool_calls, 0)
     for choice in choices:
-        choice = dataclasses.replace(choice, text=choice.text[said:] if choice.index == 0 else choice.text)
+        choice = dataclasses.replace(choice, text=choice.text[streamed_chars:] if choice.index == 0 else choice.text)
         if choice.text or choice.logprobs:
             named = {"content": choice.text} | ({"role": "assistant"} if choice.index else {})
             logprobs = chat_logprobs_json(choice.logprobs) if choice.logprobs else None
-            yield event(told | {"choices": [chat_delta(choice.index, named, None, logprobs)]} | extra)
+            yield event(chunk | {"choices": [chat_delta(choice.index, named, None, logprobs)]} | extra)
         if choice.tool_calls:
             calls = [_numbered(place, call) for place, call in enumerate(choice.tool_calls)]
-            yield event(told | {"choices": [chat_delta(choice.index, {"tool_calls": calls})]} | extra)
+            yield event(chunk | {"choices": [chat_delta(choice.index, {"tool_calls": calls})]} | extra)
         finish = choice.finish if len(choices) > 1 else finish_of(usage, choice.tool_calls)
-        yield event(told | {"choices": [chat_delta(choice.index, {}, finish)]} | extra)
+        yield event(chunk | {"choices": [chat_delta(choice.index, {}, finish)]} | extra)
     if asked.usage:
-        yield event(told | {"usage": (usage_of(usage) if usage else Usage()).to_json()})
+        yield event(chunk | {"usage": (usage_of(usage) if usage else Usage()).to_json()})
     yield DONE
 
 

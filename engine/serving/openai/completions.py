@@ -98,28 +98,28 @@ async def chunks(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed completion."""
     ports = asked.ports
-    told = head.to_json([])
+    chunk = head.to_json([])
     extra = {"usage": None} if asked.usage else {}
-    said = 0
+    streamed_chars = 0
     whole: dict[str, Any] = {}
     try:
-        piece = first
-        while piece is not None:
-            if piece.last:
-                whole[piece.output] = piece.value
-            elif piece.output == ports.output and piece.value:
-                said += len(piece.value)
-                yield event(told | {"choices": [text_choice(0, piece.value, None)]} | extra)
-            piece = await anext(stream, None)
+        output = first
+        while output is not None:
+            if output.last:
+                whole[output.output] = output.value
+            elif output.output == ports.output and output.value:
+                streamed_chars += len(output.value)
+                yield event(chunk | {"choices": [text_choice(0, output.value, None)]} | extra)
+            output = await anext(stream, None)
     finally:
         await stream.aclose()
     usage = whole.get(ports.usage or "")
     choices = choices_of(whole, ports.output, ports.usage, ports.answers, None, 0)
     for one in choices:
-        text = one.text[said:] if one.index == 0 else one.text
+        text = one.text[streamed_chars:] if one.index == 0 else one.text
         finish = one.finish if len(choices) > 1 else finish_of(usage)
         logprobs = (one.logprobs or ()) if asked.logprobs else None
-        yield event(told | {"choices": [text_choice(one.index, text, finish, logprobs)]} | extra)
+        yield event(chunk | {"choices": [text_choice(one.index, text, finish, logprobs)]} | extra)
     if asked.usage:
-        yield event(told | {"usage": usage_of(usage).to_json()})
+        yield event(chunk | {"usage": usage_of(usage).to_json()})
     yield DONE

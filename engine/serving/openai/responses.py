@@ -13,7 +13,7 @@ FINISHED = ("stop", "length", "tool_calls", "content_filter")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to one prompt, whatever shape it is told in.
+    """One answer to one prompt, in no particular format.
 
     logprobs:   of the answer's tokens, as the llm step's `answers` has them.
     tool_calls: as the pipeline's `tool_calls` output has them.
@@ -95,8 +95,8 @@ def choices_of(
     # what stands at `output` may have been changed on its way by a later step; what was counted beside it was not
     if len(several) == 1:
         text = outputs.get(output)
-        told = several[0].get("text", "") if text is None else text
-        return [Choice(first, told, finish_of(several[0], calls), several[0].get("logprobs"), calls)]
+        content = several[0].get("text", "") if text is None else text
+        return [Choice(first, content, finish_of(several[0], calls), several[0].get("logprobs"), calls)]
     return [
         Choice(first + place, one.get("text", ""), finish_of(one), one.get("logprobs"))
         for place, one in enumerate(several)
@@ -108,8 +108,8 @@ def chat_choice(choice: Choice, wants_logprobs: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.tool_calls:
         message |= {"tool_calls": list(choice.tool_calls), "content": choice.text or None}
-    told = chat_logprobs_json(choice.logprobs) if wants_logprobs else None
-    return {"index": choice.index, "message": message, "logprobs": told, "finish_reason": choice.finish}
+    logprobs = chat_logprobs_json(choice.logprobs) if wants_logprobs else None
+    return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
 
 def chat_delta(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
@@ -121,8 +121,8 @@ def text_choice(
     index: int, text: str, finish: str | None, logprobs: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
     """Return an answer, or part of one, as an element of `choices` of text_completion."""
-    told = text_logprobs_json(logprobs) if logprobs is not None else None
-    return {"index": index, "text": text, "logprobs": told, "finish_reason": finish}
+    columns = text_logprobs_json(logprobs) if logprobs is not None else None
+    return {"index": index, "text": text, "logprobs": columns, "finish_reason": finish}
 
 
 def chat_logprobs_json(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:

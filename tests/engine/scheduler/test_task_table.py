@@ -180,7 +180,8 @@ def test_a_crash_loop_fails_what_waits_refuses_what_needs_it_and_serves_the_rest
     assert harness.failure(waits[1]).error == "WorkerDied"
     assert harness.failure(waits[1]).step == "ill"
     assert "keeps failing to start" in harness.failure(waits[1]).message
-    assert "step ill is unavailable" in harness.refusal(harness.submit(x=1, wanted=("ill",))).message
+    refusal = harness.refusal(harness.submit(x=1, wanted=("ill",)))
+    assert (refusal.error, "step ill is unavailable" in refusal.message) == ("StepUnavailable", True)
     served = harness.submit(x=1, wanted=("well",))
     harness.answer("well")
     assert harness.output(served, "well") == 1

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from weftline.engine.serving.auth.gate import DENIALS_LOGGED_AT_ONCE, EVERYBODY, NOBODY, Gate, bearer
+from weftline.engine.serving.auth.gate import ANONYMOUS, DENIALS_LOGGED_AT_ONCE, UNRESTRICTED, Gate, bearer
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, METRICS, OPEN, READ
 from weftline.engine.serving.auth.tokens import TOKEN_CHARS_MAX, TokenFile, digest
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.replies import told
+from weftline.engine.serving.replies import to_reply
 from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor, WantedOutput
 from weftline.errors import AccessDenied, LimitReached
 
@@ -60,7 +60,7 @@ def status_of(gate: Gate, method: str, token: str | None, model: str | None = No
         gate.enter(method, token, model)
     except AccessDenied as denied:
         assert str(denied) and not any(word in str(denied) for word in TOKENS.values())
-        return told(denied).status
+        return to_reply(denied).status
     return "OK"
 
 
@@ -68,9 +68,9 @@ def test_without_a_token_file_everybody_may_do_everything_that_there_is() -> Non
     gate = Gate(None)
     assert not gate.asks_tokens
     for method in METHODS:
-        assert gate.enter(method, None) is EVERYBODY
-        assert gate.admit(method, ["Basic nonsense", "twice"]) is EVERYBODY
-    assert EVERYBODY.admin and EVERYBODY.may("anything")
+        assert gate.enter(method, None) is UNRESTRICTED
+        assert gate.admit(method, ["Basic nonsense", "twice"]) is UNRESTRICTED
+    assert UNRESTRICTED.admin and UNRESTRICTED.may("anything")
     with pytest.raises(AccessDenied):
         gate.enter("/inference.GRPCInferenceService/Nothing", None)
 
@@ -126,7 +126,7 @@ def test_a_caller_checks_models_that_are_known_only_later(gate: Gate) -> None:
     caller.check("ocr")
     with pytest.raises(AccessDenied):
         caller.check("assistant")
-    assert not NOBODY.may("ocr") and not NOBODY.admin
+    assert not ANONYMOUS.may("ocr") and not ANONYMOUS.admin
 
 
 def test_a_token_that_calls_too_often_is_told_when_to_come_back(gate: Gate, clock: Clock) -> None:
@@ -134,7 +134,7 @@ def test_a_token_that_calls_too_often_is_told_when_to_come_back(gate: Gate, cloc
     gate.enter(INFER_RPC, TOKENS["slow"])
     with pytest.raises(LimitReached) as caught:
         gate.enter(INFER_RPC, TOKENS["slow"])
-    reply = told(caught.value)
+    reply = to_reply(caught.value)
     assert reply.status == "RESOURCE_EXHAUSTED"
     assert reply.retry_after_s == pytest.approx(0.5)
     gate.enter(INFER_RPC, TOKENS["web"])  # others are not affected
@@ -176,7 +176,7 @@ def test_a_request_names_regions_only_for_who_may_use_them(gate: Gate) -> None:
                 caller.check_regions(request)
     for name in ("mem", "ops"):
         gate.enter(INFER_RPC, TOKENS[name]).check_regions(reads)
-    EVERYBODY.check_regions(writes)
+    UNRESTRICTED.check_regions(writes)
 
 
 def test_what_is_denied_and_probes_take_nothing_from_the_rate(gate: Gate) -> None:
@@ -240,9 +240,9 @@ def test_any_other_header_is_refused(gate: Gate, values: list[str | bytes]) -> N
 def test_admit_takes_the_header_as_it_came(gate: Gate) -> None:
     assert gate.admit(INFER_RPC, [f"Bearer {TOKENS['ops']}"]).name == "ops"
     assert gate.admit(INFER_RPC, [f"bearer {TOKENS['web']}".encode()], "ocr").name == "web"
-    assert gate.admit("HTTP GET /livez", ["nonsense"]) is NOBODY
-    assert gate.admit("HTTP GET /livez", ["Bearer wrong"]) is NOBODY
-    assert gate.admit("HTTP GET /livez", []) is NOBODY
+    assert gate.admit("HTTP GET /livez", ["nonsense"]) is ANONYMOUS
+    assert gate.admit("HTTP GET /livez", ["Bearer wrong"]) is ANONYMOUS
+    assert gate.admit("HTTP GET /livez", []) is ANONYMOUS
     assert gate.admit("/grpc.health.v1.Health/Check", [f"Bearer {TOKENS['web']}"]).may("ocr")
     with pytest.raises(AccessDenied):
         gate.admit(INFER_RPC, [])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.serving.grpc.asking import text_request
 from tests.engine.serving.grpc.fakes import Call, Slow
-from weftline.engine.serving.auth.gate import EVERYBODY
+from weftline.engine.serving.auth.gate import UNRESTRICTED
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc import infer
@@ -21,7 +21,7 @@ LIMITS = ServeLimits()
 
 
 def inference(backend: Any) -> Inference:
-    CALLER.set(EVERYBODY)
+    CALLER.set(UNRESTRICTED)
     return Inference(backend, LIMITS, SharedMemory(LIMITS, False), TraceSettings())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.serving.grpc.asking import text_request
 from tests.engine.serving.grpc.fakes import Call, Slow
-from weftline.engine.serving.auth.gate import EVERYBODY
+from weftline.engine.serving.auth.gate import UNRESTRICTED
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc.calls import CALLER
@@ -25,7 +25,7 @@ def test_a_sequence_waits_for_its_own_and_for_nobody_else() -> None:
         backend: Any = Slow()
         limits = ServeLimits()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
-        CALLER.set(EVERYBODY)
+        CALLER.set(UNRESTRICTED)
         call = Call(
             [
                 text_request("text", "x", "a1", sequence_id=1, sequence_start=True),
@@ -54,7 +54,7 @@ def test_a_drain_ends_the_call_only_for_those_who_would_send_more(half_closed: b
         backend: Any = Slow()
         limits, serving = ServeLimits(), DrainSwitch()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
-        CALLER.set(EVERYBODY)
+        CALLER.set(UNRESTRICTED)
         call = Call([text_request("text", "x", "a")])
         if not half_closed:
             never = asyncio.Event()
@@ -88,7 +88,7 @@ def test_a_cancelled_call_withdraws_what_is_open() -> None:
         backend: Any = Slow()
         limits = ServeLimits()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
-        CALLER.set(EVERYBODY)
+        CALLER.set(UNRESTRICTED)
         call = Call([text_request("text", "x", id) for id in ("a", "b")])
         running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), lambda caller: None, call).run())
         await asyncio.sleep(0.05)
@@ -106,7 +106,7 @@ def test_answers_stay_lent_while_enough_bytes_are_on_their_way() -> None:
         backend.text = "x" * (1 << 20)
         limits = ServeLimits()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
-        CALLER.set(EVERYBODY)
+        CALLER.set(UNRESTRICTED)
         ids = [str(place) for place in range(20)]
         call = Call([text_request("text", "x", id) for id in ids])
         reads = asyncio.Event()
