@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.client.described import DescribedPort
+from weftline.engine.client.model import DescribedPort
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, datatype_of, trailing_dims
 from weftline.engine.serving.v2.elements import encode_elements
 from weftline.engine.serving.v2.messages import Tensor

@@ -15,12 +15,12 @@ from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.backend import Ask, Backend
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.face import ModelFace
-from weftline.engine.serving.grpc.control import LogSettings, TraceSettings
-from weftline.engine.serving.grpc.readiness import server_ready
 from weftline.engine.serving.http.attended import while_connected
 from weftline.engine.serving.http.refusal import HttpError
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.statistics import ModelFigures
+from weftline.engine.serving.v2.metadata import server_ready
+from weftline.engine.serving.v2.settings import LogSettings, TraceSettings
 from weftline.errors import AccessDenied
 
 Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]

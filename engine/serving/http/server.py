@@ -23,11 +23,11 @@ from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tls import ssl_context
 from weftline.engine.serving.backend import Backend
 from weftline.engine.serving.config import HttpDoor, ServeConfig
-from weftline.engine.serving.grpc.control import LogSettings, TraceSettings
 from weftline.engine.serving.http.connection import limited, watch
 from weftline.engine.serving.http.door import Figures, HttpContext
 from weftline.engine.serving.http.routes import application
 from weftline.engine.serving.statistics import Statistics
+from weftline.engine.serving.v2.settings import LogSettings, TraceSettings
 
 KEEP_ALIVE_S = 75
 """How long a connection may rest between two requests; longer than the pools of usual clients and proxies."""

@@ -7,8 +7,8 @@ from typing import Any
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from weftline.engine.client.decoder import values_of
-from weftline.engine.client.described import DescribedModel, described
 from weftline.engine.client.encoder import tensor_of
+from weftline.engine.client.model import DescribedModel, described
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.face import ModelFace, PortFace

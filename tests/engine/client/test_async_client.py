@@ -13,7 +13,7 @@ from tests.engine.client.pipelines import OPTION_NAMES, plain
 from tests.engine.serving.grpc.served import Served
 from weftline import errors
 from weftline.engine.client.async_client import AsyncClient
-from weftline.engine.client.refusal import Unavailable
+from weftline.engine.client.steps import Unavailable
 from weftline.engine.request import RequestOptions
 
 

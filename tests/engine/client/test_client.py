@@ -17,7 +17,7 @@ from tests.engine.client.test_encoder import FOUND, PNG, WAV
 from tests.engine.serving.grpc.served import Served
 from weftline import errors
 from weftline.engine.client.client import Client
-from weftline.engine.client.refusal import Unavailable
+from weftline.engine.client.steps import Unavailable
 from weftline.engine.request import RequestOptions
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import to_value

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from tests.engine.client.faces import arrived
-from weftline.engine.client.described import DescribedPort
 from weftline.engine.client.encoder import tensor_of
+from weftline.engine.client.model import DescribedPort
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import to_value

@@ -11,7 +11,7 @@ from tests.engine.serving.grpc.served import Served, served_in_thread
 from weftline import errors
 from weftline.engine.client.client import Client
 from weftline.engine.client.options import ClientTls
-from weftline.engine.client.refusal import Unavailable
+from weftline.engine.client.steps import Unavailable
 from weftline.engine.request import RequestOptions
 from weftline.engine.serving.auth.tokens import digest
 from weftline.engine.serving.config import Tls

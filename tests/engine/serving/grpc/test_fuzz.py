@@ -17,11 +17,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.serving.grpc.asking import METHOD, numbers, request, text_request
+from tests.engine.serving.grpc.requests import METHOD, numbers, request, text_request
 from tests.engine.serving.grpc.served import ECHO, TEXT, Served, served_in_thread
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.grpc.calls import request_class
 from weftline.engine.serving.grpc.protos import INFERENCE_SERVICE
+from weftline.engine.serving.grpc.transport import request_class
 
 INSIDE = re.compile(
     r"0x[0-9a-f]{6,}|Traceback|File \"|\.py\b|/(?:work|home|usr|tmp|dev|etc|root)/|google\.|<class|memfd"

@@ -12,7 +12,7 @@ import tritonclient.grpc as triton
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.engine.serving.grpc.asking import numbers, request, text_request
+from tests.engine.serving.grpc.requests import numbers, request, text_request
 from tests.engine.serving.grpc.served import ECHO, TEXT, Served, served_in_thread
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, OPEN, READ
 from weftline.engine.serving.auth.tokens import digest

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.engine.serving.grpc.asking import wait_until
+from tests.engine.serving.grpc.requests import wait_until
 from tests.engine.serving.grpc.served import ECHO, TEXT, Served, served_in_thread
 
 HEALTH: Any = health_pb2
@@ -140,7 +140,7 @@ def test_reflection_answers_every_kind_of_request_as_grpcio_does(server: Served)
 def test_the_servers_messages_stand_beside_those_of_grpcio(theirs_first: bool) -> None:
     """One process may import both, in either order: two files with the same symbols clash within one pool."""
     theirs = "from grpc_health.v1 import health_pb2; from grpc_reflection.v1alpha import reflection_pb2"
-    ours = "from weftline.engine.serving.grpc import reflection; reflection.reflection_handler()"
+    ours = "from weftline.engine.serving.grpc import reflection; reflection.make_reflection()"
     script = [theirs, ours] if theirs_first else [ours, theirs]
     subprocess.run([sys.executable, "-c", "; ".join(script)], check=True, timeout=100)
 

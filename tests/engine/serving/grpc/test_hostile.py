@@ -23,7 +23,7 @@ from benchmarks.ingress_hostile import (
     headers,
     remembered,
 )
-from tests.engine.serving.grpc.asking import METHOD, call_bytes, request, text_request, wait_until
+from tests.engine.serving.grpc.requests import METHOD, call_bytes, request, text_request, wait_until
 from tests.engine.serving.grpc.served import ECHO, ENDLESS, Served, served_in_thread
 from weftline.engine.serving.config import ServeLimits
 

@@ -18,7 +18,7 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from tests.engine.serving.grpc.asking import (
+from tests.engine.serving.grpc.requests import (
     METHOD,
     call_bytes,
     numbers,

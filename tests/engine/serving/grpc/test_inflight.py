@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.engine.serving.grpc.asking import tensor
+from tests.engine.serving.grpc.requests import tensor
 from tests.engine.serving.grpc.served import served_in_thread
 from tests.engine.serving.grpc.test_infer import SLOW
 from weftline.engine.serving.config import ServeLimits

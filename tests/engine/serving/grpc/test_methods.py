@@ -148,9 +148,9 @@ def test_a_model_is_loaded_reloaded_and_unloaded(client: Any) -> None:
 
 
 def test_loading_takes_a_name_and_nothing_else(client: Any) -> None:
-    with pytest.raises(InferenceServerException, match="as its operator configured it"):
+    with pytest.raises(InferenceServerException, match="as configured by the operator"):
         client.load_model("echo", config='{"backend": "python"}')
-    with pytest.raises(InferenceServerException, match="as its operator configured it"):
+    with pytest.raises(InferenceServerException, match="as configured by the operator"):
         client.load_model("echo", config="{}", files={"file:1/model.py": b"import os"})
     for name in ("../echo", "/etc/passwd", "nothing", "a" * 100_000):
         with pytest.raises(InferenceServerException, match="not one that this server was told of") as refused:

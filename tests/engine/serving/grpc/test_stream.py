@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 
-from tests.engine.serving.grpc.asking import METHOD, numbers, request, text, text_request, wait_until
+from tests.engine.serving.grpc.requests import METHOD, numbers, request, text, text_request, wait_until
 from tests.engine.serving.grpc.served import (
     ECHO,
     ENDLESS,

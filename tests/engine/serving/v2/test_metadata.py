@@ -8,7 +8,8 @@ import pytest
 from tritonclient.grpc import model_config_pb2
 
 from tests.engine.serving.v2.held import face
-from weftline.engine.serving.v2.metadata import config_of, metadata_of
+from weftline.engine.serving.face import LOADING, READY, UNAVAILABLE, ModelState
+from weftline.engine.serving.v2.metadata import config_of, metadata_of, model_ready, server_ready
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,31 @@ def test_the_configuration_is_one_of_tritons() -> None:
 def test_a_model_that_neither_streams_nor_remembers_says_so() -> None:
     built: Any = model_config_pb2.ModelConfig(**config_of(face({"x": "text"})))  # type: ignore[attr-defined]
     assert not built.model_transaction_policy.decoupled and not built.HasField("sequence_batching")
+
+
+GOOD = ModelState("good", 2, READY)
+
+
+@pytest.mark.parametrize(
+    ("state", "ready"),
+    [
+        (ModelState("a", 0, UNAVAILABLE, "it is not loaded"), True),
+        (ModelState("a", 0, LOADING), True),
+        (ModelState("a", 0, UNAVAILABLE, "no such file"), False),
+        (ModelState("a", 1, UNAVAILABLE, "step see: its worker is starting again"), False),
+        (ModelState("a", 1, UNAVAILABLE), False),
+        (GOOD, True),
+    ],
+)
+def test_a_server_is_ready_unless_a_model_that_should_serve_does_not(state: ModelState, ready: bool) -> None:
+    assert server_ready([GOOD, state]) is ready
+
+
+def test_a_server_without_models_is_ready() -> None:
+    assert server_ready([])
+
+
+def test_a_model_is_ready_in_the_version_that_serves() -> None:
+    assert model_ready([GOOD], "good") and model_ready([GOOD], "good", "2")
+    assert not model_ready([GOOD], "good", "1") and not model_ready([GOOD], "other")
+    assert not model_ready([ModelState("a", 1, UNAVAILABLE)], "a")

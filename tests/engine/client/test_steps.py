@@ -3,7 +3,7 @@
 import pytest
 
 from weftline import errors
-from weftline.engine.client.refusal import Refusal, Unavailable, error_of, refusal_of
+from weftline.engine.client.steps import Refusal, Unavailable, error_of, refusal_of
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the tests of the gRPC door ask with: tensors for the stock client, and raw messages for a bare channel."""
+"""Requests for the gRPC server: tensors for the stock client, and raw messages for a bare channel."""
 
 from __future__ import annotations
 

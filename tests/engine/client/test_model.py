@@ -6,7 +6,7 @@ import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from tests.engine.client.faces import told
-from weftline.engine.client.described import described
+from weftline.engine.client.model import described
 from weftline.engine.serving.face import ModelFace, PortFace
 from weftline.errors import InputError
 

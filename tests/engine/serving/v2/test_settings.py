@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from weftline.engine.serving.backend import Ask
-from weftline.engine.serving.grpc.control import SILENT, LogSettings, LogValue, TraceSettings
+from weftline.engine.serving.v2.settings import SILENT, LogSettings, LogValue, TraceSettings
 from weftline.errors import InputError
 
 
