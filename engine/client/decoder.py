@@ -191,4 +191,4 @@ class StreamDecoder:
         """Return True if responses carry parts of this output; without that metadata, text outputs do."""
         if port is None or not self._model.streams:
             return False
-        return port.pieces or (not self._model.says_pieces and (port.type is None or port.type.kind == "text"))
+        return port.pieces or (not self._model.reports_streaming and (port.type is None or port.type.kind == "text"))

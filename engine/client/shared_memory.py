@@ -181,7 +181,7 @@ class SharedInputs:
 
     def _do_without(self, why: str) -> None:
         self._size_bytes = 0
-        _log.warning("shared memory is not used, inputs travel in messages: %s", why)
+        _log.warning("shared memory is not used, inputs are sent in messages: %s", why)
 
 
 class Lease:

@@ -1,4 +1,4 @@
-"""Values on their way back: what the caller gets is what Session.run gives, and bytes that lie are found out."""
+"""Decoded values equal those of Session.run, and inconsistent bytes are refused; streams."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.client.faces import came_back, told
+from tests.engine.client.faces import came_back, description_of
 from tests.engine.client.test_encoder import DTYPES, FOUND
 from weftline.engine.client.decoder import STATUS, InvalidResponse, StreamDecoder, value_of
 from weftline.engine.client.model import DescribedPort
@@ -139,7 +139,7 @@ def final(**parameters: Any) -> bytes:
 
 
 def test_what_grows_comes_in_pieces_and_whole_at_the_end() -> None:
-    decoder = StreamDecoder(told(FACE))
+    decoder = StreamDecoder(description_of(FACE))
     assert list(decoder.feed(response("text", "a "))) == [StreamedOutput("text", "a ", False)]
     assert list(decoder.feed(response("facts", {"n": 1}))) == [StreamedOutput("facts", {"n": 1}, True)]
     assert list(decoder.feed(response("text", "b"))) == [StreamedOutput("text", "b", False)]
@@ -148,7 +148,7 @@ def test_what_grows_comes_in_pieces_and_whole_at_the_end() -> None:
 
 
 def test_the_last_piece_may_be_the_final_response() -> None:
-    decoder = StreamDecoder(told(FACE))
+    decoder = StreamDecoder(description_of(FACE))
     assert list(decoder.feed(response("text", "a", triton_final_response=True))) == [
         StreamedOutput("text", "a", False),
         StreamedOutput("text", "a", True),
@@ -167,7 +167,7 @@ def test_the_last_piece_may_be_the_final_response() -> None:
 def test_an_error_is_a_refusal_with_what_the_server_told(parameters: Any, status: str, pushback_ms: Any) -> None:
     data = stream_response_bytes(InferResponse("m", "", "", (), parameters), "it broke")
     with pytest.raises(Refused) as refused:
-        list(StreamDecoder(told(FACE)).feed(data))
+        list(StreamDecoder(description_of(FACE)).feed(data))
     found = refused.value.refusal
     assert (found.status, found.message, found.pushback_ms) == (status, "it broke", pushback_ms)
 
@@ -175,6 +175,6 @@ def test_an_error_is_a_refusal_with_what_the_server_told(parameters: Any, status
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_response_are_garbled_or_empty(data: bytes) -> None:
     try:
-        list(StreamDecoder(told(FACE)).feed(data))
+        list(StreamDecoder(description_of(FACE)).feed(data))
     except (InvalidResponse, Refused):
         pass

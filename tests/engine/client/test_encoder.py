@@ -1,4 +1,4 @@
-"""Values on their way out: what the engine gets is what the caller meant, and what is wrong is said before sending."""
+"""Encoded values arrive equal in the engine, and invalid ones are refused before sending."""
 
 from pathlib import Path
 from typing import Any

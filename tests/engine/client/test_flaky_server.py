@@ -1,4 +1,4 @@
-"""Retries against a server that fails as it is told to: when, how often, and never where it could do harm."""
+"""Retries against a server with programmed failures: when, how often, and never where it could do harm."""
 
 import time
 
@@ -127,7 +127,11 @@ def test_an_answer_that_is_no_answer_is_an_error() -> None:
 
 
 def test_what_a_server_does_not_do_is_said() -> None:
-    with flaky() as server, Client(server.url) as client, pytest.raises(errors.WeftlineError, match="does not support this"):
+    with (
+        flaky() as server,
+        Client(server.url) as client,
+        pytest.raises(errors.WeftlineError, match="does not support this"),
+    ):
         client.models()
 
 

@@ -1,4 +1,4 @@
-"""Tokens and certificates, of a real server that wants them."""
+"""Tokens and certificates, against a real server that requires them."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Large inputs by way of shared memory, of a real server: placed, registered again when forgotten, never in the way."""
+"""Large inputs in shared memory, against a real server: placement, registration, loss and fallback."""
 
 import asyncio
 import logging
@@ -108,7 +108,9 @@ def test_without_shared_memory_on_the_server_inputs_travel_in_messages(caplog: p
         for _ in range(2):
             assert np.array_equal(client.run("bytes", x=LARGE)["y"], LARGE)
     (line,) = [one.getMessage() for one in caplog.records if one.name == "weftline.client"]
-    assert line.startswith("shared memory is not used, inputs travel in messages: shared memory is off on this server")
+    assert line.startswith(
+        "shared memory is not used, inputs are sent in messages: shared memory is off on this server"
+    )
     assert left() == before
 
 

@@ -1,4 +1,4 @@
-"""S1-S3, S6, S16 over the wire: whatever is sent to whichever method, the answer is a refusal in words, or right.
+"""S1-S3, S6, S16 over the wire: random messages to every method get a valid response or a readable refusal.
 
 No status that says the server is at fault, nothing of the server's inside in any message, and a healthy client goes on.
 """
@@ -75,7 +75,7 @@ def value(draw: Any, field: Any, depth: int) -> Any:
 
 
 def fill(draw: Any, message: Any, depth: int = 0) -> Any:
-    """Fill some of a message's fields, whatever they are."""
+    """Fill random fields of a message."""
     for field in message.DESCRIPTOR.fields:
         if depth > 3 or not draw(st.booleans()):
             continue

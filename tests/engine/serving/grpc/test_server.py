@@ -1,4 +1,4 @@
-"""The server itself: sockets, drain, limits of calls, addresses that cannot be had."""
+"""The server: sockets, drain, limits of calls, unavailable addresses."""
 
 from __future__ import annotations
 

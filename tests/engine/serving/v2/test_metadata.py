@@ -1,4 +1,4 @@
-"""How models are described: in v2's words, and with their true types beside them."""
+"""Metadata, configuration and readiness of models, with their port types."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_the_configuration_is_one_of_tritons() -> None:
     ]
     assert built.input[0].data_type == model_config_pb2.TYPE_STRING  # type: ignore[attr-defined]
     assert built.model_transaction_policy.decoupled and built.HasField("sequence_batching")
-    told = {key: value.string_value for key, value in built.parameters.items()}
-    assert told["input:photo"] == "image" and told["output:answer"] == "text" and told["steps"] == "see,say"
+    texts = {key: value.string_value for key, value in built.parameters.items()}
+    assert texts["input:photo"] == "image" and texts["output:answer"] == "text" and texts["steps"] == "see,say"
 
 
 def test_a_model_that_neither_streams_nor_remembers_says_so() -> None:

@@ -1,4 +1,4 @@
-"""Trace and log settings: what may be set, and what follows."""
+"""Trace and log settings: validation and effects."""
 
 from __future__ import annotations
 
