@@ -30,12 +30,9 @@ PURE = [
     *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "where", "report", "hints", "trace")),
     *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
     *(f"engine/llm/{name}.py" for name in ("sequence", "pages", "prefix", "rounds")),
-    *(
-        f"engine/serving/{name}.py"
-        for name in ("auth/methods", "auth/rate", "auth/token_entries", "statistics", "openai/bodies")
-    ),
-    *(f"engine/serving/v2/{name}.py" for name in ("nouns", "names", "datatypes", "bytes_tensor", "strict_json")),
-    *(f"engine/serving/v2/{name}.py" for name in ("forms", "sent", "asking", "answering", "parameters", "metadata")),
+    *(f"engine/serving/{name}.py" for name in ("auth/methods", "auth/rate", "auth/token_entries", "statistics")),
+    *(f"engine/serving/v2/{name}.py" for name in ("messages", "datatypes", "elements", "strict_json")),
+    *(f"engine/serving/v2/{name}.py" for name in ("request", "response", "parameters", "metadata")),
     *(f"engine/metrics/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
     *(f"engine/jobs/{name}.py" for name in ("rows", "tally", "spec", "progress", "blocks")),
     *(f"engine/jobs/output/{name}.py" for name in ("naming", "manifest", "records", "recovery", "formats")),
@@ -50,7 +47,7 @@ FRAMEWORKS = (
 )
 MAY_LOAD = (
     "engine/llm/",  # of which only the pure files and node.py must load without one
-    *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/openai/", "engine/serving/v2/wire.py"),
+    *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/openai/", "engine/serving/v2/protobuf.py"),
     *("engine/serving/server.py", "engine/serving/frontend/process.py", "engine/client/", "engine/metrics/"),
     *("engine/jobs/output/", "engine/jobs/sources/", "engine/jobs/ray/"),
 )

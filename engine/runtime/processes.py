@@ -157,16 +157,22 @@ def _is_private(name: str, text: str) -> bool:
     return is_secret(name) or _PRIVATE.search(name) is not None or _WITH_PASSWORD.search(text) is not None
 
 
-def _environment(parent: Mapping[str, str], threads: int) -> dict[str, str]:
+def minimal_environment(parent: Mapping[str, str], threads: int = 1) -> dict[str, str]:
+    """Return the environment of a child process: an allow-list of `parent`, the module path and thread pool sizes."""
     kept = {name: parent[name] for name in KEPT_VARIABLES if name in parent}
-    kept |= {
-        name: text for name, text in parent.items() if name.startswith(KEPT_PREFIXES) and not _is_private(name, text)
-    }
     kept |= dict.fromkeys(THREAD_VARIABLES, str(threads))
-    kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which machine.py counts devices
-    kept["OMP_WAIT_POLICY"] = "passive"  # threads that spin while they wait take the cores of the other workers
-    kept["TOKENIZERS_PARALLELISM"] = "false"
     # The parent's path and no more: with -P the current folder is not searched for modules.
     kept["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     kept["PYTHONUNBUFFERED"] = "1"
+    return kept
+
+
+def _environment(parent: Mapping[str, str], threads: int) -> dict[str, str]:
+    public = {
+        name: text for name, text in parent.items() if name.startswith(KEPT_PREFIXES) and not _is_private(name, text)
+    }
+    kept = public | minimal_environment(parent, threads)
+    kept["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which machine.py counts devices
+    kept["OMP_WAIT_POLICY"] = "passive"  # threads that spin while they wait take the cores of the other workers
+    kept["TOKENIZERS_PARALLELISM"] = "false"
     return kept

@@ -24,7 +24,7 @@ from weftline.engine.serving.face import ModelFace, ModelState
 from weftline.nodes.urgency import SequencePart
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(msgspec.Struct, frozen=True, array_like=True):
     """One request as a door understood it.
 
     model:       name of a model; looked up, never part of a path.

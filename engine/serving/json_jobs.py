@@ -23,10 +23,9 @@ import msgspec
 from weftline.engine.protocol.values import pack
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BinaryOutputs, read_request
-from weftline.engine.serving.v2 import bytes_tensor
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, array_of
-from weftline.engine.serving.v2.element import element_bytes, value_of
-from weftline.engine.serving.v2.nouns import InferRequest, Parameter, Region, Tensor, WantedOutput
+from weftline.engine.serving.v2.elements import decode_elements, element_bytes, encode_elements, value_of
+from weftline.engine.serving.v2.messages import InferRequest, Parameter, Region, Tensor, WantedOutput
 from weftline.engine.serving.v2.strict_json import check_count, loads
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
@@ -81,7 +80,7 @@ _pack = msgspec.msgpack.encode
 def run(job: Job, data: bytes | memoryview) -> bytes:
     """Do a job and return its result. InputError: the bytes are not what the job expects."""
     if isinstance(job, Elements):
-        elements = bytes_tensor.decode(data, job.count)
+        elements = decode_elements(data, job.count)
         check_count(elements, "json", job.values_max)
         return _pack([_element(job, one) for one in elements])
     if isinstance(job, Document):
@@ -143,7 +142,7 @@ def _sent(tensor: Tensor) -> _Sent:
     values, raw = tensor.values, None if tensor.raw is None else bytes(tensor.raw)
     try:
         if values is not None and tensor.datatype == BYTES:
-            raw = bytes_tensor.encode(element_bytes(values))
+            raw = encode_elements(element_bytes(values))
         elif values is not None and tensor.datatype in DTYPES:
             _expect_count(tensor, values)
             raw = array_of(tensor.datatype, values).tobytes()

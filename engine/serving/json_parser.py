@@ -18,12 +18,10 @@ from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.http.binary_tensors import BODY_VALUES, BinaryOutputs, header_bytes, read_request
 from weftline.engine.serving.json_process import JsonProcess
 from weftline.engine.serving.regions import Regions
-from weftline.engine.serving.v2 import bytes_tensor
-from weftline.engine.serving.v2.datatypes import BYTES
-from weftline.engine.serving.v2.element import element_bytes
-from weftline.engine.serving.v2.forms import form_of
-from weftline.engine.serving.v2.nouns import InferRequest, Tensor
-from weftline.engine.serving.v2.sent import bytes_of
+from weftline.engine.serving.v2.datatypes import BYTES, form_of
+from weftline.engine.serving.v2.elements import element_bytes, encode_elements
+from weftline.engine.serving.v2.messages import InferRequest, Tensor
+from weftline.engine.serving.v2.request import tensor_bytes
 from weftline.engine.serving.v2.strict_json import INLINE_BYTES, loads
 from weftline.errors import InputError
 from weftline.shm.spec import byte_size
@@ -85,9 +83,9 @@ class JsonParser:
         if count > min(limits.elements_max, LIST_ITEMS_MAX):
             return tensor  # which is refused for it
         if tensor.values is not None:
-            count, raw = len(tensor.values), bytes_tensor.encode(element_bytes(tensor.values))
+            count, raw = len(tensor.values), encode_elements(element_bytes(tensor.values))
         else:
-            raw = bytes_of(tensor, regions)  # type: ignore[assignment]
+            raw = tensor_bytes(tensor, regions)  # type: ignore[assignment]
         job = jobs.Elements(kind, type, count, limits.elements_max)
         found = jobs.documents(await self.process.run(job, raw))
         values: tuple[object, ...]

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from weftline.engine.serving.frontend.child import environment
+from weftline.engine.runtime.processes import minimal_environment
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_jobs import Job, run
 from weftline.engine.worker.hardening import harden
@@ -113,7 +113,7 @@ class JsonProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the server's own standard output is for what it prints itself
-                env=environment(os.environ),
+                env=minimal_environment(os.environ),
                 start_new_session=True,
             )
             undo.pop_all()

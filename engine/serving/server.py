@@ -32,8 +32,8 @@ from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Observer
 from weftline.engine.serving.config import ServeConfig
 from weftline.engine.serving.face import ModelState
-from weftline.engine.serving.frontend.desk import FrontendManager
-from weftline.engine.serving.frontend.spec import GRPC, HTTP, IngressSpec
+from weftline.engine.serving.frontend.messages import GRPC, HTTP, IngressSpec
+from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.grpc.server import GrpcServer
 from weftline.engine.serving.identity import version
 from weftline.engine.serving.local import LocalBackend

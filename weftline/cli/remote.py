@@ -17,9 +17,9 @@ from weftline.cli.show import printable
 from weftline.errors import InputError
 
 if TYPE_CHECKING:
+    from weftline.engine.client.calls import ModelStats
     from weftline.engine.client.client import Client
     from weftline.engine.client.options import ClientTls
-    from weftline.engine.client.queries import ModelStats
     from weftline.engine.serving.face import ModelState
 
 WATCH_S = 2.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from weftline.engine.client.described import DescribedModel, DescribedPort
+from weftline.engine.client.model import DescribedModel, DescribedPort
 from weftline.errors import InputError, PipelineError
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.checker import examine

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weftline.engine.client.described import DescribedModel
+from weftline.engine.client.model import DescribedModel
 from weftline.engine.client.options import ClientTls
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError
 from weftline.engine.jobs.runners.each_row import row_seed, usable

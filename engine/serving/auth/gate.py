@@ -21,7 +21,7 @@ from weftline.engine.serving.auth.rate import RateLimit
 from weftline.engine.serving.auth.token_entries import Token
 from weftline.engine.serving.auth.tokens import TOKEN_CHARS_MAX, TokenFile
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.v2.nouns import InferRequest
+from weftline.engine.serving.v2.messages import InferRequest
 from weftline.errors import AccessDenied, LimitReached
 
 DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE = 1.0, 10.0

@@ -1,43 +1,60 @@
-"""Messages between the engine and an ingress process.
+"""Messages between the engine and an ingress process, and the encoding of start parameters and errors.
 
-Small frozen structs, MessagePack on the wire, each with a four-byte length in front; never pickle. Values are the
-engine's own: small ones inside the message, large ones at a place in the extent of the side that says them (arena 0).
-Whoever reads a place says so, and only then is its block used again.
+Messages are small frozen structs in MessagePack, each with a four-byte length prefix (`transport.py`). Small values
+travel inside a message; large ones lie at a Place in the shared buffer of the sender (arena 0). The receiver releases
+the block of a message once it has read the values.
 
-    engine -> ingress    Begin, Catalog, Figures, Answered, Piece, Finished, Failed, Ordered, Ping, Drain
-    ingress -> engine    Opened, NotOpened, Question, Cancel, More, Taken, Order, Pong, Drained
+    engine -> ingress    Start, Catalog, SessionStats, FrontendResponse, ResponseChunk, StreamEnded, RequestFailed,
+                         CommandDone, Ping, Drain
+    ingress -> engine    ServersOpened, StartFailed, FrontendRequest, CancelRequest, WindowCredit, BlockReleased,
+                         Command, Pong, Drained
 
-Every Question gets exactly one Answered, Finished or Failed, a cancelled one too; every Order one Ordered or Failed.
+Each FrontendRequest gets exactly one FrontendResponse, StreamEnded or RequestFailed, also when it is cancelled. Each
+Command gets one CommandDone or RequestFailed.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weftline.engine.protocol.messages import Value
 from weftline.engine.scheduler.request import StepTiming
+from weftline.engine.serving.backend import Ask
+from weftline.engine.serving.config import ServeConfig
 from weftline.engine.serving.face import ModelFace, ModelState
-from weftline.nodes.urgency import SequencePart
+from weftline.errors import LimitReached, PipelineError, RequestCancelled, StepError, WeftlineError
 
 ARENA = 0
-"""The arena number in places: there is one in each direction."""
+"""Arena number in places; each direction has one arena."""
+
+NO_BLOCK = -1
+"""Block of a message without values in the shared buffer."""
 
 WINDOW_BYTES = 1 << 20
-"""How much of a stream may be on its way to an ingress process that has not read it."""
+"""Stream window: most bytes sent to an ingress process and not read by it."""
 
 PING_S = 1.0
-"""How often each side is told that the other lives."""
+"""Heartbeat interval."""
 
 LOAD, UNLOAD, METRICS, STATISTICS = "load", "unload", "metrics", "statistics"
-"""What an Order may ask for."""
+"""Actions of a Command."""
+
+GRPC, HTTP = "grpc", "http"
+"""Names of the servers that an ingress process can run."""
+
+_log = logging.getLogger("weftline.ingress")
 
 
-class Trouble(msgspec.Struct, frozen=True, array_like=True):
-    """An error on its way: the name of its class in weftline.errors, and what it says.
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    """An error in a message: the name of its class in weftline.errors, and its text.
 
-    status: '' when it is that of the class.
+    status: '' for the status of the class.
     """
 
     error: str
@@ -51,31 +68,31 @@ class Trouble(msgspec.Struct, frozen=True, array_like=True):
 # engine -> ingress
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first message: which doors to open, and all they are told (`spec.py` writes and reads it)."""
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Open the servers of an encoded IngressSpec; the first message."""
 
     spec: bytes
 
 
 class Catalog(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Every model with its state, and the faces of those that can be asked; sent when it changes."""
+    """All models with their states, and the metadata of those that serve; sent on every change."""
 
     index: tuple[ModelState, ...]
     faces: tuple[ModelFace, ...]
 
 
-class Figures(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The figures of every model that serves, as `Backend.stats` gives them; sent when they change, once a second."""
+class SessionStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`Backend.stats` of every model that serves; sent on change, at most once a second."""
 
     models: dict[str, dict[str, Any]]
 
 
 class FrontendResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The outputs of a Question. `block`: where the placed ones lie, to be given back by Taken; -1: none is."""
+    """The outputs of a request. block: block of the large outputs, released with BlockReleased; NO_BLOCK: none."""
 
     id: int
     outputs: dict[str, Value]
-    block: int = -1
+    block: int = NO_BLOCK
     timings: tuple[StepTiming, ...] = ()
     total_ms: float = 0.0
     version: int = 0
@@ -83,30 +100,30 @@ class FrontendResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ResponseChunk(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Part of a stream, a StreamedOutput; `block` as in Answered."""
+    """One StreamedOutput of a streamed request; `block` as in FrontendResponse."""
 
     id: int
     output: str
     value: Value
     last: bool
-    block: int = -1
+    block: int = NO_BLOCK
 
 
-class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A stream has ended well."""
+class StreamEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End of a stream without an error."""
 
     id: int
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A Question or an Order has failed."""
+    """Failure of a FrontendRequest or a Command."""
 
     id: int
-    trouble: Trouble
+    error: WireError
 
 
-class Ordered(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An Order was carried out: the version loaded, or the bytes asked for."""
+class CommandDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Result of a Command: the version loaded, or the bytes requested."""
 
     id: int
     version: int = 0
@@ -114,11 +131,11 @@ class Ordered(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Say Pong."""
+    """Heartbeat; the response is Pong."""
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Take nothing new, let open calls finish for at most so long, close the doors, say Drained, and end."""
+    """Refuse new calls, finish open ones within `grace_s`, close the servers, send Drained, and exit."""
 
     grace_s: float
 
@@ -127,79 +144,185 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ServersOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The doors stand open, at these ports by door name."""
+    """All servers listen; ports by server name."""
 
     ports: dict[str, int]
 
 
-class NotOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A door could not be opened; the process ends."""
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A server could not listen; the process exits."""
 
-    trouble: Trouble
+    error: WireError
 
 
-class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A backend.Ask; fields as there. `stream`: answer by Piece and Finished instead of Answered."""
+class FrontendRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request; its `ask` has no inputs, they are in `inputs`.
+
+    stream: respond with ResponseChunk and StreamEnded in place of FrontendResponse.
+    """
 
     id: int
     stream: bool
-    model: str
+    ask: Ask
     inputs: dict[str, Value]
-    outputs: tuple[str, ...] | None = None
-    deadline_ms: float | None = None
-    priority: int = 0
-    sequence: SequencePart | None = None
-    version: str = ""
-    name: str = ""
-    caller: str = ""
-    door: str = ""
-    traceparent: str = ""
-    size_bytes: int = 0
-    job: bool = False
-    seed: int | None = None
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nobody waits for this Question any more; one that has ended meanwhile is meant by nobody."""
+class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Cancel a FrontendRequest; no effect if it has ended."""
 
     id: int
 
 
-class More(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """So much more of a stream was read."""
+class WindowCredit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Flow control: `size_bytes` more of a stream have been read."""
 
     id: int
     size_bytes: int
 
 
 class BlockReleased(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The block of an answer is not looked at any more."""
+    """Release the block of a response."""
 
     block: int
 
 
-class Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Load or unload a model; give all figures as Prometheus' text; or the statistics of models by version."""
+class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Load or unload a model, or request the Prometheus metrics or the statistics of models by version."""
 
     id: int
-    what: str
+    action: str
     model: str = ""
     versions: dict[str, int] = {}
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The ingress process lives and its loop turns."""
+    """Response to Ping."""
 
 
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Every call has ended and the doors are closed; the process ends."""
+    """All calls have ended and the servers are closed; the process exits."""
 
 
 ToIngress = (
-    Begin | Catalog | Figures | FrontendResponse | ResponseChunk | Finished | RequestFailed | Ordered | Ping | Drain
+    Start
+    | Catalog
+    | SessionStats
+    | FrontendResponse
+    | ResponseChunk
+    | StreamEnded
+    | RequestFailed
+    | CommandDone
+    | Ping
+    | Drain
 )
-FromIngress = ServersOpened | NotOpened | Question | Cancel | More | BlockReleased | Order | Pong | Drained
+FromIngress = (
+    ServersOpened
+    | StartFailed
+    | FrontendRequest
+    | CancelRequest
+    | WindowCredit
+    | BlockReleased
+    | Command
+    | Pong
+    | Drained
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_ingress = msgspec.msgpack.Decoder(ToIngress).decode
 decode_from_ingress = msgspec.msgpack.Decoder(FromIngress).decode
+
+
+# start parameters
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSpec:
+    """Start parameters of an ingress process.
+
+    name:    for logs.
+    servers: names of the servers to run, GRPC and HTTP, configured by `config`.
+    config:  the server configuration; the ingress process reads the files that it names.
+    """
+
+    name: str
+    servers: tuple[str, ...]
+    config: ServeConfig
+
+    def at(self, ports: dict[str, int]) -> IngressSpec:
+        """Return the spec with fixed ports, so that a restarted process listens where it did before."""
+        config = self.config
+        if GRPC in ports:
+            config = replace(config, grpc=replace(config.grpc, port=ports[GRPC]))
+        if HTTP in ports and config.http is not None:
+            config = replace(config, http=replace(config.http, port=ports[HTTP]))
+        return replace(self, config=config)
+
+
+def frame_bytes_max(config: ServeConfig) -> int:
+    """Return the longest message of an ingress process: a request whose inputs did not fit into its buffer."""
+    return 2 * config.limits.message_bytes_max + (16 << 20)
+
+
+def encode_spec(spec: IngressSpec) -> bytes:
+    return msgspec.msgpack.encode(spec, enc_hook=_encode_path)
+
+
+def decode_spec(data: bytes) -> IngressSpec:
+    """Decode the result of `encode_spec`; raises msgspec's errors for anything else."""
+    return msgspec.msgpack.decode(data, type=IngressSpec, dec_hook=_decode_path)
+
+
+def _encode_path(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.absolute())  # the reader's working directory may differ
+    raise NotImplementedError(f"a {type(value).__name__} in a configuration")
+
+
+def _decode_path(type: type[Any], value: Any) -> Any:
+    if type is Path:
+        return Path(value)
+    raise NotImplementedError(f"a {type.__name__} in a configuration")
+
+
+# errors
+
+
+def _subclasses(cls: type[WeftlineError]) -> Iterator[type[WeftlineError]]:
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from _subclasses(subclass)
+
+
+_ERRORS = {cls.__name__: cls for cls in _subclasses(WeftlineError) if cls.__module__ == "weftline.errors"}
+
+
+def to_wire_error(error: BaseException) -> WireError:
+    """Encode an error. Any exception other than a WeftlineError is logged here and sent without its text."""
+    if isinstance(error, MemoryError):
+        error = LimitReached("the server has no memory for this now; try again later, or with less", 1.0)
+    if not isinstance(error, WeftlineError):
+        _log.error("a request failed with an unexpected exception", exc_info=error)
+        return WireError("WeftlineError", "the request failed inside the server")
+    name = next((cls.__name__ for cls in type(error).__mro__ if _ERRORS.get(cls.__name__) is cls), "WeftlineError")
+    status = error.status if error.status != _ERRORS[name].status else ""
+    step = error.step if isinstance(error, StepError) else ""
+    return WireError(name, str(error), status, error.retry_after_s, step, tuple(error.timings))
+
+
+def from_wire_error(wire: WireError) -> WeftlineError:
+    """Decode an error; one of an unknown class becomes a plain WeftlineError."""
+    cls = _ERRORS.get(wire.error, WeftlineError)
+    error = cls.__new__(cls, wire.message)  # without __init__, which would extend the text again
+    if isinstance(error, StepError):
+        error.step = wire.step
+    if isinstance(error, PipelineError):
+        error.problems = ()
+    if wire.status:
+        error.status = wire.status  # type: ignore[misc]
+    error.retry_after_s = wire.retry_after_s
+    error.timings = wire.timings
+    return error
+
+
+CANCELLED = to_wire_error(RequestCancelled("the caller withdrew the request"))
+"""Error of a cancelled request, which closes its id."""

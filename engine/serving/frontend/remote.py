@@ -1,91 +1,87 @@
-"""`RemoteBackend`: the backend protocol over a socket to the engine.
+"""RemoteBackend: the Backend protocol in an ingress process, over a connection to the engine.
 
-What models there are is known here, as the engine last said it; everything else is asked by message. Large inputs are
-written once, into the extent that the engine granted; large outputs are views of the engine's extent until `release`.
-(The engine copies either once more: out of memory that this process could change, and out of arenas that it must not
-see.) Pieces of a stream are copied out as they are read; a reader that stops reading stops the engine's stream too.
+Models and their states are cached here as the engine publishes them; everything else is a message. Large inputs are
+written once, into the request buffer. Large outputs are views of the response buffer until `release`. Chunks of a
+stream are copied as they are read. `connection.py` describes the whole exchange.
 
-Whoever is cancelled withdraws its request. When the engine goes, every open request fails with SessionClosed.
+Cancelling a call cancels its request. When the engine ends, every open request fails with SessionClosed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from weftline.engine.protocol.messages import Value
-from weftline.engine.result import StreamedOutput
+from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES
+from weftline.engine.result import StreamedOutput, owned
 from weftline.engine.serving.backend import Answer, Ask
 from weftline.engine.serving.face import ModelFace, ModelState
 from weftline.engine.serving.frontend import messages as msg
-from weftline.engine.serving.frontend.extent import SharedBuffer
-from weftline.engine.serving.frontend.parcel import parcels_of
-from weftline.engine.serving.frontend.pieces import ResponseStream
-from weftline.engine.serving.frontend.trouble import error_of
-from weftline.engine.serving.frontend.wire import FrontendTransport
+from weftline.engine.serving.frontend.messages import NO_BLOCK, from_wire_error
+from weftline.engine.serving.frontend.shared_buffer import SharedBuffer, unpack_value, unpack_values
+from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.errors import LimitReached, SessionClosed, UnknownModel
 from weftline.shm.arena import HostArena
 
-_decode_statistics = msgspec.msgpack.Decoder(tuple[ModelFigures, ...]).decode
+CREDIT_BYTES = msg.WINDOW_BYTES // 4
+"""Bytes of a stream that are read before the engine gets a WindowCredit."""
 
 GONE = "the engine has ended"
 
+_decode_statistics = msgspec.msgpack.Decoder(tuple[ModelFigures, ...]).decode
+
 
 @dataclass(slots=True)
-class _Waiting:
-    """An ask that was sent. It stays until the engine has answered, so that its inputs are not overwritten before."""
+class _PendingResponse:
+    """A sent request. It stays until the engine has responded, even if cancelled, so that its block is not reused."""
 
-    answered: asyncio.Future[msg.FrontendResponse]
+    response: asyncio.Future[msg.FrontendResponse]
     block: int
 
 
 class RemoteBackend:
     """Implements `backend.Backend`. For one event loop.
 
-    shelf:           the extent this process writes its inputs in.
-    answers:         the extent the engine writes outputs in, mapped read-only.
-    frame_bytes_max: longest message that the engine takes.
+    requests:        buffer that this process writes its inputs into.
+    responses:       buffer that the engine writes outputs into, mapped read-only.
+    frame_bytes_max: longest message that the engine accepts.
     """
 
-    def __init__(self, shelf: SharedBuffer, answers: HostArena, frame_bytes_max: int) -> None:
-        self._shelf = shelf
-        self._answers = answers
+    def __init__(self, requests: SharedBuffer, responses: HostArena, frame_bytes_max: int) -> None:
+        self._requests = requests
+        self._responses = responses
         self._frame_bytes_max = frame_bytes_max
-        self._wire: FrontendTransport | None = None
+        self._transport: FrontendTransport | None = None
         self._ids = itertools.count(1)
-        self._waiting: dict[int, _Waiting] = {}
-        self._reading: dict[int, ResponseStream] = {}
-        self._orders: dict[int, asyncio.Future[msg.Ordered]] = {}
+        self._pending: dict[int, _PendingResponse] = {}
+        self._streams: dict[int, ResponseStream] = {}
+        self._commands: dict[int, asyncio.Future[msg.CommandDone]] = {}
         self._index: tuple[ModelState, ...] = ()
         self._states: dict[str, ModelState] = {}
         self._faces: dict[str, ModelFace] = {}
-        self._figures: dict[str, dict[str, Any]] = {}
-        self._told = asyncio.Event()
+        self._stats: dict[str, dict[str, Any]] = {}
+        self._has_catalog = asyncio.Event()
 
-    # its owner
+    # for its process
 
-    def speak(self, wire: FrontendTransport) -> None:
-        """Use this connection."""
-        self._wire = wire
+    def attach(self, transport: FrontendTransport) -> None:
+        """Set the connection."""
+        self._transport = transport
 
-    async def wait_told(self) -> None:
-        """Wait until the engine has said which models there are."""
-        await self._told.wait()
+    async def wait_catalog(self) -> None:
+        """Wait for the first Catalog."""
+        await self._has_catalog.wait()
 
     @property
     def open_requests(self) -> int:
-        return len(self._waiting) + len(self._reading)
-
-    @property
-    def held_bytes(self) -> int:
-        """How much of the granted extent holds inputs."""
-        return self._shelf.taken_bytes
+        return len(self._pending) + len(self._streams)
 
     # Backend
 
@@ -104,186 +100,260 @@ class RemoteBackend:
 
     async def ask(self, ask: Ask) -> Answer:
         number = next(self._ids)
-        block, body = await self._question(number, ask, stream=False)
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), block)
-        self._waiting[number] = waiting
-        self._send(body)
+        block, body = await self._encode_request(number, ask, stream=False)
+        pending = _PendingResponse(asyncio.get_running_loop().create_future(), block)
+        self._pending[number] = pending
+        self._send_bytes(body)
         try:
-            answered = await waiting.answered
+            response = await pending.response
         except asyncio.CancelledError:
-            if number in self._waiting:
-                self._say(msg.Cancel(number))
-            elif not waiting.answered.cancelled() and waiting.answered.exception() is None:
-                self._give_back(waiting.answered.result().block)  # it came in the very moment of the cancel
+            if number in self._pending:
+                self._send(msg.CancelRequest(number))
+            elif not pending.response.cancelled() and pending.response.exception() is None:
+                self._release(pending.response.result().block)  # it arrived together with the cancellation
             raise
         try:
-            outputs = parcels_of(answered.outputs, self._answers)
+            outputs = unpack_values(response.outputs, self._responses)
         except BaseException:
-            self._give_back(answered.block)
+            self._release(response.block)
             raise
         return Answer(
             outputs,
-            answered.timings,
-            answered.total_ms,
-            answered.version,
-            answered.traceparent,
-            None if answered.block < 0 else lambda: self._give_back(answered.block),
+            response.timings,
+            response.total_ms,
+            response.version,
+            response.traceparent,
+            None if response.block < 0 else lambda: self._release(response.block),
         )
 
     async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
         number = next(self._ids)
-        block, body = await self._question(number, ask, stream=True)
-        pieces = ResponseStream(number, block, self._shelf, self._answers, self._say)
-        self._reading[number] = pieces
-        self._send(body)
+        block, body = await self._encode_request(number, ask, stream=True)
+        stream = ResponseStream(number, block, self._requests, self._responses, self._send)
+        self._streams[number] = stream
+        self._send_bytes(body)
         try:
-            while (piece := await pieces.get()) is not None:
-                yield piece
+            while (chunk := await stream.get()) is not None:
+                yield chunk
         finally:
-            pieces.leave()
+            stream.close()
 
     async def load(self, model: str) -> int:
-        return (await self._order(msg.LOAD, model)).version
+        return (await self._command(msg.LOAD, model)).version
 
     async def unload(self, model: str) -> None:
-        await self._order(msg.UNLOAD, model)
+        await self._command(msg.UNLOAD, model)
 
     def stats(self, model: str) -> Mapping[str, Any]:
-        return self._figures.get(model, {})
+        return self._stats.get(model, {})
 
     async def metrics(self) -> bytes:
-        return (await self._order(msg.METRICS)).data
+        return (await self._command(msg.METRICS)).data
 
     async def statistics(self, versions: Mapping[str, int]) -> tuple[ModelFigures, ...]:
-        """Return the statistics of models, given with their versions, as the engine has them; as Statistics.tell."""
-        return _decode_statistics((await self._order(msg.STATISTICS, versions=versions)).data)
+        """Return the engine's statistics of models, given with their versions; as `Statistics.tell`."""
+        return _decode_statistics((await self._command(msg.STATISTICS, versions=versions)).data)
 
-    # what is said
+    # sent messages
 
-    async def _question(self, number: int, ask: Ask, *, stream: bool) -> tuple[int, bytes]:
-        """Lay a request's inputs and return their block and the message that asks."""
+    async def _encode_request(self, number: int, ask: Ask, *, stream: bool) -> tuple[int, bytes]:
+        """Place the inputs of a request; return their block and the encoded message."""
         loop = asyncio.get_running_loop()
-        since_s = loop.time()
-        laid = self._shelf.lay(ask.inputs)
+        started_s = loop.time()
+        placement = self._requests.place(ask.inputs)
         try:
-            if self._wire is not None:
-                await self._wire.wait_writable()
-            values = await laid.awrite()
+            if self._transport is not None:
+                await self._transport.wait_writable()
+            inputs = await placement.awrite()
             left_ms = ask.deadline_ms
-            if left_ms is not None and left_ms > 0:  # the engine says what is wrong with others
-                left_ms = max(0.0, left_ms - (loop.time() - since_s) * 1000)
-            body = msg.encode(_question_of(number, ask, values, left_ms, stream))
+            if left_ms is not None and left_ms > 0:  # the engine refuses a negative one
+                left_ms = max(0.0, left_ms - (loop.time() - started_s) * 1000)
+            header = msgspec.structs.replace(ask, inputs={}, deadline_ms=left_ms)
+            body = msg.encode(msg.FrontendRequest(number, stream, header, inputs))
             if len(body) > self._frame_bytes_max:
                 raise LimitReached(f"the request takes {len(body)} bytes; the most is {self._frame_bytes_max}")
-            if self._wire is None or not self._wire.is_open:
-                raise SessionClosed(GONE)
+            self._check_open()
         except BaseException:
-            self._shelf.free(laid.block)
+            self._requests.free(placement.block)
             raise
-        return laid.block, body
+        return placement.block, body
 
-    async def _order(self, what: str, model: str = "", versions: Mapping[str, int] | None = None) -> msg.Ordered:
-        if self._wire is None or not self._wire.is_open:
-            raise SessionClosed(GONE)
+    async def _command(
+        self, action: str, model: str = "", versions: Mapping[str, int] | None = None
+    ) -> msg.CommandDone:
+        self._check_open()
         number = next(self._ids)
-        done: asyncio.Future[msg.Ordered] = asyncio.get_running_loop().create_future()
-        self._orders[number] = done
-        self._say(msg.Order(number, what, model, dict(versions or {})))
+        done: asyncio.Future[msg.CommandDone] = asyncio.get_running_loop().create_future()
+        self._commands[number] = done
+        self._send(msg.Command(number, action, model, dict(versions or {})))
         return await done
 
-    def _say(self, message: msg.FromIngress) -> None:
-        self._send(msg.encode(message))
+    def _check_open(self) -> None:
+        if self._transport is None or not self._transport.is_open:
+            raise SessionClosed(GONE)
 
-    def _send(self, body: bytes) -> None:
-        if self._wire is not None:
-            self._wire.send(body)
+    def _send(self, message: msg.FromIngress) -> None:
+        self._send_bytes(msg.encode(message))
 
-    def _give_back(self, block: int) -> None:
+    def _send_bytes(self, body: bytes) -> None:
+        if self._transport is not None:
+            self._transport.send(body)
+
+    def _release(self, block: int) -> None:
         if block >= 0:
-            self._say(msg.BlockReleased(block))
+            self._send(msg.BlockReleased(block))
 
-    # what is heard
+    # received messages
 
-    def hear(self, message: msg.ToIngress) -> None:
-        """Take in what the engine says."""
+    def on_message(self, message: msg.ToIngress) -> None:
+        """Handle a message of the engine."""
         if isinstance(message, msg.FrontendResponse):
-            self._hear_answer(message)
+            self._on_response(message)
         elif isinstance(message, msg.ResponseChunk):
-            self._reading[message.id].hear(message)
-        elif isinstance(message, msg.Finished):
-            self._reading.pop(message.id).end(message)
+            self._streams[message.id].put(message)
+        elif isinstance(message, msg.StreamEnded):
+            self._streams.pop(message.id).end(message)
         elif isinstance(message, msg.RequestFailed):
-            self._hear_failure(message)
-        elif isinstance(message, msg.Ordered):
-            order = self._orders.pop(message.id)
-            if not order.done():
-                order.set_result(message)
+            self._on_failure(message)
+        elif isinstance(message, msg.CommandDone):
+            _resolve(self._commands.pop(message.id), message)
         elif isinstance(message, msg.Catalog):
             self._index = message.index
             self._states = {state.name: state for state in message.index}
             self._faces = {face.name: face for face in message.faces}
-            self._told.set()
-        elif isinstance(message, msg.Figures):
-            self._figures = message.models
+            self._has_catalog.set()
+        elif isinstance(message, msg.SessionStats):
+            self._stats = message.models
         elif isinstance(message, msg.Ping):
-            self._say(msg.Pong())
+            self._send(msg.Pong())
 
-    def lose(self) -> None:
-        """The engine is gone: fail everything that waits for it."""
-        for waiting in self._waiting.values():
-            if not waiting.answered.done():
-                waiting.answered.set_exception(SessionClosed(GONE))
-        for order in self._orders.values():
-            if not order.done():
-                order.set_exception(SessionClosed(GONE))
-        for pieces in self._reading.values():
-            pieces.end(SessionClosed(GONE))
-        self._reading.clear()
-        self._waiting.clear()
-        self._orders.clear()
+    def on_close(self) -> None:
+        """Fail all open requests and commands: the engine has ended."""
+        for pending in self._pending.values():
+            _resolve(pending.response, SessionClosed(GONE))
+        for command in self._commands.values():
+            _resolve(command, SessionClosed(GONE))
+        for stream in self._streams.values():
+            stream.end(SessionClosed(GONE))
+        self._streams.clear()
+        self._pending.clear()
+        self._commands.clear()
 
-    def _hear_answer(self, answer: msg.FrontendResponse) -> None:
-        waiting = self._waiting.pop(answer.id)
-        self._shelf.free(waiting.block)
-        if waiting.answered.done():
-            self._give_back(answer.block)
+    def _on_response(self, response: msg.FrontendResponse) -> None:
+        pending = self._pending.pop(response.id)
+        self._requests.free(pending.block)
+        if not _resolve(pending.response, response):
+            self._release(response.block)
+
+    def _on_failure(self, failed: msg.RequestFailed) -> None:
+        error = from_wire_error(failed.error)
+        if failed.id in self._streams:
+            self._streams.pop(failed.id).end(error)
+        elif failed.id in self._commands:
+            _resolve(self._commands.pop(failed.id), error)
         else:
-            waiting.answered.set_result(answer)
+            pending = self._pending.pop(failed.id)
+            self._requests.free(pending.block)
+            _resolve(pending.response, error)
 
-    def _hear_failure(self, failed: msg.RequestFailed) -> None:
-        error = error_of(failed.trouble)
-        if failed.id in self._reading:
-            self._reading.pop(failed.id).end(error)
+
+def _resolve(future: asyncio.Future[Any], result: Any) -> bool:
+    """Set a future's result or exception; False if it was cancelled before."""
+    if future.done():
+        return False
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+    return True
+
+
+class ResponseStream:
+    """Receive side of one stream, with flow control. For one event loop.
+
+    Chunks are copied from the response buffer as they are read, and WindowCredit follows the reads: a reader that stops
+    reading stops the engine's stream. The block of the request's inputs is freed by the first message.
+
+    block: block of the request's inputs in `requests`.
+    send:  sends a message to the engine.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        block: int,
+        requests: SharedBuffer,
+        responses: HostArena,
+        send: Callable[[msg.FromIngress], None],
+    ) -> None:
+        self._number = number
+        self._block = block
+        self._requests = requests
+        self._responses = responses
+        self._send = send
+        self._received: deque[msg.ResponseChunk | msg.StreamEnded | Exception] = deque()
+        self._arrived = asyncio.Event()
+        self._uncredited_bytes = 0
+        self._closed = False
+        self._ended = False
+
+    # the reader
+
+    async def get(self) -> StreamedOutput | None:
+        """Wait for the next chunk; None at the end. Raises the error that ended the stream."""
+        while not self._received:
+            self._arrived.clear()
+            await self._arrived.wait()
+        received = self._received.popleft()
+        if isinstance(received, msg.StreamEnded):
+            return None
+        if isinstance(received, Exception):
+            raise received
+        try:
+            value = owned(unpack_value(received.value, self._responses))
+        finally:
+            self._release(received)
+        if not received.last:
+            self._credit(received.value.size_bytes + CHUNK_OVERHEAD_BYTES)
+        return StreamedOutput(received.output, value, received.last)
+
+    def close(self) -> None:
+        """Stop reading; cancels the request unless it has ended."""
+        self._closed = True
+        for received in self._received:
+            if isinstance(received, msg.ResponseChunk):
+                self._release(received)
+        self._received.clear()
+        if not self._ended:
+            self._send(msg.CancelRequest(self._number))
+
+    # the engine
+
+    def put(self, chunk: msg.ResponseChunk) -> None:
+        self._free_inputs()
+        if self._closed:
+            self._release(chunk)
             return
-        if failed.id in self._orders:
-            order = self._orders.pop(failed.id)
-            if not order.done():
-                order.set_exception(error)
-            return
-        waiting = self._waiting.pop(failed.id)
-        self._shelf.free(waiting.block)
-        if not waiting.answered.done():
-            waiting.answered.set_exception(error)
+        self._received.append(chunk)
+        self._arrived.set()
 
+    def end(self, end: msg.StreamEnded | Exception) -> None:
+        """Mark the end of the stream, or its failure."""
+        self._free_inputs()
+        self._ended = True
+        self._received.append(end)
+        self._arrived.set()
 
-def _question_of(
-    number: int, ask: Ask, values: dict[str, Value], deadline_ms: float | None, stream: bool
-) -> msg.Question:
-    return msg.Question(
-        number,
-        stream,
-        ask.model,
-        values,
-        tuple(ask.outputs) if ask.outputs is not None else None,
-        deadline_ms,
-        ask.priority,
-        ask.sequence,
-        ask.version,
-        ask.id,
-        ask.caller,
-        ask.door,
-        ask.traceparent,
-        ask.size_bytes,
-        ask.job,
-        ask.seed,
-    )
+    def _credit(self, size_bytes: int) -> None:
+        self._uncredited_bytes += size_bytes
+        if self._uncredited_bytes >= CREDIT_BYTES and not self._ended:
+            self._send(msg.WindowCredit(self._number, self._uncredited_bytes))
+            self._uncredited_bytes = 0
+
+    def _release(self, chunk: msg.ResponseChunk) -> None:
+        if chunk.block != NO_BLOCK:
+            self._send(msg.BlockReleased(chunk.block))
+
+    def _free_inputs(self) -> None:
+        block, self._block = self._block, NO_BLOCK
+        self._requests.free(block)

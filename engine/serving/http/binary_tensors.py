@@ -23,10 +23,17 @@ import numpy as np
 
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.errors import HttpError
-from weftline.engine.serving.v2 import bytes_tensor
 from weftline.engine.serving.v2.datatypes import BYTES, NUMPY
-from weftline.engine.serving.v2.nouns import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
-from weftline.engine.serving.v2.region_parameters import parameters_of, region_of
+from weftline.engine.serving.v2.elements import decode_elements
+from weftline.engine.serving.v2.messages import (
+    InferRequest,
+    InferResponse,
+    Parameter,
+    Tensor,
+    WantedOutput,
+    parameters_of,
+    region_of,
+)
 from weftline.engine.serving.v2.strict_json import loads
 
 HEADER = "inference-header-content-length"
@@ -207,7 +214,7 @@ def _data(one: Tensor) -> list[Any]:
     raw = _raw(one)
     if one.datatype == BYTES:
         try:
-            return [str(element, "utf-8") for element in bytes_tensor.decode(raw, math.prod(one.shape))]
+            return [str(element, "utf-8") for element in decode_elements(raw, math.prod(one.shape))]
         except UnicodeDecodeError:
             raise HttpError(f"output {one.name} is not UTF-8: ask for it with {ONE}") from None
     if one.datatype == "BF16":

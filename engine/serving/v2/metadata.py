@@ -1,34 +1,33 @@
-"""v2 metadata and configuration of a model.
+"""v2 metadata, configuration and readiness of models.
 
     ModelMetadata    name, versions, platform, and for each port its datatype and shape, -1 for every open size
     config_of(face)  a dict with the keys of Triton's ModelConfig, which `ModelConfig(**config)` and JSON both take
 
-A port that takes several forms (`forms.py`) is described by one: an image, a recording or json by BYTES [1] where it
-goes in, and by what comes out where it comes out. `tensor` and `any` without a dtype are described as FP32 and BYTES.
-What v2 has no words for stands in the configuration's parameters: `input:<name>` and `output:<name>` with the port's
-type as a pipeline file writes it.
+A port with several representations (`datatypes.py`) is described by one of them: an image, a recording or json by BYTES
+[1] for inputs, and by the representation in responses for outputs. `tensor` and `any` without a dtype are described as
+FP32 and BYTES. The configuration's parameters have what v2 lacks: `input:<name>` and `output:<name>` with the port's
+type as written in a pipeline file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.serving.face import ModelFace, PortFace
-from weftline.engine.serving.v2.datatypes import BYTES
-from weftline.engine.serving.v2.forms import Numbers, form_of
+from weftline.engine.serving.face import NOT_LOADED, UNAVAILABLE, ModelFace, ModelState, PortFace
+from weftline.engine.serving.v2.datatypes import BYTES, Numbers, form_of
 
 PLATFORM = "weftline"
 INPUT, OUTPUT, PIECES = "input:", "output:", "pieces:"
-"""What the names of parameters that tell a port's type begin with."""
+"""Prefixes of the names of parameters with port types, and of those for streamed outputs."""
 
 _DENSE_OUT = frozenset({"image", "audio"})
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """A port in v2's words. shape: -1 for a size that may vary."""
+    """v2 metadata of a port. shape: -1 for a variable size."""
 
     name: str
     datatype: str
@@ -37,7 +36,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """A model in v2's words."""
+    """v2 metadata of a model."""
 
     name: str
     versions: tuple[str, ...]
@@ -47,7 +46,7 @@ class ModelMetadata:
 
 
 def metadata_of(face: ModelFace) -> ModelMetadata:
-    """Return the metadata of a model."""
+    """Return the v2 metadata of a model."""
     inputs = tuple(_tensor(port, False) for port in face.inputs)
     outputs = tuple(_tensor(port, True) for port in face.outputs)
     return ModelMetadata(face.name, (str(face.version),), PLATFORM, inputs, outputs)
@@ -56,8 +55,8 @@ def metadata_of(face: ModelFace) -> ModelMetadata:
 def config_of(face: ModelFace) -> dict[str, Any]:
     """Return the configuration of a model with Triton's keys.
 
-    max_batch_size is 0: a request's shapes are whole shapes, and batching happens inside, across requests. A model that
-    streams is decoupled; unlike Triton's it answers ModelInfer too, with whole outputs.
+    max_batch_size is 0: a request's shapes are whole shapes, and batching is across requests. A model that streams is
+    decoupled; unlike Triton's, it also supports ModelInfer, with whole outputs.
     """
     meta = metadata_of(face)
     config: dict[str, Any] = {
@@ -82,13 +81,13 @@ def _parameters(face: ModelFace) -> dict[str, str]:
     types = {f"{INPUT}{port.name}": port.type for port in face.inputs}
     types |= {f"{OUTPUT}{port.name}": port.type for port in face.outputs}
     types |= {f"{PIECES}{port.name}": "true" for port in face.outputs if port.pieces}
-    told = {
+    more = {
         "about": face.about,
         "steps": ",".join(face.steps),
         "request_bytes_max": str(face.request_bytes_max),
         "deadline_ms": "" if face.deadline_ms is None else f"{face.deadline_ms:g}",
     }
-    return types | {key: value for key, value in told.items() if value}
+    return types | {key: value for key, value in more.items() if value}
 
 
 def _port(tensor: TensorMetadata) -> dict[str, Any]:
@@ -108,3 +107,20 @@ def _tensor(port: PortFace, out: bool) -> TensorMetadata:
 def _shape(numbers: Numbers) -> tuple[int, ...]:
     dims: Sequence[int | str] = ("?",) if numbers.dims is None else numbers.dims
     return tuple(dim if isinstance(dim, int) else -1 for dim in dims)
+
+
+# readiness
+
+
+def model_ready(index: Iterable[ModelState], name: str, version: str = "") -> bool:
+    """Return True if a model is ready; False also for an unknown one."""
+    return any(one.ready and version in ("", str(one.version)) for one in index if one.name == name)
+
+
+def server_ready(index: Iterable[ModelState]) -> bool:
+    """Return True unless a model that should serve is unavailable.
+
+    A model that is not loaded, or is being loaded for the first time, does not count: servers listen once the
+    configured models are loaded, and loading one more must not take the others out of rotation. One that failed counts.
+    """
+    return not any(one.state == UNAVAILABLE and (one.version > 0 or one.why not in ("", NOT_LOADED)) for one in index)

@@ -1,20 +1,20 @@
 """Request parameters, under Triton's names.
 
     sequence_id               an integer or text; 0 and '' are none
-    sequence_start, _end      whether the request is the first or last of its sequence
+    sequence_start, _end      the request is the first or last of its sequence
     priority                  0: usual. 1 is the highest and greater is lower, as in Triton; 1 is our 100, 2 our 99, and
                               from 201 on it is our -100
-    timeout                   microseconds that the request has; 0: no limit. The shorter of it and the call's deadline
-    triton_enable_empty_final_response    the end of a stream is a response of its own, without outputs
+    timeout                   time limit in microseconds, 0 for none; the shorter of it and the call's deadline counts
+    triton_enable_empty_final_response    a stream ends with a separate response without outputs
 
-And two that are ours:
+Weftline's own:
 
-    job                       whether it is a row of a job, which waits wherever usual requests do
-    seed                      what chance in it is drawn from, 0 to 2^62 - 1; every item of a batch has the same
+    job                       the request is a row of a job: it waits behind other requests
+    seed                      seed of random choices, 0 to 2^62 - 1; every item of a batch has the same
 
-Every other name that begins with `triton_` is reserved and refused, as Triton does, and so is `headers`. All others are
-the client's own: Triton hands them to the model, which may ignore them; no step here has a place for them, so they are
-ignored, after a look at their size. (`binary_data_output` concerns the REST door, which has read it by now.)
+Every other name that begins with `triton_` is reserved and refused, as by Triton, and so is `headers`. Any other name
+is checked for its size and ignored: Triton passes it to the model, and steps have no input for it.
+(`binary_data_output` is handled by the REST server.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weftline.engine.request import DEADLINE_MS_MAX, SEQUENCE_CHARS_MAX
-from weftline.engine.serving.v2.nouns import Parameter
+from weftline.engine.serving.v2.messages import Parameter
 from weftline.errors import InputError
 from weftline.nodes.urgency import PRIORITY_MAX, SEEDS, SequencePart
 
@@ -32,7 +32,7 @@ PARAMETERS_MAX = 64
 
 KEY_CHARS_MAX = 128
 TEXT_CHARS_MAX = 4096
-"""Longest name of a parameter, and longest text in one."""
+"""Longest name and longest text value of a parameter."""
 
 ID_CHARS_MAX = 256
 """Longest id of a request."""
@@ -43,10 +43,10 @@ EMPTY_FINAL = "triton_enable_empty_final_response"
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """What a request's parameters say, in our units.
+    """Request parameters in our units.
 
-    deadline_ms: the shorter of `timeout` and the call's deadline, at most a day; None: neither was given.
-    empty_final: it wants the end of its stream as a response of its own.
+    deadline_ms: the shorter of `timeout` and the call's deadline, at most a day; None: neither is set.
+    empty_final: its stream ends with a separate response without outputs.
     job, seed:   as in `RequestOptions`.
     """
 
@@ -58,10 +58,10 @@ class RequestParameters:
     seed: int | None = None
 
 
-def told_by(parameters: Mapping[str, Parameter], deadline_ms: float | None = None) -> RequestParameters:
-    """Return what the parameters say; InputError for a reserved one, or one of the wrong type.
+def read_parameters(parameters: Mapping[str, Parameter], deadline_ms: float | None = None) -> RequestParameters:
+    """Read a request's parameters; InputError for a reserved one, or one of the wrong type.
 
-    deadline_ms: what the call itself has left, in milliseconds; None: it has no deadline.
+    deadline_ms: time left of the call; None: it has no deadline.
     """
     if not parameters:
         return RequestParameters(None, 0, None if deadline_ms is None else _clamped(deadline_ms))
@@ -84,7 +84,7 @@ def told_by(parameters: Mapping[str, Parameter], deadline_ms: float | None = Non
 
 
 def check_sizes(parameters: Mapping[str, Parameter], what: str) -> None:
-    """Raise InputError when there are too many parameters, or too long ones."""
+    """Raise InputError for too many parameters, or too long ones."""
     if len(parameters) > PARAMETERS_MAX:
         raise InputError(f"{what}: found {len(parameters)}, expected at most {PARAMETERS_MAX}")
     for key, value in parameters.items():
@@ -124,10 +124,10 @@ def _count(parameters: Mapping[str, Parameter], key: str, expected: str) -> int:
     return value
 
 
-def _seed(given: Parameter | None) -> int | None:
-    if given is not None and (type(given) is not int or not 0 <= given < SEEDS):
+def _seed(seed: Parameter | None) -> int | None:
+    if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
         raise InputError(f"seed: expected a whole number from 0 to {SEEDS - 1}")
-    return given
+    return seed
 
 
 def _flag(parameters: Mapping[str, Parameter], key: str) -> bool:

@@ -1,11 +1,11 @@
 """Strict JSON parser for untrusted input.
 
-Refused beside what is not JSON at all: a key that occurs twice in one object, NaN and Infinity, numbers that overflow a
-double, integers beyond 64 bits, halves of surrogate pairs, nesting deeper than 64, more than VALUES_MAX values, and
-anything but UTF-8. Values are counted before parsing, so a small document never becomes many objects.
+Refuses, in addition to invalid JSON: a duplicate key in one object, NaN and Infinity, numbers that overflow a double,
+integers beyond 64 bits, halves of surrogate pairs, nesting deeper than 64, more than VALUES_MAX values, and anything
+but UTF-8. Values are counted before parsing, so a small document never becomes many objects.
 
-msgspec parses; it accepts duplicate keys, long integers and deep nesting, which are looked for in the parsed value.
-What is refused is read a second time, slowly, only to find out why.
+msgspec parses. It accepts duplicate keys, long integers and deep nesting, so the parsed value is checked for them. A
+refused document is parsed again by a slower parser, to find the reason.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from weftline.errors import InputError
 from weftline.nodes.json_value import DEPTH_MAX
 
 INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
-"""Integers that an int64 or a uint64 holds."""
+"""Range of int64 and uint64 together."""
 
 VALUES_MAX = 1 << 20
 """Most values of a document, nested ones included: a million small objects take some 0.5 s to build and to read."""
 
 INLINE_BYTES = 64 << 10
-"""Up to here JSON is parsed where it arrives: the way to another process and back takes about as long."""
+"""Largest JSON that is parsed in the event loop: sending it to another process takes about as long."""
 
 # Possessive, and the closing quote may be missing: a string that never ends costs one pass, not one from each quote.
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
@@ -43,9 +43,9 @@ _decode = msgspec.json.Decoder().decode
 
 
 def loads(data: bytes | bytearray | memoryview | str, what: str = "json", values_max: int = VALUES_MAX) -> Any:
-    """Return the value of a JSON document; InputError says what is wrong and where, never what stands there.
+    """Parse a JSON document; InputError with the problem and its position, never with its text.
 
-    what:       how the message begins.
+    what:       start of the message.
     values_max: most values, the outermost included.
     """
     raw = _encoded(data, what)
@@ -60,9 +60,9 @@ def loads(data: bytes | bytearray | memoryview | str, what: str = "json", values
 
 
 def check_count(documents: Sequence[bytes | memoryview], what: str, values_max: int) -> None:
-    """Raise InputError when documents have more than `values_max` values together, without parsing them.
+    """Raise InputError if documents have more than `values_max` values together, without parsing them.
 
-    Values are counted by what separates them; strings, which may hold commas too, are taken out where it matters.
+    Counts separators. Strings, which may contain commas, are removed first if the count is too high.
     """
     if sum(map(_values, documents)) <= values_max:
         return
@@ -86,7 +86,7 @@ def _encoded(data: bytes | bytearray | memoryview | str, what: str) -> bytes:
 
 
 def _is_strict(value: Any, raw: bytes) -> bool:
-    """Whether a parsed document has each key once, only integers of 64 bits, and is not too deep."""
+    """Return True if a parsed document has no duplicate key, no integer beyond 64 bits, and is not too deep."""
     long = _LONG in raw.translate(_DIGITS)
     colons = raw.count(b":")
     if not long and not colons and raw.count(b"[") <= DEPTH_MAX:
@@ -108,15 +108,15 @@ _CONTAINERS = {list, dict}
 
 
 def _reason(raw: bytes, what: str) -> InputError:
-    """Return why a document is refused."""
+    """Return the error of a refused document."""
     try:
-        text = raw.decode()
+        document = raw.decode()
     except UnicodeDecodeError as error:
         return InputError(f"{what}: found a byte that is not UTF-8 at {error.start}, expected JSON in UTF-8")
     try:
         _check_depth(raw, what)
         value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_int, parse_float=_float
+            document, object_pairs_hook=_object, parse_constant=_constant, parse_int=_int, parse_float=_float
         )
         if _SURROGATE.search(raw):
             json.dumps(value, ensure_ascii=False).encode()
@@ -125,15 +125,15 @@ def _reason(raw: bytes, what: str) -> InputError:
     except UnicodeEncodeError:
         return InputError(f"{what}: found half of a surrogate pair, expected text that UTF-8 can hold")
     except InputError as error:
-        told = str(error)
-        return InputError(told if told.startswith(what) else f"{what}: {told}")
+        text = str(error)
+        return InputError(text if text.startswith(what) else f"{what}: {text}")
     except (ValueError, RecursionError):
         pass
     return InputError(f"{what}: not valid JSON")
 
 
 def _check_depth(raw: bytes, what: str) -> None:
-    """Take the innermost pairs of brackets away, level by level: what is left after the deepest allowed is too deep."""
+    """Remove the innermost pairs of brackets, level by level; any left after DEPTH_MAX levels are too deep."""
     left = _STRINGS.sub(b"", raw).translate(_BRACKETS, _NOT_BRACKETS)
     for _ in range(DEPTH_MAX):
         before = len(left)

@@ -19,9 +19,9 @@ from weftline.engine.serving import json_process
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_parser import JsonParser
-from weftline.engine.serving.v2 import bytes_tensor
-from weftline.engine.serving.v2.asking import to_asks
-from weftline.engine.serving.v2.nouns import InferRequest, Tensor
+from weftline.engine.serving.v2.elements import decode_elements, encode_elements
+from weftline.engine.serving.v2.messages import InferRequest, Tensor
+from weftline.engine.serving.v2.request import to_asks
 from weftline.errors import InputError, LimitReached, WeftlineError
 
 LIMITS = ServeLimits()
@@ -41,7 +41,7 @@ def _with(work: Callable[[JsonParser], Any]) -> Any:
 
 def _asked(parser: JsonParser, type: str, *documents: object, limits: ServeLimits = LIMITS) -> Any:
     async def asked() -> Any:
-        raw = bytes_tensor.encode([one if isinstance(one, bytes) else json.dumps(one).encode() for one in documents])
+        raw = encode_elements([one if isinstance(one, bytes) else json.dumps(one).encode() for one in documents])
         request = InferRequest("m", (Tensor("x", "BYTES", (len(documents),), raw),))
         model = face({"x": type})
         return to_asks(await parser.elements(request, model, limits, None), model, limits).asks[0].inputs["x"]
@@ -100,7 +100,7 @@ def test_a_large_rest_body_comes_back_with_raw_tensors() -> None:
         request, wanted = await parser.rest_body(body, None, "m", "1", LIMITS)
         x, t = request.inputs
         assert np.array_equal(np.frombuffer(x.raw or b"", np.float32), numbers) and x.values is None
-        assert bytes_tensor.decode(t.raw or b"", 2) == [b"a", "ü".encode()] and wanted.rest
+        assert decode_elements(t.raw or b"", 2) == [b"a", "ü".encode()] and wanted.rest
         with pytest.raises(HttpError) as refused:
             await parser.rest_body(b'{"inputs": 1, "x": "' + b" " * 80_000 + b'"}', None, "m", "1", LIMITS)
         assert refused.value.code == 400

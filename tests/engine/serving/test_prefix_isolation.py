@@ -14,12 +14,12 @@ import openai
 import pytest
 import tritonclient.grpc as triton
 
-from tests.engine.serving.grpc.asking import text
+from tests.engine.serving.grpc.requests import text
 from weftline.engine.repository import Repository
 from weftline.engine.serving.auth.tokens import digest
 from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, ServedPipeline
-from weftline.engine.serving.frontend.desk import FrontendManager
-from weftline.engine.serving.frontend.spec import GRPC, HTTP, IngressSpec
+from weftline.engine.serving.frontend.messages import GRPC, HTTP, IngressSpec
+from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.local import LocalBackend
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/models/shapes-chat"

@@ -1,4 +1,4 @@
-"""An ingress process for tests, with one door: a line of JSON is a request, answers are lines of JSON.
+"""An ingress process for tests, with one server: a line of JSON is a request, answers are lines of JSON.
 
 {"ask": "text", "x": "a"}            {"y": "a"}
 {"ask": "array", "items": 1000}      {"sum": ...}
@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 
 from weftline.engine.serving.backend import Ask
+from weftline.engine.serving.frontend.messages import IngressSpec
 from weftline.engine.serving.frontend.process import IngressServer, main
 from weftline.engine.serving.frontend.remote import RemoteBackend
-from weftline.engine.serving.frontend.spec import IngressSpec
 from weftline.errors import ModelError, WeftlineError
 
 PR_GET_DUMPABLE, PR_GET_NO_NEW_PRIVS = 3, 39
 
 
-class LineDoor:
+class LineServer:
     def __init__(self, backend: RemoteBackend, port: int) -> None:
         self._backend = backend
         self._port = port
@@ -61,36 +61,36 @@ class LineDoor:
                 try:
                     await self._do(json.loads(line), writer)
                 except WeftlineError as error:
-                    _say(writer, {"error": type(error).__name__, "message": str(error)})
+                    _write(writer, {"error": type(error).__name__, "message": str(error)})
                 finally:
                     self._open -= 1
                 await writer.drain()
             writer.close()
 
-    async def _do(self, told: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        if "ask" in told:
-            value = np.arange(told["items"], dtype=np.float32) if "items" in told else told["x"]
-            with await self._backend.ask(Ask(told["ask"], {"x": value})) as answer:
+    async def _do(self, fields: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if "ask" in fields:
+            value = np.arange(fields["items"], dtype=np.float32) if "items" in fields else fields["x"]
+            with await self._backend.ask(Ask(fields["ask"], {"x": value})) as answer:
                 found = answer.outputs["y"]
-                _say(writer, {"sum": float(found.sum())} if isinstance(found, np.ndarray) else {"y": found})
-        elif "stream" in told:
-            async for piece in self._backend.stream(Ask(told["stream"], {"x": told["x"]})):
-                _say(writer, {"piece": len(piece.value)})
+                _write(writer, {"sum": float(found.sum())} if isinstance(found, np.ndarray) else {"y": found})
+        elif "stream" in fields:
+            async for piece in self._backend.stream(Ask(fields["stream"], {"x": fields["x"]})):
+                _write(writer, {"piece": len(piece.value)})
                 await writer.drain()
-            _say(writer, {"end": True})
-        elif "index" in told:
-            _say(writer, {state.name: state.ready for state in self._backend.index()})
-        elif told["do"] == "exit":
+            _write(writer, {"end": True})
+        elif "index" in fields:
+            _write(writer, {state.name: state.ready for state in self._backend.index()})
+        elif fields["do"] == "exit":
             os._exit(7)
-        elif told["do"] == "hang":
+        elif fields["do"] == "hang":
             time.sleep(1000)
-        elif told["do"] == "babble":
-            self._backend._send(b"\xc1 this is no message")
-        elif told["do"] == "raw":
-            self._backend._send(bytes.fromhex(told["hex"]))
-        elif told["do"] == "who":
+        elif fields["do"] == "babble":
+            self._backend._send_bytes(b"\xc1 this is no message")
+        elif fields["do"] == "raw":
+            self._backend._send_bytes(bytes.fromhex(fields["hex"]))
+        elif fields["do"] == "who":
             libc = ctypes.CDLL(None)
-            _say(
+            _write(
                 writer,
                 {
                     "dumpable": libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0),
@@ -101,13 +101,13 @@ class LineDoor:
             )
 
 
-def _say(writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
-    writer.write(json.dumps(told).encode() + b"\n")
+def _write(writer: asyncio.StreamWriter, fields: dict[str, Any]) -> None:
+    writer.write(json.dumps(fields).encode() + b"\n")
 
 
-def line_doors(spec: IngressSpec, backend: RemoteBackend) -> dict[str, IngressServer]:
-    return {"grpc": LineDoor(backend, spec.config.grpc.port)}  # under this name, a restart finds its port again
+def make_line_servers(spec: IngressSpec, backend: RemoteBackend) -> dict[str, IngressServer]:
+    return {"grpc": LineServer(backend, spec.config.grpc.port)}  # under this name, a restart finds its port again
 
 
 if __name__ == "__main__":
-    main(line_doors, sys.argv[1:])
+    main(make_line_servers, sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A step that answers with the seed and the priority that its item brought."""
+"""A step that answers with the seed and the priority of its item."""
 
 from __future__ import annotations
 

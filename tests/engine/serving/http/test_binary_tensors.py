@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BinaryOutputs, read_request, response_body
 from weftline.engine.serving.http.errors import HttpError
-from weftline.engine.serving.v2.nouns import InferResponse, Region, Tensor
+from weftline.engine.serving.v2.messages import InferResponse, Region, Tensor
 from weftline.errors import InputError
 
 LIMITS = ServeLimits(elements_max=100, tensors_max=4)

@@ -13,11 +13,11 @@ from weftline.engine.request import RequestOptions
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.face import ModelFace, face_of
-from weftline.engine.serving.v2 import wire
-from weftline.engine.serving.v2.answering import to_response
-from weftline.engine.serving.v2.asking import to_asks
-from weftline.engine.serving.v2.bytes_tensor import encode
-from weftline.engine.serving.v2.nouns import InferRequest, InferResponse, Region, Tensor, WantedOutput
+from weftline.engine.serving.v2 import protobuf
+from weftline.engine.serving.v2.elements import encode_elements
+from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Region, Tensor, WantedOutput
+from weftline.engine.serving.v2.request import to_asks
+from weftline.engine.serving.v2.response import to_response
 from weftline.engine.session import Session, load
 from weftline.pipelines.spec.builder import Builder
 
@@ -37,16 +37,16 @@ def session() -> Iterator[Session]:
 def served(session: Session, *inputs: Tensor, regions: HeldRegions | None = None, **more: object) -> InferResponse:
     """Send a request through every layer as bytes, and return the response a client reads."""
     face: ModelFace = face_of("all", session.version, session.plan)
-    data = wire.request_bytes(InferRequest("all", inputs, **more))  # type: ignore[arg-type]
-    request = wire.parse_request(b"".join([data]), ServeLimits())
+    data = protobuf.request_bytes(InferRequest("all", inputs, **more))  # type: ignore[arg-type]
+    request = protobuf.parse_request(b"".join([data]), ServeLimits())
     asked = to_asks(request, face, ServeLimits(), regions)
 
     async def answer() -> list[Answer]:
         runs = [session.arun(RequestOptions(outputs=one.outputs), **one.inputs) for one in asked.asks]
         return [Answer(result, version=session.version) for result in await asyncio.gather(*runs)]
 
-    return wire.parse_response(
-        wire.response_bytes(to_response(request, face, asyncio.run(answer()), asked.batch, regions))
+    return protobuf.parse_response(
+        protobuf.response_bytes(to_response(request, face, asyncio.run(answer()), asked.batch, regions))
     )
 
 
@@ -71,14 +71,14 @@ def test_every_kind_goes_in_and_comes_out(session: Session) -> None:
         session,
         Tensor("b", "BF16", (4,), np.uint16([1, 2, 3, 4]).tobytes()),
         Tensor("i", "UINT8", picture.shape, picture.tobytes()),
-        Tensor("t", "BYTES", (1,), encode(["grün".encode()])),
-        Tensor("l", "BYTES", (2,), encode([b'{"a":1}', b"[]"])),
+        Tensor("t", "BYTES", (1,), encode_elements(["grün".encode()])),
+        Tensor("l", "BYTES", (2,), encode_elements([b'{"a":1}', b"[]"])),
     )
     assert [one.datatype for one in response.outputs] == ["FP32", "BF16", "UINT8", "BYTES", "BYTES"]
     assert numbers(response, "b_out", "<u2").tolist() == [1, 2, 3, 4]
     assert np.array_equal(numbers(response, "i_out", "u1"), picture)
-    assert response.outputs[3].raw == encode(["grün".encode()])
-    assert response.outputs[4].raw == encode([b'{"a":1}', b"[]"])
+    assert response.outputs[3].raw == encode_elements(["grün".encode()])
+    assert response.outputs[4].raw == encode_elements([b'{"a":1}', b"[]"])
 
 
 def test_a_tensor_goes_from_one_region_to_another(session: Session) -> None:
@@ -94,7 +94,7 @@ def test_a_tensor_goes_from_one_region_to_another(session: Session) -> None:
 def test_a_batch_is_asked_side_by_side(session: Session) -> None:
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
     wanted = (WantedOutput("x_out"), WantedOutput("t_out"))
-    words = encode([b"a", b"b", b"c", b"d"])
+    words = encode_elements([b"a", b"b", b"c", b"d"])
     response = served(
         session, Tensor("x", "FP32", (4, 3), rows.tobytes()), Tensor("t", "BYTES", (4,), words), outputs=wanted
     )

@@ -1,30 +1,32 @@
-"""What Triton's parameters mean here."""
+"""Meaning of Triton's request parameters."""
 
 from __future__ import annotations
 
 import pytest
 
-from weftline.engine.serving.v2.parameters import EMPTY_FINAL, RequestParameters, told_by
+from weftline.engine.serving.v2.parameters import EMPTY_FINAL, RequestParameters, read_parameters
 from weftline.errors import InputError
 from weftline.nodes.urgency import SequencePart
 
 
 def test_nothing_said_is_nothing_meant() -> None:
-    assert told_by({}) == RequestParameters()
-    assert told_by({"priority": 0, "timeout": 0, "sequence_id": 0, "sequence_start": False}) == RequestParameters()
-    assert told_by({"sequence_id": ""}) == RequestParameters()
+    assert read_parameters({}) == RequestParameters()
+    assert (
+        read_parameters({"priority": 0, "timeout": 0, "sequence_id": 0, "sequence_start": False}) == RequestParameters()
+    )
+    assert read_parameters({"sequence_id": ""}) == RequestParameters()
 
 
 @pytest.mark.parametrize(("id", "meant"), [(7, "7"), ("chat-1", "chat-1"), (2**64 - 1, str(2**64 - 1))])
 def test_a_sequence_has_a_number_or_a_name(id: int | str, meant: str) -> None:
-    told = told_by({"sequence_id": id, "sequence_start": True, "sequence_end": True})
-    assert told.sequence == SequencePart(meant, True, True)
-    assert told_by({"sequence_id": id}).sequence == SequencePart(meant)
+    found = read_parameters({"sequence_id": id, "sequence_start": True, "sequence_end": True})
+    assert found.sequence == SequencePart(meant, True, True)
+    assert read_parameters({"sequence_id": id}).sequence == SequencePart(meant)
 
 
 @pytest.mark.parametrize(("level", "ours"), [(1, 100), (2, 99), (101, 0), (201, -100), (2**64 - 1, -100)])
 def test_the_lower_a_level_the_higher_the_priority(level: int, ours: int) -> None:
-    assert told_by({"priority": level}).priority == ours
+    assert read_parameters({"priority": level}).priority == ours
 
 
 @pytest.mark.parametrize(
@@ -41,25 +43,29 @@ def test_the_lower_a_level_the_higher_the_priority(level: int, ours: int) -> Non
     ],
 )
 def test_the_shorter_of_timeout_and_deadline_holds(timeout_us: int, call_ms: float | None, left_ms: float) -> None:
-    assert told_by({"timeout": timeout_us}, call_ms).deadline_ms == left_ms
+    assert read_parameters({"timeout": timeout_us}, call_ms).deadline_ms == left_ms
 
 
 def test_a_calls_deadline_holds_without_parameters() -> None:
-    assert told_by({}, 12.5).deadline_ms == 12.5
+    assert read_parameters({}, 12.5).deadline_ms == 12.5
 
 
 def test_the_empty_final_response_can_be_asked_for() -> None:
-    assert told_by({EMPTY_FINAL: True}).empty_final and not told_by({EMPTY_FINAL: False}).empty_final
+    assert read_parameters({EMPTY_FINAL: True}).empty_final and not read_parameters({EMPTY_FINAL: False}).empty_final
 
 
 def test_parameters_of_the_clients_own_are_ignored() -> None:
-    assert told_by({"colour": "red", "n": 3, "x": 0.5, "binary_data_output": True}) == RequestParameters()
+    assert read_parameters({"colour": "red", "n": 3, "x": 0.5, "binary_data_output": True}) == RequestParameters()
 
 
 def test_a_request_may_be_a_row_of_a_job_and_bring_its_seed() -> None:
-    told = told_by({"job": True, "seed": 2**62 - 1})
-    assert (told.job, told.seed, told.priority) == (True, 2**62 - 1, 0)
-    assert (told_by({"job": False}).job, told_by({"seed": 0}).seed, told_by({"priority": 1}).seed) == (False, 0, None)
+    found = read_parameters({"job": True, "seed": 2**62 - 1})
+    assert (found.job, found.seed, found.priority) == (True, 2**62 - 1, 0)
+    assert (
+        read_parameters({"job": False}).job,
+        read_parameters({"seed": 0}).seed,
+        read_parameters({"priority": 1}).seed,
+    ) == (False, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -75,5 +81,5 @@ def test_a_request_may_be_a_row_of_a_job_and_bring_its_seed() -> None:
 )  # fmt: skip
 def test_what_is_reserved_or_of_the_wrong_type_is_refused(parameters: dict[str, object]) -> None:
     with pytest.raises(InputError) as refused:
-        told_by(parameters)  # type: ignore[arg-type]
+        read_parameters(parameters)  # type: ignore[arg-type]
     assert len(str(refused.value)) < 200

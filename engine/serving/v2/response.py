@@ -1,0 +1,187 @@
+"""Conversion of backend responses to v2 responses: single, batched and streamed.
+
+    text                      BYTES [1], UTF-8             tensor     its datatype and shape
+    json, detections, any     BYTES [1], compact JSON      image      UINT8 [H, W, 3]
+    bytes                     BYTES [1]                    audio      FP32 [samples]
+    list[tensor, image, audio] of one shape                one dimension more in front
+    list[text, bytes, json, detections, list, any]         BYTES [n], each element as above
+    list of arrays of several shapes                       BYTES [1], compact JSON: nested lists
+    absent                                                 shape [0], with the parameter {"absent": true}
+
+The value of an `any` output decides: text and bytes are BYTES [1], arrays are tensors, everything else is JSON.
+
+Nothing is copied here: `raw` of a dense tensor is a view of a borrowed array, so an Answer is released only after the
+response has been encoded. Exceptions: batches of more than one are concatenated, and arrays that are not row-major are
+copied. An output for a region is written there at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from weftline.engine.result import StreamedOutput
+from weftline.engine.serving.backend import Answer
+from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.regions import Regions
+from weftline.engine.serving.v2.datatypes import BYTES, datatype_of, form_of, trailing_dims
+from weftline.engine.serving.v2.elements import encode_elements
+from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Region, Tensor, WantedOutput
+from weftline.errors import InputError
+from weftline.nodes.detections import Detections
+from weftline.shm.view import dtype_name
+
+ABSENT: dict[str, Parameter] = {"absent": True}
+"""Parameter of an output without a value, as of a skipped step."""
+
+JSON_ELEMENTS_MAX = 1 << 20
+"""Most numbers of arrays of several shapes that are written as JSON."""
+
+
+def to_response(
+    request: InferRequest, face: ModelFace, answers: Sequence[Answer], batch: int | None, regions: Regions | None = None
+) -> InferResponse:
+    """Convert the answers of a request; encode the result before any of them is released.
+
+    answers: one for each of `ParsedRequest.asks`, in their order.
+    batch:   `ParsedRequest.batch`.
+
+    InputError if outputs of a batch differ in shape, or if one does not fit into its region.
+    """
+    wanted = request.outputs or [WantedOutput(port.name) for port in face.outputs]
+    tensors = []
+    for one in wanted:
+        port = _port(face, one.name)
+        if batch is None:
+            tensor = _tensor(port, answers[0].outputs.get(one.name))
+        else:
+            tensor = _concatenated(port, [_tensor(port, answer.outputs.get(one.name)) for answer in answers])
+        tensors.append(tensor if one.region is None else _write_to_region(tensor, one.region, regions))
+    return InferResponse(face.name, str(answers[0].version), request.id, tuple(tensors))
+
+
+def to_chunk_response(
+    request: InferRequest, face: ModelFace, chunk: StreamedOutput, version: int, regions: Regions | None = None
+) -> InferResponse:
+    """Convert one chunk of a stream to a response with one tensor. Only whole outputs are written to regions."""
+    port = _port(face, chunk.output)
+    tensor = _tensor(port, chunk.value)
+    region = next((one.region for one in request.outputs if one.name == chunk.output), None)
+    if region is not None and chunk.last:
+        tensor = _write_to_region(tensor, region, regions)
+    return InferResponse(face.name, str(version), request.id, (tensor,))
+
+
+def _port(face: ModelFace, name: str) -> PortFace:
+    port = face.output(name)
+    if port is None:
+        raise InputError(f"no output is called {name!r:.80}")
+    return port
+
+
+def _tensor(port: PortFace, value: Any) -> Tensor:
+    """Convert one output of one item."""
+    name, kind = port.name, port.type
+    if value.__class__ is np.ndarray:
+        return _dense(name, value, kind)
+    if kind == "text" and isinstance(value, str):
+        return Tensor(name, BYTES, (1,), encode_elements((value.encode(),)))
+    if value is None and (port.optional or kind != "json"):
+        numbers = form_of(kind).numbers if kind not in ("json", "any") else None
+        return Tensor(name, (numbers and numbers.datatype) or BYTES, (0,), b"", parameters=ABSENT)
+    if isinstance(value, list | tuple) and form_of(kind).listed:
+        return _list(name, value, kind)
+    return Tensor(name, BYTES, (1,), encode_elements((_element(value, kind),)))
+
+
+def _dense(name: str, array: np.ndarray, type: str) -> Tensor:
+    numbers = form_of(type).numbers
+    dtype = (numbers and numbers.dtype) or dtype_name(array.dtype)
+    if array.dtype == np.complex64:
+        array = np.ascontiguousarray(array).view(np.float32).reshape(*array.shape, *trailing_dims("complex64"))
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return Tensor(name, datatype_of(dtype), array.shape, flat.view(np.uint8).data)
+
+
+def _list(name: str, values: Sequence[Any], type: str) -> Tensor:
+    """Convert a list to one tensor, with one dimension more in front."""
+    form = form_of(type)
+    if form.numbers is None:
+        return Tensor(name, BYTES, (len(values),), encode_elements([_element(value, form.element) for value in values]))
+    if not values:
+        dims = form.numbers.dims or ()
+        return Tensor(
+            name,
+            form.numbers.datatype or "FP32",
+            (0, *(dim if isinstance(dim, int) else 0 for dim in dims[1:])),
+            b"",
+        )
+    if all(one.__class__ is np.ndarray for one in values) and len({(one.shape, one.dtype) for one in values}) == 1:
+        if len(values) == 1:
+            return _dense(name, values[0][np.newaxis], type)
+        return _dense(name, np.stack(values), type)
+    if sum(one.size for one in values if isinstance(one, np.ndarray)) > JSON_ELEMENTS_MAX:
+        raise InputError(
+            f"output {name}: a list of arrays of several shapes, too large for JSON\n    fix: select other outputs"
+        )
+    return Tensor(name, BYTES, (1,), encode_elements((_json(values),)))
+
+
+def _element(value: Any, kind: str) -> bytes:
+    """Encode a value as one BYTES element: text and bytes unchanged, except for a json port."""
+    if kind != "json":
+        if isinstance(value, str):
+            return value.encode()
+        if isinstance(value, bytes | bytearray | memoryview):
+            return bytes(value)
+    return _json(value)
+
+
+def _json(value: Any) -> bytes:
+    """Encode a value as compact JSON; numbers that JSON lacks become null."""
+    if isinstance(value, list | tuple):
+        value = [one.to_json() if isinstance(one, Detections) else one for one in value]
+    elif isinstance(value, Detections):
+        value = value.to_json()
+    try:
+        return msgspec.json.encode(value, enc_hook=_plain)
+    except (OverflowError, ValueError, RecursionError):  # such as integers beyond 64 bits
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=True, default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"no json for a value of type {type(value).__name__}")
+
+
+def _concatenated(port: PortFace, tensors: list[Tensor]) -> Tensor:
+    """Concatenate one output of all items of a batch, with the batch size in front."""
+    first, count = tensors[0], len(tensors)
+    if len({(one.datatype, one.shape, bool(one.parameters)) for one in tensors}) > 1:
+        raise InputError(
+            f"output {port.name} differs in shape from item to item of the batch\n    fix: send the items one at a time"
+        )
+    if first.parameters:
+        return first
+    raw = first.raw if count == 1 else b"".join([one.raw for one in tensors if one.raw is not None])
+    return Tensor(port.name, first.datatype, (count, *first.shape), raw)
+
+
+def _write_to_region(tensor: Tensor, region: Region, regions: Regions | None) -> Tensor:
+    """Write a tensor into its region, and return it without its bytes."""
+    if regions is None:
+        raise InputError(f"output {tensor.name}: found a shared-memory region, and this server shares no memory")
+    data = tensor.raw if tensor.raw is not None else b""
+    if len(data) > region.size_bytes:
+        raise InputError(
+            f"output {tensor.name} takes {len(data)} bytes, its place in the region has {region.size_bytes}"
+        )
+    if len(data):
+        regions.write(region.name, region.offset, data)
+    written = Region(region.name, region.offset, len(data))
+    return Tensor(tensor.name, tensor.datatype, tensor.shape, None, None, written, tensor.parameters)
