@@ -1,34 +1,106 @@
-"""Calls of a client as steps: describe the model, encode the request, send it, retry, decode the response.
+"""Calls of a client, written once for both clients: describe the model, encode, send, retry, decode.
 
-Written once for both clients; see `steps.py`. The clock and the random source are arguments.
+A call is a generator of steps (`steps.py`): it yields SendRequest and Pause, receives the response's bytes or a
+Refused, and returns a result. `Client` runs the steps by blocking, `AsyncClient` by awaiting.
 """
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from weftline.engine.client.decoder import Garbled, values_of
-from weftline.engine.client.described import DescribedModel, described
+from weftline.engine.client.decoder import InvalidResponse, values_of
 from weftline.engine.client.encoder import tensor_of
-from weftline.engine.client.options import ClientOptions
-from weftline.engine.client.refusal import Refusal, Refused, error_of
+from weftline.engine.client.model import DescribedModel, described
+from weftline.engine.client.options import DEFAULT_URL, ClientOptions, ClientTls, region_bytes, tls_of
 from weftline.engine.client.retry import RetryState, SharedRetryBudget
-from weftline.engine.client.shared_inputs import SharedInputs
-from weftline.engine.client.steps import SERVICE, Pause, SendRequest, Steps
+from weftline.engine.client.shared_memory import SharedInputs
+from weftline.engine.client.steps import (
+    SERVICE,
+    SHORT_MS,
+    Pause,
+    Refusal,
+    Refused,
+    SendRequest,
+    Steps,
+    error_of,
+)
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
+from weftline.engine.serving.face import READY, ModelState
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
 from weftline.engine.serving.v2.parameters import EMPTY_FINAL
 from weftline.engine.serving.v2.protobuf import parse_response, request_bytes
-from weftline.errors import DeadlineExceeded, InputError, WeftlineError
+from weftline.errors import DeadlineExceeded, InputError, SessionClosed, WeftlineError
 from weftline.nodes.urgency import PRIORITY_MAX
 
 pb: Any = service_pb2
+
+
+class ClientBase:
+    """Connection options and state of both clients.
+
+    url:               'host:port', or 'unix:/path' of a socket.
+    token:             sent with every call; unencrypted to another machine only with `insecure`.
+    tls:               True, the file of the certificate authority, or a ClientTls; False: not encrypted.
+    retries:           most retries of a request after a temporary refusal.
+    shared_memory:     pass large inputs in memory shared with a server on this machine; a number is its size in bytes.
+    message_bytes_max: largest response, in bytes.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        token: str | None = None,
+        tls: bool | str | Path | ClientTls = False,
+        insecure: bool = False,
+        retries: int = 3,
+        shared_memory: bool | int = False,
+        message_bytes_max: int = 64 << 20,
+    ) -> None:
+        self._options = ClientOptions(
+            url, token, tls_of(tls), insecure, retries, message_bytes_max, region_bytes(shared_memory)
+        )
+        self._calls = Calls(self._options, lambda: time.monotonic() * 1000, random.random)
+        self._closed = False
+        self._connect()
+
+    def _connect(self) -> None:
+        """Create what needs no event loop; called once, at the end of __init__."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionClosed("the client is closed")
+
+
+class ModelStats(msgspec.Struct, frozen=True):
+    """Statistics of a model, or of a step of one (`model.step`), since its version was loaded.
+
+    requests, failed: requests that succeeded, and that failed.
+    total_ms:         mean time of a successful request, from arrival to outputs; queue_ms, run_ms: its parts, summed
+                      over the steps.
+    calls:            calls of nodes; a call for several requests counts once.
+    batch:            mean number of items in a call.
+    """
+
+    name: str
+    version: str
+    requests: int = 0
+    failed: int = 0
+    total_ms: float = 0.0
+    queue_ms: float = 0.0
+    run_ms: float = 0.0
+    calls: int = 0
+    batch: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +113,18 @@ class StreamStart:
 
 
 class Calls:
-    """The calls of one client: its cache of model descriptions, and its retry budget.
+    """The calls of one client, with its cache of model descriptions and its retry budget.
 
-    clock:  returns monotonic time in ms.
-    chance: returns a random number from 0 to 1.
+    clock: returns monotonic time in ms.
+    rng:   returns a random number from 0 to 1, for jitter.
     """
 
-    def __init__(self, options: ClientOptions, clock: Callable[[], float], chance: Callable[[], float]) -> None:
+    def __init__(self, options: ClientOptions, clock: Callable[[], float], rng: Callable[[], float]) -> None:
         self.options = options
         self.budget = SharedRetryBudget()
         self.shared_inputs = SharedInputs(options.shared_memory_bytes)
         self._clock = clock
-        self._chance = chance
+        self._rng = rng
         self._models: dict[str, DescribedModel] = {}
 
     # requests
@@ -61,11 +133,11 @@ class Calls:
         """Run one request."""
         started_ms = self._clock()
         retry_state = self._retry_state_of(options)
-        known = yield from self.describe(model, retry_state)
-        tensors, outputs = _tensors(known, inputs), known.check_outputs(options.outputs)
-        response = yield from self._infer(known, tensors, outputs, options, retry_state)
-        self.note_version(known, response.version)
-        return Result(values_of(response.outputs, known.outputs), (), self._clock() - started_ms)
+        description = yield from self.describe(model, retry_state)
+        tensors, outputs = _tensors(description, inputs), description.check_outputs(options.outputs)
+        response = yield from self._infer(description, tensors, outputs, options, retry_state)
+        self.note_version(description, response.version)
+        return Result(values_of(response.outputs, description.outputs), (), self._clock() - started_ms)
 
     def _infer(
         self,
@@ -79,8 +151,8 @@ class Calls:
         """Send a request with its large inputs in shared memory; once more if the server lost the registration."""
         placed, lease = yield from self.shared_inputs.place(tensors)
         try:
-            answer = yield from self.say("ModelInfer", _message(model.name, placed, outputs, options), retry_state)
-            return _response(answer)
+            data = yield from self.send("ModelInfer", _message(model.name, placed, outputs, options), retry_state)
+            return _parse_response(data)
         except InputError:
             self.forget(model.name)  # it may have been reloaded with other ports
             if last or not (yield from self.shared_inputs.forgotten(lease)):
@@ -90,44 +162,97 @@ class Calls:
         return (yield from self._infer(model, tensors, outputs, options, retry_state, last=True))
 
     def start_stream(self, model: str, options: RequestOptions, inputs: Mapping[str, Any]) -> Steps[StreamStart]:
-        """Return the start of a stream; its inputs travel in the message, because they must outlive this call."""
+        """Return the start of a stream; its inputs are in the message, because they must outlive this call."""
         retry_state = self._retry_state_of(options)
-        known = yield from self.describe(model, retry_state)
-        outputs = known.check_outputs(options.outputs)
-        return StreamStart(_message(model, _tensors(known, inputs), outputs, options, True), known, retry_state)
+        description = yield from self.describe(model, retry_state)
+        outputs = description.check_outputs(options.outputs)
+        message = _message(model, _tensors(description, inputs), outputs, options, streamed=True)
+        return StreamStart(message, description, retry_state)
 
     def describe(self, model: str, retry_state: RetryState | None = None) -> Steps[DescribedModel]:
         """Return the description of a model; it is cached until its version changes."""
         if not isinstance(model, str):
             raise InputError(f"model: found {type(model).__name__}, expected the name of a model")
-        known = self._models.get(model)
-        if known is None:
+        description = self._models.get(model)
+        if description is None:
             retry_state = retry_state or self.retry_state()
-            metadata = yield from self.ask("ModelMetadata", pb.ModelMetadataRequest(name=model), retry_state)
-            config = yield from self.ask("ModelConfig", pb.ModelConfigRequest(name=model), retry_state)
-            known = self._models[model] = described(model, metadata, config.config)
-        return known
+            metadata = yield from self.call("ModelMetadata", pb.ModelMetadataRequest(name=model), retry_state)
+            config = yield from self.call("ModelConfig", pb.ModelConfigRequest(name=model), retry_state)
+            description = self._models[model] = described(model, metadata, config.config)
+        return description
 
     def forget(self, model: str) -> None:
         """Drop the cached description of a model."""
         self._models.pop(model, None)
 
-    def note_version(self, known: DescribedModel, version: str) -> None:
+    def note_version(self, description: DescribedModel, version: str) -> None:
         """Drop the cached description of a model if another version responded."""
-        if version and version != known.version:
-            self._models.pop(known.name, None)
+        if version and version != description.version:
+            self._models.pop(description.name, None)
 
-    # one message and its answer
+    # the server
 
-    def ask(self, method: str, message: Any, retry_state: RetryState) -> Steps[Any]:
-        """Send a message of the v2 service and return its response."""
-        answer = yield from self.say(method, message.SerializeToString(), retry_state)
+    def live(self) -> Steps[bool]:
+        """Return True if the server responds; False if it cannot be reached."""
+        return (yield from self._probe("ServerLive", pb.ServerLiveRequest(), pb.ServerLiveResponse, "live"))
+
+    def ready(self, model: str = "") -> Steps[bool]:
+        """Return True if one model, or every model, is ready; False if no server can be reached."""
+        if model:
+            request = pb.ModelReadyRequest(name=model)
+            return (yield from self._probe("ModelReady", request, pb.ModelReadyResponse, "ready"))
+        return (yield from self._probe("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse, "ready"))
+
+    def models(self) -> Steps[tuple[ModelState, ...]]:
+        """Return the models of the server, sorted by name."""
+        index = yield from self.call("RepositoryIndex", pb.RepositoryIndexRequest(), self.retry_state(SHORT_MS))
+        models = [
+            ModelState(one.name, _version_number(one.version), one.state.lower() or READY, one.reason)
+            for one in index.models
+        ]
+        return tuple(sorted(models, key=lambda one: one.name))
+
+    def stats(self, model: str = "") -> Steps[dict[str, ModelStats]]:
+        """Return the statistics of a model and its steps by name; '' for every model."""
+        request = pb.ModelStatisticsRequest(name=model)
+        response = yield from self.call("ModelStatistics", request, self.retry_state(SHORT_MS))
+        return {one.name: _model_stats(one) for one in response.model_stats}
+
+    def load(self, model: str, deadline_ms: float | None = None) -> Steps[int]:
+        """Load or reload a model and return its version; 0 if the server does not report it."""
+        retry_state = self.retry_state(deadline_ms, retries=0)
+        yield from self.call("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name=model), retry_state)
+        self.forget(model)
+        versions: Mapping[str, int] = {one.name: one.version for one in (yield from self.models())}
+        return versions.get(model, 0)
+
+    def unload(self, model: str, deadline_ms: float | None = None) -> Steps[None]:
+        """Unload a model once its open requests have finished."""
+        retry_state = self.retry_state(deadline_ms, retries=0)
+        yield from self.call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=model), retry_state)
+        self.forget(model)
+
+    def _probe(self, method: str, request: Any, response: Any, field: str) -> Steps[bool]:
+        """Send once, without retries: readiness is a state of the moment."""
         try:
-            return getattr(pb, f"{method}Response").FromString(answer)
-        except DecodeError:
-            raise Garbled(f"the answer is no {method}Response; is this a server of the v2 protocol?") from None
+            data = yield SendRequest(SERVICE + method, request.SerializeToString(), SHORT_MS / 1000)
+        except Refused as refused:
+            if refused.refusal.status == "UNAVAILABLE":
+                return False
+            raise self.error_of(refused.refusal) from None
+        return bool(getattr(response.FromString(data), field))
 
-    def say(self, method: str, data: bytes, retry_state: RetryState) -> Steps[bytes]:
+    # messages and retries
+
+    def call(self, method: str, message: Any, retry_state: RetryState) -> Steps[Any]:
+        """Send a message of the v2 service and return its response."""
+        data = yield from self.send(method, message.SerializeToString(), retry_state)
+        try:
+            return getattr(pb, f"{method}Response").FromString(data)
+        except DecodeError:
+            raise InvalidResponse(f"the answer is no {method}Response; is this a server of the v2 protocol?") from None
+
+    def send(self, method: str, data: bytes, retry_state: RetryState) -> Steps[bytes]:
         """Send bytes and return the response, with retries; raises the error of the last refusal."""
         while True:
             try:
@@ -138,7 +263,7 @@ class Calls:
 
     def pause_ms(self, refusal: Refusal, retry_state: RetryState) -> float:
         """Return the delay before the next retry; raises the refusal's error if there is none."""
-        wait_ms = retry_state.after(refusal.status, refusal.pushback_ms, self._clock(), self._chance())
+        wait_ms = retry_state.after(refusal.status, refusal.pushback_ms, self._clock(), self._rng())
         if wait_ms is None:
             raise self.error_of(refusal)
         return wait_ms
@@ -167,10 +292,13 @@ class Calls:
         )  # a retry would repeat a request of a stateful sequence
 
 
+# requests and responses
+
+
 def _tensors(model: DescribedModel, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
     model.check_inputs(inputs)
-    brought = {name: value for name, value in inputs.items() if not (value is None and model.inputs[name].optional)}
-    return tuple(tensor_of(model.inputs[name], value) for name, value in brought.items())
+    present = {name: value for name, value in inputs.items() if not (value is None and model.inputs[name].optional)}
+    return tuple(tensor_of(model.inputs[name], value) for name, value in present.items())
 
 
 def _message(
@@ -181,7 +309,7 @@ def _message(
 
 
 def _parameters(options: RequestOptions, streamed: bool) -> dict[str, Parameter]:
-    """Encode the request's parameters; `v2/parameters.py` decodes them."""
+    """Encode request options as v2 parameters; `v2/parameters.py` decodes them."""
     parameters: dict[str, Parameter] = {}
     if options.priority:
         parameters["priority"] = PRIORITY_MAX + 1 - options.priority  # 1 is the highest
@@ -197,8 +325,32 @@ def _parameters(options: RequestOptions, streamed: bool) -> dict[str, Parameter]
     return parameters
 
 
-def _response(data: bytes) -> InferResponse:
+def _parse_response(data: bytes) -> InferResponse:
     try:
         return parse_response(data)
-    except InputError as error:  # here it is the server's mistake
-        raise Garbled(f"the answer cannot be read: {error}") from None
+    except InputError as error:  # in a client, the server's error
+        raise InvalidResponse(f"the answer cannot be read: {error}") from None
+
+
+def _version_number(version: str) -> int:
+    return int(version) if version.isascii() and version.isdigit() and len(version) < 19 else 0
+
+
+def _model_stats(one: Any) -> ModelStats:
+    inference = one.inference_stats
+    good, calls = inference.success.count, one.execution_count
+    return ModelStats(
+        one.name,
+        one.version,
+        good,
+        inference.fail.count,
+        _mean_ms(inference.success.ns, good),
+        _mean_ms(inference.queue.ns, good),
+        _mean_ms(inference.compute_infer.ns, good),
+        calls,
+        sum(each.batch_size * each.compute_infer.count for each in one.batch_stats) / calls if calls else 0.0,
+    )
+
+
+def _mean_ms(ns: int, count: int) -> float:
+    return ns / count / 1e6 if count else 0.0

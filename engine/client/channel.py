@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from weftline.engine.client.options import ClientOptions, ClientTls
-from weftline.engine.client.refusal import Refused, refusal_of
+from weftline.engine.client.steps import Refused, refusal_of
 from weftline.errors import InputError
 
 FIRST_RECONNECT_MS, LONGEST_RECONNECT_MS = 100, 2_000

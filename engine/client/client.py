@@ -4,33 +4,27 @@
         options = weftline.RequestOptions(deadline_ms=2000)
         result = client.run("assistant", options, question=Path("question.wav"), photo=Path("photo.png"))
         print(result["answer"])
-        for piece in client.stream("assistant", question=Path("question.wav"), photo=Path("photo.png")):
-            print(piece.output, piece.value)
+        for chunk in client.stream("assistant", question=Path("question.wav"), photo=Path("photo.png")):
+            print(chunk.output, chunk.value)
 
-Requests are built and responses parsed in `calls.py`, for this client and the async one alike.
+Requests are built and responses decoded in `calls.py`, for this client and the async one alike.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
 
-from weftline.engine.client import queries
-from weftline.engine.client.calls import Calls, StreamStart
+from weftline.engine.client.calls import Calls, ClientBase, ModelStats, StreamStart
 from weftline.engine.client.channel import STREAM, metadata_of, open_channel, refused
-from weftline.engine.client.described import DescribedModel
-from weftline.engine.client.options import DEFAULT_URL, ClientOptions, ClientTls, region_bytes, tls_of
-from weftline.engine.client.pieces import Pieces
-from weftline.engine.client.queries import ModelStats
-from weftline.engine.client.refusal import Refused
-from weftline.engine.client.steps import SendRequest, Steps
+from weftline.engine.client.decoder import StreamDecoder
+from weftline.engine.client.model import DescribedModel
+from weftline.engine.client.steps import Refused, SendRequest, Steps
 from weftline.engine.request import RequestOptions, checked_options
 from weftline.engine.result import Result, StreamedOutput
 from weftline.engine.serving.face import ModelState
@@ -39,44 +33,18 @@ from weftline.errors import SessionClosed
 T = TypeVar("T")
 
 
-def now_ms() -> float:
-    return time.monotonic() * 1000
-
-
-class Client:
+class Client(ClientBase):
     """Client of one server, for any number of threads. Close it, or use it in a with statement.
 
-    url:               'host:port', or 'unix:/path' of a socket.
-    token:             sent with every call, but in the clear to another machine only with `insecure`.
-    tls:               True, the file of the certificate authority, or a ClientTls; False: not encrypted.
-    retries:           most times that a request is sent again after a temporary refusal.
-    shared_memory:     pass large inputs in memory shared with a server on this machine; a number is its size in bytes.
-    message_bytes_max: largest response, in bytes.
-
-    Errors are those of `Session.run`, and Unavailable where no server can be reached.
+    Arguments as for ClientBase. Errors are those of `Session.run`, and Unavailable if no server can be reached.
     """
 
-    def __init__(
-        self,
-        url: str = DEFAULT_URL,
-        *,
-        token: str | None = None,
-        tls: bool | str | Path | ClientTls = False,
-        insecure: bool = False,
-        retries: int = 3,
-        shared_memory: bool | int = False,
-        message_bytes_max: int = 64 << 20,
-    ) -> None:
-        options = ClientOptions(
-            url, token, tls_of(tls), insecure, retries, message_bytes_max, region_bytes(shared_memory)
-        )
-        self._calls = Calls(options, now_ms, random.random)
-        self._metadata = metadata_of(options)
-        self._channel = open_channel(options)
+    def _connect(self) -> None:
+        self._metadata = metadata_of(self._options)
+        self._channel = open_channel(self._options)
         self._methods: dict[str, Callable[..., bytes]] = {}
         self._open_stream: Any = self._channel.stream_stream(STREAM)
         self._closing = Lock()
-        self._closed = False
 
     def close(self) -> None:
         """Cancel open calls and close the connection. Idempotent and thread-safe."""
@@ -85,7 +53,7 @@ class Client:
                 return
             self._closed = True
         try:
-            self._drive(self._calls.shared_inputs.leave())
+            self._drive(self._calls.shared_inputs.close())
         finally:
             self._channel.close()
 
@@ -103,20 +71,19 @@ class Client:
         options: as for `Session.run`; None: the defaults. The deadline includes retries. A request of a sequence is
                  sent once.
         inputs:  one value for each of the model's inputs: bytes, a pathlib.Path (read here), an array, a picture, str
-                 or json values, whatever its type takes.
+                 or json values, according to its type.
         """
         self._check_open()
         return self._drive(self._calls.run(model, checked_options(options), inputs))
 
-    def stream(self, model: str, options: RequestOptions | None = None, /, **inputs: Any) -> PieceStream:
+    def stream(self, model: str, options: RequestOptions | None = None, /, **inputs: Any) -> ClientStream:
         """Run one request and stream its outputs: whole ones when they are finished, streamed ones as they grow.
 
         The request starts at once. Closing or dropping the stream before its end cancels it.
         """
         self._check_open()
-        return PieceStream(
-            self._calls, self._drive(self._calls.start_stream(model, checked_options(options), inputs)), self._begin
-        )
+        start = self._drive(self._calls.start_stream(model, checked_options(options), inputs))
+        return ClientStream(self._calls, start, self._start_call)
 
     def describe(self, model: str, *, again: bool = False) -> DescribedModel:
         """Return a model's inputs and outputs with their types; `again` refreshes the cached description."""
@@ -129,48 +96,44 @@ class Client:
 
     def live(self) -> bool:
         """Return True if the server responds; False if it cannot be reached."""
-        return self._drive(queries.live(self._calls))
+        return self._drive(self._calls.live())
 
     def ready(self, model: str = "") -> bool:
         """Return True if one model, or every model, is ready; False if no server can be reached."""
-        return self._drive(queries.ready(self._calls, model))
+        return self._drive(self._calls.ready(model))
 
     def models(self) -> tuple[ModelState, ...]:
         """Return the models of the server, sorted by name."""
-        return self._drive(queries.models(self._calls))
+        return self._drive(self._calls.models())
 
     def stats(self, model: str = "") -> dict[str, ModelStats]:
-        """Return the figures of a model and of its steps by name; '' for every model."""
-        return self._drive(queries.stats(self._calls, model))
+        """Return the statistics of a model and of its steps by name; '' for every model."""
+        return self._drive(self._calls.stats(model))
 
     def load(self, model: str, *, deadline_ms: float | None = None) -> int:
         """Load or reload a model of the server's configuration, and return its version."""
-        return self._drive(queries.load(self._calls, model, deadline_ms))
+        return self._drive(self._calls.load(model, deadline_ms))
 
     def unload(self, model: str, *, deadline_ms: float | None = None) -> None:
         """Unload a model once its open requests have finished."""
-        self._drive(queries.unload(self._calls, model, deadline_ms))
+        self._drive(self._calls.unload(model, deadline_ms))
 
-    # inside
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SessionClosed("the client is closed")
+    # steps
 
     def _drive(self, steps: Steps[T]) -> T:
         """Run the steps of a call until its result."""
         try:
             step = next(steps)
             while True:
-                answer, error = b"", None
+                data, error = b"", None
                 if isinstance(step, SendRequest):
                     try:
-                        answer = self._send(step)
+                        data = self._send(step)
                     except Refused as refusal:
                         error = refusal
                 else:
                     time.sleep(step.ms / 1000)
-                step = steps.send(answer) if error is None else steps.throw(error)
+                step = steps.send(data) if error is None else steps.throw(error)
         except StopIteration as end:
             result: T = end.value
             return result
@@ -188,39 +151,39 @@ class Client:
         except ValueError:  # gRPC's error for a closed channel
             raise SessionClosed("the client is closed") from None
 
-    def _begin(self, message: bytes, timeout_s: float | None) -> Any:
+    def _start_call(self, message: bytes, timeout_s: float | None) -> Any:
         return self._open_stream(iter((message,)), timeout=timeout_s, metadata=self._metadata)
 
 
-class PieceStream(Iterator[StreamedOutput]):
-    """Iterates over the outputs of a request. Leaving it early, closing it or dropping it cancels the request.
+class ClientStream(Iterator[StreamedOutput]):
+    """Iterator over the outputs of a request. Closing or dropping it before the end cancels the request.
 
-    Before the first output, a request that is temporarily refused is sent again, like any other.
+    Before the first output, a request that is temporarily refused is retried, like any other.
     """
 
-    def __init__(self, calls: Calls, start: StreamStart, begin: Callable[[bytes, float | None], Any]) -> None:
+    def __init__(self, calls: Calls, start: StreamStart, start_call: Callable[[bytes, float | None], Any]) -> None:
         self._calls = calls
         self._start = start
-        self._begin = begin
-        self._pieces = Pieces(start.model)
-        self._waiting: Iterator[StreamedOutput] = iter(())
+        self._start_call = start_call
+        self._decoder = StreamDecoder(start.model)
+        self._decoded: Iterator[StreamedOutput] = iter(())
         self._begun = False
         self._call: Any = self._started()
 
     def __next__(self) -> StreamedOutput:
         while True:
-            piece = next(self._waiting, None)
-            if piece is not None:
+            chunk = next(self._decoded, None)
+            if chunk is not None:
                 self._begun = True
-                return piece
+                return chunk
             if self._call is None:
                 raise StopIteration
             refusal = None
             try:
-                self._waiting = iter(tuple(self._pieces.take(next(self._call))))
+                self._decoded = iter(tuple(self._decoder.feed(next(self._call))))
             except StopIteration:
                 self._call = None
-                self._calls.note_version(self._start.model, self._pieces.version)
+                self._calls.note_version(self._start.model, self._decoder.version)
             except (grpc.RpcError, Refused) as error:
                 refusal = error if isinstance(error, Refused) else refused(error)
             except BaseException:
@@ -231,11 +194,11 @@ class PieceStream(Iterator[StreamedOutput]):
 
     def close(self) -> None:
         """Cancel the request if it is not finished. Idempotent."""
-        call, self._call, self._waiting = getattr(self, "_call", None), None, iter(())
+        call, self._call, self._decoded = getattr(self, "_call", None), None, iter(())
         if call is not None:
             call.cancel()
 
-    def __enter__(self) -> PieceStream:
+    def __enter__(self) -> ClientStream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -245,7 +208,7 @@ class PieceStream(Iterator[StreamedOutput]):
         self.close()
 
     def _started(self) -> Any:
-        return self._begin(self._start.message, self._calls.left_s(self._start.retry_state))
+        return self._start_call(self._start.message, self._calls.left_s(self._start.retry_state))
 
     def _retry(self, error: Refused) -> None:
         """Retry after a pause, or raise the server's error."""

@@ -1,6 +1,6 @@
 """Encode Python values as v2 tensors, for both clients. Pure, except for the files that it reads.
 
-A port accepts the values that `Session.run` accepts for it. Encoded images and audio travel as they are; the server
+A port accepts the values that `Session.run` accepts for it. Encoded images and audio are sent unchanged; the server
 decodes them. Without a Weftline type, as from Triton, the datatype decides: numbers become arrays of it, BYTES are made
 of text, bytes and files.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.client.described import DescribedPort
+from weftline.engine.client.model import DescribedPort
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, datatype_of, trailing_dims
 from weftline.engine.serving.v2.elements import encode_elements
 from weftline.engine.serving.v2.messages import Tensor
@@ -30,7 +30,7 @@ LIMITS = MediaLimits(pixels_max=1 << 40, seconds_max=1e9, bytes_max=(1 << 31) - 
 """Limits for files read here; those of the server decide."""
 
 ENCODED = ("image", "audio")
-"""Kinds that may travel as the bytes of a file."""
+"""Kinds that may be sent as the bytes of a file."""
 
 ARRAYS = ("tensor", "image", "audio")
 """Kinds that are arrays."""
@@ -104,7 +104,7 @@ def _list(name: str, type: PortType, value: Any) -> Tensor:
     if item.kind == "tensor":
         shapes = ", ".join(sorted({describe(one) for one in found}))
         fix = "pad them to one shape"
-        raise InputError(f"a list of arrays of different shapes ({shapes}) cannot travel\n    fix: {fix}")
+        raise InputError(f"a list of arrays of different shapes ({shapes}) cannot be sent\n    fix: {fix}")
     return _bytes(name, (len(found),), [_as_file(one, item) for one in found])
 
 

@@ -55,7 +55,7 @@ class ClientOptions:
     insecure:            send the token to another machine though the connection is not encrypted.
     retries:             most times that a request is sent again after a temporary refusal; 0: never.
     message_bytes_max:   largest response, in bytes.
-    shared_memory_bytes: size of the region for large inputs; 0: they travel in the message.
+    shared_memory_bytes: size of the region for large inputs; 0: they are sent in the message.
     """
 
     url: str = DEFAULT_URL
@@ -73,8 +73,8 @@ class ClientOptions:
                 raise InputError(f"token: expected 1 to {TOKEN_CHARS_MAX} visible ASCII characters without spaces")
             if self.tls is None and not local and not self.insecure:
                 raise InputError(
-                    f"the token would travel unencrypted to {self.url}"
-                    "\n    fix: connect with tls=..., or say insecure=True where the network itself is trusted"
+                    f"the token would be sent unencrypted to {self.url}"
+                    "\n    fix: connect with tls=..., or set insecure=True where the network itself is trusted"
                 )
         if self.shared_memory_bytes and not local:
             raise InputError(

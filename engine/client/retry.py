@@ -55,22 +55,22 @@ class RetryState:
     until_ms: float | None = None
     _sent_again: int = 0
 
-    def after(self, status: str, pushback_ms: float | None, now_ms: float, chance: float) -> float | None:
+    def after(self, status: str, pushback_ms: float | None, now_ms: float, random: float) -> float | None:
         """Return the delay in ms before the next retry; None: do not retry.
 
         status:      gRPC status name of the refusal. UNAVAILABLE is retried, and RESOURCE_EXHAUSTED with a pushback:
                      without one, the limit is permanent.
         pushback_ms: delay that the server asks for; negative: do not retry; None: not set.
-        chance:      random number from 0 to 1, for jitter.
+        random:      number from 0 to 1, for jitter.
         """
         if self._sent_again >= self.retries or (pushback_ms is not None and pushback_ms < 0):
             return None
         if status != TRANSIENT and not (status == OVERLOAD and pushback_ms is not None):
             return None
         if pushback_ms is None:
-            wait_ms = min(LONGEST_MS, FIRST_MS * FACTOR**self._sent_again) * (0.5 + chance)
+            wait_ms = min(LONGEST_MS, FIRST_MS * FACTOR**self._sent_again) * (0.5 + random)
         else:
-            wait_ms = pushback_ms * (1.0 + chance / 4)  # at least the server's pushback
+            wait_ms = pushback_ms * (1.0 + random / 4)  # at least the server's pushback
         if self.until_ms is not None and now_ms + wait_ms >= self.until_ms:
             return None
         if not self.budget.try_take():

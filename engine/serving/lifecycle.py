@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from weftline.engine.serving.face import NOT_LOADED, UNAVAILABLE, ModelState
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.errors import SessionClosed
 
@@ -97,20 +96,6 @@ def draining_error() -> SessionClosed:
     error = SessionClosed("the server is shutting down; retry in a moment")
     error.retry_after_s = RETRY_S
     return error
-
-
-def model_ready(index: Iterable[ModelState], name: str, version: str = "") -> bool:
-    """Return True if a model accepts requests now; False also for an unknown one."""
-    return any(one.ready and version in ("", str(one.version)) for one in index if one.name == name)
-
-
-def server_ready(index: Iterable[ModelState]) -> bool:
-    """Return True if no model has failed.
-
-    A model that is not loaded, or is being loaded for the first time, does not count: servers listen when the models of
-    the start are loaded, and loading one more must not take the others out of rotation.
-    """
-    return not any(one.state == UNAVAILABLE and (one.version > 0 or one.why not in ("", NOT_LOADED)) for one in index)
 
 
 async def gather_or_cancel(

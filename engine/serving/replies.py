@@ -1,6 +1,6 @@
 """Error mapping of all servers: from exceptions to status and message.
 
-`to_reply` converts any exception to a gRPC status name, a message and a retry time. Messages of Weftline's errors are
+`to_status` converts any exception to a gRPC status name, a message and a retry time. Messages of Weftline's errors are
 kept without paths, addresses, tracebacks, tokens and internal names, since they may quote user code and frameworks. An
 unexpected exception becomes one fixed sentence, and the server's log has the rest.
 """
@@ -69,7 +69,7 @@ NO_MEMORY = ErrorReply(
 CANCELLED = ErrorReply("CANCELLED", "the request was cancelled")
 
 
-def to_reply(error: BaseException) -> ErrorReply:
+def to_status(error: BaseException) -> ErrorReply:
     """Convert an exception to a reply; an unexpected one is logged with its traceback."""
     if isinstance(error, WeftlineError):
         return _of_weftline_error(error)

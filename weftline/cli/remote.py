@@ -18,9 +18,9 @@ from weftline.cli.show import printable
 from weftline.errors import InputError
 
 if TYPE_CHECKING:
+    from weftline.engine.client.calls import ModelStats
     from weftline.engine.client.client import Client
     from weftline.engine.client.options import ClientTls
-    from weftline.engine.client.queries import ModelStats
     from weftline.engine.serving.face import ModelState
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Pipeline of the server's configuration.")]

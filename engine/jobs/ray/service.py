@@ -26,13 +26,13 @@ from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Observer
 from weftline.engine.serving.config import ServeConfig
-from weftline.engine.serving.grpc.calls import refuse
-from weftline.engine.serving.grpc.guard import GrpcGuard
 from weftline.engine.serving.grpc.server import GrpcServer
+from weftline.engine.serving.grpc.transport import GrpcGuard, refuse
 from weftline.engine.serving.identity import version
-from weftline.engine.serving.lifecycle import DrainSwitch, server_ready
+from weftline.engine.serving.lifecycle import DrainSwitch
 from weftline.engine.serving.local import LocalBackend
 from weftline.engine.serving.statistics import Statistics
+from weftline.engine.serving.v2.metadata import server_ready
 from weftline.errors import LimitReached, ModelError, WeftlineError
 
 Details = namedtuple("Details", ("method", "invocation_metadata"))

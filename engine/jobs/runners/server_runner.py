@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weftline.engine.client.described import DescribedModel, DescribedPort
+from weftline.engine.client.model import DescribedModel, DescribedPort
 from weftline.engine.client.options import ClientTls
 from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_seed, usable

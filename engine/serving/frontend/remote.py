@@ -83,11 +83,6 @@ class RemoteBackend:
     def open_requests(self) -> int:
         return len(self._pending) + len(self._streams)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of inputs in the request buffer."""
-        return self._requests.taken_bytes
-
     # Backend
 
     def index(self) -> tuple[ModelState, ...]:

@@ -1,7 +1,7 @@
 """Shared-memory methods: system regions; CUDA regions are refused.
 
-A CUDA IPC handle is checked for what can be checked and then refused: this server reads tensors from messages and from
-system memory, and opening a stranger's handle would map his memory into a process of ours.
+A CUDA IPC handle is validated and then refused: this server reads tensors from messages and from system memory, and
+opening a client's handle would map its memory into this process.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from weftline.engine.serving.auth.shared_memory import SharedMemory
-from weftline.engine.serving.grpc.calls import Unary
 from weftline.engine.serving.grpc.protos import V2
+from weftline.engine.serving.grpc.service import Unary
 from weftline.engine.serving.v2.messages import check_name
 from weftline.errors import InputError
 
@@ -21,12 +21,12 @@ NO_GPU_MEMORY = "this server has no GPU memory to share; send the tensor, or reg
 
 
 class GrpcSharedMemory:
-    """Answers the six shared-memory methods."""
+    """The six shared-memory methods."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
 
-    def answers(self) -> dict[str, Unary]:
+    def methods(self) -> dict[str, Unary]:
         return {
             "SystemSharedMemoryStatus": self.system_status,
             "SystemSharedMemoryRegister": self.system_register,
@@ -72,5 +72,5 @@ class GrpcSharedMemory:
 
     async def cuda_unregister(self, request: Any) -> Any:
         if request.name:
-            check_name(request.name, "region")  # none is registered: like any name that is not there, it is gone now
+            check_name(request.name, "region")  # none is registered; unregistering an unknown name succeeds
         return V2.CudaSharedMemoryUnregisterResponse()

@@ -1,22 +1,22 @@
-"""Model methods: readiness, metadata, statistics, load and unload.
+"""Server and model methods: readiness, metadata, statistics, load and unload.
 
-Callers see the models their token allows and no others; only admins see why one is not ready.
+Callers see only the models that their token allows. Only admins see why a model is not ready.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from weftline.engine.serving.backend import Backend
 from weftline.engine.serving.face import ModelFace, ModelState
-from weftline.engine.serving.grpc.calls import CALLER, Unary
-from weftline.engine.serving.grpc.protos import V2
-from weftline.engine.serving.grpc.rendering import render_config, render_figures, render_metadata
+from weftline.engine.serving.grpc.protos import CONFIG, V2
+from weftline.engine.serving.grpc.service import CALLER, Unary
 from weftline.engine.serving.identity import NAME
-from weftline.engine.serving.lifecycle import DrainSwitch, model_ready, server_ready
-from weftline.engine.serving.replies import to_reply
-from weftline.engine.serving.statistics import ModelFigures
+from weftline.engine.serving.lifecycle import DrainSwitch
+from weftline.engine.serving.replies import to_status
+from weftline.engine.serving.statistics import ModelFigures, Spent
+from weftline.engine.serving.v2.metadata import config_of, metadata_of, model_ready, server_ready
 from weftline.errors import InputError, ModelError
 
 EXTENSIONS = (
@@ -32,14 +32,14 @@ EXTENSIONS = (
     "trace",
     "logging",
 )
-"""v2's extensions that are served; not `classification`, and not `cuda_shared_memory`."""
+"""Supported v2 extensions; `classification` and `cuda_shared_memory` are not."""
 
 Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]
-"""Returns the figures of models that are given with the version that serves, and of their steps."""
+"""Returns the statistics of models, given with their versions, and of their steps."""
 
 
 class GrpcModels:
-    """Answers the methods about the server and its models."""
+    """The methods about the server and its models."""
 
     def __init__(self, backend: Backend, serving: DrainSwitch, figures: Figures, version: str, memory: bool) -> None:
         self._backend = backend
@@ -48,7 +48,7 @@ class GrpcModels:
         self._version = version
         self._extensions = [one for one in EXTENSIONS if memory or one != "system_shared_memory"]
 
-    def answers(self) -> dict[str, Unary]:
+    def methods(self) -> dict[str, Unary]:
         return {
             "ServerLive": self.server_live,
             "ServerReady": self.server_ready,
@@ -63,7 +63,7 @@ class GrpcModels:
         }
 
     def known(self, name: str) -> ModelFace:
-        """Return the face of a model that the caller may see; UnknownModel, AccessDenied, SessionClosed."""
+        """Return the metadata of a model that the caller may see; UnknownModel, AccessDenied, SessionClosed."""
         CALLER.get().check(name)
         return self._backend.face(name)
 
@@ -86,18 +86,18 @@ class GrpcModels:
         return V2.ModelReadyResponse(ready=ready)
 
     async def model_metadata(self, request: Any) -> Any:
-        return render_metadata(self._face(request))
+        return _metadata_response(self._face(request))
 
     async def model_config(self, request: Any) -> Any:
-        return V2.ModelConfigResponse(config=render_config(self._face(request)))
+        return V2.ModelConfigResponse(config=_model_config(self._face(request)))
 
     async def model_statistics(self, request: Any) -> Any:
         if request.name:
             face = self._face(request)
-            wanted = {face.name: face.version}
+            versions = {face.name: face.version}
         else:
-            wanted = {one.name: one.version for one in self._seen() if one.version > 0}
-        return render_figures(await self._figures(wanted))
+            versions = {one.name: one.version for one in self._seen() if one.version > 0}
+        return _statistics_response(await self._figures(versions))
 
     # the repository
 
@@ -107,15 +107,15 @@ class GrpcModels:
         for one in self._seen():
             if one.ready or not request.ready:
                 version = str(one.version) if one.version else ""
-                why = _scrubbed(one.why) if CALLER.get().admin else ""
-                response.models.add(name=one.name, version=version, state=one.state.upper(), reason=why)
+                reason = _scrubbed(one.why) if CALLER.get().admin else ""
+                response.models.add(name=one.name, version=version, state=one.state.upper(), reason=reason)
         return response
 
     async def repository_model_load(self, request: Any) -> Any:
         _check_repository(request.repository_name)
         CALLER.get().check(request.model_name)
         if request.parameters:
-            raise InputError("a model is loaded as its operator configured it; send no configuration and no files")
+            raise InputError("a model is loaded as configured by the operator; send no configuration and no files")
         await self._backend.load(request.model_name)
         return V2.RepositoryModelLoadResponse()
 
@@ -125,7 +125,7 @@ class GrpcModels:
         unknown = [name for name in request.parameters if name != "unload_dependents"]
         if unknown:
             raise InputError(f"found the parameter {unknown[0]!r:.80}, expected none but unload_dependents")
-        await self._backend.unload(request.model_name)  # and its exposed steps, which are all that depends on it
+        await self._backend.unload(request.model_name)  # with its exposed steps, its only dependents
         return V2.RepositoryModelUnloadResponse()
 
     # inside
@@ -145,5 +145,44 @@ def _check_repository(name: str) -> None:
 
 
 def _scrubbed(why: str) -> str:
-    """A reason may quote a node's own error, so it goes the way of every error."""
-    return to_reply(ModelError(why)).message if why else ""
+    """Scrub a reason like an error message, since it may quote a node's error."""
+    return to_status(ModelError(why)).message if why else ""
+
+
+# messages
+
+
+def _metadata_response(face: ModelFace) -> Any:
+    meta = metadata_of(face)
+    response = V2.ModelMetadataResponse(name=meta.name, versions=meta.versions, platform=meta.platform)
+    for field, tensors in ((response.inputs, meta.inputs), (response.outputs, meta.outputs)):
+        for one in tensors:
+            field.add(name=one.name, datatype=one.datatype, shape=one.shape)
+    return response
+
+
+def _model_config(face: ModelFace) -> Any:
+    return CONFIG.ModelConfig(**config_of(face))
+
+
+def _statistics_response(figures: Iterable[ModelFigures]) -> Any:
+    response = V2.ModelStatisticsResponse()
+    for one in figures:
+        stats = response.model_stats.add(
+            name=one.name,
+            version=str(one.version),
+            last_inference=one.last_ms,
+            inference_count=one.inferences,
+            execution_count=one.executions,
+        )
+        for field in ("success", "fail", "queue", "compute_infer"):
+            _set_duration(getattr(stats.inference_stats, field), getattr(one, field))
+        for field in ("compute_input", "compute_output"):  # always zero: copies are part of queue and compute_infer
+            _set_duration(getattr(stats.inference_stats, field), Spent(one.success.count, 0))
+        for batch in one.batches:
+            _set_duration(stats.batch_stats.add(batch_size=batch.size).compute_infer, batch.calls)
+    return response
+
+
+def _set_duration(duration: Any, spent: Spent) -> None:
+    duration.count, duration.ns = spent.count, spent.ns

@@ -1,8 +1,8 @@
 """Protobuf messages and services: tritonclient's stubs for v2, own health and reflection.
 
-`grpcio-health-checking` and `grpcio-reflection` bring the same messages, but their current releases refuse the protobuf
-that tritonclient needs. The definitions below are loaded into a private descriptor pool, so that a process may import
-those packages as well: protobuf refuses a second file with the same symbols in one pool.
+`grpcio-health-checking` and `grpcio-reflection` have the same messages, but their current releases conflict with the
+protobuf version that tritonclient needs. The definitions below are loaded into a private descriptor pool, so that a
+process may import those packages as well: protobuf refuses a second file with the same symbols in one pool.
 
 Message classes are made at run time, so type checkers see `Any`.
 """
@@ -103,7 +103,7 @@ _POOL = DescriptorPool()
 
 
 def _stubs(definition: str) -> SimpleNamespace:
-    """Return the message classes of a file by name, and its DESCRIPTOR, as a generated module has them."""
+    """Return the message classes of a file by name, and its DESCRIPTOR, as in a generated module."""
     proto = text_format.Parse(definition, FileDescriptorProto())
     _POOL.AddSerializedFile(proto.SerializeToString())
     file = _POOL.FindFileByName(proto.name)
@@ -121,4 +121,4 @@ HEALTH_SERVICE: ServiceDescriptor = HEALTH.DESCRIPTOR.services_by_name["Health"]
 REFLECTION_SERVICE: ServiceDescriptor = REFLECTION.DESCRIPTOR.services_by_name["ServerReflection"]
 
 FILES: tuple[FileDescriptor, ...] = (CONFIG.DESCRIPTOR, V2.DESCRIPTOR, HEALTH.DESCRIPTOR, REFLECTION.DESCRIPTOR)
-"""What reflection shows; each after those it imports."""
+"""Files of reflection, each after those it imports."""

@@ -1,10 +1,11 @@
-"""gRPC server: port, services, interceptor and message limits.
+"""gRPC server: address, services and limits.
 
     server = GrpcServer(config, backend, gate, memory, figures=statistics.tell)
     port = await server.start()
 
-`lifecycle.py` has the rest of its life. It runs in the event loop that starts it (grpc.aio; docs/decisions compares
-transports), in the engine's process or in one of its own behind a RemoteBackend.
+`lifecycle.py` has drain and stop. Runs in the event loop that starts it (grpc.aio on uvloop; docs/decisions has the
+comparison), in the engine's process
+with a LocalBackend or in an ingress process with a RemoteBackend.
 """
 
 from __future__ import annotations
@@ -21,39 +22,43 @@ from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tls import server_credentials
 from weftline.engine.serving.backend import Backend
 from weftline.engine.serving.config import ServeConfig, ServeLimits
-from weftline.engine.serving.grpc.calls import Context, handlers_of, refuse
-from weftline.engine.serving.grpc.guard import GrpcGuard
 from weftline.engine.serving.grpc.health import GrpcHealth
 from weftline.engine.serving.grpc.infer import Inference
 from weftline.engine.serving.grpc.memory import GrpcSharedMemory
 from weftline.engine.serving.grpc.models import Figures, GrpcModels
-from weftline.engine.serving.grpc.protos import HEALTH_SERVICE, INFERENCE_SERVICE
-from weftline.engine.serving.grpc.reflection import METHOD, SERVICES, reflection_handler
+from weftline.engine.serving.grpc.protos import HEALTH_SERVICE, INFERENCE_SERVICE, REFLECTION_SERVICE
+from weftline.engine.serving.grpc.reflection import METHOD, SERVICES, make_reflection
 from weftline.engine.serving.grpc.settings import GrpcSettings
-from weftline.engine.serving.grpc.stream import InferStream
+from weftline.engine.serving.grpc.transport import (
+    GrpcGuard,
+    bidirectional_handler,
+    infer_handlers,
+    server_stream_handler,
+    unary_handlers,
+)
 from weftline.engine.serving.lifecycle import NetworkServer
-from weftline.engine.serving.live_settings import LogSettings, TraceSettings
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.engine.serving.unix_socket import Identity, identity, placed, remove_own
+from weftline.engine.serving.v2.settings import LogSettings, TraceSettings
 from weftline.errors import ModelError
 
 LAME_S = 1.0
-"""How long a draining server still accepts calls in order to refuse them."""
+"""Time for which a draining server still accepts calls, to refuse them with a status."""
 
 PING_WAITS = 3
-"""How many times `keepalive_wait_s` a client may take to answer a ping while its machine acknowledges all it is sent:
-an answer waits behind whatever the client is sending over a slow line. (gRPC's own: a minute.)"""
+"""Ping timeout in multiples of `keepalive_wait_s`, for a client whose machine acknowledges its packets: the ping's
+response may be queued behind a large message on a slow connection. (gRPC's default: a minute.)"""
 
 Handlers = Mapping[str, Mapping[str, grpc.RpcMethodHandler]]
-"""Handlers by service and method."""
+"""gRPC handlers by service and method."""
 
 
 class GrpcServer(NetworkServer):
     """The gRPC server of one process.
 
     memory:  regions that clients registered.
-    figures: what ModelStatistics tells; zeros when left out.
-    trace, logs: what TraceSetting and LogSettings change.
+    figures: source of ModelStatistics; default: zeros.
+    trace, logs: targets of TraceSetting and LogSettings.
     version: of Weftline, for ServerMetadata.
     """
 
@@ -73,17 +78,20 @@ class GrpcServer(NetworkServer):
         self._config = config
         self._gate = gate
         self.trace = trace or TraceSettings()
-        self._inference = Inference(backend, config.limits, memory, self.trace, self.json)
-        models = GrpcModels(backend, self.serving, figures or _nothing, version, memory.enabled)
+        inference = Inference(backend, config.limits, memory, self.trace, self.json)
+        models = GrpcModels(backend, self.serving, figures or _zeros, version, memory.enabled)
         settings = GrpcSettings(self.trace, logs or LogSettings(), models.known)
-        answers = models.answers() | settings.answers() | GrpcSharedMemory(memory).answers()
+        methods = models.methods() | settings.methods() | GrpcSharedMemory(memory).methods()
+        health = GrpcHealth(backend, self.serving)
         self.handlers: Handlers = {
-            INFERENCE_SERVICE.full_name: handlers_of(INFERENCE_SERVICE, answers) | self._tensor_methods(),
-            HEALTH_SERVICE.full_name: GrpcHealth(backend, self.serving).handlers(),
-            **({name: {METHOD: reflection_handler()} for name in SERVICES} if config.grpc.reflection else {}),
+            INFERENCE_SERVICE.full_name: unary_handlers(INFERENCE_SERVICE, methods)
+            | infer_handlers(inference, self.serving, gate.charge),
+            HEALTH_SERVICE.full_name: unary_handlers(HEALTH_SERVICE, {"Check": health.check})
+            | {"Watch": server_stream_handler(health.watch, HEALTH_SERVICE.methods_by_name["Watch"])},
+            **(_reflection_handlers() if config.grpc.reflection else {}),
         }
         self._server: grpc.aio.Server | None = None
-        self._socket: Identity | None = None  # what this server has put at the path of its Unix socket
+        self._socket: Identity | None = None  # of the file at the path of the Unix socket, if this server created it
 
     async def _listen(self) -> int:
         served = [f"/{service}/{method}" for service, methods in self.handlers.items() for method in methods]
@@ -99,8 +107,10 @@ class GrpcServer(NetworkServer):
         return port
 
     async def _close(self, grace_s: float) -> None:
-        """Refuse new calls for LAME_S with a status: gRPC itself cancels calls that it has accepted and not handed over
-        yet, and a client does not retry a cancelled call."""
+        """Refuse new calls for LAME_S with a status, then stop.
+
+        gRPC cancels calls that it has accepted and not yet dispatched, and clients do not retry cancelled calls.
+        """
         if self._server is None:
             return
         lame_s = min(LAME_S, grace_s / 2)
@@ -126,33 +136,24 @@ class GrpcServer(NetworkServer):
                 return int(server.add_insecure_port(address))
             return int(server.add_secure_port(address, server_credentials(tls)))
         except RuntimeError:
-            where, wrong = f"{config.host} port {config.port}", "it is in use, or not an address of this host"
+            where, why = f"{config.host} port {config.port}", "it is in use, or not an address of this host"
             if config.socket is not None:
-                where, wrong = f"the socket {config.socket}", "its path may be too long"
-            raise ModelError(f"gRPC cannot listen at {where}: {wrong}") from None
+                where, why = f"the socket {config.socket}", "its path may be too long"
+            raise ModelError(f"gRPC cannot listen at {where}: {why}") from None
 
-    def _tensor_methods(self) -> dict[str, grpc.RpcMethodHandler]:
-        inference, serving, gate = self._inference, self.serving, self._gate
 
-        async def stream(requests: object, context: Context) -> None:
-            try:
-                await InferStream(inference, serving, gate.charge, context).run()
-            except Exception as error:
-                await refuse(context, error)
-
-        return {
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(inference.unary),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(stream),
-        }
+def _reflection_handlers() -> Handlers:
+    handler = bidirectional_handler(make_reflection(), REFLECTION_SERVICE.methods_by_name[METHOD])
+    return {name: {METHOD: handler} for name in SERVICES}
 
 
 def options(config: ServeConfig) -> list[tuple[str, Any]]:
-    """Return gRPC's options for a server.
+    """Return gRPC's channel arguments for a server.
 
-    Messages are measured after decompression, so the limit on them bounds what a small compressed one can become.
-    Headers are not remembered from call to call (HPACK's dynamic table): one byte would stand for 4 KB of them, and be
-    looked at 16 000 times in a frame. That holds once a client has acknowledged it, so one that does not is cut off.
-    A port is shared with other processes only when there are some, else a second server would steal half the calls.
+    The message limit applies after decompression. HPACK's dynamic table is disabled: with it, one byte can refer to
+    4 KB of headers, 16 000 times in a frame. This holds once a client has acknowledged the setting, so a client that
+    does not is disconnected. The port is shared only between ingress processes: a second server would otherwise receive
+    half of the calls.
     """
     limits: ServeLimits = config.limits
     keepalive_ms = int(limits.keepalive_s * 1000)
@@ -160,7 +161,7 @@ def options(config: ServeConfig) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", limits.message_bytes_max),
         ("grpc.max_send_message_length", limits.message_bytes_max),
         ("grpc.max_concurrent_streams", limits.streams_max),
-        ("grpc.max_metadata_size", limits.metadata_bytes_max),  # from the first to the second, gRPC refuses by chance
+        ("grpc.max_metadata_size", limits.metadata_bytes_max),  # between these two limits gRPC refuses at random
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes_max),
         ("grpc.so_reuseport", int(config.grpc.processes > 1)),
         ("grpc.keepalive_time_ms", keepalive_ms),
@@ -179,5 +180,5 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-async def _nothing(models: Mapping[str, int]) -> Sequence[ModelFigures]:
+async def _zeros(models: Mapping[str, int]) -> Sequence[ModelFigures]:
     return [ModelFigures(name, version) for name, version in sorted(models.items())]

@@ -1,33 +1,33 @@
-"""TraceSetting and LogSettings methods over `control.py`."""
+"""TraceSetting and LogSettings methods."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from weftline.engine.serving.grpc.calls import Unary
 from weftline.engine.serving.grpc.protos import V2
-from weftline.engine.serving.live_settings import LogSettings, LogValue, TraceSettings
+from weftline.engine.serving.grpc.service import Unary
+from weftline.engine.serving.v2.settings import LogSettings, LogValue, TraceSettings
 from weftline.errors import InputError
 
 
 class GrpcSettings:
-    """Answers the two settings methods. `check_model` raises UnknownModel for a name that nothing has."""
+    """The two settings methods. check_model: raises UnknownModel for an unknown model."""
 
     def __init__(self, trace: TraceSettings, logs: LogSettings, check_model: Callable[[str], object]) -> None:
         self._trace = trace
         self._logs = logs
         self._check_model = check_model
 
-    def answers(self) -> dict[str, Unary]:
+    def methods(self) -> dict[str, Unary]:
         return {"TraceSetting": self.trace, "LogSettings": self.logs}
 
     async def trace(self, request: Any) -> Any:
         if request.model_name:
             self._check_model(request.model_name)
-        wanted = {name: tuple(setting.value) for name, setting in request.settings.items()}
-        if wanted:
-            self._trace.set(wanted, request.model_name)
+        changes = {name: tuple(setting.value) for name, setting in request.settings.items()}
+        if changes:
+            self._trace.set(changes, request.model_name)
         response = V2.TraceSettingResponse()
         for name, values in self._trace.get(request.model_name).items():
             response.settings[name].value.extend(values)

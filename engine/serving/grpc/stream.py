@@ -1,21 +1,21 @@
-"""ModelStreamInfer method: concurrent requests in one call, with streamed responses.
+"""ModelStreamInfer: concurrent requests in one call, with streamed responses.
 
                      .-> request, a task -.
     read one by one -+-> request, a task -+-> written one at a time
                      `-> request, a task -'
 
-Requests run side by side, those of one sequence one after the other. A request that fails is answered with
-`error_message`, and the call goes on. When the client has sent everything, open requests finish; when it cancels, all
-are withdrawn; when the door drains, open ones finish and the call ends UNAVAILABLE.
+Requests run concurrently, those of one sequence in order. A failed request is reported in `error_message`, and the call
+continues. Once the client has sent everything, open requests finish. A cancelled call cancels all of them. When the
+server drains, open requests finish and the call ends with UNAVAILABLE.
 
-A model with streamed outputs is *decoupled*: each piece is a response that carries only what is new, every other output
-a response when it is known, and the parameter `triton_final_response` says which response is the last. To a request
-with `triton_enable_empty_final_response` that is one without outputs. To others it is the last output's; where all of
-that was sent before, it carries an empty piece. A request that wants an output in shared memory is answered whole.
+A model with streamed outputs is *decoupled*: each chunk is a response with only the new part, every other output a
+response once it is known, and the parameter `triton_final_response` marks the last response. For a request with
+`triton_enable_empty_final_response` that is one without outputs. For others it is that of the last output; if all of
+that output has been sent before, it carries an empty chunk. A request with an output in shared memory is not streamed.
 
-Nothing piles up for a client that does not read: an answer waits where it lies while UNSENT_BYTES_MAX are on their way,
-streamed outputs stall their request, and nothing more is read from a client that does not read, or has too many
-requests, or bytes, unanswered. One that takes nothing for STALL_S loses the call.
+Back-pressure. A response stays in shared memory while UNSENT_BYTES_MAX are in transit, which stalls streamed outputs.
+Nothing more is read from a client that does not read, or that has too many requests or bytes in flight. A client that
+reads nothing for STALL_S loses the call.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
-import grpc.aio
-
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.face import ModelFace
-from weftline.engine.serving.grpc.calls import Context, refuse
-from weftline.engine.serving.grpc.infer import CallContext, Inference
+from weftline.engine.serving.grpc.infer import Inference
+from weftline.engine.serving.grpc.service import CallContext, StreamCall
 from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
-from weftline.engine.serving.replies import to_reply
+from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.v2.messages import STATUS, InferRequest, InferResponse, Parameter
 from weftline.engine.serving.v2.protobuf import parse_request, stream_response_bytes
 from weftline.engine.serving.v2.request import ParsedRequest
@@ -43,70 +41,70 @@ from weftline.errors import LimitReached
 FINAL, RETRY_MS = "triton_final_response", "retry_after_ms"
 
 UNSENT_BYTES_MAX = 4 << 20
-"""From here on answers wait where they lie instead of being copied for a client that reads slowly."""
+"""Bytes in transit from which responses stay in shared memory, not copied."""
 
 NAME_CHARS = 256
-"""How much of a name or an id that may be anything is sent back with an error."""
+"""Longest part of an unchecked name or id that an error repeats."""
 
 STALL_S = 60.0
-"""How long one response may take to be written."""
+"""Write timeout of one response."""
 
 
 class InferStream:
-    """One ModelStreamInfer call. `charge` counts a request of the caller, or raises LimitReached."""
+    """One ModelStreamInfer call. charge: counts a request of the caller; LimitReached if it exceeds its rate."""
 
     def __init__(
-        self, inference: Inference, serving: DrainSwitch, charge: Callable[[Caller], None], context: Context
+        self, inference: Inference, serving: DrainSwitch, charge: Callable[[Caller], None], call: StreamCall
     ) -> None:
         self._inference = inference
         self._serving = serving
         self._charge = charge
-        self._context = context
+        self._call = call
         self._tasks: set[asyncio.Task[None]] = set()
         self._sequences: dict[tuple[str, Parameter], asyncio.Task[None]] = {}
-        self._unanswered_bytes = 0
+        self._inflight_bytes = 0
         self._unsent_bytes = 0
         self._writing = asyncio.Lock()
-        self._news = asyncio.Event()  # a request was answered, or a response was written
-        self._failed: Exception | None = None
+        self._progress = asyncio.Event()  # a request has ended, or a response was written
+        self._failed: BaseException | None = None
         self._reader = asyncio.ensure_future(self._read())
 
     async def run(self) -> None:
-        """Answer until the client has sent everything and has its answers, or the door drains, or the call ends."""
+        """Serve until the client has sent everything and has its responses; raises the error that ends the call."""
         self._serving.listen(self._drain)
         try:
             await asyncio.wait({self._reader})
             while self._tasks:
                 await asyncio.wait(self._tasks)
             if self._failed is None and not self._reader.cancelled():
-                self._failed = self._reader.exception()  # type: ignore[assignment]
+                self._failed = self._reader.exception()
         finally:
             self._serving.unlisten(self._drain)
-            await self._withdraw()
+            await self._cancel_all()
         if self._failed is not None:
-            await refuse(self._context, self._failed)
+            raise self._failed
 
     # the call
 
     async def _read(self) -> None:
         while self._serving.on:
             while self._tasks and self._full():
-                await self._wait_news()
-            data = await self._context.read()
-            if data is grpc.aio.EOF:
+                await self._wait_progress()
+            data = await self._call.read()
+            if data is None:
                 return
-            self._unanswered_bytes += len(data)
-            task = asyncio.ensure_future(self._answer(data))
+            self._inflight_bytes += len(data)
+            task = asyncio.ensure_future(self._respond(data))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         self._failed = draining_error()
 
     def _full(self) -> bool:
-        """Whether the client has to take some answers before it is read from again."""
+        """Return True if responses must be read before more requests are."""
         limits = self._inference.limits
         return (
             len(self._tasks) >= limits.stream_requests_max
-            or self._unanswered_bytes > limits.message_bytes_max
+            or self._inflight_bytes > limits.message_bytes_max
             or self._unsent_bytes > UNSENT_BYTES_MAX
         )
 
@@ -114,26 +112,24 @@ class InferStream:
         self._unsent_bytes += len(response)
         try:
             async with self._writing, asyncio.timeout(STALL_S):
-                await self._context.write(response)
+                await self._call.write(response)
         except TimeoutError:
             self._fail(LimitReached(f"a response was not read for {STALL_S:g} s; the stream ends"))
-        except grpc.aio.BaseError:  # the call is over, and so is the request, whoever notices first
-            raise asyncio.CancelledError from None
         finally:
             self._unsent_bytes -= len(response)
-            self._news.set()
+            self._progress.set()
 
-    async def _room(self) -> None:
-        """Wait until few enough bytes are on their way to the client."""
+    async def _wait_writable(self) -> None:
+        """Wait until few enough bytes are in transit."""
         while self._unsent_bytes > UNSENT_BYTES_MAX:
-            await self._wait_news()
+            await self._wait_progress()
 
-    async def _wait_news(self) -> None:
-        self._news.clear()
-        await self._news.wait()
+    async def _wait_progress(self) -> None:
+        self._progress.clear()
+        await self._progress.wait()
 
     def _drain(self) -> None:
-        """Read no more; open requests finish."""
+        """Stop reading; open requests finish."""
         if not self._reader.done():
             self._failed = draining_error()
             self._reader.cancel()
@@ -143,8 +139,8 @@ class InferStream:
         for task in (self._reader, *self._tasks):
             task.cancel()
 
-    async def _withdraw(self) -> None:
-        """End whatever of the call is still there, with its requests."""
+    async def _cancel_all(self) -> None:
+        """Cancel the reader and all requests that have not ended."""
         left = [task for task in (self._reader, *self._tasks) if not task.done()]
         for task in left:
             task.cancel()
@@ -153,59 +149,59 @@ class InferStream:
 
     # a request
 
-    async def _answer(self, data: bytes) -> None:
+    async def _respond(self, data: bytes) -> None:
         request = InferRequest("", ())
         try:
             with self._inference.held(len(data)):
                 request = parse_request(data, self._inference.limits)
-                call = CallContext.of(self._context, "grpc-stream")
+                call = self._call.context()
                 self._charge(call.caller)
-                await self._turn(request)
-                await self._respond(request, call, len(data))
+                await self._wait_sequence(request)
+                await self._run(request, call, len(data))
         except Exception as error:
-            await self._write(_refusal(request, error))
+            await self._write(_error_bytes(request, error))
         finally:
-            self._unanswered_bytes -= len(data)
-            self._news.set()
+            self._inflight_bytes -= len(data)
+            self._progress.set()
 
-    async def _turn(self, request: InferRequest) -> None:
-        """Wait until the request before this one of the same sequence is answered."""
+    async def _wait_sequence(self, request: InferRequest) -> None:
+        """Wait for the end of the previous request of the same sequence."""
         sequence = request.parameters.get("sequence_id", 0)
         task = asyncio.current_task()
         if not sequence or task is None:
             return
         key = (request.model, sequence)
-        before, self._sequences[key] = self._sequences.get(key), task
+        previous, self._sequences[key] = self._sequences.get(key), task
         task.add_done_callback(lambda _: self._sequences.get(key) is task and self._sequences.pop(key))
-        if before is not None:
-            await asyncio.wait({before})
+        if previous is not None:
+            await asyncio.wait({previous})
 
-    async def _respond(self, request: InferRequest, call: CallContext, size_bytes: int) -> None:
-        face, asked = await self._inference.asked(request, call, size_bytes)
-        if len(asked.asks) == 1 and _decoupled(request, face):
-            await self._pieces(request, face, asked)
+    async def _run(self, request: InferRequest, call: CallContext, size_bytes: int) -> None:
+        face, parsed = await self._inference.parse(request, call, size_bytes)
+        if len(parsed.asks) == 1 and _decoupled(request, face):
+            await self._run_decoupled(request, face, parsed)
             return
-        response = await self._inference.answer(request, face, asked, call, _flagged, self._room)
+        response = await self._inference.run(request, face, parsed, call, _flagged_bytes, self._wait_writable)
         await self._write(response)
 
-    async def _pieces(self, request: InferRequest, face: ModelFace, asked: ParsedRequest) -> None:
-        ask = asked.asks[0]
+    async def _run_decoupled(self, request: InferRequest, face: ModelFace, parsed: ParsedRequest) -> None:
+        ask = parsed.asks[0]
         started_s = asyncio.get_running_loop().time()
-        unknown = set(ask.outputs if ask.outputs is not None else [port.name for port in face.outputs])
+        open_outputs = set(ask.outputs if ask.outputs is not None else [port.name for port in face.outputs])
         streamed: set[str] = set()
-        last: StreamedOutput | None = None  # held back until the request has ended well, which follows at once
-        async with aclosing(self._inference.backend.stream(ask)) as pieces:
-            async for piece in pieces:
-                if not piece.last:
-                    streamed.add(piece.output)
-                    await self._send(request, face, piece)
+        last: StreamedOutput | None = None  # held back until the end of the request, which follows at once
+        async with aclosing(self._inference.backend.stream(ask)) as chunks:
+            async for chunk in chunks:
+                if not chunk.last:
+                    streamed.add(chunk.output)
+                    await self._send(request, face, chunk)
                     continue
-                unknown.discard(piece.output)
-                if not unknown:
-                    last = piece
-                elif piece.output not in streamed:
-                    await self._send(request, face, piece)
-        if asked.empty_final or last is None:
+                open_outputs.discard(chunk.output)
+                if not open_outputs:
+                    last = chunk
+                elif chunk.output not in streamed:
+                    await self._send(request, face, chunk)
+        if parsed.empty_final or last is None:
             if last is not None and last.output not in streamed:
                 await self._send(request, face, last)
             await self._send(request, face, None, final=True)
@@ -218,14 +214,14 @@ class InferStream:
             self._inference.trace.note(ask, (), ms)
 
     async def _send(
-        self, request: InferRequest, face: ModelFace, piece: StreamedOutput | None, final: bool = False
+        self, request: InferRequest, face: ModelFace, chunk: StreamedOutput | None, final: bool = False
     ) -> None:
-        if piece is None:
+        if chunk is None:
             response = InferResponse(face.name, str(face.version), request.id, ())
         else:
-            response = to_chunk_response(request, face, piece, face.version)
-        await self._room()
-        await self._write(_flagged(response, final))
+            response = to_chunk_response(request, face, chunk, face.version)
+        await self._wait_writable()
+        await self._write(_flagged_bytes(response, final))
 
 
 def _decoupled(request: InferRequest, face: ModelFace) -> bool:
@@ -235,17 +231,17 @@ def _decoupled(request: InferRequest, face: ModelFace) -> bool:
     return any(port.pieces and (not wanted or port.name in wanted) for port in face.outputs)
 
 
-def _flagged(response: InferResponse, final: bool = True) -> bytes:
+def _flagged_bytes(response: InferResponse, final: bool = True) -> bytes:
     parameters = {**response.parameters, FINAL: final}
     flagged = InferResponse(response.model, response.version, response.id, response.outputs, parameters)
     return stream_response_bytes(flagged)
 
 
-def _refusal(request: InferRequest, error: Exception) -> bytes:
-    reply = to_reply(error)
-    parameters: dict[str, Any] = {FINAL: True, STATUS: reply.status}
-    if reply.retry_after_s > 0:
-        parameters[RETRY_MS] = round(reply.retry_after_s * 1000)
+def _error_bytes(request: InferRequest, error: Exception) -> bytes:
+    status = to_status(error)
+    parameters: dict[str, Any] = {FINAL: True, STATUS: status.status}
+    if status.retry_after_s > 0:
+        parameters[RETRY_MS] = round(status.retry_after_s * 1000)
     return stream_response_bytes(
-        InferResponse(request.model[:NAME_CHARS], "", request.id[:NAME_CHARS], (), parameters), reply.message
+        InferResponse(request.model[:NAME_CHARS], "", request.id[:NAME_CHARS], (), parameters), status.message
     )

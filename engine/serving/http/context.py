@@ -18,9 +18,10 @@ from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_parser import JsonParser
-from weftline.engine.serving.lifecycle import DrainSwitch, server_ready
-from weftline.engine.serving.live_settings import LogSettings, TraceSettings
+from weftline.engine.serving.lifecycle import DrainSwitch
 from weftline.engine.serving.statistics import ModelFigures
+from weftline.engine.serving.v2.metadata import server_ready
+from weftline.engine.serving.v2.settings import LogSettings, TraceSettings
 from weftline.errors import AccessDenied
 
 Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.openai.bodies import FIELD_OF
-from weftline.engine.serving.replies import HTTP_STATUS, ErrorReply, to_reply
+from weftline.engine.serving.replies import HTTP_STATUS, ErrorReply, to_status
 from weftline.errors import SessionClosed, UnknownModel
 
 JSON = "application/json"
@@ -44,7 +44,7 @@ def text_response(text: str, code: int = 200) -> Response:
 
 def error_response(error: BaseException, path: str) -> Response:
     """Return the response for an error; under /v1 in OpenAI's format, else in v2's."""
-    reply = to_reply(error)
+    reply = to_status(error)
     code = _code_of(error, reply.status)
     body = _openai_body(error, reply, code) if path.startswith("/v1") else {"error": reply.message}
     headers = {"x-should-retry": "true" if reply.status in _RETRIABLE and code != 413 else "false"}
@@ -65,7 +65,7 @@ def _code_of(error: BaseException, status: str) -> int:
 
 def openai_problem(error: BaseException) -> dict[str, Any]:
     """Return an error in OpenAI's format: {"error": {message, type, param, code}}."""
-    reply = to_reply(error)
+    reply = to_status(error)
     return _openai_body(error, reply, _code_of(error, reply.status))
 
 

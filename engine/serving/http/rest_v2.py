@@ -20,7 +20,7 @@ from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.http.responses import JSON, json_response
 from weftline.engine.serving.identity import NAME, version
 from weftline.engine.serving.lifecycle import gather_or_cancel
-from weftline.engine.serving.replies import to_reply
+from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.statistics import ModelFigures, Spent
 from weftline.engine.serving.v2.messages import InferRequest, check_name, check_version
 from weftline.engine.serving.v2.metadata import ModelMetadata, config_of, metadata_of
@@ -71,7 +71,7 @@ class RestServer:
                     "name": one.name,
                     "version": str(one.version) if one.version else "",
                     "state": one.state.upper(),
-                    "reason": to_reply(ModelError(one.why)).message if caller.admin and one.why else "",
+                    "reason": to_status(ModelError(one.why)).message if caller.admin and one.why else "",
                 }
                 for one in self._context.backend.index()
                 if caller.may(one.name) and (one.ready or not only_ready)

@@ -25,8 +25,8 @@ from weftline.engine.serving.http.connection import limited, watch
 from weftline.engine.serving.http.context import Figures, HttpContext
 from weftline.engine.serving.http.routes import application
 from weftline.engine.serving.lifecycle import NetworkServer
-from weftline.engine.serving.live_settings import LogSettings, TraceSettings
 from weftline.engine.serving.statistics import Statistics
+from weftline.engine.serving.v2.settings import LogSettings, TraceSettings
 
 KEEP_ALIVE_S = 75
 """Idle time of a connection between two requests; longer than in the pools of usual clients and proxies."""

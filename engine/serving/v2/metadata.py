@@ -1,4 +1,4 @@
-"""v2 metadata and configuration of a model.
+"""v2 metadata, configuration and readiness of models.
 
     ModelMetadata    name, versions, platform, and for each port its datatype and shape, -1 for every open size
     config_of(face)  a dict with the keys of Triton's ModelConfig, which `ModelConfig(**config)` and JSON both take
@@ -11,11 +11,11 @@ type as written in a pipeline file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.face import NOT_LOADED, UNAVAILABLE, ModelFace, ModelState, PortFace
 from weftline.engine.serving.v2.datatypes import BYTES, Numbers, form_of
 
 PLATFORM = "weftline"
@@ -107,3 +107,20 @@ def _tensor(port: PortFace, out: bool) -> TensorMetadata:
 def _shape(numbers: Numbers) -> tuple[int, ...]:
     dims: Sequence[int | str] = ("?",) if numbers.dims is None else numbers.dims
     return tuple(dim if isinstance(dim, int) else -1 for dim in dims)
+
+
+# readiness
+
+
+def model_ready(index: Iterable[ModelState], name: str, version: str = "") -> bool:
+    """Return True if a model is ready; False also for an unknown one."""
+    return any(one.ready and version in ("", str(one.version)) for one in index if one.name == name)
+
+
+def server_ready(index: Iterable[ModelState]) -> bool:
+    """Return True unless a model that should serve is unavailable.
+
+    A model that is not loaded, or is being loaded for the first time, does not count: servers listen once the
+    configured models are loaded, and loading one more must not take the others out of rotation. One that failed counts.
+    """
+    return not any(one.state == UNAVAILABLE and (one.version > 0 or one.why not in ("", NOT_LOADED)) for one in index)

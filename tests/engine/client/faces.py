@@ -1,4 +1,4 @@
-"""Models without a server: a face, what a client is told of it, and both ends of the wire."""
+"""Models without a server: metadata, its description in a client, and both ends of the encoding."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from weftline.engine.client.decoder import values_of
-from weftline.engine.client.described import DescribedModel, described
 from weftline.engine.client.encoder import tensor_of
+from weftline.engine.client.model import DescribedModel, described
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.face import ModelFace, PortFace
@@ -20,13 +20,13 @@ from weftline.engine.serving.v2.response import to_response
 
 
 def face(type: str, optional: bool = False) -> ModelFace:
-    """Return the face of a model that gives back its input `x`."""
+    """Return the metadata of a model that returns its input `x`."""
     port = PortFace("x", type, optional)
     return ModelFace("m", 3, (port,), (port,))
 
 
-def told(of: ModelFace) -> DescribedModel:
-    """Return what a client makes of the server's metadata and configuration."""
+def description_of(of: ModelFace) -> DescribedModel:
+    """Return a client's description from the server's metadata and configuration."""
     pb: Any = service_pb2
     meta = metadata_of(of)
     tensors = [
@@ -39,15 +39,15 @@ def told(of: ModelFace) -> DescribedModel:
 
 
 def arrived(type: str, value: Any) -> Any:
-    """Return what the engine is given when a client sends `value` for a port of `type`."""
-    tensor = tensor_of(told(face(type)).inputs["x"], value)
+    """Return the engine's value when a client sends `value` for a port of `type`."""
+    tensor = tensor_of(description_of(face(type)).inputs["x"], value)
     request = parse_request(request_bytes(InferRequest("m", (tensor,))))
     (ask,) = to_asks(request, face(type), ServeLimits()).asks
     return ask.inputs["x"]
 
 
 def came_back(type: str, value: Any, optional: bool = False) -> Any:
-    """Return what a client gives its caller when the engine answers `value` on a port of `type`."""
+    """Return the caller's value when the engine outputs `value` on a port of `type`."""
     of = face(type, optional)
     response = to_response(InferRequest("m", ()), of, [Answer({"x": value}, version=3)], None)
-    return values_of(parse_response(response_bytes(response)).outputs, told(of).outputs)["x"]
+    return values_of(parse_response(response_bytes(response)).outputs, description_of(of).outputs)["x"]

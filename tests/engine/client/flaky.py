@@ -1,4 +1,4 @@
-"""A server of the v2 protocol that fails as it is told to: a stock gRPC server with canned answers.
+"""A server of the v2 protocol with programmed failures: a stock gRPC server with canned answers.
 
 with flaky() as server:
     server.refusals = [Refuse("UNAVAILABLE", pushback_ms="5")]     # then it answers

@@ -1,4 +1,4 @@
-"""Pipelines that give back what they get."""
+"""Pipelines that return their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The async twin against a real server, and against one that fails as it is told to."""
+"""The async client against a real server, and against one with programmed failures."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from tests.engine.client.pipelines import OPTION_NAMES, plain
 from tests.engine.serving.grpc.served import Served
 from weftline import errors
 from weftline.engine.client.async_client import AsyncClient
-from weftline.engine.client.refusal import Unavailable
+from weftline.engine.client.steps import Unavailable
 from weftline.engine.request import RequestOptions
 
 
@@ -98,7 +98,7 @@ def test_errors_are_those_of_a_session(server: Served) -> None:
         with pytest.raises(errors.DeadlineExceeded):
             [one async for one in client.stream("endless", RequestOptions(deadline_ms=200), x="a")]
         with pytest.raises(errors.UnknownModel):
-            await client.run("nobody")
+            await client.run("missing")
 
     run(server.address, go)
 

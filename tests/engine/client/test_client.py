@@ -17,7 +17,7 @@ from tests.engine.client.test_encoder import FOUND, PNG, WAV
 from tests.engine.serving.grpc.served import Served
 from weftline import errors
 from weftline.engine.client.client import Client
-from weftline.engine.client.refusal import Unavailable
+from weftline.engine.client.steps import Unavailable
 from weftline.engine.request import RequestOptions
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import to_value
@@ -105,7 +105,7 @@ def test_leaving_a_stream_cancels_the_request(server: Served, client: Client) ->
     with client.stream("endless", x="go") as stream:
         next(stream)
         assert server.open_requests("endless") == 1
-        held = stream._call  # by the test: gRPC cancels what nobody holds by itself
+        held = stream._call  # by the test: gRPC cancels unreferenced calls
     eventually(lambda: server.open_requests("endless") == 0)
     assert list(stream) == [] and held.cancelled()
 
@@ -179,7 +179,7 @@ def test_a_row_of_a_job_says_so_and_brings_its_seed(server: Served, client: Clie
 
 
 @pytest.mark.parametrize(
-    ("inputs", "kind", "told"),
+    ("inputs", "kind", "text"),
     [
         ({"x": "bad"}, errors.StepError, "step only: RuntimeError: failed on purpose"),
         ({"x": 5}, errors.InputError, "input x: wants text"),
@@ -192,10 +192,10 @@ def test_a_row_of_a_job_says_so_and_brings_its_seed(server: Served, client: Clie
         ),
     ],
 )
-def test_errors_are_those_of_a_session(client: Client, inputs: dict, kind: type[Exception], told: str) -> None:
+def test_errors_are_those_of_a_session(client: Client, inputs: dict, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind) as refused:
         client.run("fails", **inputs)
-    assert told in str(refused.value)
+    assert text in str(refused.value)
 
 
 def test_inputs_may_have_the_names_of_options(client: Client) -> None:
@@ -229,7 +229,7 @@ def test_a_failed_step_is_named_in_a_stream_too(client: Client) -> None:
 
 def test_a_model_nobody_serves_is_unknown(client: Client) -> None:
     with pytest.raises(errors.UnknownModel):
-        client.run("nobody", x="a")
+        client.run("missing", x="a")
 
 
 def test_a_request_over_the_servers_limit_says_so(client: Client) -> None:
@@ -238,8 +238,8 @@ def test_a_request_over_the_servers_limit_says_so(client: Client) -> None:
 
 
 def test_an_answer_over_the_clients_limit_says_so(server: Served) -> None:
-    told = pytest.raises(errors.LimitReached, match="the answer is a message of")
-    with Client(server.address, message_bytes_max=1 << 20) as client, told:
+    too_large = pytest.raises(errors.LimitReached, match="the answer is a message of")
+    with Client(server.address, message_bytes_max=1 << 20) as client, too_large:
         client.run("bytes", x=np.zeros(2 << 20, np.uint8))
 
 

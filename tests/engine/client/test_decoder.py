@@ -1,4 +1,4 @@
-"""Values on their way back: what the caller gets is what Session.run gives, and bytes that lie are found out."""
+"""Decoded values equal those of Session.run, and inconsistent bytes are refused; streams."""
 
 from typing import Any
 
@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.client.faces import came_back
+from tests.engine.client.faces import came_back, description_of
 from tests.engine.client.test_encoder import DTYPES, FOUND
-from weftline.engine.client.decoder import Garbled, value_of
-from weftline.engine.client.described import DescribedPort
-from weftline.engine.serving.v2.messages import Tensor
+from weftline.engine.client.decoder import STATUS, InvalidResponse, StreamDecoder, value_of
+from weftline.engine.client.model import DescribedPort
+from weftline.engine.client.steps import Refused
+from weftline.engine.result import StreamedOutput
+from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Tensor
+from weftline.engine.serving.v2.protobuf import stream_response_bytes
+from weftline.engine.serving.v2.response import to_chunk_response
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
 
@@ -99,7 +104,7 @@ def test_without_a_type_numbers_are_arrays_and_bytes_an_array_of_bytes() -> None
     ],
 )
 def test_an_answer_that_does_not_add_up_is_garbled(tensor: Tensor) -> None:
-    with pytest.raises(Garbled):
+    with pytest.raises(InvalidResponse):
         value_of(tensor, DescribedPort("x", "BYTES", (1,), PortType("text")))
 
 
@@ -117,5 +122,59 @@ TYPES = ["text", "json", "detections", "float32[N]", "list[text]", "list[float32
 def test_whatever_a_server_sends_is_a_value_or_garbled(datatype: str, shape: list[int], raw: bytes, type: str) -> None:
     try:
         value_of(Tensor("x", datatype, tuple(shape), raw), DescribedPort("x", "", (), PortType.parse(type)))
-    except Garbled:
+    except InvalidResponse:
+        pass
+
+
+FACE = ModelFace("m", 2, (), (PortFace("text", "text", pieces=True), PortFace("facts", "json")))
+
+
+def response(output: str, value: Any, **parameters: Any) -> bytes:
+    piece = to_chunk_response(InferRequest("m", ()), FACE, StreamedOutput(output, value, False), 2)
+    return stream_response_bytes(InferResponse("m", "2", "", piece.outputs, parameters))
+
+
+def final(**parameters: Any) -> bytes:
+    return stream_response_bytes(InferResponse("m", "2", "", (), {"triton_final_response": True, **parameters}))
+
+
+def test_what_grows_comes_in_pieces_and_whole_at_the_end() -> None:
+    decoder = StreamDecoder(description_of(FACE))
+    assert list(decoder.feed(response("text", "a "))) == [StreamedOutput("text", "a ", False)]
+    assert list(decoder.feed(response("facts", {"n": 1}))) == [StreamedOutput("facts", {"n": 1}, True)]
+    assert list(decoder.feed(response("text", "b"))) == [StreamedOutput("text", "b", False)]
+    assert list(decoder.feed(final())) == [StreamedOutput("text", "a b", True)]
+    assert decoder.version == "2"
+
+
+def test_the_last_piece_may_be_the_final_response() -> None:
+    decoder = StreamDecoder(description_of(FACE))
+    assert list(decoder.feed(response("text", "a", triton_final_response=True))) == [
+        StreamedOutput("text", "a", False),
+        StreamedOutput("text", "a", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "status", "pushback_ms"),
+    [
+        ({}, "UNKNOWN", None),
+        ({"retry_after_ms": 70}, "RESOURCE_EXHAUSTED", 70.0),
+        ({STATUS: "INVALID_ARGUMENT"}, "INVALID_ARGUMENT", None),
+        ({STATUS: "UNAVAILABLE", "retry_after_ms": 5}, "UNAVAILABLE", 5.0),
+    ],
+)
+def test_an_error_is_a_refusal_with_what_the_server_told(parameters: Any, status: str, pushback_ms: Any) -> None:
+    data = stream_response_bytes(InferResponse("m", "", "", (), parameters), "it broke")
+    with pytest.raises(Refused) as refused:
+        list(StreamDecoder(description_of(FACE)).feed(data))
+    found = refused.value.refusal
+    assert (found.status, found.message, found.pushback_ms) == (status, "it broke", pushback_ms)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_response_are_garbled_or_empty(data: bytes) -> None:
+    try:
+        list(StreamDecoder(description_of(FACE)).feed(data))
+    except (InvalidResponse, Refused):
         pass

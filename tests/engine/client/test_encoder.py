@@ -1,4 +1,4 @@
-"""Values on their way out: what the engine gets is what the caller meant, and what is wrong is said before sending."""
+"""Encoded values arrive equal in the engine, and invalid ones are refused before sending."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from tests.engine.client.faces import arrived
-from weftline.engine.client.described import DescribedPort
 from weftline.engine.client.encoder import tensor_of
+from weftline.engine.client.model import DescribedPort
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import to_value

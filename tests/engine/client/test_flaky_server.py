@@ -1,4 +1,4 @@
-"""Retries against a server that fails as it is told to: when, how often, and never where it could do harm."""
+"""Retries against a server with programmed failures: when, how often, and never where it could do harm."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 from tests.engine.client.flaky import Refuse, flaky
 from weftline import errors
 from weftline.engine.client.client import Client
-from weftline.engine.client.refusal import Unavailable
+from weftline.engine.client.steps import Unavailable
 from weftline.engine.request import RequestOptions
 
 
@@ -127,7 +127,11 @@ def test_an_answer_that_is_no_answer_is_an_error() -> None:
 
 
 def test_what_a_server_does_not_do_is_said() -> None:
-    with flaky() as server, Client(server.url) as client, pytest.raises(errors.WeftlineError, match="does not do this"):
+    with (
+        flaky() as server,
+        Client(server.url) as client,
+        pytest.raises(errors.WeftlineError, match="does not support this"),
+    ):
         client.models()
 
 

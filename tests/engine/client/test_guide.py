@@ -1,4 +1,4 @@
-"""The guide's programs print what it shows, against a server of its pipelines."""
+"""The guide's programs print the documented output, against a server of its pipelines."""
 
 import re
 import subprocess

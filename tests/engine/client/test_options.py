@@ -1,4 +1,4 @@
-"""Where a client connects to, and what it refuses to send there."""
+"""Addresses of a client, and its refusal to send tokens unencrypted."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a client can ask beside inference, of a real server."""
+"""Calls beside inference, against a real server."""
 
 import pytest
 

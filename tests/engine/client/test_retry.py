@@ -1,4 +1,4 @@
-"""Retries: whether, when, and never so many that they feed a storm."""
+"""Retries: conditions, delays and budget."""
 
 import pytest
 from hypothesis import given

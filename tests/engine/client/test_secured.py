@@ -1,4 +1,4 @@
-"""Tokens and certificates, of a real server that wants them."""
+"""Tokens and certificates, against a real server that requires them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.engine.serving.grpc.served import Served, served_in_thread
 from weftline import errors
 from weftline.engine.client.client import Client
 from weftline.engine.client.options import ClientTls
-from weftline.engine.client.refusal import Unavailable
+from weftline.engine.client.steps import Unavailable
 from weftline.engine.request import RequestOptions
 from weftline.engine.serving.auth.tokens import digest
 from weftline.engine.serving.config import Tls

@@ -14,7 +14,7 @@ import openai
 import pytest
 import tritonclient.grpc as triton
 
-from tests.engine.serving.grpc.asking import text
+from tests.engine.serving.grpc.requests import text
 from weftline.engine.repository import Repository
 from weftline.engine.serving.auth.tokens import digest
 from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, ServedPipeline

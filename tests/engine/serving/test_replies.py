@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weftline import errors
 from weftline.engine.serving.auth.plain import scrubbed
 from weftline.engine.serving.auth.tokens import new_token
-from weftline.engine.serving.replies import HTTP_STATUS, MESSAGE_CHARS_MAX, to_reply
+from weftline.engine.serving.replies import HTTP_STATUS, MESSAGE_CHARS_MAX, to_status
 from weftline.errors import (
     AccessDenied,
     InputError,
@@ -47,7 +47,7 @@ def made(cls: type[WeftlineError], text: str) -> WeftlineError:
 
 @pytest.mark.parametrize("cls", ALL)
 def test_every_error_of_the_tree_has_a_status_that_both_protocols_know(cls: type[WeftlineError]) -> None:
-    reply = to_reply(made(cls, "step see: found 3 items, expected 4"))
+    reply = to_status(made(cls, "step see: found 3 items, expected 4"))
     assert reply.status == cls.status
     assert 400 <= reply.http_status < 600
     assert "found 3 items, expected 4" in reply.message
@@ -60,37 +60,37 @@ def test_the_statuses_are_grpcs() -> None:
 
 
 def test_callers_that_are_not_known_and_those_that_may_not_are_told_apart() -> None:
-    assert to_reply(AccessDenied("no", known=False)).http_status == 401
-    assert to_reply(AccessDenied("no")).http_status == 403
-    assert to_reply(UnknownModel("there is no model x")).http_status == 404
+    assert to_status(AccessDenied("no", known=False)).http_status == 401
+    assert to_status(AccessDenied("no")).http_status == 403
+    assert to_status(UnknownModel("there is no model x")).http_status == 404
 
 
 def test_a_limit_says_when_to_come_back() -> None:
-    reply = to_reply(LimitReached("40 requests wait; limits.queue_max is 40", 0.25))
+    reply = to_status(LimitReached("40 requests wait; limits.queue_max is 40", 0.25))
     assert (reply.status, reply.http_status, reply.retry_after_s) == ("RESOURCE_EXHAUSTED", 429, 0.25)
-    assert to_reply(LimitReached("x", 1e9)).retry_after_s <= 60
-    assert to_reply(LimitReached("x", float("nan"))).retry_after_s == 0.0
-    assert to_reply(LimitReached("x", -1)).retry_after_s == 0.0
+    assert to_status(LimitReached("x", 1e9)).retry_after_s <= 60
+    assert to_status(LimitReached("x", float("nan"))).retry_after_s == 0.0
+    assert to_status(LimitReached("x", -1)).retry_after_s == 0.0
 
 
 def test_a_step_that_was_given_up_is_unavailable_rather_than_busy() -> None:
-    reply = to_reply(StepUnavailable("step see is unavailable: its worker keeps failing to start"))
+    reply = to_status(StepUnavailable("step see is unavailable: its worker keeps failing to start"))
     assert (reply.status, reply.http_status, reply.retry_after_s) == ("UNAVAILABLE", 503, 0.0)
-    assert to_reply(LimitReached("step see: its worker keeps failing to start")).status == "RESOURCE_EXHAUSTED"
+    assert to_status(LimitReached("step see: its worker keeps failing to start")).status == "RESOURCE_EXHAUSTED"
 
 
 def test_a_status_that_no_protocol_knows_becomes_internal() -> None:
     class Odd(WeftlineError):
         status = "TEAPOT"
 
-    assert to_reply(Odd("x")).status == "INTERNAL"
+    assert to_status(Odd("x")).status == "INTERNAL"
 
 
 def test_what_nobody_foresaw_is_one_fixed_sentence_and_the_log_has_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise KeyError(f"/srv/keys/{TOKEN}")
     except KeyError as error:
-        reply = to_reply(error)
+        reply = to_status(error)
     assert (reply.status, reply.message) == ("INTERNAL", "internal error; the server's log has it")
     assert caplog.records[0].name == "weftline.ingress"
     assert caplog.records[0].exc_info is not None
@@ -98,8 +98,8 @@ def test_what_nobody_foresaw_is_one_fixed_sentence_and_the_log_has_the_rest(capl
 
 
 def test_no_memory_and_a_cancelled_task_have_their_own_status() -> None:
-    assert to_reply(MemoryError()).status == "RESOURCE_EXHAUSTED"
-    assert to_reply(asyncio.CancelledError()).status == "CANCELLED"
+    assert to_status(MemoryError()).status == "RESOURCE_EXHAUSTED"
+    assert to_status(asyncio.CancelledError()).status == "CANCELLED"
 
 
 def real_exceptions() -> list[BaseException]:
@@ -126,7 +126,7 @@ def real_exceptions() -> list[BaseException]:
 def test_nothing_of_real_exceptions_that_a_step_quotes_leaves() -> None:
     for error in real_exceptions():
         for cls in (StepError, ModelError, WorkerDied, InputError):
-            message = to_reply(cls(f"step see: {type(error).__name__}: {error}")).message
+            message = to_status(cls(f"step see: {type(error).__name__}: {error}")).message
             assert not FORBIDDEN.search(message), message
             assert message.startswith("step see: ")
 
@@ -145,19 +145,19 @@ PIECES = st.sampled_from(
 
 @given(st.lists(PIECES | st.text(max_size=6), max_size=14).map("".join), st.sampled_from(ALL))
 def test_whatever_an_error_says_nothing_forbidden_leaves(text: str, cls: type[WeftlineError]) -> None:
-    reply = to_reply(made(cls, text))
+    reply = to_status(made(cls, text))
     assert not FORBIDDEN.search(reply.message), reply.message
     assert len(reply.message) <= MESSAGE_CHARS_MAX
     reply.message.encode()
 
 
 def test_a_long_message_is_cut() -> None:
-    assert len(to_reply(StepError("x " * 10_000)).message) == MESSAGE_CHARS_MAX
+    assert len(to_status(StepError("x " * 10_000)).message) == MESSAGE_CHARS_MAX
 
 
 def test_the_log_of_a_known_error_stays_empty(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    to_reply(InputError("no"))
+    to_status(InputError("no"))
     assert caplog.records == []
 
 

@@ -14,7 +14,7 @@ from weftline import errors
 from weftline.cli.main import app
 from weftline.cli.remote import NOT_READY, Remote, load_model, show_status, unload_model
 from weftline.engine.client.client import Client
-from weftline.engine.client.refusal import Unavailable
+from weftline.engine.client.steps import Unavailable
 from weftline.engine.serving.auth.tokens import digest
 
 

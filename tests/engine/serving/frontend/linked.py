@@ -37,7 +37,7 @@ class Linked:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is open, placed or lent on either side."""
+        """True if no request, block or response is open on either side."""
         return not (
             self.remote.open_requests
             or self.connection.open_requests
@@ -84,13 +84,13 @@ async def linked(
 
 @dataclass
 class _Connected:
-    """The part of a FrontendSupervisor that a FrontendManager needs to reach its connection."""
+    """Stub of a FrontendSupervisor with a connection."""
 
     connection: FrontendConnection
 
 
 async def settle(linked: Linked, within_s: float = 2.0) -> None:
-    """Wait until nothing is open, placed or lent; AssertionError when it takes too long."""
+    """Wait until `at_rest`; AssertionError on timeout."""
     until = asyncio.get_running_loop().time() + within_s
     while not linked.at_rest:
         assert asyncio.get_running_loop().time() < until, "something of the connection is left open"

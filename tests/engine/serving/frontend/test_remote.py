@@ -1,4 +1,4 @@
-"""RemoteBackend gives the answers, errors and figures that LocalBackend gives: each test runs over both."""
+"""RemoteBackend returns the same outputs, errors and statistics as LocalBackend: each test runs over both."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_errors_arrive_as_they_were(run: Run) -> None:
         (Ask("array", {"x": np.ones((2, 2), np.float32)}), InputError),
         (Ask("bytes", {"x": Path("/etc/hostname")}), InputError),
         (Ask("array", {"x": np.array([object()])}), InputError),
-        (Ask("nobody", {"x": "a"}), UnknownModel),
+        (Ask("missing", {"x": "a"}), UnknownModel),
         (Ask("array", {"x": np.ones(30_000_000, np.float32)}), InputError),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_cancelled_ask_is_withdrawn(run: Run, gate: Gate, repository: Reposito
             await asking
         until = time.monotonic() + 1
         while session.stats()["requests"]["open"]:
-            assert time.monotonic() < until, "the engine was not told"
+            assert time.monotonic() < until, "the request is still open"
             await asyncio.sleep(0.005)
         gate.open()
 
@@ -314,7 +314,7 @@ def test_a_streamed_large_array_is_the_readers_own(run: Run) -> None:
 
     (found,) = run(script)
     assert found.tobytes() == LARGE.tobytes()
-    found[0] = 1  # nobody else's
+    found[0] = 1  # a copy
 
 
 def test_a_stream_fails_as_it_would_there(run: Run) -> None:
@@ -336,7 +336,7 @@ def test_a_stream_that_is_left_is_withdrawn(run: Run, repository: Repository) ->
         await stream.aclose()
         until = time.monotonic() + 1
         while session.stats()["requests"]["open"]:
-            assert time.monotonic() < until, "the engine was not told"
+            assert time.monotonic() < until, "the request is still open"
             await asyncio.sleep(0.005)
 
     run(script)
@@ -344,14 +344,14 @@ def test_a_stream_that_is_left_is_withdrawn(run: Run, repository: Repository) ->
 
 @pytest.mark.slow(but_first=1)
 def test_a_reader_that_stops_reading_stops_the_steps(run: Run, repository: Repository) -> None:
-    """32 MB would come; a window of 1 MiB is on its way and 1 MiB waits in the engine, each and one round more."""
+    """Of 32 MB, a window of 1 MiB is in transit and 1 MiB waits in the engine, each plus one round."""
     session = repository.get("flood")
 
     async def script(backend: Backend) -> int:
         stream = backend.stream(Ask("flood", {"x": "a"}))
         await anext(stream)
         await asyncio.sleep(0.7)
-        assert session.stats()["requests"]["open"] == 1, "all of it was produced though nobody read"
+        assert session.stats()["requests"]["open"] == 1, "all of it was produced without a reader"
         count = 1
         async for _ in stream:
             count += 1
@@ -392,7 +392,7 @@ def test_index_faces_and_figures_are_the_same(run: Run, repository: Repository) 
         ]
         assert backend.face("text", "1").version == 1
         assert backend.stats("text").keys() == here.stats("text").keys()
-        for model, version in (("nobody", ""), ("text", "2")):
+        for model, version in (("missing", ""), ("text", "2")):
             with pytest.raises(UnknownModel) as theirs:
                 backend.face(model, version)
             with pytest.raises(UnknownModel) as ours:
@@ -425,7 +425,7 @@ def test_who_loads_a_model_finds_it_and_who_unloads_it_does_not(where: str, tmp_
         with pytest.raises(SessionClosed):
             await outputs_of(backend, Ask("echo", {"x": "a"}))
         with pytest.raises(UnknownModel):
-            await backend.load("nobody")
+            await backend.load("missing")
         with pytest.raises(WeftlineError) as caught:
             await backend.load("broken")
         assert caught.value.status == "FAILED_PRECONDITION"

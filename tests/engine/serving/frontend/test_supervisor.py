@@ -1,4 +1,4 @@
-"""Real ingress processes: started, killed, silent, hostile, drained; and what that does to the engine and others."""
+"""Real ingress processes: started, killed, silent, hostile, drained; and the effects on the engine and on others."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_an_ingress_process_answers_and_ends_with_nothing_left(repository: Repos
             assert await client.ask(ask="text", x="a") == {"y": "a"}
             assert await client.ask(ask="array", items=1000) == {"sum": 499500.0}
             assert await client.ask(index=1) == {"array": True, "flood": True, "gated": True, "text": True}
-            assert (await client.ask(ask="nobody", x="a") or {})["error"] == "UnknownModel"
+            assert (await client.ask(ask="missing", x="a") or {})["error"] == "UnknownModel"
             client.writer.close()
         assert not psutil.pid_exists(pid)
 
@@ -472,7 +472,7 @@ HOSTILE: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_ingress_is_cut_off_and_harms_nothing(repository: Repository, what: str) -> None:
-    """S8: whatever it sends, the engine closes its connection, starts another one, and goes on."""
+    """S8: the engine closes the connection of a process that sends invalid messages, and serves others."""
 
     async def script() -> None:
         backend = LocalBackend(repository, {})

@@ -1,4 +1,4 @@
-"""Messages come out of a byte stream whole and in order, however it is cut."""
+"""Frames are decoded whole and in order, at any segmentation of the byte stream."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A backend that answers when it is let, and as much of a gRPC call as handlers use."""
+"""A backend whose requests end on demand, and a stream call without gRPC."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-import grpc.aio
-
+from weftline.engine.serving.auth.gate import UNRESTRICTED
 from weftline.engine.serving.backend import Answer, Ask
 from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.grpc.service import CallContext
 from weftline.errors import StepError
 
 FACE = ModelFace("text", 1, (PortFace("text", "text"),), (PortFace("text", "text"),))
 
 
 class Slow:
-    """A backend whose requests end when they are let; `log` says what began and what ended."""
+    """A backend whose requests end when `end` is called. log: starts and ends of requests."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -44,23 +44,17 @@ class Slow:
 
 
 class Call:
-    """As much of a ServicerContext as a stream uses."""
+    """A StreamCall with fixed messages."""
 
     def __init__(self, messages: Iterable[Any]) -> None:
         self._messages = [one.SerializeToString() for one in messages]
         self.written: list[bytes] = []
 
-    async def read(self) -> Any:
-        return self._messages.pop(0) if self._messages else grpc.aio.EOF
+    def context(self) -> CallContext:
+        return CallContext(UNRESTRICTED, "grpc-stream")
+
+    async def read(self) -> bytes | None:
+        return self._messages.pop(0) if self._messages else None
 
     async def write(self, response: bytes) -> None:
         self.written.append(response)
-
-    def time_remaining(self) -> float | None:
-        return None
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
-
-    async def abort(self, code: grpc.StatusCode, details: str, trailing: object = ()) -> None:
-        raise AssertionError(f"{code}: {details}")

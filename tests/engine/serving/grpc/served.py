@@ -75,7 +75,7 @@ outputs: {text: kept.value}
 
 @dataclass
 class Served:
-    """What a test has of its server. `call` runs a coroutine where the server runs."""
+    """A running server. `call` runs a coroutine in its event loop."""
 
     address: str
     server: GrpcServer
@@ -122,15 +122,15 @@ async def served(
                 file.write_text(text)
             entries[name] = ServedPipeline(file, tuple((expose or {}).get(name, ())), name not in lazy)
         limits = limits or ServeLimits()
-        told = ServeConfig(entries, grpc or GrpcConfig(port=0), limits=limits, shared_memory=shared_memory, **config)
+        full = ServeConfig(entries, grpc or GrpcConfig(port=0), limits=limits, shared_memory=shared_memory, **config)
         statistics, records = Statistics(), list[Record]()
         backend = LocalBackend(repository, entries, observers=[statistics, records.append])
         await backend.open()
         memory = SharedMemory(limits, shared_memory)
         gate = Gate(TokenFile(tokens) if tokens is not None else None, limits)
-        server = GrpcServer(told, backend, gate, memory, figures=statistics.tell, version="0.1")
+        server = GrpcServer(full, backend, gate, memory, figures=statistics.tell, version="0.1")
         port = await server.start()
-        address = f"unix:{told.grpc.socket}" if told.grpc.socket else f"{told.grpc.host}:{port}"
+        address = f"unix:{full.grpc.socket}" if full.grpc.socket else f"{full.grpc.host}:{port}"
         try:
             yield Served(address, server, backend, repository, memory, statistics, records)
         finally:

@@ -1,4 +1,4 @@
-"""The examples of stock gRPC clients run against the example pipelines, and print what they should."""
+"""The examples of stock gRPC clients run against the example pipelines, and print the documented output."""
 
 from __future__ import annotations
 

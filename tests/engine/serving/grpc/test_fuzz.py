@@ -1,4 +1,4 @@
-"""S1-S3, S6, S16 over the wire: whatever is sent to whichever method, the answer is a refusal in words, or right.
+"""S1-S3, S6, S16 over the wire: random messages to every method get a valid response or a readable refusal.
 
 No status that says the server is at fault, nothing of the server's inside in any message, and a healthy client goes on.
 """
@@ -17,11 +17,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.serving.grpc.asking import METHOD, numbers, request, text_request
+from tests.engine.serving.grpc.requests import METHOD, numbers, request, text_request
 from tests.engine.serving.grpc.served import ECHO, TEXT, Served, served_in_thread
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.grpc.calls import request_class
 from weftline.engine.serving.grpc.protos import INFERENCE_SERVICE
+from weftline.engine.serving.grpc.transport import request_class
 
 INSIDE = re.compile(
     r"0x[0-9a-f]{6,}|Traceback|File \"|\.py\b|/(?:work|home|usr|tmp|dev|etc|root)/|google\.|<class|memfd"
@@ -75,7 +75,7 @@ def value(draw: Any, field: Any, depth: int) -> Any:
 
 
 def fill(draw: Any, message: Any, depth: int = 0) -> Any:
-    """Fill some of a message's fields, whatever they are."""
+    """Fill random fields of a message."""
     for field in message.DESCRIPTOR.fields:
         if depth > 3 or not draw(st.booleans()):
             continue

@@ -1,4 +1,4 @@
-"""S15: every method of every service is denied without a token, and with one that has no right to it."""
+"""S15: every method of every service is denied without a token, and with a token without the right scope."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tritonclient.grpc as triton
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.engine.serving.grpc.asking import numbers, request, text_request
+from tests.engine.serving.grpc.requests import numbers, request, text_request
 from tests.engine.serving.grpc.served import ECHO, TEXT, Served, served_in_thread
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, OPEN, READ
 from weftline.engine.serving.auth.tokens import digest
@@ -102,12 +102,12 @@ def test_a_token_sees_and_asks_its_own_models_alone(server: Served) -> None:
         every = client.get_inference_statistics(headers=headers).model_stats
         assert {one.name for one in every} == {"echo", "echo.same"}
         for ask in (client.get_model_metadata, client.get_model_config, client.is_model_ready):
-            told = []
+            denials = []
             for model in ("text", "nothing"):
                 with pytest.raises(Exception, match="does not allow this model") as denied:
                     ask(model, headers=headers)
-                told.append(str(denied.value))
-            assert told[0] == told[1]  # nobody learns which models there are
+                denials.append(str(denied.value))
+            assert denials[0] == denials[1]  # the models' existence is not revealed
 
 
 def test_a_stream_is_denied_request_by_request_and_counts_each(server: Served) -> None:
@@ -119,8 +119,8 @@ def test_a_stream_is_denied_request_by_request_and_counts_each(server: Served) -
             response_deserializer=kinds.ModelStreamInferResponse.FromString,
         )
         messages = [text_request("text", "no", "1"), request(id="2")]
-        told = {one.infer_response.id: one.error_message for one in stream(iter(messages), metadata=[bearer(WEB)])}
-        assert "does not allow this model" in told["1"] and told["2"] == ""
+        errors = {one.infer_response.id: one.error_message for one in stream(iter(messages), metadata=[bearer(WEB)])}
+        assert "does not allow this model" in errors["1"] and errors["2"] == ""
         many = [request(id=str(place)) for place in range(6)]
         refused = [one for one in stream(iter(many), metadata=[bearer(BUSY)]) if one.error_message]
         assert refused and all("requests a second" in one.error_message for one in refused)

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.engine.serving.grpc.asking import wait_until
+from tests.engine.serving.grpc.requests import wait_until
 from tests.engine.serving.grpc.served import ECHO, TEXT, Served, served_in_thread
 
 HEALTH: Any = health_pb2
@@ -33,20 +33,20 @@ def server() -> Iterator[Served]:
 
 
 def watch(channel: grpc.Channel, service: str) -> tuple[Any, queue.Queue[int]]:
-    """Watch a service in a thread, and return the call and what it hears."""
-    heard: queue.Queue[int] = queue.Queue()
+    """Watch a service in a thread, and return the call and the queue of statuses."""
+    received: queue.Queue[int] = queue.Queue()
     call = health_pb2_grpc.HealthStub(channel).Watch(HEALTH.HealthCheckRequest(service=service))
 
     def listen() -> None:
         try:
             for one in call:
-                heard.put(one.status)
+                received.put(one.status)
         except grpc.RpcError:
             pass
-        heard.put(-1)
+        received.put(-1)
 
     threading.Thread(target=listen, daemon=True).start()
-    return call, heard
+    return call, received
 
 
 def test_health_is_told_checked_and_watched_through_load_unload_and_drain(server: Served) -> None:
@@ -101,7 +101,7 @@ def test_reflection_shows_what_is_served_under_both_of_its_names(server: Served)
 
 
 def test_reflection_answers_every_kind_of_request_as_grpcio_does(server: Served) -> None:
-    """The files are those of the stubs; what is unknown, malformed or has no extensions is answered by its code."""
+    """Files equal those of the stubs; unknown and malformed requests get error codes."""
     kinds: Any = reflection_pb2
     asked = [
         kinds.ServerReflectionRequest(file_by_filename="grpc/health/v1/health.proto"),
@@ -140,7 +140,7 @@ def test_reflection_answers_every_kind_of_request_as_grpcio_does(server: Served)
 def test_the_servers_messages_stand_beside_those_of_grpcio(theirs_first: bool) -> None:
     """One process may import both, in either order: two files with the same symbols clash within one pool."""
     theirs = "from grpc_health.v1 import health_pb2; from grpc_reflection.v1alpha import reflection_pb2"
-    ours = "from weftline.engine.serving.grpc import reflection; reflection.reflection_handler()"
+    ours = "from weftline.engine.serving.grpc import reflection; reflection.make_reflection()"
     script = [theirs, ours] if theirs_first else [ours, theirs]
     subprocess.run([sys.executable, "-c", "; ".join(script)], check=True, timeout=100)
 
@@ -155,12 +155,12 @@ def test_the_server_needs_neither_health_checking_nor_reflection_of_grpcio() -> 
 @pytest.mark.slow
 def test_a_server_whose_worker_died_is_not_ready_until_another_one_stands(server: Served) -> None:
     with triton.InferenceServerClient(server.address) as client, grpc.insecure_channel(server.address) as channel:
-        _, heard = watch(channel, "echo")
-        assert heard.get(timeout=20) == SERVING
+        _, received = watch(channel, "echo")
+        assert received.get(timeout=20) == SERVING
         (pid,) = server.repository.get("echo").pids().values()
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not client.is_server_ready())
         assert not client.is_model_ready("echo")
-        assert heard.get(timeout=20) == NOT_SERVING
-        assert heard.get(timeout=20) == SERVING
+        assert received.get(timeout=20) == NOT_SERVING
+        assert received.get(timeout=20) == SERVING
         wait_until(client.is_server_ready)

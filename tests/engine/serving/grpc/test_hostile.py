@@ -1,4 +1,4 @@
-"""Hostile HTTP/2 spoken by hand to the gRPC door: connections that fall silent, and calls that are taken back at once.
+"""Hostile HTTP/2 frames to the gRPC server: connections that fall silent, and streams that are reset at once.
 
 The figures of a healthy client beside thousands of them are a benchmark's, `benchmarks/ingress_hostile.py`.
 """
@@ -23,7 +23,7 @@ from benchmarks.ingress_hostile import (
     headers,
     remembered,
 )
-from tests.engine.serving.grpc.asking import METHOD, call_bytes, request, text_request, wait_until
+from tests.engine.serving.grpc.requests import METHOD, call_bytes, request, text_request, wait_until
 from tests.engine.serving.grpc.served import ECHO, ENDLESS, Served, served_in_thread
 from weftline.engine.serving.config import ServeLimits
 
@@ -39,7 +39,7 @@ def server() -> Iterator[Served]:
 
 @contextmanager
 def connections(server: Served, said: bytes, count: int) -> Iterator[list[socket.socket]]:
-    """Open connections that say this and nothing more."""
+    """Open connections that send these bytes and nothing more."""
     host, _, port = server.address.rpartition(":")
     with ExitStack() as stack:
         opened = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(count)]
@@ -50,7 +50,7 @@ def connections(server: Served, said: bytes, count: int) -> Iterator[list[socket
 
 
 def is_closed(one: socket.socket) -> bool:
-    """Whether the server has ended a connection; what it said before is thrown away."""
+    """Return True if the server has closed a connection; received bytes are discarded."""
     try:
         while one.recv(65536):
             pass
@@ -76,7 +76,7 @@ SILENT = {
     "a call without its message": PREFACE + SETTINGS + BEGUN,
     "the beginning of a message": PREFACE + SETTINGS + BEGUN + frame(DATA, 0, 1, b"\0\0\1\0\0" + bytes(9)),
 }
-"""What connections say before they fall silent, and answer no ping."""
+"""Bytes that connections send before they fall silent and answer no ping."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""ModelInfer through the stock client, blocking and asyncio; and what no client sends, through a bare channel."""
+"""ModelInfer through the stock client, blocking and asyncio, and invalid messages through a bare channel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from tests.engine.serving.grpc.asking import (
+from tests.engine.serving.grpc.requests import (
     METHOD,
     call_bytes,
     numbers,
@@ -247,7 +247,7 @@ def refused(server: Served, data: bytes, **options: Any) -> grpc.StatusCode:
 
 
 def test_a_message_over_the_limit_is_refused_also_when_it_was_compressed(server: Served) -> None:
-    data = request("nothing", bytes(5 << 20)).SerializeToString()  # whoever reads it says that there is no such model
+    data = request("nothing", bytes(5 << 20)).SerializeToString()  # once parsed, it is refused: there is no such model
     assert refused(server, data) is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refused(server, data, compression=grpc.Compression.Gzip) is grpc.StatusCode.RESOURCE_EXHAUSTED
     small = request(values=bytes(3 << 20)).SerializeToString()

@@ -1,4 +1,4 @@
-"""Large messages of many calls at a time: within one budget, and small ones beside them as ever."""
+"""Large messages of concurrent calls share one budget; small ones are not affected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.engine.serving.grpc.asking import tensor
+from tests.engine.serving.grpc.requests import tensor
 from tests.engine.serving.grpc.served import served_in_thread
 from tests.engine.serving.grpc.test_infer import SLOW
 from weftline.engine.serving.config import ServeLimits
@@ -31,9 +31,9 @@ def test_messages_beyond_the_budget_are_refused_by_its_name_and_small_ones_pass(
         with ThreadPoolExecutor(6) as callers:
             large = [callers.submit(ask, 900_000) for _ in range(5)]
             small = callers.submit(ask, 10)
-            told = [one.result(60) for one in large]
+            results = [one.result(60) for one in large]
         assert small.result() is True
-        refused = [one for one in told if one is not True]
-        assert told.count(True) >= 2 and refused
+        refused = [one for one in results if one is not True]
+        assert results.count(True) >= 2 and refused
         assert all("limits.inflight_bytes_max is 2097152" in one for one in refused)
         assert ask(900_000) is True

@@ -1,4 +1,4 @@
-"""What is lent is given back and what is asked is withdrawn, however a request of ModelInfer ends."""
+"""Borrowed outputs are released and open requests cancelled, however a ModelInfer call ends."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from typing import Any
 
 import pytest
 
-from tests.engine.serving.grpc.asking import text_request
-from tests.engine.serving.grpc.fakes import Call, Slow
+from tests.engine.serving.grpc.fakes import Slow
+from tests.engine.serving.grpc.requests import text_request
 from weftline.engine.serving.auth.gate import UNRESTRICTED
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc import infer
-from weftline.engine.serving.grpc.calls import CALLER
 from weftline.engine.serving.grpc.infer import Inference
-from weftline.engine.serving.live_settings import TraceSettings
+from weftline.engine.serving.grpc.service import CallContext
+from weftline.engine.serving.v2.settings import TraceSettings
+from weftline.errors import StepError
 
 LIMITS = ServeLimits()
 
 
+def call() -> CallContext:
+    return CallContext(UNRESTRICTED, "grpc")
+
+
 def inference(backend: Any) -> Inference:
-    CALLER.set(UNRESTRICTED)
     return Inference(backend, LIMITS, SharedMemory(LIMITS, False), TraceSettings())
 
 
@@ -37,7 +41,7 @@ def test_an_answer_is_given_back_when_it_was_written() -> None:
     async def go() -> None:
         backend = Slow()
         backend.end("a")
-        assert b"said" in await inference(backend).unary(text_request("text", "x", "a").SerializeToString(), Call([]))
+        assert b"said" in await inference(backend).infer(text_request("text", "x", "a").SerializeToString(), call())
         assert backend.log == ["a began", "a ended", "a given back"]
 
     asyncio.run(go())
@@ -51,8 +55,8 @@ def test_an_answer_is_given_back_when_it_cannot_be_written(monkeypatch: pytest.M
         monkeypatch.setattr(infer, "response_bytes", broken)
         backend = Slow()
         backend.end("a")
-        with pytest.raises(AssertionError, match="RESOURCE_EXHAUSTED"):
-            await inference(backend).unary(text_request("text", "x", "a").SerializeToString(), Call([]))
+        with pytest.raises(MemoryError):
+            await inference(backend).infer(text_request("text", "x", "a").SerializeToString(), call())
         assert backend.log[-1] == "a given back"
 
     asyncio.run(go())
@@ -61,12 +65,12 @@ def test_an_answer_is_given_back_when_it_cannot_be_written(monkeypatch: pytest.M
 def test_a_batch_of_which_one_fails_withdraws_the_open_ones_and_gives_back_the_others() -> None:
     async def go() -> None:
         backend = Slow()
-        asked = asyncio.ensure_future(inference(backend).unary(batch("good", "bad", "open"), Call([])))
+        asked = asyncio.ensure_future(inference(backend).infer(batch("good", "bad", "open"), call()))
         await asyncio.sleep(0.05)
         backend.end("good")
         await asyncio.sleep(0.05)
         backend.end("bad")
-        with pytest.raises(AssertionError, match="INTERNAL: failed on purpose"):
+        with pytest.raises(StepError, match="failed on purpose"):
             await asyncio.wait_for(asked, 10)
         assert {"good given back", "open withdrawn"} <= set(backend.log)
 
@@ -76,7 +80,7 @@ def test_a_batch_of_which_one_fails_withdraws_the_open_ones_and_gives_back_the_o
 def test_a_cancelled_batch_withdraws_everything() -> None:
     async def go() -> None:
         backend = Slow()
-        asked = asyncio.ensure_future(inference(backend).unary(batch("a", "b"), Call([])))
+        asked = asyncio.ensure_future(inference(backend).infer(batch("a", "b"), call()))
         await asyncio.sleep(0.05)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):

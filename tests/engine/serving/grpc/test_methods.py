@@ -1,4 +1,4 @@
-"""The methods of inference.GRPCInferenceService, each through the stock client, each with an effect that is seen.
+"""The methods of inference.GRPCInferenceService, each through the stock client, each with a visible effect.
 
 ModelInfer and ModelStreamInfer have modules of their own; here each is called once, so that all 20 stand together.
 """
@@ -91,12 +91,12 @@ def test_model_infer_answers(client: Any) -> None:
 
 
 def test_model_stream_infer_answers_piece_by_piece(client: Any) -> None:
-    heard: queue.Queue[Any] = queue.Queue()
-    client.start_stream(lambda result, error: heard.put((result, error)))
+    received: queue.Queue[Any] = queue.Queue()
+    client.start_stream(lambda result, error: received.put((result, error)))
     client.async_stream_infer("words", [text("go")], enable_empty_final_response=True)
     pieces = []
     while True:
-        result, error = heard.get(timeout=20)
+        result, error = received.get(timeout=20)
         assert error is None
         if result.get_response().parameters["triton_final_response"].bool_param:
             break
@@ -148,9 +148,9 @@ def test_a_model_is_loaded_reloaded_and_unloaded(client: Any) -> None:
 
 
 def test_loading_takes_a_name_and_nothing_else(client: Any) -> None:
-    with pytest.raises(InferenceServerException, match="as its operator configured it"):
+    with pytest.raises(InferenceServerException, match="as configured by the operator"):
         client.load_model("echo", config='{"backend": "python"}')
-    with pytest.raises(InferenceServerException, match="as its operator configured it"):
+    with pytest.raises(InferenceServerException, match="as configured by the operator"):
         client.load_model("echo", config="{}", files={"file:1/model.py": b"import os"})
     for name in ("../echo", "/etc/passwd", "nothing", "a" * 100_000):
         with pytest.raises(InferenceServerException, match="not one that this server was told of") as refused:
@@ -194,8 +194,8 @@ def test_tensors_go_through_registered_system_shared_memory_both_ways(client: An
 
 def test_gpu_memory_is_refused_in_words(client: Any, server: Served) -> None:
     assert not client.get_cuda_shared_memory_status().regions
-    for size, told in ((64, "no GPU memory to share"), (63, "found 63 bytes"), (65, "found 65 bytes"), (0, "found 0")):
-        with pytest.raises(InferenceServerException, match=told) as refused:
+    for size, text in ((64, "no GPU memory to share"), (63, "found 63 bytes"), (65, "found 65 bytes"), (0, "found 0")):
+        with pytest.raises(InferenceServerException, match=text) as refused:
             client.register_cuda_shared_memory("gpu", base64.b64encode(b"h" * size), 0, 1024)
         assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
     with pytest.raises(InferenceServerException, match="device_id"):

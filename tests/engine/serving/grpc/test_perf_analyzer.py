@@ -1,4 +1,4 @@
-"""Triton's own load generator, unchanged, against the gRPC door. `make setup-slow` fetches it."""
+"""Triton's own load generator, unchanged, against the gRPC server. `make setup-slow` installs it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The server itself: sockets, drain, limits of calls, addresses that cannot be had."""
+"""The server: sockets, drain, limits of calls, unavailable addresses."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import stat
 from collections.abc import Coroutine
@@ -13,9 +14,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.engine.serving.grpc.asking import METHOD, request, text_request
+from tests.engine.serving.grpc.requests import METHOD, request, text_request
 from tests.engine.serving.grpc.served import ECHO, ENDLESS, WORDS, Served, served
 from weftline.engine.serving.config import GrpcConfig, ServeConfig, ServeLimits
+from weftline.engine.serving.grpc import server as server_module
 from weftline.engine.serving.grpc.server import options
 from weftline.errors import ModelError
 
@@ -152,3 +154,11 @@ def test_a_port_is_shared_only_among_processes_of_one_server() -> None:
         return int(dict(options(ServeConfig({}, GrpcConfig(processes=processes))))["grpc.so_reuseport"])
 
     assert [shared(count) for count in (0, 1, 2)] == [0, 0, 1]
+
+
+def test_only_the_transport_and_the_server_import_grpc() -> None:
+    folder = Path(server_module.__file__).parent
+    users = {
+        path.name for path in folder.glob("*.py") if re.search(r"^\s*(import|from) grpc\b", path.read_text(), re.M)
+    }
+    assert users == {"transport.py", "server.py"}

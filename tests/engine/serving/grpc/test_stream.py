@@ -1,4 +1,4 @@
-"""ModelStreamInfer: decoupled answers, many requests at a time, errors in between, ends of every kind."""
+"""ModelStreamInfer: decoupled responses, concurrent requests, errors in between, every kind of end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 
-from tests.engine.serving.grpc.asking import METHOD, numbers, request, text, text_request, wait_until
+from tests.engine.serving.grpc.requests import METHOD, numbers, request, text, text_request, wait_until
 from tests.engine.serving.grpc.served import (
     ECHO,
     ENDLESS,
@@ -32,7 +32,7 @@ inputs: {text: text}
 steps:
   same: {node: echo, inputs: {value: text}}
   slow: {node: trickle, pieces: 3, delay_ms: 20, inputs: {value: text}}
-outputs: {heard: same.value, text: slow.value}
+outputs: {echoed: same.value, text: slow.value}
 """
 LARGE = """weftline: 1
 name: large
@@ -79,7 +79,7 @@ class Stream:
             self._sent.put(message)
 
     def end(self) -> list[Any]:
-        """Send no more, and return everything that is still answered."""
+        """Half-close the call, and return the remaining responses."""
         self._sent.put(None)
         return list(self.call)
 
@@ -92,7 +92,7 @@ class Stream:
         self._channel.close()
 
 
-def told(response: Any) -> tuple[str, str, bool]:
+def summary(response: Any) -> tuple[str, str, bool]:
     """Return a response's output, its text, and whether it is the last."""
     assert not response.error_message
     inner = response.infer_response
@@ -105,32 +105,32 @@ def told(response: Any) -> tuple[str, str, bool]:
 def test_pieces_come_as_they_are_made_and_the_last_is_flagged(server: Served) -> None:
     with Stream(server) as stream:
         stream.send(text_request("words", "go", "one"))
-        heard = [told(one) for one in stream.end()]
-    assert heard == [(*("text", letter * 8), False) for letter in "abcd"] + [("text", "", True)]
+        received = [summary(one) for one in stream.end()]
+    assert received == [(*("text", letter * 8), False) for letter in "abcd"] + [("text", "", True)]
 
 
 def test_an_empty_final_response_is_sent_to_those_who_ask_for_it(server: Served) -> None:
     with Stream(server) as stream:
         stream.send(text_request("words", "go", "one", triton_enable_empty_final_response=True))
-        heard = [told(one) for one in stream.end()]
-    assert heard[-1] == ("", "", True) and len(heard) == 5 and not any(final for _, _, final in heard[:-1])
+        received = [summary(one) for one in stream.end()]
+    assert received[-1] == ("", "", True) and len(received) == 5 and not any(final for _, _, final in received[:-1])
 
 
 def test_other_outputs_come_when_they_are_known(server: Served) -> None:
     with Stream(server) as stream:
         stream.send(text_request("both", "hello"))
-        heard = [told(one) for one in stream.end()]
-    assert ("heard", "hello", False) in heard[:3]
-    assert [text for name, text, _ in heard if name == "text"] == ["a" * 8, "b" * 8, "c" * 8, ""]
-    assert [final for *_, final in heard] == [False, False, False, False, True]
+        received = [summary(one) for one in stream.end()]
+    assert ("echoed", "hello", False) in received[:3]
+    assert [text for name, text, _ in received if name == "text"] == ["a" * 8, "b" * 8, "c" * 8, ""]
+    assert [final for *_, final in received] == [False, False, False, False, True]
 
 
 def test_a_request_that_wants_no_streamed_output_gets_one_response(server: Served) -> None:
     message = text_request("both", "hello")
-    message.outputs.add(name="heard")
+    message.outputs.add(name="echoed")
     with Stream(server) as stream:
         stream.send(message)
-        assert [told(one) for one in stream.end()] == [("heard", "hello", True)]
+        assert [summary(one) for one in stream.end()] == [("echoed", "hello", True)]
 
 
 def test_many_requests_run_at_a_time_and_the_quick_are_not_behind_the_slow(server: Served) -> None:
@@ -185,7 +185,7 @@ def test_requests_of_a_sequence_are_answered_in_order(server: Served) -> None:
             )
         answers = stream.end()
     assert [one.infer_response.id for one in answers] == words
-    assert told(answers[-1])[1] == " ".join(words)
+    assert summary(answers[-1])[1] == " ".join(words)
 
 
 def test_a_cancelled_stream_withdraws_everything(server: Served) -> None:
@@ -199,12 +199,12 @@ def test_a_cancelled_stream_withdraws_everything(server: Served) -> None:
 
 
 def test_the_stock_client_streams_and_hears_of_errors(server: Served) -> None:
-    heard: queue.Queue[Any] = queue.Queue()
+    received: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(server.address) as client:
-        client.start_stream(lambda result, error: heard.put((result, error)))
+        client.start_stream(lambda result, error: received.put((result, error)))
         client.async_stream_infer("echo", [numbers([9])], request_id="a")
         client.async_stream_infer("fails", [text("bad", "x")], request_id="b")
-        first, second = heard.get(timeout=20), heard.get(timeout=20)
+        first, second = received.get(timeout=20), received.get(timeout=20)
         result, error = (first[0] or second[0]), (first[1] or second[1])
         client.stop_stream()
     assert result.as_numpy("y").tolist() == [9] and "failed on purpose" in error.message()
@@ -225,7 +225,7 @@ def test_a_slow_reader_holds_up_its_own_stream_and_nothing_else(server: Served) 
         slow.send(text_request("large", "go"))
         next(slow.call)
         started = threading.Event()
-        started.wait(0.5)  # 128 MiB would have been made by now, were nobody held up
+        started.wait(0.5)  # 128 MiB would have been made by now, without back-pressure
         arena = server.backend.stats("large")["arena"]["leased_bytes"]
         assert arena < 64 << 20
         with triton.InferenceServerClient(server.address) as client:

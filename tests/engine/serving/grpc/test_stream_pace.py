@@ -1,23 +1,21 @@
-"""A stream's order, pace and end, with a backend that answers when it is let, and a client that reads when it likes."""
+"""Order, back-pressure and end of a stream, with a backend and a client that are controlled by the test."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-import grpc.aio
 import pytest
 
-from tests.engine.serving.grpc.asking import text_request
 from tests.engine.serving.grpc.fakes import Call, Slow
-from weftline.engine.serving.auth.gate import UNRESTRICTED
+from tests.engine.serving.grpc.requests import text_request
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.grpc.calls import CALLER
 from weftline.engine.serving.grpc.infer import Inference
 from weftline.engine.serving.grpc.stream import UNSENT_BYTES_MAX, InferStream
 from weftline.engine.serving.lifecycle import DrainSwitch
-from weftline.engine.serving.live_settings import TraceSettings
+from weftline.engine.serving.v2.settings import TraceSettings
+from weftline.errors import SessionClosed
 
 
 def test_a_sequence_waits_for_its_own_and_for_nobody_else() -> None:
@@ -25,7 +23,6 @@ def test_a_sequence_waits_for_its_own_and_for_nobody_else() -> None:
         backend: Any = Slow()
         limits = ServeLimits()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
-        CALLER.set(UNRESTRICTED)
         call = Call(
             [
                 text_request("text", "x", "a1", sequence_id=1, sequence_start=True),
@@ -54,7 +51,6 @@ def test_a_drain_ends_the_call_only_for_those_who_would_send_more(half_closed: b
         backend: Any = Slow()
         limits, serving = ServeLimits(), DrainSwitch()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
-        CALLER.set(UNRESTRICTED)
         call = Call([text_request("text", "x", "a")])
         if not half_closed:
             never = asyncio.Event()
@@ -62,7 +58,7 @@ def test_a_drain_ends_the_call_only_for_those_who_would_send_more(half_closed: b
 
             async def read() -> Any:
                 data = await first()
-                if data is grpc.aio.EOF:
+                if data is None:
                     await never.wait()
                 return data
 
@@ -76,7 +72,7 @@ def test_a_drain_ends_the_call_only_for_those_who_would_send_more(half_closed: b
         if half_closed:
             await asyncio.wait_for(running, 10)
         else:
-            with pytest.raises(AssertionError, match=r"UNAVAILABLE: the server is shutting down"):
+            with pytest.raises(SessionClosed, match="the server is shutting down"):
                 await asyncio.wait_for(running, 10)
         assert len(call.written) == 1
 
@@ -88,7 +84,6 @@ def test_a_cancelled_call_withdraws_what_is_open() -> None:
         backend: Any = Slow()
         limits = ServeLimits()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
-        CALLER.set(UNRESTRICTED)
         call = Call([text_request("text", "x", id) for id in ("a", "b")])
         running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), lambda caller: None, call).run())
         await asyncio.sleep(0.05)
@@ -106,7 +101,6 @@ def test_answers_stay_lent_while_enough_bytes_are_on_their_way() -> None:
         backend.text = "x" * (1 << 20)
         limits = ServeLimits()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
-        CALLER.set(UNRESTRICTED)
         ids = [str(place) for place in range(20)]
         call = Call([text_request("text", "x", id) for id in ids])
         reads = asyncio.Event()

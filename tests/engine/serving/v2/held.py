@@ -1,4 +1,4 @@
-"""Registered memory that is only a dictionary, and a face from a few words."""
+"""Registered memory as a dictionary, and model metadata from a short notation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weftline.errors import InputError
 
 
 class HeldRegions:
-    """Regions by name in this process; `reads` says what was read."""
+    """Regions by name in this process; `reads` logs the reads."""
 
     def __init__(self, **held: bytes) -> None:
         self.held = {name: bytearray(data) for name, data in held.items()}

@@ -1,4 +1,4 @@
-"""Datatypes both ways, and numbers that were sent one by one."""
+"""Datatype conversions in both directions, and numbers as single elements."""
 
 from __future__ import annotations
 

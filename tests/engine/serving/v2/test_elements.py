@@ -1,4 +1,4 @@
-"""Single elements as values: text, JSON, detections, and lists of what JSON can hold."""
+"""Elements of BYTES tensors: length prefixes, and values of text, JSON, detections and lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S6: what may name a model, and that nothing else gets to be looked up."""
+"""S6: names of models are validated before any look-up; shared-memory parameters."""
 
 from __future__ import annotations
 

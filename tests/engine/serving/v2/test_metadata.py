@@ -1,4 +1,4 @@
-"""How models are described: in v2's words, and with their true types beside them."""
+"""Metadata, configuration and readiness of models, with their port types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from tritonclient.grpc import model_config_pb2
 
 from tests.engine.serving.v2.held import face
-from weftline.engine.serving.v2.metadata import config_of, metadata_of
+from weftline.engine.serving.face import LOADING, READY, UNAVAILABLE, ModelState
+from weftline.engine.serving.v2.metadata import config_of, metadata_of, model_ready, server_ready
 
 
 @pytest.mark.parametrize(
@@ -47,10 +48,38 @@ def test_the_configuration_is_one_of_tritons() -> None:
     ]
     assert built.input[0].data_type == model_config_pb2.TYPE_STRING  # type: ignore[attr-defined]
     assert built.model_transaction_policy.decoupled and built.HasField("sequence_batching")
-    told = {key: value.string_value for key, value in built.parameters.items()}
-    assert told["input:photo"] == "image" and told["output:answer"] == "text" and told["steps"] == "see,say"
+    texts = {key: value.string_value for key, value in built.parameters.items()}
+    assert texts["input:photo"] == "image" and texts["output:answer"] == "text" and texts["steps"] == "see,say"
 
 
 def test_a_model_that_neither_streams_nor_remembers_says_so() -> None:
     built: Any = model_config_pb2.ModelConfig(**config_of(face({"x": "text"})))  # type: ignore[attr-defined]
     assert not built.model_transaction_policy.decoupled and not built.HasField("sequence_batching")
+
+
+GOOD = ModelState("good", 2, READY)
+
+
+@pytest.mark.parametrize(
+    ("state", "ready"),
+    [
+        (ModelState("a", 0, UNAVAILABLE, "it is not loaded"), True),
+        (ModelState("a", 0, LOADING), True),
+        (ModelState("a", 0, UNAVAILABLE, "no such file"), False),
+        (ModelState("a", 1, UNAVAILABLE, "step see: its worker is starting again"), False),
+        (ModelState("a", 1, UNAVAILABLE), False),
+        (GOOD, True),
+    ],
+)
+def test_a_server_is_ready_unless_a_model_that_should_serve_does_not(state: ModelState, ready: bool) -> None:
+    assert server_ready([GOOD, state]) is ready
+
+
+def test_a_server_without_models_is_ready() -> None:
+    assert server_ready([])
+
+
+def test_a_model_is_ready_in_the_version_that_serves() -> None:
+    assert model_ready([GOOD], "good") and model_ready([GOOD], "good", "2")
+    assert not model_ready([GOOD], "good", "1") and not model_ready([GOOD], "other")
+    assert not model_ready([ModelState("a", 1, UNAVAILABLE)], "a")

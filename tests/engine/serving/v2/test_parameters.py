@@ -1,4 +1,4 @@
-"""What Triton's parameters mean here."""
+"""Meaning of Triton's request parameters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_nothing_said_is_nothing_meant() -> None:
 
 @pytest.mark.parametrize(("id", "meant"), [(7, "7"), ("chat-1", "chat-1"), (2**64 - 1, str(2**64 - 1))])
 def test_a_sequence_has_a_number_or_a_name(id: int | str, meant: str) -> None:
-    told = read_parameters({"sequence_id": id, "sequence_start": True, "sequence_end": True})
-    assert told.sequence == SequencePart(meant, True, True)
+    found = read_parameters({"sequence_id": id, "sequence_start": True, "sequence_end": True})
+    assert found.sequence == SequencePart(meant, True, True)
     assert read_parameters({"sequence_id": id}).sequence == SequencePart(meant)
 
 
@@ -59,8 +59,8 @@ def test_parameters_of_the_clients_own_are_ignored() -> None:
 
 
 def test_a_request_may_be_a_row_of_a_job_and_bring_its_seed() -> None:
-    told = read_parameters({"job": True, "seed": 2**62 - 1})
-    assert (told.job, told.seed, told.priority) == (True, 2**62 - 1, 0)
+    found = read_parameters({"job": True, "seed": 2**62 - 1})
+    assert (found.job, found.seed, found.priority) == (True, 2**62 - 1, 0)
     assert (
         read_parameters({"job": False}).job,
         read_parameters({"seed": 0}).seed,

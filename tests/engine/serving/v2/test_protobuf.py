@@ -1,4 +1,4 @@
-"""Messages as bytes: the same as protobuf reads and writes them, with large tensors left where they are."""
+"""Messages as bytes: equal to protobuf's own encoding, with large tensors as views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S1, S2: what a v2 request may say, and what becomes of it."""
+"""S1, S2: validation of v2 requests and their conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs as tensors: whole, in batches, piece by piece, in shared memory, and sent in again."""
+"""Outputs as tensors: whole, batched, streamed, in shared memory, and sent back as inputs."""
 
 from __future__ import annotations
 

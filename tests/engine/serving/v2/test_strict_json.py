@@ -1,4 +1,4 @@
-"""S8: what JSON is, and all that is only nearly JSON."""
+"""S8: strict JSON, and documents that are nearly JSON."""
 
 from __future__ import annotations
 

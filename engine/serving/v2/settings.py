@@ -1,7 +1,8 @@
 """Trace and log settings that clients can change at run time, under Triton's names.
 
-A trace here is a line in the log (`weftline.ingress.trace`) for each request that is sampled: when it arrived, and how
-long each step kept it. Settings are for all models, or for one. Log settings move the level of the `weftline` logger.
+A trace is a log line (`weftline.ingress.trace`) for each sampled request, with its total time and the times of its
+steps. Trace settings are for all models, or for one. Log settings change the level of the `weftline` logger. Common to
+gRPC and REST.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ LogValue = bool | int | str
 
 
 @dataclass(frozen=True, slots=True)
-class TraceSampling:
-    """What is traced.
+class TraceRule:
+    """Sampling of traces.
 
-    on:    whether anything is.
-    rate:  every so many-th request.
-    count: how many are still to be traced; -1: no limit.
+    on:    traces are written.
+    rate:  every N-th request.
+    count: number of requests left to trace; -1: no limit.
     """
 
     on: bool = False
@@ -37,17 +38,17 @@ class TraceSampling:
 
 
 class TraceSettings:
-    """Which requests are traced. Settings of a model stand before those of all."""
+    """Trace settings. Those of a model override those for all models."""
 
     def __init__(self) -> None:
-        self._all = TraceSampling()
-        self._models: dict[str, TraceSampling] = {}
+        self._all = TraceRule()
+        self._models: dict[str, TraceRule] = {}
         self._seen: dict[str, int] = {}
         self.active = False
-        """Whether any request may be traced: looked at before anything else, for it is nearly always False."""
+        """True if any request may be traced; checked first, since it is nearly always False."""
 
     def get(self, model: str = "") -> dict[str, tuple[str, ...]]:
-        """Return the settings as v2 has them: a list of text under each name."""
+        """Return the settings in v2's form: a list of texts by name."""
         one = self._models.get(model, self._all)
         return {
             "trace_file": ("",),
@@ -58,14 +59,14 @@ class TraceSettings:
             "trace_mode": ("triton",),
         }
 
-    def set(self, wanted: Mapping[str, Sequence[str]], model: str = "") -> None:
-        """Change settings, all of them or none; one without a value goes back to what holds for all models.
+    def set(self, changes: Mapping[str, Sequence[str]], model: str = "") -> None:
+        """Change settings, all of them or none; one without a value is reset to that for all models.
 
-        InputError: an unknown setting or value, or one that only the operator has.
+        InputError for an unknown setting or value, or one reserved for the operator.
         """
-        fallback = self._all if model else TraceSampling()
+        fallback = self._all if model else TraceRule()
         changed = self._models.get(model, self._all) if model else self._all
-        for name, values in wanted.items():
+        for name, values in changes.items():
             changed = _with_trace(changed, fallback, name, tuple(values))
         if model:
             self._models[model] = changed
@@ -75,7 +76,7 @@ class TraceSettings:
         self.active = self._all.on or any(one.on for one in self._models.values())
 
     def note(self, ask: Ask, timings: Sequence[StepTiming], total_ms: float) -> None:
-        """Write the trace of a request that ended, if it is one that is sampled."""
+        """Log the trace of a finished request if it is sampled."""
         key = ask.model if ask.model in self._models else ""
         one = self._models.get(key, self._all)
         if not one.on or not one.count:
@@ -94,7 +95,7 @@ class TraceSettings:
 
 
 class LogSettings:
-    """How much is logged: the level of a logger, as switches. The lowest switch that is on decides."""
+    """The level of a logger as switches. The lowest enabled switch decides."""
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger("weftline")
@@ -110,9 +111,9 @@ class LogSettings:
             "log_format": "default",
         }
 
-    def set(self, wanted: Mapping[str, LogValue]) -> None:
-        """Change settings, all of them or none; InputError as for traces."""
-        now = self.get() | {name: _log_value(name, value) for name, value in wanted.items()}
+    def set(self, changes: Mapping[str, LogValue]) -> None:
+        """Change settings, all of them or none; InputError as for trace settings."""
+        now = self.get() | {name: _log_value(name, value) for name, value in changes.items()}
         if now["log_verbose_level"]:
             level = logging.DEBUG
         elif now["log_info"]:
@@ -121,11 +122,11 @@ class LogSettings:
             level = logging.WARNING
         else:
             level = logging.ERROR if now["log_error"] else SILENT
-        if wanted:
+        if changes:
             self._logger.setLevel(level)
 
 
-def _with_trace(one: TraceSampling, fallback: TraceSampling, name: str, values: tuple[str, ...]) -> TraceSampling:
+def _with_trace(one: TraceRule, fallback: TraceRule, name: str, values: tuple[str, ...]) -> TraceRule:
     match name:
         case "trace_level":
             if not values:
@@ -138,13 +139,13 @@ def _with_trace(one: TraceSampling, fallback: TraceSampling, name: str, values: 
         case "trace_count":
             return replace(one, count=_whole(name, values, -1) if values else fallback.count)
         case "trace_file":
-            raise InputError("trace_file: only the operator says where traces go; they are in the server's log")
+            raise InputError("trace_file: only the operator can set it; traces are in the server's log")
         case "log_frequency" if values in ((), ("0",)):
             return one
         case "trace_mode" if values in ((), ("triton",)):
             return one
         case "log_frequency" | "trace_mode":
-            raise InputError(f"{name}: this server has one value of it, which trace settings show")
+            raise InputError(f"{name}: this server supports one value only, which the trace settings show")
         case _:
             raise InputError(f"{name!r:.80}: no such trace setting; there are trace_level, trace_rate and trace_count")
 
@@ -172,7 +173,7 @@ def _log_value(name: str, value: LogValue) -> LogValue:
         case "log_format" if value == "default":
             return value
         case "log_file" | "log_format":
-            raise InputError(f"{name}: only the operator says where the log goes and how it is written")
+            raise InputError(f"{name}: only the operator can set the destination and format of the log")
         case _:
             known = "log_info, log_warning, log_error and log_verbose_level"
             raise InputError(f"{name!r:.80}: no such log setting; there are {known}")

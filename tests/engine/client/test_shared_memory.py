@@ -1,7 +1,8 @@
-"""Large inputs by way of shared memory, of a real server: placed, registered again when forgotten, never in the way."""
+"""Large inputs in shared memory, against a real server: placement, registration, loss and fallback."""
 
 import asyncio
 import logging
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from tests.engine.serving.grpc.served import Served, served_in_thread
 from weftline import errors
 from weftline.engine.client.async_client import AsyncClient
 from weftline.engine.client.client import Client
-from weftline.engine.client.region import FOLDER
+from weftline.engine.client.shared_memory import FOLDER, SharedRegion
 from weftline.engine.request import RequestOptions
+from weftline.errors import LimitReached
 
 LARGE = np.random.default_rng(1).integers(0, 255, 1 << 20, np.uint8)
 
@@ -106,10 +108,51 @@ def test_without_shared_memory_on_the_server_inputs_travel_in_messages(caplog: p
         for _ in range(2):
             assert np.array_equal(client.run("bytes", x=LARGE)["y"], LARGE)
     (line,) = [one.getMessage() for one in caplog.records if one.name == "weftline.client"]
-    assert line.startswith("shared memory is not used, inputs travel in messages: shared memory is off on this server")
+    assert line.startswith(
+        "shared memory is not used, inputs are sent in messages: shared memory is off on this server"
+    )
     assert left() == before
 
 
 def test_a_server_without_the_extension_is_no_trouble() -> None:
     with flaky() as server, Client(server.url, shared_memory=True) as client:
         assert client.run("m", x="a" * 100_000)["x"] == "a" * 100_000
+
+
+def test_a_region_is_a_new_file_of_this_user_alone() -> None:
+    region = SharedRegion.create(100)
+    held = Path(f"{FOLDER}{region.key}").stat()
+    assert stat.S_IMODE(held.st_mode) == 0o600 and held.st_size == region.size_bytes == 4096
+    region.close()
+    assert not Path(f"{FOLDER}{region.key}").exists()
+    region.close()
+
+
+def test_ranges_are_lent_and_given_back() -> None:
+    region = SharedRegion.create(8192)
+    first = region.try_place(b"a" * 4096)
+    second = region.try_place(b"b" * 4096)
+    assert {first, second} == {0, 4096} and region.try_place(b"c") is None
+    held = Path(f"{FOLDER}{region.key}").read_bytes()
+    assert held in (b"a" * 4096 + b"b" * 4096, b"b" * 4096 + b"a" * 4096)
+    assert first is not None
+    region.give_back(first)
+    assert region.try_place(b"c") == first
+    with pytest.raises(KeyError):
+        region.give_back(4095)
+    region.close()
+
+
+def test_nothing_is_left_of_a_region_that_nobody_closed() -> None:
+    region = SharedRegion.create(1)
+    path = Path(f"{FOLDER}{region.key}")
+    assert path.exists()
+    del region
+    assert not path.exists()
+
+
+def test_a_region_larger_than_the_machine_is_refused_and_leaves_nothing() -> None:
+    before = set(Path(FOLDER).glob("weftline-client*"))
+    with pytest.raises(LimitReached, match="cannot reserve"):
+        SharedRegion.create(1 << 50)
+    assert set(Path(FOLDER).glob("weftline-client*")) == before

@@ -1,4 +1,4 @@
-"""Trace and log settings: what may be set, and what follows."""
+"""Trace and log settings: validation and effects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from weftline.engine.serving.backend import Ask
-from weftline.engine.serving.live_settings import SILENT, LogSettings, LogValue, TraceSettings
+from weftline.engine.serving.v2.settings import SILENT, LogSettings, LogValue, TraceSettings
 from weftline.errors import InputError
 
 

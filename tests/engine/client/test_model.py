@@ -1,12 +1,12 @@
-"""Models as their server describes them: types where it tells them, datatypes where it does not."""
+"""Model descriptions: port types from a Weftline server, datatypes from others."""
 
 from typing import Any
 
 import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from tests.engine.client.faces import told
-from weftline.engine.client.described import described
+from tests.engine.client.faces import description_of
+from weftline.engine.client.model import described
 from weftline.engine.serving.face import ModelFace, PortFace
 from weftline.errors import InputError
 
@@ -19,7 +19,7 @@ FACE = ModelFace(
 
 
 def test_a_weftline_server_tells_types_and_what_may_be_left_out() -> None:
-    model = told(FACE)
+    model = description_of(FACE)
     assert (model.name, model.version, model.streams) == ("m", "7", True)
     assert [(str(port), port.optional) for port in model.inputs.values()] == [("image", False), ("list[text]", True)]
 
@@ -42,15 +42,15 @@ def test_a_type_that_is_not_known_here_is_left_to_the_datatype(written: str) -> 
 
 def test_wrong_names_are_told_all_at_once() -> None:
     with pytest.raises(InputError) as refused:
-        told(FACE).check_inputs({"c": 1, "b": None})
+        description_of(FACE).check_inputs({"c": 1, "b": None})
     assert str(refused.value) == (
         "inputs unknown: c; missing: a; the inputs of m are a (image), b (list[text], may be left out)"
     )
-    told(FACE).check_inputs({"a": 1})
+    description_of(FACE).check_inputs({"a": 1})
 
 
 def test_wanted_outputs_are_names_of_outputs() -> None:
-    assert told(FACE).check_outputs(None) == () and told(FACE).check_outputs(("y", "y")) == ("y",)
+    assert description_of(FACE).check_outputs(None) == () and description_of(FACE).check_outputs(("y", "y")) == ("y",)
     for wrong in ((), ("z",)):
         with pytest.raises(InputError):
-            told(FACE).check_outputs(wrong)
+            description_of(FACE).check_outputs(wrong)

@@ -1,9 +1,9 @@
-"""Refusals of a server become the errors that Session.run raises."""
+"""Refusals of a server become the errors of Session.run."""
 
 import pytest
 
 from weftline import errors
-from weftline.engine.client.refusal import Refusal, Unavailable, error_of, refusal_of
+from weftline.engine.client.steps import Refusal, Unavailable, error_of, refusal_of
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,5 @@ def test_a_server_that_is_not_there_is_named() -> None:
 def test_a_message_that_is_too_large_is_not_worth_a_retry(text: str, side: str) -> None:
     found = refusal_of("RESOURCE_EXHAUSTED", text, (("grpc-retry-pushback-ms", "5"),))
     assert found.pushback_ms is None
-    told = str(error_of(found, "localhost:1"))
-    assert told.startswith(f"the {side} is a message of 5242890 bytes; the most is 4194304")
+    text = str(error_of(found, "localhost:1"))
+    assert text.startswith(f"the {side} is a message of 5242890 bytes; the most is 4194304")

@@ -1,4 +1,4 @@
-"""What the tests of the gRPC door ask with: tensors for the stock client, and raw messages for a bare channel."""
+"""Requests for the gRPC server: tensors for the stock client, and raw messages for a bare channel."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def text_request(model: str, value: str, id: str = "", name: str = "text", **par
 
 
 def call_bytes(address: str, data: bytes, method: str = "ModelInfer", **options: Any) -> bytes:
-    """Send bytes, whatever they are, to a unary method."""
+    """Send raw bytes to a unary method."""
     with grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
         answer: bytes = channel.unary_unary(METHOD + method)(data, timeout=20, **options)
         return answer

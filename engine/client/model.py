@@ -41,7 +41,7 @@ class DescribedModel:
     """A model's ports by name, as of `version`.
 
     streams:     True if a request may have several responses.
-    says_pieces: True if `pieces` of its outputs is known.
+    reports_streaming: True if `pieces` of its outputs is known.
     """
 
     name: str
@@ -49,7 +49,7 @@ class DescribedModel:
     inputs: Mapping[str, DescribedPort]
     outputs: Mapping[str, DescribedPort]
     streams: bool = False
-    says_pieces: bool = False
+    reports_streaming: bool = False
 
     def check_inputs(self, given: Mapping[str, Any]) -> None:
         """Raise InputError if inputs are unknown or missing."""
