@@ -115,7 +115,7 @@ class GrpcServer:
         self._serving.set(serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, let open ones finish for at most `grace_s`, cancel the rest, and stop listening.
+        """Refuse new calls, wait for open ones at most `grace_s`, and stop listening.
 
         During the first LAME_S new calls are accepted and refused with a status: gRPC cancels calls that it has
         accepted and not yet dispatched, and clients do not retry cancelled calls.
