@@ -1,4 +1,4 @@
-"""Calls of a client, written once for both clients: describe the model, encode, send, retry, decode.
+"""Calls of both clients: describe the model, encode, send, retry, decode.
 
 A call is a generator of steps (`steps.py`): it yields SendRequest and Pause, receives the response's bytes or a
 Refused, and returns a result. `Client` runs the steps by blocking, `AsyncClient` by awaiting.
@@ -148,7 +148,7 @@ class Calls:
         retry_state: RetryState,
         last: bool = False,
     ) -> Steps[InferResponse]:
-        """Send a request with its large inputs in shared memory; once more if the server lost the registration."""
+        """Send a request; again if the server lost the registration of its shared memory."""
         placed, lease = yield from self.shared_inputs.place(tensors)
         try:
             data = yield from self.send("ModelInfer", _message(model.name, placed, outputs, options), retry_state)
@@ -162,7 +162,7 @@ class Calls:
         return (yield from self._infer(model, tensors, outputs, options, retry_state, last=True))
 
     def start_stream(self, model: str, options: RequestOptions, inputs: Mapping[str, Any]) -> Steps[StreamStart]:
-        """Return the start of a stream; its inputs are in the message, because they must outlive this call."""
+        """Return the start of a stream, with its inputs inside the message."""
         retry_state = self._retry_state_of(options)
         description = yield from self.describe(model, retry_state)
         outputs = description.check_outputs(options.outputs)

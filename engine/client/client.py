@@ -77,9 +77,10 @@ class Client(ClientBase):
         return self._drive(self._calls.run(model, checked_options(options), inputs))
 
     def stream(self, model: str, options: RequestOptions | None = None, /, **inputs: Any) -> ClientStream:
-        """Run one request and stream its outputs: whole ones when they are finished, streamed ones as they grow.
+        """Run one request and stream its outputs.
 
-        The request starts at once. Closing or dropping the stream before its end cancels it.
+        Whole outputs arrive when they are finished, streamed ones as they grow. The request starts at once. Closing or
+        dropping the stream before its end cancels it.
         """
         self._check_open()
         start = self._drive(self._calls.start_stream(model, checked_options(options), inputs))
@@ -156,7 +157,9 @@ class Client(ClientBase):
 
 
 class ClientStream(Iterator[StreamedOutput]):
-    """Iterator over the outputs of a request. Closing or dropping it before the end cancels the request.
+    """Iterator over the outputs of a request.
+
+    Closing or dropping it before the end cancels the request.
 
     Before the first output, a request that is temporarily refused is retried, like any other.
     """

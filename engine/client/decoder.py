@@ -165,7 +165,7 @@ class StreamDecoder:
         self.version = ""
 
     def feed(self, data: bytes) -> Iterator[StreamedOutput]:
-        """Yield the outputs of one response; Refused for an error in it, InvalidResponse for invalid bytes."""
+        """Yield the outputs of one response; Refused or InvalidResponse for an error."""
         try:
             error_text, response = parse_stream_response(data)
         except InputError as error:  # in a client, the server's error

@@ -1,4 +1,4 @@
-"""Description of a served model: ports with v2 datatypes and, from a Weftline server, their port types.
+"""Description of a served model: ports with v2 datatypes and port types.
 
 v2 metadata has datatypes and shapes only, so a Weftline server writes the type of each port into the parameters of the
 model's configuration. Without them, as from Triton, values are encoded by datatype.
@@ -66,7 +66,7 @@ class DescribedModel:
             )
 
     def check_outputs(self, wanted: tuple[str, ...] | None) -> tuple[str, ...]:
-        """Return the names of the wanted outputs, () for all; InputError names what the model does not have."""
+        """Return the names of the wanted outputs, () for all; InputError for unknown ones."""
         if wanted is None:
             return ()
         names = tuple(dict.fromkeys(wanted))
@@ -78,7 +78,7 @@ class DescribedModel:
 
 
 def described(name: str, metadata: Any, config: Any) -> DescribedModel:
-    """Return the model called `name` in a ModelMetadataResponse and the ModelConfig that belongs to it."""
+    """Return a model's description from its ModelMetadataResponse and ModelConfig."""
     types = {key: one.string_value for key, one in config.parameters.items()}
     optional = {one.name for one in config.input if one.optional}
     return DescribedModel(

@@ -86,7 +86,10 @@ class ClientOptions:
 
 
 def tls_of(tls: bool | str | Path | ClientTls) -> ClientTls | None:
-    """Return the TLS files of `tls=`: False: none, True: the machine's authorities, a path: that of the CA's file."""
+    """Return the TLS files of `tls=`.
+
+    False: none. True: the machine's certificate authorities. A path: the file of the authority.
+    """
     if isinstance(tls, ClientTls):
         return tls
     if isinstance(tls, bool):

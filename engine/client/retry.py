@@ -1,7 +1,8 @@
-"""Retry with exponential back-off and a retry budget. Pure: time and random numbers are arguments.
+"""Retry with exponential back-off and a retry budget.
 
-Retries help against short failures and amplify overload. So there is a budget: over the life of a client, retries are
-at most a tenth of its requests, except for its first few. (gRFC A6 for pushback; Finagle for the budget.)
+Pure: time and random numbers are arguments. Retries help against short failures and amplify overload. So there is a
+budget: over the life of a client, retries are at most a tenth of its requests, except for its first few. (gRFC A6 for
+pushback; Finagle for the budget.)
 """
 
 from __future__ import annotations

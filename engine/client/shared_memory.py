@@ -106,7 +106,10 @@ class SharedRegion:
 
 
 class SharedInputs:
-    """Places a client's large inputs in shared memory. size_bytes: of the region; 0: they stay in their messages."""
+    """Places a client's large inputs in shared memory.
+
+    size_bytes: of the region; 0: inputs stay in their messages.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -132,7 +135,7 @@ class SharedInputs:
         return tuple(lease.move(one, region) for one in tensors), lease
 
     def forgotten(self, lease: Lease) -> Steps[bool]:
-        """Return True if the server lost the region, as after a restart; the next request registers a new one."""
+        """Return True if the server lost the region; the next request registers a new one."""
         region = lease.region
         if region is None:
             return False
@@ -194,7 +197,10 @@ class Lease:
         self._offsets: list[int] = []
 
     def move(self, tensor: Tensor, region: SharedRegion) -> Tensor:
-        """Copy a tensor into the region and return its reference; the tensor itself if small, or if it does not fit."""
+        """Copy a tensor into the region and return its reference.
+
+        Returns the tensor itself if it is small or does not fit.
+        """
         data = tensor.raw or b""
         offset = region.try_place(data) if len(data) >= PLACED_BYTES_MIN else None
         if offset is None:

@@ -125,7 +125,7 @@ class FrontendConnection:
             self._transport.send(body)
 
     async def wait_opened(self) -> dict[str, int]:
-        """Wait until the servers of the process listen, and return their ports; WeftlineError if they cannot."""
+        """Wait until the servers listen and return their ports; WeftlineError on failure."""
         return await asyncio.shield(self._ports)
 
     async def wait_closed(self) -> None:
@@ -214,7 +214,10 @@ class FrontendConnection:
     # responses
 
     def _end_request(self, number: int, task: asyncio.Task[None]) -> None:
-        """Send the final message of a failed request; a done-callback, as a task may be cancelled before it starts."""
+        """Send the final message of a failed request.
+
+        A done-callback of the task, because a task may be cancelled before it starts.
+        """
         del self._open[number]
         self._windows.pop(number, None)
         if task.cancelled():

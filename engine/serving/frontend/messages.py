@@ -1,4 +1,4 @@
-"""Messages between the engine and an ingress process, and the encoding of start parameters and errors.
+"""Messages between the engine and an ingress process.
 
 Messages are small frozen structs in MessagePack, each with a four-byte length prefix (`transport.py`). Small values
 travel inside a message; large ones lie at a Place in the shared buffer of the sender (arena 0). The receiver releases
@@ -88,7 +88,10 @@ class SessionStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class FrontendResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The outputs of a request. block: block of the large outputs, released with BlockReleased; NO_BLOCK: none."""
+    """The outputs of a request.
+
+    block: block of the large outputs, released with BlockReleased; NO_BLOCK: none.
+    """
 
     id: int
     outputs: dict[str, Value]
@@ -187,7 +190,7 @@ class BlockReleased(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Load or unload a model, or request the Prometheus metrics or the statistics of models by version."""
+    """Load or unload a model, or read Prometheus metrics or model statistics."""
 
     id: int
     action: str
@@ -259,7 +262,7 @@ class IngressSpec:
 
 
 def frame_bytes_max(config: ServeConfig) -> int:
-    """Return the longest message of an ingress process: a request whose inputs did not fit into its buffer."""
+    """Return the longest message of an ingress process: a request with inline inputs."""
     return 2 * config.limits.message_bytes_max + (16 << 20)
 
 
@@ -297,7 +300,10 @@ _ERRORS = {cls.__name__: cls for cls in _subclasses(WeftlineError) if cls.__modu
 
 
 def to_wire_error(error: BaseException) -> WireError:
-    """Encode an error. Any exception other than a WeftlineError is logged here and sent without its text."""
+    """Encode an error.
+
+    An exception other than a WeftlineError is logged here and sent without its text.
+    """
     if isinstance(error, MemoryError):
         error = LimitReached("the server has no memory for this now; try again later, or with less", 1.0)
     if not isinstance(error, WeftlineError):

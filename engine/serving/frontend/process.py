@@ -119,7 +119,7 @@ class IngressProcess:
 
 
 def _exit(reason: str) -> None:
-    """Exit at once: without the engine nothing can be served, and closed connections are the fastest notice."""
+    """Exit at once: clients notice closed connections fastest."""
     os._exit(1)
 
 

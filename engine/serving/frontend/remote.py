@@ -40,7 +40,10 @@ _decode_statistics = msgspec.msgpack.Decoder(tuple[ModelFigures, ...]).decode
 
 @dataclass(slots=True)
 class _PendingResponse:
-    """A sent request. It stays until the engine has responded, even if cancelled, so that its block is not reused."""
+    """A sent request.
+
+    It stays until the engine has responded, even if cancelled, so that its block is not reused.
+    """
 
     response: asyncio.Future[msg.FrontendResponse]
     block: int

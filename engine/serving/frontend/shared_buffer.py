@@ -58,9 +58,9 @@ _DETECTIONS, _JSON = PortType("detections"), PortType("json")
 
 
 def create_request_buffer(size_bytes: int) -> HostArena:
-    """Create a buffer for another process to write, mapped read-only here; LimitReached without memory for it.
+    """Create a buffer that another process writes, mapped read-only here.
 
-    It is sealed against resizing: a shrunk mapping would kill its reader.
+    LimitReached without memory for it. It is sealed against resizing: a shrunk mapping would kill its reader.
     """
     size = align_up(size_bytes, PAGE_BYTES)
     fd = os.memfd_create("weftline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -86,7 +86,9 @@ def attach_request_buffer(fd: int) -> HostArena:
 
 
 def detach(arena: HostArena) -> None:
-    """Close the descriptor of a buffer. Idempotent. The mapping ends with its last view, which a thread may still read.
+    """Close the descriptor of a buffer. Idempotent.
+
+    The mapping ends with its last view, which a thread may still read.
 
     HostArena.close would not wait for arrays: numpy references the mapping's object, but does not keep it open.
     """
@@ -99,7 +101,10 @@ def detach(arena: HostArena) -> None:
 
 
 class SharedBuffer:
-    """Writer's side of a buffer: allocates blocks and places values. For one thread, except `Placement.write`."""
+    """Writer's side of a buffer: allocates blocks and places values.
+
+    For one thread, except `Placement.write`.
+    """
 
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena
@@ -159,7 +164,10 @@ class Placement:
         return self._layout.size_bytes if self._layout is not None else 0
 
     async def awrite(self) -> dict[str, Value]:
-        """Call `write`, in a thread for large values. A cancelled call raises only after the copy has ended."""
+        """Call `write`, in a thread for large values.
+
+        A cancelled call raises only after the copy has ended.
+        """
         if self.size_bytes < THREAD_COPY_BYTES:
             return self.write()
         copying = asyncio.ensure_future(asyncio.to_thread(self.write))

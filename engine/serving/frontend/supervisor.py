@@ -1,4 +1,4 @@
-"""Ingress processes of a server, on the engine's side: start, supervision with restarts, drain and stop.
+"""Supervision of ingress processes: start, restart, drain and stop.
 
     manager = FrontendManager(backend)
     ports = await manager.start_ingress(IngressSpec("http", ("http",), config))
@@ -106,7 +106,7 @@ class FrontendProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def wait_end(self, timeout_s: float = EXIT_S) -> str:
-        """Wait for the exit, kill the process after `timeout_s`, and return its exit status as text. Blocks."""
+        """Wait for the exit and return its status as text; kill after `timeout_s`. Blocks."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         if self._process.returncode is None:
@@ -156,7 +156,7 @@ class FrontendSupervisor:
         return self.connection is not None and bool(self.ports)
 
     async def start(self) -> dict[str, int]:
-        """Start the process and return the ports of its servers; WeftlineError or OSError if it cannot start."""
+        """Start the process and return its ports; WeftlineError or OSError on failure."""
         if self._supervision is not None:
             raise RuntimeError("an ingress process is started once")
         await self._open()
@@ -380,7 +380,7 @@ class FrontendManager:
 
 
 async def _wait_all(supervisors: list[FrontendSupervisor], grace_s: float) -> None:
-    """Wait for the end of drained processes; those left after `grace_s` and one second more are killed."""
+    """Wait for drained processes; kill those left one second after `grace_s`."""
     waiting = [asyncio.create_task(supervisor.wait_end()) for supervisor in supervisors]
     if waiting:
         await asyncio.wait(waiting, timeout=grace_s + 1.0)

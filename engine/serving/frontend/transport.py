@@ -1,4 +1,4 @@
-"""Message transport between the engine and an ingress process: length-prefixed frames on a socket, for asyncio.
+"""Transport of messages between processes: length-prefixed frames on a socket.
 
 `send` never blocks and never fails: bytes that the socket does not accept are buffered. Senders of large amounts call
 `wait_writable` first, which is the back-pressure of a slow reader. An invalid message closes the connection.

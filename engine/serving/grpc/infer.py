@@ -51,7 +51,7 @@ class Inference:
             return await self.run(request, face, parsed, call, response_bytes)
 
     def held(self, size_bytes: int) -> AbstractContextManager[None]:
-        """Count a received message against the budget while it is processed; LimitReached if it is exceeded."""
+        """Count a received message against the budget; LimitReached if it is exceeded."""
         return self.inflight.held_now(size_bytes) if size_bytes > FREE_BYTES else nullcontext()
 
     async def parse(self, request: InferRequest, call: CallContext, size_bytes: int) -> tuple[ModelFace, ParsedRequest]:

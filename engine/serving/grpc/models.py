@@ -63,7 +63,10 @@ class GrpcModels:
         }
 
     def known(self, name: str) -> ModelFace:
-        """Return the metadata of a model that the caller may see; UnknownModel, AccessDenied, SessionClosed."""
+        """Return the metadata of a model.
+
+        UnknownModel, AccessDenied or SessionClosed if the caller cannot use it.
+        """
         CALLER.get().check(name)
         return self._backend.face(name)
 

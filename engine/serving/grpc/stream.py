@@ -51,7 +51,10 @@ STALL_S = 60.0
 
 
 class InferStream:
-    """One ModelStreamInfer call. charge: counts a request of the caller; LimitReached if it exceeds its rate."""
+    """One ModelStreamInfer call.
+
+    charge: counts a request of the caller; LimitReached if it exceeds its rate.
+    """
 
     def __init__(
         self, inference: Inference, serving: DrainSwitch, charge: Callable[[Caller], None], call: StreamCall
@@ -70,7 +73,7 @@ class InferStream:
         self._reader = asyncio.ensure_future(self._read())
 
     async def run(self) -> None:
-        """Serve until the client has sent everything and has its responses; raises the error that ends the call."""
+        """Serve until all requests have responses; raises the error that ends the call."""
         self._serving.listen(self._drain)
         try:
             await asyncio.wait({self._reader})

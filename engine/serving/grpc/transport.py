@@ -1,4 +1,4 @@
-"""gRPC transport of the v2 services: method handlers, authorisation and error mapping, on grpc.aio.
+"""gRPC transport of the v2 services: handlers, authorisation and error mapping.
 
 With `server.py`, the only module of the package that imports gRPC. Handlers receive and return bytes: gRPC's own
 deserialisation would quote class names in errors, and would copy tensors.
@@ -110,7 +110,7 @@ def bidirectional_handler(method: Bidirectional, descriptor: MethodDescriptor) -
 def infer_handlers(
     inference: Inference, serving: DrainSwitch, charge: Callable[[Caller], None]
 ) -> dict[str, grpc.RpcMethodHandler]:
-    """Return the handlers of the methods that carry tensors, whose messages are parsed without copying them.
+    """Return the handlers of ModelInfer and ModelStreamInfer, on raw messages.
 
     charge: counts a request of the caller against its rate limit; LimitReached if it exceeds it.
     """

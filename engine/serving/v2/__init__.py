@@ -1,5 +1,6 @@
-"""Open Inference Protocol v2, independent of the transport: gRPC and REST servers and the clients share it.
+"""Open Inference Protocol v2, independent of the transport.
 
+The gRPC server, the REST server and the clients share this package.
 A request has four representations on its way from the network to the scheduler:
 
     bytes          as received; large tensors stay views of them

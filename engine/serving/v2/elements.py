@@ -1,4 +1,4 @@
-"""Elements of BYTES tensors: length-prefixed raw contents, and the decoding of an element to a port value.
+"""Elements of BYTES tensors: length prefixes, and decoding to port values.
 
     03 00 00 00 'a' 'b' 'c'  00 00 00 00  01 00 00 00 00      three elements: abc, empty, a NUL
 
@@ -99,7 +99,7 @@ def value_of(kind: str, element: object, type: str, values_max: int = strict_jso
 
 
 def text_of(element: Element, type: str = "text") -> str:
-    """Decode UTF-8; InputError for anything else, and for NUL, which ends the text for many libraries."""
+    """Decode UTF-8; InputError for invalid text and for NUL, which truncates C strings."""
     try:
         if isinstance(element, str):
             element.encode()

@@ -1,4 +1,4 @@
-"""Messages of the Open Inference Protocol v2, common to gRPC and REST, with their names and shared-memory parameters.
+"""Messages of the Open Inference Protocol v2, common to gRPC and REST.
 
 Independent of protobuf and JSON. (KServe, "Open Inference Protocol v2", and Triton's extensions: binary tensor data,
 parameters, sequence, shared memory.)
@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 
 class Region(msgspec.Struct, frozen=True):
-    """A range of a shared-memory region that the client registered: the place of an input, or of a wanted output."""
+    """A range of a registered shared-memory region, with an input or for an output."""
 
     name: str
     offset: int
@@ -45,7 +45,9 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """One tensor of a request or a response. Its data is in exactly one of `raw`, `values` and `region`.
+    """One tensor of a request or a response.
+
+    Its data is in exactly one of `raw`, `values` and `region`.
 
     datatype: BOOL, UINT8 ... UINT64, INT8 ... INT64, FP16, BF16, FP32, FP64 or BYTES.
     shape:    as received, not validated.
@@ -97,7 +99,9 @@ class InferResponse(msgspec.Struct, frozen=True):
 
 
 def check_name(name: object, what: str = "model") -> str:
-    """Return `name` if it is 1 to 128 letters, digits, dots, dashes and underscores; InputError otherwise.
+    """Validate a name: 1 to 128 letters, digits, dots, dashes and underscores.
+
+    InputError for anything else.
 
     Names are keys of a registry and never part of a path; that they could not be one is a second line of defence.
 
@@ -118,7 +122,9 @@ def check_version(version: object) -> str:
 
 
 def region_of(parameters: Mapping[str, Parameter], what: str) -> Region | None:
-    """Return the region in a tensor's parameters, None without one; InputError for invalid parameters.
+    """Return the region in a tensor's parameters, None without one.
+
+    InputError for invalid parameters.
 
     what: start of the message, such as 'input photo'.
     """

@@ -136,12 +136,12 @@ def parse_stream_response(data: bytes) -> tuple[str, InferResponse]:
 
 
 def response_bytes(response: InferResponse) -> bytes:
-    """Encode a response as a ModelInferResponse: the one copy of its tensors, whose memory is free afterwards."""
+    """Encode a response as a ModelInferResponse; the only copy of its tensors."""
     return b"".join(_response_parts(response))
 
 
 def stream_response_bytes(response: InferResponse, error: str = "") -> bytes:
-    """Encode a response, and an error message, as a ModelStreamInferResponse; copies as `response_bytes`."""
+    """Encode a response and an error message as a ModelStreamInferResponse."""
     parts = _response_parts(response)
     head = _StreamResponse(error_message=error).SerializeToString() if error else b""
     return b"".join([head, field_prefix(STREAM_RESPONSE, sum(map(len, parts))), *parts])
@@ -268,10 +268,10 @@ def _set_parameters(parameters: Any, values: Mapping[str, Parameter]) -> None:
 
 
 def split_field(data: bytes | memoryview, number: int) -> tuple[bytes, list[memoryview]]:
-    """Split off a length-delimited top-level field; return the rest, a valid message, and the field's views of `data`.
+    """Split off a length-delimited top-level field, as views of `data`.
 
-    Reads every byte at most once. InputError for lengths past the end, varints over ten bytes, groups, unknown wire
-    types, and more than FIELDS_MAX fields.
+    Returns the rest, which is a valid message, and the contents of the field. Reads every byte at most once. InputError
+    for lengths past the end, varints over ten bytes, groups, unknown wire types, and more than FIELDS_MAX fields.
     """
     view, end = memoryview(data), len(data)
     wanted = number << 3 | LEN

@@ -125,7 +125,7 @@ def to_asks(
 
 
 def tensor_bytes(tensor: Tensor, regions: Regions | None) -> bytes | bytearray | memoryview:
-    """Return the bytes of a tensor; those in a region are copied, so that no client can change them any more."""
+    """Return the bytes of a tensor; those in a region are copied once, before validation."""
     if tensor.region is None:
         return b"" if tensor.raw is None else tensor.raw
     memory = _available(regions)

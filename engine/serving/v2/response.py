@@ -67,7 +67,7 @@ def to_response(
 def to_chunk_response(
     request: InferRequest, face: ModelFace, chunk: StreamedOutput, version: int, regions: Regions | None = None
 ) -> InferResponse:
-    """Convert one chunk of a stream to a response with one tensor. Only whole outputs are written to regions."""
+    """Convert one chunk of a stream; only whole outputs are written to regions."""
     port = _port(face, chunk.output)
     tensor = _tensor(port, chunk.value)
     region = next((one.region for one in request.outputs if one.name == chunk.output), None)

@@ -60,9 +60,9 @@ def loads(data: bytes | bytearray | memoryview | str, what: str = "json", values
 
 
 def check_count(documents: Sequence[bytes | memoryview], what: str, values_max: int) -> None:
-    """Raise InputError if documents have more than `values_max` values together, without parsing them.
+    """Raise InputError if documents have more than `values_max` values in total.
 
-    Counts separators. Strings, which may contain commas, are removed first if the count is too high.
+    Counts separators, without parsing. Strings, which may contain commas, are removed if the count is too high.
     """
     if sum(map(_values, documents)) <= values_max:
         return
@@ -86,7 +86,7 @@ def _encoded(data: bytes | bytearray | memoryview | str, what: str) -> bytes:
 
 
 def _is_strict(value: Any, raw: bytes) -> bool:
-    """Return True if a parsed document has no duplicate key, no integer beyond 64 bits, and is not too deep."""
+    """Check a parsed document for duplicate keys, long integers and deep nesting."""
     long = _LONG in raw.translate(_DIGITS)
     colons = raw.count(b":")
     if not long and not colons and raw.count(b"[") <= DEPTH_MAX:
@@ -133,7 +133,7 @@ def _reason(raw: bytes, what: str) -> InputError:
 
 
 def _check_depth(raw: bytes, what: str) -> None:
-    """Remove the innermost pairs of brackets, level by level; any left after DEPTH_MAX levels are too deep."""
+    """Remove innermost brackets level by level; any left after DEPTH_MAX are too deep."""
     left = _STRINGS.sub(b"", raw).translate(_BRACKETS, _NOT_BRACKETS)
     for _ in range(DEPTH_MAX):
         before = len(left)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from weftline.engine.llm.grammar.matcher import told
 from weftline.engine.serving.auth.gate import ANONYMOUS, DENIALS_LOGGED_AT_ONCE, UNRESTRICTED, Gate, bearer
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, METRICS, OPEN, READ
 from weftline.engine.serving.auth.tokens import TOKEN_CHARS_MAX, TokenFile, digest
 from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor, WantedOutput
 from weftline.errors import AccessDenied, LimitReached
 
@@ -60,7 +60,7 @@ def status_of(gate: Gate, method: str, token: str | None, model: str | None = No
         gate.enter(method, token, model)
     except AccessDenied as denied:
         assert str(denied) and not any(word in str(denied) for word in TOKENS.values())
-        return told(denied).status
+        return to_status(denied).status
     return "OK"
 
 
@@ -134,7 +134,7 @@ def test_a_token_that_calls_too_often_is_told_when_to_come_back(gate: Gate, cloc
     gate.enter(INFER_RPC, TOKENS["slow"])
     with pytest.raises(LimitReached) as caught:
         gate.enter(INFER_RPC, TOKENS["slow"])
-    reply = told(caught.value)
+    reply = to_status(caught.value)
     assert reply.status == "RESOURCE_EXHAUSTED"
     assert reply.retry_after_s == pytest.approx(0.5)
     gate.enter(INFER_RPC, TOKENS["web"])  # others are not affected
