@@ -8,7 +8,7 @@
 Three runners answer the same requests greedily, one after the other in every round, so that whatever else the machine
 does falls on all of them: (a) `generate`, one request at a time; (b) transformers' continuous batching; (c) ours. The
 model is a 4-layer, 256-wide Llama with random weights in float32, or one from a folder. Prompts are random tokens, and
-nobody stops at an end-of-text token. Everybody has memory for all requests at once. Answers are compared token for
+end-of-text tokens do not stop answers. Each engine has memory for all requests at once. Answers are compared token for
 token with (a)'s; one that differs counts as equal only if the two best logits there lie within 1e-4 of each other.
 """
 
@@ -133,8 +133,8 @@ def run_openvino(python: str, folder: str, asks: list[Ask], threads: int) -> Run
         file.flush()
         script = Path(__file__).parent / "peers" / "openvino_llm.py"
         done = subprocess.run([python, script, folder, file.name, str(threads)], capture_output=True, check=True)
-    told = json.loads(done.stdout.splitlines()[-1])
-    return Run(told["answers"], told["seconds"], told["first_s"])
+    report = json.loads(done.stdout.splitlines()[-1])
+    return Run(report["answers"], report["seconds"], report["first_s"])
 
 
 def run_ours(engine: Engine, asks: list[Ask]) -> Run:

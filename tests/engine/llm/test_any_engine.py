@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.engine.llm import tiny
-from tests.engine.llm.test_drafting import Wrong
+from tests.engine.llm.test_speculation import Wrong
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.schedule import RoundLimits

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.engine.llm import coverage, tiny
-from weftline.engine.llm import attention, fitness
+from weftline.engine.llm import attention, compatibility
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.runner import Runner
 from weftline.errors import ModelError
@@ -48,7 +48,7 @@ UNFIT = {
     "gemma3_text": ({"use_bidirectional_attention": True}, "attend to those after"),
     "bart": (
         {"d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "decoder_ffn_dim": 32},
-        "not told the positions",
+        "does not accept position_ids",
     ),
     "bloom": ({"n_head": 2}, "attend through"),
 }
@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_paged_is_refused_and_the_reason_is_said(model_ty
 
 
 def test_a_model_whose_tokens_see_each_other_beside_attention_is_found_out_whatever_it_says(monkeypatch):
-    monkeypatch.setattr(fitness, "LAYERS_KNOWN", ("hybrid",))
+    monkeypatch.setattr(compatibility, "LAYERS_KNOWN", ("hybrid",))
     torch.manual_seed(3)
     with pytest.raises(ModelError, match="see each other beside attention"):
         Runner(_unfit("falcon_h1"), RunnerOptions())
