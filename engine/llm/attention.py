@@ -42,10 +42,10 @@ class Span:
 
 
 class AttentionForm(Protocol):
-    """How a device attends; shared by all layers, and told of every round before it is computed."""
+    """Attention of one device; shared by all layers, and filled before each round."""
 
     def fill(self, spans: Sequence[Span]) -> None:
-        """Take in where the tokens of the coming round are written and read; rows of `spans` follow each other."""
+        """Set where the next round writes and reads keys and values; rows of `spans` are consecutive."""
 
     def attend(
         self,
@@ -105,7 +105,7 @@ def _resized(memory: Tensor | None, slots: int) -> Tensor | None:
     made = memory.new_empty(heads, slots, width)
     kept = min(slots, before)
     made[:, :kept] = memory[:, :kept]
-    made[:, kept:] = 0  # what nobody has written is read with weight 0, and NaN times 0 is NaN
+    made[:, kept:] = 0  # unwritten slots are read with weight 0, and NaN times 0 is NaN
     return made
 
 

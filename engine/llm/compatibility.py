@@ -1,9 +1,9 @@
 """Compatibility check of a model with paged attention, when it is opened.
 
-A round packs tokens of many sequences into one row and relies on three things: nothing but attention carries
-information from one token to another, positions are taken as they are told, and each layer attends once, through
-transformers' attention interface, to the tokens before. A model for which one of them does not hold would answer, and
-wrongly; so it is refused. One short pass with attention that gives zeros tells.
+A round packs tokens of many sequences into one row. That is correct only if attention alone carries information between
+tokens, positions are the `position_ids` passed in, and each layer attends once, to earlier tokens, through
+transformers' attention interface. Any other model would produce wrong answers and is refused. One short pass with
+attention that returns zeros checks this.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from weftline.nodes.hugging_face import first_line
 
 LAYERS_KNOWN = ("full_attention", "sliding_attention")
 FIX = "\n    fix: use a plain decoder such as Llama, Qwen3 or Mistral"
-"""What ends every message about a model that cannot be paged."""
+"""End of every message about a model that cannot be paged."""
 _MIXED_SHARE, _MIXED_SHARE_ROUGH = 1e-4, 0.02
-"""How much a token's logits may differ with another one before it, of the largest: in float32, and in fewer bits."""
+"""Largest relative change of a token's logits when an earlier token changes: in float32, and in fewer bits."""
 
 
 def check_kind(config: Any, shown: str) -> None:
-    """ModelError when a config alone says that the model `shown` is no decoder."""
+    """Raise ModelError when the config shows that the model `shown` is not a decoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"model {shown}: {config.model_type} has an encoder; only decoders have pages{FIX}")
 
@@ -54,7 +54,7 @@ def find_layers(
     except Exception as error:
         raise ModelError(f"{name} cannot be paged: {first_line(error)}") from error
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ModelError(f"{name} cannot be paged: it is not told the positions of its tokens{FIX}")
+        raise ModelError(f"{name} cannot be paged: its forward does not accept position_ids{FIX}")
     allowed = (_MIXED_SHARE if model.dtype.itemsize >= 4 else _MIXED_SHARE_ROUGH) * float(found.abs().max())
     if float((found - other).abs().max()) > allowed:
         raise ModelError(f"{name} cannot be paged: its tokens see each other beside attention{FIX}")

@@ -1,7 +1,7 @@
 """Incremental detokenisation of one sequence.
 
 A token need not be whole characters, and the last characters so far may be the beginning of a stop string. Both are
-held back until the next tokens decide; what was given out is never taken back, and all pieces together are the text.
+held back until the next tokens decide; returned text is never revised, and all parts together are the text.
 
 Each token is decoded once. Where a token is the same bytes wherever it stands, its bytes come from a table
 (`BytesDecoder`: byte-level BPE, and SentencePiece with byte fallback). Every other tokenizer decodes a new token
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What decoders give for the first bytes of a character whose other bytes are still to come."""
+"""Decoders' output for an incomplete character."""
 _UNFINISHED_TOKENS_MAX = 8
-"""After so many tokens the bytes will never become a character; the longest one has 4."""
+"""Tokens after which incomplete bytes are final; the longest character has 4 bytes."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's space."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -35,7 +35,7 @@ class Decoder(Protocol):
 class TokenTexts(dict[int, str | bytes]):
     """Each token's own text by id, looked up once: a str, or bytes where it is not valid UTF-8 by itself.
 
-    strips: one space at the beginning of a text is left out.
+    strips: one leading space of a text is removed.
     """
 
     def __init__(self, spell: Callable[[int], bytes], strips: bool = False) -> None:
@@ -139,7 +139,7 @@ class WindowDecoder:
 
 
 class TextStream:
-    """Turns tokens into pieces of text, ending before the first of the `stop` strings."""
+    """Converts tokens to text incrementally, ending before the first of the `stop` strings."""
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
         self._decoder = decoder
@@ -153,7 +153,7 @@ class TextStream:
         return self._settle(new, final=False) if self._stop and new else new
 
     def finish(self) -> str:
-        """Return what was held back: the answer has ended."""
+        """Return the held-back text at the end of the answer."""
         return "" if self.stopped else self._settle(self._decoder.finish(), final=True)
 
     def _settle(self, new: str, final: bool) -> str:

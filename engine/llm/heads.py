@@ -1,13 +1,13 @@
 """Pooling and scoring heads: embeddings or scores instead of generated text.
 
-A prompt that wants no answer passes the same rounds as others, in chunks and packed with whoever else is there, and
-ends where its answer would begin. What the runner then gives for a token is not its logits but what the head reads:
+A prompt without an answer is computed in the same rounds as others, in chunks and packed with other requests, and ends
+where its answer would begin. For each token the runner then returns the head's input instead of logits:
 
     head        reads                      finish gives
     Embedding   hidden states, float32     float32 [width], of the last token, the first, or the mean of all
     Scores      the score layer's output   float32 [labels], of the last token
 
-`open_head` loads a model so; the engine finds its head at `Runner.head`.
+`open_head` loads such a model; the engine uses `Runner.head`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from weftline.errors import ModelError
 
 POOLINGS = ("last", "mean", "first")
 UNFINISHED_MAX = 4096
-"""Most prompts that are partly pooled; as many as an engine holds. Those that were cancelled make room here."""
+"""Most partly pooled prompts, as many as an engine holds; the oldest are dropped, such as cancelled ones."""
 
 
 class Head(Protocol):
-    """Makes something of a prompt while its chunks are computed.
+    """Computes an embedding or scores from the chunks of a prompt.
 
-    whole: it reads every token of the prompt, so nothing may be taken from the prefix cache (`Sequence.whole`).
-    width: how many numbers it makes.
+    whole: it reads every token of the prompt, so the prefix cache is not used (`Sequence.whole`).
+    width: length of its result.
     """
 
     @property
@@ -46,31 +46,31 @@ class Head(Protocol):
     def width(self) -> int: ...
 
     def add(self, sequence: Sequence, rows: Tensor) -> None:
-        """Take in a chunk: float32 [chunk tokens, n] for a head that reads all, else [0 or 1, n], the last token's.
+        """Add a chunk: float32 [chunk tokens, n] for a head that reads all, else [0 or 1, n], the last token's.
 
         Called before the chunk counts as computed: `sequence.computed` is where it begins.
         """
 
     def finish(self, sequence: Sequence) -> np.ndarray:
-        """Return what became of the prompt, float32 [width], after its last chunk; the same again until `end`."""
+        """Return the result of a prompt, float32 [width], after its last chunk; repeatable until `end`."""
 
     def end(self, sequence: Sequence) -> None:
-        """Let go of a finished prompt: its round was computed."""
+        """Drop a finished prompt, once its round was computed."""
 
     def forget(self) -> None:
-        """Let go of prompts that are partly read: they were cancelled."""
+        """Drop partly pooled prompts; they were cancelled."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """A prompt that is partly read: a sum, or the only row that counts, and how many tokens it has seen."""
+    """A partly pooled prompt: a sum or the one row that counts, and the number of tokens so far."""
 
     state: Tensor
     tokens: int
 
 
 class _Parts:
-    """Prompts that are partly read. A chunk that comes twice counts once; a prompt that starts anew is a new one."""
+    """Partly pooled prompts. A repeated chunk counts once; a restarted prompt begins anew."""
 
     def __init__(self) -> None:
         self._parts: OrderedDict[int, _Part] = OrderedDict()
@@ -141,10 +141,10 @@ class Embedding:
 
 
 class Scores:
-    """Scores a text by what the model's score layer says of its last token; see `Head`.
+    """Scores a text by the model's score layer on its last token; see `Head`.
 
-    labels: what the numbers stand for.
-    scale:  'none' leaves them as they are, as for a reward; 'softmax' and 'sigmoid' make probabilities of them.
+    labels: names of the scores.
+    scale:  'none' for raw scores, such as a reward; 'softmax' and 'sigmoid' for probabilities.
     """
 
     whole = False
@@ -206,9 +206,9 @@ def open_head(
     pooling: str = "last",
     normalise: bool = True,
 ) -> Runner:
-    """Load a decoder whose runner has a head: task 'embed' or 'classify'; ModelError says what is wrong with it.
+    """Load a decoder whose runner has a head: task 'embed' or 'classify'; ModelError if it is unsuitable.
 
-    embed:    any decoder; what its embeddings are worth is for its makers to say.
+    embed:    any decoder; the quality of its embeddings depends on its training.
     classify: a model trained with a score layer, such as LlamaForSequenceClassification; rewards are one label.
     """
     options, name = options or RunnerOptions(), shown or str(source)
@@ -226,7 +226,7 @@ def open_head(
 
 
 def _labels(config: Any) -> tuple[tuple[str, ...], str]:
-    """Return the labels of a classifier, and how its scores are scaled: as transformers' own pipeline does it."""
+    """Return the labels of a classifier and the scale of its scores, as transformers' pipeline chooses it."""
     labels = tuple(str(config.id2label[place]) for place in range(config.num_labels))
     if config.problem_type == "regression":
         return labels, "none"

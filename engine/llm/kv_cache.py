@@ -43,21 +43,21 @@ if TYPE_CHECKING:
     from weftline.engine.llm.sequence import Sequence
 
 _epochs = itertools.count()
-_FREE, _HOPED, _TAKEN = 0, 1, 2
+_FREE, _RESERVED, _TAKEN = 0, 1, 2
 
 
 @dataclass(slots=True, eq=False)
 class PageTable:
     """The pages of one sequence, in token order; only the pool changes it.
 
-    run:   index in `pages` from which on all pages are neighbours in memory.
-    hope:  free pages behind the last one that it would like to grow into.
-    epoch: another number whenever pages were changed other than by adding some; no two tables ever have the same.
+    run:      index in `pages` from which on all pages are adjacent in memory.
+    reserved: free pages behind the last one, preferred for its growth.
+    epoch:    changes whenever pages change other than by appending; unique among all tables.
     """
 
     pages: list[int] = field(default_factory=list)
     run: int = 0
-    hope: range = range(0)
+    reserved: range = range(0)
     epoch: int = field(default_factory=_epochs.__next__)
 
     def _append(self, page: int) -> None:
@@ -83,7 +83,7 @@ class PageCounts:
 
 
 class PagePool:
-    """Hands out `pages` pages of `page_tokens` tokens each. `evicted` is called with each idle page it gives up."""
+    """Allocates `pages` pages of `page_tokens` tokens each. `evicted` is called with each evicted page."""
 
     def __init__(self, pages: int, page_tokens: int, evicted: Callable[[int], None] = lambda page: None) -> None:
         if pages < 1 or page_tokens < 1:
@@ -100,20 +100,20 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that could be taken now, idle ones included."""
+        """Return the number of pages that could be allocated, idle ones included."""
         return self._free + len(self._idle)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold `tokens` tokens."""
+        """Return the number of pages for `tokens` tokens."""
         return -(-tokens // self.page_tokens)
 
     def counts(self) -> PageCounts:
         return PageCounts(self.size - self.available, len(self._idle), self._free)
 
     def try_grow(self, table: PageTable, count: int, room: int = 0) -> bool:
-        """Add `count` pages to `table`, or change nothing and return False when there are not as many.
+        """Append `count` pages to `table`; return False and change nothing when there are too few.
 
-        room: how many more it is likely to ask for later; used to choose a good place.
+        room: expected further growth in pages; used to choose a place.
         """
         if count > self.available:
             return False
@@ -129,7 +129,7 @@ class PagePool:
         return True
 
     def share(self, table: PageTable, page: int) -> None:
-        """Add `page`, which holds the tokens that come next in `table`, without copying it."""
+        """Append `page`, which holds the next tokens of `table`, without copying it."""
         if self._references[page] == 0:
             if page not in self._idle:
                 raise RuntimeError(f"page {page} is free and cannot be shared")
@@ -138,10 +138,10 @@ class PagePool:
         table._append(page)
 
     def drop(self, table: PageTable) -> None:
-        """Take every page from `table`; the last ones become idle first, so that common beginnings live longest."""
+        """Release all pages of `table`, last ones first, so that common prefixes are evicted last."""
         for page in reversed(table.pages):
             if self._references[page] < 1:
-                raise RuntimeError(f"page {page} is dropped more often than it was taken")
+                raise RuntimeError(f"page {page} was released more often than it was allocated")
             self._references[page] -= 1
             if self._references[page] == 0:
                 if page in self._kept:
@@ -149,21 +149,21 @@ class PagePool:
                 else:
                     self._map[page] = _FREE
                     self._free += 1
-        self._unhope(table)
+        self._unreserve(table)
         table.pages.clear()
         table.run = 0
         table.epoch = next(_epochs)
 
     def references(self, page: int) -> int:
-        """In how many tables `page` is."""
+        """Return the number of tables that contain `page`."""
         return self._references[page]
 
     def is_shared(self, table: PageTable, index: int) -> bool:
-        """Whether other tables hold the page at `index` of `table` too, so that it must not be written."""
+        """Return whether other tables share the page at `index` of `table`, so that it is read-only."""
         return index < len(table.pages) and self._references[table.pages[index]] > 1
 
     def try_own(self, table: PageTable, index: int) -> tuple[int, int] | None:
-        """Put a page of its own in place of the shared one at `index`; return (old, new), None when there is none."""
+        """Replace the shared page at `index` by a new one; return (old, new), or None when there is no page."""
         if self.available < 1:
             return None
         old = table.pages[index]
@@ -175,82 +175,82 @@ class PagePool:
         return old, new
 
     def keep(self, page: int, worth: Worth = USUAL) -> None:
-        """Remember that `page` holds something worth finding again: dropped, it becomes idle and not free."""
+        """Register `page` as cached: when released it becomes idle instead of free."""
         best = self._kept.get(page)
         self._kept[page] = worth if best is None or worth.priority >= best.priority else best
 
     def resize(self, pages: int) -> int:
-        """Grow or shrink to `pages`, and return how many there are now: not fewer than reach up to the last used one.
+        """Grow or shrink to `pages`, but not below the last used page; return the new size.
 
-        Idle pages beyond the new end are given up.
+        Idle pages beyond the new end are evicted.
         """
         if pages < self.size:
             last_used = next((p for p in range(self.size - 1, -1, -1) if self._references[p]), -1)
             pages = max(pages, last_used + 1, 1)
             for page in [p for p in self._idle if p >= pages]:
                 self._idle.remove(page)
-                self._give_up(page)
+                self._evict_page(page)
         self._free += pages - self.size
         self._map = self._map[:pages] + bytearray(max(0, pages - self.size))
         self._references = self._references[:pages] + [0] * max(0, pages - self.size)
         self.size = pages
         return pages
 
-    def forget_idle(self) -> None:
-        """Give up every idle page."""
+    def evict_idle(self) -> None:
+        """Evict every idle page."""
         self._evict(self.size, self.size)
 
     def _has_neighbours(self, table: PageTable, count: int) -> bool:
-        """Whether the `count` pages behind the table's last one are free, and hoped for by nobody else."""
+        """Return whether the `count` pages behind the table's last one are free and not reserved by another table."""
         if not table.pages:
             return False
         start = table.pages[-1] + 1
-        stretch = range(start, start + count)
-        return stretch.stop <= self.size and all(
-            self._map[page] == _FREE or (self._map[page] == _HOPED and page in table.hope) for page in stretch
+        behind = range(start, start + count)
+        return behind.stop <= self.size and all(
+            self._map[page] == _FREE or (self._map[page] == _RESERVED and page in table.reserved) for page in behind
         )
 
     def _choose(self, table: PageTable, count: int, room: int) -> list[int]:
         if self._has_neighbours(table, count):
             start = table.pages[-1] + 1
             return list(range(start, start + count))
-        self._unhope(table)
+        self._unreserve(table)
         start = self._map.find(bytes(count + room))
         if start >= 0:
-            table.hope = range(start + count, start + count + room)
-            self._map[table.hope.start : table.hope.stop] = bytes([_HOPED]) * room
+            table.reserved = range(start + count, start + count + room)
+            self._map[table.reserved.start : table.reserved.stop] = bytes([_RESERVED]) * room
             return list(range(start, start + count))
         start = self._map.find(bytes(count))
         if start >= 0:
             return list(range(start, start + count))
         found: list[int] = []
-        for state in (_FREE, _HOPED):
+        for state in (_FREE, _RESERVED):
             page = -1
             while len(found) < count and (page := self._map.find(state, page + 1)) >= 0:
                 found.append(page)
         return sorted(found)
 
-    def _evict(self, must: int, wish: int) -> None:
-        """Give up idle pages until `must` are free, and then up to `wish` so that they make one stretch together."""
+    def _evict(self, must: int, wanted: int) -> None:
+        """Evict idle pages until `must` are free, and then up to `wanted` so that they are adjacent."""
         if self._free >= must and self._map.find(bytes(must)) >= 0:
             return
-        while self._idle and self._free < wish:
-            self._give_up(self._idle.pop(self.now_ms))
+        while self._idle and self._free < wanted:
+            self._evict_page(self._idle.pop(self.now_ms))
 
-    def _give_up(self, page: int) -> None:
+    def _evict_page(self, page: int) -> None:
         del self._kept[page]
         self._map[page] = _FREE
         self._free += 1
         self._evicted(page)
 
-    def _unhope(self, table: PageTable) -> None:
-        for page in table.hope:
-            if page < self.size and self._map[page] == _HOPED:
+    def _unreserve(self, table: PageTable) -> None:
+        for page in table.reserved:
+            if page < self.size and self._map[page] == _RESERVED:
                 self._map[page] = _FREE
-        table.hope = range(0)
+        table.reserved = range(0)
 
     def check(self, tables: list[PageTable]) -> None:
-        """Raise RuntimeError unless the books agree with `tables`, all the tables there are."""
+        """Raise RuntimeError unless the reference counts agree with `tables`, all existing tables."""
         counted = [0] * self.size
         for table in tables:
             for page in table.pages:
@@ -269,17 +269,17 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCounts:
-    """Tokens asked for when sequences joined, and how many of them were found computed."""
+    """Tokens of joined sequences, and how many of them were found in the cache."""
 
     asked_tokens: int
     hit_tokens: int
 
 
 class PrefixCache:
-    """Knows which page of `pool` holds which beginning. It holds no page: it learns from the pool when one is lost."""
+    """Maps prefix keys to pages of `pool`. It holds no references: the pool calls it when a page is evicted."""
 
     def __init__(self, pages: int, page_tokens: int, enabled: bool = True) -> None:
-        self.pool = PagePool(pages, page_tokens, self._lost)
+        self.pool = PagePool(pages, page_tokens, self._on_evicted)
         self.enabled = enabled
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
@@ -288,7 +288,7 @@ class PrefixCache:
         self._hit = 0
 
     def join(self, sequence: Sequence) -> None:
-        """Give a sequence without pages those that hold its beginning; at least one token is left to compute."""
+        """Add the cached pages of a sequence's prefix to its table; at least one token is left to compute."""
         if sequence.table.pages or sequence.computed:
             raise RuntimeError(f"sequence {sequence.id} joins with {len(sequence.table.pages)} pages; expected none")
         if not self.enabled or sequence.whole:
@@ -305,12 +305,12 @@ class PrefixCache:
         sequence.computed = len(sequence.table.pages) * self.pool.page_tokens
 
     def count(self, sequence: Sequence) -> None:
-        """Note in the counts that `sequence` has just joined for good."""
+        """Count a sequence that has joined a round."""
         self._asked += len(sequence.tokens)
         self._hit += sequence.computed
 
     def publish(self, sequence: Sequence, before: int, now: int) -> None:
-        """Make findable what pages `sequence` filled between `before` and `now` computed tokens, all of them known."""
+        """Register the pages that `sequence` filled between `before` and `now` computed tokens."""
         filled = range(before // self.pool.page_tokens, now // self.pool.page_tokens)
         if not self.enabled or not filled:
             return
@@ -329,8 +329,8 @@ class PrefixCache:
         return PrefixCounts(self._asked, self._hit)
 
     def clear(self) -> None:
-        """Forget every page that no sequence holds."""
-        self.pool.forget_idle()
+        """Evict every page that no sequence holds."""
+        self.pool.evict_idle()
         if not self._pages:
             self.log.cleared()
 
@@ -344,7 +344,7 @@ class PrefixCache:
             sequence.hashes.append(hashlib.sha256(before + tokens.tobytes()).digest())
         return sequence.hashes[index]
 
-    def _lost(self, page: int) -> None:
+    def _on_evicted(self, page: int) -> None:
         key = self._keys.pop(page)
         del self._pages[key]
         self.log.removed(key)

@@ -2,8 +2,8 @@
 
 Events and their fields are named as vLLM and SGLang name theirs (`BlockStored`, `BlockRemoved`, `AllBlocksCleared`;
 `block_hashes`, `parent_block_hash`, `token_ids`, `block_size`, `lora_id`, `medium`), so that a router that reads
-theirs reads ours: a block there is a page here. Numbers have no gaps; whoever asks for one that is no longer kept is
-told how many were missed, and has to start from what is stored then.
+theirs reads ours: a block there is a page here. Numbers have no gaps. A reader that asks for a number that is no longer
+kept gets the count of missed events and must resynchronise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 EVENTS_KEPT = 10_000
 """Events that can still be pulled: minutes of a busy engine, at about 300 bytes each."""
 MEDIUM = "GPU"
-"""Where a page lies, in the words of those who read these events: the device's memory, whatever the device is."""
+"""Where a page lies, as these event formats name it: the device's memory, whatever the device is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class KvEvent:
 
 @dataclass(frozen=True, slots=True)
 class KvEvents:
-    """An answer to `pull`: events in order. missed: how many of those asked for are no longer kept."""
+    """Result of `pull`: events in order. missed: number of requested events that are no longer kept."""
 
     events: tuple[KvEvent, ...]
     missed: int
@@ -45,7 +45,7 @@ class KvLog:
         self._number = 0
 
     def stored(self, key: bytes, parent: bytes | None, tokens: Sequence[int], adapter: int) -> None:
-        """Note that a page now holds `tokens`, which come after the page `parent`."""
+        """Log that a page holds `tokens`, which follow the page `parent`."""
         self._note(
             "BlockStored",
             block_hashes=[key],

@@ -1,15 +1,14 @@
 """KV cache size of an llm step alone on its GPU: the remainder after its largest round.
 
-The plan of an unmeasured step does not contain what its weights and work leave for KV memory. A step that is the
-only one yet to be measured on its GPU finds out when it opens, before its CUDA graphs are recorded:
+The plan of an unmeasured step does not know the memory that its weights and work leave for the KV cache. When a step is
+the only unmeasured one on its GPU, it is measured at start, before CUDA graphs are recorded:
 
-    1. the model opens with little KV memory, which this gives back
-    2. the largest round is computed: all the tokens and sequences that limits allow, drawn from the whole vocabulary
-    3. KV memory = the lesser of what the step may have and what is free, less the work of such a round, twice: for
-       rounds computed eagerly, and for the pool of the graphs, which torch keeps apart
+    1. the model opens with little KV memory, which is released
+    2. the largest round is computed: all tokens and sequences that the limits allow, sampled from the whole vocabulary
+    3. KV memory = the lesser of the step's budget and the free memory, less the work of such a round twice: for eager
+       rounds, and for the memory pool of the graphs, which torch keeps separate
 
-A resize while requests are served would move every page and drop every graph; a memory that is too small refuses long
-prompts.
+A later resize would move every page and drop every graph, and too little memory refuses long prompts.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 WORK_BYTES = 256 << 20
-"""Left besides: workspaces of cuBLAS for each stream, kernels that are loaded later, graphs themselves."""
+"""Reserve for cuBLAS workspaces per stream, kernels loaded later, and the graphs themselves."""
 BLOCK_BYTES = 2 << 20
-"""CUDA's allocations are rounded up to this: for each layer's keys, and its values."""
+"""Granularity of CUDA allocations, for each layer's keys and values."""
 LESS, TRIES = 0.97, 8
-"""Where memory is in pieces, so much less is tried, so often."""
+"""Factor and number of retries where memory is fragmented."""
 USES = 2
-"""More pages than so many times what all sequences of a round can have at full length are of no use."""
+"""Most pages, in multiples of all sequences of a round at full length."""
 
 
 class Meter(Protocol):
@@ -51,10 +50,10 @@ class Meter(Protocol):
         """Return the free memory of the device, after freeing what the framework caches."""
 
     def held(self) -> int:
-        """Return what this process has of it."""
+        """Return the memory held by this process."""
 
     def peak(self, compute: Callable[[], None]) -> int:
-        """Return the most that `compute` takes beyond what was held before."""
+        """Return the peak memory of `compute` beyond what was held before."""
 
 
 class TorchMeter:
@@ -81,9 +80,9 @@ class TorchMeter:
 
 
 def fill_device(runners: Sequence[Runner], limits: RoundLimits, room: DeviceMemoryLimit, meter: Meter) -> None:
-    """Give runners the KV memory that is left of their device, in the proportion of what they have, and never less.
+    """Divide the free memory of a device among runners, in proportion to their KV memory, and never less than it.
 
-    ModelError: there is none for as much as they had.
+    ModelError when not even that fits.
     """
     shares = [runner.pages * runner.page_bytes for runner in runners]
     work = max(meter.peak(lambda runner=runner: compute_largest(runner, limits)) for runner in runners)  # type: ignore[misc]
@@ -97,31 +96,31 @@ def fill_device(runners: Sequence[Runner], limits: RoundLimits, room: DeviceMemo
 
 
 def keep_room(engine: Engine, room: DeviceMemoryLimit, meter: Meter) -> bool:
-    """Give pages back where less is free than was foreseen, and return whether that was so.
+    """Release pages where less memory is free than planned; return whether that was needed.
 
-    For when all graphs are recorded: they may have taken more than a round's work. They are dropped then.
+    To be called after graphs are recorded: they may use more than a round's work. They are dropped then.
     """
     missing = max(room.reserve_bytes - meter.free(), meter.held() - room.bytes)
     if missing <= 0:
         return False
     runner = engine.runner
-    # a layer that changes its size lies there twice meanwhile, and blocks are rounded up
+    # during a resize a layer exists twice, and blocks are rounded up
     pages = runner.pages - -(-(missing + 2 * runner.layers * BLOCK_BYTES) // runner.page_bytes)
-    _log.warning("%d bytes too many are taken with CUDA graphs: %d pages instead of %d", missing, pages, runner.pages)
+    _log.warning("CUDA graphs use %d bytes too many: %d pages instead of %d", missing, pages, runner.pages)
     engine.set_pages_at_wake(engine.resize(pages))
     return True
 
 
 def compute_largest(runner: Runner, limits: RoundLimits) -> None:
-    """Compute the largest round that the limits allow, and draw all its tokens; what comes out is of no use.
+    """Compute the largest round that the limits allow and sample its tokens; the result is discarded.
 
-    All its sequences have the same page: what they write there does not matter, and how many there are costs nothing.
-    Where there is no memory for it, rounds in service will be smaller (`weftline.nodes.out_of_memory`).
+    All sequences share one page, whose content does not matter, so that their number needs no memory.
+    Where memory runs out, rounds in service will be smaller (`weftline.nodes.out_of_memory`).
     """
     count = max(1, min(limits.sequences_max, limits.tokens_max))
     each, more = divmod(limits.tokens_max, count)
     sizes = [min(each + (at < more), runner.context_max) for at in range(count)]
-    chunks = [ScheduledChunk(_made_up(runner, at, tokens), 0, tokens) for at, tokens in enumerate(sizes)]
+    chunks = [ScheduledChunk(_dummy_sequence(runner, at, tokens), 0, tokens) for at, tokens in enumerate(sizes)]
     try:
         logits = runner.run_eagerly(chunks)
         if runner.head is None:
@@ -133,7 +132,7 @@ def compute_largest(runner: Runner, limits: RoundLimits) -> None:
         _log.warning("no memory for a round of %d tokens: rounds will be smaller", limits.tokens_max)
 
 
-def _made_up(runner: Runner, order: int, tokens: int) -> SequenceState:
+def _dummy_sequence(runner: Runner, order: int, tokens: int) -> SequenceState:
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=order, logprobs=None if runner.head is not None else 1)
     made = SequenceState(order, [0] * tokens, tokens, tokens + 1, params, order)
     made.table.pages.extend([0] * -(-tokens // runner.page_tokens))

@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """How a model is opened.
+    """Options for loading a model.
 
     device:      'cpu', or 'cuda:0' and so on.
     dtype:       'auto' (float32 on CPU, what the checkpoint says elsewhere), or a torch dtype's name.

@@ -1,7 +1,7 @@
 """LLM node: prompts in, streamed text out.
 
-It is never given batches: items are submitted as they come, join the running ones at the next round, and each round
-answers with the pieces it produced. A request that is refused or fails gets its reason in a piece of its own.
+Items are not batched before the node: they are submitted as they arrive, join the running ones at the next round, and
+each round returns the pieces it produced. A refused or failed request gets a piece with its error.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _TASK_CLASSES = {
     "generate": "AutoModelForCausalLM", "embed": "AutoModel", "classify": "AutoModelForSequenceClassification"
 }  # fmt: skip
 NAME_CHARS_MAX = 256
-"""Longest name of a tenant or an adapter."""
+"""Most characters of a tenant or adapter name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Submitted:
-    """An item as the engine takes it. Waits for memory where its prompt is longer than all pages."""
+    """An item ready for the engine. It waits for memory where its prompt is longer than all pages."""
 
     item: int
     tokens: list[int]
@@ -105,13 +105,13 @@ class Llm(StreamNode):
             return _head_ports(config, found)
         return Ports(
             inputs=(
-                port("prompt", "text", optional=True, about="what the user says; either this or messages"),
+                port("prompt", "text", optional=True, about="user message; either this or messages"),
                 port("messages", "json", optional=True, about="a conversation: [{role, content}, ...]"),
-                port("tools", "json", optional=True, about="what the model may call, as its chat template expects it"),
+                port("tools", "json", optional=True, about="tool definitions, as the chat template expects them"),
                 port("sampling", "json", optional=True, about="changes to the step's sampling options, by key"),
                 port("adapter", "text", optional=True, about="name of the LoRA adapter to answer with"),
-                port("tenant", "text", optional=True, about="keeps cached prompts apart, beside callers of a server"),
-                port("retention", "json", optional=True, about="how long parts of the prompt stay cached, as ranges"),
+                port("tenant", "text", optional=True, about="separates cached prompts of a caller's tenants"),
+                port("retention", "json", optional=True, about="retention of cached parts of the prompt, as ranges"),
             ),
             outputs=(
                 port("text", "text", pieces=True, about="the answer"),
@@ -122,7 +122,7 @@ class Llm(StreamNode):
 
     @classmethod
     def plan_notes(cls, config: LlmConfig, step: StepContext) -> Sequence[str]:
-        """Return the limits of rounds where the step is on a GPU, whose defaults are others than a CPU's."""
+        """Return the round limits of a step on a GPU, whose defaults differ from a CPU's."""
         found = []
         for limits in dict.fromkeys(round_limits(config, one) for one in step.devices if torch_device(one) != "cpu"):
             rounds = f"rounds of at most {limits.tokens_max} tokens (round_tokens_max)"
@@ -140,7 +140,7 @@ class Llm(StreamNode):
         self._kv_most_bytes = context.kv_most_bytes
         if self.config.system and not self._tokens.has_template:
             self.close()
-            raise ModelError(f"model {self.config.model}: it has no chat template, so `system` cannot be said to it")
+            raise ModelError(f"model {self.config.model}: it has no chat template, so `system` cannot be used")
         self._retained = self._fixed_tokens() if self.config.task == "generate" else []
 
     def warm_up(self) -> None:
@@ -148,14 +148,14 @@ class Llm(StreamNode):
         if engine.runner.device.type == "cuda":
             from weftline.engine.llm.kv_sizing import TorchMeter, compute_largest, keep_room
 
-            compute_largest(engine.runner, engine.limits)  # what it takes is measured while a step warms up
+            compute_largest(engine.runner, engine.limits)  # its memory use is measured during warm-up
             self._run_once(engine)
             if self._room is None or not keep_room(engine, self._room, TorchMeter(engine.runner.device)):
                 return
         self._run_once(engine)
 
     def _run_once(self, engine: Engine) -> None:
-        """Record CUDA graphs and compile kernels, so that nothing of that is left for the time when requests wait."""
+        """Record CUDA graphs and compile kernels before the first request."""
         engine.record(lambda done, all: self._progress(f"recording CUDA graphs, {done} of {all}", 0.9))
         if engine.runner.head is not None:
             engine.add(-1, [0], SamplingParams(), LlmRequestOptions(pool=True))
@@ -163,14 +163,14 @@ class Llm(StreamNode):
             return
         prompt, plain = [0] * max(1, min(4, engine.context_max - 2)), SamplingParams(tokens_max=2, ignore_eos=True)
         engine.generate([prompt], plain)
-        if engine.runner.graphs is not None:  # each way of drawing on the device has kernels of its own
+        if engine.runner.graphs is not None:  # each kind of sampling has its own kernels
             engine.generate([prompt], dataclasses.replace(plain, temperature=1.0))
             engine.generate([prompt], dataclasses.replace(plain, temperature=1.0, top_k=2, top_p=0.5))
         engine.clear_prefixes()
 
     @classmethod
     def can_rest(cls, config: LlmConfig, step: StepContext) -> bool:
-        return config.ranks == 1  # the other ranks are processes of their own, which would stay where they are
+        return config.ranks == 1  # other ranks are separate processes, which cannot sleep
 
     def sleep(self, keep: str) -> bool:
         if keep != "host" or self.config.ranks > 1:
@@ -201,7 +201,10 @@ class Llm(StreamNode):
             fixed = self._fixed(tokens)
             template = (Retention(0, fixed, PRIORITY_TEMPLATE),) if fixed else ()
             options = LlmRequestOptions(
-                urgency.priority, deadline_ms, _salt(urgency.caller, _name(inputs, "tenant")), _name(inputs, "adapter"),
+                urgency.priority,
+                deadline_ms,
+                _salt(urgency.caller, _name(inputs, "tenant")),
+                _name(inputs, "adapter"),
                 (*template, *read_retention(inputs.get("retention"))), pool,
                 shared=fixed if inputs.get("messages") is None else 0,  # a conversation may be all the caller's
             )  # fmt: skip
@@ -217,7 +220,7 @@ class Llm(StreamNode):
                 self._add(asked)
 
     def _add(self, asked: _Submitted) -> None:
-        """Have the engine take an item; one that it does not take gets its reason in a piece."""
+        """Add an item to the engine; one that is refused gets a piece with the error."""
         engine, words = self._opened()
         try:
             engine.add(asked.item, asked.tokens, asked.params, asked.options, now_ms=asked.now_ms)
@@ -273,25 +276,25 @@ class Llm(StreamNode):
         try:
             have = engine.resize(bytes // page_bytes)
         except Exception:
-            for one in asked:  # there is no memory to be had
+            for one in asked:  # no memory could be added
                 self._add(one)
             raise
         for one in asked:
             if have > before and self._wanted_bytes(one) > have * page_bytes:
-                self._long.append(one)  # there may be still more
+                self._long.append(one)  # more memory may follow
             else:
                 self._add(one)
         return have * page_bytes
 
     def _wanted_bytes(self, asked: _Submitted) -> int:
-        """Return the KV memory that an item may need, as far as the step may be given it."""
+        """Return the KV memory that an item may need, at most the step's maximum."""
         runner = self._opened()[0].runner
         tokens = min(len(asked.tokens) + asked.params.tokens_max, runner.context_max)
         pages = -(-tokens // runner.page_tokens)
         return min(pages, self._kv_most_bytes // runner.page_bytes) * runner.page_bytes
 
     def round(self) -> Sequence[Piece]:
-        """Compute a round; where there is none to compute, record a CUDA graph that has to be recorded again."""
+        """Compute a round; when idle, record a missing CUDA graph."""
         engine, _ = self._opened()
         if not engine.busy and not engine.recorded:
             engine.record(most=1)
@@ -308,7 +311,7 @@ class Llm(StreamNode):
     def _params(self, inputs: Mapping[str, Any], seed: int | None) -> SamplingParams:
         params: SamplingParams = self.config.sampling
         if inputs.get("tools"):
-            params = dataclasses.replace(params, skip_special_tokens=False)  # calls may be written with such tokens
+            params = dataclasses.replace(params, skip_special_tokens=False)  # tool calls may contain special tokens
         if inputs.get("sampling") is not None:
             params = SamplingParams.read(inputs["sampling"], params)
         return params if seed is None or params.seed is not None else dataclasses.replace(params, seed=seed)
@@ -334,7 +337,7 @@ class Llm(StreamNode):
         return [*system, {"role": "user", "content": prompt}]
 
     def _fixed_tokens(self) -> list[int]:
-        """Return the tokens that every prompt of this step begins with: what two different prompts have in common."""
+        """Return the leading tokens of every prompt of this step: the common prefix of two different prompts."""
         _, tokens = self._opened()
         if not (self.config.system or self.config.prefix):
             return []
@@ -344,18 +347,18 @@ class Llm(StreamNode):
                 for text in (f"{self.config.prefix}0", f"{self.config.prefix}?")
             ]
         except InputError:
-            return []  # a template that refuses such a turn: then nothing is known to be fixed
+            return []  # the template refuses such a turn: no fixed prefix
         same = next((at for at, (a, b) in enumerate(zip(*ways, strict=False)) if a != b), 0)
         return ways[0][:same]
 
     def _fixed(self, tokens: list[int]) -> int:
-        """Return how many tokens at a prompt's beginning are the step's own, in whole pages."""
+        """Return the number of leading prompt tokens that are the step's own, in whole pages."""
         same: int = next((at for at, (a, b) in enumerate(zip(tokens, self._retained)) if a != b), len(self._retained))
         page_tokens: int = self.config.page_tokens
-        return same - same % page_tokens  # a page with anything else in it is of no use to others
+        return same - same % page_tokens  # a page with other tokens cannot be shared
 
     def _take(self, update: TokenUpdate, pieces: list[Piece]) -> None:
-        """Apply a round's update to a request, and append the pieces for its caller."""
+        """Apply an update to its request, and append the pieces for its caller."""
         item = update.id
         output = self._outputs[item]
         self._counters.add(update, first=not output.begun)
@@ -388,17 +391,17 @@ class Llm(StreamNode):
 
 
 def _checked_model(model: str, task: str, base_dir: Path, option: str) -> dict[str, Any] | None:
-    """Return a model's config.json, None while it is not here; ConfigError where no step of that task can run it."""
+    """Return a model's config.json, None if not downloaded; ConfigError where this task cannot run it."""
     try:
         found = find_config(model, base_dir)
         if found is None:
             return None
         check_kind(found, model, *_TASK_KINDS[task])
         if found.get("is_encoder_decoder"):
-            told = f"{model} has an encoder and a decoder ({found.get('model_type')!s:.40})"
+            reason = f"{model} has an encoder and a decoder ({found.get('model_type')!s:.40})"
             plain = "name a plain decoder such as Llama, Qwen3 or Mistral"
             fix = "use node whisper for speech" if found.get("model_type") == "whisper" else plain
-            raise ConfigError("model", told, "a decoder alone", fix)
+            raise ConfigError("model", reason, "a decoder alone", fix)
         check_folder(model, base_dir, _TASK_CLASSES[task])
         return found
     except ConfigError as error:
@@ -406,10 +409,10 @@ def _checked_model(model: str, task: str, base_dir: Path, option: str) -> dict[s
 
 
 def _head_ports(config: LlmConfig, found: dict[str, Any] | None) -> Ports:
-    """Return the ports of a step that makes something else of a text than an answer."""
-    text = port("text", "text", about="what is read")
+    """Return the ports of a step with task embed or classify."""
+    text = port("text", "text", about="the text to embed or classify")
     usage = port("usage", "json", about="prompt and cached tokens")
-    tenant = port("tenant", "text", optional=True, about="keeps cached prompts apart, beside callers of a server")
+    tenant = port("tenant", "text", optional=True, about="separates cached prompts of a caller's tenants")
     if config.task == "classify":
         return Ports((text, tenant), (port("scores", "json", about="the model's score for each of its labels"), usage))
     width = embedding_width(found, config.model)
@@ -430,5 +433,5 @@ def _now_ms() -> float:
 
 
 def _salt(caller: str, tenant: str) -> bytes:
-    """Return what keeps cached prompts of callers apart, and of each caller's tenants; b'' for neither."""
+    """Return the cache salt of a caller and tenant; b'' for neither."""
     return f"{len(caller)}:{caller}:{tenant}".encode() if caller or tenant else b""

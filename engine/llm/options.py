@@ -18,7 +18,7 @@ TASKS = ("generate", "embed", "classify")
 POOLINGS = ("last", "mean", "first")
 SPECULATIONS = ("none", "ngram", "draft")
 DEFAULT_LIMITS = {"cpu": RoundLimits(512, 32), "gpu": RoundLimits(2048, 256)}
-"""Of a step's rounds, by where it runs. A GPU reads weights once for all rows, so that more of them cost little."""
+"""Default limits of rounds by device. A GPU reads weights once for all rows, so more rows cost little."""
 LIMITS_MAX = {"round_tokens_max": 1 << 17, "sequences_max": 4096}
 """Larger values are refused: buffers for a round are made when the step opens, and the engine holds 4096 requests."""
 _WHOLE = ("page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max", "guesses_max", "ranks")
@@ -33,43 +33,43 @@ class LlmConfig:
     task: str = "generate"
     """generate: answers. embed: a vector for each text. classify: scores by the model's classification head."""
     system: str = ""
-    """Said to the model before every `prompt`; needs a model with a chat template."""
+    """System message before every `prompt`; needs a model with a chat template."""
     prefix: str = ""
-    """What every prompt begins with; its pages are kept longest. A step with `prompt:` sets it by itself."""
+    """Fixed beginning of every prompt; its pages are kept longest. A step with `prompt:` sets it itself."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How tokens are chosen and when an answer ends; a request's `sampling` input changes single keys."""
+    """Sampling options and stop conditions; a request's `sampling` input changes single keys."""
     pooling: str = "last"
-    """How an embedding is made of its text's tokens: last, mean or first."""
+    """Pooling of token embeddings: last, mean or first."""
     page_tokens: int = 16
     """Tokens in one page of the KV memory."""
     kv_bytes: int | None = None
     """KV memory in bytes, reserved at start; by default 256 MiB on a CPU, less where the model cannot use it,
     and on a GPU what its budget leaves."""
     kv_dtype: str = "auto"
-    """Number format of keys and values: auto (that of the weights), or fp8, which takes half the room of 16 bits."""
+    """Number format of keys and values: auto (that of the weights), or fp8, half the memory of 16 bits."""
     round_tokens_max: int | None = None
-    """Most tokens of one round: a larger budget reads prompts faster, a smaller one streams more evenly; by default 512
+    """Most tokens of one round: a larger one computes prompts faster, a smaller one streams more evenly; by default 512
     on a CPU and 2048 on a GPU."""
     sequences_max: int | None = None
     """Most requests that generate at a time; others wait inside the step; by default 32 on a CPU and 256 on a GPU."""
     dtype: str = "auto"
     """Number format of weights and KV: auto (float32 on CPU, the checkpoint's on a GPU), float32, bfloat16, float16."""
     weights: str = "auto"
-    """Number format in which weights are kept: auto (as the checkpoint has them), fp8, int8 or int4."""
+    """Number format of weights in memory: auto (the checkpoint's), fp8, int8 or int4."""
     context_max: int | None = None
-    """Longest prompt and answer together, in tokens; by default what the model was made for."""
+    """Longest prompt and answer together, in tokens; by default the model's own limit."""
     speculation: str = "none"
     """Speculative decoding: none, ngram (earlier text) or draft (a smaller model). Answers do not change."""
     draft_model: str = ""
-    """The smaller model of `speculation: draft`, with the same vocabulary."""
+    """Smaller model for `speculation: draft`, with the same vocabulary."""
     guesses_max: int = 5
-    """Most tokens guessed at a time."""
+    """Most draft tokens per round."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters, {name: folder}; a request's `adapter` input names one of them."""
     fuse: bool = True
-    """Merge weights at load where that gives the same results: fewer and larger products."""
+    """Merge weights at load where results stay the same: fewer and larger matrix products."""
     ranks: int = 1
-    """Processes among which the model is split (tensor parallel)."""
+    """Processes that share the model (tensor parallelism)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.sampling, Mapping):
@@ -81,13 +81,13 @@ class LlmConfig:
 
 
 def round_limits(config: LlmConfig, device: str) -> RoundLimits:
-    """Return the limits of a step's rounds on a device: what buffers, graphs and the schedule are made for."""
+    """Return the limits of a step's rounds on a device: sizes of buffers, graphs and the schedule."""
     default = DEFAULT_LIMITS["cpu" if torch_device(device) == "cpu" else "gpu"]
     return RoundLimits(config.round_tokens_max or default.tokens_max, config.sequences_max or default.sequences_max)
 
 
 def check_options(config: LlmConfig) -> None:
-    """ConfigError names the option that is wrong."""
+    """Raise ConfigError for an invalid option."""
     for option in _WHOLE:
         value = getattr(config, option)
         if value is not None and (type(value) is not int or value < 1):
@@ -97,7 +97,7 @@ def check_options(config: LlmConfig) -> None:
         if value is not None and value > most:
             raise ConfigError(option, f"found {value}", f"at most {most}")
     if config.context_max == 1:
-        raise ConfigError("context_max", "found 1", "a whole number from 2: one token to read, one to answer")
+        raise ConfigError("context_max", "found 1", "a whole number from 2: one prompt token and one answer token")
     choices = {
         "dtype": DTYPES,
         "kv_dtype": KV_DTYPES,
@@ -114,7 +114,7 @@ def check_options(config: LlmConfig) -> None:
     if (config.speculation == "draft") != bool(config.draft_model):
         raise ConfigError("draft_model", f"found {config.draft_model!r:.60}", "a model exactly with speculation: draft")
     if config.task != "generate" and (config.speculation != "none" or config.adapters):
-        raise ConfigError("task", f"found {config.task}", "generate, where speculation or adapters are wanted")
+        raise ConfigError("task", f"found {config.task}", "generate, with speculation or adapters")
     plain = config.task == "generate" and config.weights == "auto" and config.speculation != "draft"
     if config.ranks > 1 and (config.adapters or not plain):
         raise ConfigError("ranks", f"found {config.ranks}", "1 with other tasks, weights, adapters or a draft model")

@@ -1,7 +1,7 @@
 """Sampling parameters and stop conditions of a request.
 
-`SamplingParams` is valid once constructed, so nothing later has to check a number somebody sent. What only a model can
-say (whether a token id exists, how a banned word is spelled in tokens) is checked when the engine takes the request.
+`SamplingParams` is valid once constructed. Checks that need a model (existence of a token id, the tokens of a banned
+word) are made when a request is added to the engine.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ BAD_WORDS_MAX = 256
 N_MAX = 64
 """Most answers to one prompt."""
 LOGPROBS_MAX = 20
-"""Most likeliest tokens that are told beside the chosen one, as published APIs have it."""
+"""Most top tokens returned beside the chosen one, as in published APIs."""
 BIAS_MAX = 100.0
-"""Largest entry of `logit_bias`, either sign, as published APIs have it."""
+"""Largest entry of `logit_bias`, either sign, as in published APIs."""
 PENALTY_MAX = 10.0
 """Largest presence or frequency penalty, either sign; published APIs stop at 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one answer are chosen, and when it ends. InputError names the field that is out of range."""
+    """Sampling options and stop conditions of one answer. InputError names a field that is out of range."""
 
     tokens_max: int = 128
     """Most tokens of the answer; it also ends where the model's context does."""
@@ -56,7 +56,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit as often as it stands in the answer."""
     seed: int | None = None
-    """The same seed gives the same answer, whatever else is in the batch; None draws anew."""
+    """The same seed gives the same answer, whatever else is in the batch; None: random."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Words that cannot be written, each as its tokens spell it at a text's start and after a space."""
     n: int = 1
-    """How many answers to give to one prompt, which is computed once; each draws from a seed of its own."""
+    """Number of answers to one prompt, which is computed once; each has a seed of its own."""
     logprobs: int | None = None
     """Tell each chosen token's log-probability, and those of so many likeliest ones; before any option above."""
     prompt_logprobs: int | None = None
@@ -132,7 +132,7 @@ class SamplingParams:
 
     @property
     def constraint(self) -> dict[str, Any]:
-        """What the answer's text must be like, as {kind: value}; empty without a constraint."""
+        """Return the constraint as {kind: value}; empty without one."""
         given = {name: getattr(self, name) for name in _CONSTRAINTS}
         # 0 equals False: a value of a type that a key does not take is no way to switch it off, but refused later
         return {k: v for k, v in given.items() if type(v) is not type(_CONSTRAINTS[k]) or v != _CONSTRAINTS[k]}

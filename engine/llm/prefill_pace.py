@@ -1,6 +1,6 @@
-"""Choose how many tokens of long prompts a round reads while other sequences decode.
+"""Pace of long prompts: tokens per round while other sequences decode.
 
-A chunk makes the round longer for every sequence in it. There are two rules, which learn from the rounds computed:
+A chunk makes the round longer for every sequence in it. Two rules learn from measured rounds:
 
 `StretchedPace`, on a CPU: the largest chunk with which a round takes at most STRETCH times as long as one that only
 decodes. It needs no fixed cost: what a round takes beyond a decoding one, divided by the chunk, leads to the same chunk
@@ -21,7 +21,7 @@ so the prompt and those that decode are equally far from their best. With f = fi
 most * (f + least) / (f + most), and both ratios are at most 2 / (1 + sqrt(least / most)), whatever the figures are:
 1.48 for 256 and 2048. Without a fixed cost it is the least, with nothing but a fixed cost the most.
 
-A pace is given times and returns numbers: it owns no clock.
+Times are arguments; there is no clock here.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ STRETCH = 1.7
 CHUNK_MIN = 16
 """Least chunk on a CPU: below it the prompt would hardly go on, and each token would cost a multiple."""
 CHUNK_FIRST = 64
-"""The chunk on a CPU while nothing was measured."""
+"""Chunk on a CPU before any measurement."""
 CHUNK_MIN_GPU = 256
-"""Least chunk on a GPU, which computes so many tokens in little more time than one."""
+"""Least chunk on a GPU, which computes this many tokens in little more time than one."""
 _WEIGHT = 0.2
 """Of a new measurement, in the moving averages of `StretchedPace`."""
 _OUTLIER = 4.0
-"""A round that took so many times what was expected met something else on the machine and teaches less."""
+"""Rounds that take more than this multiple of the expected time count as this multiple."""
 _QUIET_ROUNDS = 9
 """Rounds that only decode whose median counts, for each power of two of sequences."""
 _MIXED_ROUNDS = 24
@@ -64,13 +64,13 @@ _TOKENS_SHARE = 0.05
 
 
 class Pace(Protocol):
-    """Learns from rounds how many tokens of long prompts the next one may read."""
+    """Learns from rounds the number of long-prompt tokens of the next one."""
 
     def note(self, decoding: int, chunk: int, ms: float) -> None:
-        """Take in a round: how many sequences decoded, how many other tokens it had, how long it took."""
+        """Record a round: number of decoding sequences, other tokens, and duration."""
 
     def chunk(self, decoding: int) -> int | None:
-        """Return the most tokens of long prompts for a round in which so many decode; None: as many as there are."""
+        """Return the most tokens of long prompts for a round with `decoding` sequences; None: no limit."""
 
 
 class RoundTimer:
@@ -99,7 +99,7 @@ class RoundTimer:
 
 
 class StretchedPace:
-    """Bounds what a chunk makes of a round: at most `stretch` times one that only decodes."""
+    """Bounds a round with a chunk to `stretch` times one that only decodes."""
 
     def __init__(self, stretch: float = STRETCH) -> None:
         self._stretch = stretch
@@ -124,17 +124,17 @@ class StretchedPace:
         return max(CHUNK_MIN, int((self._stretch - 1.0) * quiet / self._token_ms))
 
     def _quiet(self, decoding: int) -> float | None:
-        """Return what a round takes in which so many only decode, from the nearest number that was seen."""
+        """Return the duration of a round that only decodes, from the nearest measured number of sequences."""
         return self._quiet_ms[_nearest(self._quiet_ms, decoding)] if self._quiet_ms else None
 
 
 class BalancedPace:
-    """Keeps the prompt and those that decode equally far from their best; see above.
+    """Keeps prompt and decoding sequences equally far from their best; see above.
 
     most:  tokens of a round; a sequence that decodes takes one of them.
     least: smallest chunk.
 
-    The fit is robust against rounds that met something else on the machine: a median of the newest rounds for `quiet`,
+    The fit is robust against rounds disturbed by other load: a median of the newest rounds for `quiet`,
     the median of the slopes between rounds near to each other for `token_ms` (Theil-Sen), a median for `extra`.
     """
 
@@ -170,7 +170,7 @@ class BalancedPace:
         return max(self._least, min(most, int(best * (1 + _VARIED if self._longer else 1 - _VARIED))))
 
     def _fit(self) -> None:
-        """Learn `token_ms` and `extra_ms` from the newest rounds with a chunk, where there are new ones."""
+        """Fit `token_ms` and `extra_ms` to the newest rounds with a chunk, if there are new ones."""
         if self._fitted:
             return
         self._fitted = True
@@ -190,7 +190,7 @@ class BalancedPace:
         self._extra_ms = _median([ms - self._token_ms * chunk for chunk, ms in rounds])
 
     def _quiet(self, decoding: int) -> float:
-        """Return what a round takes in which so many only decode, from the nearest number seen; 0 while none was."""
+        """Return the duration of a round that only decodes, from the nearest measured number; 0 without any."""
         return _median(self._quiet_ms[_nearest(self._quiet_ms, decoding)]) if self._quiet_ms else 0.0
 
 

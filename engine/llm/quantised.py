@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weftline.engine.llm.quantised_checkpoint import METHODS, check_method, find_method, is_fp8, tell
+from weftline.engine.llm.quantised_checkpoint import METHODS, check_method, find_method, is_fp8, set_options
 from weftline.errors import MissingPackage, ModelError
 
 FORMS = ("fp8", "int8", "int4")
@@ -49,7 +49,7 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """How a model's weights are kept.
+    """Storage format of a model's weights.
 
     form:  fp8, int8 or int4 to quantise to once loaded; None: as loaded.
     dtype: name of the dtype that the form computes in; None: any.
@@ -61,7 +61,7 @@ class WeightPlan:
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """What became of a model: layers quantised, (path, reason) of linear layers left, bytes of all weights."""
+    """Result of quantisation: layers quantised, (path, reason) of linear layers left, bytes of all weights."""
 
     layers: int
     left: tuple[tuple[str, str], ...]
@@ -77,7 +77,7 @@ def plan_weights(weights: str, dtype: str, device: str, config: Any, shown: str)
     """Return how to load and keep the weights of a model with transformers' `config`; `shown` is its name in errors.
 
     weights: auto (as the checkpoint has them), or a form.   dtype: auto or a torch dtype's name.
-    A checkpoint that is to be unpacked as it is loaded is told so in `config`.
+    `config` is changed where a checkpoint must be unpacked while it is loaded.
     ModelError says what does not go together, MissingPackage what to install.
     """
     capability = _capability(device)
@@ -88,9 +88,9 @@ def plan_weights(weights: str, dtype: str, device: str, config: Any, shown: str)
         if form is not None and not METHODS[method].unpacked:
             raise ModelError(f"weights: found {form}, expected auto: model {shown} already is quantised, by {method}")
         if method == "compressed-tensors" and form is None and fast and is_fp8(config):
-            tell(config, use_optimized_inference=True)
+            set_options(config, use_optimized_inference=True)
         elif METHODS[method].unpacked:
-            tell(config, dequantize=True)
+            set_options(config, dequantize=True)
         if method == "fp8" and form is None and fast:
             form = "fp8"
     return WeightPlan() if form is None else WeightPlan(form, check_form(form, dtype, device))
@@ -210,7 +210,7 @@ def _tensor_bytes(tensor: Tensor) -> int:
 
 
 def _linears(model: Any, part: nn.Module) -> Iterator[tuple[str, nn.Linear, str | None]]:
-    """Yield the linear layers of a part of `model`, and why those stay that cannot be told by their sizes."""
+    """Yield the linear layers of a part of `model`, and why those whose sizes do not decide it are kept."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     kept = {id(module.weight) for module in (head, embedding) if module is not None}
     above = next((path for path, module in model.named_modules() if module is part), "")

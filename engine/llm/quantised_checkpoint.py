@@ -68,14 +68,14 @@ def check_method(method: str, shown: str, on_cpu: bool) -> None:
 
 
 def is_fp8(config: Any) -> bool:
-    """Whether all weights of a checkpoint of compressed-tensors are 8-bit floating point."""
+    """Return whether all weights of a checkpoint of compressed-tensors are 8-bit floating point."""
     groups = (_settings(config).get("config_groups") or {}).values()
     weights = [(group.get("weights") or {}) if isinstance(group, Mapping) else {} for group in groups]
     return bool(weights) and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights)
 
 
-def tell(config: Any, **settings: bool) -> None:
-    """Add `settings` to what `config` says about how its checkpoint is quantised."""
+def set_options(config: Any, **settings: bool) -> None:
+    """Add `settings` to the quantisation config of a checkpoint."""
     config.quantization_config = {**_settings(config), **settings}
 
 

@@ -1,8 +1,7 @@
 """Retention priority of cached pages for eviction.
 
 Priorities and durations follow TensorRT-LLM's KvCacheRetentionConfig: a number from 0 to 100 for a range of a prompt's
-tokens, for some time or for good. Idle pages of the lowest priority are given up first, the least recently used of them
-before the others.
+tokens, for a duration or for ever. Idle pages of the lowest priority are evicted first, in LRU order.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 from weftline.errors import InputError
 
 PRIORITY_USUAL = 35
-"""What a page is worth when nobody says; TensorRT-LLM's default."""
+"""Default priority of a page; TensorRT-LLM's default."""
 PRIORITY_TEMPLATE = 80
-"""What the fixed beginning of a step's prompts is worth: every request of the step begins with it."""
+"""Priority of the fixed prefix of a step's prompts, which every request shares."""
 PRIORITIES = range(0, 101)
 RANGES_MAX = 16
 """Most ranges of one request."""
@@ -56,7 +55,7 @@ def read_retention(value: object) -> tuple[Retention, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What a page is worth until `until_ms`, and PRIORITY_USUAL from then on."""
+    """Priority of a page until `until_ms`, and PRIORITY_USUAL from then on."""
 
     priority: int = PRIORITY_USUAL
     until_ms: float | None = None
@@ -78,7 +77,7 @@ def worth(ranges: Iterable[Retention], start: int, stop: int, now_ms: float) -> 
 
 
 class IdlePages:
-    """The pages nobody holds, in the order in which they are given up."""
+    """Idle pages in eviction order."""
 
     def __init__(self) -> None:
         self._by_priority: dict[int, OrderedDict[int, Worth]] = {}
@@ -95,7 +94,7 @@ class IdlePages:
         return iter(self._priority)
 
     def add(self, page: int, what: Worth, now_ms: float) -> None:
-        """Take a page in; it is the most recently used of its priority."""
+        """Add a page as the most recently used of its priority."""
         priority = what.at(now_ms)
         self._by_priority.setdefault(priority, OrderedDict())[page] = what
         self._priority[page] = priority
@@ -106,7 +105,7 @@ class IdlePages:
         del self._by_priority[priority][page]
 
     def pop(self, now_ms: float) -> int:
-        """Give up the page that is worth least, the least recently used of several; KeyError when there is none."""
+        """Remove and return the next page to evict; KeyError when there is none."""
         if self._ends:
             self._lower(now_ms)
         for priority in sorted(self._by_priority):
@@ -118,7 +117,7 @@ class IdlePages:
         raise KeyError("no idle page")
 
     def _lower(self, now_ms: float) -> None:
-        """Move pages whose time has passed to where usual ones are; as the oldest there, for so long nobody came."""
+        """Move pages whose duration has passed to the default priority, as the least recently used there."""
         self._ends = False
         for priority, pages in list(self._by_priority.items()):
             if priority == PRIORITY_USUAL:

@@ -1,7 +1,7 @@
 """Model runner: decoder with its KV cache, fusion, sizing and forward passes.
 
-The model's code stays transformers' own. Two things are ours: the attention function, and the loop that packs a
-round's tokens into one row and keeps only the logits that are needed.
+The model code is transformers'. Two parts are ours: the attention function, and the loop that packs a round's tokens
+into one row and keeps only the needed logits.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from weftline.engine.llm.model_loader import LayerWeights, RunnerOptions, load_m
 from weftline.engine.llm.schedule import ScheduledChunk
 from weftline.engine.llm.sequence import UNKNOWN
 from weftline.engine.llm.sequence import Sequence as SequenceState
-from weftline.engine.llm.sleep import Rest, is_elsewhere
+from weftline.engine.llm.sleep import OffloadedTensors, has_own_memory
 from weftline.errors import InputError, ModelError
 
 KV_BYTES_DEFAULT = 256 << 20
 """Default KV memory: modest, since other models share the machine."""
 SEQUENCES_DEFAULT = 16
-"""With a small model the default is less still: room for so many sequences of full length."""
+"""Full-length sequences that the default holds at most; it is smaller for small models."""
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
-"""Rotary embeddings that change for all tokens of a pass once one of them is far along."""
+"""Rotary embeddings that change for all tokens of a pass when one position is beyond the original length."""
 
 
 class Runner:
@@ -44,9 +44,9 @@ class Runner:
     """
 
     def __init__(self, model: Any, options: RunnerOptions, unread: LayerWeights | None = None) -> None:
-        """Take a loaded model whose attention is ours (see `open`), find its attention layers and give them memory.
+        """Prepare a loaded model with our attention (see `open`): find its attention layers and allocate their pages.
 
-        unread: decoder layers of the model whose weights are to be read; None where all are there.
+        unread: decoder layers whose weights are still to be read; None where all are loaded.
         """
         self.model = model.eval().requires_grad_(False)
         self.options = options
@@ -59,7 +59,7 @@ class Runner:
         self._form = self._choose_form()
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.graphs: DecodeGraphs | None = None
-        self._flying: dict[int, int] = {}  # of the last round launched: each sequence's place
+        self._flying: dict[int, int] = {}  # row of each sequence in the last launched round
         self.fusion = place(self.model, options, unread)
         with torch.inference_mode():
             layers = find_layers(self.model, self._form, self._forward)
@@ -69,7 +69,7 @@ class Runner:
         self.pages = self._size(options.kv_bytes)
         self._layers = layers
         self._like = like
-        self._rest: Rest | None = None
+        self._offloaded: OffloadedTensors | None = None
         self.adapters: Adapters | None = None
         self._adapters_version = 0
         self.head: Any = None
@@ -86,13 +86,13 @@ class Runner:
         progress: Callable[[str, float], None] = lambda phrase, fraction: None,
         shown: str | None = None,
     ) -> Runner:
-        """Load the model in folder `source`, or of that name on the hub; ModelError says what is wrong with it.
+        """Load the model in folder `source`, or of that name on the hub; ModelError if it is unsuitable.
 
         shown: the model's name in errors, as its user wrote it; None: `source` as it is.
         """
         options = options or RunnerOptions()
         model, options, unread = load_model(source, options, progress, shown)
-        if unread is None:  # else its layers are read now, and say so
+        if unread is None:  # otherwise the layers are read now and report progress
             progress("making room for keys and values", 0.9)
         return cls(model, options, unread)
 
@@ -100,7 +100,7 @@ class Runner:
     def run(self, chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
         """Copy pages, compute the chunks' tokens; return float32 [rows, vocabulary], valid until the next round.
 
-        The rows are each chunk's `rows` last tokens, in the chunks' order; what a row says is the token after it.
+        The rows are each chunk's `rows` last tokens, in the chunks' order, with the logits of the token after each.
         """
         for old, new in copies:
             self._copy(old, new)
@@ -133,12 +133,12 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]] = ()) -> Handle:
-        """Start a round of chunks that decode, on a device that draws for itself; return at once.
+        """Start a round of decoding chunks whose tokens the device samples; return at once.
 
-        Tokens that are not known yet are those that the round launched before draws.
+        Unknown tokens are those that the previously launched round samples.
         """
         if self.graphs is None:
-            raise RuntimeError("this device draws nothing by itself")
+            raise RuntimeError("this device does not sample by itself")
         for old, new in copies:
             self._copy(old, new)
         spans, tokens, origins, draws = [], [], [], []
@@ -155,9 +155,9 @@ class Runner:
         return handle
 
     def record(self, report: Report = lambda done, all: None, most: int | None = None) -> bool:
-        """Record the CUDA graphs that are missing, or the `most` largest of them; return whether some are left.
+        """Record missing CUDA graphs, or the `most` largest of them; return whether some are left.
 
-        None is recorded without a call of this but those that a round needs: it then waits for its own.
+        Without this, a graph is recorded when a round needs it, which delays that round.
         """
         if self.graphs is None:
             return False
@@ -167,9 +167,9 @@ class Runner:
 
     @torch.inference_mode()
     def resize(self, pages: int) -> None:
-        """Give the layers memory for `pages` pages, one layer after the other; what lies below both ends stays.
+        """Resize the layers to `pages` pages, one after the other; pages below both sizes keep their content.
 
-        CUDA graphs are dropped, as they contain its addresses; see `record`.
+        CUDA graphs contain addresses and are dropped; see `record`.
         """
         for layer in self._layers:
             layer.resize(pages * self.page_tokens)
@@ -178,14 +178,14 @@ class Runner:
             self.graphs.drop()
 
     def release_pages(self) -> None:
-        """Give all pages back, with what is in them; nothing can be computed until `bind_pages`."""
+        """Free all pages; nothing can be computed until `bind_pages`."""
         for layer in self._layers:
             layer.release()
         if self.graphs is not None:
             self.graphs.drop()
 
     def bind_pages(self, pages: int) -> None:
-        """Make `pages` empty pages after `release_pages`; ModelError, and there are none, when there is no memory."""
+        """Allocate `pages` empty pages after `release_pages`; ModelError, with none allocated, without memory."""
         self.pages = pages
         try:
             self._bind()
@@ -195,7 +195,7 @@ class Runner:
 
     @property
     def layers(self) -> int:
-        """Number of layers that have keys and values."""
+        """Return the number of layers with keys and values."""
         return len(self._layers)
 
     def run_eagerly(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
@@ -207,20 +207,20 @@ class Runner:
             self.graphs = graphs
 
     def sleep(self, pages: int) -> None:
-        """Give the device's memory back until `wake`; there are `pages` pages then. Nothing is computed meanwhile.
+        """Release the device's memory until `wake`, which allocates `pages` pages.
 
-        Weights wait in the host's memory; on a CPU they stay where they are. Pages, graphs and buffers go. RuntimeError
-        when the host has no memory for the weights.
+        Weights move to host memory; on a CPU they stay. Pages, graphs and buffers are dropped. RuntimeError when the
+        host has no memory for the weights.
         """
-        if is_elsewhere(self.device):
+        if has_own_memory(self.device):
             adapters = self.adapters.tensors if self.adapters is not None else ()
             buffers = self._form.buffers.on_device if isinstance(self._form, GpuAttention) else ()
             kept = (*self.model.parameters(), *self.model.buffers(), *adapters)
-            self._rest = Rest.of(self.device, kept, buffers)
+            self._offloaded = OffloadedTensors.offload(self.device, kept, buffers)
             if isinstance(self._form, GpuAttention):
                 self._form.buffers.forget()
         else:
-            self._rest = Rest()
+            self._offloaded = OffloadedTensors()
         if self.graphs is not None:
             self.graphs.drop()
         if self.adapters is not None:
@@ -233,23 +233,23 @@ class Runner:
         self.pages = pages
 
     def wake(self) -> None:
-        """Be ready again after `sleep`; the pages are empty. ModelError when the device has no memory for it."""
-        if self._rest is None:
+        """Restore the state before `sleep`, with empty pages; ModelError when the device has too little memory."""
+        if self._offloaded is None:
             raise RuntimeError("the runner does not sleep")
-        rest, self._rest = self._rest, None
+        offloaded, self._offloaded = self._offloaded, None
         try:
-            rest.rise()
+            offloaded.restore()
         except RuntimeError as error:
-            raise ModelError(f"its weights do not fit on {self.device} any more, where others hold memory") from error
+            raise ModelError(f"its weights do not fit on {self.device} any more: memory is in use elsewhere") from error
         self._bind()
 
     @property
     def asleep(self) -> bool:
-        """Whether it has no memory to compute with."""
-        return self._rest is not None
+        """Return whether it sleeps."""
+        return self._offloaded is not None
 
     def adapter(self, name: str) -> tuple[int, bytes]:
-        """Return the slot of the LoRA adapter `name`, and what tells its keys and values from others'."""
+        """Return the slot of the LoRA adapter `name`, and its salt in the prefix cache."""
         if not name:
             return 0, b""
         if self.adapters is None:
@@ -263,7 +263,7 @@ class Runner:
         return self.adapters.load(name, folder, shown)
 
     def hold_adapter(self, name: str) -> None:
-        """Keep an adapter from being dropped while a request runs with it."""
+        """Pin an adapter while a request runs with it."""
         if name and self.adapters is not None:
             self.adapters.hold(name)
 
@@ -273,18 +273,18 @@ class Runner:
 
     @property
     def page_bytes(self) -> int:
-        """What one page takes, in bytes, over all layers."""
+        """Return the bytes of one page, over all layers."""
         return self.token_bytes * self.page_tokens
 
     def close(self) -> None:
-        """End what belongs to the runner and is not memory: nothing here."""
+        """Release resources other than memory; there are none here."""
 
     def _bind(self) -> None:
-        """Make the pages; ModelError when there is no memory for them."""
+        """Allocate the pages; ModelError when there is no memory for them."""
         try:
             for layer in self._layers:
                 layer.bind(self.pages * self.page_tokens, self._like)
-        except RuntimeError as error:  # memory ran out; torch's words name neither the option nor a way out
+        except RuntimeError as error:  # torch's message names neither the option nor a remedy
             found = self.pages * self.page_bytes
             raise ModelError(f"kv_bytes: {found} bytes cannot be reserved on {self.device}; give fewer") from error
 
@@ -296,7 +296,7 @@ class Runner:
         return GpuAttention.make(size, self.context_max, self.options.rows_max, self.device, sequences_max=most)
 
     def _check_adapters(self, graphs: DecodeGraphs) -> None:
-        """Drop graphs that were recorded before the adapters' memory moved."""
+        """Drop graphs recorded before the adapters' memory moved."""
         if self.adapters is not None and self.adapters.version != self._adapters_version:
             self._adapters_version = self.adapters.version
             graphs.drop()
@@ -336,15 +336,15 @@ def _ends(model: Any) -> frozenset[int]:
     return frozenset()
 
 
-def _context(config: Any, wanted: int | None) -> int:
+def _context(config: Any, configured: int | None) -> int:
     made_for = int(getattr(config, "max_position_embeddings", None) or 4096)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _ROPE_BY_LENGTH:
-        # Past its first length such a model embeds all tokens of a pass otherwise, and rounds mix sequences.
+        # Beyond that length such a model embeds all tokens of a pass differently, and rounds mix sequences.
         made_for = min(made_for, int(rope.get("original_max_position_embeddings") or made_for))
-    if wanted is not None and not 1 <= wanted <= made_for:
-        raise ModelError(f"context_max: found {wanted}, expected 1 to {made_for}, what the model was made for")
-    return wanted or made_for
+    if configured is not None and not 1 <= configured <= made_for:
+        raise ModelError(f"context_max: found {configured}, expected 1 to {made_for}, the model's own limit")
+    return configured or made_for
 
 
 def _draw(sequence: SequenceState, position: int) -> Draw:

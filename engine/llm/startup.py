@@ -24,13 +24,13 @@ from weftline.nodes.contract import OpenContext
 from weftline.nodes.hugging_face import local_or_hub
 
 DRAFT_KV_SHARE = 4
-"""A draft model's KV memory is this part of the large one's: it has fewer and narrower layers."""
+"""Divisor of the target model's KV memory for the draft model, which has fewer and narrower layers."""
 
 
 def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens]:
-    """Load what the options name; ModelError says what is wrong with it.
+    """Load the model and features of a step; ModelError if one is unsuitable.
 
-    On a GPU, `ranks` of them are taken from the step's own device on.
+    On GPUs, `ranks` consecutive devices are used, starting with the step's own.
     """
     # torchao, which transformers imports where it is installed, makes torch warn of what its users cannot change
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
@@ -96,7 +96,7 @@ def _draft(config: LlmConfig, context: OpenContext, runner: Runner) -> Runner | 
     if small.vocabulary != runner.vocabulary:
         raise ModelError(
             f"draft_model {config.draft_model}: a vocabulary of {small.vocabulary}, expected {runner.vocabulary}, "
-            "as the large model has\n    fix: use a smaller model of the same family"
+            "as the target model has\n    fix: use a smaller model of the same family"
         )
     return small
 

@@ -1,9 +1,9 @@
 """Tokenizer: text to tokens and back.
 
-Into tokens: the chat template is the one in the model's folder, rendered in transformers' sandbox; nobody but the
-operator can bring one. What a user writes is text and stays text: a control token's name inside it, such as
-'<|im_end|>', is encoded as the characters it is made of. To that end each such name is replaced by a private mark
-before the template is rendered, and the rendered text is encoded piece by piece around the marks:
+Into tokens: the chat template is the one in the model's folder, rendered in transformers' sandbox; requests
+cannot supply one. What a user writes is text and stays text: a control token's name inside it, such as
+'<|im_end|>', is encoded as the characters it is made of. Each such name is replaced by a private-use
+character before the template is rendered, and the rendered text is encoded in pieces around these marks:
 
     user       "ignore this <|im_end|> and"
     rendered   "<|im_start|>user ignore this \\ue000 and<|im_end|>"
@@ -26,7 +26,7 @@ from weftline.errors import InputError, ModelError
 from weftline.nodes.hugging_face import first_line
 
 CHARS_PER_TOKEN_MAX = 64
-"""Longer texts cannot fit the context whatever they say (words take far fewer characters), and are not even encoded."""
+"""Characters per token above which a text cannot fit the context; such texts are refused before encoding."""
 _MARKS = range(0xE000, 0xF8FF)
 """Unicode's private use area: marks are taken from characters that occur in no message."""
 _BRACKETED = re.compile(r"^[<\[{(｜|].*[>\]})｜|]$", re.DOTALL)
@@ -55,7 +55,7 @@ class Tokens:
 
     @classmethod
     def open(cls, source: str | Path, context_max: int, shown: str | None = None) -> Tokens:
-        """Load the tokenizer of the model in folder `source`, or of that name; ModelError says what is wrong.
+        """Load the tokenizer of the model in folder `source`, or of that name; ModelError if that fails.
 
         shown: the model's name in errors, as its user wrote it; None: `source` as it is.
         """
@@ -64,7 +64,7 @@ class Tokens:
         shown = shown or str(source)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except Exception as error:  # transformers raises whatever its many parts raise
+        except Exception as error:  # transformers raises many kinds of errors
             reason = first_line(error, source, shown)
             raise ModelError(f"model {shown}: its tokenizer cannot be loaded: {reason}") from None
         if not hasattr(tokenizer, "added_tokens_decoder"):
@@ -76,40 +76,40 @@ class Tokens:
         return bool(self.tokenizer.chat_template)
 
     def chat(self, messages: object, tools: object = None) -> list[int]:
-        """Return the tokens of a conversation, ready for the model's answer; InputError says what is wrong with it.
+        """Return the tokens of a conversation, ready for the model's answer; InputError if it is invalid.
 
-        tools: what the model may call, as its chat template expects it.
+        tools: tool definitions, as the chat template expects them.
         """
         turns = check_messages(messages)
-        said = {"turns": turns, "tools": None if tools is None else check_tools(tools)}
+        conversation = {"turns": turns, "tools": None if tools is None else check_tools(tools)}
         texts: list[str] = []
 
         def collect(text: str) -> str:
             texts.append(text)
             return text
 
-        mapped(said, collect)
+        mapped(conversation, collect)
         self._check_texts(texts)
         marked, marks = self._mark(texts)
         if marks:
             following = iter(marked)
-            said = mapped(said, lambda text: next(following))
+            conversation = mapped(conversation, lambda text: next(following))
         try:
             text = self.tokenizer.apply_chat_template(
-                said["turns"], tools=said["tools"], tokenize=False, add_generation_prompt=True
+                conversation["turns"], tools=conversation["tools"], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates raise on conversations they do not support
             raise InputError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
         return self._encode(text, marks, specials=False)
 
     def raw(self, text: str) -> list[int]:
-        """Return the tokens of `text` as it stands, with what the tokenizer puts before every text."""
+        """Return the tokens of `text`, with the tokenizer's prefix tokens and without a template."""
         self._check_text("prompt", text)
         marked, marks = self._mark([text])
         return self._encode(marked[0], marks, specials=True)
 
     def spell(self, word: str) -> list[tuple[int, ...]]:
-        """Return a word's tokens at the start of a text and after a space."""
+        """Return the token sequences of a word, at the start of a text and after a space."""
         self._check_text("sampling.bad_words", word)
         ways = (self.tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip()))
         return sorted({tuple(ids) for ids in ways if ids})
@@ -141,7 +141,7 @@ class Tokens:
 
     @property
     def _backend(self) -> Any:
-        """The `tokenizers.Tokenizer`, where transformers changes nothing in the text that it decodes."""
+        """Return the `tokenizers.Tokenizer`, where transformers does not change its decoded text."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None) or getattr(self.tokenizer, "_tokenizer", None)
         if backend is not None and getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             forced = getattr(self.tokenizer, _CLEAN_UP_BPE, False)

@@ -63,7 +63,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class FusionReport:
-    """What became of a model.
+    """Result of fusing a model.
 
     counts: how often each pattern was fused.   left: what looked like a pattern and runs as it was.
     """

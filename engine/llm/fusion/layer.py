@@ -4,8 +4,8 @@ Each function here makes the lean form of one kind of module: attention, MLP, wh
 modules stay where they are with their weights and children; what changes is their `forward`. Linear layers are looked
 up by name at every call, so that an adapter or a quantised layer put in their place is used.
 
-Arguments of transformers' that say nothing here (caches, masks) are ignored: whoever calls packs tokens into one row
-and attends over pages. A call that asks for more goes to the model's own forward.
+transformers' arguments without a meaning here (caches, masks) are ignored: callers pack tokens into one row and attend
+over pages. A call that asks for more goes to the model's own forward.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class _Product:
 
     @property
     def linear(self) -> Any:
-        """The merged linear, or whatever somebody has put in its place."""
+        """The merged linear, or its replacement."""
         return self._owner._modules[self._name]
 
     def take(self, at: int, given: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ _EPSILONS = ("variance_epsilon", "eps", "norm_eps")
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether `module` looks like an RMS norm from outside."""
+    """Return whether `module` looks like an RMS norm from outside."""
     weight = module._parameters.get("weight")
     alone = set(module._parameters) <= {"weight", "bias"} and module._parameters.get("bias") is None
     return weight is not None and weight.dim() == 1 and alone and not module._modules and _epsilon(module) is not None
@@ -54,7 +54,7 @@ def recognise(module: Any, call: Call) -> NormForm | str:
 
 def install(module: Any, form: NormForm) -> None:
     """Let `module` compute `form`."""
-    if form.one_plus:  # a weight beside the module's own: whoever looks for the model's tensors finds it too
+    if form.one_plus:  # registered beside the module's own weight, so that it is among the model's tensors
         module.register_buffer("weight_and_one", form.weight, persistent=False)
 
     def forward(values: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ ROWS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """What an RMS norm does besides the root mean square.
+    """Form of an RMS norm besides the root mean square.
 
     weight:     [width], what the normed values are multiplied with; a one that the model adds is already in it.
     own:        [width], the model's own weight.

@@ -1,6 +1,6 @@
 """Paged attention on a GPU: metadata in device buffers, computed by Triton kernels.
 
-All layers read the same view of the buffers, so a round is told once. Nothing here looks at a value on the device, and
+All layers read the same view of the buffers, so a round is transferred once. Nothing here reads device values, and
 no number that changes from round to round is an argument of a kernel: a round of a given padded size can be captured
 as a CUDA graph and replayed for any lengths (`weftline.engine.llm.gpu.graphs`).
 """

@@ -63,7 +63,7 @@ DRAW_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """What a round of padded size sees: views of the device's buffers.
+    """Views of the device's buffers for a round of padded size.
 
     tokens, positions, slots, tokens_from, adapters: int64 [rows].
     tables: int32 [sequences, pages].   row_starts: int32 [sequences + 1].   starts: int32 [sequences].
@@ -142,10 +142,10 @@ class RoundBuffers:
         keep: Sequence[int] = (),
         draws: Sequence[Draw] = (),
     ) -> RoundView:
-        """Take in a round, padded to `rows` and `sequences`, send it, and return what it sees.
+        """Write a round, padded to `rows` and `sequences`, copy it to the device, and return its view.
 
         spans:       the round's sequences; their rows follow each other from 0.
-        tokens:      of each row; empty: somebody else brings them.
+        tokens:      of each row; empty: the caller writes them.
         tokens_from: for each row NOWHERE, or the place in `drawn` from which its token is taken instead.
         adapters:    the LoRA slot of each row; empty: none.
         draws:       of each sequence; empty: greedy.

@@ -102,7 +102,7 @@ class CudaCapture:
 
 
 class FakeCapture:
-    """What a CUDA graph does, on a CPU: the operations are written down with their arguments, and repeated verbatim.
+    """CUDA graph on a CPU: operations are recorded with their arguments and repeated verbatim.
 
     A number that Python gave an operation stays what it was, so code that lets one vary from round to round gives wrong
     results here as it would there. Reading a value off a tensor raises, as it does there. Operations that do not go
@@ -118,7 +118,7 @@ class FakeCapture:
 
     def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         if self.fail:
-            raise RuntimeError("this fake was told to fail")
+            raise RuntimeError("this fake was set to fail")
         compute()
         tape = _Tape()
         with tape:

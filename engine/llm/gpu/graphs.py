@@ -306,7 +306,7 @@ def _event() -> Any:
 def model_forward(model: Any, choose: Callable[[Tensor], None] | None = None) -> Forward:
     """Return the pass of a transformers decoder from tokens to the logits of the rows in `RoundView.keep`.
 
-    choose: told the LoRA slots int64 [rows] before each pass; must not look at their values.
+    choose: called with the LoRA slots int64 [rows] before each pass; must not read their values.
     """
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 

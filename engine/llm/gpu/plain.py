@@ -38,11 +38,11 @@ class PlainOps:
         rows, heads, _ = query.shape
         sequences, group = len(starts), heads // keys.shape[0]
         row = torch.arange(rows, device=query.device)
-        # padding rows belong to no sequence: they look at the last one's keys, and nobody looks at them
+        # padding rows belong to no sequence: they read the last one's keys, and nothing reads them
         owner = torch.searchsorted(row_starts[1:].long(), row, right=True).clamp_max(sequences - 1)
         position = starts.long()[owner] + row - row_starts.long()[owner]
         slots = (tables.long()[:, :, None] * page_tokens + torch.arange(page_tokens, device=query.device)).flatten(1)
-        slots = slots.clamp_max(keys.shape[1] - 1)  # pages that nobody has now may lie beyond memory that shrank
+        slots = slots.clamp_max(keys.shape[1] - 1)  # unused pages may lie beyond memory that shrank
         place = torch.arange(slots.shape[1], device=query.device)
         seen = place <= position[:, None]
         if window is not None:
@@ -53,7 +53,7 @@ class PlainOps:
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
-        # what nobody wrote may be anything, and weight 0 times NaN would be NaN
+        # unwritten slots may hold anything, and weight 0 times NaN would be NaN
         v = v.masked_fill(~seen[None, :, :, None], 0.0)
         return torch.einsum("rhp,hrpw->rhw", weights.to(query.dtype), v)
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from weftline.engine.llm.grammar.constraint import Constraint
 from weftline.engine.llm.grammar.masks import Vocabulary, read_vocabulary
-from weftline.engine.llm.grammar.matcher import Grammar, told
+from weftline.engine.llm.grammar.matcher import Grammar, explain
 from weftline.engine.llm.grammar.sandbox import TrialProcess
 from weftline.errors import InputError, LimitReached, MissingPackage, ModelError, SessionClosed, WeftlineError
 
@@ -174,7 +174,7 @@ class GrammarCompiler:
         text = _translated(constraint)
         error = self._trials.wait_trial(text)
         if error:
-            raise InputError(told(error))
+            raise InputError(explain(error))
         if self._vocabulary is None:
             self._vocabulary = read_vocabulary(self._tokenizer, self._size, self._ends)
         if isinstance(self._vocabulary, ModelError):

@@ -33,7 +33,7 @@ class Masks:
     bits:   int32 [rows, words] in host memory; bit i % 32 of word i // 32 says whether token i may come.
     size:   columns that the logits must have.
     taken:  how many of each sequence's drafts its grammar allows; one number for each entry of the list of matchers.
-    failed: what went wrong, by place in the list of matchers; the rows of these are not constrained.
+    failed: errors by index in the list of matchers; their rows are not constrained.
     """
 
     rows: tuple[int, ...]
@@ -78,12 +78,12 @@ def fill_masks(
     tasks_max: int = TASKS_MAX,
     pinned: bool = False,
 ) -> Masks:
-    """Return the masks of a round; matchers are afterwards where they were. What a matcher raises is in `failed`.
+    """Return the masks of a round; the state of the matchers does not change. Their errors are in `failed`.
 
     matchers: one for each sequence, None where it is not constrained.
     drafts:   the tokens each sequence is to be checked with, empty for none. A sequence with k drafts has k + 1 rows,
               one after the other: before the first draft, and after each. Rows after a draft that the grammar refuses
-              allow everything: nobody gets there.
+              allow everything: they are never reached.
     executor: threads to fill in, with at most `tasks_max` tasks at a time; None: here.
     pinned:   whether the bits lie in memory that a GPU can fetch by itself.
     """
@@ -152,22 +152,22 @@ def _fill_all(jobs: list[_Job]) -> list[tuple[int, int | WeftlineError]]:
     for job in jobs:
         try:
             outcomes.append((job.place, job.fill()))
-        except Exception as error:  # whatever it is, it must not take the other sequences along
+        except Exception as error:  # must fail only its own sequence
             job.rows.fill_(-1)
-            told = (
+            failure = (
                 error if isinstance(error, InputError) else StepError(f"the constraint failed: {type(error).__name__}")
             )
-            outcomes.append((job.place, told))
+            outcomes.append((job.place, failure))
     return outcomes
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer as the parser knows it.
+    """A tokenizer for the parser.
 
     tokenizer: llguidance's.   size: columns of the logits.   words: 32-bit words of a mask's row.
-    ends:      tokens that end a text.   silent: ids below `size` that are no text, `ends` among them.
-    plain:     int32 [words], the bits of all that are.
+    ends:      tokens that end a text.   silent: ids below `size` that are not text, `ends` among them.
+    plain:     int32 [words], the bits of all text tokens.
     """
 
     tokenizer: Any
@@ -179,7 +179,7 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Any, size: int, ends: frozenset[int]) -> Vocabulary | ModelError:
-    """Return the tokenizer's tables, or why there are none; about a second for 150 000 tokens."""
+    """Return the tokenizer's tables, or an error; takes about a second for 150 000 tokens."""
     from llguidance.hf import from_tokenizer
 
     known = len(tokenizer)

@@ -65,7 +65,7 @@ class Grammar:
 
         made = LLMatcher(self.vocabulary.tokenizer, self._text, log_level=0, limits=LLParserLimits(**LIMITS))
         if made.is_error():
-            raise InputError(told(made.get_error()))
+            raise InputError(explain(made.get_error()))
         return made
 
     def matcher(self) -> Matcher:
@@ -111,22 +111,22 @@ class Matcher:
 
     @property
     def words(self) -> int:
-        """How many 32-bit words the row of a mask has."""
+        """Return the number of 32-bit words in a mask row."""
         return self._vocabulary.words
 
     @property
     def vocabulary(self) -> int:
-        """How many columns the logits have."""
+        """Return the number of columns of the logits."""
         return self._vocabulary.size
 
     @property
     def complete(self) -> bool:
-        """Whether the text so far is one of the grammar's, so that it may end here."""
+        """Return whether the text may end here."""
         return self._ended or bool(self._parser.is_accepting())
 
     @property
     def finished(self) -> bool:
-        """Whether the text is complete and nothing can follow but an end token, or has followed."""
+        """Return whether the text is complete and only an end token can follow."""
         return self._ended or bool(self._parser.is_stopped() and self._parser.is_accepting())
 
     def fill(self, row: Tensor) -> None:
@@ -218,7 +218,7 @@ class Matcher:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Count a move and its processor time, which is nobody else's even on a busy machine."""
+        """Count a move and its processor time, which other processes do not affect."""
         began = time.thread_time()
         yield
         took_ms = (time.thread_time() - began) * 1e3
@@ -248,7 +248,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._parser.is_error():
-            raise InputError(told(self._parser.get_error()))
+            raise InputError(explain(self._parser.get_error()))
 
 
 _BITS = [1 << bit if bit < 31 else -(1 << 31) for bit in range(32)]
@@ -259,8 +259,8 @@ WHERE = "sampling: the constraint:"
 SIMPLER = "make it simpler, or less ambiguous"
 
 
-def told(error: str) -> str:
-    """Return the parser's complaint as the caller may read it: what is wrong, without how the parser is made."""
+def explain(error: str) -> str:
+    """Translate a parser error for the author of the constraint."""
     lines = error.partition("\n<non-verbose/>")[0].splitlines() or [""]
     reason = next((meaning for sign, meaning in _MEANINGS.items() if sign in lines[0]), "")
     if not reason:  # of a wrong pattern, only one of the lines says what is wrong
@@ -284,4 +284,4 @@ _MEANINGS = {
     "InternalError": f"is too complex; {SIMPLER}",
     "panic:": "it cannot be used",
 }
-"""What the parser says (a part of its first line), and what that means to whoever wrote the constraint."""
+"""Parts of the parser's error lines, and their meaning for the author of the constraint."""

@@ -33,12 +33,12 @@ START_MAX_MS = 60_000.0
 ANSWER_BYTES_MAX = 1 << 20
 _READ_BYTES = 65536
 _WRITE_BYTES = 4096
-"""What a pipe takes whole when it says that it takes anything."""
+"""Bytes that a pipe accepts at once when it is writable."""
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
 class TrialProcess:
-    """Tries grammars. Nothing is started before the first one; after a kill, the next one starts a new process."""
+    """Compiles grammars in a child process, started on first use and again after a kill."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class TrialProcess:
         memory_bytes: int = TRIAL_MEMORY_BYTES,
         command: tuple[str, ...] = ("-m", "weftline.engine.llm.grammar.sandbox"),
     ) -> None:
-        """command: what the interpreter is to run; tests have others."""
+        """command: arguments of the interpreter; tests pass others."""
         self._trial_max_ms = trial_max_ms
         self._memory_bytes = memory_bytes
         self._command = command
@@ -54,7 +54,7 @@ class TrialProcess:
         self._closed = False
 
     def wait_trial(self, grammar: str) -> str:
-        """Return what is wrong with a grammar, empty for nothing; waits for at most the limits above.
+        """Return the error of a grammar, empty for a valid one; waits at most for the limits above.
 
         InputError when it takes more time or memory than it may; LimitReached when no process can be started.
         """
@@ -132,7 +132,7 @@ class TrialProcess:
                 read = os.read(process.stdout.fileno(), _READ_BYTES)
                 answer += read
                 if not read or len(answer) > ANSWER_BYTES_MAX:
-                    raise OSError("the process is gone, or says too much")
+                    raise OSError("the process ended, or its answer is too long")
         return str(json.loads(answer)["error"])
 
 

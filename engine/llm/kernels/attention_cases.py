@@ -1,7 +1,7 @@
 """Randomised test cases of paged attention and their error against the reference.
 
 Slots that belong to no token, or to one that no row sees, are filled with NaN; pages are in random order, and table
-entries that nobody may read lead to a page full of NaN.
+entries that must not be read lead to a page full of NaN.
 """
 
 from __future__ import annotations

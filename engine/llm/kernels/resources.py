@@ -37,7 +37,7 @@ _ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one program of a kernel takes.
+    """Resources of one program of a kernel.
 
     registers:    32-bit registers of a thread.
     spill_bytes:  stores of a thread to memory for lack of registers.

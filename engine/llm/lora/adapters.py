@@ -75,12 +75,12 @@ class Adapters:
 
     @property
     def size_bytes(self) -> int:
-        """What the adapters' memory takes: all slots of every layer that has had an adapter."""
+        """Return the bytes of adapter memory: all slots of every layer that has had an adapter."""
         return sum(layer.size_bytes for layer in self._layers.values())
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The adapters' memory, tensor by tensor."""
+        """Return the tensors of all adapters."""
         return [tensor for layer in self._layers.values() for tensor in (layer.down, *layer.up)]
 
     def load(self, name: str, folder: Path, shown: str = "") -> int:
@@ -138,7 +138,7 @@ class Adapters:
         return 0 if loaded is None else loaded.users
 
     def choose(self, rows: Sequence[tuple[int, int, int]] | Tensor) -> None:
-        """Say which adapter each row of the coming pass has.
+        """Set the adapter of each row of the next pass.
 
         As a list: (first row, row after the last, slot) for all rows of the pass, in order, those of slot 0 too.
         As a tensor, int64 [rows] of slots on the model's device: nothing looks at its values on the host. A CUDA graph

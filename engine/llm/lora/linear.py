@@ -59,7 +59,7 @@ class AdapterRows:
 
 @dataclass(slots=True, eq=False)
 class LoraLinear:
-    """What is added to one layer.
+    """Adapter matrices of one layer.
 
     down: [slots_max + 1, parts, rank_max, in]; up: for each part [slots_max + 1, rank_max, out], scaled.
     Slot 0 is all zero, and so is what an adapter of a lower rank does not use.

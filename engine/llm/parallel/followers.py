@@ -34,7 +34,7 @@ END_MAX_S = 10.0
 
 
 class Followers:
-    """The processes of ranks 1 to `ranks` - 1. `meeting` is where all ranks find each other.
+    """Processes of ranks 1 to `ranks` - 1. `meeting` is the rendezvous file of all ranks.
 
     lost: what became of the first follower that ended by itself, as a phrase; None while all are there.
     """
@@ -94,18 +94,18 @@ class Followers:
                 watch.join(GONE_MAX_S)
         return self.lost
 
-    def tell(self, kind: Kind, payload: bytes = b"", to: int | None = None) -> None:
+    def send(self, kind: Kind, payload: bytes = b"", to: int | None = None) -> None:
         """Send a frame to all followers, or to one rank; WorkerDied when one does not take it."""
         for rank, channel in self._chosen(to):
             try:
                 channel.settimeout(SEND_MAX_S)
                 send(channel, kind, payload)
             except OSError as error:
-                raise WorkerDied(f"rank {rank} takes nothing more: {type(error).__name__}") from None
+                raise WorkerDied(f"rank {rank} does not receive any more: {type(error).__name__}") from None
 
-    def hear(self, timeout_s: float, of: int | None = None) -> list[bytes]:
-        """Wait for READY from all followers, or one rank; ModelError with what it says instead, or how it ended."""
-        heard = []
+    def wait_ready(self, timeout_s: float, of: int | None = None) -> list[bytes]:
+        """Wait for READY from all followers or one rank; ModelError with its error, or how it ended."""
+        payloads = []
         for rank, channel in self._chosen(of):
             try:
                 channel.settimeout(timeout_s)
@@ -117,8 +117,8 @@ class Followers:
                 raise ModelError(f"the process of rank {rank} ended with {ending} while the model was opened") from None
             if kind is Kind.FAILED:
                 raise ModelError(f"rank {rank}: {payload.decode('utf-8', 'replace')}")
-            heard.append(payload)
-        return heard
+            payloads.append(payload)
+        return payloads
 
     def _chosen(self, rank: int | None) -> list[tuple[int, socket.socket]]:
         return [(at, channel) for at, channel in enumerate(self._channels, 1) if rank in (None, at)]
@@ -148,7 +148,7 @@ def end_with(channel: socket.socket) -> None:
 
     def wait() -> None:
         gone = select.poll()
-        gone.register(channel.fileno(), 0)  # hang-ups are told unasked
+        gone.register(channel.fileno(), 0)  # hang-ups are always reported
         with contextlib.suppress(OSError):
             gone.poll()
         os._exit(0)

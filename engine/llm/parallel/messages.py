@@ -28,7 +28,7 @@ _HEAD = struct.Struct("<II")
 
 
 class Kind(IntEnum):
-    """What a frame is. A follower is told SETTINGS, LOAD, MEET, then ROUND and RESIZE; it says READY or FAILED."""
+    """Frame types. A follower receives SETTINGS, LOAD, MEET, then ROUND and RESIZE; it sends READY or FAILED."""
 
     SETTINGS = 1
     LOAD = 2
@@ -41,12 +41,12 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FollowerSettings:
-    """What a follower is told first.
+    """The first message to a follower.
 
-    source, shown: the model's folder or name, and how its user calls it.
+    source, shown: the model's folder or name, and its name in errors.
     options:       a RunnerOptions as plain values.
     meeting:       the file where the ranks meet.
-    threads:       how many threads it computes with on a CPU.
+    threads:       number of threads on a CPU.
     timeout_s:     longest wait for the other ranks.
     """
 

@@ -67,6 +67,6 @@ class Peers:
             dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
-        """Leave the group; waits for nobody."""
+        """Leave the group; does not wait for the others."""
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -40,7 +40,7 @@ RANKS_MAX = 16
 
 
 class ParallelRunner(Runner):
-    """The first rank of a model, which takes the others along; see `open`. Close it: they are processes.
+    """First rank of a tensor-parallel model; drives the processes of the others until `close`; see `open`.
 
     lost: why it computes nothing any more, as a phrase; None while it does.
     """
@@ -81,22 +81,22 @@ class ParallelRunner(Runner):
         followers = Followers(ranks)
         try:
             for rank in range(1, ranks):
-                told = asdict(replace(options, device=devices[rank]))
+                own_options = asdict(replace(options, device=devices[rank]))
                 settings = FollowerSettings(
-                    str(source), shown, told, str(followers.meeting), torch.get_num_threads(), timeout_s
+                    str(source), shown, own_options, str(followers.meeting), torch.get_num_threads(), timeout_s
                 )
-                followers.tell(Kind.SETTINGS, settings.encode(), rank)
-            followers.hear(START_MAX_S)
+                followers.send(Kind.SETTINGS, settings.encode(), rank)
+            followers.wait_ready(START_MAX_S)
             for rank in range(1, ranks):
                 progress(f"reading part {rank + 1} of {ranks}", 0.2 + 0.7 * rank / ranks)
-                followers.tell(Kind.LOAD, to=rank)
-                followers.hear(LOAD_MAX_S, rank)
-            followers.tell(Kind.MEET)
+                followers.send(Kind.LOAD, to=rank)
+                followers.wait_ready(LOAD_MAX_S, rank)
+            followers.send(Kind.MEET)
             peers.meet(followers.meeting, timeout_s)
             runner = cls(model, own)
             runner._peers, runner._followers = peers, followers
             followers.watch(peers.abort)
-            pages = [int.from_bytes(found, "little") for found in followers.hear(LOAD_MAX_S)]
+            pages = [int.from_bytes(found, "little") for found in followers.wait_ready(LOAD_MAX_S)]
             runner.resize(min([runner.pages, *pages]))
         except BaseException:
             followers.close()
@@ -140,7 +140,7 @@ class ParallelRunner(Runner):
         if self.lost is not None:
             raise WorkerDied(f"the model is on several devices and computes nothing any more: {self.lost}")
         try:
-            self._followers.tell(kind, payload)
+            self._followers.send(kind, payload)
         except WorkerDied as error:
             raise self._lose(error) from error
 

@@ -26,7 +26,7 @@ from weftline.engine.llm.parallel.peers import Peers
 from weftline.errors import ModelError
 
 _WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"}
-"""What stays whole on every rank: norms, and embeddings, which are read and not computed with."""
+"""Modules that are replicated on every rank: norms and embeddings."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 

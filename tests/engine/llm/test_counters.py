@@ -33,9 +33,9 @@ def test_a_prompt_counts_once_and_each_answer_ends_once() -> None:
 
 
 def test_the_node_tells_of_its_engine_and_of_every_request(node: Llm) -> None:
-    told = take(0, "answer", node)
-    assert told is not None, "its names and numbers pass"
-    assert told.values["prompt_tokens_total"] == 0, "warming up is no request"
+    report = take(0, "answer", node)
+    assert report is not None, "its names and numbers pass"
+    assert report.values["prompt_tokens_total"] == 0, "warming up is no request"
     node.submit(1, {"prompt": "one"})
     node.submit(2, {"prompt": "two", "sampling": {"tokens_max": 3, "n": 2, "temperature": 1.0}})
     node.submit(3, {})  # refused

@@ -48,7 +48,7 @@ UNFIT = {
     "gemma3_text": ({"use_bidirectional_attention": True}, "attend to those after"),
     "bart": (
         {"d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "decoder_ffn_dim": 32},
-        "not told the positions",
+        "does not accept position_ids",
     ),
     "bloom": ({"n_head": 2}, "attend through"),
 }

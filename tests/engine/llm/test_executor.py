@@ -1,4 +1,4 @@
-"""What a round's rows are for: prompts that are told of, several answers to one prompt, and those that fail."""
+"""Rows of a round: prompt log-probabilities, several answers to one prompt, and failures."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def _answers(engine: Engine, prompt: list[int], params: SamplingParams) -> dict[
 def test_several_answers_are_the_same_whether_their_prompt_is_told_of_or_not(n):
     # five answers want five rows, as many as the prompt has; each is of the prompt's last
     params = {"tokens_max": 3, "ignore_eos": True, "temperature": 1.0, "seed": 3, "n": n}
-    told = SamplingParams(**params, prompt_logprobs=0)
-    assert _answers(_engine(), [5, 6, 7, 8, 9], told) == _answers(_engine(), [5, 6, 7, 8, 9], SamplingParams(**params))
+    with_logprobs = SamplingParams(**params, prompt_logprobs=0)
+    assert _answers(_engine(), [5, 6, 7, 8, 9], with_logprobs) == _answers(
+        _engine(), [5, 6, 7, 8, 9], SamplingParams(**params)
+    )
 
 
 @pytest.mark.parametrize("at_step", [2, 9], ids=["while its prompt is read", "while it answers"])
@@ -45,16 +47,16 @@ def test_a_prompt_is_told_of_once_though_its_request_gave_way(at_step):
     before = SamplingParams(tokens_max=60, ignore_eos=True)
     engine.add(1, [3, 4], before)
     engine.add(2, LONG, SamplingParams(tokens_max=8, ignore_eos=True, prompt_logprobs=0))
-    told, step = [], 0
+    with_logprobs, step = [], 0
     while engine.busy:
         if step == at_step:
             assert engine.resize(12) == 12
         for update in engine.step():
             if update.prompt_logprobs:
-                told.append([one.token for one in update.prompt_logprobs])
+                with_logprobs.append([one.token for one in update.prompt_logprobs])
         step += 1
     assert engine.stats().preemptions > 0
-    assert told == [LONG[1:]]
+    assert with_logprobs == [LONG[1:]]
 
 
 def test_answers_of_one_request_that_fail_in_one_round_fail_it_once_and_nobody_else(monkeypatch):
@@ -146,7 +148,7 @@ def test_answers_are_those_of_a_device_with_memory_in_whatever_company(most, mor
         (prompt, SamplingParams(tokens_max=9, ignore_eos=True)) for prompt in tiny.prompts(5, seed=3, longest=60)
     )]  # fmt: skip
 
-    def told(engine: Engine) -> dict[Any, list[Any]]:
+    def with_logprobs(engine: Engine) -> dict[Any, list[Any]]:
         found: dict[Any, list[Any]] = {}
         for at, (prompt, params) in enumerate(asks):
             engine.add(at, prompt, params)
@@ -160,7 +162,7 @@ def test_answers_are_those_of_a_device_with_memory_in_whatever_company(most, mor
 
     engine = _engine(pages=90, budget=100)
     short = Short(engine, most)
-    assert told(engine) == told(_engine(pages=90, budget=100))
+    assert with_logprobs(engine) == with_logprobs(_engine(pages=90, budget=100))
     assert engine.stats().out_of_memory > 0 and max(short.passes) > most
 
 

@@ -1,4 +1,4 @@
-"""Rounds that are launched before the one before has landed: the same answers, and nobody gets a token too many.
+"""Rounds launched before the previous one has finished: the same answers, and no token too many.
 
 Run on a CPU with the form of attention that a GPU has; only the recording of graphs is missing.
 """

@@ -166,7 +166,7 @@ def test_an_embedding_is_the_same_where_its_neighbour_in_the_round_lacks_memory(
     runner = open_head(embedder, "embed", RunnerOptions(page_tokens=8), pooling=pooling)
     first, second = [at % 50 + 1 for at in range(40)], [7] * 20
 
-    def told() -> list[list[float]]:
+    def embedded() -> list[list[float]]:
         """The first prompt is read in two rounds, and the second in the second of these."""
         engine, found = Engine(runner, None, RoundLimits(30, 5)), dict[int, list[float]]()
         for id, prompt in enumerate((first, second)):
@@ -177,7 +177,7 @@ def test_an_embedding_is_the_same_where_its_neighbour_in_the_round_lacks_memory(
         return [found[id] for id in range(2)]
 
     usual, finished, shortages = runner.head.finish, list[int](), list[int]()
-    expected = told()
+    expected = embedded()
 
     def finish(sequence: Sequence) -> np.ndarray:
         finished.append(sequence.order)
@@ -186,7 +186,7 @@ def test_an_embedding_is_the_same_where_its_neighbour_in_the_round_lacks_memory(
         return usual(sequence)
 
     monkeypatch.setattr(runner.head, "finish", finish)
-    np.testing.assert_allclose(told(), expected, atol=2e-5)
+    np.testing.assert_allclose(embedded(), expected, atol=2e-5)
     assert (shortages, len(finished)) == ([0, 1], 4) and not runner.head._parts._parts
 
 

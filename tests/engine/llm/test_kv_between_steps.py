@@ -29,7 +29,7 @@ def test_memory_moves_to_the_step_that_is_short_and_its_answers_stay_the_same() 
         workers = session.pids()
         alone = session.run(RequestOptions(outputs=["small"]), prompt=QUESTION)["small"]
         kv = session.stats()["kv"]["cpu"]
-        assert kv["held_bytes"] == {"small": MIB, "large": MIB}, "a quarter of 4 MiB each, and half is nobody's"
+        assert kv["held_bytes"] == {"small": MIB, "large": MIB}, "a quarter of 4 MiB each, and half is unassigned"
         asked, most, until_s = [], 0, time.monotonic() + 60
         while most <= MIB and time.monotonic() < until_s:
             while sum(not one.done() for one in asked) < 12:
@@ -45,7 +45,7 @@ def test_memory_moves_to_the_step_that_is_short_and_its_answers_stay_the_same() 
         assert most > MIB
         assert asked[0].result()["small"] == alone
         assert len({one.result()["small"] for one in asked}) > 1
-        assert session.pids() == workers, "nobody was started again for it"
+        assert session.pids() == workers, "no worker was restarted for it"
 
 
 @pytest.mark.slow

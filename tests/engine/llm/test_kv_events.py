@@ -1,4 +1,4 @@
-"""The log of cached pages: whoever follows it knows what is cached."""
+"""The log of cached pages reproduces the content of the cache."""
 
 from __future__ import annotations
 

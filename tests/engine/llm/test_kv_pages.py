@@ -80,5 +80,5 @@ def test_books_balance_after_any_history(steps):
         assert run == list(range(run[0], run[0] + len(run))) if run else True
     for table in tables:
         pool.drop(table)
-    pool.forget_idle()
+    pool.evict_idle()
     assert pool.counts() == PageCounts(0, 0, 24)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.engine.llm import tiny
 from tests.engine.llm.test_quantised_checkpoint import FP8, write
-from weftline.engine.llm import model_loader as loading
+from weftline.engine.llm import model_loader
 from weftline.engine.llm.model_loader import LayerWeights, RunnerOptions, load_model, place
 from weftline.engine.llm.quantised import Quantiser
 from weftline.engine.llm.runner import Runner
@@ -114,18 +114,18 @@ def test_a_checkpoint_whose_layers_share_weights_or_whose_files_have_other_names
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved("llama", tmp_path)
-    monkeypatch.setattr(loading, "_open_tensors", lambda folder: {})
+    monkeypatch.setattr(model_loader, "_open_tensors", lambda folder: {})
     loaded = load_model(folder, INT8)
     assert loaded.layers is None and not any(weight.is_meta for weight in loaded.model.parameters())
     monkeypatch.undo()
-    real = loading.find_stack
+    real = model_loader.find_stack
 
     def sharing(model: Any) -> tuple[Any, list[Any]]:
         base, stack = real(model)
         stack[1].mlp.up_proj.weight = stack[0].mlp.up_proj.weight
         return base, stack
 
-    monkeypatch.setattr(loading, "find_stack", sharing)
+    monkeypatch.setattr(model_loader, "find_stack", sharing)
     loaded = load_model(folder, INT8)
     assert loaded.layers is None and not any(weight.is_meta for weight in loaded.model.parameters())
 
@@ -142,11 +142,11 @@ def test_a_model_of_the_hub_is_fetched_and_read_layer_by_layer(tmp_path: Path, m
     config = transformers.AutoConfig.from_pretrained(folder)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda source, **_: config)
-    told: list[str] = []
-    loaded = load_model("someone/model", INT8, lambda phrase, fraction: told.append(phrase))
+    phrases: list[str] = []
+    loaded = load_model("someone/model", INT8, lambda phrase, fraction: phrases.append(phrase))
     assert loaded.layers is not None and asked == ["someone/model"]
     loaded.layers.fill(loaded.model.model.layers[1])
-    assert told[-1] == "reading layer 2 of 2"
+    assert phrases[-1] == "reading layer 2 of 2"
 
 
 def test_a_weight_that_is_missing_is_named_before_anything_is_read(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.llm import tiny
-from weftline.engine.llm import startup as opening
+from weftline.engine.llm import startup
 from weftline.engine.llm.attention import Span
 from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.kv_cache import PageTable
@@ -53,9 +53,9 @@ def test_buffers_and_graphs_hold_what_the_schedule_plans(folder, monkeypatch, op
     class Opening(Runner):
         open = staticmethod(gpu_form)  # type: ignore[assignment]
 
-    monkeypatch.setattr(opening, "Runner", Opening)
+    monkeypatch.setattr(startup, "Runner", Opening)
     config = LlmConfig(str(folder), speculation="draft", draft_model=str(folder), **options)
-    engine, _ = opening.open_engine(config, OpenContext(base_dir=folder.parent))
+    engine, _ = startup.open_engine(config, OpenContext(base_dir=folder.parent))
     limits = engine._schedule.limits
     assert [(one.rows_max, one.sequences_max) for one in made] == [(limits.tokens_max, limits.sequences_max)] * 2
     form = engine.runner._form

@@ -1,4 +1,4 @@
-"""How much of a long prompt a round reads: a made-up machine, told times."""
+"""Prompt tokens per round, on a simulated machine."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ def test_the_time_of_so_many_is_taken_from_the_nearest_number_seen():
     assert pace.chunk(100) > 3 * pace.chunk(1)
 
 
-@pytest.mark.parametrize("told", [(0, 5, 1.0), (3, 0, 0.0), (3, 0, -5.0)])
-def test_what_says_nothing_is_not_taken_in(told):
+@pytest.mark.parametrize("measured", [(0, 5, 1.0), (3, 0, 0.0), (3, 0, -5.0)])
+def test_what_says_nothing_is_not_taken_in(measured):
     pace = StretchedPace()
-    pace.note(*told)
+    pace.note(*measured)
     assert pace.chunk(3) == CHUNK_FIRST

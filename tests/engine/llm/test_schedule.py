@@ -259,7 +259,7 @@ def test_everything_finishes_and_every_page_comes_back(pages, tokens_max, sequen
             assert _play(schedule, live) == []
         elif live:
             idle = 0 if _play(schedule, live) else idle + 1
-            assert idle < 2, "a round handed out nothing although somebody waits"
+            assert idle < 2, "a round was empty although a sequence waits"
         schedule.pool.check([s.table for s in (*schedule.running, *schedule.waiting)])
         rounds += 1
         assert rounds < 5000, "the schedule does not get done"

@@ -17,8 +17,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from tests.engine.llm import tiny, tiny_adapters
-from tests.engine.scheduler.test_sleep_stats import resting
-from weftline.engine.llm import attention
+from weftline.engine.llm import attention, sleep
 from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion import layer as fuse_layer
@@ -33,7 +32,7 @@ from weftline.engine.llm.request import LlmRequestOptions
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.sampling.sampler import Sampler
 from weftline.engine.llm.schedule import RoundLimits
-from weftline.engine.llm.sleep import Rest
+from weftline.engine.llm.sleep import OffloadedTensors
 from weftline.engine.llm.speculation import DraftModelProposer, Speculation
 from weftline.errors import ModelError
 
@@ -46,8 +45,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are moved, and computed with as on a GPU: code compiled for CPUs sees them as arrays, which pins them."""
     monkeypatch.setattr(fuse_rows, "_compiled", lambda: None)
     monkeypatch.setattr(fuse_layer, "_STEADY_ROPES", frozenset())
-    monkeypatch.setattr("weftline.engine.llm.runner.is_elsewhere", lambda device: True)
-    monkeypatch.setattr(resting, "HOST_BUFFER_BYTES", 10_000)  # so that tensors lie across pieces
+    monkeypatch.setattr("weftline.engine.llm.runner.has_own_memory", lambda device: True)
+    monkeypatch.setattr(sleep, "HOST_BUFFER_BYTES", 10_000)  # so that tensors lie across pieces
 
 
 def answer(engine: Engine, adapter: str = "") -> list[int]:
@@ -69,7 +68,7 @@ def left_bytes(engine: Engine) -> int:
     seen, found, todo = set[int](), dict[int, int](), [engine]
     while todo:
         one: Any = todo.pop()
-        if id(one) in seen or isinstance(one, type | types.ModuleType | Rest | CpuAttention):
+        if id(one) in seen or isinstance(one, type | types.ModuleType | OffloadedTensors | CpuAttention):
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor) and not hasattr(one, "__tensor_flatten__"):
@@ -82,20 +81,20 @@ def left_bytes(engine: Engine) -> int:
 
 
 def test_tensors_stay_who_they_are_and_have_their_bytes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resting, "HOST_BUFFER_BYTES", 1000)
+    monkeypatch.setattr(sleep, "HOST_BUFFER_BYTES", 1000)
     whole = torch.randn(37, 41)
     kept = [whole, whole[3:9], whole.T, torch.arange(300).to(torch.int8), torch.randn(5).bfloat16(), torch.tensor(2.5)]
     buffer = torch.ones(77, dtype=torch.int32)
     before = [tensor.clone() for tensor in kept]
-    rest = Rest.of(CPU, kept, [buffer])
-    assert rest.host_bytes == 37 * 41 * 4 + 300 + 10 + 4 == sum(piece.numel() for piece in rest.pieces)
+    offloaded = OffloadedTensors.offload(CPU, kept, [buffer])
+    assert offloaded.host_bytes == 37 * 41 * 4 + 300 + 10 + 4 == sum(piece.numel() for piece in offloaded.buffers)
     assert not any(tensor.untyped_storage().nbytes() for tensor in (*kept, buffer))
-    rest.rise()
+    offloaded.restore()
     assert all(torch.equal(*pair) for pair in zip(kept, before, strict=True))
     assert torch.equal(buffer, torch.zeros(77, dtype=torch.int32))
     whole[3, 0] = 7.0
     assert kept[1][0, 0] == 7.0, "a slice lies where it lay"
-    assert rest.pieces == []
+    assert offloaded.buffers == []
 
 
 def test_a_host_without_memory_for_all_of_it_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +106,11 @@ def test_a_host_without_memory_for_all_of_it_leaves_everything_as_it_was(monkeyp
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return torch.empty(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(resting, "HOST_BUFFER_BYTES", 1000)
-    monkeypatch.setattr(resting, "_host_piece", host_piece)
+    monkeypatch.setattr(sleep, "HOST_BUFFER_BYTES", 1000)
+    monkeypatch.setattr(sleep, "_host_buffer", host_piece)
     tensor = torch.arange(1000.0)
     with pytest.raises(RuntimeError, match="allocate"):
-        Rest.of(CPU, [tensor])
+        OffloadedTensors.offload(CPU, [tensor])
     assert torch.equal(tensor, torch.arange(1000.0))
 
 
@@ -273,9 +272,9 @@ def test_a_device_that_others_have_filled_meanwhile_is_named(monkeypatch: pytest
     engine = _plain(Path())
     engine.sleep()
 
-    def full(rest: Rest) -> None:
+    def full(offloaded: OffloadedTensors) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Rest, "rise", full)
+    monkeypatch.setattr(OffloadedTensors, "restore", full)
     with pytest.raises(ModelError, match="do not fit on cpu any more"):
         engine.wake()

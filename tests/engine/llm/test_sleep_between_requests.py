@@ -34,9 +34,9 @@ def test_an_llm_sleeps_with_its_weights_and_whoever_comes_at_any_moment_is_answe
         for moment in ("asleep", "falling asleep", "falling asleep"):
             # one that falls asleep may sleep before it is seen; a request that comes then is answered too
             wait_until(lambda moment=moment: state(session) in (moment, "asleep"), 20)  # type: ignore[misc]
-            told = session.run(prompt=QUESTION)
-            assert told["text"] == first["text"] != ""
-            assert told["usage"]["cached_tokens"] == 0, "its prefixes went with its pages"
+            answer = session.run(prompt=QUESTION)
+            assert answer["text"] == first["text"] != ""
+            assert answer["usage"]["cached_tokens"] == 0, "its prefixes went with its pages"
         tokens = 5 * first["usage"]["prompt_tokens"]
         wait_until(lambda: _prompts(session) == tokens, 20)  # it counts on: it is the node that was opened at first
         idle = session.stats()["idle"]["talk"]

@@ -1,4 +1,4 @@
-"""Guessing tokens: answers stay the same, whoever guesses and however wrong."""
+"""Speculation: answers stay the same with any proposer and any draft tokens."""
 
 from __future__ import annotations
 

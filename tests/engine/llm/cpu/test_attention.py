@@ -48,7 +48,7 @@ def _attend(shares, heads, kv_heads, window, softcap, scattered, dtype=torch.flo
     module, form = torch.nn.Module(), CpuAttention(PAGE)
     layer = LayerPages(form, kv_heads=kv_heads, widths=(width, width))
     layer.bind(pages * PAGE, torch.empty(0, dtype=kv_dtype or dtype))
-    layer.keys.fill_(torch.nan)  # reading a slot nobody wrote would show
+    layer.keys.fill_(torch.nan)  # reading an unwritten slot would show
     layer.values.fill_(torch.nan)
     module.weftline_pages = layer
     spans, row, queries, keys, values, expected = [], 0, [], [], [], []

@@ -246,19 +246,19 @@ def test_each_layer_is_brought_before_its_turn_and_handed_on_after_it() -> None:
     weights = [{name: w.clone() for name, w in layer.state_dict().items()} for layer in layers]
     for layer in layers:
         layer.to_empty(device="meta")
-    told: list[str] = []
+    calls: list[str] = []
 
     def ready(layer: Any) -> None:
-        told.append(f"ready {layers.index(layer)}")
+        calls.append(f"ready {layers.index(layer)}")
         layer.load_state_dict(weights[layers.index(layer)], assign=True)
 
     def done(layer: Any) -> None:
-        told.append(f"done {layers.index(layer)}")
+        calls.append(f"done {layers.index(layer)}")
         assert "forward" in layer.__dict__
         assert all(weight.is_meta for later in layers[layers.index(layer) + 1 :] for weight in later.parameters())
 
     assert fuse(model, ready, done).counts == WHOLE
-    assert told == [f"{what} {at}" for at in range(LAYERS) for what in ("ready", "done")]
+    assert calls == [f"{what} {at}" for at in range(LAYERS) for what in ("ready", "done")]
 
 
 def test_what_bringing_a_layer_raises_is_not_taken_for_a_model_that_fails() -> None:
@@ -319,12 +319,12 @@ def test_with_another_attention_only_its_linears_norms_and_mlps_are_fused() -> N
 
 
 def test_a_model_without_decoder_layers_or_where_it_fails_is_left_alone() -> None:
-    model, told = build("Llama", {}), []
+    model, calls = build("Llama", {}), []
     model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    report = fuse(model, told.append, told.append)
+    report = fuse(model, calls.append, calls.append)
     assert report.counts["layer"] == 1 and "model" not in report.counts  # layer 0 was compared before layer 1 failed
     assert "ZeroDivisionError" in report.left[0].reason
-    assert sorted(map(id, told)) == sorted(2 * [id(layer) for layer in model.model.layers])  # brought all the same
+    assert sorted(map(id, calls)) == sorted(2 * [id(layer) for layer in model.model.layers])  # brought all the same
     model.config.num_hidden_layers = 77
     assert fuse(model).left[0].reason == "no list of decoder layers was found"
 

@@ -1,4 +1,4 @@
-"""Merged linear layers give what they gave apart, whoever calls them and in whatever order."""
+"""Merged linear layers give what they gave apart, in any order of calls."""
 
 from __future__ import annotations
 

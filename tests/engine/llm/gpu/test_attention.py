@@ -61,7 +61,7 @@ def test_both_forms_say_the_same(window: int | None, softcap: float | None, turn
     ours, theirs = layers(gpu), layers(cpu)
     for memory in (ours.keys, ours.values):
         if memory is not None:
-            memory.fill_(torch.nan)  # what nobody wrote must not matter
+            memory.fill_(torch.nan)  # unwritten slots must not matter
     for spans in rounds(3):
         rows = sum(span.count for span in spans)
         query, key, value = (torch.randn(rows, heads, WIDTH) for heads in (HEADS, KV, KV))

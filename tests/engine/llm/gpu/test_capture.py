@@ -55,7 +55,7 @@ def test_reading_a_value_while_recording_raises() -> None:
 def test_a_fake_can_be_told_to_fail() -> None:
     capture = FakeCapture()
     capture.fail = True
-    with pytest.raises(RuntimeError, match="told to fail"):
+    with pytest.raises(RuntimeError, match="set to fail"):
         capture.record(lambda: torch.ones(1))
 
 

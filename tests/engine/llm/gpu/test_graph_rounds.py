@@ -197,7 +197,7 @@ def test_each_row_of_a_prompt_has_its_requests_adapter(tmp_path: Path) -> None:
 
 
 def test_all_graphs_are_recorded_before_requests_come_largest_first_and_write_to_no_page() -> None:
-    capture, told = FakeCapture(), []
+    capture, reported = FakeCapture(), []
     runner = _runner(capture)
     engine = Engine(runner, None, RoundLimits(48, 6))
     assert runner.graphs is not None and not engine.recorded
@@ -208,9 +208,9 @@ def test_all_graphs_are_recorded_before_requests_come_largest_first_and_write_to
     sizes: list[int] = []
     forward = runner.graphs.forward
     runner.graphs.forward = lambda tokens, places, view: sizes.append(len(tokens)) or forward(tokens, places, view)
-    assert not engine.record(lambda done, all: told.append((done, all)))
+    assert not engine.record(lambda done, all: reported.append((done, all)))
     assert list(dict.fromkeys(sizes)) == sorted(SIZES, reverse=True)
-    assert told == [(done, len(SIZES)) for done in range(len(SIZES))]
+    assert reported == [(done, len(SIZES)) for done in range(len(SIZES))]
     assert engine.recorded and runner.graphs.recorded == SIZES and bool((keys == 0.5).all())
     rounds = _eager(runner)
     _said(engine, _asks(2)[:4])

@@ -224,7 +224,7 @@ def test_a_model_that_cannot_be_recorded_is_computed_each_time_and_reported_once
     for _ in range(3):
         decoder.step([0, 1, 2])
     decoder.check("llama")
-    reason = "RuntimeError: this fake was told to fail"
+    reason = "RuntimeError: this fake was set to fail"
     assert decoder.graphs.failures == dict.fromkeys(decoder.graphs.sizes, reason)
     assert decoder.graphs.complete
     assert decoder.forwards == [4] * 4

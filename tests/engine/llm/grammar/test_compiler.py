@@ -1,4 +1,4 @@
-"""Constraints are prepared beside the rounds: good ones once, hostile ones within bounds, nobody waits for others."""
+"""Grammar compilation beside the rounds: valid ones once, hostile ones within bounds, no request waits for others."""
 
 from __future__ import annotations
 

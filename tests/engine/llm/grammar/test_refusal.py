@@ -1,8 +1,8 @@
-"""What the parser complains of is told in words that help, and in nothing else."""
+"""Parser errors are translated for the author of a constraint, without internals of the parser."""
 
 import pytest
 
-from weftline.engine.llm.grammar.matcher import told
+from weftline.engine.llm.grammar.matcher import explain
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ from weftline.engine.llm.grammar.matcher import told
     ],
 )
 def test_the_parsers_complaints_are_put_into_words(said: str, meant: str) -> None:
-    assert meant in told(said)
-    assert "\n" not in told(said) and ".rs" not in told(said)
-    assert len(told(said)) < 350
+    assert meant in explain(said)
+    assert "\n" not in explain(said) and ".rs" not in explain(said)
+    assert len(explain(said)) < 350

@@ -1,4 +1,4 @@
-"""Adapters on a loaded model: the same answers as merged weights, whoever shares the round."""
+"""Adapters on a loaded model: the same answers as merged weights, whatever else is in the round."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_few_rows_gather_and_many_are_masked_with_the_same_result(three: Any) ->
             adapters.choose(torch.tensor(slots * 2))  # 6 rows: masked
             many = model(input_ids=one.repeat(2, 1), use_cache=False).logits
             adapters.choose([(at, at + 1, slot) for at, slot in enumerate(slots)])
-            told = model(input_ids=one, use_cache=False).logits
-        assert close(few, many[:1]) and close(few, told)
+            expected = model(input_ids=one, use_cache=False).logits
+        assert close(few, many[:1]) and close(few, expected)
 
 
 def test_a_tensor_of_slots_is_read_when_the_pass_runs_again(three: Any) -> None:

@@ -101,7 +101,7 @@ def test_a_killed_rank_fails_the_round_at_once_and_every_later_one(tmp_path):
 
 @pytest.mark.slow
 def test_on_two_ranks_rounds_that_decode_are_computed_by_both_where_one_device_would_draw_by_itself(tmp_path):
-    """A rank that launched a round alone would wait in its first sum for the other, which was told of none."""
+    """A rank that launched a round alone would wait in its first sum for the other, which received none."""
     folder = _saved("llama", tmp_path)
     options = RunnerOptions(page_tokens=8, form="gpu")
     one = Runner.open(folder, options)
@@ -121,7 +121,7 @@ def test_a_rank_records_no_graphs():
 
 
 class _Told:
-    """Stands for followers: keeps what they were told."""
+    """Replaces followers: records the messages sent to them."""
 
     lost = None
 
@@ -129,7 +129,7 @@ class _Told:
         self.kinds: list[Kind] = []
         self.closed = 0
 
-    def tell(self, kind: Kind, payload: bytes = b"", to: int | None = None) -> None:
+    def send(self, kind: Kind, payload: bytes = b"", to: int | None = None) -> None:
         self.kinds.append(kind)
 
     def gone(self) -> None:

@@ -13,12 +13,12 @@ from weftline.engine.llm.sampling.logprobs import LOGPROB_MIN, token_logprobs
 def test_they_are_those_of_the_softmax():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 5
     logs = logits.double().log_softmax(-1)
-    told = token_logprobs(logits, torch.tensor([4, 7, 9]), [0, 3, 50])
+    logprobs = token_logprobs(logits, torch.tensor([4, 7, 9]), [0, 3, 50])
     for at, (token, top) in enumerate(zip((4, 7, 9), (0, 3, 50), strict=True)):
-        assert told[at][0] == pytest.approx(float(logs[at, token]), abs=1e-5)
-        assert [one for one, _ in told[at][1]] == logs[at].sort(descending=True).indices[:top].tolist()
+        assert logprobs[at][0] == pytest.approx(float(logs[at, token]), abs=1e-5)
+        assert [one for one, _ in logprobs[at][1]] == logs[at].sort(descending=True).indices[:top].tolist()
         values = logs[at].sort(descending=True).values[:top].tolist()
-        assert [one for _, one in told[at][1]] == pytest.approx(values, abs=1e-5)
+        assert [one for _, one in logprobs[at][1]] == pytest.approx(values, abs=1e-5)
 
 
 def test_more_than_there_are_is_all_there_are():

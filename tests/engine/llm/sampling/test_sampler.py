@@ -215,9 +215,9 @@ def test_grammars_have_the_last_word_and_fail_alone():
 
 def test_prompt_tokens_are_told_with_the_likeliest_ones():
     logits = torch.randn(3, VOCABULARY)
-    told = Sampler(ENDS, VOCABULARY).prompt_logprobs(logits, [4, 5, 6], 2)
+    found = Sampler(ENDS, VOCABULARY).prompt_logprobs(logits, [4, 5, 6], 2)
     logs = logits.log_softmax(-1)
-    assert [one.token for one in told] == [4, 5, 6]
-    assert [one.logprob for one in told] == pytest.approx([float(logs[at, 4 + at]) for at in range(3)], abs=1e-5)
-    assert [one.top[0][0] for one in told] == logits.argmax(-1).tolist() and len(told[0].top) == 2
+    assert [one.token for one in found] == [4, 5, 6]
+    assert [one.logprob for one in found] == pytest.approx([float(logs[at, 4 + at]) for at in range(3)], abs=1e-5)
+    assert [one.top[0][0] for one in found] == logits.argmax(-1).tolist() and len(found[0].top) == 2
     assert Sampler(ENDS, VOCABULARY).prompt_logprobs(logits[:0], [], 2) == []
