@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Protocol
 
-from weftline.gpu_check.running import Skipped
+from weftline.gpu_check.outcomes import Skipped
 from weftline.shm.device.driver import DriverError, GpuDriver
 from weftline.shm.device.names import is_fake
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weftline.gpu_check.processes import Crew, Process
-from weftline.gpu_check.running import CheckOutcome, PartsProcess, Skipped, Wrong
+from weftline.gpu_check.outcomes import CheckOutcome, PartsProcess, Skipped, Wrong
+from weftline.gpu_check.processes import Process, ProcessGroup
 from weftline.shm.device.names import is_fake
 
 MIB = 1 << 20
@@ -20,7 +20,7 @@ OVERTIME_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CheckContext:
     """One part at work. quick: for a first look; full: the issue's whole counts; until_s: on the monotonic clock.
 
     environment: variables that processes of the part get beside their own.
@@ -51,8 +51,8 @@ class Trial:
     def left_s(self) -> float:
         return self.until_s - time.monotonic()
 
-    def crew(self) -> Crew:
-        return Crew(self.device, self.environment, self.until_s + OVERTIME_S)
+    def group(self) -> ProcessGroup:
+        return ProcessGroup(self.device, self.environment, self.until_s + OVERTIME_S)
 
     def say(self, text: str) -> None:
         """Print progress on standard error."""
