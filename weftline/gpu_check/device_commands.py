@@ -106,7 +106,7 @@ def attach_host(worker: DeviceWorker, size_bytes: int, fds: list[int]) -> Answer
 
 
 def prepare(worker: DeviceWorker, size_bytes: int, hops: int, arena: str) -> Answer:
-    """Have a tensor in the own arena and one to copy from, and room for the marks of so many hops."""
+    """Allocate a tensor, one to copy from, and the marks of all hops."""
     driver = worker.driver
     for name, size in (("tensor", size_bytes), ("marks", hops * MARK_BYTES)):
         worker.own[name] = driver.allocate(size)

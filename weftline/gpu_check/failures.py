@@ -60,7 +60,7 @@ def check_fault(context: CheckContext) -> dict[str, Any]:
 
 
 def lose(process: Process) -> str:
-    """Have a process lose its device and return how it ended; Wrong when it does not notice."""
+    """Make a process lose its device and return its end; Wrong when it reports no error."""
     try:
         lost = process.ask("poke", timeout_s=END_MAX_S)["lost"]
     except Ended as error:
@@ -80,13 +80,13 @@ def _flow(traffic: Traffic, writer: Process, reader: Process) -> None:
 
 KILLS, QUICK_KILLS = 200, 3
 HANG_S = 5.0
-"""The issue's bar: longest wait of any process because of a death."""
+"""Bar: longest wait of any process because of a death."""
 
 PATIENCE_S = 1.0
-"""How long a reader in the fault domain of a writer that was killed is waited for before it is ended too."""
+"""Longest wait for a reader in the fault domain of a killed writer."""
 
 SLACK_BYTES = 16 * MIB
-"""How far free memory may be from where it was: other programs of the card, and what the driver keeps for itself."""
+"""Tolerance of free memory: other programs of the card, and caches of the driver."""
 
 SPARES, QUICK_SPARES = 3, 0
 """Processes started ahead: a context takes longer to make than a kill."""
@@ -107,7 +107,7 @@ def check_kills(context: CheckContext) -> CheckOutcome:
             while scene.kills < wanted and context.left_s > 10:
                 scene.kill_one()
                 if scene.kills % 20 == 0:
-                    context.say(f"{scene.kills} kills")
+                    context.progress(f"{scene.kills} kills")
             scene.end()
         scene.traffic.ledger.check()
         free_after, fds_after = _settled_free(watcher, free_before), _descriptors()
@@ -178,8 +178,9 @@ class _Scene:
         self.writers += kills_writer
 
     def _goes_along(self, kills_writer: bool) -> bool:
-        """Whether the other side may go with the victim: in ordering 'event' a reader waits for the writer's device
-        work, which ends unfinished, and they are one fault domain.
+        """Return True if the other side may end with the victim.
+
+        In ordering 'event' a reader waits for device work of the dead writer: they are one fault domain.
         """
         return kills_writer and self.traffic.ordering == "event"
 
@@ -190,7 +191,7 @@ class _Scene:
         self.traffic.arena.close()
 
     def _after_reader(self) -> None:
-        """What it held goes to quarantine until the writer has settled; a new one takes its place."""
+        """Quarantine the reader's blocks until the writer has settled, and start a new reader."""
         traffic, ledger = self.traffic, self._ledger
         self._token += 1
         if traffic.writing is not None:  # its reader is dead, and its answer is still to come
@@ -207,7 +208,7 @@ class _Scene:
         traffic.arena.shown_to(self.reader)
 
     def _after_writer(self) -> None:
-        """What the reader has of its arena ends, right or not; the arena is retired, and a new one made."""
+        """End the reader's open work on the arena, retire the arena, and create a new one."""
         traffic, ledger = self.traffic, self._ledger
         try:
             if traffic.reading is not None:

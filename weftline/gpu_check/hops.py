@@ -31,7 +31,7 @@ from weftline.gpu_check.processes import PeerGone, Process
 SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB)
 FAKE_SIZES = (1 << 10, 64 << 10, 4 * MIB)
 WANTED_MS = {"host": 0.15, "event": 0.08}
-"""The issue's bars for a hop that passes its tensor on or writes in place, by ordering, at every size."""
+"""Bars for a hop that passes its tensor on or writes in place, by ordering, at every size."""
 
 ROUND_TRIPS, QUICK_ROUND_TRIPS, WARM_UP = 300, 12, 4
 MOVED_BYTES_MAX = 8192 * MIB
@@ -51,7 +51,7 @@ def check_hops(context: CheckContext) -> CheckOutcome:
         _meet(*pair, sizes[-1])
         for kind in KINDS:
             for ordering in ORDERINGS if kind != "host" else ORDERINGS[:1]:
-                context.say(f"{kind}, ordering {ordering}")
+                context.progress(f"{kind}, ordering {ordering}")
                 name = f"{kind}, ordering {ordering}" if kind != "host" else "through host memory"
                 medians = []
                 for size in sizes:
@@ -71,7 +71,7 @@ def check_hops(context: CheckContext) -> CheckOutcome:
 
 
 def _meet(first: Process, second: Process, size_bytes: int) -> None:
-    """Have both make an arena and events, open each other's, and map each other's host memory."""
+    """Create an arena and events in both, open each other's, and map each other's host memory."""
     for maker, guest, arena in ((first, second, "first"), (second, first, "second")):
         share(maker, guest, arena, size_bytes)  # first: a fake's events lie with the memory made first
         share_events(maker, guest, EVENTS)

@@ -54,7 +54,7 @@ class Kernels(Protocol):
         """Hold a stream back for so long."""
 
     def poke(self, stream: int) -> None:
-        """Have a stream write where nothing is."""
+        """Write to an unmapped address on a stream."""
 
 
 def open_kernels(driver: GpuDriver) -> Kernels:

@@ -28,15 +28,15 @@ ARENA_BYTES = 6 * MIB
 
 EVENTS = 16
 DELAYS_US = (0, 0, 0, 50, 1500)
-"""How long the writer's stream is held back before it writes; one of these, at random. The last is longer than it takes
-to tell the reader, so that one that does not wait finds what the blocks held before."""
+"""Delays of the writer's stream before it writes; one of these, at random. The last is longer than a message takes, so
+that a reader that does not wait finds the blocks' former bytes."""
 
 FAKE_DELAYS_US = (0, 0, 0, 50, 30_000)
 """The same where the machine may be busy with other things, and no figure is at stake."""
 
 
 class Spoilt(Wrong):
-    """What was read is not what was written."""
+    """The bytes read differ from those written."""
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Traffic:
         self.ledger.add_arena(-self.arena.number, EVENTS * EVENT_BYTES)
 
     def step(self, writer: Process, reader: Process) -> None:
-        """Have the next dispatch written while the one before is read; Spoilt when what is read is not as written."""
+        """Write the next dispatch while the one before is read; Spoilt when the bytes read differ."""
         self.writing = self._lease()
         leases, event = self.writing.leases, self.writing.number
         delay_us = self.draw.choice(self.delays_us)
@@ -155,11 +155,11 @@ class Traffic:
 
 
 LEASES = 1_000_000
-"""The issue's count, for each ordering; with `--full`."""
+"""Leases of each ordering with `--full`."""
 
 QUICK_LEASES = 300
 SECONDS = 20.0
-"""How long each ordering goes on when neither is asked for."""
+"""Duration of each ordering without --quick and --full."""
 
 CARELESS = 20
 """Dispatches in which a reader that does not wait has to be found out."""
@@ -202,13 +202,13 @@ def _flow(context: CheckContext, traffic: Traffic, writer: Process, reader: Proc
         traffic.step(writer, reader)
         if time.monotonic() - reported_s > REPORT_S:
             reported_s = time.monotonic()
-            context.say(f"ordering {traffic.ordering}: {traffic.done} leases")
+            context.progress(f"ordering {traffic.ordering}: {traffic.done} leases")
     traffic.read(reader)
     return time.monotonic() - started
 
 
 def _found_out(arena: Arena, delay_us: int, writer: Process, reader: Process) -> str:
-    """Say after how many dispatches a reader that does not wait is found out; Wrong when it never is."""
+    """Return after how many dispatches a reader that does not wait is detected; Wrong when it never is."""
     careless = Traffic(Ledger(), arena, "event", random.Random(12), delays_us=(delay_us,), reader_waits=False)
     for count in range(1, CARELESS + 1):
         try:

@@ -121,7 +121,7 @@ ROUND_BYTES, FAKE_ROUND_BYTES = 4096 * MIB, 32 * MIB
 
 COPIES_MAX = 200
 SHARE_WANTED = 0.85
-"""The issue's bar: of a plain copy from device to device."""
+"""Bar: share of a plain copy from device to device."""
 
 ROUNDS, QUICK_ROUNDS = 9, 3
 

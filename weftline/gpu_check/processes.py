@@ -97,10 +97,10 @@ ANSWER_MAX_S = 60.0
 """Longest wait for an answer that says nothing else: a first CUDA context on a busy machine takes seconds."""
 
 LOST_CODE = 70
-"""What a process ends with that has lost its device, as a worker does."""
+"""Exit code of a process that has lost its device, as of a worker."""
 
 END_MAX_S = 5.0
-"""Longest time from an end command or a kill to the end of the process: what the issue calls a hang."""
+"""Longest time from an end command or a kill to the end of the process. Longer is a hang."""
 
 
 class Ended(Wrong):

@@ -54,7 +54,7 @@ LLM_PARTS = {
 """Parts of weftline.engine.llm.gpu.check, by its names, and what they are about."""
 
 LARGE = {name for name in LLM_PARTS if name.endswith(("8b", "fp8"))} | {"sleep", "long prompt"}
-"""Those that want the memory of a process that ran nothing before."""
+"""Parts that need the memory of a fresh process."""
 LLM_COMMAND = [sys.executable, "-m", "weftline.engine.llm.gpu.check"]
 TRANSFORMERS_SHARE = 3.0
 """Bar: how many times the tokens a second of transformers' continuous batching a closed loop has to reach."""
@@ -222,7 +222,7 @@ def check_mps(context: CheckContext) -> dict[str, Any]:
 
 
 def _serves(process: Any) -> bool:
-    """Whether a process can still use its device."""
+    """Return True if a process can still use its device."""
     try:
         process.ask("make", arena="b", size_bytes=1 << 20)
         process.ask("fill", arena="b", offset=0, size_bytes=1 << 16, seed=1)

@@ -167,7 +167,7 @@ def _card(device: str) -> str | None:
 
 
 CAPABILITIES = {"CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21, "CAP_SYS_NICE": 23, "CAP_IPC_LOCK": 14}
-"""Those that sharing between processes may ask for: bits of capabilities(7)."""
+"""Capabilities that sharing between processes may need: bits of capabilities(7)."""
 
 CONTAINER_SIGNS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 SECCOMP = {"0": "off", "1": "strict", "2": "a filter"}
