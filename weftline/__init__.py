@@ -85,11 +85,11 @@ _HOMES = {
     "load": "weftline.engine.session:load",
     "port": "weftline.nodes.ports:port",
 }
-"""Where each lazily imported name lives; the imports for type checkers above say the same."""
+"""Home of each lazily imported name; equal to the imports for type checkers above."""
 
 
 def _version() -> str:
-    """Return the installed version; in a clone that is not installed, what its pyproject.toml says."""
+    """Return the installed version; in a clone that is not installed, the version in pyproject.toml."""
     from importlib import metadata
 
     try:
@@ -106,7 +106,7 @@ def _version() -> str:
         return "0+unknown"
 
 
-if not TYPE_CHECKING:  # hidden from type checkers, which would take any attribute for granted
+if not TYPE_CHECKING:  # hidden from type checkers, which would accept any attribute
 
     def __getattr__(name: str) -> object:
         if name == "__version__":

@@ -4,24 +4,24 @@
     |-- PipelineError          the file or builder describes something that cannot run (all problems at once)
     |-- InputError             a request's input is wrong, or too large
     |-- UnknownModel           no model of that name and version is served
-    |-- AccessDenied           the caller did not say who it is, or may not do this
+    |-- AccessDenied           a missing or invalid token, or one without this permission
     |-- ModelError             a node could not open its model
     |   `-- MissingPackage     the framework a node needs is not installed
     |-- StepError              a node failed on one item
-    |-- WorkerDied             the process that held the step is gone; it is being restarted
-    |-- Unavailable            the server cannot be reached, or takes no requests now; try again
-    |-- LimitReached           a stated limit refused the work; try again later
+    |-- WorkerDied             the step's process died during the request; it is being restarted
+    |-- Unavailable            the server cannot be reached, or accepts no requests now; try again
+    |-- LimitReached           a configured limit refused the work; try again later
     |   `-- StepUnavailable    a step's workers keep failing to start; a retry does not help
     |-- DeadlineExceeded       the request's time ran out
-    |-- RequestCancelled       the caller withdrew the request
-    |-- JobChanged             a job is resumed, and its pipeline or its data is not what it was
-    |-- TooManyErrors          more of a job's rows failed than it bears
+    |-- RequestCancelled       the caller cancelled the request
+    |-- JobChanged             pipeline, data or settings of a resumed job differ from its first run
+    |-- TooManyErrors          more rows of a job failed than its limit permits
     |-- OutputFailed           a job's results could not be written
     `-- SessionClosed          the session was closed, or never opened
 
-Each class has the gRPC status the ingress answers with, and the exit code the command line ends with. Messages are
-written for the person who reads them: where, what was found, what was expected, what to do. They never hold an address,
-a traceback or a path of the server that the caller did not send.
+Each class has the gRPC status of its response and the exit code of the command line. A message has the location, what
+was found, what was expected, and the remedy. It never has a memory address, a traceback, or a path of the server that
+the caller did not send.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a pipeline, with its address and its remedy.
+    """One problem of a pipeline, with its location and its remedy.
 
-    path:     where in the pipeline, such as `steps.see.batch.items_max`; empty for the whole file.
-    found:    what stands there, as a phrase that can follow `path: `.
-    expected: what could stand there; empty when `found` says it all.
-    fix:      what to do; empty when there is nothing to add.
+    path:     location in the pipeline, such as `steps.see.batch.items_max`; empty for the whole file.
+    found:    the value there, as a phrase that can follow `path: `.
+    expected: valid values; empty when `found` is sufficient.
+    fix:      remedy; empty for none.
     line:     1-based line in `file`, 0 when the pipeline was built in Python or the line is unknown.
     file:     the file as the user named it; empty for a pipeline built in Python.
     """
@@ -59,10 +59,10 @@ class Problem:
 
 
 class WeftlineError(Exception):
-    """Anything Weftline refuses or fails at; catch this to catch them all.
+    """Base class of all errors of Weftline.
 
-    retry_after_s: when it is worth trying again, in seconds; 0 says nothing about it.
-    timings: of a request that failed, one StepTiming for each step that had run by then.
+    retry_after_s: earliest useful retry, in seconds; 0: unknown.
+    timings: of a failed request, one StepTiming for each step that had run.
     """
 
     status: ClassVar[str] = "INTERNAL"
@@ -95,20 +95,20 @@ class InputError(WeftlineError):
 
 
 class UnknownModel(WeftlineError):
-    """No model of that name and version is served; the message does not say which others are."""
+    """No model of that name and version is served; the message does not list others."""
 
     status = "NOT_FOUND"
     exit_code = 3
 
 
 class AccessDenied(WeftlineError):
-    """The caller did not say who it is, or may not do this; without a valid token `status` is UNAUTHENTICATED."""
+    """A missing or invalid token, or a token without this permission; the former has status UNAUTHENTICATED."""
 
     status = "PERMISSION_DENIED"
     exit_code = 9
 
     def __init__(self, message: str, *, known: bool = True) -> None:
-        """known: the token is valid; it only does not allow this."""
+        """known: the token is valid, but lacks the permission."""
         super().__init__(message)
         if not known:
             self.status = "UNAUTHENTICATED"  # type: ignore[misc]
@@ -122,7 +122,7 @@ class ModelError(WeftlineError):
 
 
 class MissingPackage(ModelError):
-    """A node's framework is not installed; the message names the extra that brings it."""
+    """A node's framework is not installed; the message names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, step: str = "") -> None:
         where = f"step {step}: " if step else ""
@@ -131,7 +131,7 @@ class MissingPackage(ModelError):
 
 
 class StepError(WeftlineError):
-    """A node failed on one item; the others of its batch are not affected. `step` names it."""
+    """A node failed on one item; the other items of its batch are not affected. `step` is its name."""
 
     exit_code = 5
 
@@ -141,21 +141,21 @@ class StepError(WeftlineError):
 
 
 class WorkerDied(WeftlineError):
-    """The process that held a step died while the request was in it; a new one is being started."""
+    """A step's process died during the request; it is being restarted."""
 
     status = "UNAVAILABLE"
     exit_code = 6
 
 
 class Unavailable(WeftlineError):
-    """The server cannot be reached, or takes no requests now; try again."""
+    """The server cannot be reached, or accepts no requests now; try again."""
 
     status = "UNAVAILABLE"
     exit_code = 6
 
 
 class LimitReached(WeftlineError):
-    """A limit refused the work at once; the message names the limit. `retry_after_s` says when to try again."""
+    """A limit refused the work at once; the message names the limit. `retry_after_s` is the earliest useful retry."""
 
     status = "RESOURCE_EXHAUSTED"
     exit_code = 7
@@ -179,23 +179,23 @@ class DeadlineExceeded(WeftlineError):
 
 
 class RequestCancelled(WeftlineError):
-    """The caller withdrew the request."""
+    """The caller cancelled the request."""
 
     status = "CANCELLED"
     exit_code = 130
 
 
 class JobChanged(WeftlineError):
-    """A job is resumed, and its pipeline, its data or its settings are not what they were when it began."""
+    """Pipeline, data or settings of a resumed job differ from its first run."""
 
     status = "FAILED_PRECONDITION"
     exit_code = 10
 
 
 class TooManyErrors(WeftlineError):
-    """More of a job's rows failed than it bears; what was committed stays, and the job can be resumed.
+    """More rows of a job failed than its limit permits; committed parts stay, and the job can be resumed.
 
-    end: how the job stood then, a JobResult.
+    end: state of the job then, a JobResult.
     """
 
     end: Any = None
@@ -205,7 +205,7 @@ class TooManyErrors(WeftlineError):
 
 
 class OutputFailed(WeftlineError):
-    """A job's results could not be written; what was committed stays whole, and the job can be resumed."""
+    """A job's results could not be written; committed parts stay complete, and the job can be resumed."""
 
     status = "UNAVAILABLE"
     exit_code = 12

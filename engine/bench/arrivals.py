@@ -1,7 +1,7 @@
 """Arrival processes: open and closed loads, with seeded arrival times.
 
-A closed load has so many callers, each waiting for its answer before it asks again: it slows down with what it asks.
-An open load has arrivals that know nothing of answers, as the world has: either at random moments of an even rate
+A closed load has N callers that each wait for their answer before the next request: it slows down with its target.
+An open load has arrivals that do not depend on answers: either at random moments of an even rate
 (Poisson), or in bursts.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BURST_MS = 250.0
-"""How long a burst lasts on average."""
+"""Mean duration of a burst."""
 
 BURST_SHARE = 0.25
 """Share of the time that is inside bursts. All arrivals are, so that there the rate is four times the mean."""
@@ -20,7 +20,7 @@ BURST_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """So many callers, each waiting for its answer before it asks again."""
+    """N callers that each wait for their answer before the next request."""
 
     callers: int = 8
 

@@ -20,7 +20,7 @@ from weftline.engine.scheduler.request import StepTiming
 from weftline.pipelines.placement.plan import Plan
 
 QUEUE, BATCH_WAIT, NODE, HAND_OVER = "queue", "batch wait", "node", "hand-over"
-"""What a step's time is made of: waiting for a worker, waiting for company, the node, and the messages around it."""
+"""Parts of a step's time: waiting for a worker, waiting for a fuller batch, the node, and messages."""
 
 LATE, BEFORE, BETWEEN, AFTER = "late", "before", "between", "after"
 OUTSIDE_PARTS = (LATE, BEFORE, BETWEEN, AFTER)

@@ -36,10 +36,10 @@ from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.single_step import alone
 
 VARIANTS = 8
-"""How many different inputs are made up; items take them in turn."""
+"""Number of different generated inputs; items use them in turn."""
 
 BATCH_MS = 3_600_000.0
-"""A job's rows share a call as long as it takes no longer than this: here, always."""
+"""Longest call that rows of a job share: unlimited here."""
 
 TIMES_MAX = 1000
 """Most calls of one size that are kept."""
@@ -119,7 +119,7 @@ class StepAlone:
         )
 
     def context_bytes(self) -> int:
-        """Return what others than the step take of its device: its context, and whatever else uses it; 0: not known."""
+        """Return the device memory that is not the step's: its context and other programs; 0: unknown."""
         for found in self._session.stats()["device_memory"].values():
             taken = sum(found["workers"].values())
             left = found["left_bytes"] + found["reserve_bytes"]

@@ -74,7 +74,7 @@ def lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
 # workers
 
 _Key = tuple[str, str, float]
-"""What the items of one batch have in common: worker, step, and when it left."""
+"""Key of a batch, common to its items: worker, step, and dispatch time."""
 
 
 def _key(timing: StepTiming) -> _Key:

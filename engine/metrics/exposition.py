@@ -1,7 +1,7 @@
 """Text exposition of metrics: Prometheus format 0.0.4 and OpenMetrics 1.0.
 
-Written here because a scrape shares the interpreter with the runtime, and this takes a tenth of the time that the
-general writer of prometheus_client does. That one also spoils names with a colon, such as vLLM's, in OpenMetrics.
+Replaces the writer of prometheus_client: a scrape shares the interpreter with the runtime, and this writer is ten times
+as fast. That one also changes names with a colon, such as vLLM's, in OpenMetrics.
 """
 
 from __future__ import annotations

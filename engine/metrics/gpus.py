@@ -1,7 +1,7 @@
 """NVIDIA GPU metrics from NVML: load, memory, power, temperature, clocks and ECC errors.
 
 No CUDA context is made. Without the library or the driver there are no GPUs, and a value that a GPU does not support is
-None. A call may take milliseconds, and far longer where a GPU is failing: `GpuSampler` is for threads that may wait,
+None. A call takes milliseconds, and far longer on a failing GPU: `GpuSampler` is for threads that may block,
 reads at most once a second, and lets no caller wait for another's reading.
 """
 
@@ -104,7 +104,7 @@ class GpuSampler:
 
 
 class _Calls:
-    """Calls about one GPU. Each returns None where the library lacks the function, or the GPU what it asks for."""
+    """Calls about one GPU. Each returns None when the library or the GPU does not support it."""
 
     def __init__(self, nvml: Any, handle: ctypes.c_void_p) -> None:
         self._nvml = nvml

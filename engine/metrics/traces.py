@@ -30,7 +30,7 @@ QUEUE_MAX, BATCH_MAX = 8192, 512
 """Most spans that wait to be sent, and in one message: about 8 MiB, and half a MiB."""
 
 SEND_EVERY_S, SEND_MAX_S = 2.0, 5.0
-"""How often spans are sent, and how long one message may take."""
+"""Interval of sending spans, and timeout of one message."""
 
 FLAG_SAMPLED, FLAG_OFF = 1, 0
 

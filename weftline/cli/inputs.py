@@ -1,6 +1,6 @@
 """Input parser of `weftline run`: `name=text`, `name=@file` and `name=@-`.
 
-Everything is read and decoded before a model is loaded, so that a wrong file is known in milliseconds.
+Everything is read and decoded before a model is loaded, so that a wrong file fails in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STDIN = "@-"
 
 
 def read_inputs(plan: Plan, written: Sequence[str], stdin: BinaryIO, *, partial: bool = False) -> dict[str, Any]:
-    """Return one decoded value for each input of the pipeline; InputError says which one is wrong, and how.
+    """Return one decoded value for each input of the pipeline; InputError names the wrong one and its remedy.
 
     partial: inputs may be missing.
     """

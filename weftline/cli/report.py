@@ -18,11 +18,11 @@ OUTSIDE = {
     "between": "between steps",
     "after": "after the last step",
 }
-"""What lies outside of steps, in words."""
+"""Labels of the time outside of steps."""
 
 
 def print_report(report: Report, hints: Sequence[str], out: TextIO) -> None:
-    """Print everything a report holds, and the hints last. Milliseconds everywhere unless it says otherwise."""
+    """Print a report and its hints. Times are in milliseconds unless labelled otherwise."""
     for line in _lines(report, hints):
         print(printable(line), file=out)
     out.flush()

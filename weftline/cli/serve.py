@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class LogFormat(StrEnum):
-    """How lines on standard error look."""
+    """Format of log lines."""
 
     text = "text"
     json = "json"
 
 
 class Engine(StrEnum):
-    """Where pipelines run."""
+    """Engine that runs the pipelines."""
 
     local = "local"
     ray = "ray"

@@ -28,11 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weftline.gpu_check.parts import PARTS, CheckPart, chosen
-from weftline.gpu_check.processes import Crew, DriverRefused
-from weftline.gpu_check.programs import LLM_COMMAND
-from weftline.gpu_check.report import earlier_outcomes, machine_facts, report, sources_digest
-from weftline.gpu_check.running import (
+from weftline.gpu_check.context import CheckContext
+from weftline.gpu_check.outcomes import (
     NOT_SHOWN,
     RIGHT,
     SKIPPED,
@@ -46,7 +43,10 @@ from weftline.gpu_check.running import (
     missed,
     outcome_of,
 )
-from weftline.gpu_check.trial import Trial
+from weftline.gpu_check.parts import PARTS, CheckPart, chosen
+from weftline.gpu_check.processes import DriverRefused, ProcessGroup
+from weftline.gpu_check.programs import LLM_COMMAND
+from weftline.gpu_check.report import earlier_outcomes, machine_facts, report, sources_digest
 from weftline.shm.device.names import FAKES, is_fake
 
 MINUTES, FAKE_MINUTES = 9.0, 45.0
@@ -127,8 +127,8 @@ def run_part(
     began = time.monotonic()
     limit_s = part.limit_s * (FAKE_PATIENCE if is_fake(given.device) else 1.0)
     until_s = began + (left_s if given.full else limit_s)
-    trial = Trial(part.name, given.device, given.quick, given.full, until_s, earlier=earlier, llm=llm)
-    outcome = outcome_of(part.name, lambda: part.run(trial))
+    context = CheckContext(part.name, given.device, given.quick, given.full, until_s, earlier=earlier, llm=llm)
+    outcome = outcome_of(part.name, lambda: part.run(context))
     outcome.seconds = round(time.monotonic() - began, 2)
     return outcome
 
@@ -138,9 +138,9 @@ def why_not(device: str) -> CheckOutcome | None:
 
     A missing driver or package is a reason to skip; a fake that does not open is wrong, and so is any unexpected error.
     """
-    with Crew(device) as crew:
+    with ProcessGroup(device) as group:
         try:
-            crew.start("a process").ask("open")
+            group.start("a process").ask("open")
         except DriverRefused as error:
             why = " ".join(str(error).removeprefix("a process failed to open: ").split())
             return CheckOutcome("", WRONG if is_fake(device) else SKIPPED, why)

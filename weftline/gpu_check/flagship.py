@@ -23,8 +23,8 @@ from typing import Any
 
 from weftline.engine.machine import this_machine
 from weftline.engine.session import Session, load
-from weftline.gpu_check.running import RIGHT, CheckOutcome, Skipped, Wrong, as_json, outcome_of, spread
-from weftline.gpu_check.trial import source_file
+from weftline.gpu_check.context import source_file
+from weftline.gpu_check.outcomes import RIGHT, CheckOutcome, Skipped, Wrong, as_json, outcome_of, spread
 from weftline.pipelines.placement.place import Device, Machine
 from weftline.shm.device.names import is_fake
 

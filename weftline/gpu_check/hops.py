@@ -10,10 +10,11 @@ import os
 import sys
 from typing import Any
 
-from weftline.gpu_check.copies import size_text
-from weftline.gpu_check.hopping import KINDS, RECEIVE_MAX_S
-from weftline.gpu_check.processes import Process
-from weftline.gpu_check.running import (
+from weftline.gpu_check.context import MIB, CheckContext, share, share_events, source_file
+from weftline.gpu_check.device_commands import KINDS, RECEIVE_MAX_S
+from weftline.gpu_check.leases import ORDERINGS
+from weftline.gpu_check.memory import size_text
+from weftline.gpu_check.outcomes import (
     RIGHT,
     SKIPPED,
     WRONG,
@@ -25,14 +26,12 @@ from weftline.gpu_check.running import (
     quantile,
     run_apart,
 )
-from weftline.gpu_check.traffic import ORDERINGS
-from weftline.gpu_check.trial import MIB, Trial, share, share_events, source_file
-from weftline.gpu_check.wire import PeerGone
+from weftline.gpu_check.processes import PeerGone, Process
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 * MIB, 32 * MIB, 256 * MIB, 1024 * MIB)
 FAKE_SIZES = (1 << 10, 64 << 10, 4 * MIB)
 WANTED_MS = {"host": 0.15, "event": 0.08}
-"""The issue's bars for a hop that passes its tensor on or writes in place, by ordering, at every size."""
+"""Bars for a hop that passes its tensor on or writes in place, by ordering, at every size."""
 
 ROUND_TRIPS, QUICK_ROUND_TRIPS, WARM_UP = 300, 12, 4
 MOVED_BYTES_MAX = 8192 * MIB
@@ -42,21 +41,21 @@ EVENTS = 8
 SCRIPT = "benchmarks/torch_sharing.py"
 
 
-def check_hops(trial: Trial) -> CheckOutcome:
-    sizes: tuple[int, ...] = FAKE_SIZES if trial.fake else SIZES
-    sizes = sizes[:2] if trial.quick else sizes
+def check_hops(context: CheckContext) -> CheckOutcome:
+    sizes: tuple[int, ...] = FAKE_SIZES if context.fake else SIZES
+    sizes = sizes[:2] if context.quick else sizes
     figures: dict[str, Any] = {}
     bars: list[Bar] = []
-    with trial.crew() as crew:
-        pair = crew.start("the first"), crew.start("the second")
+    with context.group() as group:
+        pair = group.start("the first"), group.start("the second")
         _meet(*pair, sizes[-1])
         for kind in KINDS:
             for ordering in ORDERINGS if kind != "host" else ORDERINGS[:1]:
-                trial.say(f"{kind}, ordering {ordering}")
+                context.progress(f"{kind}, ordering {ordering}")
                 name = f"{kind}, ordering {ordering}" if kind != "host" else "through host memory"
                 medians = []
                 for size in sizes:
-                    times, all_ms = _hop(*pair, kind, ordering, size, trial.quick)
+                    times, all_ms = _hop(*pair, kind, ordering, size, context.quick)
                     half = [one / 2 for one in times]
                     medians.append(quantile(half, 0.5))
                     figures[f"{name}, {size_text(size)}"] = (
@@ -66,13 +65,13 @@ def check_hops(trial: Trial) -> CheckOutcome:
                 if kind in ("pass", "write"):
                     figures[f"{name}: slowest size against quickest"] = round(max(medians) / min(medians), 2)
                     bars.append(judged(f"hop, {name}, p50 at every size", max(medians), WANTED_MS[ordering], "ms",
-                                       judge=trial.judges))  # fmt: skip
-    figures.update(_torch_sharing(trial, sizes))
-    return CheckOutcome(trial.part, RIGHT, figures=figures, bars=bars)
+                                       judge=context.judges))  # fmt: skip
+    figures.update(_torch_sharing(context, sizes))
+    return CheckOutcome(context.part, RIGHT, figures=figures, bars=bars)
 
 
 def _meet(first: Process, second: Process, size_bytes: int) -> None:
-    """Have both make an arena and events, open each other's, and map each other's host memory."""
+    """Create an arena and events in both, open each other's, and map each other's host memory."""
     for maker, guest, arena in ((first, second, "first"), (second, first, "second")):
         share(maker, guest, arena, size_bytes)  # first: a fake's events lie with the memory made first
         share_events(maker, guest, EVENTS)
@@ -108,19 +107,19 @@ def _hop(
     return led["round_trip_ms"][WARM_UP:], led["all_ms"] * (hops - WARM_UP) / hops
 
 
-def _torch_sharing(trial: Trial, sizes: tuple[int, ...]) -> dict[str, Any]:
+def _torch_sharing(context: CheckContext, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Return what torch.multiprocessing takes for the same hops, by a script that lies beside a checkout."""
     name = "torch.multiprocessing"
-    if trial.fake and trial.quick:
+    if context.fake and context.quick:
         return {name: "not with --quick on a fake"}
     try:
         script = source_file(SCRIPT)
     except Skipped as error:
         return {name: f"skipped: {error}"}
-    where = "cpu" if trial.fake else trial.device
-    rounds = QUICK_ROUND_TRIPS if trial.quick else ROUND_TRIPS
+    where = "cpu" if context.fake else context.device
+    rounds = QUICK_ROUND_TRIPS if context.quick else ROUND_TRIPS
     command = [sys.executable, str(script), "--device", where, "--rounds", str(rounds), "--sizes", *map(str, sizes)]
-    outcome = run_apart(name, command, max(min(trial.left_s, 120), 1), dict(trial.environment or {}))
+    outcome = run_apart(name, command, max(min(context.left_s, 120), 1), dict(context.environment or {}))
     if outcome.state in (WRONG, SKIPPED):
         return {name: f"{'failed' if outcome.state == WRONG else 'skipped'}: {outcome.why}"}
     return {f"{name}, {key}": value for key, value in outcome.figures.items()}

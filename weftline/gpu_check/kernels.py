@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Protocol
 
-from weftline.gpu_check.running import Skipped
+from weftline.gpu_check.outcomes import Skipped
 from weftline.shm.device.driver import DriverError, GpuDriver
 from weftline.shm.device.names import is_fake
 
@@ -54,7 +54,7 @@ class Kernels(Protocol):
         """Hold a stream back for so long."""
 
     def poke(self, stream: int) -> None:
-        """Have a stream write where nothing is."""
+        """Write to an unmapped address on a stream."""
 
 
 def open_kernels(driver: GpuDriver) -> Kernels:

@@ -10,24 +10,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.gpu_check.copies import check_contexts, check_copies
-from weftline.gpu_check.faults import check_fault
+from weftline.gpu_check.context import CheckContext
+from weftline.gpu_check.failures import check_fault, check_kills
 from weftline.gpu_check.hops import check_hops
-from weftline.gpu_check.kills import check_kills
 from weftline.gpu_check.leases import check_leases
-from weftline.gpu_check.mps import check_mps
+from weftline.gpu_check.memory import (
+    check_contexts,
+    check_copies,
+    check_costs,
+    check_exporter_killed,
+    check_read_only,
+    check_share,
+)
+from weftline.gpu_check.outcomes import CheckOutcome
 from weftline.gpu_check.programs import (
     LLM_PARTS,
     check_engine_hops,
     check_llm_step,
     check_memory_accesses,
+    check_mps,
     check_pipeline,
     llm_part,
 )
-from weftline.gpu_check.running import CheckOutcome
-from weftline.gpu_check.sharing import check_costs, check_exporter_killed, check_read_only, check_share
-from weftline.gpu_check.surroundings import surroundings
-from weftline.gpu_check.trial import Trial
+from weftline.gpu_check.report import surroundings
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class CheckPart:
     row: str
     about: str
     limit_s: float
-    run: Callable[[Trial], CheckOutcome | dict[str, Any]]
+    run: Callable[[CheckContext], CheckOutcome | dict[str, Any]]
     needs_device: bool = True
     asked: str = ""
 
@@ -53,7 +58,7 @@ def _llm(name: str, limit_s: float) -> CheckPart:
 
 PARTS = (
     CheckPart(
-        "surroundings", "V11", "what it runs in: container, rights, limits", 10, lambda trial: surroundings(), False
+        "surroundings", "V11", "what it runs in: container, rights, limits", 10, lambda context: surroundings(), False
     ),
     CheckPart("share", "V1", "made in one process, read in another", 40, check_share),
     CheckPart("read-only", "V6", "guests cannot write, or the driver refuses", 40, check_read_only),

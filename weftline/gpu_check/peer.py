@@ -14,46 +14,44 @@ from typing import Any
 
 from weftline.engine.worker.hardening import harden
 from weftline.errors import MissingPackage
-from weftline.gpu_check import hopping, writing
-from weftline.gpu_check.hands import Hands
-from weftline.gpu_check.processes import LOST_CODE
-from weftline.gpu_check.running import Skipped
-from weftline.gpu_check.wire import CheckSocket, PeerGone
+from weftline.gpu_check.device_commands import DEVICE_COMMANDS
+from weftline.gpu_check.device_worker import DeviceWorker
+from weftline.gpu_check.outcomes import Skipped
+from weftline.gpu_check.processes import LOST_CODE, CheckSocket, PeerGone
 from weftline.shm.device.driver import DeviceLost, DriverError
 
 INJECTED = {"LD_PRELOAD", "CUDA_INJECTION64_PATH"}
-"""With one of these set, a tool such as compute-sanitizer is loaded into the process, and has to look into it."""
+"""With one of these set, a tool such as compute-sanitizer is loaded into the process and must inspect it."""
 
-VERBS: dict[str, Any] = {
-    **{name.removeprefix("do_"): verb for name, verb in vars(Hands).items() if name.startswith("do_")},
-    **writing.VERBS,
-    **hopping.VERBS,
+COMMANDS: dict[str, Any] = {
+    **{name.removeprefix("do_"): verb for name, verb in vars(DeviceWorker).items() if name.startswith("do_")},
+    **DEVICE_COMMANDS,
 }
 
 
-def serve(hands: Hands) -> None:
+def serve(worker: DeviceWorker) -> None:
     """Answer until the other side is gone."""
     while True:
-        message, fds = hands.wire.receive()
+        message, fds = worker.wire.receive()
         about = {key: value for key, value in message.items() if key != "do"}
         if fds:
             about["fds"] = fds
         try:
-            answer, sent = VERBS[message["do"]](hands, **about)
-            hands.wire.send(answer, sent)
+            answer, sent = COMMANDS[message["do"]](worker, **about)
+            worker.wire.send(answer, sent)
         except PeerGone:
             raise
         except DeviceLost as error:
-            hands.wire.send({"failed": f"the device is lost: {error}", "lost": error.code})
+            worker.wire.send({"failed": f"the device is lost: {error}", "lost": error.code})
             os._exit(LOST_CODE)
         except DriverError as error:
-            hands.wire.send({"failed": str(error), "refused": error.code})
+            worker.wire.send({"failed": str(error), "refused": error.code})
         except MissingPackage as error:
-            hands.wire.send({"failed": str(error), "refused": "MISSING_PACKAGE"})
+            worker.wire.send({"failed": str(error), "refused": "MISSING_PACKAGE"})
         except Skipped as error:
-            hands.wire.send({"failed": str(error), "skipped": True})
+            worker.wire.send({"failed": str(error), "skipped": True})
         except Exception as error:  # every error goes back to the sender
-            hands.wire.send({"failed": f"{type(error).__name__}: {error}"})
+            worker.wire.send({"failed": f"{type(error).__name__}: {error}"})
 
 
 def main(arguments: list[str]) -> int:
@@ -62,7 +60,7 @@ def main(arguments: list[str]) -> int:
         harden(os.getppid())  # what a driver refuses such a process the check has to find
     fd, device = arguments
     try:
-        serve(Hands(device, CheckSocket(socket.socket(fileno=int(fd)))))
+        serve(DeviceWorker(device, CheckSocket(socket.socket(fileno=int(fd)))))
     except PeerGone:
         return 0
     return 1

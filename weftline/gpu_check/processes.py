@@ -1,15 +1,18 @@
 """Processes of a check: start by exec, commands over a socket, kill at the end.
 
-The process that runs a check opens no driver, as Weftline's runtime does not. So nothing a device does can stop it: it
-only ever waits for a message, and never for longer than it says.
+The process that runs a check opens no driver, as Weftline's runtime does not, so a device fault cannot stop it.
+Messages are JSON with descriptors over sequenced-packet sockets; one packet is one message. Every wait has a time
+limit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,17 +22,85 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weftline.gpu_check.running import Skipped, Wrong
-from weftline.gpu_check.wire import CheckSocket, PeerGone, pair
+from weftline.gpu_check.outcomes import Skipped, Wrong
+
+MESSAGE_BYTES_MAX = 160 * 1024
+"""Longest message; the kernel refuses packets beyond about 200 KiB."""
+
+DESCRIPTORS_MAX = 8
+
+
+class PeerGone(Exception):
+    """The other side ended."""
+
+
+class CheckSocket:
+    """One side of a connection. Owns its socket; received descriptors are the caller's."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES_MAX)
+
+    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send a message, with duplicates of `fds`; PeerGone when the peer has closed."""
+        body = json.dumps(message, separators=(",", ":")).encode()
+        try:
+            if fds:
+                socket.send_fds(self.sock, [body], list(fds))
+            else:
+                self.sock.send(body)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise PeerGone(str(error)) from None
+
+    def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], list[int]]:
+        """Return the next message and its descriptors; TimeoutError after `timeout_s`, PeerGone at the end."""
+        if self.sock.gettimeout() != timeout_s:
+            self.sock.settimeout(timeout_s)
+        try:
+            body, fds, _, _ = socket.recv_fds(self.sock, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise PeerGone(str(error)) from None
+        if not body:
+            for fd in fds:
+                os.close(fd)
+            raise PeerGone("the other side closed the connection")
+        return json.loads(body), fds
+
+    def pass_on(self, to: CheckSocket, timeout_s: float) -> None:
+        """Send the next message on as it came; TimeoutError, and PeerGone when either side is gone."""
+        if self.sock.gettimeout() != timeout_s:
+            self.sock.settimeout(timeout_s)
+        try:
+            body = self.sock.recv(MESSAGE_BYTES_MAX)
+            if not body:
+                raise PeerGone("the other side closed the connection")
+            to.sock.send(body)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise PeerGone(str(error)) from None
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a new connection."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
 
 ANSWER_MAX_S = 60.0
 """Longest wait for an answer that says nothing else: a first CUDA context on a busy machine takes seconds."""
 
 LOST_CODE = 70
-"""What a process ends with that has lost its device, as a worker does."""
+"""Exit code of a process that has lost its device, as of a worker."""
 
 END_MAX_S = 5.0
-"""Longest time from an end command or a kill to the end of the process: what the issue calls a hang."""
+"""Longest time from an end command or a kill to the end of the process. Longer is a hang."""
 
 
 class Ended(Wrong):
@@ -160,7 +231,7 @@ def _where_modules_are() -> str:
     return os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)
 
 
-class Crew:
+class ProcessGroup:
     """The processes of one part, all of them gone when it is over, however it ends.
 
     until_s: on the monotonic clock, end of the part, and of every wait for an answer.
@@ -183,7 +254,7 @@ class Crew:
         self._processes.remove(process)
         process.close()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -5,16 +5,25 @@ Each is looked for first, and skipped with the name of what is missing: packages
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weftline.gpu_check.running import (
+from weftline.gpu_check.context import CheckContext, source_file
+from weftline.gpu_check.failures import lose
+from weftline.gpu_check.hops import check_hops
+from weftline.gpu_check.leases import check_leases
+from weftline.gpu_check.memory import check_share
+from weftline.gpu_check.outcomes import (
     NOT_SHOWN,
     RIGHT,
     Bar,
@@ -25,7 +34,6 @@ from weftline.gpu_check.running import (
     run_apart,
     run_limited,
 )
-from weftline.gpu_check.trial import Trial, source_file
 
 LLM_PARTS = {
     "kernels": "each kernel beside a reference in float64",
@@ -46,7 +54,7 @@ LLM_PARTS = {
 """Parts of weftline.engine.llm.gpu.check, by its names, and what they are about."""
 
 LARGE = {name for name in LLM_PARTS if name.endswith(("8b", "fp8"))} | {"sleep", "long prompt"}
-"""Those that want the memory of a process that ran nothing before."""
+"""Parts that need the memory of a fresh process."""
 LLM_COMMAND = [sys.executable, "-m", "weftline.engine.llm.gpu.check"]
 TRANSFORMERS_SHARE = 3.0
 """Bar: how many times the tokens a second of transformers' continuous batching a closed loop has to reach."""
@@ -65,21 +73,21 @@ SANITIZER_CODE = 9
 """Exit code of compute-sanitizer when it found an error."""
 
 
-def check_memory_accesses(trial: Trial) -> dict[str, Any]:
+def check_memory_accesses(context: CheckContext) -> dict[str, Any]:
     """V12: sharing, leases and hops under compute-sanitizer's memcheck, in every process they start."""
     tool = shutil.which(SANITIZER)
     if tool is None:
         raise Skipped(f"{SANITIZER} is not installed")
     ours = [
-        sys.executable, "-m", "weftline.gpu_check", "--device", trial.device, "--quick",
+        sys.executable, "-m", "weftline.gpu_check", "--device", context.device, "--quick",
         "--only", "share", "leases", "hops",
     ]  # fmt: skip
     watched = ["--tool", "memcheck", "--target-processes", "all", "--error-exitcode", str(SANITIZER_CODE)]
     watched += ["--report-api-errors", "no"]  # a driver may refuse what is tried: a rung, or locking read-only memory
     try:
-        code, said = run_limited([tool, *watched, *ours], max(trial.left_s, 1))
+        code, said = run_limited([tool, *watched, *ours], max(context.left_s, 1))
     except TimeoutError:
-        raise Wrong(f"took more than the {trial.left_s:.0f} s that were left") from None
+        raise Wrong(f"took more than the {context.left_s:.0f} s that were left") from None
     found = [line.strip() for line in said.splitlines() if line.startswith("========= ")]
     if code == SANITIZER_CODE:
         raise Wrong(f"{SANITIZER} found: {' | '.join(found[:6])}")
@@ -90,65 +98,65 @@ def check_memory_accesses(trial: Trial) -> dict[str, Any]:
     return {"memcheck": found[-1].removeprefix("========= ") if found else "nothing found"}
 
 
-def llm_part(name: str) -> Callable[[Trial], CheckOutcome]:
+def llm_part(name: str) -> Callable[[CheckContext], CheckOutcome]:
     """Return a part of the LLM's own check as a part of this one."""
 
-    def check(trial: Trial) -> CheckOutcome:
-        if not trial.fake:
+    def check(context: CheckContext) -> CheckOutcome:
+        if not context.fake:
             require_driver()
-        require(LLM_PACKAGES if not trial.fake else FAKE_LLM_PACKAGES)
-        if name in LARGE and not trial.fake:
-            trial.llm.end()
-        asked = {"name": name, "device": trial.device, "quick": trial.quick, "full": trial.full}
-        outcome = trial.llm.run(trial.part, asked, max(trial.left_s, 1))
+        require(LLM_PACKAGES if not context.fake else FAKE_LLM_PACKAGES)
+        if name in LARGE and not context.fake:
+            context.llm.end()
+        asked = {"name": name, "device": context.device, "quick": context.quick, "full": context.full}
+        outcome = context.llm.run(context.part, asked, max(context.left_s, 1))
         if name == "transformers 8b" and outcome.state == RIGHT:
-            outcome.bars += _beside_transformers(trial, outcome)
+            outcome.bars += _beside_transformers(context, outcome)
         return outcome
 
     return check
 
 
-def _beside_transformers(trial: Trial, outcome: CheckOutcome) -> list[Bar]:
+def _beside_transformers(context: CheckContext, outcome: CheckOutcome) -> list[Bar]:
     """Return the bar of the closed loop against transformers' rate; Wrong without the loop's."""
-    ours, theirs = trial.earlier.get("llm: together 8b"), outcome.figures["tokens_per_s"]
+    ours, theirs = context.earlier.get("llm: together 8b"), outcome.figures["tokens_per_s"]
     if ours is None or ours.state != RIGHT:
         raise Skipped("`llm: together 8b` has no rate to compare with: ask for both")
     rate = ours.figures["tokens_per_s"]
     return [judged("closed loop against transformers", rate / theirs, TRANSFORMERS_SHARE, "times", at_least=True,
-                   judge=trial.judges)]  # fmt: skip
+                   judge=context.judges)]  # fmt: skip
 
 
-def check_pipeline(trial: Trial) -> CheckOutcome:
+def check_pipeline(context: CheckContext) -> CheckOutcome:
     """The flagship on the device: its answer beside the CPU's, its plan, its times, and what its workers take."""
     require(FLAGSHIP_PACKAGES)
     file = source_file(FLAGSHIP)
-    if trial.fake and not trial.full:
+    if context.fake and not context.full:
         raise Skipped("only with --full on a fake: its models take longer to load than all the rest")
-    command = [sys.executable, "-m", "weftline.gpu_check.flagship", str(file), "--device", trial.device]
-    return run_apart(trial.part, [*command, *["--quick"] * trial.quick], max(trial.left_s, 1))
+    command = [sys.executable, "-m", "weftline.gpu_check.flagship", str(file), "--device", context.device]
+    return run_apart(context.part, [*command, *["--quick"] * context.quick], max(context.left_s, 1))
 
 
-def check_llm_step(trial: Trial) -> CheckOutcome:
+def check_llm_step(context: CheckContext) -> CheckOutcome:
     """An llm and an embed step on one device, as in service; their answers are the CPU's.
 
     Workers are hardened, memory has a budget, and the KV memory is what the budget leaves.
     """
     require(LLM_STEP_PACKAGES)
-    if trial.fake and not trial.full:
+    if context.fake and not context.full:
         raise Skipped("only with --full on a fake: its workers take longer to start than all the rest")
-    command = [sys.executable, "-m", "weftline.gpu_check.flagship", "--shared", "--device", trial.device]
-    return run_apart(trial.part, [*command, *["--quick"] * trial.quick], max(trial.left_s, 1))
+    command = [sys.executable, "-m", "weftline.gpu_check.flagship", "--shared", "--device", context.device]
+    return run_apart(context.part, [*command, *["--quick"] * context.quick], max(context.left_s, 1))
 
 
-def check_engine_hops(trial: Trial) -> dict[str, Any]:
+def check_engine_hops(context: CheckContext) -> dict[str, Any]:
     """Time a hop through the engine, its scheduler included, by benchmarks/device_hop.py of a source tree."""
     require(PIPELINE_PACKAGES)
     script = source_file(ENGINE_HOPS)
-    if trial.fake and not trial.full:
+    if context.fake and not context.full:
         raise Skipped("only with --full on a fake: its workers take longer to start than all the rest")
-    command = [sys.executable, str(script), "--device", trial.device, "--quick"]
+    command = [sys.executable, str(script), "--device", context.device, "--quick"]
     try:
-        code, said = run_limited(command, max(trial.left_s, 1), {"PYTHONPATH": _search_path()})
+        code, said = run_limited(command, max(context.left_s, 1), {"PYTHONPATH": _search_path()})
     except TimeoutError:
         raise Wrong("took more than the time that it has") from None
     if code != 0:
@@ -184,3 +192,69 @@ def require_driver() -> None:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         raise Skipped("NVIDIA's driver is not installed here") from None
+
+
+DAEMON = "nvidia-cuda-mps-control"
+START_MAX_S = 20.0
+OTHERS = 2
+"""Clients beside the one that faults."""
+
+
+def check_mps(context: CheckContext) -> dict[str, Any]:
+    """V10: sharing, leases and hops as clients of the service; then a fault in one client, and what the others see."""
+    with _service() as environment:
+        under = replace(context, environment=environment, quick=True)
+        figures = {f"under the service: {key}": value for key, value in check_share(under).items()}
+        for part in (check_leases, check_hops):
+            figures |= {f"under the service: {key}": value for key, value in part(under).figures.items()}
+        with under.group() as group:
+            doomed = group.start("the doomed")
+            others = [group.start(f"client {number}") for number in range(OTHERS)]
+            for one in others:
+                one.ask("open")
+            figures["a client that faults"] = lose(doomed)
+            served = sum(_serves(one) for one in others)
+            figures["other clients that serve on"] = f"{served} of {OTHERS}"
+            for one in (doomed, *others):
+                group.dismiss(one)
+            figures["a new client afterwards"] = "serves" if _serves(group.start("a new client")) else "does not serve"
+    return figures
+
+
+def _serves(process: Any) -> bool:
+    """Return True if a process can still use its device."""
+    try:
+        process.ask("make", arena="b", size_bytes=1 << 20)
+        process.ask("fill", arena="b", offset=0, size_bytes=1 << 16, seed=1)
+    except Wrong:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _service() -> Iterator[dict[str, str]]:
+    """Run the service for a while; yields the variables by which its clients find it. Skipped where it cannot run."""
+    daemon = shutil.which(DAEMON)
+    if daemon is None:
+        raise Skipped(f"{DAEMON} is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("pipe", "log"):
+            (Path(folder) / name).mkdir()
+        environment = {
+            "CUDA_MPS_PIPE_DIRECTORY": str(Path(folder) / "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": str(Path(folder) / "log"),
+        }
+        try:
+            code, said = run_limited([daemon, "-d"], START_MAX_S, environment, keep=True)
+        except TimeoutError:
+            raise Skipped(f"{DAEMON} did not start within {START_MAX_S:.0f} s") from None
+        if code != 0:
+            raise Skipped(f"{DAEMON} ended with {code}: {' | '.join(said.strip().splitlines()[-2:])}")
+        try:
+            yield environment
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    [daemon], input="quit\n", text=True, timeout=START_MAX_S, check=False, capture_output=True,
+                    env={**os.environ, **environment},
+                )  # fmt: skip

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weftline.gpu_check.running import SKIPPED, WRONG, CheckOutcome, as_json, describe, failed, outcome_of
+from weftline.gpu_check.outcomes import SKIPPED, WRONG, CheckOutcome, as_json, describe, failed, outcome_of
 
 
 def parts() -> dict[str, Callable[[Any], CheckOutcome | dict[str, Any]]]:

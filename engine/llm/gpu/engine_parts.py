@@ -35,7 +35,7 @@ from weftline.engine.llm.quantised import weight_bytes
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import InputError
-from weftline.gpu_check.running import RIGHT, CheckOutcome, Skipped, Wrong, judged, quantile
+from weftline.gpu_check.outcomes import RIGHT, CheckOutcome, Skipped, Wrong, judged, quantile
 
 PAGE_TOKENS = 16
 ROUND_TOKENS = 2048

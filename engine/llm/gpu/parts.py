@@ -19,7 +19,7 @@ import torch
 
 from weftline.engine.llm.fusion.fuse import fuse
 from weftline.engine.llm.gpu.models import Decoding, Setup, made_prompts, token_bytes
-from weftline.gpu_check.running import RIGHT, CheckOutcome, Skipped, Wrong, judged
+from weftline.gpu_check.outcomes import RIGHT, CheckOutcome, Skipped, Wrong, judged
 
 H200_COPY_BYTES_S = 4.3e12
 """Rate of a copy on the H200 of the bars, bytes read and written; bars of other cards are scaled by it."""

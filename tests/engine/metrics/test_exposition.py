@@ -51,9 +51,8 @@ def test_a_histogram_has_its_buckets_their_sum_and_their_count() -> None:
 
 def test_both_formats_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvml(monkeypatch)
-    metrics = Metrics(
-        lambda: {"ocr": FakeSession({"answer": {"answer": LLM}})}, callers=("line-3",), ingress=lambda: PIDS
-    )
+    session = FakeSession({"answer": {"answer": LLM}})
+    metrics = Metrics(lambda: {"ocr": session}, callers=("line-3",), ingress=lambda: PIDS)
     usage = {"prompt_tokens": 100, "completion_tokens": 20}
     for at in range(20):
         metrics(record(f"m{at % 3}", caller="line-3", timings=(timing(), timing("read", "failed"))))

@@ -16,10 +16,10 @@ import pytest
 
 from tests.weftline.gpu_check.planting import hidden, planted
 from weftline.gpu_check import command, parts, programs
+from weftline.gpu_check.context import CheckContext
+from weftline.gpu_check.outcomes import CheckOutcome, PartsProcess, Skipped, Wrong, judged
 from weftline.gpu_check.parts import PARTS, CheckPart
 from weftline.gpu_check.report import SCHEMA
-from weftline.gpu_check.running import CheckOutcome, PartsProcess, Skipped, Wrong, judged
-from weftline.gpu_check.trial import Trial
 
 ROOT = Path(__file__).resolve().parents[3]
 HIDDEN = ("pydantic", "msgspec", "networkx", "onnxruntime", "whisper", "ultralytics", "cuda")
@@ -103,7 +103,7 @@ def made_of(*made: tuple[str, object]) -> tuple[CheckPart, ...]:
             raise error
         return error
 
-    return tuple(CheckPart(name, "", "", 10, lambda trial, what=what: raising(what), False) for name, what in made)
+    return tuple(CheckPart(name, "", "", 10, lambda context, what=what: raising(what), False) for name, what in made)
 
 
 def test_a_part_that_is_wrong_ends_it_with_1_and_hides_none_of_the_others(
@@ -140,7 +140,7 @@ def test_the_file_is_whole_after_every_part(monkeypatch: pytest.MonkeyPatch, tmp
         return {}
 
     first, second = made_of(("first", {}), ("second", {}))
-    second = CheckPart("second", "", "", 10, lambda trial: look(), False)
+    second = CheckPart("second", "", "", 10, lambda context: look(), False)
     monkeypatch.setattr(command, "PARTS", (first, second))
     assert command.main(["--device", "fake:0", "--json", str(file)]) == 0
     jsonschema.validate(seen[0], SCHEMA)
@@ -229,8 +229,8 @@ def test_what_ran_before_the_code_changed_is_named(
     assert "shown before the code changed: good" in capsys.readouterr().out
 
 
-def trial_of(**given: object) -> Trial:
-    return Trial("llm: transformers 8b", "cuda:0", False, False, time.monotonic() + 60, **given)
+def context_of(**given: object) -> CheckContext:
+    return CheckContext("llm: transformers 8b", "cuda:0", False, False, time.monotonic() + 60, **given)
 
 
 @pytest.mark.parametrize(("ours", "met"), [(6600.0, True), (5900.0, False)])
@@ -241,11 +241,11 @@ def test_transformers_rate_is_compared_with_that_of_the_closed_loop(
     theirs = CheckOutcome("transformers 8b", "right", figures={"tokens_per_s": 2000.0})
     monkeypatch.setattr(PartsProcess, "run", lambda self, name, asked, limit_s: theirs)
     earlier = {"llm: together 8b": CheckOutcome("llm: together 8b", "right", figures={"tokens_per_s": ours})}
-    (bar,) = programs.llm_part("transformers 8b")(trial_of(earlier=earlier)).bars
+    (bar,) = programs.llm_part("transformers 8b")(context_of(earlier=earlier)).bars
     assert bar.met is met
     theirs.bars.clear()
     with pytest.raises(Skipped, match="has no rate to compare with"):
-        programs.llm_part("transformers 8b")(trial_of())
+        programs.llm_part("transformers 8b")(context_of())
 
 
 def test_parts_are_listed_and_asked_for_by_name_or_row(capsys: pytest.CaptureFixture[str]) -> None:

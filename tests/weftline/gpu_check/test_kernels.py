@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from weftline.gpu_check import pattern
+from weftline.gpu_check import device_worker
 from weftline.gpu_check.kernels import PTX, UNMAPPED_ADDRESS, CudaKernels
-from weftline.gpu_check.running import Skipped
+from weftline.gpu_check.outcomes import Skipped
 from weftline.shm.device.driver import DriverError
 
 
@@ -81,7 +81,7 @@ def test_kernels_that_nobody_can_compile_are_a_reason_to_skip() -> None:
 
 
 def test_leases_of_different_numbers_have_different_bytes() -> None:
-    bank = pattern.bank()
-    begins = {bank[pattern.start_of(number) :][:64].tobytes() for number in range(1000)}
+    bank = device_worker.bank()
+    begins = {bank[device_worker.start_of(number) :][:64].tobytes() for number in range(1000)}
     assert len(begins) == 1000
-    assert all(pattern.start_of(number) + pattern.LONGEST_BYTES <= bank.nbytes for number in range(5000))
+    assert all(device_worker.start_of(number) + device_worker.LONGEST_BYTES <= bank.nbytes for number in range(5000))

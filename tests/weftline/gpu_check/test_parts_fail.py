@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.weftline.gpu_check.planting import planted
-from weftline.gpu_check import copies, flagship, kills, leases, mps, programs
+from weftline.gpu_check import failures, flagship, leases, memory, programs
+from weftline.gpu_check.context import OVERTIME_S, CheckContext
+from weftline.gpu_check.outcomes import CheckOutcome, Wrong, outcome_of
 from weftline.gpu_check.parts import PARTS
-from weftline.gpu_check.processes import Crew, Process
-from weftline.gpu_check.running import CheckOutcome, Wrong, outcome_of
-from weftline.gpu_check.trial import OVERTIME_S, Trial
+from weftline.gpu_check.processes import Process, ProcessGroup
 
 DRIVER = "from weftline.shm.device.driver import DriverError\nfrom weftline.testing.fake_gpu.gpu import FakeGpu\n"
 SHORT_COPIES = f"""{DRIVER}
@@ -54,20 +54,20 @@ FakeGpu.memory = lambda gpu: ((8 << 30) - next(asked) * (64 << 20), 8 << 30)
 """
 HANG = """
 import time
-from weftline.gpu_check import writing
-writing.settle = writing.VERBS["settle"] = lambda hands: time.sleep(60)
+from weftline.gpu_check import device_commands
+device_commands.settle = device_commands.DEVICE_COMMANDS["settle"] = lambda worker: time.sleep(60)
 """
 WAITS_FOR_EVER = """
 import time
-from weftline.gpu_check import writing
+from weftline.gpu_check import device_commands
 from weftline.shm.device.driver import DeviceLost
-whole = writing.check
-def check(hands, **about):
+whole = device_commands.check
+def check(worker, **about):
     try:
-        return whole(hands, **about)
+        return whole(worker, **about)
     except DeviceLost:
         time.sleep(60)
-writing.VERBS["check"] = check
+device_commands.DEVICE_COMMANDS["check"] = check
 """
 
 
@@ -78,8 +78,8 @@ class WritersDie(random.Random):
 
 def run(name: str, environment: dict[str, str] | None = None, left_s: float = 60.0) -> CheckOutcome:
     part = next(part for part in PARTS if part.name == name)
-    trial = Trial(name, "fake:0", True, False, time.monotonic() + left_s, environment)
-    return outcome_of(name, lambda: part.run(trial))
+    context = CheckContext(name, "fake:0", True, False, time.monotonic() + left_s, environment)
+    return outcome_of(name, lambda: part.run(context))
 
 
 @pytest.mark.slow(but_first=1)
@@ -105,7 +105,7 @@ def run(name: str, environment: dict[str, str] | None = None, left_s: float = 60
 def test_a_planted_mistake_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, mistake: str, said: str
 ) -> None:
-    monkeypatch.setattr(kills, "HANG_S", 0.4 if name == "kills" else kills.HANG_S)
+    monkeypatch.setattr(failures, "HANG_S", 0.4 if name == "kills" else failures.HANG_S)
     monkeypatch.setattr(leases, "FAKE_DELAYS_US", (0, 150_000))  # longer than any message takes, on any machine
     found = run(name, planted(tmp_path, mistake))
     assert (found.state, said in found.why) == ("wrong", True), found.why
@@ -113,9 +113,10 @@ def test_a_planted_mistake_is_found(
 
 @pytest.mark.slow
 def test_a_part_that_hangs_is_wrong_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("weftline.gpu_check.trial.OVERTIME_S", 0.0)
-    hangs = HANG.replace("import writing", "import hands").replace(
-        'writing.settle = writing.VERBS["settle"] = lambda hands', "hands.Hands.do_make = lambda *given, **about"
+    monkeypatch.setattr("weftline.gpu_check.context.OVERTIME_S", 0.0)
+    hangs = HANG.replace("import device_commands", "import device_worker").replace(
+        'device_commands.settle = device_commands.DEVICE_COMMANDS["settle"] = lambda worker',
+        "device_worker.DeviceWorker.do_make = lambda *given, **about",
     )
     found = run("read-only", planted(tmp_path, hangs), left_s=2.0)
     assert (found.state, found.why[:-4]) == ("wrong", "the maker did not make within"), found.why  # 1 or 2 seconds
@@ -130,8 +131,8 @@ def test_processes_are_all_ended_even_when_one_is_there_for_good(monkeypatch: py
     def stays(one: Process) -> float:
         raise Wrong("it was killed and is still there")
 
-    with pytest.raises(Wrong, match="still there"), Crew("fake:0") as crew:
-        first, second = crew.start("the first"), crew.start("the second")
+    with pytest.raises(Wrong, match="still there"), ProcessGroup("fake:0") as group:
+        first, second = group.start("the first"), group.start("the second")
         monkeypatch.setattr(first, "kill", partial(stays, first))
     with pytest.raises(ProcessLookupError):
         os.kill(second.pid, 0)
@@ -143,11 +144,13 @@ def test_processes_are_all_ended_even_when_one_is_there_for_good(monkeypatch: py
 def test_a_reader_that_waits_for_a_dead_writer_for_ever_is_ended_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(kills, "QUICK_KILLS", 1)
-    monkeypatch.setattr(kills, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(kills, "MOMENT_MAX_S", 0.5)
-    monkeypatch.setattr(kills, "Traffic", partial(kills.Traffic, delays_us=(400_000,)))  # the writer dies meanwhile
-    monkeypatch.setattr(kills, "random", SimpleNamespace(Random=WritersDie))
+    monkeypatch.setattr(failures, "QUICK_KILLS", 1)
+    monkeypatch.setattr(failures, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(failures, "MOMENT_MAX_S", 0.5)
+    monkeypatch.setattr(
+        failures, "Traffic", partial(failures.Traffic, delays_us=(400_000,))
+    )  # the writer dies meanwhile
+    monkeypatch.setattr(failures, "random", SimpleNamespace(Random=WritersDie))
     found = run("kills", planted(tmp_path, WAITS_FOR_EVER))
     assert (found.state, found.why) == ("right", "")
     assert found.figures["of them, waited on their device until they were ended"] == 1
@@ -156,8 +159,8 @@ def test_a_reader_that_waits_for_a_dead_writer_for_ever_is_ended_with_it(
 def test_a_slow_copy_into_an_arena_misses_its_bar_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = {"plain": [4e11, 4e11, 4e11], "arena": [1e11, 3e11, 3.2e11]}
     monkeypatch.setattr("weftline.gpu_check.processes.Process.ask", lambda process, verb, **about: {"fds": [], **slow})
-    trial = Trial("copy-in", "cuda:0", False, False, time.monotonic() + 60)
-    (bar,) = copies.check_copies(trial).bars
+    context = CheckContext("copy-in", "cuda:0", False, False, time.monotonic() + 60)
+    (bar,) = memory.check_copies(context).bars
     assert (bar.found, bar.met) == (0.75, False)
     assert str(bar).endswith("missed by 12%")
 
@@ -201,17 +204,17 @@ def test_the_sanitizer_is_given_every_process_of_the_check(monkeypatch: pytest.M
 
 
 def test_the_service_is_started_used_and_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool(tmp_path, mps.DAEMON, f'echo "$1" "$CUDA_MPS_PIPE_DIRECTORY" "$(cat)" >> {tmp_path}/log')
+    tool(tmp_path, programs.DAEMON, f'echo "$1" "$CUDA_MPS_PIPE_DIRECTORY" "$(cat)" >> {tmp_path}/log')
     on_path(monkeypatch, tmp_path)
     seen: list[str] = []
 
-    def part(trial: Trial) -> CheckOutcome:
-        seen.append(dict(trial.environment or {})["CUDA_MPS_PIPE_DIRECTORY"])
+    def part(context: CheckContext) -> CheckOutcome:
+        seen.append(dict(context.environment or {})["CUDA_MPS_PIPE_DIRECTORY"])
         return CheckOutcome("a part", "right")
 
-    monkeypatch.setattr(mps, "check_share", lambda trial: part(trial).figures)
-    monkeypatch.setattr(mps, "check_leases", part)
-    monkeypatch.setattr(mps, "check_hops", part)
+    monkeypatch.setattr(programs, "check_share", lambda context: part(context).figures)
+    monkeypatch.setattr(programs, "check_leases", part)
+    monkeypatch.setattr(programs, "check_hops", part)
     found = run("mps")
     assert (found.state, found.why) == ("right", "")
     assert found.figures["other clients that serve on"] == "2 of 2"  # a fake's processes share no fate
@@ -220,29 +223,29 @@ def test_the_service_is_started_used_and_ended(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_service_that_does_not_start_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool(tmp_path, mps.DAEMON, "echo 'no permission' >&2; exit 1")
+    tool(tmp_path, programs.DAEMON, "echo 'no permission' >&2; exit 1")
     on_path(monkeypatch, tmp_path)
     found = run("mps")
-    assert (found.state, found.why) == ("skipped", f"{mps.DAEMON} ended with 1: no permission")
+    assert (found.state, found.why) == ("skipped", f"{programs.DAEMON} ended with 1: no permission")
 
 
 def test_a_pipeline_that_cannot_be_read_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("steps: 3\n")
     monkeypatch.setattr(programs, "FLAGSHIP", broken)
-    trial = Trial("pipeline", "fake:0", False, True, time.monotonic() + 60)
-    found = outcome_of("pipeline", lambda: programs.check_pipeline(trial))
+    context = CheckContext("pipeline", "fake:0", False, True, time.monotonic() + 60)
+    found = outcome_of("pipeline", lambda: programs.check_pipeline(context))
     assert found.state == "wrong"
     assert found.why.startswith("PipelineError: ")
 
 
 def test_a_process_that_ends_otherwise_than_a_worker_would_is_wrong(tmp_path: Path) -> None:
     ends = """
-from weftline.gpu_check.hands import Hands
+from weftline.gpu_check.device_worker import DeviceWorker
 def poke(one):
     one.wire.send({"lost": "ILLEGAL_ADDRESS"})
     raise SystemExit(3)
-Hands.do_poke = poke
+DeviceWorker.do_poke = poke
 """
     found = run("fault", planted(tmp_path, ends))
     assert (found.state, found.why) == ("wrong", "the doomed lost the device and ended with 3; a worker ends with 70")
@@ -258,8 +261,8 @@ def test_engine_hops_that_fail_or_say_nothing_are_wrong(
     script = tmp_path / "hops.py"
     script.write_text(body)
     monkeypatch.setattr(programs, "ENGINE_HOPS", script)
-    trial = Trial("engine hops", "fake:0", False, True, time.monotonic() + 60)
-    found = outcome_of("engine hops", lambda: programs.check_engine_hops(trial))
+    context = CheckContext("engine hops", "fake:0", False, True, time.monotonic() + 60)
+    found = outcome_of("engine hops", lambda: programs.check_engine_hops(context))
     assert (found.state, said in found.why) == ("wrong", True), found.why
 
 
@@ -267,16 +270,16 @@ def test_engine_hops_are_figures_by_way_size_and_place(monkeypatch: pytest.Monke
     script = tmp_path / "hops.py"
     script.write_text("print(f\"{'in place':9} {65536:>11} B  {'cuda:0, ordering host':26} 0.061 [0.060-0.064]\")")
     monkeypatch.setattr(programs, "ENGINE_HOPS", script)
-    trial = Trial("engine hops", "fake:0", False, True, time.monotonic() + 60)
-    assert programs.check_engine_hops(trial) == {
+    context = CheckContext("engine hops", "fake:0", False, True, time.monotonic() + 60)
+    assert programs.check_engine_hops(context) == {
         "in place 65536 bytes, cuda:0, ordering host: one more hop, ms": "0.061 [0.060-0.064]"
     }
 
 
 @pytest.mark.slow
 def test_two_models_on_one_device_answer_as_on_the_cpu(tmp_path: Path) -> None:
-    trial = Trial("llm step", "fake:0", True, True, time.monotonic() + 500)
-    found = outcome_of("llm step", lambda: programs.check_llm_step(trial))
+    context = CheckContext("llm step", "fake:0", True, True, time.monotonic() + 500)
+    found = outcome_of("llm step", lambda: programs.check_llm_step(context))
     assert (found.state, found.why) == ("right", "")
     assert found.figures["steps on the device"] == "answer, embed"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weftline.gpu_check.processes import Crew
+from weftline.gpu_check.processes import ProcessGroup
 
 
 def test_a_process_of_the_check_is_hardened_as_a_worker_is() -> None:
-    with Crew("fake:0") as crew:
-        process = crew.start("one")
+    with ProcessGroup("fake:0") as group:
+        process = group.start("one")
         process.ask("open")
         status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
         assert status["NoNewPrivs"].strip() == "1"

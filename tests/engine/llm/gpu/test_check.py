@@ -17,8 +17,8 @@ from weftline.engine.llm.gpu.capture import FakeCapture
 from weftline.engine.llm.gpu.models import Setup
 from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.runner import Runner
+from weftline.gpu_check.outcomes import CheckOutcome, Skipped, Wrong, outcome_from
 from weftline.gpu_check.programs import LARGE, LLM_PARTS
-from weftline.gpu_check.running import CheckOutcome, Skipped, Wrong, outcome_from
 
 CPU = torch.device("cpu")
 FAKE = Setup(CPU, fake=True, quick=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from weftline.gpu_check import running
-from weftline.gpu_check.running import CheckOutcome, describe, judged, outcome_of, run_apart, run_limited, spread
+from weftline.gpu_check import outcomes
+from weftline.gpu_check.outcomes import CheckOutcome, describe, judged, outcome_of, run_apart, run_limited, spread
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_a_bar_says_by_how_much_it_was_missed(
 def test_a_spread_is_a_median_and_a_tail_by_nearest_rank() -> None:
     values = [float(value) for value in range(1, 101)]
     assert spread(values, "ms") == {"p50": 50.0, "p99": 99.0, "count": 100, "unit": "ms"}
-    assert running.quantile([3.0], 0.99) == 3.0
-    assert math.isnan(running.quantile([], 0.5))
+    assert outcomes.quantile([3.0], 0.99) == 3.0
+    assert math.isnan(outcomes.quantile([], 0.5))
 
 
 def test_the_table_shows_figures_and_bars() -> None:
@@ -121,7 +121,7 @@ for line in sys.stdin:
 
 
 def test_parts_share_a_process_until_one_is_wrong_or_dies_or_hangs() -> None:
-    with contextlib.closing(running.PartsProcess([sys.executable, "-c", SERVES])) as process:
+    with contextlib.closing(outcomes.PartsProcess([sys.executable, "-c", SERVES])) as process:
         first, second, wrong, third, dead, late, last = (
             process.run(f"llm: {name}", {"name": name}, 2.0 if name == "hangs" else 30.0)
             for name in ("a", "b", "wrong", "c", "dies", "hangs", "d")
@@ -136,7 +136,7 @@ def test_parts_share_a_process_until_one_is_wrong_or_dies_or_hangs() -> None:
 def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(running, "KILLED_MAX_S", 0.1)
+        patch.setattr(outcomes, "KILLED_MAX_S", 0.1)
         patch.setattr(os, "killpg", lambda pid, signal: killed.append(pid))
         with pytest.raises(TimeoutError):
             run_limited([sys.executable, "-c", "import time; time.sleep(30)"], 0.1)

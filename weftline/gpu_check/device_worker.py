@@ -1,7 +1,11 @@
 """Device operations of a check process: one method for each command.
 
-Arguments come from a message and answers go back as one; descriptors beside them. The sender of a command
-chooses the names of arenas and allocations. The commands of leases and hops are in `writing` and `hopping`.
+Arguments come from a message and answers go back as one, with descriptors beside them. The sender of a command
+chooses the names of arenas and allocations. `device_commands` has the commands of leases and hops.
+
+Byte patterns are derived from a lease's number, so that a reader detects foreign bytes. Every process generates the
+same bank of random bytes from the same seed; a lease's pattern is a range of it whose start is derived from the number.
+Patterns of two numbers differ from their first bytes on, and so do poison and half-written blocks.
 """
 
 from __future__ import annotations
@@ -9,20 +13,47 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from weftline.gpu_check.kernels import Kernels, open_kernels
-from weftline.gpu_check.pattern import bank, checksum, filled
-from weftline.gpu_check.processes import LOST_CODE
-from weftline.gpu_check.wire import CheckSocket
+from weftline.gpu_check.processes import LOST_CODE, CheckSocket
 from weftline.shm.arena import HostArena
 from weftline.shm.device.arena import DeviceArena
 from weftline.shm.device.driver import DriverError, GpuDriver
 from weftline.shm.device.names import index_of, is_fake
 from weftline.shm.device.opening import open_driver
+
+BANK_BYTES = 1 << 20
+STEP_BYTES = 976
+"""From one number's beginning to the next; with BANK_BYTES it makes a thousand beginnings before one comes again."""
+
+LONGEST_BYTES = 64 << 10
+"""Longest pattern."""
+
+
+def bank(seed: int = 7) -> np.ndarray:
+    """Return uint8[BANK_BYTES + LONGEST_BYTES]."""
+    return np.random.default_rng(seed).integers(0, 256, BANK_BYTES + LONGEST_BYTES, np.uint8)
+
+
+def start_of(number: int) -> int:
+    """Return where the bytes of a lease's number begin in the bank."""
+    return number * STEP_BYTES % BANK_BYTES
+
+
+def filled(size_bytes: int, seed: int) -> np.ndarray:
+    """Return uint8[size_bytes] of noise, the same for the same seed."""
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
+
+
+def checksum(array: np.ndarray) -> int:
+    """Return the CRC-32 of an array's bytes."""
+    return zlib.crc32(array.data)
+
 
 Answer = tuple[dict[str, Any], list[int]]
 """A message and the descriptors that go with it."""
@@ -32,7 +63,7 @@ SCRATCH_BYTES = 8 << 20
 
 
 @dataclass
-class Hands:
+class DeviceWorker:
     """A device in use. The driver is opened by the first verb that needs it."""
 
     device: str

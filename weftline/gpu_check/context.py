@@ -9,21 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weftline.gpu_check.processes import Crew, Process
-from weftline.gpu_check.running import CheckOutcome, PartsProcess, Skipped, Wrong
+from weftline.gpu_check.outcomes import CheckOutcome, PartsProcess, Skipped, Wrong
+from weftline.gpu_check.processes import Process, ProcessGroup
 from weftline.shm.device.names import is_fake
 
 MIB = 1 << 20
 
 OVERTIME_S = 10.0
-"""What a part that has used up its time still gets to come to an end in order."""
+"""Time for an orderly end of a part whose time is up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """One part at work. quick: for a first look; full: the issue's whole counts; until_s: on the monotonic clock.
+class CheckContext:
+    """Context of one part. quick: small counts; full: the largest counts; until_s: on the monotonic clock.
 
-    environment: variables that processes of the part get beside their own.
+    environment: additional variables of the part's processes.
     earlier: outcomes of parts that ran before, by name.
     llm: the process for parts of the LLM's check.
     """
@@ -44,17 +44,17 @@ class Trial:
 
     @property
     def fake(self) -> bool:
-        """Whether figures say nothing of a GPU."""
+        """Return True for a fake, whose figures are not a GPU's."""
         return is_fake(self.device)
 
     @property
     def left_s(self) -> float:
         return self.until_s - time.monotonic()
 
-    def crew(self) -> Crew:
-        return Crew(self.device, self.environment, self.until_s + OVERTIME_S)
+    def group(self) -> ProcessGroup:
+        return ProcessGroup(self.device, self.environment, self.until_s + OVERTIME_S)
 
-    def say(self, text: str) -> None:
+    def progress(self, text: str) -> None:
         """Print progress on standard error."""
         print(f"{self.part}: {text}", file=sys.stderr, flush=True)
 
@@ -68,8 +68,7 @@ def source_file(path: str) -> Path:
 
 
 def share(maker: Process, guest: Process, arena: str, size_bytes: int, rung: str = "descriptor") -> int:
-    """Have one process make an arena and another attach to it under the same name; returns its true size."""
-
+    """Create an arena in one process and attach another to it; returns its true size."""
     made = maker.ask("make", arena=arena, size_bytes=size_bytes, rung=rung)
     try:
         guest.ask("attach", made["fds"], arena=arena, size_bytes=made["size_bytes"], rung=rung, handle=made["handle"])
@@ -80,7 +79,7 @@ def share(maker: Process, guest: Process, arena: str, size_bytes: int, rung: str
 
 
 def share_events(maker: Process, guest: Process, count: int) -> None:
-    """Have one process make shared events and another open them."""
+    """Create shared events in one process and open them in another."""
     handles = maker.ask("make_events", count=count)["handles"]
     guest.ask("open_events", handles=handles)
 

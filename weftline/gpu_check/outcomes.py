@@ -34,7 +34,7 @@ KILLED_MAX_S = 5.0
 _UNITS = {
     "_gb_per_s": "GB/s", "_per_s": "a second", "_mib": "MiB", "_bytes": "bytes", "_ms": "ms", "_us": "us", "_s": "s",
 }  # fmt: skip
-"""How units that end a figure's name are shown after its value; longer endings first."""
+"""Units by the ending of a figure's name, longer endings first."""
 
 WHY_MAX = 800
 """Longest reason that is kept, in characters."""

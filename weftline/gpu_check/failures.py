@@ -1,11 +1,10 @@
-"""V5: random kills of readers and writers.
+"""G3 and V5: an illegal memory access in one worker, and random kills of readers and writers.
 
-Who dies leaves what Weftline's rules are about. A reader's blocks go to quarantine in the ledger until the writer has
-settled; then a new reader takes its place. A writer's arena is retired and closed, what the reader still has of it is
-waited for and not believed in, and a new writer makes a new arena. In ordering 'event' a reader that waits on its
-device for the dead writer may wait for ever: it is one fault domain with the writer, and is ended with it as Weftline
-ends it. No other process may wait for longer than HANG_S, and in the end the device's free memory, and this
-process's descriptors, are what they were.
+A dead reader's blocks stay in quarantine in the ledger until the writer has settled; then a new reader takes its
+place. A dead writer's arena is retired and closed, the reader's open work on it is awaited and discarded, and a new
+writer makes a new arena. In ordering 'event' a reader that waits on its device for the dead writer may wait for ever:
+it is in one fault domain with the writer, and is ended with it as Weftline does. No other process may wait longer than
+HANG_S, and in the end the device's free memory and this process's descriptors are as before.
 """
 
 from __future__ import annotations
@@ -16,22 +15,78 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-from weftline.gpu_check.processes import Crew, Ended, Late, Process
-from weftline.gpu_check.running import RIGHT, CheckOutcome, Wrong, judged, spread
-from weftline.gpu_check.traffic import ORDERINGS, Arena, Spoilt, Traffic
-from weftline.gpu_check.trial import MIB, Trial
+from weftline.gpu_check.context import MIB, CheckContext, same, share
+from weftline.gpu_check.leases import ORDERINGS, Arena, Spoilt, Traffic
+from weftline.gpu_check.outcomes import RIGHT, CheckOutcome, Wrong, judged, spread
+from weftline.gpu_check.processes import LOST_CODE, Ended, Late, Process, ProcessGroup
 from weftline.shm.lease import Ledger
+
+STEPS = 20
+"""Dispatches between the other two, before the fault and after it."""
+
+END_MAX_S = 5.0
+
+
+def check_fault(context: CheckContext) -> dict[str, Any]:
+    """G3: others go on, also in ordering 'event'; what the lost process had made can still be read."""
+    with context.group() as group:
+        doomed, writer, reader = (group.start(name) for name in ("the doomed", "the writer", "the reader"))
+        arena = Arena.made_by(writer, 1)
+        try:
+            arena.shown_to(reader)
+            share(doomed, reader, "theirs", 4 * MIB)
+            written = doomed.ask("fill", arena="theirs", offset=0, size_bytes=MIB, seed=3)["checksum"]
+            traffic = Traffic(Ledger(), arena, ORDERINGS[1], random.Random(3))
+            _flow(traffic, writer, reader)
+            started = time.monotonic()
+            how = lose(doomed)
+            seconds = time.monotonic() - started
+            _flow(traffic, writer, reader)
+            traffic.read(reader)
+            found = reader.ask("checksum", arena="theirs", offset=0, size_bytes=MIB)["checksum"]
+            same("what the lost process had made", written, found)
+            group.dismiss(doomed)
+            heir = group.start("its successor")
+            heir.ask("open")
+        finally:
+            arena.close()
+    return {
+        "the process": how,
+        "from the fault to its end_s": round(seconds, 3),
+        "leases of the others, before and after": traffic.done,
+    }
+
+
+def lose(process: Process) -> str:
+    """Make a process lose its device and return its end; Wrong when it reports no error."""
+    try:
+        lost = process.ask("poke", timeout_s=END_MAX_S)["lost"]
+    except Ended as error:
+        return str(error)
+    if not lost:
+        raise Wrong("a kernel wrote to an unmapped address without an error")
+    code = process.wait_end(END_MAX_S)
+    if code != LOST_CODE:
+        raise Wrong(f"{process.name} lost the device and ended with {code}; a worker ends with {LOST_CODE}")
+    return f"lost the device ({lost}) and ended with {code}"
+
+
+def _flow(traffic: Traffic, writer: Process, reader: Process) -> None:
+    for _ in range(STEPS):
+        traffic.step(writer, reader)
+
 
 KILLS, QUICK_KILLS = 200, 3
 HANG_S = 5.0
-"""The issue's bar: longest wait of any process because of a death."""
+"""Bar: longest wait of any process because of a death."""
 
 PATIENCE_S = 1.0
-"""How long a reader in the fault domain of a writer that was killed is waited for before it is ended too."""
+"""Longest wait for a reader in the fault domain of a killed writer."""
 
 SLACK_BYTES = 16 * MIB
-"""How far free memory may be from where it was: other programs of the card, and what the driver keeps for itself."""
+"""Tolerance of free memory: other programs of the card, and caches of the driver."""
 
 SPARES, QUICK_SPARES = 3, 0
 """Processes started ahead: a context takes longer to make than a kill."""
@@ -40,19 +95,19 @@ MOMENT_MAX_S = 0.03
 """Longest time from one recovery to the next kill: some dozens of dispatches."""
 
 
-def check_kills(trial: Trial) -> CheckOutcome:
-    wanted = QUICK_KILLS if trial.quick else KILLS
+def check_kills(context: CheckContext) -> CheckOutcome:
+    wanted = QUICK_KILLS if context.quick else KILLS
     draw = random.Random(5)
-    with trial.crew() as crew:
-        watcher = crew.start("the watcher")
+    with context.group() as group:
+        watcher = group.start("the watcher")
         watcher.ask("open")
         free_before, fds_before = int(watcher.ask("memory")["free"]), _descriptors()
-        with trial.crew() as fighters:
-            scene = _Scene(fighters, draw, QUICK_SPARES if trial.quick else SPARES)
-            while scene.kills < wanted and trial.left_s > 10:
+        with context.group() as fighters:
+            scene = _Scene(fighters, draw, QUICK_SPARES if context.quick else SPARES)
+            while scene.kills < wanted and context.left_s > 10:
                 scene.kill_one()
                 if scene.kills % 20 == 0:
-                    trial.say(f"{scene.kills} kills")
+                    context.progress(f"{scene.kills} kills")
             scene.end()
         scene.traffic.ledger.check()
         free_after, fds_after = _settled_free(watcher, free_before), _descriptors()
@@ -73,17 +128,17 @@ def check_kills(trial: Trial) -> CheckOutcome:
         "free memory against before_bytes": free_after - free_before,
     }
     bars = [
-        judged("kills", scene.kills, KILLS, "kills", at_least=True, judge=trial.judges),
-        judged("longest wait of a survivor", max(scene.waits), HANG_S, "s", judge=trial.judges),
+        judged("kills", scene.kills, KILLS, "kills", at_least=True, judge=context.judges),
+        judged("longest wait of a survivor", max(scene.waits), HANG_S, "s", judge=context.judges),
     ]
-    return CheckOutcome(trial.part, RIGHT, figures=figures, bars=bars)
+    return CheckOutcome(context.part, RIGHT, figures=figures, bars=bars)
 
 
 class _Scene:
     """A writer, a reader, and those that stand in for the next one that dies."""
 
-    def __init__(self, crew: Crew, draw: random.Random, spares: int) -> None:
-        self._crew, self._draw, self._ahead = crew, draw, spares
+    def __init__(self, group: ProcessGroup, draw: random.Random, spares: int) -> None:
+        self._crew, self._draw, self._ahead = group, draw, spares
         self._spares: list[Process] = []
         self._arenas = 0
         self.kills = self.writers = self.readers_along = self.readers_hung = self.done = 0
@@ -123,8 +178,9 @@ class _Scene:
         self.writers += kills_writer
 
     def _goes_along(self, kills_writer: bool) -> bool:
-        """Whether the other side may go with the victim: in ordering 'event' a reader waits for the writer's device
-        work, which ends unfinished, and they are one fault domain.
+        """Return True if the other side may end with the victim.
+
+        In ordering 'event' a reader waits for device work of the dead writer: they are one fault domain.
         """
         return kills_writer and self.traffic.ordering == "event"
 
@@ -135,7 +191,7 @@ class _Scene:
         self.traffic.arena.close()
 
     def _after_reader(self) -> None:
-        """What it held goes to quarantine until the writer has settled; a new one takes its place."""
+        """Quarantine the reader's blocks until the writer has settled, and start a new reader."""
         traffic, ledger = self.traffic, self._ledger
         self._token += 1
         if traffic.writing is not None:  # its reader is dead, and its answer is still to come
@@ -152,7 +208,7 @@ class _Scene:
         traffic.arena.shown_to(self.reader)
 
     def _after_writer(self) -> None:
-        """What the reader has of its arena ends, right or not; the arena is retired, and a new one made."""
+        """End the reader's open work on the arena, retire the arena, and create a new one."""
         traffic, ledger = self.traffic, self._ledger
         try:
             if traffic.reading is not None:
