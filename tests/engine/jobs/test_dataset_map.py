@@ -279,7 +279,7 @@ def test_what_cannot_be_mapped_is_said_at_once_and_closes_the_pipeline(
 
 
 def test_an_output_called_error_leaves_no_room_for_errors() -> None:
-    with pytest.raises(errors.InputError, match="an output is called that"):
+    with pytest.raises(errors.InputError, match="an output has that name"):
         map_rows(Shouter(output="error"), ROWS, errors="rows")
 
 

@@ -287,7 +287,7 @@ def test_the_pipeline_of_the_file_is_taken(server: Served) -> None:
 def test_another_pipeline_is_refused_with_both_lists(server: Served, text: str, said: str) -> None:
     with pytest.raises(InputError) as refused:
         ServerRunner(server.address, "wide", pipeline=pipeline(text))
-    assert said in str(refused.value) and "fix: name the file that is served" in str(refused.value)
+    assert said in str(refused.value) and "fix: pass the served file" in str(refused.value)
     assert str(refused.value).startswith(f"model wide at {server.address} is not the pipeline job.yaml")
 
 
