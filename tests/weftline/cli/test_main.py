@@ -106,7 +106,7 @@ def test_what_was_measured_is_found_beside_the_file(weft, write) -> None:
     file = write(CHAIN)
     beside = Path(file).with_suffix(".profile.json")
     beside.write_text(json.dumps({"weftline_profile": 1, "steps": {"a": {"digest": "0" * 16, "on": {}}}}))
-    assert "a is not what was measured" in weft("plan", file).out
+    assert "a has changed since it was measured" in weft("plan", file).out
     assert weft("check", file).code == 0
     beside.write_text('{"weftline_profile": 2}')
     refused = weft("check", file)
