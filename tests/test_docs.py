@@ -278,7 +278,7 @@ def test_the_architecture_has_every_package_up_to_the_second_level() -> None:
     assert sorted(set(folders) - named) == []
 
 
-def test_modules_that_the_architecture_names_without_a_folder_are_in_the_scheduler() -> None:
+def test_bare_module_names_in_the_architecture_are_of_the_scheduler() -> None:
     named = set(re.findall(r"`(\w+\.py)`", read("docs/architecture.md")))
     assert sorted(file for file in named if not (ROOT / "engine/scheduler" / file).is_file()) == []
 

@@ -36,7 +36,7 @@ def test_all_leaves_out_what_is_agpl_and_what_replaces_onnx() -> None:
     assert not any("ultralytics" in one or "onnxruntime-gpu" in one for extra in named for one in EXTRAS[extra])
 
 
-def test_serving_needs_no_package_that_refuses_the_protobuf_of_tritonclient() -> None:
+def test_no_serving_package_refuses_the_protobuf_of_tritonclient() -> None:
     for extra in set(EXTRAS) - {"dev", "ray"}:  # Ray Serve needs grpcio-reflection itself
         assert not any(one.startswith(("grpcio-health", "grpcio-reflection")) for one in EXTRAS[extra]), extra
 

@@ -14,7 +14,7 @@ REQUEST = {"x": NUMBERS[2:8], "text": "good"}
 RIGHT = {"y": np.array([3, 4, 5], np.float32), "said": "GOOD", "streamed": STREAMED}
 
 
-def test_seconds_of_load_kills_and_cancels_give_right_answers_and_leave_nothing() -> None:
+def test_seconds_of_load_kills_and_cancels_answer_right_and_leak_nothing() -> None:
     seen: set[str] = set()
     for seconds in (1.0, 4.0, 16.0):  # a busy machine ends fewer requests in a second, and may cancel none of them
         soak, left, deaths = run(seconds, callers=8, largest_bytes=1 << 18)

@@ -346,7 +346,7 @@ def test_steps_that_use_their_memory_again_answer_as_plain_calls_do(start: Calla
 
 
 @pytest.mark.slow
-def test_what_a_step_keeps_of_a_sequence_is_that_sequence_s_and_stays_as_it_was(
+def test_state_of_a_sequence_is_kept_apart_and_unchanged(
     start: Callable[[Source], Session],
 ) -> None:
     p = Builder("keeping", base_dir=HERE, limits={"arena_bytes": 4 << 20})

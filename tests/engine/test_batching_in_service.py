@@ -100,7 +100,7 @@ def test_a_deadline_that_is_nearer_than_the_wait_ends_the_wait(start: Start) -> 
 
 
 @pytest.mark.slow
-def test_automatic_waiting_gathers_batches_under_load_and_waits_for_nobody_alone(start: Start) -> None:
+def test_adaptive_waiting_batches_under_load_and_not_for_a_single_request(start: Start) -> None:
     p = builder()
     batch = {"items_max": 8, "wait": "auto"}
     p.output("y", p.step("s", "echo", value=p.input("x", "text"), delay_ms=10, delay_item_ms=1, batch=batch).value)
@@ -195,7 +195,7 @@ def test_seven_mates_of_a_bad_item_are_answered_as_if_alone(start: Start, whole:
 
 
 @pytest.mark.slow
-def test_mates_of_an_item_that_comes_to_nan_are_answered_where_the_step_is_finite(start: Start) -> None:
+def test_a_finite_step_fails_only_the_item_with_nan(start: Start) -> None:
     p = builder()
     x, batch = p.input("x", "float32[N]"), {"items_max": 8, "wait_max_ms": 500}
     p.output("y", p.step("s", "echo", value=x, type="float32[N]", batch=batch, finite=True).value)

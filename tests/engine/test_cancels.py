@@ -165,7 +165,7 @@ def test_between_two_steps_the_second_never_sees_it(start: Start, gate: Gate) ->
 
 
 @pytest.mark.slow
-def test_a_stream_that_is_left_in_the_middle_stops_its_producer_and_no_other(start: Start) -> None:
+def test_an_abandoned_stream_stops_its_producer_and_no_other(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "trickle", value=p.input("x", "text"), pieces=40, delay_ms=10).value)
     session = start(p)
@@ -218,7 +218,7 @@ def test_elements_of_a_list_leave_their_queue_with_their_request(start: Start, g
 
 
 @pytest.mark.slow
-def test_two_thousand_cancels_at_random_leave_every_counter_at_its_baseline(start: Start) -> None:
+def test_two_thousand_random_cancels_leave_every_counter_at_its_baseline(start: Start) -> None:
     p = builder(arena_bytes=32 << 20, requests_max=1000)
     x, words = p.input("x", "float32[N]"), p.input("words", "list[text]")
     half = p.step("half", "function", x=x, batch={"items_max": 4, "wait_max_ms": 2}, **function("halves"))

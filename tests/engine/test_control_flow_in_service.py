@@ -58,7 +58,7 @@ outputs: {loud: loud.output, after: after.output, kind: kind.output}
 
 
 @pytest.mark.slow
-def test_a_step_runs_where_its_condition_holds_and_is_skipped_with_what_needs_it(start: Start, write: Write) -> None:
+def test_a_false_condition_skips_the_step_and_its_dependents(start: Start, write: Write) -> None:
     session = start(write(WHEN))
     said, quiet = session.run(text="shout it"), session.run(text="whisper it")
     assert dict(said) == {"loud": "SHOUT IT", "after": "SHOUT IT!", "kind": "shout"}
@@ -236,7 +236,7 @@ def picture(levels: list[int]) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_photo_to_crops_to_a_step_for_each_gathered_in_order_and_two_requests_share_its_batches(
+def test_crops_of_two_requests_share_batches_and_keep_their_order(
     start: Start, write: Write
 ) -> None:
     session = start(write(MAPPED))

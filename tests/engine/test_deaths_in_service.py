@@ -91,7 +91,7 @@ def test_workers_that_are_killed_under_load_cost_no_request_its_end(start: Start
 
 
 @pytest.mark.slow
-def test_a_request_is_told_within_a_second_of_its_workers_death_and_leases_are_back(start: Start) -> None:
+def test_a_worker_death_fails_its_request_and_frees_leases_in_a_second(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "function", x=p.input("x", "float32[N]"), idempotent=False, **function("stuck")).output)
     session = start(p)
@@ -186,7 +186,7 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_daemons_of_a_step_end_with_their_worker_and_map_no_arena_meanwhile(start: Start) -> None:
+def test_daemons_of_a_step_end_with_their_worker_and_map_no_arena(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", "function", text=p.input("x", "text"), **function("daemons")).output)
     session = start(p)
@@ -203,7 +203,7 @@ def test_daemons_of_a_step_end_with_their_worker_and_map_no_arena_meanwhile(star
 
 
 @pytest.mark.slow
-def test_a_ready_worker_that_says_it_could_not_open_is_ended_at_once_and_the_next_one_answers(start: Start) -> None:
+def test_a_ready_worker_that_reports_a_failed_open_is_ended_and_replaced(start: Start) -> None:
     p = builder(silence_max_ms=60_000)
     p.output("y", p.step("s", "function", text=p.input("x", "text"), idempotent=False, **function("unopened")).output)
     session = start(p)
@@ -259,7 +259,7 @@ def test_one_that_wedges_every_worker_is_kept_out_after_the_second(start: Start)
 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("at", [0, 3, 7])
-def test_mates_of_one_that_kills_its_worker_are_answered_and_it_is_kept_out(start: Start, at: int) -> None:
+def test_an_item_that_kills_its_worker_is_quarantined_and_others_answered(start: Start, at: int) -> None:
     p = builder()
     batch = {"items_max": 8, "wait_max_ms": 500}
     x = p.input("x", "text")
@@ -356,7 +356,7 @@ def test_a_stream_whose_first_piece_has_not_come_is_begun_again(start: Start) ->
     assert session.stats()["retried"] == 1
 
 
-def test_mates_of_a_killer_in_a_streaming_step_are_answered_and_it_is_kept_out(start: Start) -> None:
+def test_a_killing_item_of_a_streaming_step_is_quarantined_alone(start: Start) -> None:
     p = builder()
     p.output("y", p.step("s", f"{STEPS}:Spells", value=p.input("x", "text")).value)
     session = start(p)

@@ -122,7 +122,7 @@ def test_a_picture_that_waits_for_memory_expires_with_its_deadline(start: Start)
     assert session.run(x=png())["y"].shape == (2000, 2000, 3)
 
 
-def test_pictures_that_find_no_room_wait_in_order_and_cancels_leave_nothing(start: Start) -> None:
+def test_pictures_beyond_the_budget_wait_in_order_and_can_be_cancelled(start: Start) -> None:
     session = start(shows({"arena_bytes": 1 << 16, "pixels_max": 4_000_000}, delay_ms=50, batch={"items_max": 1}))
 
     async def main() -> list[int]:
@@ -155,7 +155,7 @@ def test_what_needs_more_than_the_budget_is_refused_before_it_is_decoded(
 
 
 @pytest.mark.slow
-def test_inputs_that_are_too_large_together_are_refused_before_they_are_decoded(
+def test_inputs_too_large_in_total_are_refused_before_decoding(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p = builder(request_bytes_max=20_000_000)
@@ -167,7 +167,7 @@ def test_inputs_that_are_too_large_together_are_refused_before_they_are_decoded(
 
 
 @pytest.mark.slow
-def test_a_picture_that_turns_out_corrupt_names_its_input_and_leaves_nothing(start: Start) -> None:
+def test_a_corrupt_picture_fails_with_its_input_name_and_leaves_nothing(start: Start) -> None:
     session = start(shows())
     data = png()
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_pictures_are_decoded_by_threads_that_yield_the_processor(
     assert niced == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + DECODE_NICE)]
 
 
-def test_arenas_grow_with_pictures_only_and_the_plan_says_what_decoding_takes() -> None:
+def test_only_pictures_grow_arenas_and_the_plan_shows_decoding_memory() -> None:
     p = builder()
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
     plain, pictures = make_plan(p.build(), this_machine()), make_plan(shows().build(), this_machine())

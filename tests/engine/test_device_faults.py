@@ -89,7 +89,7 @@ def in_the_background(place: Place, **request: Any) -> tuple[threading.Thread, l
 
 
 @pytest.mark.slow(but_first=1)
-def test_a_reader_that_is_killed_harms_no_neighbour_and_what_it_held_comes_back(place: Place) -> None:
+def test_a_killed_reader_frees_its_memory_and_harms_no_neighbour(place: Place) -> None:
     place.tell("watch", "hold")
     thread, answers = in_the_background(place, x=[7, SIZE])
     wait_until(lambda: place.logged("watch", "holds"))
@@ -112,7 +112,7 @@ def test_a_reader_that_is_killed_harms_no_neighbour_and_what_it_held_comes_back(
 
 
 @pytest.mark.slow(but_first=1)
-def test_a_writer_that_is_killed_while_its_device_is_at_work_leaves_nobody_hanging(place: Place) -> None:
+def test_a_writer_killed_during_device_work_leaves_no_request_hanging(place: Place) -> None:
     """Its readers wait on the device only where they were sent unfinished work."""
     before = place.deaths
     place.tell("make", "late")
@@ -157,7 +157,7 @@ def test_what_a_writer_had_finished_is_read_after_its_death(place: Place) -> Non
 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("how", ["tells", "raises"])
-def test_a_streaming_worker_whose_device_is_lost_ends_and_the_next_one_answers(how: str) -> None:
+def test_a_streaming_worker_with_a_lost_device_is_replaced(how: str) -> None:
     """An LLM catches what its rounds raise, so that only its pieces tell of it."""
     p = Builder("speaks", base_dir=HERE, limits={"arena_bytes": 4 << 20}, gpu={"reserve_bytes": 0})
     p.output("report", p.step("speak", "device_fault_steps.py:Speaks", text=p.input("text", "text")).report)

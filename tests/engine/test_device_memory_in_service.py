@@ -61,7 +61,7 @@ def test_a_step_is_measured_at_its_largest_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_device_that_turns_out_too_small_is_not_opened_and_it_is_said_who_took_what(tmp_path: Path) -> None:
+def test_a_device_that_is_too_small_is_refused_with_a_table_of_its_users(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
         session(tmp_path, 40 * MIB).open()
     message = str(error.value)
@@ -71,7 +71,7 @@ def test_a_device_that_turns_out_too_small_is_not_opened_and_it_is_said_who_took
 
 
 @pytest.mark.slow
-def test_a_step_that_sleeps_gives_its_device_memory_back_and_answers_the_next_request(tmp_path: Path) -> None:
+def test_a_sleeping_step_frees_device_memory_and_wakes_for_a_request(tmp_path: Path) -> None:
     with session(tmp_path, 1 << 30, idle={"after_s": 0.2, "keep": "host"}).open() as opened:
         wait_until(lambda: opened.stats()["idle"]["s"]["state"] == "asleep", 10)
         assert opened.stats()["idle"]["s"]["freed_bytes"] >= ITEMS_MAX * ITEM_BYTES

@@ -206,7 +206,7 @@ def test_a_node_of_ones_own_is_fed_pieces_and_then_the_whole(service: Service) -
 
 
 @pytest.mark.slow
-def test_whole_values_come_by_feed_too_and_large_ones_through_shared_memory(service: Service) -> None:
+def test_whole_values_reach_stream_inputs_also_through_shared_memory(service: Service) -> None:
     session = service.open(counted, {"size": 50_000})
     assert session.run(x="x" * 120_000)["report"] == [3, 120_000, 120_000, ""]
 
@@ -230,7 +230,7 @@ def test_a_step_that_cannot_take_a_piece_fails_and_its_source_is_stopped(service
 
 
 @pytest.mark.slow
-def test_a_step_that_dies_of_a_piece_fails_its_request_and_is_not_fed_again(service: Service) -> None:
+def test_a_chunk_that_kills_its_step_fails_the_request_without_a_retry(service: Service) -> None:
     session = service.open(lambda p, text: counted(p, text, retry={"attempts": 3}), {"size": 13})
     with pytest.raises(WorkerDied):
         session.run(x="a while .. .." * 3 + " die" + GOOD * 20)

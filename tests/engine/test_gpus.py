@@ -103,7 +103,7 @@ def test_a_plan_is_made_again_for_what_others_have_left(make: Callable[..., Buil
     assert third.reserve(plan, again, TWO).step("s").device == "fake:0"
 
 
-def test_what_closes_is_told_nothing_and_its_claim_comes_back_whatever_happens(
+def test_closing_returns_a_reservation_without_notifications(
     make: Callable[..., Builder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus, (plan, _) = GpuReservations(), planned(make(60))
@@ -272,7 +272,7 @@ def test_who_takes_or_gives_back_while_several_are_planned_counts(make: Callable
     assert (gpus.reserved_bytes, len(tries)) == ({"fake:0": 60 * MIB}, 3)
 
 
-def test_who_waits_for_a_part_is_told_of_it_when_the_others_are_measured_or_gone() -> None:
+def test_a_waiting_session_is_notified_when_others_are_measured_or_gone() -> None:
     gpus, again = GpuReservations(), talking(None)
     first, second, third = (gpus.reservation(name, gpus.new_session()) for name in "abc")
     gpus.plan_together([(first, again), (second, again), (third, again)], ONE)
@@ -309,7 +309,7 @@ def test_pipelines_of_a_repository_share_its_gpus(make: Callable[..., Builder]) 
 
 
 @pytest.mark.slow
-def test_a_new_version_is_opened_beside_the_old_where_it_fits_and_else_the_old_goes_on(
+def test_a_new_version_that_does_not_fit_leaves_the_old_one_serving(
     make: Callable[..., Builder],
 ) -> None:
     with Repository(machine=ONE, gpus=(gpus := GpuReservations())) as pipelines:
@@ -419,7 +419,7 @@ def test_jobs_share_them_too(make: Callable[..., Builder], mode: str, monkeypatc
 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("more", [{}, {"timeout_ms": 60_000}], ids=["blocks", "rows"])
-def test_a_pipelines_rows_are_answered_on_the_machine_that_it_was_planned_for(
+def test_map_uses_the_machine_that_the_pipeline_was_planned_for(
     make: Callable[..., Builder], more: dict[str, Any], tmp_path: Path
 ) -> None:
     make(1)  # writes its nodes

@@ -96,7 +96,7 @@ def until(what: Callable[[], Any], most_s: float = 30.0) -> Any:
 
 
 @pytest.mark.slow
-def test_memory_follows_the_load_between_two_steps_and_a_new_worker_starts_with_its_least(tmp_path: Path) -> None:
+def test_kv_memory_follows_the_load_and_a_new_worker_starts_with_least(tmp_path: Path) -> None:
     with opened(tmp_path) as session, ThreadPoolExecutor(64) as pool:
         assert held(session) == {"small": MIB // 2, "large": MIB // 2}
         pids = session.pids()

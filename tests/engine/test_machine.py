@@ -186,7 +186,7 @@ def test_a_divided_gpu_without_mig_devices_is_not_there(nvml: Nvml, monkeypatch:
 @pytest.mark.parametrize(
     ("listed", "warns"), [("GPU-ffff", True), ("9", True), ("-1", False), ("", False), ("0", False)]
 )
-def test_an_entry_that_names_no_device_is_said_and_one_that_hides_all_is_not(
+def test_an_entry_without_a_device_is_logged_unless_it_hides_all(
     listed: str, warns: bool, nvml: Nvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen(monkeypatch, listed)

@@ -101,7 +101,7 @@ def copied(session: Session) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_tensor_that_is_passed_on_is_copied_once_and_never_leaves_the_device(passing: Session) -> None:
+def test_a_forwarded_tensor_is_copied_once_and_stays_on_the_device(passing: Session) -> None:
     before = copied(passing)
     report, kind, pid = passing.run(x=[3, SIZE])["report"]
     assert (report, kind) == (3.0 * SIZE, "DeviceTensor") and pid != os.getpid()
@@ -109,7 +109,7 @@ def test_a_tensor_that_is_passed_on_is_copied_once_and_never_leaves_the_device(p
 
 
 @pytest.mark.slow
-def test_a_full_device_arena_makes_others_wait_and_what_never_fits_is_refused_by_name(passing: Session) -> None:
+def test_a_full_device_arena_delays_and_an_impossible_size_is_refused(passing: Session) -> None:
     answers = together(passing, [{"x": [1, 400_000]} for _ in range(8)])  # three fit at a time
     assert [isinstance(answer, Result) for answer in answers] == [True] * 8
     refused = ask(passing, x=[1, 2_000_000])

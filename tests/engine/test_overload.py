@@ -26,7 +26,7 @@ def gated(gate: Gate, limits: dict[str, Any] | None = None, slo: dict[str, Any] 
     return p
 
 
-def test_who_comes_over_the_limit_is_refused_at_once_and_told_when_to_come_back(start: Start, gate: Gate) -> None:
+def test_a_request_over_the_limit_is_refused_with_a_retry_time(start: Start, gate: Gate) -> None:
     session = start(gated(gate, {"requests_max": 8}, batch={"items_max": 1}))
     gate.close()
     with ThreadPoolExecutor(8) as callers:
@@ -61,7 +61,7 @@ def test_the_bytes_of_open_requests_are_a_limit_too(start: Start) -> None:
 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("times", [2, 5])
-def test_under_a_multiple_of_what_can_be_done_goodput_stays_and_nothing_sticks(start: Start, times: int) -> None:
+def test_overload_keeps_goodput_and_leaves_nothing_stuck(start: Start, times: int) -> None:
     p = builder(requests_max=64)
     x = p.input("x", "text")
     batch = {"items_max": 4}
@@ -148,7 +148,7 @@ def test_a_list_that_is_too_long_fails_alone(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_deadline_that_is_shorter_than_the_queue_ends_on_time_and_the_model_never_sees_it(
+def test_a_deadline_shorter_than_the_queue_ends_on_time_without_a_call(
     start: Start, gate: Gate
 ) -> None:
     session = start(gated(gate, batch={"items_max": 1}))
@@ -174,7 +174,7 @@ def test_a_deadline_that_is_shorter_than_the_queue_ends_on_time_and_the_model_ne
 
 
 @pytest.mark.slow
-def test_what_cannot_make_its_deadline_by_measured_times_is_refused_before_it_is_begun(
+def test_a_deadline_that_measured_times_rule_out_is_refused_early(
     start: Start, gate: Gate
 ) -> None:
     p = builder()

@@ -249,7 +249,7 @@ def test_closing_can_let_open_requests_finish(pipeline: Callable[..., Builder]) 
 
 
 @pytest.mark.slow
-def test_closing_can_let_requests_finish_in_a_version_that_is_being_replaced(pipeline: Callable[..., Builder]) -> None:
+def test_closing_can_drain_a_version_that_is_being_replaced(pipeline: Callable[..., Builder]) -> None:
     session = load(pipeline("long")).open()
     with ThreadPoolExecutor(2) as callers:
         asked = callers.submit(session.run, x="a")

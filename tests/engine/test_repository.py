@@ -160,7 +160,7 @@ def test_a_table_has_no_way_out_of_nowhere() -> None:
 
 
 @pytest.mark.slow
-def test_eight_threads_do_everything_at_random_and_then_it_is_closed_while_loading(
+def test_eight_threads_act_at_random_and_it_is_closed_while_loading(
     make: Callable[..., Builder],
 ) -> None:
     good = [make(str(number)) for number in range(3)]

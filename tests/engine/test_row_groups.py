@@ -51,7 +51,7 @@ def batches(ends: Sequence[Result | WeftlineError]) -> list[int]:
     return [next(one.batch for one in end.timings if one.step == "size") for end in ends if isinstance(end, Result)]
 
 
-def test_rows_form_the_same_batches_alone_and_beside_other_calls_that_fill_the_memory(tmp_path: Path) -> None:
+def test_rows_form_equal_batches_alone_and_beside_calls_that_fill_memory(tmp_path: Path) -> None:
     with opened(tmp_path) as session, ThreadPoolExecutor(4) as callers:
         alone = batches(session.run_together(rows([ROW_BYTES] * ROWS), space=InputSpace()))
         assert alone == [4, 4, 4, 4, 1] * 4
@@ -63,7 +63,7 @@ def test_rows_form_the_same_batches_alone_and_beside_other_calls_that_fill_the_m
         assert [batches(call.result(60)) for call in calls] == [alone] * 4
 
 
-def test_a_row_that_is_larger_than_a_portion_goes_alone_and_one_larger_than_the_memory_fails(tmp_path: Path) -> None:
+def test_a_large_row_runs_alone_and_one_larger_than_memory_fails(tmp_path: Path) -> None:
     with opened(tmp_path) as session:
         ends = session.run_together(rows([100_000, 3_000_000, 5_000_000, 100_000, 100_000]))
     assert isinstance(ends[2], LimitReached) and "arena_bytes" in str(ends[2])

@@ -38,7 +38,7 @@ def say(session: Session, id: str, *texts: str, start: bool = True, end: bool = 
 
 
 @pytest.mark.slow
-def test_twenty_sequences_over_two_instances_each_stay_with_one_and_in_order(start: Start) -> None:
+def test_twenty_sequences_each_stay_in_order_on_one_of_two_instances(start: Start) -> None:
     session = start(remembering(delay_ms=2, instances=2))
     assert len(session.pids()) == 2
 
@@ -62,7 +62,7 @@ def test_twenty_sequences_over_two_instances_each_stay_with_one_and_in_order(sta
 
 
 @pytest.mark.slow
-def test_sequences_that_begin_one_after_the_other_are_spread_over_the_instances(start: Start) -> None:
+def test_new_sequences_are_spread_over_the_instances(start: Start) -> None:
     session = start(remembering(instances=2))
     workers = []
     for number in range(6):
@@ -88,7 +88,7 @@ def test_new_sequences_go_to_the_instance_that_lives(start: Start, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_sequence_that_was_not_started_and_a_request_without_one_are_refused(start: Start) -> None:
+def test_an_unstarted_sequence_and_a_request_without_one_are_refused(start: Start) -> None:
     session = start(remembering())
     with pytest.raises(InputError, match="'q' has not been started"):
         session.run(RequestOptions(sequence="q"), x="a")

@@ -263,7 +263,7 @@ def test_batch_mates_of_a_bad_item_are_answered(opened: Callable[..., Session]) 
 
 
 @pytest.mark.slow
-def test_a_batch_that_fails_as_a_whole_is_halved_until_only_the_bad_item_fails(opened: Callable[..., Session]) -> None:
+def test_a_failing_batch_is_halved_until_only_the_bad_item_fails(opened: Callable[..., Session]) -> None:
     session = opened(
         "text", "fail", "value", "value", equals="bad", whole=True, batch={"items_max": 8, "wait_max_ms": 50}
     )
@@ -411,7 +411,7 @@ def test_closing_ends_the_requests_that_wait(opened: Callable[..., Session]) -> 
 
 
 @pytest.mark.slow
-def test_what_is_passed_on_is_not_packed_again_and_a_new_value_never_mistaken_for_it(tmp_path: Path) -> None:
+def test_a_forwarded_value_is_not_packed_again_and_a_new_one_always_is(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(
         "import numpy as np\n"
         'def both(x: "float32[N]") -> {"same": "float32[N]", "other": "float32[N]"}:\n'
@@ -476,7 +476,7 @@ def test_a_pending_batch_frees_memory_and_no_request_is_refused_meanwhile(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_chain_that_passes_8_mb_on_copies_it_in_and_out_and_nothing_between(tmp_path: Path) -> None:
+def test_a_chain_copies_8_mb_in_and_out_and_not_between_its_steps(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(STEPS)
     p = Builder("chain", base_dir=tmp_path)
     wire: Any = p.input("x", "uint8[N]")
@@ -504,7 +504,7 @@ def test_a_killed_workers_children_go_with_it(opened: Callable[..., Session]) ->
 
 
 @pytest.mark.slow
-def test_a_restarted_worker_leaves_no_descriptor_of_its_old_arena_in_the_others(tmp_path: Path) -> None:
+def test_a_restarted_worker_leaves_no_old_arena_descriptor_in_others(tmp_path: Path) -> None:
     p = Builder("three")
     wire: Any = p.input("x", "text")
     for name in ("a", "b", "c"):
@@ -623,7 +623,7 @@ def test_a_child_that_a_step_forks_does_not_answer_for_it(opened: Callable[..., 
 
 
 @pytest.mark.slow
-def test_a_progress_callback_may_use_the_session_and_runs_for_every_step_before_it_is_open() -> None:
+def test_a_progress_callback_may_use_the_session_and_runs_for_every_step() -> None:
     p = Builder("one", limits={"arena_bytes": 1 << 20})
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
     reported: list[tuple[str, int]] = []

@@ -150,7 +150,7 @@ def test_a_node_that_can_keeps_what_it_has_loaded(start: Start, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_worker_that_keeps_nothing_ends_and_the_next_request_starts_another(start: Start, tmp_path: Path) -> None:
+def test_a_stateless_sleeping_worker_ends_and_a_request_starts_another(start: Start, tmp_path: Path) -> None:
     session = start(pipeline(tmp_path, "nothing"))
     first = said(session)
     wait_until(lambda: session.pids() == {}, 10)
@@ -197,7 +197,7 @@ def test_a_worker_that_is_killed_while_it_sleeps_is_started_on_demand(start: Sta
 
 
 @pytest.mark.slow
-def test_requests_that_come_and_go_around_the_moment_of_sleep_are_all_answered(start: Start, tmp_path: Path) -> None:
+def test_requests_around_the_moment_of_sleep_are_all_answered(start: Start, tmp_path: Path) -> None:
     session = start(pipeline(tmp_path, "nothing", after_s=0.02))
     answers = []
     for turn in range(6):

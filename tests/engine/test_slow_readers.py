@@ -98,7 +98,7 @@ def settled() -> int:
 
 
 @pytest.mark.slow
-def test_a_reader_that_takes_nothing_stops_its_producer_and_reading_on_goes_on(opened: Callable[..., Session]) -> None:
+def test_a_reader_that_stops_pauses_its_producer_until_it_reads_again(opened: Callable[..., Session]) -> None:
     session = opened()
     stream = session.stream(x="500")
     waiting = settled()

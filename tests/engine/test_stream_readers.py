@@ -19,7 +19,7 @@ def piece(text: str, last: bool = False) -> StreamedOutput:
     return StreamedOutput("y", text, last)
 
 
-def test_a_reader_that_falls_behind_stalls_its_request_once_and_resumes_it_once() -> None:
+def test_a_slow_reader_stalls_its_request_once_and_resumes_it_once() -> None:
     unread = UnreadOutputs(7, bytes_max=4 * CHUNK_OVERHEAD_BYTES + 100)
     returned = [unread.put(piece("x"), 1) for _ in range(6)]
     assert returned == [None] * 4 + [ev.Stalled(7), None]
@@ -141,7 +141,7 @@ def test_two_threads_agree_on_what_is_unread() -> None:
     assert not forgotten and count == 5000 and most <= 22 * CHUNK_OVERHEAD_BYTES
 
 
-def test_many_ends_reach_their_tasks_in_one_wake_up_and_a_closed_loop_is_told_every_time() -> None:
+def test_many_ends_share_one_wake_up_and_a_closed_loop_is_always_notified() -> None:
     wakes = 0
 
     async def wait_all() -> tuple[Mailbox, list[ev.Command]]:

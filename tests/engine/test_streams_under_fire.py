@@ -51,7 +51,7 @@ def test_streams_beside_an_unread_one_are_not_slower(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_streams_that_nobody_reads_take_a_bounded_amount_of_memory_and_are_cut(start: Start) -> None:
+def test_unread_streams_use_bounded_memory_and_are_cut(start: Start) -> None:
     session = start(trickling(20_000, piece_bytes=50_000, delay_ms=1.0, stream_bytes_max=500_000, stall_max_ms=1500))
     me = psutil.Process()
     before = me.memory_info().rss

@@ -106,7 +106,7 @@ session.close()
 
 
 @pytest.mark.slow
-def test_when_no_process_may_be_started_open_work_goes_on_and_a_dead_worker_waits_for_its_turn() -> None:
+def test_without_new_processes_open_work_continues_and_restarts_wait() -> None:
     done = subprocess.run([sys.executable, "-c", NO_PROCESS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     opened, refused, *after = done.stdout.splitlines()

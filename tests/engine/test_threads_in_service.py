@@ -70,7 +70,7 @@ def test_steps_of_one_process_on_the_cpu_run_one_after_the_other() -> None:
 
 
 @pytest.mark.slow
-def test_calls_of_one_step_follow_each_other_while_another_step_is_in_a_long_call() -> None:
+def test_calls_of_one_step_continue_during_a_long_call_of_another() -> None:
     with opened(two("Wait")) as session:
         requests = [{"a": 1.0, "b": 0.0}, *[{"a": 0.0, "b": 0.001}] * 12]
         long, *answers = together(session, requests, [None, *[RequestOptions(outputs=("of_b",))] * 12])
@@ -116,7 +116,7 @@ def test_the_death_of_another_process_holds_up_no_step_beside_a_long_call() -> N
 
 
 @pytest.mark.slow
-def test_a_call_that_takes_too_long_ends_its_process_while_the_other_step_answers() -> None:
+def test_a_call_over_its_limit_ends_its_process_though_others_answer() -> None:
     with opened(two("Trouble", run_max_ms=1500, retry=None)) as session:
         answers = together(session, [{"a": "stay", "b": 1}, {"a": 2, "b": 3}])
         assert isinstance(answers[0], WeftlineError) and "run_max_ms" in str(answers[0])

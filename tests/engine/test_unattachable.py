@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 SIZE = 50_000
 
 
-def test_what_lay_there_before_anybody_knew_is_fetched_and_the_next_goes_by_the_host(
+def test_unattachable_values_are_fetched_and_later_ones_use_host_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu = {"processes": "separate", "arena_bytes": 2 << 20, "reserve_bytes": 0, "ordering": "event"}

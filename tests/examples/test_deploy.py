@@ -55,7 +55,7 @@ def test_every_manifest_is_yaml_and_has_a_kind(file: Path) -> None:
         )
 
 
-def test_the_units_commands_are_the_programs_and_it_waits_longer_than_the_server_drains() -> None:
+def test_the_units_commands_exist_and_it_waits_longer_than_the_drain() -> None:
     service = unit()["Service"]
     assert options(shlex.split(service["ExecStartPre"])[2:])["print_config"]
     parsed = options(shlex.split(service["ExecStart"])[2:])
@@ -133,7 +133,7 @@ def test_services_and_policies_are_about_the_deployments_pods() -> None:
     assert manifest("kubernetes/hpa.yaml")["spec"]["scaleTargetRef"]["name"] == "weftline"
 
 
-def test_the_kserve_runtime_may_listen_where_it_says_and_is_the_one_that_is_used() -> None:
+def test_the_kserve_runtime_may_listen_and_is_the_one_in_use() -> None:
     runtime = manifest("kserve/servingruntime.yaml")
     parsed = options(runtime["spec"]["containers"][0]["args"])
     flags = Flags(host=parsed["host"], port=parsed["port"], http_port=parsed["http_port"], insecure=parsed["insecure"])

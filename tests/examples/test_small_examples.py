@@ -87,7 +87,7 @@ def test_the_tabular_step_refuses_a_row_of_the_wrong_length(flower: Session) -> 
 
 
 @pytest.mark.slow
-def test_the_embedding_example_gives_the_models_mean_state_and_how_near_two_texts_are(tmp_path: Path) -> None:
+def test_the_embedding_example_returns_mean_states_and_similarity(tmp_path: Path) -> None:
     one, other = "How many red circles are there?", "Which shapes?"
     expected = _random_llama(tmp_path / "models" / "shapes-chat", (one, other))
     for name in ("embedding.yaml", "functions.py"):

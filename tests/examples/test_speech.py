@@ -72,7 +72,7 @@ def test_no_training_sentence_is_a_held_out_question() -> None:
     assert len(set(drawn)) > 500
 
 
-def test_a_plain_british_voice_with_a_speaker_is_named_so_that_espeak_keeps_the_speaker() -> None:
+def test_a_british_voice_with_a_speaker_gets_the_name_espeak_needs() -> None:
     assert Voice("en-gb").name == "en-gb"
     assert Voice("en-gb", "f4").name == "en+f4"
     assert Voice("en-us", "f4").name == "en-us+f4"

@@ -69,7 +69,7 @@ def test_outputs_arrive_as_they_become_known(session: weftline.Session) -> None:
     assert [piece.output for piece in pieces][-1] in ("answer", "verdict")
 
 
-def test_a_picture_that_is_none_is_refused_and_the_next_request_is_answered(session: weftline.Session) -> None:
+def test_an_invalid_picture_is_refused_and_the_next_request_is_answered(session: weftline.Session) -> None:
     with pytest.raises(InputError, match="input photo"):
         session.run(question=QUESTION, photo=b"\x89PNG\r\n\x1a\nrubbish")
     assert session.run(question=QUESTION, photo=PHOTO)["answer"] == "There are 2 red circles."

@@ -387,7 +387,7 @@ def test_wrong_arguments_are_found_without_importing(
     assert "mine.py:" in one.found
 
 
-def test_all_wrong_arguments_come_at_once_and_one_that_is_wired_too_is_refused(tmp_path: Path) -> None:
+def test_all_wrong_arguments_are_reported_at_once_and_wired_ones_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         ports_of(tmp_path, CLASS, arguments={"sise": 1, "names": 3})
     assert [caught.value.option, *(one.option for one in caught.value.others)] == [

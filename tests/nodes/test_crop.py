@@ -89,7 +89,7 @@ def test_crops_of_a_picture_on_the_device_stay_there_and_are_dense() -> None:
     assert not near.address <= other.data_ptr() < near.address + near.nbytes
 
 
-def test_crops_of_one_size_lie_side_by_side_and_differ_by_one_level_at_most_from_the_hosts() -> None:
+def test_resized_device_crops_differ_by_one_level_at_most() -> None:
     boxes = found((0, 0, 300, 210), (10, 10, 42, 26), (5, 5, 12, 9), (0, 0, 640, 480))
     (_, *there), here, _ = cut_there(photo(480, 640), boxes, size=(16, 32))
     assert [crop.data_ptr() - there[0].data_ptr() for crop in there] == [place * 16 * 32 * 3 for place in range(4)]

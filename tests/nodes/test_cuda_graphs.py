@@ -126,7 +126,7 @@ def test_sizes_that_are_not_fixed_are_refused_when_checked(folder: Path, ports: 
     assert refused.value.option == "graphs" and "sizes are not all fixed" in refused.value.found
 
 
-def test_sizes_are_those_of_the_step_else_powers_of_two_and_always_the_largest() -> None:
+def test_graph_sizes_are_stated_or_powers_of_two_and_the_largest() -> None:
     assert graph_sizes(1) == (1,)
     assert graph_sizes(8) == (1, 2, 4, 8)
     assert graph_sizes(12) == (1, 2, 4, 8, 12)
@@ -159,7 +159,7 @@ def onnx_opened(folder: Path, items_max: int = 6) -> tuple[Onnx, RecordedSession
     return node, session
 
 
-def test_an_onnx_session_repeats_batches_of_every_size_in_the_memory_of_their_graph(tmp_path: Path) -> None:
+def test_an_onnx_session_replays_batches_of_every_size(tmp_path: Path) -> None:
     node, session = onnx_opened(tmp_path)
     assert session.graphs == ["-1", "6", "4", "2", "1"]  # the usual run, then the captures
     draw, weights = np.random.default_rng(0), np.arange(8, dtype=np.float32).reshape(4, 2)

@@ -181,7 +181,7 @@ def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
         ports(tmp_path, "f")
 
 
-def test_a_dotted_module_beside_the_pipeline_is_found_without_importing_its_package(tmp_path: Path) -> None:
+def test_a_dotted_module_is_found_without_importing_its_package(tmp_path: Path) -> None:
     package = tmp_path / "weft_test_package"
     package.mkdir()
     (package / "__init__.py").write_text("import a_package_that_is_not_there")
@@ -234,7 +234,7 @@ def test_a_batched_function_takes_the_default_where_all_are_absent(folder: Path)
     assert node.run(Batch({"text": ["a", "b"], "name": [None, "me"]}))["output"] == ["a None", "b me"]
 
 
-def test_several_outputs_are_taken_apart_and_a_wrong_one_fails_its_item_alone(folder: Path) -> None:
+def test_several_outputs_are_split_and_a_wrong_one_fails_its_item_only(folder: Path) -> None:
     answers = opened(folder, "parts").run(Batch({"text": ["a", "bad", "worse"]}))
     assert (answers["first"][0], answers["all"][0]) == ("a", ["a"])
     assert "the function's first wants text" in str(answers["first"][1])
@@ -299,7 +299,7 @@ def test_current_in_a_thread_that_a_step_started_is_refused(folder: Path) -> Non
         assert threads.submit(copy_context().run, weftline.current).result().priority == 3
 
 
-def test_current_is_of_nobody_outside_of_a_step_and_after_one(folder: Path) -> None:
+def test_current_has_defaults_outside_of_a_step(folder: Path) -> None:
     opened(folder, "about").run(batch_of([7], {7}, [Urgency(3)]))
     now = weftline.current()
     assert (now.cancelled, now.priority, now.left_ms, now.sequence) == (False, 0, None, None)

@@ -165,7 +165,7 @@ def test_bounded_patterns_are_taken(pattern: str) -> None:
 
 @given(st.text(max_size=300), st.sampled_from(["replace", "block", "allow"]))
 @settings(max_examples=150, deadline=None)
-def test_what_is_let_through_unchanged_has_no_reason_and_every_place_is_inside(text: str, on_violation: str) -> None:
+def test_allowed_text_has_no_reason_and_positions_are_inside(text: str, on_violation: str) -> None:
     verdict = judge(text, Policy(frozenset({"secrets", "personal"}), on_violation=on_violation), RULES, {})
     assert all(0 <= reason.start < reason.end <= len(text) for reason in verdict.reasons)
     assert (verdict.text == text) or verdict.reasons

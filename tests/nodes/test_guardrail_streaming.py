@@ -28,7 +28,7 @@ def ends(pieces: Any) -> dict[int, Piece]:
     return {piece.item: piece for piece in pieces if piece.last}
 
 
-def test_items_beside_each_other_are_told_apart() -> None:
+def test_concurrent_items_are_kept_apart() -> None:
     node = opened(window_chars=1)
     for item in (1, 2):
         node.submit(item, {})
@@ -44,7 +44,7 @@ def test_items_beside_each_other_are_told_apart() -> None:
     assert not node._held and not node.busy
 
 
-def test_a_paused_item_gives_nothing_until_it_is_resumed_and_a_dropped_one_nothing_at_all() -> None:
+def test_a_paused_item_resumes_and_a_cancelled_one_ends_silently() -> None:
     node = opened(window_chars=1)
     node.submit(1, {})
     node.submit(2, {})

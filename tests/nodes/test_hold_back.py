@@ -171,7 +171,7 @@ def test_a_classifier_is_asked_now_and_then_with_what_came_before() -> None:
     assert one.asked[-1].endswith("word ") and one.held.ended is not None and one.held.ended.scores["abuse"] == 0.1
 
 
-def test_nothing_leaves_that_the_classifier_has_not_seen_with_a_window_behind_it() -> None:
+def test_no_text_is_released_before_it_was_classified_with_a_window() -> None:
     held = HoldBack(Policy(frozenset({"abuse"})), RULES, 20, 40)
     held.add("word " * 30)
     assert held.released() == ""
@@ -181,7 +181,7 @@ def test_nothing_leaves_that_the_classifier_has_not_seen_with_a_window_behind_it
     assert held.released() == ("word " * 30)[:130]
 
 
-def test_a_category_to_redact_that_only_the_classifier_finds_is_replaced_whole() -> None:
+def test_a_redact_category_of_the_classifier_replaces_the_whole_text() -> None:
     held = HoldBack(Policy(frozenset(), frozenset({"abuse"}), "block", MESSAGE), RULES, 20, 40)
     held.add("x " * 30)
     held.complete()

@@ -159,7 +159,7 @@ def test_items_of_different_sizes_and_empty_ones_on_the_device(tmp_path: Path) -
     assert [down(answer).tolist() for answer in answers] == [[4, 4], [], [6, 6, 6], [4, 4]]
 
 
-def test_a_session_with_a_stream_of_its_own_waits_for_the_device_and_one_on_the_engines_does_not() -> None:
+def test_a_session_synchronises_only_with_a_stream_of_its_own() -> None:
     assert session_memory("cpu", 7) == SessionMemory() and session_memory("fake:3") == SessionMemory(device="fake:3")
     assert session_memory("cuda:1") == SessionMemory("cuda", 1, "cuda:1", synchronises=True)
     assert session_memory("cuda", 7) == SessionMemory("cuda", 0, "cuda", synchronises=False)
@@ -184,7 +184,7 @@ class Binding:
         self.asked.append(("run",))
 
 
-def test_on_cuda_addresses_are_bound_and_the_device_is_waited_for_on_both_sides() -> None:
+def test_on_cuda_addresses_are_bound_and_calls_synchronise() -> None:
     x = DeviceTensor(TensorSpec("float32", (3, 4)), "cuda:1", 4096)
     buffer = DeviceTensor(TensorSpec("bfloat16", (3, 2)), "cuda:1", 8192, writable=True)
     info = [ValueInfo("x", "float32", (3, 4)), ValueInfo("y", "bfloat16", (3, 2))]
@@ -385,7 +385,7 @@ def test_a_batch_that_is_fixed_at_1_is_hidden_where_what_is_wired_lacks_it(
     np.testing.assert_allclose(np.stack(answers), Y if inside else Y[:, None], rtol=1e-5)
 
 
-def test_a_pipeline_of_a_model_whose_batch_is_fixed_at_1_says_so_in_its_plan(tmp_path: Path) -> None:
+def test_a_batch_fixed_at_1_is_noted_in_the_plan(tmp_path: Path) -> None:
     linear(1, tmp_path / "m.onnx")
     (tmp_path / "p.yaml").write_text(
         "weftline: 1\nname: p\ninputs: {x: 'float32[4]'}\nsteps: {s: {node: onnx, model: m.onnx, inputs: {x: x}}}\n"

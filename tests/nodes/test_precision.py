@@ -97,7 +97,7 @@ def test_weights_rounded_beforehand_give_the_numbers_of_autocast_alone() -> None
         assert torch.equal(network(input_ids=ids).logits, rounded(input_ids=ids).logits)
 
 
-def test_tf32_is_allowed_in_the_call_alone_and_until_the_last_thread_has_left() -> None:
+def test_tf32_is_allowed_in_calls_only_until_the_last_thread_ends() -> None:
     products = torch.backends.cuda.matmul
     before = products.fp32_precision
     entered, leave = threading.Event(), threading.Event()

@@ -181,7 +181,7 @@ def test_on_a_device_a_classifier_gives_the_same_scores(folder: Path, model: str
     assert node.run(Batch({"text": texts})) == wanted
 
 
-def test_asleep_a_networks_weights_are_in_host_memory_and_awake_where_they_were(
+def test_sleep_moves_weights_to_host_memory_and_wake_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge, near = classify(folder, "judge"), embed(folder, "cpu")
@@ -342,7 +342,7 @@ def refused(node: type, config: object, folder: Path) -> ConfigError:
         (BertModel, {}, "a BertModel, which has no head", "node embed"),
     ],
 )
-def test_a_model_whose_outputs_are_no_probabilities_of_a_texts_labels_is_refused_when_checked(
+def test_a_model_without_label_probabilities_is_refused_by_the_check(
     tmp_path: Path, network: type, keys: dict[str, object], found: str, fix: str
 ) -> None:
     save(network(BertConfig(**SIZES, **keys)), tmp_path / "m")
@@ -392,7 +392,7 @@ def test_a_decoder_judges_texts_of_unlike_lengths_at_their_own_last_token(tmp_pa
         assert list(scores.values()) == pytest.approx(wanted, abs=1e-5)
 
 
-def test_an_onnx_classifier_with_token_types_is_given_zeros_and_one_with_other_ports_is_refused(tmp_path: Path) -> None:
+def test_token_types_are_zeros_and_other_ports_are_refused(tmp_path: Path) -> None:
     write_onnx(tmp_path / "guard")
     model = onnx.load(tmp_path / "guard" / "model.onnx")
     model.graph.input.append(helper.make_tensor_value_info("token_type_ids", TensorProto.INT64, ["N", "T"]))
@@ -458,7 +458,7 @@ def test_embeddings_are_pooled_and_scaled_as_the_folder_says(tmp_path: Path, mod
         np.testing.assert_allclose(row, wanted / wanted.norm() if old else wanted, atol=1e-5)
 
 
-def test_a_dense_layer_a_prompt_and_the_longest_text_are_those_of_the_folder(tmp_path: Path) -> None:
+def test_dense_layer_prompt_and_longest_text_come_from_the_folder(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     prompts = {"prompts": {"query": "Key "}, "default_prompt_name": "query"}
@@ -525,7 +525,7 @@ def test_an_option_goes_before_the_folder_and_the_plan_says_so(tmp_path: Path) -
         ("modules.json", "../x", "the path '../x'"),
     ],
 )
-def test_what_is_not_known_of_a_sentence_folder_is_refused_by_name_when_checked(
+def test_unknown_settings_of_a_sentence_folder_are_refused_by_name(
     tmp_path: Path, file: str, keys: dict[str, object] | str | None, found: str
 ) -> None:
     prompts = {"prompts": {"query": "key "}, "default_prompt_name": "query"}
@@ -564,7 +564,7 @@ def test_a_network_in_a_folder_of_its_own_is_found(tmp_path: Path) -> None:
 # folders that are not what a step wants
 
 
-def test_a_network_for_masked_words_embeds_without_the_layer_that_no_pooling_reads(tmp_path: Path) -> None:
+def test_a_masked_language_model_embeds_without_its_pooler(tmp_path: Path) -> None:
     network = BertForMaskedLM(BertConfig(**SIZES)).eval()
     save(network, tmp_path / "m")
     Embed.ports(EmbedConfig("m"), StepContext(tmp_path))
@@ -579,7 +579,7 @@ def embed_of(folder: Path, config: EmbedConfig, *texts: str) -> np.ndarray:
     return found
 
 
-def test_a_language_model_or_a_classifier_is_not_embedded_with_unless_pooling_is_written(tmp_path: Path) -> None:
+def test_other_models_embed_only_with_a_stated_pooling(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=1, n_head=2, n_positions=32)
     save(GPT2LMHeadModel(config), tmp_path / "lm")
     save(BertForSequenceClassification(BertConfig(**SIZES)), tmp_path / "judge")
@@ -591,7 +591,7 @@ def test_a_language_model_or_a_classifier_is_not_embedded_with_unless_pooling_is
 
 
 @pytest.mark.parametrize(("node", "config"), [(Embed, EmbedConfig), (Classify, ClassifyConfig)])
-def test_a_folder_that_lacks_something_is_refused_with_what_and_how_to_mend_it(
+def test_an_incomplete_folder_is_refused_with_a_fix(
     folder: Path, tmp_path: Path, node: type, config: type
 ) -> None:
     model = "near" if node is Embed else "judge"

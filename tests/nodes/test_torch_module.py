@@ -344,7 +344,7 @@ def old(path: Path) -> None:
         ("m.onnx", lambda path: path.write_bytes(b"\x08\x09"), "an ONNX model", "node onnx"),
     ],
 )
-def test_a_file_without_a_program_is_refused_when_checked_with_how_to_export_it(folder, name, make, found, fix) -> None:
+def test_a_file_without_a_program_is_refused_with_a_fix(folder, name, make, found, fix) -> None:
     make(folder / name)
     with pytest.raises(ConfigError, match=found) as caught:
         TorchModule.ports(TorchConfig(**ONE, model=name), StepContext(folder))

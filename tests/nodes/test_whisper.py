@@ -73,7 +73,7 @@ def test_spectrograms_of_a_batch_are_bit_for_bit_those_one_by_one(bands: int) ->
     assert torch.equal(log_mels(torch.from_numpy(samples), bands), one_by_one)
 
 
-def test_recordings_on_the_device_have_the_answers_of_recordings_on_the_host(
+def test_recordings_on_device_and_host_have_equal_results(
     folder: Path, node: Whisper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut_on_the_host(samples: np.ndarray, window: int) -> list[tuple[int, int]]:
@@ -165,7 +165,7 @@ def test_ports_are_known_without_the_model_and_wrong_options_are_named(folder: P
         assert caught.value.option == option
 
 
-def test_more_tokens_than_half_the_models_text_context_are_refused_when_it_opens(folder: Path) -> None:
+def test_more_tokens_than_half_the_text_context_are_refused_at_open(folder: Path) -> None:
     half = DIMS.n_text_ctx // 2
     assert Whisper.ports(WhisperConfig("model.pt", tokens_max=half + 1), StepContext(folder))  # not known before
     with pytest.raises(ModelError, match=f"tokens_max: found {half + 1}, expected at most {half}"):
@@ -198,7 +198,7 @@ def test_a_cached_checkpoint_of_the_wrong_hash_is_not_used(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_every_truncation_and_header_flip_fails_with_a_reason_in_under_a_second(folder: Path, tmp_path: Path) -> None:
+def test_every_truncation_and_header_flip_fails_fast_with_a_reason(folder: Path, tmp_path: Path) -> None:
     data = (folder / "model.pt").read_bytes()
     refused = 0
     for candidate in broken(data, truncations=100, flips=range(0, 320, 4)):
@@ -231,7 +231,7 @@ def test_a_pickle_that_would_run_code_does_not_run_it(tmp_path: Path) -> None:
         {"n_text_ctx": "24"},
     ],
 )
-def test_dims_that_do_not_fit_the_weights_are_refused_before_anything_is_built(
+def test_dims_that_do_not_fit_the_weights_are_refused_first(
     folder: Path, tmp_path: Path, change: dict[str, object]
 ) -> None:
     checkpoint = torch.load(folder / "model.pt", weights_only=True)

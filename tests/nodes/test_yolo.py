@@ -146,7 +146,7 @@ def compare(host: Detections, there: Detections) -> None:
 
 
 @pytest.mark.slow
-def test_pictures_on_the_device_have_the_detections_of_pictures_on_the_host(
+def test_pictures_on_device_and_host_have_equal_detections(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     photo = np.asarray(Image.open(EXAMPLES / "data" / "photo.png").convert("RGB"))
@@ -210,7 +210,7 @@ def test_a_trusted_pickle_of_ultralytics_works(folder: Path) -> None:
     assert node._side == 64 and len(found) == 3 and found[0].names == ("red circle", "blue star")
 
 
-def test_a_name_ultralytics_would_have_to_fetch_is_a_model_error_when_it_cannot(folder: Path) -> None:
+def test_a_failed_download_by_ultralytics_is_a_model_error(folder: Path) -> None:
     assert os.environ["YOLO_OFFLINE"] == "true"
     with pytest.raises(ModelError, match=r"yolo11n\.pt"):
         opened(folder, model="yolo11n.pt", trust_pickle=True)
@@ -236,7 +236,7 @@ def test_a_config_that_is_wrong_or_hostile_is_refused_when_checked(
         Yolo.ports(YoloConfig("detector"), StepContext(tmp_path))
 
 
-def test_every_truncation_and_header_flip_of_the_weights_fails_with_a_reason(folder: Path, tmp_path: Path) -> None:
+def test_truncated_or_flipped_weights_fail_with_a_reason(folder: Path, tmp_path: Path) -> None:
     from weftline.nodes.model_file import load_weights
 
     (tmp_path / "detector").mkdir()

@@ -27,7 +27,7 @@ def test_a_reader_sees_what_the_writer_wrote_and_cannot_write() -> None:
             seen[0, 0] = 9
 
 
-def test_nobody_can_shrink_it_or_map_it_for_writing() -> None:
+def test_no_process_can_shrink_it_or_map_it_for_writing() -> None:
     with HostArena.create(8192) as arena:
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, 4096)
@@ -93,7 +93,7 @@ def _inode(path: Path) -> int:
         return -1
 
 
-def test_a_forked_child_has_neither_the_mapping_nor_after_closing_them_a_descriptor() -> None:
+def test_a_forked_child_has_neither_mapping_nor_descriptor() -> None:
     with HostArena.create(1 << 16) as arena, HostArena.attach(os.dup(arena.fd), arena.size_bytes) as other:
         assert other.fd >= 0
         inode = os.fstat(arena.fd).st_ino

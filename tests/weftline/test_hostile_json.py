@@ -152,7 +152,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["grpc", "rest"])
-def test_large_documents_in_a_loop_hold_up_no_other_client_and_kill_nobody(folder: Path, kind: str) -> None:
+def test_large_documents_in_a_loop_delay_no_other_client(folder: Path, kind: str) -> None:
     with (
         serving(folder, "small.yaml", "document.yaml", "--port", "0", "--http-port", "0") as server,
         ExitStack() as end,

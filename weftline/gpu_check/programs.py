@@ -51,11 +51,11 @@ LLM_PARTS = {
     "families": "fused models of the other families",
     "together 70b fp8": "a closed loop of 100 requests, 70 billion weights in fp8",
 }
-"""Parts of weftline.engine.llm.gpu.check, by its names, and what they are about."""
+"""Parts of weftline.gpu_check.llm, by its names, and what they are about."""
 
 LARGE = {name for name in LLM_PARTS if name.endswith(("8b", "fp8"))} | {"sleep", "long prompt"}
 """Parts that need the memory of a fresh process."""
-LLM_COMMAND = [sys.executable, "-m", "weftline.engine.llm.gpu.check"]
+LLM_COMMAND = [sys.executable, "-m", "weftline.gpu_check.llm"]
 TRANSFORMERS_SHARE = 3.0
 """Bar: how many times the tokens a second of transformers' continuous batching a closed loop has to reach."""
 

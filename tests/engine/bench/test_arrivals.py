@@ -18,7 +18,7 @@ def in_windows(arrivals_ms: Sequence[float], window_ms: float, duration_s: float
 
 
 @pytest.mark.parametrize("bursty", [False, True])
-def test_the_same_seed_gives_the_same_arrivals_rising_and_within_the_duration(bursty: bool) -> None:
+def test_a_seed_determines_rising_arrivals_within_the_duration(bursty: bool) -> None:
     arrivals = list(Open(50, bursty, seed=3).arrivals(20))
     assert arrivals == list(Open(50, bursty, seed=3).arrivals(20))
     assert arrivals != list(Open(50, bursty, seed=4).arrivals(20))

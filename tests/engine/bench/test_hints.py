@@ -62,7 +62,7 @@ def test_the_largest_part_of_the_latency_is_named(timing, said: str) -> None:
     assert first.startswith(said)
 
 
-def test_more_callers_are_suggested_where_nobody_is_busy() -> None:
+def test_more_callers_are_suggested_where_no_worker_is_busy() -> None:
     assert hints(of(one_request()), PLAN, Closed(2))[-1].endswith("more callers than 2 would get more answers")
     assert not any("callers" in hint for hint in hints(of(one_request()), PLAN, Open(2)))
 

@@ -95,7 +95,7 @@ def test_errors_are_outcomes_with_what_is_known_of_them() -> None:
 
 
 @pytest.mark.slow
-def test_a_caller_that_is_refused_waits_as_long_as_it_is_told() -> None:
+def test_a_refused_caller_waits_for_retry_after() -> None:
     async def refuses(inputs: Mapping[str, Any], deadline_ms: float | None) -> None:
         raise LimitReached("full", retry_after_s=0.04)
 
@@ -123,7 +123,7 @@ def test_an_open_load_holds_so_many_requests_and_no_more(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_what_is_not_answered_in_time_is_withdrawn_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_open_at_the_end_are_cancelled_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "DRAIN_S", 0.05)
     server = Server(ms=60_000)
     run = LoadGenerator(server, number, None)
@@ -155,7 +155,7 @@ def test_an_interrupted_load_keeps_what_was_measured(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_progress_is_told_and_nothing_stays_frozen() -> None:
+def test_progress_is_reported_and_nothing_stays_frozen() -> None:
     progress_calls: list[tuple[float, int]] = []
     before = gc.get_freeze_count()
     run = LoadGenerator(Server(ms=1), number, None, lambda share, ended: progress_calls.append((share, ended)))

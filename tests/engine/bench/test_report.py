@@ -46,13 +46,13 @@ def test_the_latency_objective_is_met_when_the_p99_of_answers_is_within_it() -> 
     assert report([], plan, "closed, 1 caller").objective_met is None
 
 
-def test_throughput_is_over_the_time_from_the_first_sending_to_the_last_end() -> None:
+def test_throughput_is_measured_from_the_first_send_to_the_last_end() -> None:
     found = of(one_request(1000), one_request(1480))
     assert found.seconds == pytest.approx(0.5)
     assert found.per_s == pytest.approx(4)
 
 
-def test_an_open_load_that_pauses_is_measured_for_as_long_as_it_was_meant_to() -> None:
+def test_an_open_load_that_pauses_is_measured_for_its_full_duration() -> None:
     found = of(one_request(1000), one_request(1480), since_ms=500, until_ms=2500)
     assert (found.seconds, found.per_s) == (2, 1)
     assert of(one_request(1000), since_ms=900, until_ms=1010).seconds == pytest.approx(0.12)
@@ -104,7 +104,7 @@ def test_overlapping_spans_are_covered_once() -> None:
     assert covered_ms([]) == 0
 
 
-def test_a_worker_is_busy_while_anything_of_it_runs_and_within_the_measured_time() -> None:
+def test_worker_busy_time_is_the_union_of_calls_in_the_measured_time() -> None:
     before = RequestOutcome(900, 1002, timings=(ran("hear", 900, 990, 1004),))  # warming up, and still running
     found = of(before, one_request(1000), since_ms=1000)
     busy = {worker.worker: worker.busy for worker in found.workers}

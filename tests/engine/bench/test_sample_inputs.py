@@ -48,7 +48,7 @@ def test_the_same_seed_makes_the_same_and_another_seed_another(type: str) -> Non
         assert not np.array_equal(make(type, 1), make(type, 2))
 
 
-def test_sizes_are_those_that_are_told() -> None:
+def test_sizes_match_their_description() -> None:
     assert make("image").shape == (480, 640, 3)
     assert make("audio").shape == (48_000,)
     assert make("float32[3, N, ?]").shape == (3, 16, 16)

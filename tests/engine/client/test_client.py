@@ -227,7 +227,7 @@ def test_a_failed_step_is_named_in_a_stream_too(client: Client) -> None:
         list(client.stream("fails", x="bad"))
 
 
-def test_a_model_nobody_serves_is_unknown(client: Client) -> None:
+def test_a_model_that_is_not_served_is_unknown(client: Client) -> None:
     with pytest.raises(errors.UnknownModel):
         client.run("missing", x="a")
 

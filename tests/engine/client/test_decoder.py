@@ -164,7 +164,7 @@ def test_the_last_piece_may_be_the_final_response() -> None:
         ({STATUS: "UNAVAILABLE", "retry_after_ms": 5}, "UNAVAILABLE", 5.0),
     ],
 )
-def test_an_error_is_a_refusal_with_what_the_server_told(parameters: Any, status: str, pushback_ms: Any) -> None:
+def test_an_error_is_a_refusal_with_the_servers_message(parameters: Any, status: str, pushback_ms: Any) -> None:
     data = stream_response_bytes(InferResponse("m", "", "", (), parameters), "it broke")
     with pytest.raises(Refused) as refused:
         list(StreamDecoder(description_of(FACE)).feed(data))

@@ -97,7 +97,7 @@ def test_pictures_and_samples_travel_as_arrays() -> None:
     assert np.array_equal(arrived("audio", np.array([0, 16384], np.int16)), np.array([0, 0.5], np.float32))
 
 
-def test_lists_of_arrays_are_stacked_and_pictures_of_several_sizes_become_files() -> None:
+def test_arrays_are_stacked_and_pictures_of_several_sizes_become_files() -> None:
     same = [np.full((2, 2, 3), 7, np.uint8)] * 2
     assert np.array_equal(arrived("list[image]", same), same)
     mixed = [np.full((2, 2, 3), 7, np.uint8), np.full((4, 1, 3), 9, np.uint8)]
@@ -160,7 +160,7 @@ def test_without_a_type_the_datatype_decides(datatype: str, shape: Any, value: A
     assert (tensor.datatype, tensor.shape, bytes(tensor.raw or b"")) == sent
 
 
-def test_a_datatype_nobody_knows_is_refused() -> None:
+def test_an_unknown_datatype_is_refused() -> None:
     with pytest.raises(InputError, match="input x: has datatype FP4"):
         tensor_of(DescribedPort("x", "FP4", (1,)), [1])
 

@@ -40,7 +40,7 @@ def test_a_type_that_is_not_known_here_is_left_to_the_datatype(written: str) -> 
     assert described("m", metadata, config).inputs["x"].type is None
 
 
-def test_wrong_names_are_told_all_at_once() -> None:
+def test_wrong_names_are_reported_all_at_once() -> None:
     with pytest.raises(InputError) as refused:
         description_of(FACE).check_inputs({"c": 1, "b": None})
     assert str(refused.value) == (

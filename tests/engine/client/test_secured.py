@@ -76,7 +76,7 @@ def test_a_limit_of_the_token_says_when_to_come_back(secured: Served, tls: Clien
     assert refused.value.retry_after_s > 1
 
 
-def test_a_server_that_somebody_else_signed_is_not_spoken_to(secured: Served, tmp_path: Path, tls: ClientTls) -> None:
+def test_a_server_with_an_unknown_certificate_is_refused(secured: Served, tmp_path: Path, tls: ClientTls) -> None:
     stranger = ClientTls(Authority(tmp_path, "stranger").file, tls.certificate, tls.key)
     with Client(secured.address, token="wl_web", tls=stranger, retries=0) as client, pytest.raises(Unavailable):
         client.run("bytes", RequestOptions(deadline_ms=5000), x=[1])

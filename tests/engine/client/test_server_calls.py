@@ -44,7 +44,7 @@ def test_a_model_is_unloaded_and_loaded_again(server: Served, client: Client) ->
     assert client.run("remember", RequestOptions(sequence=SequencePart("q", start=True)), x="a")["y"] == "a"
 
 
-def test_a_model_that_the_server_was_not_told_of_cannot_be_loaded(client: Client) -> None:
+def test_a_model_that_is_not_configured_cannot_be_loaded(client: Client) -> None:
     with pytest.raises(errors.UnknownModel):
         client.load("../../etc/passwd")
 

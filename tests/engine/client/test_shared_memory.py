@@ -64,7 +64,7 @@ def test_its_place_is_free_after_every_request_even_a_failed_one(sharing: Client
     assert region.taken_bytes == 0
 
 
-def test_a_server_that_forgot_the_region_is_told_of_a_new_one(server: Served, sharing: Client) -> None:
+def test_a_server_that_lost_the_region_gets_a_new_one(server: Served, sharing: Client) -> None:
     sharing.run("bytes", x=LARGE)
     (before,) = server.memory.status()
     server.memory.unregister_all()
@@ -143,7 +143,7 @@ def test_ranges_are_lent_and_given_back() -> None:
     region.close()
 
 
-def test_nothing_is_left_of_a_region_that_nobody_closed() -> None:
+def test_nothing_is_left_of_a_region_that_was_not_closed() -> None:
     region = SharedRegion.create(1)
     path = Path(f"{FOLDER}{region.key}")
     assert path.exists()

@@ -108,7 +108,7 @@ def test_answers_come_in_order_whichever_is_ready_first() -> None:
     other.join()
 
 
-def test_no_more_are_under_way_than_said() -> None:
+def test_blocks_in_flight_stay_within_the_limit() -> None:
     read, lock, most = [0], threading.Lock(), [0]
     given = [0]
 
@@ -172,7 +172,7 @@ def test_a_stop_ends_it_and_lets_go_of_what_waits() -> None:
             assert not thread.is_alive()
 
 
-def test_somebody_is_told_while_nothing_happens() -> None:
+def test_idle_is_called_while_nothing_happens() -> None:
     later, calls = Later(), [0]
 
     def idle() -> None:

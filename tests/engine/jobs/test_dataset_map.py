@@ -269,7 +269,7 @@ class _Careful(Looker):
         (ROWS, {"block_rows": 0}, "block_rows: expected 1 or more, found 0"),
     ],
 )
-def test_what_cannot_be_mapped_is_said_at_once_and_closes_the_pipeline(
+def test_an_invalid_mapping_is_an_error_and_closes_the_pipeline(
     dataset: Any, options: dict[str, Any], said: str
 ) -> None:
     shouter = Shouter()
@@ -345,7 +345,7 @@ def shout(text: "text", mark: "text") -> "text":
 
 
 @pytest.mark.slow
-def test_a_real_pipeline_is_opened_once_the_data_fits_and_closed_with_the_rows(tmp_path: Path) -> None:
+def test_a_pipeline_opens_after_the_data_check_and_closes_with_the_rows(tmp_path: Path) -> None:
     (tmp_path / "shout.py").write_text(SHOUT_PY)
     (tmp_path / "shout.yaml").write_text(SHOUT)
     pipeline = load_file(tmp_path / "shout.yaml")

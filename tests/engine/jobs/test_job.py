@@ -238,7 +238,7 @@ def test_running_error_rows_again_survives_a_kill_at_any_call(tmp_path: Path, on
 
 
 @pytest.mark.slow
-def test_a_changed_pipeline_data_set_or_setting_is_refused_with_what_changed(folder: Path) -> None:
+def test_a_changed_pipeline_data_set_or_setting_is_refused_by_name(folder: Path) -> None:
     data = folder / "rows.jsonl"
     stopped_after(folder, 25)
     kept = visible(folder)
@@ -317,7 +317,7 @@ def test_error_rows_are_run_again_and_nothing_else(folder: Path) -> None:
     assert texts
 
 
-def test_error_rows_of_a_job_that_was_stopped_are_run_again_and_then_the_rest(folder: Path) -> None:
+def test_error_rows_of_a_stopped_job_run_again_before_the_rest(folder: Path) -> None:
     records = folder / "out" / "_weftline"
     some = run_job(spec_of(folder, folder / "rows.jsonl"), plain(), stop=lambda: (records / "part-00001.json").exists())
     assert not some.finished
@@ -326,7 +326,7 @@ def test_error_rows_of_a_job_that_was_stopped_are_run_again_and_then_the_rest(fo
     assert [row["n"] for row in rows_of(folder)] == [n for n in range(47) if n % 7 != 3]
 
 
-def test_nobody_answers_any_more(folder: Path) -> None:
+def test_a_lost_engine_ends_the_job(folder: Path) -> None:
     def answer(text: str, seed: int) -> str:
         if text.endswith("30"):
             raise SessionClosed("the engine is gone")
@@ -402,7 +402,7 @@ def test_a_step_that_remembers_is_refused_before_anything_is_loaded(folder: Path
     assert run_job(spec_of(folder, folder / "rows.jsonl", outputs=("answer",)), plain()).finished
 
 
-def test_a_folder_of_results_is_a_data_set_for_whoever_reads_folders(folder: Path) -> None:
+def test_a_folder_of_results_is_a_data_set(folder: Path) -> None:
     run_job(spec_of(folder, folder / "rows.jsonl"), plain())
     assert (folder / "out" / "_errors.jsonl").exists()
     assert pq.read_table(folder / "out")["n"].to_pylist() == [n for n in range(47) if n % 7 != 3]

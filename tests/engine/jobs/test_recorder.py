@@ -45,7 +45,7 @@ def test_apostrophes_are_no_quotes() -> None:
     assert common("""in "a b" and `c` and 'd'""") == "in '…' and '…' and '…'"
 
 
-def test_the_most_frequent_are_told_even_when_they_come_late_and_the_rest_is_counted() -> None:
+def test_the_most_frequent_kinds_are_listed_even_when_they_appear_late() -> None:
     kinds = ErrorKinds(most=3)
     words = [f"{chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(100)]
     for place, word in enumerate(words):

@@ -103,7 +103,7 @@ def test_a_preempted_answer_goes_on_in_its_form(engine):
     assert all(re.fullmatch("[a-f]{50,60}", text) for text in texts.values())
 
 
-def test_memory_that_shrinks_leaves_room_for_a_request_whose_form_is_being_prepared(engine):
+def test_shrinking_memory_leaves_room_while_a_grammar_compiles(engine):
     engine.add(1, list(range(3, 60)), SamplingParams(**FREE, regex="[a-f]{50,60}"))
     assert engine.resize(2) == 23
     texts, errors = _finish(engine)
@@ -138,7 +138,7 @@ def test_a_form_of_the_wrong_type_is_refused_and_not_taken_for_none(engine, kind
     assert not engine.busy
 
 
-def test_others_run_while_a_form_is_prepared_and_it_can_be_cancelled_or_expire(engine):
+def test_others_run_while_a_grammar_compiles_and_it_can_cancel_or_expire(engine):
     engine.add(1, [5, 6], SamplingParams(tokens_max=30, ignore_eos=True))
     engine.add(2, [5, 6], SamplingParams(**FREE, regex="[ab]{3}"), LlmRequestOptions(deadline_ms=5.0))
     engine.add(3, [5, 6], SamplingParams(**FREE, regex="[cd]{3}"))

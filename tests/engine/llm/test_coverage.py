@@ -24,7 +24,7 @@ PROMPTS = 10
 
 @pytest.mark.slow(but_first=3)
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
-def test_a_family_answers_as_generate_does_under_joins_preemptions_prefix_hits_and_cancels(family):
+def test_a_family_answers_as_generate_under_joins_preemption_and_cancels(family):
     tally = coverage.drive(family, PROMPTS, seed=5)
     assert not tally.wrong
     assert tally.equal >= 0.8 * (tally.equal + tally.ties) > 5
@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_paged_is_refused_and_the_reason_is_said(model_ty
         Runner(_unfit(model_type), RunnerOptions())
 
 
-def test_a_model_whose_tokens_see_each_other_beside_attention_is_found_out_whatever_it_says(monkeypatch):
+def test_a_model_whose_tokens_mix_outside_attention_is_detected(monkeypatch):
     monkeypatch.setattr(compatibility, "LAYERS_KNOWN", ("hybrid",))
     torch.manual_seed(3)
     with pytest.raises(ModelError, match="see each other beside attention"):

@@ -184,7 +184,7 @@ def test_tokens_of_most_tokenizers_come_from_a_table(kind: str, monkeypatch: pyt
     assert "".join(_streamed(words, ids)) == whole
 
 
-def test_a_bpe_tokenizer_is_not_slowed_by_a_clean_up_that_transformers_ignores() -> None:
+def test_a_bpe_tokenizer_is_not_slowed_by_an_ignored_clean_up() -> None:
     """Llama 3's files ask for one; transformers applies it to no BPE vocabulary."""
     made = tiny.tokenizer()
     made.clean_up_tokenization_spaces = True

@@ -28,7 +28,7 @@ def _at_baseline(engine: Engine) -> None:
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize(("pages", "budget", "sequences"), [(64, 48, 12), (22, 13, 6)])
-def test_greedy_answers_equal_generate_under_joins_leaves_preemption_and_cancels(family, pages, budget, sequences):
+def test_greedy_answers_equal_generate_under_joins_preemption_and_cancels(family, pages, budget, sequences):
     rng = random.Random(budget)
     engine = Engine(tiny.runner(family, pages), None, RoundLimits(budget, sequences))
     prompts, wanted = tiny.prompts(PROMPTS, seed=budget), {}
@@ -73,7 +73,7 @@ def test_sampled_answers_do_not_change_with_the_company_or_the_pages():
 
 
 @pytest.mark.parametrize("pages", [64, 22])
-def test_a_request_that_is_paused_now_and_then_gives_the_tokens_it_would_have_given(pages):
+def test_a_request_that_is_paused_at_times_returns_the_same_tokens(pages):
     prompts = tiny.prompts(6, seed=8)
     params = [SamplingParams(tokens_max=12, temperature=0.8, seed=s, ignore_eos=True) for s in range(6)]
     expected = _answers(Engine(tiny.runner("llama", 64), None, RoundLimits(33, 6)), prompts, params)
@@ -96,7 +96,7 @@ def test_a_request_that_is_paused_now_and_then_gives_the_tokens_it_would_have_gi
     _at_baseline(engine)
 
 
-def test_an_engine_of_paused_requests_is_not_busy_and_a_cancelled_one_frees_its_pages():
+def test_an_engine_of_paused_requests_is_not_busy_and_frees_pages():
     engine = Engine(tiny.runner("llama"), None, RoundLimits(16, 4), prefix_cache=False)
     engine.add(1, [5, 6, 7], SamplingParams(tokens_max=50, ignore_eos=True))
     engine.add(2, [5, 6, 8], SamplingParams(tokens_max=50, ignore_eos=True))
@@ -118,7 +118,7 @@ def test_an_engine_of_paused_requests_is_not_busy_and_a_cancelled_one_frees_its_
     assert engine.stats().pages_free == 64
 
 
-def test_a_request_past_its_deadline_fails_at_the_next_round_and_frees_its_pages():
+def test_a_request_past_its_deadline_fails_next_round_and_frees_its_pages():
     engine = Engine(tiny.runner("llama"), None, RoundLimits(16, 1), prefix_cache=False)
     long = SamplingParams(tokens_max=50, ignore_eos=True)
     engine.add(1, [5, 6, 7], long, LlmRequestOptions(deadline_ms=100.0))

@@ -32,7 +32,7 @@ def _answers(engine: Engine, prompt: list[int], params: SamplingParams) -> dict[
 
 
 @pytest.mark.parametrize("n", [4, 5, 6])
-def test_several_answers_are_the_same_whether_their_prompt_is_told_of_or_not(n):
+def test_several_answers_are_the_same_with_and_without_prompt_logprobs(n):
     # five answers want five rows, as many as the prompt has; each is of the prompt's last
     params = {"tokens_max": 3, "ignore_eos": True, "temperature": 1.0, "seed": 3, "n": n}
     with_logprobs = SamplingParams(**params, prompt_logprobs=0)
@@ -42,7 +42,7 @@ def test_several_answers_are_the_same_whether_their_prompt_is_told_of_or_not(n):
 
 
 @pytest.mark.parametrize("at_step", [2, 9], ids=["while its prompt is read", "while it answers"])
-def test_a_prompt_is_told_of_once_though_its_request_gave_way(at_step):
+def test_prompt_logprobs_are_returned_once_despite_preemption(at_step):
     engine = _engine(20, budget=16)
     before = SamplingParams(tokens_max=60, ignore_eos=True)
     engine.add(1, [3, 4], before)
@@ -59,7 +59,7 @@ def test_a_prompt_is_told_of_once_though_its_request_gave_way(at_step):
     assert with_logprobs == [LONG[1:]]
 
 
-def test_answers_of_one_request_that_fail_in_one_round_fail_it_once_and_nobody_else(monkeypatch):
+def test_answers_that_fail_in_one_round_fail_only_their_request_once(monkeypatch):
     engine = _engine()
     run = engine.runner.run
 
@@ -81,7 +81,7 @@ def test_answers_of_one_request_that_fail_in_one_round_fail_it_once_and_nobody_e
     assert ended == [(1, None), (2, "length")]
 
 
-def test_a_pass_for_which_there_was_no_memory_holds_none_while_each_is_tried_alone(monkeypatch):
+def test_a_pass_out_of_memory_holds_no_tensors_while_chunks_are_retried(monkeypatch):
     """Nor does one that fails alone, while those behind it are tried."""
     engine = _engine()
     run, held, passes = engine.runner.run, [], []
@@ -120,7 +120,7 @@ class Short:
         return self._run(chunks, copies)
 
 
-def test_a_prompt_for_which_there_is_no_memory_is_read_in_smaller_chunks_and_later_ones_are_too(caplog):
+def test_a_prompt_out_of_memory_is_computed_in_smaller_chunks_from_then_on(caplog):
     params = SamplingParams(tokens_max=5, ignore_eos=True)
     expected = _answers(_engine(budget=80), LONG, params)
     engine = _engine(budget=80)
@@ -177,7 +177,7 @@ def test_what_was_learned_is_doubled_again_after_calm_full_rounds():
     assert counts[0] >= 64 and counts[1] >= 1 and engine.stats().prompts_max == 16
 
 
-def test_without_memory_for_a_page_or_for_one_token_it_fails_in_words_and_the_others_do_not():
+def test_a_request_without_memory_for_a_page_fails_alone_with_a_reason():
     engine = _engine()
     engine.add(1, LONG, SamplingParams(tokens_max=3, ignore_eos=True))
     engine.add(2, [5, 6], SamplingParams(tokens_max=3, ignore_eos=True))

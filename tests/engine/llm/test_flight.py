@@ -77,7 +77,7 @@ def test_memory_that_changes_meanwhile_changes_no_answer():
     assert resized == _answers(_engine(form="cpu"), asks)
 
 
-def test_whoever_leaves_while_a_round_is_on_its_way_gets_nothing_more():
+def test_a_request_that_ends_during_a_round_in_flight_gets_no_more_tokens():
     engine = _engine()
     long = SamplingParams(tokens_max=40, ignore_eos=True)
     for at in range(4):

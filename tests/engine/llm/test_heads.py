@@ -102,7 +102,7 @@ def test_an_embedding_in_chunks_and_company_is_the_one_computed_alone(embedder, 
     assert stats.preemptions > 0
 
 
-def test_a_chunk_of_one_token_is_embedded_too_where_the_device_could_draw_by_itself(embedder):
+def test_a_chunk_of_one_token_is_embedded_where_the_device_could_sample(embedder):
     runner = open_head(embedder, "embed", RunnerOptions(page_tokens=8, form="gpu"))
     found, _ = _pooled(runner, [[5], [5] * 17, [5] * 17])
     assert [found[at] is not None for at in range(3)] == [True] * 3
@@ -162,7 +162,7 @@ def test_a_language_model_has_no_score_layer_and_an_odd_pooling_is_named(embedde
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first"])
-def test_an_embedding_is_the_same_where_its_neighbour_in_the_round_lacks_memory(embedder, pooling, monkeypatch):
+def test_an_embedding_is_the_same_when_its_neighbour_runs_out_of_memory(embedder, pooling, monkeypatch):
     runner = open_head(embedder, "embed", RunnerOptions(page_tokens=8), pooling=pooling)
     first, second = [at % 50 + 1 for at in range(40)], [7] * 20
 
@@ -196,7 +196,7 @@ def _sequence(order: int, prompt: int, computed: int = 0) -> Sequence:
     return sequence
 
 
-def test_a_chunk_that_comes_twice_counts_once_and_a_new_start_forgets_the_old_one():
+def test_a_repeated_chunk_counts_once_and_a_restart_drops_the_old_state():
     head, rows = Embedding(2, "mean", normalise=False), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]])
     sequence = _sequence(1, 3)
     head.add(sequence, rows[:2])

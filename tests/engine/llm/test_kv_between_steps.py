@@ -16,7 +16,7 @@ QUESTION = "The photo shows: 2 red circles, 1 blue star. How many stars are ther
 
 
 @pytest.mark.slow
-def test_memory_moves_to_the_step_that_is_short_and_its_answers_stay_the_same() -> None:
+def test_memory_moves_to_the_step_that_is_short_without_changing_answers() -> None:
     pipeline = Builder("two", limits={"kv_bytes": {"cpu": 4 * MIB}}, base_dir=Path(__file__).parents[3])
     prompt = pipeline.input("prompt", "text")
     sampling = {"tokens_max": 120, "ignore_eos": True}
@@ -49,7 +49,7 @@ def test_memory_moves_to_the_step_that_is_short_and_its_answers_stay_the_same() 
 
 
 @pytest.mark.slow
-def test_a_prompt_longer_than_a_steps_first_memory_gets_what_nobody_has() -> None:
+def test_a_prompt_longer_than_the_initial_memory_gets_unassigned_memory() -> None:
     pipeline = Builder("two", limits={"kv_bytes": {"cpu": 4 * MIB}}, base_dir=Path(__file__).parents[3])
     prompt = pipeline.input("prompt", "text")
     for name in ("small", "large"):

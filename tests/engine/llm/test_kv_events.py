@@ -38,7 +38,7 @@ def test_a_follower_of_the_events_knows_exactly_the_pages_that_are_cached():
     assert engine.kv_events(after).events[-1].type == "AllBlocksCleared"
 
 
-def test_whoever_comes_too_late_is_told_how_much_was_missed():
+def test_a_late_reader_gets_the_number_of_missed_events():
     log = KvLog(kept=3)
     for at in range(5):
         log.removed(bytes([at]))

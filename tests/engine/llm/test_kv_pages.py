@@ -26,7 +26,7 @@ def test_hoped_for_pages_are_given_away_when_there_are_no_others():
     assert pool.counts() == PageCounts(used=5, idle=0, free=1)
 
 
-def test_a_kept_page_is_idle_when_dropped_and_evicted_least_recently_used_first():
+def test_a_kept_page_is_idle_after_release_and_evicted_in_lru_order():
     lost: list[int] = []
     pool, table = PagePool(3, 4, lost.append), PageTable()
     pool.try_grow(table, 3)

@@ -45,7 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Runner:
     return tiny.fresh_runner("llama", 4, form="gpu")
 
 
-def test_it_takes_what_is_left_of_its_room_and_leaves_the_reserve_and_two_rounds_work_free(small):
+def test_kv_memory_leaves_the_reserve_and_the_work_of_two_rounds_free(small):
     work, spared = 50 * MIB, WORK_BYTES + 2 * 2 * BLOCK_BYTES
     gpu = Gpu([small], 2 * GIB, work=work)
     fill_device([small], LIMITS, DeviceMemoryLimit(2 * GIB - 300 * MIB, 300 * MIB), gpu)

@@ -110,7 +110,7 @@ def test_what_needs_no_quantising_is_read_at_once(tmp_path: Path) -> None:
     assert load_model(folder, INT8, whole=True).layers is None
 
 
-def test_a_checkpoint_whose_layers_share_weights_or_whose_files_have_other_names_is_read_at_once(
+def test_shared_weights_or_other_file_names_are_loaded_in_one_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved("llama", tmp_path)

@@ -215,7 +215,7 @@ def test_a_model_without_a_chat_template_takes_raw_prompts_only(tmp_path):
         Llm(LlmConfig(model=str(folder), system="be brief")).open(OpenContext(base_dir=tmp_path))
 
 
-def test_ports_and_the_deciding_files_import_neither_torch_nor_transformers():
+def test_ports_and_pure_files_import_neither_torch_nor_transformers():
     code = (
         "import sys; from pathlib import Path; from weftline.node import StepContext\n"
         "from weftline.engine.llm.node import Llm; import weftline.engine.llm.schedule\n"
@@ -246,7 +246,7 @@ def test_what_every_prompt_begins_with_is_found_again_after_many_others(folder):
     assert cached[""] == 0
 
 
-def test_several_answers_and_log_probabilities_are_told_in_answers(node):
+def test_several_answers_and_log_probabilities_are_in_answers(node):
     node.submit(1, {"prompt": "asks", "sampling": {"n": 3, "temperature": 1.0, "seed": 5, "tokens_max": 4}})
     pieces = _finish(node)[1]
     assert len(pieces) == 1
@@ -257,7 +257,7 @@ def test_several_answers_and_log_probabilities_are_told_in_answers(node):
     assert len({one["text"] for one in answers}) > 1
 
 
-def test_tool_calls_pass_through_and_names_of_control_tokens_in_them_stay_text(node):
+def test_tool_calls_pass_and_control_token_names_in_them_stay_text(node):
     call = {"id": "1", "type": "function", "function": {"name": "look<|im_end|>", "arguments": "{}"}}
     said = [
         {"role": "user", "content": [{"type": "text", "text": "the user "}, {"type": "text", "text": "asks"}]},
@@ -273,7 +273,7 @@ def test_tool_calls_pass_through_and_names_of_control_tokens_in_them_stay_text(n
     assert _finish(node)[1][-1].error is None
 
 
-def test_how_often_guesses_were_right_is_told(folder):
+def test_the_acceptance_of_draft_tokens_is_reported(folder):
     sampling = {"tokens_max": 60, "ignore_eos": True}
     node = Llm(LlmConfig(model=folder.name, sampling=sampling, speculation="draft", draft_model=folder.name))
     node.open(OpenContext(base_dir=folder.parent))
@@ -347,7 +347,7 @@ def test_of_several_ranks_it_cannot_rest(folder):
         ({"architectures": ["BertForMaskedLM"], "hidden_size": 8}, {"task": "embed"}, "masked words", "node embed"),
     ],
 )  # fmt: skip
-def test_a_folder_of_another_kind_is_refused_when_checked_with_the_node_that_runs_it(
+def test_a_folder_of_another_kind_is_refused_with_the_node_that_runs_it(
     tmp_path, config, options, found, fix
 ):
     (tmp_path / "m").mkdir()
@@ -393,7 +393,7 @@ def _message(tokens: int) -> dict[str, Any]:
 LONG = _message(390)
 
 
-def test_a_prompt_longer_than_the_first_memory_waits_for_more_and_is_answered(shared):
+def test_a_prompt_longer_than_the_initial_memory_waits_and_is_answered(shared):
     page_bytes = shared._opened()[0].runner.page_bytes
     shared.submit(1, LONG)
     assert not shared.busy and shared.memory().waiting == 1
@@ -419,7 +419,7 @@ def test_it_is_refused_in_words_when_there_is_no_more(shared, monkeypatch, how):
     assert "expected at most 319; shorten it" in str(piece.error)
 
 
-def test_one_that_waits_for_memory_can_be_dropped_and_one_that_never_fits_does_not_wait(shared):
+def test_a_prompt_that_never_fits_does_not_wait_and_others_can_cancel(shared):
     shared.submit(1, LONG)
     shared.cancel(1)
     assert shared.memory().wanted_bytes == 0 and shared.resize_memory(20 * 16 * 512) and not shared.busy

@@ -73,7 +73,7 @@ def _ratios(device: Device, pace: Pace) -> tuple[float, float]:
     ("fixed_ms", "token_ms"),
     [(15.0, 0.04), (8.0, 0.04), (6.5, 0.04), (30.0, 0.04), (100.0, 0.04), (15.0, 0.01), (15.0, 0.3)],
 )
-def test_on_a_gpu_a_long_prompt_and_those_beside_it_are_both_within_1_5_times_their_best(fixed_ms, token_ms):
+def test_on_a_gpu_prompt_and_decoding_are_within_1_5_times_their_best(fixed_ms, token_ms):
     """The best for the prompt are the largest chunks that a round has room for; for the others, the least chunks.
 
     From the very first prompt on, with nothing measured but rounds that decode.
@@ -97,7 +97,7 @@ def test_on_a_gpu_noise_and_rounds_that_met_something_else_change_little(seed):
 
 
 @pytest.mark.parametrize(("fixed_ms", "token_ms"), [(8.0, 0.04), (45.0, 0.04), (15.0, 0.12), (30.0, 0.08), (7.0, 0.01)])
-def test_on_a_gpu_figures_that_change_in_the_middle_of_a_prompt_are_followed(fixed_ms, token_ms):
+def test_on_a_gpu_costs_that_change_during_a_prompt_are_followed(fixed_ms, token_ms):
     change = 2 * PROMPT + PROMPT // 2
     device = Device(
         6.0, lambda at: 15.0 if at < change else fixed_ms, lambda at: 0.04 if at < change else token_ms, noise=0.1
@@ -118,7 +118,7 @@ def test_on_a_gpu_nothing_but_rounds_with_prompts_is_enough_to_learn_from():
     assert prompt <= WITHIN and others <= WITHIN
 
 
-def test_on_a_gpu_a_chunk_has_at_least_256_tokens_and_no_more_than_a_round_has_room_for():
+def test_on_a_gpu_a_chunk_has_256_tokens_or_more_and_fits_the_round():
     pace = BalancedPace(ROUND)
     for fixed_ms, token_ms in [(0.1, 5.0), (500.0, 0.001)]:
         for _ in range(100):
@@ -130,7 +130,7 @@ def test_on_a_gpu_a_chunk_has_at_least_256_tokens_and_no_more_than_a_round_has_r
 
 @pytest.mark.parametrize(("quiet_ms", "token_ms"), [(40.0, 1.5), (40.0, 0.4), (3.0, 0.05), (110.0, 2.0)])
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_on_a_cpu_a_long_prompt_takes_at_most_1_5_times_what_the_bound_on_rounds_allows(quiet_ms, token_ms, noise):
+def test_on_a_cpu_a_long_prompt_takes_at_most_1_5_times_the_bound(quiet_ms, token_ms, noise):
     device, pace = Device(quiet_ms, lambda at: 1.05 * quiet_ms, lambda at: token_ms, noise), StretchedPace()
     device.decode(pace, 20)
     device.read_prompt(pace, 512 - DECODING)
@@ -140,7 +140,7 @@ def test_on_a_cpu_a_long_prompt_takes_at_most_1_5_times_what_the_bound_on_rounds
     assert between <= 1.15 * max(1.7 * quiet_ms, device.with_chunks(CHUNK_MIN)[1])
 
 
-def test_a_token_that_costs_more_the_further_the_prompt_is_read_keeps_rounds_in_their_bound():
+def test_rising_token_costs_keep_rounds_within_their_bound():
     device, pace = Device(10.0, lambda at: 10.0, lambda at: 0.05 + 0.2 * (at % PROMPT) / PROMPT), StretchedPace()
     device.decode(pace, 20)
     left, took = PROMPT, list[float]()
@@ -165,14 +165,14 @@ def _play(quiet_ms: float, token_ms: float, noise: float, rounds: int = 300, see
 
 
 @pytest.mark.parametrize("token_ms", [0.01, 0.05, 0.2])
-def test_rounds_with_chunks_stay_under_twice_a_quiet_one_and_use_most_of_it(token_ms):
+def test_rounds_with_chunks_use_most_of_twice_a_quiet_round(token_ms):
     _, took = _play(10.0, token_ms, 0.2)
     settled = sorted(took[50:])
     assert settled[int(0.99 * len(settled))] <= 2.0 * 10.0 * 1.2
     assert sum(settled) / len(settled) >= 1.4 * 10.0
 
 
-def test_with_nobody_decoding_there_is_no_bound():
+def test_without_decoding_sequences_there_is_no_bound():
     assert StretchedPace().chunk(0) is None
 
 

@@ -20,7 +20,7 @@ def _compute(cache: PrefixCache, sequence: Sequence) -> None:
     cache.publish(sequence, before, sequence.computed)
 
 
-def test_full_pages_are_shared_and_the_last_token_is_always_left_to_compute():
+def test_full_pages_are_shared_and_the_last_token_is_left_to_compute():
     cache = PrefixCache(16, 4)
     first, second = _sequence(1, list(range(12))), _sequence(2, list(range(12)))
     _compute(cache, first)
@@ -52,7 +52,7 @@ def _own(id: int, tokens: list[int], owner: bytes, shared: int, salt: bytes = b"
     return sequence
 
 
-def test_callers_share_whole_pages_of_the_operators_tokens_and_nothing_after_them():
+def test_callers_share_only_whole_pages_of_the_operators_tokens():
     cache = PrefixCache(64, 4)
     tokens = list(range(21))
     _compute(cache, _own(1, tokens, b"one", 10))

@@ -125,7 +125,7 @@ def test_adapters_work_on_quantised_weights(tmp_path: Path) -> None:
     assert float((mixed[0] - merged[0]).norm() / merged[0].norm()) < 0.15
 
 
-def test_a_fused_engine_with_adapters_answers_as_the_same_weights_in_full_would(tmp_path: Path) -> None:
+def test_a_fused_engine_with_adapters_answers_as_full_weights_do(tmp_path: Path) -> None:
     def engine(model: Any) -> Engine:
         attention.register()
         ours = AutoModelForCausalLM.from_config(tiny.config("llama"), attn_implementation=attention.NAME)

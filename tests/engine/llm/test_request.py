@@ -61,7 +61,7 @@ def test_the_prompt_of_several_answers_is_computed_and_kept_once():
     _finish(engine)
 
 
-def test_answers_whose_last_page_is_half_full_get_pages_of_their_own_when_they_write():
+def test_answers_with_a_half_full_last_page_copy_it_when_they_write():
     engine = _engine()
     engine.add(1, list(range(3, 44)), SamplingParams(tokens_max=4, n=3, temperature=1.0, ignore_eos=True, seed=1))
     engine.step()

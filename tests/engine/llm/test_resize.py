@@ -49,7 +49,7 @@ def test_answers_that_share_their_prompts_pages_are_the_same_too():
     assert resized == plain
 
 
-def test_it_never_shrinks_below_what_a_request_may_need_and_idle_memory_goes():
+def test_it_never_shrinks_below_a_requests_need_and_evicts_idle_pages():
     engine = Engine(tiny.fresh_runner("llama", 64), None, RoundLimits(48, 6))
     engine.add(1, list(range(3, 83)), SamplingParams(tokens_max=16, ignore_eos=True))
     engine.step()

@@ -146,7 +146,7 @@ _SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize("config", [MambaConfig(**_SMALL), BloomConfig(**_SMALL, n_head=2, n_layer=2)])
-def test_a_model_whose_layers_do_not_attend_through_the_interface_is_refused(config):
+def test_a_model_whose_layers_bypass_the_attention_interface_is_refused(config):
     attention.register()
     with pytest.raises((ModelError, ValueError), match=r"attention|attend"):
         Runner(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME), RunnerOptions())

@@ -122,7 +122,7 @@ def _order(*sequences: Sequence) -> list[int]:
     return order
 
 
-def test_the_higher_priority_goes_first_then_the_earlier_deadline_then_who_came_first():
+def test_order_is_by_priority_then_deadline_then_arrival():
     assert _order(
         _sequence(1, 4, 2, arrived_ms=0),
         _sequence(2, 4, 2, arrived_ms=0),
@@ -142,7 +142,7 @@ def test_a_low_priority_that_came_early_enough_goes_before_a_high_one():
     assert _order(_sequence(1, 4, 2), _sequence(2, 4, 2, priority=100, arrived_ms=early_enough)) == [2, 1]
 
 
-def test_a_much_more_urgent_one_takes_a_running_ones_place_and_a_little_more_urgent_one_does_not():
+def test_only_a_much_more_urgent_sequence_preempts_a_running_one():
     for priority, order in ((4, [1, 2]), (5, [2, 1])):
         schedule = _schedule(sequences_max=1)
         live = {1: _sequence(1, 4, 9)}
@@ -168,7 +168,7 @@ def test_an_urgent_prompt_is_read_before_the_rest_of_a_long_one():
     assert sorted(_play(schedule, live)) == [(1, 16, 8), (2, 0, 8)]
 
 
-def test_a_paused_one_is_given_nothing_keeps_its_pages_and_goes_on_where_it_was():
+def test_a_paused_sequence_keeps_its_pages_and_continues_where_it_was():
     schedule = _schedule()
     live = {1: _sequence(1, 8, 12), 2: _sequence(2, 8, 3)}
     for sequence in list(live.values()):
@@ -182,7 +182,7 @@ def test_a_paused_one_is_given_nothing_keeps_its_pages_and_goes_on_where_it_was(
     assert _play(schedule, live) == [(1, 8, 1), (2, 9, 1)]
 
 
-def test_paused_ones_keep_nobody_out():
+def test_paused_sequences_do_not_block_others():
     schedule = _schedule(pages=6, sequences_max=2)
     live = {1: _sequence(1, 8, 4), 2: _sequence(2, 8, 4)}
     for sequence in list(live.values()):

@@ -186,7 +186,7 @@ def test_asleep_a_model_has_nothing_left_and_awake_it_answers_as_before(kind: st
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_model_with_a_head_rests_too_and_forgets_what_it_was_told_in_part() -> None:
+def test_a_model_with_a_head_sleeps_and_drops_partly_pooled_prompts() -> None:
     attention.register()
     torch.manual_seed(4)
     decoder = AutoModel.from_config(tiny.config("llama"), attn_implementation=attention.NAME)
@@ -209,7 +209,7 @@ def test_a_model_with_a_head_rests_too_and_forgets_what_it_was_told_in_part() ->
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_its_prefixes_are_forgotten_and_whoever_follows_them_is_told() -> None:
+def test_sleep_clears_the_prefix_cache_and_logs_an_event() -> None:
     engine = _plain(Path())
     answer(engine)
     assert engine.stats().pages_idle > 0
@@ -254,7 +254,7 @@ def test_with_requests_inside_it_does_not_sleep_and_asleep_it_takes_none() -> No
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_round_on_its_way_for_somebody_who_left_is_waited_for() -> None:
+def test_sleep_waits_for_a_round_in_flight_of_cancelled_requests() -> None:
     engine = _graphs(Path())
     first = answer(engine)
     engine.add(1, PROMPT, SamplingParams(tokens_max=12, ignore_eos=True))

@@ -19,7 +19,7 @@ def state(session: Session) -> str:
 
 
 @pytest.mark.slow
-def test_an_llm_sleeps_with_its_weights_and_whoever_comes_at_any_moment_is_answered_as_before() -> None:
+def test_an_llm_sleeps_with_its_weights_and_answers_as_before_at_any_time() -> None:
     p = Builder("sleeps", base_dir=Path(__file__).parents[3] / "examples")
     talk = p.step(
         "talk", "llm", inputs={"prompt": p.input("prompt", "text")}, model="models/shapes-chat", device="fake:0",

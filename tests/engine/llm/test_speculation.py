@@ -76,7 +76,7 @@ def _answers(prompts, params, guesser=None, pages=64):
 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_answers_are_the_same_with_guesses_that_are_wrong_right_or_looked_up(params):
+def test_answers_are_the_same_with_any_draft_tokens(params):
     prompts = tiny.prompts(8, seed=4, longest=40)
     plain, _ = _answers(prompts, params)
     assert _answers(prompts, params, Wrong())[0] == plain
@@ -89,7 +89,7 @@ def test_answers_are_the_same_with_guesses_that_are_wrong_right_or_looked_up(par
 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_draft_model_that_is_the_model_itself_guesses_right_also_when_it_draws(params):
+def test_the_model_as_its_own_draft_is_accepted_also_when_it_samples(params):
     prompts = tiny.prompts(6, seed=5, longest=40)
     plain, _ = _answers(prompts, params)
     drafted, stats = _answers(prompts, params, _draft_model())
@@ -98,7 +98,7 @@ def test_a_draft_model_that_is_the_model_itself_guesses_right_also_when_it_draws
     assert stats.accepted > 0.8 * stats.drafted
 
 
-def test_guesses_take_no_pages_from_anybody():
+def test_draft_tokens_never_preempt():
     prompts = tiny.prompts(6, seed=6, longest=30)
     plain, before = _answers(prompts, GREEDY, pages=24)
     guessed, stats = _answers(prompts, GREEDY, Wrong(), pages=24)
@@ -133,7 +133,7 @@ def _second_token(prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_drawn_tokens_have_the_models_own_distribution_when_a_draft_model_guesses():
+def test_sampled_tokens_keep_the_models_distribution_with_a_draft_model():
     prompt, answers = [5, 9, 17], 1800
     guesser = _other_model()
     runner = tiny.fresh_runner("llama", 700, 8)
@@ -168,13 +168,13 @@ class Failing:
         pass
 
 
-def test_a_guesser_that_fails_costs_its_guesses_and_nothing_else():
+def test_a_proposer_that_fails_costs_its_draft_tokens_only():
     prompts = tiny.prompts(4, seed=7, longest=30)
     plain, _ = _answers(prompts, GREEDY)
     assert _answers(prompts, GREEDY, Failing())[0] == plain
 
 
-def test_guesses_leave_everybody_else_the_one_token_they_need():
+def test_draft_tokens_leave_other_sequences_the_token_they_need():
     prompts = [[5, 6, 7, at] for at in range(8, 14)]
     engine = Engine(tiny.runner("llama"), None, RoundLimits(6, 6), speculation=Speculation(Wrong(), 5))
     for at, prompt in enumerate(prompts):

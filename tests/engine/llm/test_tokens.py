@@ -94,7 +94,7 @@ def test_pieces_are_whole_characters_and_together_the_text(words):
     assert sum(map(bool, pieces)) > 20
 
 
-def test_bytes_that_never_become_a_character_do_not_hold_the_stream_for_ever(words):
+def test_bytes_that_never_form_a_character_do_not_block_the_stream(words):
     broken = words.tokenizer.encode("é")[-1]
     stream = words.stream()
     assert "".join(stream.push(broken) for _ in range(50))

@@ -108,7 +108,7 @@ def test_without_a_driver_there_are_no_such_series_and_no_errors(
     assert not caplog.records
 
 
-def test_gpus_are_read_once_in_a_while_however_often_somebody_asks(nvml: Nvml) -> None:
+def test_gpus_are_read_at_most_once_a_second(nvml: Nvml) -> None:
     clock = ManualClock()
     sampler = GpuSampler(lambda: clock.now_ms() / 1e3)
     for _ in range(10):
@@ -120,7 +120,7 @@ def test_gpus_are_read_once_in_a_while_however_often_somebody_asks(nvml: Nvml) -
     assert nvml.calls["nvmlInit_v2"] == 1
 
 
-def test_a_reading_that_hangs_holds_up_nobody_else(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_reading_blocks_no_other_caller(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     sampler = GpuSampler(lambda: clock.now_ms() / 1e3)
     before = sampler.gpus()

@@ -23,7 +23,7 @@ def test_every_series_is_on_it_once_and_nothing_else() -> None:
     assert sorted(listed) == sorted([*(one.name for one in series.ALL), *PROCESS])
 
 
-def test_the_process_has_the_series_that_are_listed_with_the_kinds_that_are_listed() -> None:
+def test_the_process_series_match_the_listed_names_and_kinds() -> None:
     families = text_string_to_metric_families(Metrics(dict).render().decode())
     shown = {sample.name: family.type for family in families for sample in family.samples}
     assert {name: kind for name, kind in shown.items() if name.startswith("process_")} == {

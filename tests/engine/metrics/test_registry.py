@@ -72,7 +72,7 @@ def test_openmetrics_is_written_for_those_who_ask() -> None:
     assert b"# TYPE weftline_requests_total counter" in text
 
 
-def test_a_session_that_cannot_be_read_is_left_out_and_the_others_are_shown() -> None:
+def test_a_session_that_cannot_be_read_does_not_hide_the_others() -> None:
     class Gone(FakeSession):
         def stats(self) -> Mapping[str, Any]:
             raise SessionClosed("it ended this very moment")
@@ -97,7 +97,7 @@ def test_nothing_of_ours_is_in_the_registry_that_everybody_shares() -> None:
     assert b"weftline_requests_total" not in Metrics(dict).render(), "and servers in one process do not meet"
 
 
-def test_requests_that_end_while_somebody_reads_are_all_counted() -> None:
+def test_requests_that_end_during_a_scrape_are_all_counted() -> None:
     metrics = Metrics(dict)
 
     def ask(name: str) -> None:

@@ -47,7 +47,7 @@ def test_names_that_clients_make_up_become_no_labels() -> None:
     assert of(sums, series.CALLERS) == {}
 
 
-def test_a_model_that_was_served_once_keeps_its_name_when_it_cannot_be_asked() -> None:
+def test_a_model_that_was_served_keeps_its_name_when_unavailable() -> None:
     sums = RequestMetrics()
     sums.take(record())
     sums.take(record(status="UNAVAILABLE", version=0))

@@ -27,20 +27,20 @@ def test_a_span_has_the_attributes_that_the_reference_lists() -> None:
     assert set(span.children[0].attributes) == set(STEP_SPAN)
 
 
-def test_a_request_of_many_elements_shows_some_and_says_how_many_it_leaves_out() -> None:
+def test_a_request_of_many_elements_shows_some_and_counts_the_others() -> None:
     span = spans_of(record(timings=(timing(),) * 1000))
     assert len(span.children) == SPANS_MAX
     assert span.attributes["weftline.steps_left_out"] == 1000 - SPANS_MAX
 
 
-def test_failures_of_the_server_are_errors_and_mistakes_of_the_caller_are_not() -> None:
+def test_server_failures_are_error_spans_and_caller_mistakes_are_not() -> None:
     assert spans_of(record(status="UNAVAILABLE", error="the worker is gone")).error == "the worker is gone"
     assert spans_of(record(status="INTERNAL")).error == "INTERNAL"
     assert spans_of(record(status="INVALID_ARGUMENT", error="no such input")).error is None
     assert spans_of(record()).error is None
 
 
-def test_a_step_that_failed_or_was_lost_is_an_error_and_one_that_was_skipped_is_not() -> None:
+def test_failed_and_lost_steps_are_errors_and_skipped_ones_are_not() -> None:
     span = spans_of(record(timings=tuple(timing("s", how) for how in ("ok", "failed", "lost", "skipped"))))
     assert [child.error for child in span.children] == [None, "failed", "lost", None]
 

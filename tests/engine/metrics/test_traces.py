@@ -67,7 +67,7 @@ def test_a_callers_context_makes_the_span_its_child(tracing: Tracing, sent: InMe
     assert span.parent is not None and f"{span.parent.span_id:016x}" == SPAN and span.parent.is_remote
 
 
-def test_what_a_caller_does_not_record_is_not_recorded_and_its_trace_goes_on(
+def test_an_unsampled_trace_is_not_recorded_and_its_context_continues(
     tracing: Tracing, sent: InMemorySpanExporter
 ) -> None:
     own = tracing.begin(record(traceparent=NOT_SAMPLED).ask)
@@ -174,7 +174,7 @@ def test_a_collector_that_is_not_there_is_not_waited_for() -> None:
     assert time.perf_counter() - began < 10
 
 
-def test_contexts_are_given_out_where_opentelemetry_is_not_installed_and_sending_says_what_is_missing() -> None:
+def test_contexts_work_without_opentelemetry_and_sending_names_the_package() -> None:
     script = """
 import sys
 for name in ("opentelemetry", "grpc"):

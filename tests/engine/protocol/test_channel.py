@@ -89,7 +89,7 @@ def test_many_messages_between_two_blocking_channels_in_any_cut() -> None:
     assert got == bodies
 
 
-def test_a_short_message_is_skipped_while_another_is_being_sent_or_the_socket_is_full() -> None:
+def test_a_short_message_is_skipped_while_the_socket_is_busy_or_full() -> None:
     ours, theirs = socket.socketpair()
     sender, receiver = Channel(ours, blocking=True), Channel(theirs, blocking=True)
     assert sender.try_send(b"one") and receiver.receive() == [b"one"]

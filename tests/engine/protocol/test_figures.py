@@ -170,7 +170,7 @@ class Streams(Counting, StreamNode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", ["Batches", "Streams"])
-def test_figures_come_from_real_workers_taken_between_calls_by_the_thread_that_runs_them(
+def test_figures_are_read_between_calls_by_the_calling_thread(
     node: str, tmp_path: Path, start: Callable[[Source], Session]
 ) -> None:
     (tmp_path / "nodes.py").write_text(NODES)

@@ -52,7 +52,7 @@ def test_the_loop_reads_while_its_requests_are_the_only_ones(session: Session) -
 
 
 @pytest.mark.slow
-def test_a_loop_that_is_busy_with_something_else_does_not_hold_up_its_pipeline(session: Session) -> None:
+def test_a_busy_event_loop_does_not_delay_its_pipeline(session: Session) -> None:
     async def main() -> float:
         waiting = asyncio.create_task(ask(session, "a"))
         await asyncio.sleep(0)  # it is submitted now

@@ -24,7 +24,7 @@ def up(rung: str = "descriptor", device: str = "fake:0") -> msg.DeviceUp:
     return msg.DeviceUp(device, 4096, rung, b"h" * 64 if rung == "handle" else b"")
 
 
-def test_an_offer_is_introduced_once_it_has_an_id_and_closed_when_it_is_forgotten() -> None:
+def test_an_arena_is_announced_with_its_id_and_closed_when_removed() -> None:
     arenas, fd = DeviceArenas(), descriptor()
     arenas.offer(0, up(), fd)
     assert list(arenas.on("fake:0")) == []
@@ -56,7 +56,7 @@ def test_only_a_descriptor_outlives_the_worker() -> None:
     assert not is_open(fd)
 
 
-def test_a_worker_started_later_does_not_receive_the_events_of_a_dead_worker() -> None:
+def test_a_later_worker_does_not_receive_a_dead_workers_events() -> None:
     arenas = DeviceArenas()
     arenas.offer(0, msg.DeviceUp("fake:0", 4096, "descriptor", events=(b"e" * 64,)), descriptor())
     arenas.accept(0, 7)

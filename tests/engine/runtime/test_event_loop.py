@@ -86,7 +86,7 @@ def test_a_death_is_seen_within_fifty_milliseconds(one: Callable[..., Session]) 
 
 
 @pytest.mark.slow
-def test_a_worker_that_stands_still_is_killed_after_its_silence_and_replaced(one: Callable[..., Session]) -> None:
+def test_a_silent_worker_is_killed_and_replaced(one: Callable[..., Session]) -> None:
     session = one(silence_max_ms=2500)
     pid = session.pids()["s"]
     os.kill(pid, signal.SIGSTOP)
@@ -199,7 +199,7 @@ print("closed", len(os.listdir("/proc/self/fd")) < 20)
 
 
 @pytest.mark.slow
-def test_without_descriptors_workers_restart_from_the_reserve_and_new_work_is_refused() -> None:
+def test_without_descriptors_workers_restart_from_the_reserve() -> None:
     done = subprocess.run([sys.executable, "-c", FEW], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -61,7 +61,7 @@ def test_a_death_is_a_reason_only_while_it_opens() -> None:
     assert opened.error() is None
 
 
-def test_what_is_too_much_once_it_is_measured_fails_the_opening_and_nothing_later() -> None:
+def test_too_much_measured_memory_fails_the_open_and_nothing_later() -> None:
     opening = Opening(None)
     opening.note_ready(True, "too much")
     assert str(opening.error()) == "too much"

@@ -200,7 +200,7 @@ def test_the_next_run_works_after_the_parent_was_killed(write, start) -> None:
 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("idempotent", [True, False], ids=["may run twice", "must not run twice"])
-def test_a_killed_worker_comes_back_and_its_request_is_tried_again_or_fails(write, start, idempotent: bool) -> None:
+def test_a_killed_worker_restarts_and_its_request_is_retried_or_fails(write, start, idempotent: bool) -> None:
     with weftline.load(write(400, f", idempotent: {str(idempotent).lower()}")).open() as session:
         pids = session.pids()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from weftline.engine.runtime.timer import GRACE_MS, LATE_MS, PAUSE_MS, SLEEP_MAX_S, WakeTimer
 
 
-def test_it_sleeps_until_something_is_due_and_never_longer_than_the_system_can_count() -> None:
+def test_the_timer_sleeps_until_an_event_is_due_within_system_limits() -> None:
     timer = WakeTimer()
     assert timer.sleep_s(None, 0) == -1
     assert timer.sleep_s(1500, 1000) == 0.5 and timer.sleep_s(1500, 2000) == 0
     assert timer.sleep_s(1e12, 0) == SLEEP_MAX_S
 
 
-def test_only_a_sleeping_thread_is_woken_and_once_for_what_is_due_before_it_would_wake() -> None:
+def test_only_a_sleeping_thread_is_woken_and_only_once() -> None:
     timer = WakeTimer()
     assert not timer.wakes_for(5)  # it looks again before it sleeps
     timer.sleep_s(10, 0)
@@ -31,7 +31,7 @@ def test_a_little_late_is_nothing_and_late_reads_messages_first() -> None:
     assert not timer.late(1e9)  # no thread slept until that moment
 
 
-def test_after_a_pause_there_is_one_grace_period_and_the_next_pause_is_a_new_one() -> None:
+def test_each_pause_has_one_grace_period() -> None:
     timer = WakeTimer()
     timer.sleep_s(0, 0)
     now = PAUSE_MS + 1

@@ -75,7 +75,7 @@ def test_messages_are_read_before_time_advances_after_a_late_wake_up() -> None:
     assert recorder.done == ["read", "read", "Tick 300"]
 
 
-def test_after_a_long_pause_workers_get_a_grace_period_and_then_time_advances() -> None:
+def test_after_a_long_pause_workers_get_a_grace_period() -> None:
     clock, recorder = ManualClock(0), Recorder(wake_at_ms=10)
     runtime = runtime_with(recorder, clock)
     clock.advance(PAUSE_MS + 1000)
@@ -95,7 +95,7 @@ def test_something_due_long_ago_that_no_sleep_was_for_is_no_pause() -> None:
     assert recorder.done == ["Tick 1000000"]
 
 
-def test_what_was_read_and_what_was_posted_reach_the_scheduler_together_and_commands_are_carried_out() -> None:
+def test_read_and_posted_events_reach_the_scheduler_in_one_turn() -> None:
     recorder = Recorder(None)
     runtime = runtime_with(recorder, ManualClock())
     recorder.commands = [ev.Send(4, msg.Close())]
@@ -123,7 +123,7 @@ def test_a_listener_that_raises_loses_its_own_request() -> None:
     assert recorder.done == ["wake", "Withdrawn Delivered 0"]
 
 
-def test_listeners_of_finished_requests_are_called_after_all_messages_were_sent() -> None:
+def test_listeners_are_called_after_all_messages_were_sent() -> None:
     recorder = Recorder(None)
     runtime = runtime_with(recorder, ManualClock())
     runtime._listeners[3] = lambda command: recorder.done.append(f"{type(command).__name__} {runtime._timer.asleep}")
@@ -133,7 +133,7 @@ def test_listeners_of_finished_requests_are_called_after_all_messages_were_sent(
     assert recorder.done == ["FromWorker 0", "send 4 Close", "Finish True"]
 
 
-def test_a_finished_request_whose_listener_was_not_called_yet_is_not_lost_when_the_loop_fails() -> None:
+def test_a_finished_request_is_not_lost_when_the_loop_fails() -> None:
     recorder = Recorder(None)
     runtime = runtime_with(recorder, ManualClock())
     ends: list[str] = []

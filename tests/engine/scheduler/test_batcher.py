@@ -84,7 +84,7 @@ def test_of_several_batches_only_full_ones_leave_before_the_wait_is_over() -> No
     assert batcher.take(5.0, batches=8) == [4]
 
 
-def test_a_preferred_size_leaves_at_once_and_the_next_smaller_one_after_the_wait() -> None:
+def test_a_preferred_size_leaves_at_once_and_a_smaller_one_later() -> None:
     batcher = Batcher(BatchPolicy(items_max=8, wait_max_ms=5, sizes=(2, 4)))
     for item in range(4):
         batcher.add(item, 0.0)
@@ -197,7 +197,7 @@ def test_by_arrival_a_deadline_does_not_shorten_the_wait() -> None:
     assert batcher.wake_at_ms() == 1000.0
 
 
-def test_an_item_of_the_lowest_priority_gets_its_turn_under_a_flood_of_the_highest() -> None:
+def test_the_lowest_priority_is_served_under_a_flood_of_the_highest() -> None:
     batcher = Batcher(BatchPolicy(items_max=1))
     batcher.add(0, 0.0, priority=-PRIORITY_MAX)
     bound_ms = 2 * PRIORITY_MAX * PRIORITY_STEP_MS

@@ -59,7 +59,7 @@ def test_a_buffer_request_waits_for_device_fences() -> None:
     assert len(harness.sent(msg.OutputBuffer)[0].near) == 1
 
 
-def test_a_task_that_is_tried_again_keeps_what_it_reads_beside_the_quarantine() -> None:
+def test_a_retried_task_keeps_its_inputs_beside_the_quarantine() -> None:
     harness = SchedulerHarness(hop("host"))
     one = harness.submit(x=given(harness))
     run = answer_near(harness, "a", unfinished=False)

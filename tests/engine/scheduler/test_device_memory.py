@@ -110,7 +110,7 @@ def beside(made: Plan, mib: int, reserve_mib: int = 0) -> Settle:
     return partial(reservations.settle, own)
 
 
-def test_what_other_pipelines_hold_is_not_left_whether_they_have_taken_it_yet_or_not(
+def test_memory_reserved_by_other_pipelines_is_not_available(
     reported: list[tuple[str, int]],
 ) -> None:
     for free in (TOTAL, 300 * MIB):
@@ -136,7 +136,7 @@ def test_what_other_pipelines_hold_is_a_row_of_its_own(reported: list[tuple[str,
     assert fix.endswith("; or unload ocr")
 
 
-def test_the_remaining_memory_is_sent_after_other_sharing_steps_were_measured(reported: list[tuple[str, int]]) -> None:
+def test_the_remainder_is_sent_after_other_steps_were_measured(reported: list[tuple[str, int]]) -> None:
     made, reservations = plan(), ReservationTable()
     own, other = Owner("test", 1), Owner("chat", 2)
     for holder in (own, other):
@@ -173,7 +173,7 @@ def report(memory: SchedulerState, worker: int, bytes: int, now_ms: float = 0.0,
     kv_sharing.on_report(memory, worker, (msg.KvReport(worker, used, 0, bytes - used, waiting),))
 
 
-def test_steps_that_name_no_memory_share_what_is_left_and_start_with_what_they_have() -> None:
+def test_steps_without_stated_memory_share_the_remainder() -> None:
     memory, reported = shares(plan())
     report(memory, 1, 64 * MIB)
     kv_sharing.on_device_left(memory, GPU, 320 * MIB)
@@ -189,7 +189,7 @@ def test_steps_that_name_no_memory_share_what_is_left_and_start_with_what_they_h
 
 
 @pytest.mark.parametrize("more", [{"own": 5 * MIB}, {"kv_bytes": 5 * MIB}])
-def test_steps_that_name_their_memory_and_devices_that_were_divided_are_left_alone(more: dict[str, int]) -> None:
+def test_stated_memory_and_divided_devices_are_left_unchanged(more: dict[str, int]) -> None:
     memory, _ = shares(plan(**more))
     kv_sharing.on_device_left(memory, GPU, 320 * MIB)
     report(memory, 1, 64 * MIB)
@@ -197,7 +197,7 @@ def test_steps_that_name_their_memory_and_devices_that_were_divided_are_left_alo
     assert kv_sharing.stats(memory) == {}
 
 
-def test_a_step_that_sleeps_receives_no_resize_and_restarts_with_its_minimum() -> None:
+def test_a_sleeping_step_is_not_resized_and_restarts_with_its_minimum() -> None:
     memory, reported = shares(plan())
     kv_sharing.on_device_left(memory, GPU, 320 * MIB)
     for worker in (1, 2):

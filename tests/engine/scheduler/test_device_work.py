@@ -20,7 +20,7 @@ def begun(harness: SchedulerHarness) -> tuple[int, msg.RunBatch]:
     return one, answer_near(harness, "a")
 
 
-def test_results_go_on_at_once_and_what_was_read_stays_leased_until_the_device_is_done() -> None:
+def test_inputs_stay_leased_until_the_device_has_finished() -> None:
     harness = SchedulerHarness(hop("event"))
     one, run = begun(harness)
     read = run.items[0].inputs[0].keys[0]
@@ -169,7 +169,7 @@ def test_lists_are_read_by_their_elements() -> None:
     assert list(leaves([one, msg.Value("list", items=(two, msg.Value("list", items=(one,))))])) == [one, two, one]
 
 
-def test_a_buffer_request_in_a_fragmented_arena_waits_for_running_device_work() -> None:
+def test_a_buffer_in_a_fragmented_arena_waits_for_device_work() -> None:
     """Three tensors fill it; the first and the last are free again, and the one between them is being written."""
     harness = SchedulerHarness(hop("event", arena_bytes=3 * SIZE_BYTES))
     runs = []
@@ -184,7 +184,7 @@ def test_a_buffer_request_in_a_fragmented_arena_waits_for_running_device_work() 
     assert [block.size_bytes for block in harness.sent(msg.OutputBuffer)[0].near] == [2 * SIZE_BYTES - 256]
 
 
-def test_a_buffer_blocked_only_by_a_callers_tensor_is_refused_with_the_name_of_the_key() -> None:
+def test_a_buffer_blocked_by_a_callers_tensor_is_refused_with_the_key() -> None:
     """What a waits for is held by its own request, and nothing else goes on."""
     harness = SchedulerHarness(hop("event", arena_bytes=2 * SIZE_BYTES))
     harness.submit(x=given(harness))

@@ -40,7 +40,7 @@ def taught(harness: SchedulerHarness, run_ms: float, calls: int = 4, size: int =
     return harness
 
 
-def test_an_item_is_dispatched_at_once_when_a_worker_is_free_and_there_is_no_batch_wait() -> None:
+def test_an_item_is_dispatched_at_once_to_a_free_worker() -> None:
     harness = SchedulerHarness(one_step())
     harness.submit(x=1)
     assert harness.batch("a") == [1]
@@ -75,7 +75,7 @@ def test_every_instance_receives_work() -> None:
     assert harness.running() == ["a", "a"]
 
 
-def test_a_quick_step_is_sent_a_second_batch_while_it_runs_the_first_and_never_a_third() -> None:
+def test_a_quick_step_is_sent_a_second_batch_and_never_a_third() -> None:
     harness = taught(SchedulerHarness(one_step(items_max=2)), run_ms=2.0)
     harness.submit_all(range(10))
     assert [len(run.items) for run in harness.inbox[0]] == [1, 2]

@@ -24,7 +24,7 @@ def serve(harness: SchedulerHarness, requests: int, a_ms: float, b_ms: float) ->
     return harness
 
 
-def test_a_request_that_cannot_make_its_deadline_is_refused_with_the_estimate() -> None:
+def test_an_impossible_deadline_is_refused_with_the_estimate() -> None:
     harness = serve(two_steps(), 4, 40.0, 60.0)
     one = harness.submit(x=1, deadline_ms=90)
     refused = harness.refusal(one)

@@ -33,7 +33,7 @@ def test_a_step_whose_condition_holds_runs() -> None:
     assert harness.output(one) == {"go": True}
 
 
-def test_a_step_whose_condition_does_not_hold_is_skipped_and_so_is_what_needs_it() -> None:
+def test_a_step_with_a_false_condition_is_skipped_with_its_readers() -> None:
     harness = SchedulerHarness(asked())
     one = harness.submit(x={"go": False})
     assert harness.output(one) is None
@@ -188,7 +188,7 @@ def test_a_fallback_and_its_own_inputs_are_dormant_until_activated() -> None:
     assert harness.running() == ["a"]
 
 
-def test_a_fallback_answers_with_inputs_of_its_own_when_its_step_failed_for_good() -> None:
+def test_a_fallback_answers_with_its_own_inputs_after_a_final_failure() -> None:
     harness = SchedulerHarness(guarded())
     one = harness.submit(x=1, z=2)
     harness.answer("a", broken)
@@ -201,7 +201,7 @@ def test_a_fallback_answers_with_inputs_of_its_own_when_its_step_failed_for_good
     assert harness.is_clean()
 
 
-def test_a_fallback_is_dropped_when_its_step_succeeds_and_its_inputs_are_released() -> None:
+def test_a_fallback_is_dropped_when_its_step_succeeds() -> None:
     harness = SchedulerHarness(guarded())
     block = harness.scheduler.try_reserve([1 << 17])[0]
     one = harness.submit(x=1, z=msg.Value("json", place=block.place(0, 1 << 17)))
@@ -224,7 +224,7 @@ def test_a_fallback_that_fails_too_fails_the_request_with_its_own_error() -> Non
     assert harness.is_clean()
 
 
-def test_a_fallback_that_is_skipped_fails_the_request_with_the_error_of_the_step() -> None:
+def test_a_skipped_fallback_fails_the_request_with_the_steps_error() -> None:
     p = Builder("skipped")
     x = p.input("x", "json")
     b = p.step("b", "echo", type="json", value=x, when="x.help")
@@ -260,7 +260,7 @@ def test_constants_are_fallbacks() -> None:
     assert harness.is_clean()
 
 
-def test_a_choice_in_a_stand_ins_group_is_made_when_it_is_called_and_waits_for_nothing_later() -> None:
+def test_a_switch_in_a_fallback_is_decided_when_it_is_activated() -> None:
     p = Builder("choice")
     x = p.input("x", "json")
     slow = p.step("slow", "echo", type="json", value=x)
@@ -351,7 +351,7 @@ def test_lists_of_different_lengths_do_not_go_together() -> None:
     assert "lists of 1, 2 items" in harness.failure(one).message
 
 
-def test_the_elements_of_a_failed_step_fail_once_and_activate_their_fallback_once() -> None:
+def test_elements_of_a_failed_step_activate_their_fallback_once() -> None:
     p = Builder("given-up")
     xs, z = p.input("xs", "list[json]"), p.input("z", "list[json]")
     before = p.step("before", "echo", type="list[json]", value=z, worker="h")

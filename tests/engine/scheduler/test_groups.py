@@ -173,7 +173,7 @@ def test_usual_requests_go_first_and_a_job_stays_off_reserved_instances() -> Non
     assert usual and later
 
 
-def test_a_job_beside_usual_requests_has_one_batch_with_a_worker_and_no_longer_one_than_stated() -> None:
+def test_a_job_beside_requests_has_one_bounded_batch_with_a_worker() -> None:
     p = row_of_steps("a", items_max=8)
     plan = plan_of(p)
     harness = SchedulerHarness(replace(plan, limits=replace(plan.limits, job_batch_ms=20.0)))

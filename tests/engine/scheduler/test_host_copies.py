@@ -65,7 +65,7 @@ def test_it_is_recorded_once_and_the_owner_notified_once() -> None:
 
 
 @pytest.mark.parametrize("ordering", ["host", "event"])
-def test_what_waits_for_a_worker_that_cannot_see_it_is_fetched_before_it_is_sent(ordering: str) -> None:
+def test_a_value_that_a_worker_cannot_import_is_copied_before_sending(ordering: str) -> None:
     harness = SchedulerHarness(hop(ordering, idempotent=False))
     one = harness.submit(x=given(harness))
     refuse(harness)
@@ -84,7 +84,7 @@ def test_what_waits_for_a_worker_that_cannot_see_it_is_fetched_before_it_is_sent
 
 
 @pytest.mark.parametrize("idempotent", [True, False])
-def test_what_a_worker_had_before_it_was_known_is_run_again_and_counts_for_nothing(idempotent: bool) -> None:
+def test_dispatches_of_an_unknown_worker_run_again_without_blame(idempotent: bool) -> None:
     harness = SchedulerHarness(hop("host", idempotent=idempotent))
     one = harness.submit(x=given(harness))
     answer_near(harness, "a", unfinished=False)
@@ -162,7 +162,7 @@ def test_a_value_no_worker_can_fetch_fails_with_a_readable_error() -> None:
     assert isinstance(harness.ended[coming], ev.Finish) and harness.is_clean()
 
 
-def test_a_buffer_larger_than_the_arena_fails_the_request_and_names_the_limit() -> None:
+def test_a_buffer_larger_than_the_arena_fails_and_names_the_limit() -> None:
     harness = SchedulerHarness(hop("host"))
     one = harness.submit(x=given(harness))
     refuse(harness)
@@ -202,7 +202,7 @@ def test_wrong_answers_cost_a_worker_its_life() -> None:
     assert harness.kill_reasons() == ["it cannot attach the arena that it made"]
 
 
-def test_events_that_a_worker_cannot_open_are_no_longer_used_and_memory_stays_shared() -> None:
+def test_events_that_cannot_be_opened_are_dropped_and_memory_is_shared() -> None:
     harness = SchedulerHarness(hop("event"))
     one = harness.submit(x=given(harness))
     harness.receive(RIGHT, msg.AttachFailed(-harness.scheduler.workers[LEFT].near_arena, "in a container"))

@@ -170,7 +170,7 @@ def test_a_task_wakes_its_step_and_waits_for_it() -> None:
     assert idle(harness)["slept"] == 2
 
 
-def test_a_task_that_comes_while_its_step_falls_asleep_wakes_it_as_soon_as_it_has() -> None:
+def test_a_task_for_a_step_that_falls_asleep_wakes_it_afterwards() -> None:
     harness = SchedulerHarness(one_step())
     harness.advance(IDLE_S * 1000)
     one = harness.submit(x=1)
@@ -196,7 +196,7 @@ def test_rows_of_a_job_that_come_together_wake_a_step_too() -> None:
     assert harness.answer("a") == [1, 2]
 
 
-def test_rows_that_wait_for_each_other_before_a_sleeping_step_wake_it_when_they_go_on() -> None:
+def test_rows_grouped_before_a_sleeping_step_wake_it() -> None:
     p = Builder("maybe")
     x = p.input("x", "json")
     first = p.step("a", "echo", type="json", value=x, batch={"items_max": 1}, worker="a")
@@ -327,7 +327,7 @@ def test_a_process_stays_while_another_step_in_it_keeps_more() -> None:
     assert orders(harness, msg.Close, everything=True) == []
 
 
-def test_a_worker_that_does_not_leave_is_killed_and_nothing_is_held_against_it() -> None:
+def test_a_worker_that_does_not_exit_is_killed_without_blame() -> None:
     harness = SchedulerHarness(one_step("nothing"))
     harness.advance(IDLE_S * 1000)
     harness.advance(3000)
@@ -358,7 +358,7 @@ def test_a_process_whose_tensors_are_read_elsewhere_does_not_leave() -> None:
 # what goes wrong
 
 
-def test_a_step_that_cannot_be_woken_costs_its_worker_its_life_and_is_opened_by_the_next() -> None:
+def test_a_step_that_cannot_wake_is_opened_by_the_next_worker() -> None:
     harness = asleep(one_step())
     one = harness.submit(x=1)
     harness.receive(0, msg.Awake(0, 3.0, msg.Failure("ModelError", "its weights are gone")))
@@ -381,7 +381,7 @@ def test_a_worker_that_dies_asleep_is_started_when_it_is_needed() -> None:
     assert harness.output(one) == 1
 
 
-def test_a_worker_that_dies_on_the_way_to_sleep_is_started_again_and_sleeps_later() -> None:
+def test_a_worker_that_dies_before_its_sleep_restarts_and_sleeps_later() -> None:
     harness = SchedulerHarness(one_step())
     harness.advance(IDLE_S * 1000)
     harness.die_and_return(0)
@@ -399,7 +399,7 @@ def test_an_instance_that_comes_back_while_the_others_sleep_sleeps_too() -> None
     assert orders(harness, msg.Sleep) == [(1, msg.Sleep(0, "nothing"))]
 
 
-def test_a_step_woken_for_a_withdrawn_request_stays_awake_for_the_usual_time() -> None:
+def test_a_step_woken_for_a_cancelled_request_stays_awake_as_usual() -> None:
     harness = asleep(one_step())
     harness.withdraw(harness.submit(x=1))
     harness.advance(1.5 * IDLE_S * 1000)
@@ -423,7 +423,7 @@ def test_a_worker_started_for_a_withdrawn_request_stops_again() -> None:
     assert orders(harness, msg.Close) == [(0, msg.Close())]
 
 
-def test_nothing_is_looked_at_for_ever_once_every_process_of_a_step_has_ended() -> None:
+def test_no_process_is_polled_after_every_one_of_a_step_has_ended() -> None:
     harness = SchedulerHarness(one_step("nothing"))
     harness.advance(IDLE_S * 1000)
     harness.die(0, "exit code 0")
@@ -482,7 +482,7 @@ def test_a_step_that_loads_silently_is_left_in_peace() -> None:
     assert harness.kill_reasons() == ["it sent no heartbeat for 3 s"]
 
 
-def test_a_step_that_loads_silently_is_left_in_peace_when_its_neighbour_is_to_wake_too() -> None:
+def test_a_step_that_loads_silently_is_not_killed_for_its_neighbour() -> None:
     p = Builder("side-by-side")
     for name in "ab":
         step = p.step(name, "echo", type="json", value=p.input(f"x{name}", "json"), idle=IDLE_S, worker="both")
@@ -499,7 +499,7 @@ def test_a_step_that_loads_silently_is_left_in_peace_when_its_neighbour_is_to_wa
 
 
 @pytest.mark.parametrize("until", ["falling asleep", "waking"])
-def test_what_a_worker_has_in_hand_beside_a_step_on_its_way_has_its_time_afterwards(until: str) -> None:
+def test_running_work_beside_a_waking_step_has_its_timeout_afterwards(until: str) -> None:
     harness = SchedulerHarness(one_step(run_max_ms=1000))
     worker_state = harness.scheduler.workers[0]
     harness.advance(IDLE_S * 1000)

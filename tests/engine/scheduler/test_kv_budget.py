@@ -102,7 +102,7 @@ def test_a_giver_keeps_its_least_and_a_margin_above_what_it_uses() -> None:
         assert left <= budget.held[A] < left + TOTAL // 32, "less is not worth a move"
 
 
-def test_a_share_that_starved_recently_releases_only_the_excess_over_an_even_share() -> None:
+def test_a_share_that_starved_recently_releases_only_its_excess() -> None:
     budget, late = grown(), 100_000.0
     at(budget, late, a=starving(1200), b=starving(400))
     given = []
@@ -152,7 +152,7 @@ def test_a_part_whose_worker_died_counts_with_its_least() -> None:
     assert budget.held == {A: 400, B: 400}, "the order died with it"
 
 
-def test_more_than_allowed_is_refused_and_a_report_that_was_overtaken_is_ignored() -> None:
+def test_excess_memory_is_refused_and_an_outdated_report_ignored() -> None:
     budget = KvBudget(TOTAL, {A: 400, B: 400})
     for bytes in (401, -1):
         with pytest.raises(ValueError, match="may hold 400"):
@@ -290,7 +290,7 @@ def test_memory_follows_a_load_that_moves_from_one_part_to_another(seed: int) ->
         assert found.has[hungry] >= most - total // 16 - total // 64
 
 
-def test_a_share_that_is_about_to_sleep_neither_requests_nor_releases_memory() -> None:
+def test_a_share_before_its_sleep_neither_requests_nor_releases_memory() -> None:
     budget = KvBudget(1000, {(0, 0): 100, (1, 0): 100})
     for now_ms in (0.0, 1000.0):
         budget.reported((0, 0), KvUse(100, 0, 0, waiting=3), now_ms)

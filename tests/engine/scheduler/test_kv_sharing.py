@@ -41,7 +41,7 @@ def starve(memory: SchedulerState, step: int, since_ms: float = 0.0, bytes: int 
         kv_sharing.on_report(memory, step, (msg.KvReport(step, bytes, 0, 0, 1),))
 
 
-def test_steps_on_a_device_with_a_budget_share_it_and_others_keep_their_own() -> None:
+def test_steps_on_a_device_with_a_budget_share_it() -> None:
     memory, reported = shares(cpu=1600)
     assert kv_sharing.stats(memory) == {
         "cpu": {

@@ -34,7 +34,7 @@ def test_sizes_between_and_beyond_follow_the_line() -> None:
     assert [latency.run_ms(items) for items in (5, 17)] == pytest.approx([3.5, 9.5])
 
 
-def test_one_size_alone_predicts_no_cost_for_more_items_until_they_are_measured() -> None:
+def test_one_measured_size_predicts_no_cost_for_more_items() -> None:
     latency = taught({4: 8.0})
     assert latency.run_ms(8) == latency.run_ms(4) == 8.0
 
@@ -93,7 +93,7 @@ def test_a_lasting_change_is_followed_within_ten_calls(now_takes_ms: float) -> N
     assert latency.run_ms(1) == pytest.approx(now_takes_ms, rel=0.5)
 
 
-def test_a_lasting_change_at_one_size_outweighs_old_averages_of_larger_ones() -> None:
+def test_a_lasting_change_at_one_size_outweighs_old_averages() -> None:
     latency = taught({1: 10.0, 4: 11.0, 16: 12.0})
     for _ in range(12):
         latency.learn(1, 30.0, 0.0)

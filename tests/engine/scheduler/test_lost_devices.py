@@ -20,7 +20,7 @@ LEFT, RIGHT = 0, 1
 WAITS = "it waits on the device for the work of a dead worker"
 
 
-def test_with_ordering_host_a_reader_goes_on_when_the_one_that_gave_it_dies() -> None:
+def test_with_ordering_host_a_reader_survives_its_writer() -> None:
     harness = SchedulerHarness(hop("host"))
     one = harness.submit(x=given(harness))
     answer_near(harness, "a", unfinished=False)
@@ -30,7 +30,7 @@ def test_with_ordering_host_a_reader_goes_on_when_the_one_that_gave_it_dies() ->
     assert isinstance(harness.ended[one], ev.Finish) and harness.is_clean()
 
 
-def test_a_reader_of_what_was_not_finished_is_killed_and_the_request_fails_by_name_of_the_step() -> None:
+def test_a_reader_of_unfinished_device_work_is_killed() -> None:
     harness = SchedulerHarness(hop("event"))
     one = harness.submit(x=given(harness))
     answer_near(harness, "a")
@@ -70,7 +70,7 @@ def test_what_was_finished_is_read_later_without_the_event_that_died() -> None:
     assert harness.is_clean()
 
 
-def test_what_was_not_finished_on_the_device_is_read_in_host_memory_where_it_lies_too() -> None:
+def test_unfinished_device_work_is_read_from_its_host_copy() -> None:
     harness = SchedulerHarness(hop("event", "both"))
     one = harness.submit(x=given(harness))
     answer_near(harness, "a", host=True)
@@ -87,7 +87,7 @@ def test_what_was_not_finished_on_the_device_is_read_in_host_memory_where_it_lie
     assert harness.is_clean()
 
 
-def test_a_reader_in_host_memory_of_what_the_device_had_not_finished_goes_on() -> None:
+def test_a_host_reader_of_unfinished_device_work_goes_on() -> None:
     harness = SchedulerHarness(hop("event", "both", takes=False))
     one = harness.submit(x=given(harness))
     answer_near(harness, "a", host=True)
@@ -147,7 +147,7 @@ def test_what_ended_with_a_worker_is_forgotten_with_its_arenas() -> None:
     assert [what.arena for what in state.lost_devices] == [35]
 
 
-def test_a_request_that_still_waits_for_the_reader_fails_and_the_reader_of_others_lives() -> None:
+def test_a_waiting_request_fails_and_the_reader_of_others_lives() -> None:
     harness = SchedulerHarness(hop("event"))
     runs, ones = [], []
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_a_request_that_still_waits_for_the_reader_fails_and_the_reader_of_other
     assert isinstance(harness.ended[ones[0]], ev.Finish) and harness.is_clean()
 
 
-def test_mates_of_the_one_that_waits_are_run_again_and_nothing_is_held_against_them() -> None:
+def test_mates_of_a_waiting_item_run_again_without_blame() -> None:
     """Two producers fill the batch of a reader; one of them dies."""
     p = Builder("two-producers")
     x = p.input("x", TENSOR)
@@ -190,7 +190,7 @@ def test_mates_of_the_one_that_waits_are_run_again_and_nothing_is_held_against_t
     assert harness.scheduler.counters.quarantined == 0
 
 
-def test_an_innocent_is_not_taken_for_a_killer_however_often_its_worker_is_taken() -> None:
+def test_an_innocent_item_is_not_blamed_for_deaths_of_its_worker() -> None:
     harness = SchedulerHarness(hop("event"))
     harness.submit(x=given(harness))
     task = next(iter(harness.scheduler.state.live.values()))
@@ -248,7 +248,7 @@ def test_memory_shared_by_handle_ends_with_its_worker() -> None:
     assert harness.is_clean()
 
 
-def test_what_lies_in_host_memory_too_is_read_there_when_the_device_s_copy_is_gone() -> None:
+def test_a_host_copy_is_read_when_the_device_copy_is_gone() -> None:
     harness = SchedulerHarness(hop("host", "both"), share_mode="handle")
     ones = []
     for _ in range(2):

@@ -77,7 +77,7 @@ def test_a_stream_that_sent_chunks_is_not_retried() -> None:
     assert recovery.try_again_in_ms(task, "StepError", False) is None
 
 
-def test_what_may_still_be_at_work_and_must_not_run_twice_is_not_tried_again() -> None:
+def test_work_that_must_not_run_twice_is_not_retried_while_it_may_run() -> None:
     recovery, (task,) = tasks(1, retry=1, timeout_ms=10, idempotent=False)
     assert recovery.try_again_in_ms(task, "DeadlineExceeded", True, at_work=True) is None
     assert recovery.try_again_in_ms(task, "DeadlineExceeded", True) == 0.0

@@ -100,7 +100,7 @@ def test_a_deadline_ends_a_request_and_names_what_is_unfinished() -> None:
     assert harness.failure(one).message == "the deadline passed after 50 ms; unfinished steps: c"
 
 
-def test_a_step_that_is_retried_is_unfinished_and_a_dormant_fallback_is_not() -> None:
+def test_a_retried_step_is_unfinished_and_a_dormant_fallback_is_not() -> None:
     p = Builder("again")
     x = p.input("x", "json")
     b = p.step("b", "echo", type="json", value=x)
@@ -156,7 +156,7 @@ def test_deadlines_of_requests_that_are_gone_do_not_pile_up() -> None:
 
 
 @pytest.mark.slow
-def test_however_many_units_settle_each_other_at_once_the_request_is_answered() -> None:
+def test_many_tasks_that_settle_each_other_end_the_request() -> None:
     p = Builder("long")
     x = p.input("x", "json")
     wire = x

@@ -148,7 +148,7 @@ def test_out_of_memory_halves_the_batch_and_calm_doubles_it_again() -> None:
     assert harness.scheduler.counters.out_of_memory == 1
 
 
-def test_a_memory_shortage_of_one_item_is_counted_and_does_not_change_the_limit() -> None:
+def test_a_memory_shortage_of_one_item_does_not_change_the_limit() -> None:
     harness = SchedulerHarness(one_step(items_max=1))
     harness.submit(x=1)
     harness.answer("a", lambda x: msg.Failure("LimitReached", "out of memory for one item alone"), out_of_memory=1)
@@ -403,7 +403,7 @@ def test_a_message_that_its_state_does_not_allow_ends_the_worker(state: str, mes
     assert harness.kill_reasons() == [why]
 
 
-def test_a_worker_that_could_not_open_has_two_seconds_to_end_whatever_else_it_sends() -> None:
+def test_a_worker_that_could_not_open_has_two_seconds_to_end() -> None:
     harness = SchedulerHarness(one_step(), up=False)
     harness.receive(0, msg.Hello(1, ARENA_BYTES))
     harness.receive(0, msg.OpenFailed("a", FAILURE))

@@ -76,7 +76,7 @@ def test_a_bounded_number_of_choices_is_remembered(monkeypatch: pytest.MonkeyPat
     assert routes.route(("left",)) is not routes.route(("left",))
 
 
-def test_choices_that_are_not_remembered_make_no_chains_which_workers_would_remember(
+def test_alternating_choices_make_no_chains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "ROUTES_MAX", 2)
@@ -123,7 +123,7 @@ def test_inputs_of_a_fallback_alone_are_dormant_unless_requested() -> None:
     assert set(route.entries) == {at["a"]}
 
 
-def test_inputs_of_nested_fallbacks_are_dormant_until_the_first_is_activated() -> None:
+def test_inputs_of_nested_fallbacks_are_dormant_until_activation() -> None:
     p = Builder("fallbacks")
     x = p.input("x", "json")
     both = p.step("both", "echo", type="json", value=x)

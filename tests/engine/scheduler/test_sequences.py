@@ -30,7 +30,7 @@ def test_items_run_one_at_a_time_in_order_on_one_worker() -> None:
     assert sequences.take("x") == 2
 
 
-def test_the_first_item_to_reach_the_node_begins_the_sequence_whichever_was_marked() -> None:
+def test_the_first_item_at_the_node_begins_the_sequence() -> None:
     sequences = begun(1, 2)
     sequences.discard(1)  # the one marked as the start was withdrawn while it waited
     assert sequences.take("x") == 2
@@ -80,7 +80,7 @@ def test_one_request_can_be_a_whole_sequence() -> None:
     assert sequences.done("x", 1, 0.0)
 
 
-def test_the_start_of_a_live_sequence_begins_it_anew_after_what_is_still_to_run() -> None:
+def test_a_start_in_a_live_sequence_begins_it_anew_after_queued_items() -> None:
     sequences = begun(1, end=True)
     sequences.bind("x", 7)
     sequences.take("x")

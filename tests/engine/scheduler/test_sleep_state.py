@@ -33,7 +33,7 @@ def test_all_of_several_steps_sleep_or_not() -> None:
     assert (rest.state(0), rest.moving, rest.any) == (AWAKE, False, False)
 
 
-def test_a_worker_loads_from_when_it_comes_to_waking_a_step_until_that_is_awake() -> None:
+def test_a_worker_is_loading_from_a_wake_until_the_step_is_awake() -> None:
     rest = SleepState()
     for step in (0, 1):
         rest.move(step, "sleep")

@@ -50,7 +50,7 @@ def test_both_instances_together_sleep_once_and_their_bytes_add_up() -> None:
     assert (idle.stats(state)["a"]["slept"], idle.stats(state)["a"]["freed_bytes"]) == (1, 42)
 
 
-def test_a_step_is_awake_when_its_first_instance_can_answer_all_requests_since() -> None:
+def test_a_step_is_awake_when_its_first_instance_can_answer() -> None:
     state, harness = resting()
     one, other = (worker_state.sleep for worker_state in harness.scheduler.workers)
     for rest in (one, other):

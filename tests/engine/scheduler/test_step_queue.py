@@ -79,7 +79,7 @@ def test_a_task_is_taken_out_wherever_it_stands() -> None:
     assert not bench.waiting_queue.suspects, "what is left of them would keep the others waiting"
 
 
-def test_a_task_of_a_sequence_that_is_taken_out_before_it_is_queued_is_settled() -> None:
+def test_a_sequence_task_removed_before_it_is_queued_is_settled() -> None:
     bench = Bench("remember")
     part = SequencePart("s", True, True)
     assert bench.waiting_queue.admit(part, 0.0) is None
@@ -113,7 +113,7 @@ def test_steps_quicker_than_messages_share_one() -> None:
     assert learned(10.0).batches_a_message() == 1
 
 
-def test_a_message_carries_one_batch_where_a_buffer_is_needed_or_memory_is_short() -> None:
+def test_a_message_carries_one_batch_when_memory_is_short() -> None:
     waiting_queue = learned(0.1)
     waiting_queue.in_place = True
     assert waiting_queue.batches_a_message() == 1
@@ -136,7 +136,7 @@ def test_memory_that_ran_short_halves_the_batch_down_to_one() -> None:
     assert sizes == [4, 2, 1, 1]
 
 
-def test_small_batches_do_not_count_and_another_shortage_restarts_the_count() -> None:
+def test_small_batches_do_not_count_towards_a_larger_limit() -> None:
     waiting_queue = learned(1.0)
     waiting_queue.out_of_memory(8)
     for _ in range(2 * FULL_BATCHES):

@@ -77,7 +77,7 @@ def done(harness: SchedulerHarness, result: msg.ItemResult | msg.Failure, stages
     harness.receive(0, msg.BatchDone(run.dispatch, (result,), ran))
 
 
-def test_a_chain_has_a_timing_for_each_step_and_messages_are_charged_to_the_first() -> None:
+def test_a_chain_has_a_timing_for_each_step() -> None:
     harness = chained()
     one = harness.submit(x=1)
     harness.now_ms += 10

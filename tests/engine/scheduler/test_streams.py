@@ -68,7 +68,7 @@ def took(harness: SchedulerHarness, worker: int, count: int = 1) -> None:
     harness.receive(worker, msg.ChunkRead(step, (item,) * count))
 
 
-def test_a_fed_step_begins_with_the_first_piece_and_gets_the_whole_at_the_end() -> None:
+def test_a_stream_reader_begins_with_the_first_chunk() -> None:
     harness, one = begun()
     assert [item.inputs for item in harness.sent(msg.Submit)[0].items] == [(msg.PIECES,)]
     assert fed(harness) == [("p0", False)]
@@ -146,7 +146,7 @@ def test_a_stream_that_reached_the_caller_is_not_retried() -> None:
     assert harness.failure(one).error == "WorkerDied" and harness.sent(msg.CancelItems)
 
 
-def test_a_streaming_reader_that_fails_runs_its_fallback_and_its_source_ends() -> None:
+def test_a_stream_reader_that_fails_runs_its_fallback() -> None:
     harness, one = begun(fallback={"text": "unchecked", "verdict": {}})
     step, item = harness.streaming[GUARD].pop(0)
     harness.receive(
@@ -203,7 +203,7 @@ def test_a_step_that_is_skipped_is_fed_nothing() -> None:
     assert harness.is_clean()
 
 
-def test_chunks_over_the_limit_of_a_step_that_cannot_begin_are_dropped_for_the_whole_value() -> None:
+def test_chunks_over_the_limit_are_replaced_by_the_whole_value() -> None:
     harness = pipeline(late=True, limits={"stream_bytes_max": 2 * CHUNK_OVERHEAD_BYTES + 20})
     one = harness.submit(x="a", z=True)
     harness.send_chunk(SAY, "p0")
@@ -217,7 +217,7 @@ def test_chunks_over_the_limit_of_a_step_that_cannot_begin_are_dropped_for_the_w
     assert harness.output(one, "y0") == "fine" and harness.is_clean()
 
 
-def test_a_reader_that_falls_behind_pauses_its_source_until_it_has_caught_up() -> None:
+def test_a_slow_reader_pauses_its_source_until_it_has_caught_up() -> None:
     harness, one = begun(limits={"stream_bytes_max": 3 * CHUNK_OVERHEAD_BYTES})
     say(harness, SAY, "p1")
     assert not harness.sent(msg.PauseItems)
@@ -252,7 +252,7 @@ def test_a_reader_that_ends_lets_a_paused_source_go_on_for_others() -> None:
     assert [message.step for message in harness.sent(msg.ResumeItems)] == [0]
 
 
-def test_a_source_does_not_wait_for_a_reader_behind_suspects_that_may_wait_for_its_end() -> None:
+def test_a_source_does_not_wait_for_a_reader_behind_suspects() -> None:
     harness = pipeline(limits={"stream_bytes_max": 2 * CHUNK_OVERHEAD_BYTES}, retry={"attempts": 1, "wait_ms": 9_000})
     suspect = harness.submit(x="a")
     say(harness, SAY, "all", last=True)

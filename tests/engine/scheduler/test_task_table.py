@@ -40,7 +40,7 @@ def test_a_task_that_waits_for_too_long_fails_by_name_of_its_limit() -> None:
     assert harness.ended[busy].request == busy
 
 
-def test_a_running_task_that_times_out_is_cancelled_and_its_late_answer_ignored() -> None:
+def test_a_task_that_times_out_is_cancelled_and_its_late_answer_ignored() -> None:
     harness = SchedulerHarness(one_step(timeout_ms=10))
     block = harness.scheduler.try_reserve([1 << 17])[0]
     one = harness.submit(x=msg.Value("json", place=block.place(0, 1 << 17)))
@@ -139,7 +139,7 @@ def test_a_running_task_that_timed_out_is_tried_again_beside_it() -> None:
     assert harness.is_clean()
 
 
-def test_work_that_must_not_run_twice_is_not_begun_again_while_a_worker_may_have_it() -> None:
+def test_work_that_must_not_run_twice_waits_for_its_worker() -> None:
     harness = SchedulerHarness(one_step(timeout_ms=10, retry=1, instances=2, idempotent=False))
     one = harness.submit(x=1)
     harness.advance(11)
@@ -173,7 +173,7 @@ def two_ways() -> Builder:
     return p
 
 
-def test_a_crash_loop_fails_what_waits_refuses_what_needs_it_and_serves_the_rest() -> None:
+def test_a_crash_loop_fails_its_requests_and_serves_the_rest() -> None:
     harness = SchedulerHarness(two_ways())
     waits = [harness.submit(x=1, wanted=("ill",)) for _ in range(2)]
     harness.crash(harness.worker_running("ill"))
@@ -221,7 +221,7 @@ def text(value: str) -> msg.Value:
     return msg.Value("text", data=value.encode())
 
 
-def test_the_items_of_a_sequence_run_one_at_a_time_in_order_with_one_worker() -> None:
+def test_sequence_items_run_one_at_a_time_in_order_on_one_worker() -> None:
     harness = SchedulerHarness(one_step(node="remember", instances=2))
     harness.submit(x=text("a"), sequence=part(start=True))
     worker = harness.worker_running("a")
@@ -270,7 +270,7 @@ def upstream() -> Builder:
     return p
 
 
-def test_what_is_still_on_its_way_to_a_lost_sequence_never_meets_the_one_that_is_begun_anew() -> None:
+def test_items_of_a_lost_sequence_never_reach_its_successor() -> None:
     harness = SchedulerHarness(upstream())
     harness.submit(x=text("a"), sequence=part(start=True))
     old = harness.submit(x=text("b"), sequence=part())
@@ -294,7 +294,7 @@ def test_what_is_still_on_its_way_to_a_lost_sequence_never_meets_the_one_that_is
     assert harness.is_clean()
 
 
-def test_an_item_of_a_sequence_that_timed_out_is_not_tried_again_behind_those_that_came_after_it() -> None:
+def test_a_sequence_item_that_timed_out_is_not_retried_out_of_order() -> None:
     harness = SchedulerHarness(one_step(node="remember", timeout_ms=10, retry=1))
     harness.submit(x=text("a"), sequence=part(start=True))
     waits = harness.submit(x=text("b"), sequence=part())
@@ -305,7 +305,7 @@ def test_an_item_of_a_sequence_that_timed_out_is_not_tried_again_behind_those_th
     assert harness.is_clean()
 
 
-def test_a_request_outside_of_any_sequence_is_refused_where_a_step_has_memory() -> None:
+def test_a_request_without_a_sequence_is_refused_by_a_stateful_step() -> None:
     harness = SchedulerHarness(one_step(node="remember"))
     one = harness.submit(x=text("a"))
     assert harness.refusal(one).error == "InputError"
@@ -320,7 +320,7 @@ def test_an_idle_sequence_is_ended_and_its_worker_notified() -> None:
     assert harness.sent(msg.EndSequences) == [msg.EndSequences(0, ("s",))]
 
 
-def test_a_request_that_ends_in_the_turn_in_which_it_reached_a_step_with_memory_settles_its_sequence() -> None:
+def test_a_request_that_ends_as_it_reaches_a_stateful_step_settles() -> None:
     p = Builder("turn")
     x = p.input("x", "text")
     a, b = (p.step(name, "echo", value=x) for name in ("a", "b"))

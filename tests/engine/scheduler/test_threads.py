@@ -58,7 +58,7 @@ def granted(harness: SchedulerHarness) -> list[Block]:
     return [block for dispatch in worker_state.running for block in dispatch.granted]
 
 
-def test_every_step_of_the_worker_has_a_dispatch_and_they_are_answered_in_any_order() -> None:
+def test_every_step_of_a_worker_has_a_dispatch_answered_in_any_order() -> None:
     one = make_harness("abc")
     request = one.submit(x=1)
     assert runs(one) == [("a", [1]), ("b", [1]), ("c", [1])]
@@ -110,7 +110,7 @@ def test_rooms_are_those_of_the_dispatch_that_asked_and_freed_with_it() -> None:
     assert one.is_clean()
 
 
-def test_a_pending_allocation_is_granted_when_another_call_ends_and_others_answer_meanwhile() -> None:
+def test_a_pending_allocation_is_granted_when_another_call_ends() -> None:
     one = make_harness("abc")
     one.submit(x=1)
     room(one, "a", ARENA_BYTES - 4096)
@@ -181,7 +181,7 @@ def test_a_call_that_takes_too_long_is_seen_while_others_answer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_order_calls_end_in_every_request_ends_once_and_nothing_is_left(seed: int) -> None:
+def test_every_request_ends_once_in_any_order_of_calls(seed: int) -> None:
     draw = random.Random(seed)
     one, waiting, requests, withdrawn = make_harness("abc"), set[int](), list[int](), set[int]()
 

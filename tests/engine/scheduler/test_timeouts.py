@@ -82,13 +82,13 @@ def test_a_worker_that_loads_may_be_silent_and_counts_as_one_that_answers() -> N
     assert time_limits().complaint(0, silent, NOW_MS) == "" and time_limits().answers(silent, NOW_MS)
 
 
-def test_while_a_step_is_on_its_way_to_sleep_what_stands_still_behind_it_is_not_held_against_its_worker() -> None:
+def test_work_behind_a_step_that_falls_asleep_does_not_time_out() -> None:
     one = settling(0.0)
     one.sleep.move(0, "sleep")
     assert time_limits().complaint(0, one, NOW_MS) == ""
 
 
-def test_a_worker_about_to_be_killed_answers_no_more_and_one_that_was_called_will() -> None:
+def test_a_worker_about_to_be_killed_answers_no_more() -> None:
     doomed, called = worker_state(), worker_state(STARTING)
     doomed.why = "a call took longer than run_max_ms"
     called.woken = True

@@ -32,7 +32,7 @@ def test_a_silent_worker_is_killed_once() -> None:
     assert kills_within(harness, 5000, silent=(0,)) == []
 
 
-def test_a_call_that_takes_too_long_kills_its_worker_although_its_heart_beats() -> None:
+def test_a_call_that_takes_too_long_kills_its_worker() -> None:
     harness = SchedulerHarness(one_step(run_max_ms=10_000))
     harness.submit(x=TEXT)
     assert kills_within(harness, 9990) == []
@@ -56,7 +56,7 @@ def test_what_waits_behind_has_its_own_time_from_when_it_is_begun() -> None:
     assert kills_within(harness, 600) == ["a call took longer than run_max_ms"]
 
 
-def test_a_stream_without_chunks_for_too_long_kills_its_worker_and_each_chunk_restarts_the_timeout() -> None:
+def test_a_stream_without_chunks_times_out_and_each_chunk_restarts_it() -> None:
     harness = SchedulerHarness(one_step("trickle", run_max_ms=1000))
     harness.submit(x=TEXT)
     assert kills_within(harness, 900) == []
@@ -81,7 +81,7 @@ def test_a_worker_may_take_long_to_open_but_not_for_ever_without_a_word() -> Non
     assert kills_within(harness, 2000) == ["it sent no message for 1800 s while opening"]
 
 
-def test_a_dead_worker_is_started_again_after_a_pause_as_another_incarnation() -> None:
+def test_a_dead_worker_restarts_after_a_pause_as_another_incarnation() -> None:
     harness = SchedulerHarness(one_step())
     before = harness.arena[0]
     harness.die(0)

@@ -49,7 +49,7 @@ def _asked(parser: JsonParser, type: str, *documents: object, limits: ServeLimit
     return asked()
 
 
-def test_a_large_document_comes_back_as_it_travels_and_a_small_one_starts_no_process() -> None:
+def test_a_large_document_round_trips_and_a_small_one_starts_no_process() -> None:
     async def work(parser: JsonParser) -> None:
         assert await _asked(parser, "json", {"a": 1}) == {"a": 1}
         assert parser.process.pid is None
@@ -126,7 +126,7 @@ def test_the_event_loop_runs_on_while_a_large_document_is_read() -> None:
     _with(work)
 
 
-def test_a_process_that_dies_or_hangs_fails_its_document_and_the_next_has_another(
+def test_a_dead_or_hung_process_fails_its_document_and_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work(parser: JsonParser) -> None:

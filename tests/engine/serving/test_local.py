@@ -177,7 +177,7 @@ def test_a_file_that_became_wrong_leaves_the_version_that_serves(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_load_and_an_unload_at_once_leave_a_pipeline_and_its_steps_together(tmp_path: Path) -> None:
+def test_concurrent_load_and_unload_keep_a_pipeline_and_its_steps_together(tmp_path: Path) -> None:
     async def go() -> None:
         async with backend(tmp_path, tensors=TENSORS) as models:
             for _ in range(2):
@@ -295,7 +295,7 @@ gpu: {reserve_bytes: 1048576, context_bytes: 1048576, arena_bytes: 1048576}
 
 
 @pytest.mark.slow
-def test_llm_steps_and_exposed_ones_that_come_together_divide_a_gpu_and_who_comes_later_is_refused(
+def test_llm_steps_loaded_together_divide_a_gpu_and_a_later_one_is_refused(
     tmp_path: Path,
 ) -> None:
     machine, gpus = Machine(2, 8 << 30, (Device("fake:0", 100 << 20),)), GpuReservations()

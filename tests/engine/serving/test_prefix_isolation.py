@@ -88,7 +88,7 @@ def by_openai(ports: dict[str, int], caller: str, prompt: str) -> int:
 
 
 @pytest.mark.slow
-def test_callers_share_the_operators_pages_and_no_others_whatever_they_send(ports: dict[str, int]) -> None:
+def test_callers_share_cached_pages_of_the_operator_and_of_no_other_caller(ports: dict[str, int]) -> None:
     prompt = LONG.format("circles")
     whole = by_grpc(ports, "web", "warm")["prompt_tokens"] // PAGE * PAGE
     first = by_grpc(ports, "web", prompt)

@@ -86,7 +86,7 @@ def test_a_status_that_no_protocol_knows_becomes_internal() -> None:
     assert to_status(Odd("x")).status == "INTERNAL"
 
 
-def test_what_nobody_foresaw_is_one_fixed_sentence_and_the_log_has_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_one_fixed_sentence_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise KeyError(f"/srv/keys/{TOKEN}")
     except KeyError as error:
@@ -161,7 +161,7 @@ def test_the_log_of_a_known_error_stays_empty(caplog: pytest.LogCaptureFixture) 
     assert caplog.records == []
 
 
-def test_scrubbing_leaves_what_the_engine_says_of_requests_as_it_was_written() -> None:
+def test_scrubbing_leaves_messages_of_the_engine_unchanged() -> None:
     files = [*ENGINE.glob("*.py"), *ENGINE.glob("serving/**/*.py")]
     said = [text for file in files for text in raised_in(ast.parse(file.read_text()))]
     assert len(said) > 100

@@ -78,7 +78,7 @@ def test_http_is_off_until_it_is_asked_for_and_then_on_loopback() -> None:
     assert merge(said, Flags(http_port=0)).http == HttpConfig("127.0.0.1", 0)
 
 
-def test_one_certificate_flag_alone_is_refused_unless_the_file_has_the_other() -> None:
+def test_one_certificate_flag_needs_the_other_in_the_file() -> None:
     said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))})
     with pytest.raises(PipelineError, match="--tls-key: missing"):
         merge(said, Flags(tls_cert=Path("c")))
@@ -175,7 +175,7 @@ def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
     )
 
 
-def test_pipelines_that_are_loaded_at_the_start_share_the_gpus_in_that_order(write: Writer) -> None:
+def test_pipelines_loaded_at_the_start_share_the_gpus_in_order(write: Writer) -> None:
     on_gpu = """
 weftline: 1
 name: {}
@@ -195,7 +195,7 @@ outputs: {{y: a.value}}
     assert list(plans) == ["one", "two"], "what is loaded later finds then what is left"
 
 
-def test_exposed_steps_are_planned_beside_their_pipelines_and_what_is_left_is_divided(write: Writer) -> None:
+def test_exposed_steps_are_planned_with_their_pipelines_on_shared_gpus(write: Writer) -> None:
     talks = """
 weftline: 1
 name: {}

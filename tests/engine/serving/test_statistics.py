@@ -56,7 +56,7 @@ def test_what_was_skipped_did_not_run_and_what_failed_failed() -> None:
     assert (figures["ocr.b"].success.count, figures["ocr.b"].fail.count) == (1, 1)
 
 
-def test_a_new_version_starts_at_zero_and_its_elders_last_requests_are_left_out() -> None:
+def test_a_new_version_starts_at_zero_without_requests_of_the_old_one() -> None:
     statistics = Statistics()
     statistics(record("ocr", timing("find")))
     assert told(statistics, {"ocr": 2})["ocr"] == ModelFigures("ocr", 2)

@@ -48,7 +48,7 @@ def test_small_outputs_travel_inline_and_nothing_is_asked_for(bench: Bench) -> N
     assert [(ran.batches, ran.items) for ran in done.ran] == [(1, 2)]
 
 
-def test_large_outputs_of_one_port_lie_side_by_side_and_all_ports_ask_at_once(bench: Bench) -> None:
+def test_large_outputs_of_one_port_are_adjacent_in_one_request(bench: Bench) -> None:
     def run(batch: Batch) -> Outputs:
         return {"y": [x * 2 for x in batch["x"]], "text": ["t" * 20_000] * len(batch)}
 
@@ -128,7 +128,7 @@ def test_elements_of_a_list_are_placed_together_and_those_passed_on_stay(bench: 
     assert [part[0] for part in bench.answers(done)[0]] == [1, 2, 1, 3]
 
 
-def test_an_element_of_an_input_list_is_passed_on_even_when_the_node_changes_the_list(bench: Bench) -> None:
+def test_an_input_list_element_passes_on_when_the_list_is_changed(bench: Bench) -> None:
     def run(batch: Batch) -> Outputs:
         for parts in batch["parts"]:
             parts.reverse()
@@ -194,7 +194,7 @@ class OutOfMemoryError(RuntimeError):
         RuntimeError("BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 4096"),
     ],
 )
-def test_a_batch_out_of_memory_is_halved_and_the_largest_failed_size_is_reported(
+def test_a_batch_out_of_memory_is_halved_and_its_size_reported(
     bench: Bench, error: Exception
 ) -> None:
     def run(batch: Batch) -> Outputs:
@@ -220,7 +220,7 @@ def test_an_error_that_only_mentions_memory_is_not_out_of_memory(bench: Bench) -
     assert done.out_of_memory == 0 and bench.answers(done)[0].error == "StepError"
 
 
-def test_an_item_whose_output_does_not_fit_fails_alone_and_the_node_is_not_run_again(bench: Bench) -> None:
+def test_an_item_whose_output_does_not_fit_fails_alone(bench: Bench) -> None:
     calls: list[int] = []
 
     def run(batch: Batch) -> Outputs:
@@ -261,7 +261,7 @@ def test_items_cancelled_before_their_batch_begins_are_left_out(bench: Bench) ->
     assert done.ran[0].batches == 0 and all(isinstance(one, msg.Failure) for one in done.results)
 
 
-def test_halves_of_a_batch_that_raised_write_into_their_own_part_of_the_buffer(bench: Bench) -> None:
+def test_halves_of_a_failed_batch_write_into_their_part_of_the_buffer(bench: Bench) -> None:
     def run(batch: Batch) -> Outputs:
         room = batch.output_buffer("y", "float32", (BIG,))
         if len(batch) > 1 or room is None:
@@ -378,7 +378,7 @@ def test_a_node_class_receives_the_item_it_works_on(bench: Bench) -> None:
     assert weftline.current().sequence is None
 
 
-def test_a_node_class_that_asks_for_the_sequence_of_several_items_is_refused(bench: Bench) -> None:
+def test_a_node_class_that_reads_the_sequence_of_several_items_is_refused(bench: Bench) -> None:
     def caught(batch: Batch) -> Outputs:
         try:
             return {"text": [str(weftline.current().sequence)] * len(batch)}
@@ -390,7 +390,7 @@ def test_a_node_class_that_asks_for_the_sequence_of_several_items_is_refused(ben
     assert first == second and "batch.urgency(position).sequence" in first and first.endswith("['s', 't']")
 
 
-def test_a_stream_node_sees_an_item_when_it_is_submitted_and_not_in_its_rounds(bench: Bench) -> None:
+def test_a_stream_node_sees_an_item_in_submit_and_not_in_its_rounds(bench: Bench) -> None:
     class Asks(Flows):
         def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
             super().submit(item, inputs)
@@ -428,7 +428,7 @@ def run_padded(bench: Bench, sizes: list[int], **more: Any) -> tuple[dict[str, A
 @pytest.mark.parametrize(
     ("sizes", "padded"), [([3, 5], 8), ([3, 4], 4), ([9, 1], 16), ([17, 20], 20), ([4, 4], 4), ([2], 4)]
 )
-def test_a_batch_is_padded_to_the_smallest_bucket_that_holds_it_and_cut_back(
+def test_a_batch_is_padded_to_the_smallest_bucket_and_cut_back(
     bench: Bench, sizes: list[int], padded: int
 ) -> None:
     seen, answers = run_padded(bench, sizes, pad={"T": (4, 8, 16)}, pad_value=-1)
@@ -478,7 +478,7 @@ def test_an_absent_input_is_not_padded(bench: Bench) -> None:
     assert [answer.shape for answer in answers] == [(0, 2), (3, 2)]
 
 
-def test_an_output_takes_its_size_from_any_input_with_the_same_dimension_name(bench: Bench) -> None:
+def test_an_output_size_comes_from_any_input_with_that_dimension(bench: Bench) -> None:
     step = bench.step(
         lambda batch: {"y": batch["mask"]},
         {"x": "float32[T, 2]", "mask": "int64[T]"},

@@ -28,7 +28,7 @@ def test_a_worker_without_a_gpu_opens_none_and_reports_none() -> None:
     assert open_device(open_message(device="")) == (None, None, None)
 
 
-def test_an_arena_is_made_and_sent_with_its_descriptor_and_its_events_only_where_they_are_used() -> None:
+def test_an_arena_is_sent_with_events_only_where_they_are_used() -> None:
     device, up, fd = open_device(open_message())
     assert isinstance(device, WorkerDevice) and device.arena is not None and up is not None
     assert (up.device, up.rung, up.why, up.events) == ("fake:0", "descriptor", "", ())
@@ -39,7 +39,7 @@ def test_an_arena_is_made_and_sent_with_its_descriptor_and_its_events_only_where
     device.arena.close()
 
 
-def test_a_worker_without_device_outputs_has_no_arena_and_reads_device_inputs() -> None:
+def test_a_worker_without_device_outputs_reads_device_inputs() -> None:
     device, up, fd = open_device(open_message(arena_bytes=0))
     assert device is not None and device.arena is None and (up, fd) == (None, None)
 
@@ -72,7 +72,7 @@ def test_events_that_cannot_be_shared_leave_the_worker_with_ordering_host(monkey
     device.arena.close()
 
 
-def test_a_device_too_small_for_the_arena_is_an_error_that_names_the_option_to_lower() -> None:
+def test_a_device_too_small_for_the_arena_names_the_option_to_lower() -> None:
     with pytest.raises(LimitReached, match=r"(?s)fake:0 has no room for an arena .*gpu\.arena_bytes"):
         open_device(open_message(arena_bytes=1 << 40))
 

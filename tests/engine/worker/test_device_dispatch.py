@@ -79,7 +79,7 @@ def test_values_on_the_device_are_passed_in_place_and_read_only(bench: DeviceBen
     assert bench.copies == [] and done.near_bytes == 0
 
 
-def test_host_inputs_of_one_size_are_uploaded_into_one_block_and_stacked_there(bench: DeviceBench) -> None:
+def test_host_inputs_of_one_size_are_uploaded_into_one_block(bench: DeviceBench) -> None:
     rows = [[bench.value(numbers(at), "float32[?]")] for at in range(3)]
 
     def total(batch: Batch) -> Outputs:
@@ -122,7 +122,7 @@ def test_tensors_that_lie_apart_are_stacked_by_copies_within_the_device(bench: D
     assert bench.answers(done) == [6.0, 8.0] and bench.copies == [BIG * 4] * 2 and done.near_bytes == 0
 
 
-def test_shapes_that_differ_cannot_be_stacked_and_fail_the_items_as_on_the_host(bench: DeviceBench) -> None:
+def test_different_shapes_cannot_be_stacked_as_on_the_host(bench: DeviceBench) -> None:
     rows = [bench.device_values([numbers(0)]), bench.device_values([numbers(0, BIG + 1)])]
     done = bench.on_gpu(lambda batch: {"y": batch.stacked("x")}, X, Y).run(run_of(rows))
     first, second = bench.answers(done)
@@ -142,7 +142,7 @@ def test_an_input_that_the_node_takes_on_the_host_is_brought_down(bench: DeviceB
     assert bench.answers(on_cpu.run(run_of([[value]]))) == [3.0]
 
 
-def test_a_value_in_an_arena_that_is_not_mapped_here_fails_its_item_with_the_reason(bench: DeviceBench) -> None:
+def test_a_value_in_an_unmapped_arena_fails_its_item_with_the_reason(bench: DeviceBench) -> None:
     (value,) = bench.device_values([numbers(3)])
     bench.memory.retire(OTHER_DEVICE)
     (reported,) = bench.answers(bench.on_gpu(same, X, Y).run(run_of([[value]])))
@@ -187,7 +187,7 @@ def test_what_is_passed_on_or_a_part_of_it_stays_where_it_is(bench: DeviceBench)
     assert bench.copies == [] and bench.asked_device == []
 
 
-def test_a_new_tensor_is_copied_once_within_the_device_and_a_batch_of_them_at_a_time(bench: DeviceBench) -> None:
+def test_new_tensors_are_copied_within_the_device_once_per_batch(bench: DeviceBench) -> None:
     rows = [[value] for value in bench.device_values([numbers(1), numbers(2)])]
 
     def whole(batch: Batch) -> Outputs:
@@ -218,7 +218,7 @@ def test_an_output_written_into_the_preallocated_buffer_is_not_copied(bench: Dev
     assert bench.copies == [] and bench.asked_device == [] and done.copied_bytes == 0
 
 
-def test_an_output_read_on_the_device_is_not_preallocated_on_the_host_alone(bench: DeviceBench) -> None:
+def test_an_output_read_on_the_device_is_not_only_on_the_host(bench: DeviceBench) -> None:
     rows = [[value] for value in bench.device_values([numbers(1)])]
     rooms: list[object] = []
 
@@ -244,7 +244,7 @@ def test_what_is_read_on_both_sides_lies_in_both_places(bench: DeviceBench) -> N
     assert done.near_bytes == 2 * BIG * 4
 
 
-def test_what_others_read_on_the_host_is_brought_down_even_when_it_is_passed_on(bench: DeviceBench) -> None:
+def test_a_passed_on_value_with_host_readers_is_copied_to_the_host(bench: DeviceBench) -> None:
     (value,) = bench.device_values([numbers(1)])
     both = only(bench.on_gpu(same, X, Y, {"y": "both"}).run(run_of([[value]])))
     assert both.near == value.near and both.place is not None
@@ -323,7 +323,7 @@ def test_lists_are_sent_received_and_placed_by_their_elements(bench: DeviceBench
     assert bench.answers(reader.run(run_of([[value] for value in lists]))) == [[1, 2], [2, 3]]
 
 
-def test_an_item_that_does_not_fit_on_the_device_fails_alone_and_names_the_limit(bench: DeviceBench) -> None:
+def test_an_item_too_large_for_the_device_fails_alone_with_the_limit(bench: DeviceBench) -> None:
     rows = [[value] for value in bench.device_values([numbers(at, 200_000) for at in range(2)])]
     bench.device_block(NEAR_LEFT)
     answers = [
@@ -336,7 +336,7 @@ def test_an_item_that_does_not_fit_on_the_device_fails_alone_and_names_the_limit
 NEAR_LEFT = (2 << 20) - 1_000_000
 
 
-def test_a_device_that_shares_nothing_returns_the_same_answers_through_the_host() -> None:
+def test_a_device_without_sharing_answers_equally_through_the_host() -> None:
     alone = DeviceBench(shares=False)
     rows = [[alone.value(numbers(at), "float32[?]")] for at in range(2)]
     done = alone.on_gpu(doubled, X, Y, {"y": "device"}).run(run_of(rows))
@@ -387,7 +387,7 @@ def test_a_stage_cannot_write_into_what_an_earlier_one_gave(bench: DeviceBench) 
     assert isinstance(reported, msg.Failure) and "read-only" in reported.message
 
 
-def test_what_stages_read_on_the_host_is_brought_down_once_and_uploads_are_shared(bench: DeviceBench) -> None:
+def test_host_reads_are_copied_once_and_uploads_are_shared(bench: DeviceBench) -> None:
     rows = [[value] for value in bench.device_values([numbers(1)])]
     down = chain(bench, (2, 0), middle="host").run(run_of(rows))
     assert bench.copies[0] == BIG * 4 and down.near_bytes == BIG * 4
@@ -431,7 +431,7 @@ def test_a_batch_out_of_device_memory_is_halved_and_caches_are_released(bench: D
     assert bench.answers(done) == [0, 0] and done.out_of_memory == 2
 
 
-def test_the_stacked_memory_of_a_failed_call_is_released_before_its_halves_run(bench: DeviceBench) -> None:
+def test_stacked_memory_of_a_failed_call_is_freed_before_its_halves_run(bench: DeviceBench) -> None:
     scratch = bench.device.scratch
     taken, gave_back = scratch.allocate, scratch.free
     out: dict[int, int] = {}  # what is taken, by address
@@ -474,7 +474,7 @@ def test_a_lost_device_blames_no_item_and_its_error_propagates(bench: DeviceBenc
         bench.on_gpu(broken, X, Y).run(run_of(rows))
 
 
-def test_a_device_that_is_found_lost_after_an_error_is_not_blamed_on_the_items(
+def test_a_lost_device_is_not_blamed_on_the_items(
     bench: DeviceBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(batch: Batch) -> Outputs:
@@ -622,7 +622,7 @@ def test_whatever_streams_are_quick_answers_are_the_same(seed: int, marks: bool)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_step_may_use_its_buffer_again_while_the_device_reads_it_for_the_last_dispatch(seed: int) -> None:
+def test_a_step_may_reuse_its_buffer_while_the_device_still_reads_it(seed: int) -> None:
     bench = DeviceBench(marks=True, machine=FakeMachine(seed))
     buffer, steps = bench.made((BIG,)), []
 
@@ -662,7 +662,7 @@ def test_tensors_that_are_stacked_by_copies_are_there_when_the_node_looks(seed: 
 
 
 @pytest.mark.parametrize(("built", "waits"), [(None, True), (False, True), (True, False)])
-def test_a_call_that_torch_may_not_put_on_the_step_s_stream_finds_its_inputs_there(
+def test_a_call_outside_the_steps_stream_finds_its_inputs(
     monkeypatch: pytest.MonkeyPatch, built: bool | None, waits: bool
 ) -> None:
     driver = FakeGpu("fake:0")

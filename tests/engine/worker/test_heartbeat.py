@@ -44,7 +44,7 @@ def test_it_ends_when_the_other_side_is_gone() -> None:
     assert threading.active_count() == before
 
 
-def test_it_skips_a_beat_while_a_message_is_being_sent_and_never_cuts_into_it() -> None:
+def test_a_heartbeat_is_skipped_while_a_message_is_being_sent() -> None:
     ours, theirs = pair()
     heartbeat = HeartbeatThread(theirs, every_s=0.001)
     heartbeat.start()

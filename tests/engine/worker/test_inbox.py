@@ -71,7 +71,7 @@ def test_a_cancel_that_names_any_step_of_a_chain_is_for_the_chain() -> None:
     assert inbox.cancels.cancelled == {5}
 
 
-def test_a_running_batch_sees_a_cancel_when_it_polls_and_polls_are_rate_limited(
+def test_a_running_batch_polls_for_cancels_at_a_limited_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     channel, inbox = pair()

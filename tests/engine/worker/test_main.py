@@ -229,7 +229,7 @@ def test_a_running_batch_receives_the_cancel_of_one_of_its_items(start: Start, t
     assert answers(talk.wait_for(msg.BatchDone)) == ["cancelled", "kept"]
 
 
-def test_a_batch_that_has_not_begun_leaves_cancelled_items_out_and_a_later_attempt_runs(
+def test_a_batch_that_has_not_begun_leaves_cancelled_items_out(
     start: Start, tmp_path: Path
 ) -> None:
     talk = start("Waits", items_max=2)
@@ -267,7 +267,7 @@ def test_streaming_items_are_logged_and_refused_in_the_same_way(start: Start) ->
 
 
 @pytest.mark.slow
-def test_a_worker_beats_while_it_works_and_while_it_idles_but_not_while_the_interpreter_is_held(start: Start) -> None:
+def test_a_worker_beats_unless_its_interpreter_is_blocked(start: Start) -> None:
     talk = start("Holds")
     talk.wait_for(msg.Heartbeat, 3 * msg.BEAT_S)
     talk.say(msg.RunBatch(1, 0, (msg.Item(1, (pack(2.5 * msg.BEAT_S, PortType("json"), "x").inline(),)),)))

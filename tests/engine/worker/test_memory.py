@@ -81,7 +81,7 @@ def test_a_worker_writes_device_outputs_to_host_memory_on_request() -> None:
     bench.close()
 
 
-def test_an_arena_whose_events_are_refused_is_read_where_nothing_is_being_written() -> None:
+def test_an_arena_with_refused_events_is_read_when_it_is_not_written() -> None:
     bench = DeviceBench()
     other = DeviceArena.create(bench.theirs, DEVICE_BYTES)
     reported = msg.AttachDevice(9, DEVICE_BYTES, "descriptor", events=(b"e" * EVENT_HANDLE_BYTES,))
@@ -101,7 +101,7 @@ def test_an_arena_whose_events_are_refused_is_read_where_nothing_is_being_writte
 
 
 @pytest.mark.slow
-def test_an_arena_that_is_refused_is_reported_with_its_reason_and_nothing_is_left_of_it() -> None:
+def test_a_refused_arena_is_reported_with_its_reason_and_closed() -> None:
     device = WorkerDevice(FakeGpu("fake-closed:0"))
     theirs = DeviceArena.create(FakeGpu("fake-closed:0"), DEVICE_BYTES)
     before = descriptors()

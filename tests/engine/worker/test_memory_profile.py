@@ -16,7 +16,7 @@ from weftline.testing.fake_gpu.gpu import FakeGpu
 MIB = 1 << 20
 
 
-def test_a_step_takes_what_is_gone_when_it_is_open_and_at_most_what_its_work_needed() -> None:
+def test_a_step_uses_the_memory_measured_when_it_opened() -> None:
     gpu = FakeGpu("fake:0")
     meter = DeviceMemoryMeter(gpu, arena_bytes=5 * MIB)
     with meter.opening("see"):

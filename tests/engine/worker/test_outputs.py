@@ -133,7 +133,7 @@ def test_a_worker_without_torch_looks_at_a_copy(dtype: str, made: Any, monkeypat
     bench.close()
 
 
-def test_what_goes_on_as_it_came_is_known_by_its_dtype_where_the_port_takes_any() -> None:
+def test_a_passed_on_value_keeps_its_dtype_for_a_port_of_any_type() -> None:
     bench = DeviceBench()
     step = bench.on_gpu(lambda batch: {"y": batch["x"]}, {"x": "tensor"}, {"y": "tensor"}, near_inputs=(), finite=True)
     rows = [[bench.value(torch.tensor([x], dtype=torch.bfloat16), "tensor")] for x in (1.0, NAN)]

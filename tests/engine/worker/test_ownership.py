@@ -120,7 +120,7 @@ def test_halves_of_a_batch_that_raised_may_use_the_same_memory(bench: Bench) -> 
     assert [np.array_equal(found, 2 * numbers(10 * at)) for at, found in enumerate(bench.answers(done))] == [True] * 4
 
 
-def test_outputs_that_are_computed_when_they_are_looked_at_may_share_memory(bench: Bench) -> None:
+def test_lazily_computed_outputs_may_share_memory(bench: Bench) -> None:
     for node in (reuse_steps.Lazy(None), reuse_steps.Settles(None)):
         done = bench.step(node.run, X, Y).run(run_of(rows_of(bench, 3, BIG)))
         assert all(np.array_equal(found, 2 * numbers(10 * at)) for at, found in enumerate(bench.answers(done)))

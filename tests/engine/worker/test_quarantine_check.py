@@ -21,7 +21,7 @@ def bench() -> Iterator[DeviceBench]:
     one.close()
 
 
-def test_a_quarantined_value_is_refused_wherever_it_lies_and_others_are_logged(bench: DeviceBench) -> None:
+def test_a_quarantined_value_is_refused_in_every_memory(bench: DeviceBench) -> None:
     said: list[msg.FromWorker] = []
     check = QuarantineCheck(bench.memory, said.append)
     first, second = bench.device_values([np.full(9_000, at, np.float32) for at in (1, 2)])
@@ -34,7 +34,7 @@ def test_a_quarantined_value_is_refused_wherever_it_lies_and_others_are_logged(b
     assert len(said) == 1
 
 
-def test_an_unreadable_item_fails_its_call_with_the_reason_and_ends_no_worker(bench: DeviceBench) -> None:
+def test_an_unreadable_item_fails_its_call_and_ends_no_worker(bench: DeviceBench) -> None:
     said: list[msg.FromWorker] = []
     (value,) = bench.device_values([np.zeros(9_000, np.float32)])
     bench.memory.retire(OTHER_DEVICE)

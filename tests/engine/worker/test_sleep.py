@@ -164,7 +164,7 @@ def test_a_node_that_can_rests_and_is_woken() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_of_a_closed_node_is_kept_not_even_what_was_frozen_in_a_circle() -> None:
+def test_a_closed_node_is_freed_even_in_a_frozen_reference_cycle() -> None:
     node = Model()
     node.calls.append(node)  # type: ignore[arg-type] - a circle
     gone = weakref.ref(node)
@@ -179,7 +179,7 @@ def test_nothing_of_a_closed_node_is_kept_not_even_what_was_frozen_in_a_circle()
 
 
 @pytest.mark.slow
-def test_what_stands_for_a_sleeping_node_has_nothing_to_do_and_refuses_work() -> None:
+def test_the_stub_of_a_sleeping_node_refuses_work() -> None:
     room = Room(Talks())
     room.sleepers.sleep(msg.Sleep(3, "nothing"))
     sleeper = room.holder.node
@@ -192,7 +192,7 @@ def test_what_stands_for_a_sleeping_node_has_nothing_to_do_and_refuses_work() ->
 
 
 @pytest.mark.slow
-def test_what_a_node_has_counted_is_known_while_it_sleeps_unless_it_was_closed() -> None:
+def test_a_sleeping_node_keeps_its_figures_unless_it_was_closed() -> None:
     for node, counted in ((Talks(), {"calls_total": 1}), (Model(), {})):
         room = Room(node)
         room.sleepers.sleep(msg.Sleep(3, "host"))
@@ -209,7 +209,7 @@ def test_a_node_that_kept_memory_has_its_least_when_it_wakes() -> None:
 
 
 @pytest.mark.slow
-def test_a_node_without_a_memory_limit_wakes_with_the_memory_it_was_opened_with() -> None:
+def test_a_node_without_a_memory_limit_wakes_with_its_first_memory() -> None:
     node = Talks()
     room = Room(node, kv_bytes=None)
     node.resize_memory(5000)

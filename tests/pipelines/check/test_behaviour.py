@@ -226,7 +226,7 @@ def test_constants_to_fall_back_on_are_passed_on(problems: Problems, catalog: di
     }
 
 
-def test_constants_to_fall_back_on_are_lists_and_tensors_where_the_step_gives_them(
+def test_fallback_constants_take_the_step_output_types(
     problems: Problems, catalog: dict[str, str]
 ) -> None:
     step = "{node: echo, inputs: {value: many}, map: value, fallback: {value: [Sorry]}}"

@@ -139,7 +139,7 @@ def test_another_output_that_fits_is_the_first_remedy() -> None:
         ("float32[3, 8, 8]", "float32[4, 3, 8, 8]", "a batch that the model fixes at 4: export it again"),
     ],
 )
-def test_the_remedy_between_pictures_and_tensors_and_for_a_fixed_batch_says_what_to_write(given, wanted, fix) -> None:
+def test_fixes_between_images_and_tensors_and_for_a_fixed_batch(given, wanted, fix) -> None:
     problem = mismatch("steps.s.inputs.x", PortType.parse(given), "x", PortType.parse(wanted), ())
     assert fix in problem.fix
 
@@ -153,7 +153,7 @@ def test_the_remedy_between_pictures_and_tensors_and_for_a_fixed_batch_says_what
         ("list[dict]", "list[json]"),
     ],
 )  # fmt: skip
-def test_a_type_by_another_name_is_refused_with_the_port_type_that_is_meant(written: str, meant: str) -> None:
+def test_a_type_by_another_name_is_refused_with_the_port_type(written: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"did you mean {re.escape(meant)}\\?"):
         PortType.parse(written)
     PortType.parse(meant)

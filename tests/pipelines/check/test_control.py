@@ -51,7 +51,7 @@ def test_a_step_with_a_condition_and_all_behind_it_may_be_absent(planned: Planne
     assert [read.optional for read in plan.step("c").inputs] == [False, True]
 
 
-def test_an_absent_list_skips_a_step_that_maps_over_it_even_if_its_port_is_optional(planned: Planned) -> None:
+def test_an_absent_list_skips_a_map_step_even_on_an_optional_port(planned: Planned) -> None:
     plan = planned(
         "inputs: {q: text, n: {type: 'list[text]', optional: true}}\nsteps:\n"
         "  a: {node: shaped, takes: text, inputs: {x: q, extra: n}, map: extra}\n"
@@ -99,7 +99,7 @@ def test_what_serves_one_case_runs_only_for_it(planned: Planned) -> None:
     assert plan.outputs[0].optional, "c has a condition of its own"
 
 
-def test_what_serves_two_cases_runs_for_both_and_what_others_read_runs_always(planned: Planned) -> None:
+def test_a_step_of_two_cases_has_both_guards_and_other_readers_none(planned: Planned) -> None:
     plan = planned(
         "inputs: {q: text, lang: text}\nsteps:\n"
         "  both: {node: echo, inputs: {value: q}}\n"

@@ -63,7 +63,7 @@ def test_problems_are_placed_once_and_under_what_was_written() -> None:
     assert not report.holds("steps.answer")
 
 
-def test_a_problem_of_what_comes_from_another_file_is_told_there() -> None:
+def test_a_problem_of_another_file_has_its_path() -> None:
     inner = Pipeline("i", (), (), {}, file="i.yaml", lines={"steps.say": 7, "steps.say.model": 8})
     report = Report(
         Pipeline("p", (), (), {}, file="p.yaml", lines=LINES),

@@ -65,7 +65,7 @@ def test_two_circles_are_two_problems_and_a_step_can_circle_alone(problems) -> N
     }
 
 
-def test_what_nobody_reads_is_said(problems) -> None:
+def test_unread_parts_are_reported(problems) -> None:
     found = problems(echoes({"a": "q", "b": "a.value"}, "y: a.value", "q: text, unread: image"))
     assert set(found) == {"steps.b", "inputs.unread"}
 

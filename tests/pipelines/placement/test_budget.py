@@ -89,7 +89,7 @@ def test_with_something_unknown_kv_memory_is_decided_when_it_opens(planned) -> N
     assert plan.budgets[0].kv_bytes == 0 and plan.step("grow").options["kv_bytes"] is None and not plan.limits.kv_bytes
 
 
-def test_an_llm_step_that_is_all_that_is_not_known_takes_what_is_left_when_it_opens(planned, filling) -> None:
+def test_the_only_unknown_llm_step_uses_the_remainder_when_it_opens(planned, filling) -> None:
     plan = planned(**(STATED | {"grow": ""}))
     (budget,) = plan.budgets
     assert budget.rest_bytes == budget.total_bytes - budget.claimed_bytes == 24 * GIB - (1024 + 768 + 512 + 3072) * MIB
@@ -256,7 +256,7 @@ def test_a_gpu_that_holds_not_even_processes_has_a_way_out(planned) -> None:
     assert refused.value.problems[0].fix == "let steps share a process, or use another GPU (`device:`)"
 
 
-def test_a_step_of_which_one_device_is_not_known_starts_with_nothing_that_was_planned(planned) -> None:
+def test_a_step_with_an_unknown_device_has_no_planned_kv_memory(planned) -> None:
     known = STATED | {"grow": f", instances: {{'cuda:0': 1, 'cuda:1': 1}}, device_bytes: {GIB}"}
     both = planned(TWO, **known)
     assert [one.kv_bytes > 0 for one in both.budgets] == [True, True] and both.step("grow").options["kv_bytes"]
@@ -285,7 +285,7 @@ def test_an_llm_step_that_nothing_is_left_for_is_a_problem(planned) -> None:
     planned(**(STATED | {"grow": f", instances: 2, device_bytes: {two // 2 - 2 * LEAST_BYTES}"}))
 
 
-def test_a_claim_that_nobody_knows_is_shown_as_such() -> None:
+def test_an_unknown_claim_is_shown_as_such() -> None:
     text = over_commit_text(
         "cuda:1", GIB, [Claim("a", "weights and work", 0, "unknown"), Claim("b", "arena", 2 * GIB, "x")]
     )

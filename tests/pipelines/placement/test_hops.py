@@ -44,7 +44,7 @@ def paths(plan: Plan) -> dict[tuple[str, str], str]:
     return {(str(hop.giver), hop.reader): " ".join(hop.path) for hop in hops(plan)}
 
 
-def test_each_array_is_told_of_once_for_each_reader(planned) -> None:
+def test_each_array_has_one_row_for_each_reader(planned) -> None:
     assert paths(planned(PHOTO % ("", ""))) == {
         ("photo", "find.image"): "host cuda:0",
         ("x", "feel.x"): "host cuda:0",
@@ -98,7 +98,7 @@ outputs: {label: name.label}
     assert chart.count("==>") == 2, "into the switch and out of it"
 
 
-def test_a_wire_into_a_control_is_near_where_somebody_behind_it_reads_on_the_gpu(planned) -> None:
+def test_a_wire_through_a_control_stays_on_the_gpu_of_its_reader(planned) -> None:
     text = """
 inputs: {photo: image}
 steps:

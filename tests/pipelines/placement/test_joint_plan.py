@@ -59,11 +59,11 @@ def test_each_is_planned_for_what_those_before_it_leave() -> None:
 @pytest.mark.parametrize(
     "pipeline", [taking(4, "cuda"), taking(4, "cpu"), talking(2), talking(None), talking(1, "cpu")]
 )
-def test_one_alone_is_planned_as_if_nobody_were_there(pipeline: Pipeline) -> None:
+def test_a_single_pipeline_is_planned_as_without_reservations(pipeline: Pipeline) -> None:
     assert together({A: pipeline}) == {A: make_plan(pipeline, MACHINE)}
 
 
-def test_where_all_is_known_llm_steps_divide_what_is_left_evenly_and_their_plans_say_so() -> None:
+def test_llm_steps_divide_a_known_remainder_evenly_in_their_plans() -> None:
     plans = together({A: talking(1, "cuda"), B: talking(2, "auto"), C: talking(2, "cuda:0")})
     assert plans[B].step("s").device == "cuda:1", "it keeps away from one that takes what is left"
     part = (8 - 1 - 1 - 2 - 1) * GIB // 2
@@ -76,7 +76,7 @@ def test_where_all_is_known_llm_steps_divide_what_is_left_evenly_and_their_plans
     assert plans[B].budgets[0].kv_bytes == make_plan(talking(2), MACHINE).budgets[0].kv_bytes, "it has all of its own"
 
 
-def test_where_one_is_not_known_nobody_is_given_a_figure_and_what_is_open_already_is_known() -> None:
+def test_no_llm_step_has_a_size_while_one_claim_is_unknown() -> None:
     plans = together({A: talking(1, "cuda:0"), B: talking(None, "cuda:0"), C: talking(1, "cuda:1")})
     for owner in (A, B):
         assert plans[owner].budgets[0].kv_bytes == 0 and plans[owner].step("s").options["kv_bytes"] is None
@@ -108,7 +108,7 @@ def test_the_only_one_that_is_not_known_takes_what_the_others_leave() -> None:
     assert [plan.budgets[0].rest_bytes for plan in both.values()] == [0, 0]
 
 
-def test_who_is_known_waits_where_a_step_of_another_pipeline_waits_for_another_gpu() -> None:
+def test_a_known_step_waits_for_another_that_waits_for_another_gpu() -> None:
     two = talking(1, "auto", ", instances: 2")
     assert make_plan(two, MACHINE).step("s").devices == ("cuda:0", "cuda:1")
     plans = together({A: two, B: talking(None, "cuda:1"), C: talking(1, "cuda:0")})

@@ -49,7 +49,7 @@ def test_a_step_on_another_device_keeps_its_own() -> None:
     assert starts(both) == {"a": 10 * MIB}, "one number for all instances: the smaller"
 
 
-def test_a_device_that_nobody_is_on_is_no_mistake_and_is_told_of() -> None:
+def test_a_limit_for_an_unused_device_is_noted() -> None:
     plan = planned({"cuda": 80 * MIB, "cpu": 80 * MIB}, a={"kv_bytes": MIB})
     assert starts(plan) == {"a": MIB}
     assert plan.notes == ("limits.kv_bytes.cuda:0 changes nothing: no llm step is on cuda:0",)

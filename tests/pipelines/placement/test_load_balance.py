@@ -127,7 +127,7 @@ def test_spreading_parts_instances_of_a_step() -> None:
     assert spread(balance) and balance.at[0] != balance.at[1], "though one GPU has far more memory"
 
 
-def test_what_nobody_has_measured_stays_where_memory_alone_would_let_tensors_travel() -> None:
+def test_unmeasured_loads_stay_where_memory_alone_places_them() -> None:
     loads, _ = loads_on([5, 5], 2)
     unknown = Load((("u", 0),), (Need({"cuda:0": 1, "cuda:1": 1}),), "", True)
     a, b = (load.members[0] for load in loads)
@@ -174,7 +174,7 @@ def test_a_search_tries_one_of_many_empty_gpus_and_no_more_than_it_may(monkeypat
     assert len(puts) == 20 + 8, "and all of them once more, where they end"
 
 
-def test_tensors_are_brought_together_once_the_busiest_gpu_is_as_good_as_it_gets() -> None:
+def test_transfers_are_saved_once_the_busiest_gpu_is_optimal() -> None:
     loads, capacities = loads_on([100, 5, 5], 3)
     apart = {load.members[0]: device for load, device in zip(loads, capacities, strict=True)}
     balance = Balance(loads, capacities, {1: {2: 1}, 2: {1: 1}}, apart)
@@ -267,7 +267,7 @@ def test_memory_goes_before_times() -> None:
     assert placed(needs, tight).devices == {"a": ("cuda:0",), "b": ("cuda:0",), "c": ("cuda:1",)}, "b and c do not fit"
 
 
-def test_what_nobody_has_measured_is_placed_by_memory_around_the_rest() -> None:
+def test_unmeasured_loads_are_placed_by_memory_around_the_rest() -> None:
     needs = {"a": timed(9), "b": timed(8), "c": timed(None, gib=30), "d": timed(None, gib=20)}
     found = placed(needs)
     assert found.devices["a"] != found.devices["b"]

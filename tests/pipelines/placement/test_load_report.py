@@ -43,7 +43,7 @@ def why(work: tuple[DeviceWork, ...]) -> dict[str, str]:
     return {own.step: own.why for one in work for own in one.steps}
 
 
-def test_nothing_is_said_of_work_that_nobody_has_measured() -> None:
+def test_unmeasured_work_is_not_reported() -> None:
     assert worked({"a": need(None), "b": need(None)}) == ()
     assert worked({"a": need(3)}, Machine(8, GIB)) == ()
 

@@ -51,7 +51,7 @@ def test_what_is_measured_holds_on_its_kind_for_batches_of_the_step(found) -> No
     }
 
 
-def test_measurements_of_other_gpus_are_told_of(found) -> None:
+def test_measurements_of_other_gpus_are_noted(found) -> None:
     blur = "{node: blur, inputs: {image: photo}}"
     (note,) = found(blur, measured({"cuda GB200": Measured(MIB), "cpu": Measured(3)})).notes
     assert note.startswith("a was measured on cuda GB200, and not on cuda H200, cuda L4: run `weftline")
@@ -108,7 +108,7 @@ def test_llm_steps_are_alone_and_have_kv_memory(found, more: str, kv_bytes: int 
 
 
 @pytest.mark.parametrize("ranks", ["5", "many"])
-def test_an_option_of_another_node_that_is_called_ranks_means_what_that_node_says(found, ranks: str) -> None:
+def test_an_option_ranks_of_another_node_is_no_number_of_gpus(found, ranks: str) -> None:
     step = f"{{node: weftline_device_nodes:Best, inputs: {{image: photo}}, ranks: {ranks}, kv_bytes: none}}"
     need = found(step, outputs="a.label").steps["a"]
     assert (need.ranks, need.kv_bytes) == (1, 0)

@@ -112,7 +112,7 @@ outputs: {y: rest.value}
     assert notes == ("pass keeps only its process while it sleeps: node echo is opened again",)
 
 
-def test_what_rests_by_itself_and_on_the_cpu_in_its_place_is_told_apart_from_what_is_opened_again() -> None:
+def test_notes_name_steps_that_cannot_keep_weights_while_asleep() -> None:
     text = """
 weftline: 1
 name: rests

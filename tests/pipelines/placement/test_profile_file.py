@@ -83,7 +83,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | bytes, line: 
     assert problem.line == line and found in problem.found and problem.file.endswith("a.profile.json")
 
 
-def test_everything_wrong_is_told_at_once_with_a_way_out(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once_with_a_fix(tmp_path: Path) -> None:
     document = json.loads(to_json(PROFILE))
     document["weftline_profile"] = 2
     document["contxt_bytes"] = {}
@@ -120,7 +120,7 @@ def test_a_profile_lies_beside_its_pipeline(tmp_path: Path) -> None:
     assert profile_beside(pipeline) == PROFILE
 
 
-def test_memory_for_a_number_of_items_nobody_measured() -> None:
+def test_memory_for_an_unmeasured_number_of_items() -> None:
     assert [SEE.device_bytes(items) // MIB for items in (1, 2, 16, 32)] == [40, 300, 300, 300 + 288]
     assert Measured(7).device_bytes(4) == 7 and Measured().device_bytes(1) == 0
     assert Measured(100, {1: 130}, kv_bytes=60).device_bytes(1) == 70

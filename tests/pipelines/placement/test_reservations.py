@@ -57,7 +57,7 @@ def refused(planned):
     return find
 
 
-def test_where_nobody_has_anything_a_machine_and_its_plans_are_what_they_were(planned) -> None:
+def test_without_reservations_a_machine_and_its_plans_are_unchanged(planned) -> None:
     reservations = ReservationTable()
     assert reservations.alone(OCR) and reservations.beside(TWO, OCR) == TWO
     assert reservations.try_reserve(OCR, planned(NAME, Machine(8, 64 * GIB))), "without a GPU nothing is taken"
@@ -92,7 +92,7 @@ def test_a_gpu_that_others_fill_is_filled(planned) -> None:
     assert planned(GROW, machine, 2).step("grow").device == "cuda:1", "although less is free there"
 
 
-def test_what_others_do_to_a_gpu_hinders_nobody_elsewhere() -> None:
+def test_reservations_on_one_gpu_do_not_affect_others() -> None:
     """These fit on two GPUs only if one of them is filled first; that a third has too much is no hindrance."""
     sizes = {"a": 5, "b": 5, "c": 4, "d": 3, "e": 3}
     needs = Needs({name: Need({f"cuda:{gpu}": gib * GIB for gpu in range(3)}) for name, gib in sizes.items()})
@@ -213,7 +213,7 @@ def test_a_plan_that_cannot_be_made_again_fits_as_it_is_or_says_why_not(planned)
 # what was measured
 
 
-def test_what_is_measured_is_held_where_nobody_had_said_what_it_takes(planned) -> None:
+def test_a_measurement_is_reserved_where_the_claim_was_unknown(planned) -> None:
     reservations = ReservationTable()
     reservations.try_reserve(OCR, planned(NAME, ONE))
     there = reservations.beside(ONE, CHAT)
@@ -247,7 +247,7 @@ def two_that_take(planned) -> ReservationTable:
     return reservations
 
 
-def test_those_that_claim_before_either_has_what_is_left_divide_it_once_both_are_measured(two_that_take) -> None:
+def test_two_that_wait_divide_the_remainder_once_both_are_measured(two_that_take) -> None:
     reservations = two_that_take
     first = reservations.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
     assert first.waits and reservations.pop_new_shares() == {} and not reservations.taken("cuda:0", SEE)[1].known
@@ -260,7 +260,7 @@ def test_those_that_claim_before_either_has_what_is_left_divide_it_once_both_are
     assert all(one.known and one.fills for one in reservations.taken("cuda:0", OCR))
 
 
-def test_nobody_waits_for_one_that_is_gone(two_that_take) -> None:
+def test_a_released_version_is_not_waited_for(two_that_take) -> None:
     reservations = two_that_take
     reservations.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
     reservations.release(SEE)
@@ -268,7 +268,7 @@ def test_nobody_waits_for_one_that_is_gone(two_that_take) -> None:
     assert reservations.reserved_bytes == {"cuda:0": 23 * GIB}
 
 
-def test_who_is_too_much_gets_no_part_and_the_other_has_all_when_it_is_gone(two_that_take) -> None:
+def test_an_over_committed_version_has_no_share_and_the_other_all(two_that_take) -> None:
     reservations = two_that_take
     reservations.settle(CHAT, "cuda:0", 5 * GIB, 24 * GIB)
     assert reservations.settle(SEE, "cuda:0", 15 * GIB, 24 * GIB).bytes < 0
@@ -285,7 +285,7 @@ def test_what_is_divided_is_free_by_the_driver_of_who_was_measured_last(two_that
     assert reservations.pop_new_shares() == {(CHAT, "cuda:0"): part}
 
 
-def test_who_has_more_instances_gets_more_and_what_nobody_measured_is_waited_for(planned) -> None:
+def test_shares_follow_instances_after_all_measurements(planned) -> None:
     reservations = ReservationTable()
     reservations.try_reserve(CHAT, planned(GROW, ONE, options=", instances: 2"))
     reservations.try_reserve(SEE, planned(GROW, reservations.beside(ONE, SEE)))
@@ -300,7 +300,7 @@ def test_who_has_more_instances_gets_more_and_what_nobody_measured_is_waited_for
     assert [shares[who, "cuda:0"] // MIB for who in (CHAT, SEE)] == [2 * third // MIB, third // MIB]
 
 
-def test_what_the_driver_has_not_is_not_left_whoever_has_it(planned) -> None:
+def test_memory_that_the_driver_lacks_is_no_remainder(planned) -> None:
     reservations = ReservationTable()
     reservations.try_reserve(CHAT, planned(GROW, ONE))
     assert reservations.settle(CHAT, "cuda:0", 5 * GIB, 6 * GIB).bytes == 5 * GIB
@@ -329,7 +329,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), CLAIMS, st.int
 
 @settings(max_examples=150, deadline=None)
 @given(EVENTS)
-def test_together_they_never_hold_more_than_there_is_and_nothing_stays_behind(events: list) -> None:
+def test_reservations_never_exceed_the_gpu_and_are_all_released(events: list) -> None:
     r"""Reservations, measurements \(at most the claim\) and releases, in any order."""
     template = make_plan(
         load_yaml("weftline: 1\nname: p\ninputs: {x: text}\nsteps: {s: {node: echo, inputs: {value: x}}}\n"

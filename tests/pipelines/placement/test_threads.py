@@ -39,7 +39,7 @@ def plan_of(*steps: dict[str, Any]) -> Plan:
         ([GPU, {**CPU, "after": "a"}, GPU], {0: 1, 1: 1, 2: 2}),  # a chain is where one of its steps is
     ],
 )
-def test_each_step_or_chain_on_a_gpu_has_a_thread_and_those_on_the_cpu_share_one(
+def test_gpu_chains_have_threads_and_cpu_steps_share_one(
     steps: list[dict[str, Any]], threads: dict[int, int]
 ) -> None:
     plan = plan_of(*steps)

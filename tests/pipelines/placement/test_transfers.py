@@ -155,7 +155,7 @@ outputs: {y: grow.y}
     assert padded == {"one": (("x",), {}), "two": ((), {}), "grow": ((), {})}
 
 
-def test_workers_know_their_gpu_and_have_an_arena_where_they_give_something(planned) -> None:
+def test_workers_have_a_gpu_and_an_arena_for_their_device_outputs(planned) -> None:
     plan = planned(PHOTO % ("", "", "", ""))
     arenas = {step.name: plan.workers[step.workers[0]].device_arena_bytes for step in plan.steps}
     assert {worker.device for worker in plan.workers} == {"fake:0"}

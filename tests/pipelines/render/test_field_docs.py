@@ -40,6 +40,6 @@ def test_a_class_without_source_has_no_documentation() -> None:
     assert field_docs(int) == {}
 
 
-def test_a_summary_is_the_first_line_somebody_wrote() -> None:
+def test_a_summary_is_the_first_written_line() -> None:
     assert summary(BatchPolicy) == "Batching policy of one step."
     assert summary(make_dataclass("Made", [("x", int)])) == "", "the signature that dataclass writes is no summary"

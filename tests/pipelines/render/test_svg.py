@@ -38,7 +38,7 @@ def test_all_text_and_boxes_lie_inside_the_page(samples, catalog) -> None:
         assert float(rect.get("y")) + float(rect.get("height")) <= height
 
 
-def test_conditions_and_fallbacks_are_drawn_in_dots_and_constants_not_at_all(catalog) -> None:
+def test_conditions_and_fallbacks_are_dotted_and_constants_not_drawn(catalog) -> None:
     root = drawn(
         "weftline: 1\nname: n\ninputs: {q: text, n: json, rows: 'list[text]'}\nsteps:\n"
         "  a: {node: echo, fallback: {value: Sorry}, retry: 1, inputs: {value: q},\n"

@@ -211,7 +211,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("head", "found"), [("", "missing"), ("weftline: 2\n", "is 2"), ("weftline: '1'\n", "is '1'")])
-def test_a_file_without_the_formats_version_is_told_what_to_write(tmp_path: Path, head: str, found: str) -> None:
+def test_a_missing_format_version_has_a_fix(tmp_path: Path, head: str, found: str) -> None:
     (tmp_path / "p.yaml").write_text(f"{head}name: p\ninputs: {{x: text}}\nsteps: {{}}\noutputs: {{y: x}}\n")
     with pytest.raises(PipelineError) as caught:
         load_file(tmp_path / "p.yaml")

@@ -106,7 +106,7 @@ def test_what_is_said_of_gpus_has_bounds(key: str, value: object, expected: str)
     assert found["gpu.areana"].found == "unknown key" and "arena_bytes" in found["gpu.areana"].expected
 
 
-def test_memory_with_a_unit_is_told_in_bytes() -> None:
+def test_memory_with_a_unit_has_a_fix_in_bytes() -> None:
     step = {"node": "x", "device_bytes": "2GiB", "run_max_ms": "2GiB", "instances": "2G"}
     document = {"weftline": 1, "name": "n", "steps": {"s": step}, "outputs": {}, "gpu": {"arena_bytes": "much"}}
     _, problems = validate({**document, "limits": {"kv_bytes": {"cuda:0": "1.5 gb"}}})

@@ -174,13 +174,13 @@ def test_wires_into_the_file_are_held_to_its_inputs(write: Write) -> None:
     assert "words (text)" in found["outer.yaml", "steps.read.inputs"].found
 
 
-def test_what_only_serves_what_nobody_asks_for_may_still_be_wired(write: Write) -> None:
+def test_inputs_of_unread_outputs_may_still_be_wired(write: Write) -> None:
     step = "  read: {pipeline: sub/inner.yaml, inputs: {words: q, more: m}}\n"
     outer = OUTER.replace("k: json", "m: text") + step + "outputs: {y: read.said}\n"
     assert found_in(write(outer=outer, inner=INNER)) == {}
 
 
-def test_problems_of_the_file_are_told_with_its_name_and_line(write: Write) -> None:
+def test_problems_of_the_file_have_its_name_and_line(write: Write) -> None:
     steps = (
         "  one: {pipeline: sub/inner.yaml, inputs: {words: q}}\n  two: {pipeline: sub/inner.yaml, inputs: {words: q}}\n"
     )
@@ -211,7 +211,7 @@ def test_circles_are_shown(write: Write) -> None:
     ]
 
 
-def test_a_pipeline_that_nobody_reads_is_a_problem(write: Write) -> None:
+def test_an_unread_pipeline_is_a_problem(write: Write) -> None:
     step = "  read: {pipeline: sub/inner.yaml, inputs: {words: q}}\n"
     found = found_in(write(outer=OUTER + step + "outputs: {y: k}\n", inner=INNER))
     assert found["outer.yaml", "steps.read"].found == "nothing reads any of its outputs"
@@ -262,7 +262,7 @@ def test_a_name_that_leads_nowhere_is_a_problem_wherever_it_stands(write: Write,
     assert found_in(above)["outer.yaml", "steps.read.pipeline"].found == f"there is no file {name}.yaml"
 
 
-def test_what_does_not_fit_the_machine_is_told_where_it_was_written(write: Write) -> None:
+def test_a_placement_problem_has_the_path_of_its_source(write: Write) -> None:
     inner = INNER.replace("worker: w", "device: 'cuda:3'")
     path = write(outer=OUTER.replace(", k: json", "") + "  read: {pipeline: sub/inner.yaml, inputs: {words: q}}\n"
                  "outputs: {y: read.said}\n", inner=inner)  # fmt: skip

@@ -50,7 +50,7 @@ def test_sizes_are_rounded_up_to_what_the_driver_deals_in() -> None:
         assert arena.size_bytes == driver.granularity()
 
 
-def test_places_that_disagree_or_leave_the_arena_or_are_not_aligned_are_refused() -> None:
+def test_inconsistent_outside_or_unaligned_places_are_refused() -> None:
     with DeviceArena.create(FakeGpu("fake:0"), MIB) as arena:
         end = arena.size_bytes
         with pytest.raises(ValueError, match="takes 16 bytes, its place has 12"):
@@ -64,7 +64,7 @@ def test_places_that_disagree_or_leave_the_arena_or_are_not_aligned_are_refused(
         assert arena.view(Block(1, 256, 32, 1).place(4, 16), FOUR).address == arena.address + 260
 
 
-def test_what_is_still_looked_at_outlives_the_arena_and_goes_with_the_last_look() -> None:
+def test_viewed_memory_outlives_the_arena_until_its_last_view() -> None:
     driver = FakeGpu("fake:0")
     arena = DeviceArena.create(driver, MIB)
     tensor = arena.view(AT_256, FOUR, writable=True)
@@ -95,7 +95,7 @@ def test_a_torch_view_keeps_the_memory_of_a_closed_arena() -> None:
     assert mapping() is None
 
 
-def test_a_mapping_is_given_back_once_and_only_when_nobody_looks() -> None:
+def test_a_mapping_is_released_once_after_its_last_view() -> None:
     unmapped = []
 
     class Counting(FakeGpu):
@@ -211,7 +211,7 @@ def test_nothing_is_left_behind_when_the_driver_refuses() -> None:
         DeviceArena.create(driver, MIB, "host")
 
 
-def test_another_process_sees_it_by_the_descriptor_and_after_its_maker_closed_it() -> None:
+def test_another_process_maps_the_descriptor_after_its_creator_closed_it() -> None:
     child = (
         "import socket,sys;from weftline.shm.block import Block;from weftline.shm.spec import TensorSpec;"
         "from weftline.testing.fake_gpu.gpu import FakeGpu;from weftline.shm.device.arena import DeviceArena;"

@@ -126,7 +126,7 @@ def test_a_mistake_in_a_call_is_found_without_a_card(mistake: str, tmp_path: Pat
         ask_everything(opened(StandIn(), of=mistaken.CudaDriver))
 
 
-def test_memory_is_made_to_be_exported_and_mapped_for_what_it_is_needed_for() -> None:
+def test_memory_is_exportable_and_mapped_with_its_access() -> None:
     stand_in = StandIn()
     gpu = opened(stand_in)
     address = gpu.map(gpu.create(4 * MIB), 4 * MIB, writable=False)
@@ -179,7 +179,7 @@ def test_handles_travel_as_the_bytes_that_they_are() -> None:
         gpu.open_shared(handle[:63])
 
 
-def test_events_know_no_time_and_let_the_host_sleep_and_shared_ones_can_leave_the_process() -> None:
+def test_event_flags_disable_timing_block_and_share() -> None:
     stand_in = StandIn()
     gpu = opened(stand_in)
     gpu.event()

@@ -56,7 +56,7 @@ def test_the_owner_lives_until_the_consumer_lets_go(versioned: bool) -> None:
 
 
 @pytest.mark.parametrize("versioned", [False, True])
-def test_a_capsule_that_nobody_took_lets_go_of_its_owner(versioned: bool) -> None:
+def test_an_unconsumed_capsule_releases_its_owner(versioned: bool) -> None:
     owner = Owner()
     seen, capsule = weakref.ref(owner), capsule_of(np.arange(4.0), owner, versioned)
     del owner
@@ -106,11 +106,11 @@ def test_the_device_and_the_offset_are_part_of_where_a_tensor_lies(versioned: bo
     assert (taken.device, taken.address) == ((dlpack.CUDA, 3), 4112)
 
 
-def test_a_dtype_that_no_port_has_is_told() -> None:
+def test_a_dtype_that_no_port_has_is_reported() -> None:
     assert dlpack.Taken(np.zeros(2, np.complex128).__dlpack__()).spec is None
 
 
-def test_a_consumer_that_lets_go_at_the_end_of_the_process_harms_nobody() -> None:
+def test_a_consumer_may_release_at_the_end_of_the_process() -> None:
     script = (
         "import builtins,numpy as np;from weftline.shm.device import dlpack;from weftline.shm.spec import TensorSpec\n"
         "a=np.arange(4.0)\n"

@@ -84,7 +84,7 @@ def test_nothing_is_left_behind_when_the_driver_refuses() -> None:
     assert driver.destroyed == driver.made
 
 
-def test_a_guest_lets_go_of_its_events_and_an_owner_keeps_them_for_the_others() -> None:
+def test_a_guest_closes_its_events_and_the_owner_keeps_them() -> None:
     owner = Counting()
     with SharedEvents.create(owner, 2) as events:
         assert len(events.handles) == 2

@@ -69,7 +69,7 @@ def test_a_device_stands_on_the_best_rung_that_bears_it(device: str, rung: int) 
 
 
 @pytest.mark.parametrize("call", ["create", "export", "import_memory"])
-def test_a_refusal_anywhere_on_the_first_rung_leads_to_the_second_and_is_kept(call: str) -> None:
+def test_a_refusal_of_the_first_mode_selects_the_second_and_is_kept(call: str) -> None:
     driver = shaky(DriverError(call, "CUDA_ERROR_NOT_SUPPORTED", "in a container"))
     DeviceArena.create(FakeGpu("fake:0"), MIB).close()  # a fake opens what it keeps for itself at its first memory
     before = open_descriptors()
@@ -82,7 +82,7 @@ def test_a_refusal_anywhere_on_the_first_rung_leads_to_the_second_and_is_kept(ca
     assert open_descriptors() <= before
 
 
-def test_both_refusals_are_told_on_the_last_rung() -> None:
+def test_both_refusals_are_reported_by_the_last_mode() -> None:
     standing = probe(shaky(DriverError("export", "NO"), DriverError("share", "NEITHER")), MIB)
     assert standing == (None, "host", "descriptor: export: NO; handle: share: NEITHER")
 

@@ -108,7 +108,7 @@ def test_tensors_without_elements_have_a_shape_all_the_same(driver: FakeGpu, are
     assert DeviceTensor.from_array(driver, np.zeros((0, 2)), driver.stream()).shape == (0, 2)
 
 
-def test_an_upload_without_room_has_memory_of_its_own_that_goes_with_the_last_look(driver: FakeGpu) -> None:
+def test_an_upload_without_a_buffer_owns_memory_until_its_last_view(driver: FakeGpu) -> None:
     pytest.importorskip("torch")
     freed = []
     driver.free = lambda address: freed.append(address)  # type: ignore[method-assign]

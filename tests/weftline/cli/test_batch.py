@@ -37,7 +37,7 @@ def shout(tmp_path: Path) -> str:
     return shouter(tmp_path)
 
 
-def test_a_job_writes_its_results_and_says_where(weft, shout: str, tmp_path: Path) -> None:
+def test_a_job_writes_its_results_and_prints_their_path(weft, shout: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ended = weft("batch", shout, "--data", lines(tmp_path, WORDS), "--out", str(out))
     assert (ended.code, ended.out) == (0, f"{out}\n")
@@ -192,7 +192,7 @@ def full_disk() -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_with_what_to_do(weft, shout: str, tmp_path: Path, full_disk: str) -> None:
+def test_a_full_disk_is_an_error_with_its_remedy(weft, shout: str, tmp_path: Path, full_disk: str) -> None:
     ended = weft("batch", shout, "--data", lines(tmp_path, WORDS), "--out", full_disk)
     assert (ended.code, ended.out) == (12, "")
     assert "no space left on device" in ended.err and "run the same command again" in ended.err
@@ -287,7 +287,7 @@ def test_a_run_with_nothing_to_do_keeps_the_report_that_is_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize("place", ["/dev/null/_report.html", "nosuch://bucket/_report.html"])
-def test_a_report_that_cannot_be_written_is_told_and_no_more(place: str) -> None:
+def test_a_report_that_cannot_be_written_is_only_a_warning(place: str) -> None:
     notes: list[str] = []
     assert write_report(END, place, {}, notes.append) == END
     assert len(notes) == 1 and notes[0].startswith(f"no report at {place}: ")
@@ -358,7 +358,7 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_outside_the_main_thread_nothing_is_heard() -> None:
+def test_signals_are_not_handled_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[object] = []
 
@@ -396,7 +396,7 @@ def test_a_server_is_reached_as_other_commands_reach_it(request_here: BatchReque
         runner_factory(replace(request_here, where=ServerTarget(Remote("localhost:1", tmp_path / "no-token"))))
 
 
-def test_an_output_that_is_not_there_is_said_before_anything_starts(request_here: BatchRequest) -> None:
+def test_an_unknown_output_is_an_error_before_anything_starts(request_here: BatchRequest) -> None:
     out = OutSpec("out", outputs=("lout",))
     with pytest.raises(InputError, match=r"--output lout: the pipeline has no such output; did you mean loud\?"):
         runner_factory(replace(request_here, spec=replace(request_here.spec, out=out)))

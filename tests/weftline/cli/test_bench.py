@@ -107,7 +107,7 @@ def test_rows_of_a_file_are_taken_in_turn(weft, write, tmp_path: Path) -> None:
         ('{"x": "@missing.txt"}', "rows.jsonl:2: input x: "),
     ],
 )
-def test_a_wrong_row_is_told_with_its_line_before_anything_starts(weft, write, tmp_path: Path, row, said) -> None:
+def test_a_malformed_row_is_reported_with_its_line_before_anything_starts(weft, write, tmp_path: Path, row, said) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"x": "fine"}\n' + row + "\n")
     ended = weft("bench", write(CHAIN), "--data", str(data))
@@ -135,7 +135,7 @@ def test_what_is_typed_wrong_is_refused(weft, write, words, code: int, said: str
 
 
 @pytest.mark.slow
-def test_made_up_inputs_that_do_not_fit_are_told_as_such(weft, write) -> None:
+def test_an_error_of_generated_inputs_names_them(weft, write) -> None:
     limited = CHAIN.replace("{x: text,", "{x: {type: text, bytes_max: 5},")
     ended = weft("bench", write(limited))
     assert (ended.code, ended.out) == (3, "")
@@ -153,7 +153,7 @@ def test_the_bottleneck_is_named(weft, write) -> None:
 
 
 @pytest.mark.slow
-def test_when_nothing_is_answered_the_report_is_printed_and_the_error_is_the_end(weft, write) -> None:
+def test_when_every_request_fails_the_report_and_the_error_are_printed(weft, write) -> None:
     ended = weft("bench", write(FAIL), *SHORT)
     assert ended.code == 5
     assert " sent, 0 ok, " in ended.out and " StepError: " in ended.out

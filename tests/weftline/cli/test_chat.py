@@ -175,7 +175,7 @@ def test_a_wrong_option_is_refused_before_a_model_is_loaded(weft, tmp_path: Path
 # a conversation
 
 
-def test_a_question_brings_all_before_it_along_and_is_kept_when_it_is_answered() -> None:
+def test_a_question_is_sent_with_all_messages_and_kept_when_answered() -> None:
     said = Conversation("Be brief.")
     asked = said.with_question("one?")
     assert [message["role"] for message in asked] == ["system", "user"]
@@ -325,7 +325,7 @@ def test_rates_count_tokens_after_the_first() -> None:
     assert summary([], 0, 0) == ["conversation: 0 questions"]
 
 
-def test_notes_are_dim_and_narrow_where_the_terminal_is_and_plain_without_colour(monkeypatch) -> None:
+def test_notes_are_dim_and_wrapped_on_a_terminal_and_plain_without_colour(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "24")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)

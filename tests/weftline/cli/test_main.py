@@ -88,7 +88,7 @@ def test_plan_shows_steps_and_cores(weft, write) -> None:
     assert "of 7" in ended.out
 
 
-def test_plan_and_check_take_gpus_that_nobody_has(weft, write) -> None:
+def test_plan_and_check_accept_simulated_gpus(weft, write) -> None:
     file = write(CHAIN.replace("a: {node: echo", "a: {node: echo, device: 'cuda:1', device_bytes: 2147483648"))
     assert weft("check", file, "--gpus", "2:24GiB").code == 0
     assert "this machine has cuda:0" in weft("check", file, "--gpus", "1:24GiB").err

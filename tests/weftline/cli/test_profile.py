@@ -72,7 +72,7 @@ def test_what_was_measured_of_a_step_before_it_changed_is_dropped(write, tmp_pat
     assert set(kept(path, plan, io.StringIO()).steps) == {"b"}
 
 
-def test_mistakes_are_told_before_anything_is_opened(weft, write, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_anything_is_opened(weft, write, tmp_path: Path) -> None:
     ended = weft("profile", write(TWO), "--steps", "aa")
     assert ended.code != 0
     assert "--steps aa: no step of test that runs in a worker" in ended.err

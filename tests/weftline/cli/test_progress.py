@@ -25,7 +25,7 @@ def test_a_log_has_one_line_for_each_phrase() -> None:
     ]  # fmt: skip
 
 
-def test_a_terminal_shows_every_step_from_any_thread_and_is_cleared_at_the_end() -> None:
+def test_a_terminal_shows_steps_of_all_threads_and_is_cleared_at_the_end() -> None:
     err = Terminal()
     with loading_shown(err) as report:
         for step in ("hear", "see"):
@@ -39,7 +39,7 @@ def test_a_terminal_shows_every_step_from_any_thread_and_is_cleared_at_the_end()
     assert "\x1b[2K" in shown.rpartition("see")[2], "the lines are erased after the last time they were drawn"
 
 
-def test_loading_goes_on_when_nobody_can_see_it() -> None:
+def test_loading_continues_with_standard_error_closed() -> None:
     err = io.StringIO()
     with loading_shown(err) as report:
         err.close()

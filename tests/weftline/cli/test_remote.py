@@ -118,7 +118,7 @@ def test_without_the_right_to_load_nothing_is_loaded(server: Served, tmp_path: P
         status(Remote(server.address))
 
 
-def test_a_model_that_the_server_was_not_told_of_is_unknown(remote: Remote) -> None:
+def test_a_model_outside_the_configuration_is_unknown(remote: Remote) -> None:
     with pytest.raises(errors.UnknownModel) as unknown:
         load_model(remote, "missing", io.StringIO())
     assert unknown.value.exit_code == 3

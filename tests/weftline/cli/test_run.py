@@ -98,7 +98,7 @@ def test_a_quiet_run_prints_outputs_and_nothing_else(weft, write) -> None:
     assert ended.out == "y: hello\nm: 1\n"
 
 
-def test_the_table_has_one_row_for_a_list_and_says_what_was_skipped_or_failed() -> None:
+def test_the_table_has_one_row_for_a_list_and_marks_skipped_and_failed() -> None:
     timings = [
         StepTiming("a", 0.0, 1.0, 1),
         StepTiming("cut", 1.0, 2.0, 4, element=0),
@@ -191,7 +191,7 @@ def test_a_tensor_is_written_as_numbers(weft, write) -> None:
 
 
 @pytest.mark.slow
-def test_a_tensor_too_large_for_json_is_refused_with_a_hint_and_saved_on_request(weft, write, tmp_path: Path) -> None:
+def test_a_tensor_too_large_for_json_is_refused_with_a_hint_to_save_it(weft, write, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.ones((300, 300), np.float32))
     words = ("run", write(ONE.format("float32[A, B]")), "-i", f"x=@{tmp_path / 'x.npy'}", "--json")
     refused = weft(*words)

@@ -95,7 +95,7 @@ def test_a_unix_socket_serves_and_is_gone_afterwards(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", ["0", "1"])
-def test_a_second_server_at_a_unix_socket_is_refused_and_what_a_killed_one_left_is_replaced(
+def test_a_unix_socket_in_use_is_refused_and_a_stale_one_replaced(
     folder: Path, processes: str
 ) -> None:
     words = ("shout.yaml", "--socket", "w.sock", "--processes", processes)
@@ -121,7 +121,7 @@ def test_a_second_server_at_a_unix_socket_is_refused_and_what_a_killed_one_left_
 
 
 @pytest.mark.slow
-def test_beyond_this_machine_it_serves_with_tls_and_tokens_and_probes_need_neither(folder: Path) -> None:
+def test_remote_clients_need_tls_and_tokens_and_probes_need_neither(folder: Path) -> None:
     certificate, key = (authority := Authority(folder, "ca")).sign("server")
     made = weftline(folder, "token", "web", "--model", "shout")
     token = made.stderr.split()[-1]
@@ -223,7 +223,7 @@ def in_flight(it: Served, model: str, count: int, pool: ThreadPoolExecutor) -> l
 
 
 @pytest.mark.slow
-def test_sigterm_under_load_finishes_what_is_open_refuses_what_is_new_and_exits_with_0(folder: Path) -> None:
+def test_sigterm_under_load_finishes_open_requests_and_exits_with_0(folder: Path) -> None:
     with (
         serving(folder, "second.yaml", "--port", "0", "--http-port", "0", "--grace-s", "30") as it,
         ThreadPoolExecutor(16) as pool,
@@ -281,7 +281,7 @@ def test_a_stream_that_has_begun_is_finished_before_the_server_ends(folder: Path
 
 
 @pytest.mark.slow
-def test_what_is_still_open_after_the_grace_time_is_told_so_and_the_exit_code_is_0(folder: Path) -> None:
+def test_requests_open_after_the_grace_time_fail_and_the_exit_code_is_0(folder: Path) -> None:
     with serving(folder, "minute.yaml", "--port", "0", "--grace-s", "1") as it, ThreadPoolExecutor(1) as pool:
         it.wait_up()
         sent = in_flight(it, "minute", 1, pool)
@@ -362,7 +362,7 @@ def test_it_does_not_listen_beyond_this_machine_unguarded(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_problem_is_told_before_anything_starts(folder: Path) -> None:
+def test_every_problem_is_reported_before_anything_starts(folder: Path) -> None:
     (folder / "serve.yaml").write_text("pipelines:\n  a: none.yaml\n  b: {file: shout.yaml, expose: [sya]}\n")
     ended = weftline(folder, "serve", "serve.yaml", "--tokens", "none")
     assert ended.returncode == 2

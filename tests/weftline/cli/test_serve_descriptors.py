@@ -27,7 +27,7 @@ def taken(pid: int) -> set[int]:
 
 
 @pytest.mark.slow
-def test_who_is_connected_is_served_while_a_flood_of_connections_takes_every_descriptor(tmp_path: Path) -> None:
+def test_open_connections_are_served_while_a_flood_uses_every_descriptor(tmp_path: Path) -> None:
     (tmp_path / "shout.yaml").write_text(PIPELINE)
     with serving(tmp_path, "shout.yaml", "--port", "0", "--http-port", "0") as it:
         it.wait_up()

@@ -197,7 +197,7 @@ def test_outcomes_of_something_else_are_not_gone_on_from(
     assert "it is not a report of this check" in capsys.readouterr().err
 
 
-def test_what_was_skipped_is_listed_and_decides_the_end_unless_it_is_allowed(
+def test_skipped_parts_are_listed_and_set_the_exit_code_unless_allowed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "PARTS", made_of(("good", {}), ("not here", Skipped("no tool"))))

@@ -60,7 +60,7 @@ def test_kernels_are_loaded_and_launched_as_the_bindings_want_it() -> None:
     assert [name for _, name in stand_in.of("cuModuleGetFunction")] == [b"delay", b"poke"]
 
 
-def test_a_launch_that_the_driver_refuses_is_told_by_name() -> None:
+def test_a_launch_that_the_driver_refuses_is_reported_by_name() -> None:
     pytest.importorskip("cuda.bindings.driver")
     from tests.shm.device.bindings import StandIn
 
@@ -70,7 +70,7 @@ def test_a_launch_that_the_driver_refuses_is_told_by_name() -> None:
         CudaKernels(stand_in).poke(7)
 
 
-def test_kernels_that_nobody_can_compile_are_a_reason_to_skip() -> None:
+def test_kernels_without_a_compiler_are_a_reason_to_skip() -> None:
     pytest.importorskip("cuda.bindings.driver")
     from tests.shm.device.bindings import StandIn
 

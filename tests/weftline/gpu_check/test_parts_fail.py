@@ -122,7 +122,7 @@ def test_a_part_that_hangs_is_wrong_when_its_time_is_over(monkeypatch: pytest.Mo
     assert (found.state, found.why[:-4]) == ("wrong", "the maker did not make within"), found.why  # 1 or 2 seconds
 
 
-def test_a_part_that_is_not_done_when_its_time_is_over_is_skipped_with_the_reason() -> None:
+def test_a_part_that_runs_out_of_time_is_skipped_with_the_reason() -> None:
     found = run("share", left_s=-OVERTIME_S)
     assert found.state == "skipped" and found.why.startswith("took too long: its time was over before the guest")
 

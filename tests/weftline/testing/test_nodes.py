@@ -31,7 +31,7 @@ def test_echo_gives_the_very_object_it_was_given() -> None:
     assert node.run(Batch({"value": [array]}))["value"][0] is array
 
 
-def test_echo_has_one_port_each_way_of_the_type_it_is_told() -> None:
+def test_echo_has_one_input_and_one_output_of_the_configured_type() -> None:
     ports = Echo.ports(EchoConfig(type="float32[C, 4]"), STEP)
     assert str(ports.inputs[0].type) == str(ports.outputs[0].type) == "float32[C, 4]"
 

@@ -59,7 +59,7 @@ def test_a_real_driver_is_asked_the_same_as_a_fake() -> None:
     assert len(fakes[0].calls) > 15
 
 
-def test_a_call_is_told_by_the_roles_of_what_it_is_about() -> None:
+def test_a_call_is_recorded_by_the_roles_of_its_arguments() -> None:
     recorder = Recorder(FakeGpu("fake:0"))
     gpu = recorder.driver
     arena = DeviceArena.create(gpu, MIB)
@@ -110,7 +110,7 @@ def test_a_refusal_is_noted_and_goes_on() -> None:
         recorder.driver.melt()  # type: ignore[attr-defined]
 
 
-def test_the_first_call_that_differs_is_told() -> None:
+def test_the_first_call_that_differs_is_reported() -> None:
     one, other = Recorder(FakeGpu("fake:0")), Recorder(FakeGpu("fake:0"))
     for recorder in (one, other):
         recorder.driver.granularity()

@@ -80,7 +80,7 @@ def test_a_wrong_option_is_named(node: type[Node], config: Any, option: str) -> 
     assert caught.value.option == option
 
 
-def test_echo_passes_on_what_lies_on_a_device_and_fail_does_unless_it_must_compare() -> None:
+def test_echo_and_fail_pass_on_device_tensors_unless_values_are_compared() -> None:
     near = Bench().put(bits("float32", (3,)))
     assert Echo(EchoConfig("float32[3]")).run(Batch({"value": [near]}))["value"][0] is near
     assert Fail(FailConfig("float32[3]", every=2)).run(Batch({"value": [near]}))["value"][0] is near

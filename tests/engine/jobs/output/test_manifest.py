@@ -57,7 +57,7 @@ def test_a_pipelines_text_alone_is_no_difference() -> None:
     assert changed(pipeline={**OLD.pipeline, "text": "# a comment"}) == []
 
 
-def test_columns_and_form_are_told_when_nothing_else_explains_them() -> None:
+def test_columns_and_form_are_reported_without_another_difference() -> None:
     assert changed(schema="other") == ["the output's columns are not the ones the job began with"]
     assert changed(suffix=".arrow", single_file=True) == [
         "results were written as a folder of  files, and are now requested as one .arrow file"
@@ -65,7 +65,7 @@ def test_columns_and_form_are_told_when_nothing_else_explains_them() -> None:
     assert len(changed(schema="other", settings={**OLD.settings, "keep": ["a"]})) == 1
 
 
-def test_versions_do_not_refuse_and_are_told() -> None:
+def test_version_differences_are_warnings() -> None:
     new = msgspec.structs.replace(OLD, versions={"torch": "3"})
     assert differences(OLD, new) == []
     assert version_differences(OLD, new) == ["torch: 3 now, none when the job began"]

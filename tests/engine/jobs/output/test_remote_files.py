@@ -99,7 +99,7 @@ def test_where_files_are_seen_while_they_arrive_they_are_renamed(tmp_path: Path)
     assert os.listdir(tmp_path / "c") == []  # noqa: PTH208
 
 
-def test_an_error_of_an_object_stores_library_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_an_object_store_client_is_reported(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class HttpError(Exception):
         pass
 

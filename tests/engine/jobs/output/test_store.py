@@ -227,7 +227,7 @@ def next_write(disk: FaultyDisk) -> int:
     return disk.calls + 1
 
 
-def test_pyarrow_writes_through_it_and_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_through_pyarrow(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     table = pa.table({"id": [str(row) for row in range(1000)]})

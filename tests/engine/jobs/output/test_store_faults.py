@@ -223,7 +223,7 @@ def test_kill_9_of_a_process_at_any_call_the_next_run_ends_the_same(quick_folder
     assert int(done.stdout) > 100
 
 
-def test_a_real_limit_on_file_sizes_is_told_and_leaves_nothing_torn(tmp_path: Path) -> None:
+def test_a_real_file_size_limit_is_reported_and_leaves_no_partial_file(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         code = 1

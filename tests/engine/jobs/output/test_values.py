@@ -12,7 +12,7 @@ from weftline.errors import InputError
 KEPT = pa.table({"q": ["a", "b", "c"], "n": pa.chunked_array([[1], [2, 3]])})
 
 
-def test_rows_without_an_error_come_in_order_with_their_ids_and_kept_columns():
+def test_successful_rows_keep_order_ids_and_kept_columns():
     answered = BlockResult({"x": ["A", None, "C"], "y": [1.0, None, 3.0]}, {1: FAILED})
     found = to_columns(columns({"x": "text", "y": "float32[]"}, KEPT), answered, block(3, KEPT, place=7))
     assert found.to_pylist() == [
@@ -21,7 +21,7 @@ def test_rows_without_an_error_come_in_order_with_their_ids_and_kept_columns():
     ]
 
 
-def test_a_block_in_which_every_row_failed_gives_no_rows_of_the_same_columns():
+def test_a_block_of_failed_rows_yields_an_empty_batch_of_the_same_schema():
     what = columns({"x": "text", "y": "int8[2]"}, KEPT)
     found = to_columns(
         what, BlockResult({"x": [None] * 3, "y": [None] * 3}, dict.fromkeys(range(3), FAILED)), block(3, KEPT)
@@ -81,7 +81,7 @@ def test_rows_that_do_not_fit_are_counted_from_the_start_of_the_block():
     assert "output x" in answered.errors[4].reason
 
 
-def test_media_in_files_are_named_by_place_and_the_table_has_what_the_writer_says():
+def test_media_files_are_named_by_place_and_the_table_has_their_paths():
     written = {}
 
     def write(name, data):
@@ -132,7 +132,7 @@ def test_what_the_writer_of_media_raises_comes_through():
         to_columns(columns({"p": "image"}), BlockResult({"p": [PICTURE]}), block(1), encoder, full)
 
 
-def test_media_need_somebody_to_encode_and_to_write_them():
+def test_media_require_an_encoder_and_a_write_function():
     given = BlockResult({"p": [PICTURE]})
     with pytest.raises(ValueError, match="encode"):
         to_columns(columns({"p": "image"}), given, block(1))

@@ -26,7 +26,7 @@ def test_a_failure_says_what_is_safe_and_what_to_do(code: int, said: str) -> Non
     assert "secret" not in str(failure.value)
 
 
-def test_an_error_without_a_number_is_told_too() -> None:
+def test_an_error_without_errno_is_reported() -> None:
     with pytest.raises(OutputFailed, match="out: x: gone; run the same command again"), as_output_failed("out", "x"):
         raise OSError("gone")
 

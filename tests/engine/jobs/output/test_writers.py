@@ -181,7 +181,7 @@ def test_an_abandoned_file_gets_no_footer_and_stays_open(format):
     assert not out.closed
 
 
-def test_columns_that_a_format_cannot_hold_are_all_named_before_anything_is_written():
+def test_all_columns_that_a_format_cannot_hold_are_refused_before_writing():
     union = pa.sparse_union([pa.field("a", pa.int32())])
     schema = pa.schema([("fine", pa.int32()), ("u", union), ("e", pa.struct([]))])
     with pytest.raises(InputError, match=r"column u: .*\ncolumn e: .*\n    fix: ") as raised:

@@ -88,6 +88,6 @@ def test_errors_tally_and_figures_arrive() -> None:
     assert back.answered.tally.to_json() == tally.to_json()
 
 
-def test_what_an_answerer_says_of_itself_arrives() -> None:
+def test_runner_info_survives_encoding() -> None:
     info = RunnerInfo.of(Doubler())
     assert decode_info(encode_info(info)) == info

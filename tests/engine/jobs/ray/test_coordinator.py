@@ -41,7 +41,7 @@ def test_the_feed_hears_of_blocks_in_order_and_of_the_end() -> None:
     asyncio.run(script())
 
 
-def test_a_block_is_begun_again_after_a_death_and_never_once_it_is_forgotten() -> None:
+def test_a_block_restarts_after_a_death_unless_it_was_dropped() -> None:
     async def script() -> None:
         coordinator = Coordinator(1)
         await coordinator.offer(0, 4, ["ref"])
@@ -60,7 +60,7 @@ def test_a_block_is_begun_again_after_a_death_and_never_once_it_is_forgotten() -
     asyncio.run(script())
 
 
-def test_whoever_waits_for_the_first_replica_hears_of_it_or_of_why_there_is_none() -> None:
+def test_waiting_for_the_first_replica_returns_its_info_or_the_failure() -> None:
     async def script() -> None:
         coordinator = Coordinator(1)
         waiting = asyncio.ensure_future(coordinator.wait_info())
@@ -118,7 +118,7 @@ def attempts(
 @given(
     st.integers(1, 300).flatmap(lambda rows: st.tuples(st.just(rows), st.sets(st.integers(0, rows - 1), max_size=4)))
 )
-def test_exactly_the_rows_that_kill_are_lost_and_all_others_are_answered_once(case: tuple[int, set[int]]) -> None:
+def test_only_fatal_rows_are_lost_and_all_others_run_once(case: tuple[int, set[int]]) -> None:
     rows, kills = case
     done, lost, _ = attempts(AttemptState(rows), kills)
     assert set(lost) == kills
@@ -126,7 +126,7 @@ def test_exactly_the_rows_that_kill_are_lost_and_all_others_are_answered_once(ca
     assert sorted(answered) == [row for row in range(rows) if row not in kills]
 
 
-def test_the_first_death_accuses_nobody_since_other_blocks_ran_beside() -> None:
+def test_the_first_death_has_no_single_suspect() -> None:
     state = AttemptState(100)
     assert not state.begin().alone
     second = state.begin()

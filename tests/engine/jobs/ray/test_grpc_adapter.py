@@ -37,7 +37,7 @@ def test_messages_are_read_until_their_end() -> None:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_what_was_written_is_read_to_the_last_whoever_is_first(ahead: bool) -> None:
+def test_written_messages_are_read_to_the_last(ahead: bool) -> None:
     async def script() -> None:
         call = RayCallContext(Context())
 

@@ -46,7 +46,7 @@ def test_a_pipeline_is_decided_and_answered_on_the_cluster_as_here(greet: Callab
     assert not psutil.wait_procs(family(ENGINE), timeout=10)[1]
 
 
-def test_mistakes_in_the_file_are_told_here_and_those_of_the_plan_by_the_cluster(greet: Callable[..., Path]) -> None:
+def test_file_errors_are_local_and_plan_errors_come_from_the_cluster(greet: Callable[..., Path]) -> None:
     with pytest.raises(PipelineError, match="did you mean steps"):
         ray_runner_factory(greet("inputs: {text: text}\nstepz: {}\noutputs: {}\n"))
     with pytest.raises(ModelError, match=r"on the Ray cluster: (?s:.*)cannot run in blocks"):

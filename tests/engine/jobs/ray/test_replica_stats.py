@@ -24,7 +24,7 @@ def test_an_answer_that_comes_late_takes_no_total_back() -> None:
     assert fleet.figures(2.0)["tokens"] == 10.0
 
 
-def test_who_says_nothing_is_neither_busy_nor_idle() -> None:
+def test_a_silent_replica_is_neither_busy_nor_idle() -> None:
     fleet = ReplicaStats(1)
     fleet.note("a", {"tokens": 1.0, "busy:x": 1.0}, 0.0)
     assert fleet.figures(SILENT_S + 1) == {"tokens": 1.0, "replicas": 0.0, "restarts": 0.0}

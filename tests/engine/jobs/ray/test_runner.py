@@ -58,7 +58,7 @@ def expected(blocks: range, lost: frozenset[int] = frozenset()) -> list[int | No
 
 
 @pytest.mark.slow
-def test_a_job_with_deaths_has_every_row_once_and_the_row_that_kills_is_an_error() -> None:
+def test_a_job_with_deaths_has_each_row_once_and_fatal_rows_as_errors() -> None:
     with replicas(kills=[21]) as opened:
         assert opened.block_rows == 4 and opened.ahead == 2 * 3
         assert str(opened.inputs["n"]) == "json" and opened.repeatable == {"twice": "exact", "pid": "rounding"}

@@ -152,7 +152,7 @@ async def aiter_of(messages: list[bytes]) -> AsyncIterator[bytes]:
         yield message
 
 
-def test_a_pipeline_that_cannot_open_says_why_and_leaves_nothing(greet: Callable[..., Path]) -> None:
+def test_a_failed_deployment_reports_the_reason_and_leaves_nothing(greet: Callable[..., Path]) -> None:
     body = "inputs: {x: text}\nsteps:\n  a: {node: hello, inputs: {value: x}}\noutputs: {y: a.value}\n"
     with pytest.raises(ModelError, match="hello"):
         with_replica(config_for(greet(body)), lambda replica: asyncio.sleep(0))

@@ -41,7 +41,7 @@ def test_a_log_has_a_line_every_ten_seconds_and_one_at_the_end() -> None:
     ]
 
 
-def test_the_end_is_not_told_twice_and_nothing_comes_after_it() -> None:
+def test_the_end_is_printed_once_and_last() -> None:
     err, clock = io.StringIO(), Clock()
     teller = ProgressDisplay(err, clock)
     teller.update(at(0, 0.0))
@@ -55,7 +55,7 @@ def test_the_end_is_not_told_twice_and_nothing_comes_after_it() -> None:
     assert err.getvalue().count("\n") == 1
 
 
-def test_a_job_without_progress_says_nothing() -> None:
+def test_a_job_without_progress_prints_nothing() -> None:
     err = io.StringIO()
     ProgressDisplay(err, Clock()).close()
     assert err.getvalue() == ""
@@ -120,7 +120,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_the_job_goes_on_when_nobody_can_see_it(kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_continues_with_standard_error_closed(kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     err, clock = kind(), Clock()
     teller = ProgressDisplay(err, clock)

@@ -21,7 +21,7 @@ def at(rows: int, elapsed_s: float, expected: int | None = 100_000, resumed: int
     return Progress(rows, resumed, expected, 3, max(rows - 2000, 0), elapsed_s, figures)
 
 
-def test_a_line_says_everything_in_one_order() -> None:
+def test_a_line_has_all_figures_in_a_fixed_order() -> None:
     standing = ProgressSnapshot(at(12_000, 10.0), 1234.0, None, 71.3)
     assert line(standing) == "rows 12000/100000 (12.0 %)  1234 rows/s  errors 3  committed 10000  ETA 1m11s"
 
@@ -69,7 +69,7 @@ def test_a_job_that_answers_a_block_a_minute_has_a_rate_all_the_time() -> None:
     assert moving.per_s(210.0) > moving.per_s(1000.0) > 0
 
 
-def test_a_window_keeps_few_points_however_often_it_is_told() -> None:
+def test_a_window_keeps_few_points_for_any_update_rate() -> None:
     moving = MovingRate(5.0)
     for tick in range(100_000):
         moving.add(tick * 0.0001, float(tick))

@@ -122,7 +122,7 @@ def test_a_sample_is_bounded_whatever_its_values_are() -> None:
     assert not any(char in name for name in kept.inputs for char in "\x00\ud800\u202e")
 
 
-def test_a_value_that_cannot_be_shown_says_so() -> None:
+def test_a_value_that_cannot_be_shown_becomes_a_note() -> None:
     class Odd:
         def __repr__(self) -> str:
             raise RuntimeError("no")
@@ -146,7 +146,7 @@ def offered(order: Sequence[int], failed: Sequence[int] = (), seed: int = 0, mos
     return [int(one.id) for one in sampler.samples()]
 
 
-def test_the_first_rows_the_first_failed_rows_and_some_of_all_the_job_are_kept() -> None:
+def test_samples_hold_first_rows_first_failures_and_a_spread() -> None:
     failed = range(500, 3000, 100)
     kept = offered(range(10_000), failed)
     assert len(kept) == 24 and kept == sorted(set(kept))
@@ -156,7 +156,7 @@ def test_the_first_rows_the_first_failed_rows_and_some_of_all_the_job_are_kept()
     assert len(spread) == 8 and max(spread) > 5000
 
 
-def test_what_nobody_uses_goes_to_rows_at_large_and_a_short_job_is_kept_whole() -> None:
+def test_unused_sample_slots_go_to_the_spread_and_short_jobs_stay_whole() -> None:
     assert len(offered(range(10_000))) == 24
     assert offered(range(24)) == list(range(24))
     assert offered(range(5), [2]) == [0, 1, 2, 3, 4]
@@ -203,7 +203,7 @@ def test_rows_that_are_not_kept_are_not_made() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 7, 1000])
-def test_a_block_says_at_once_which_of_its_rows_are_worth_an_offer(block: int) -> None:
+def test_the_sampler_preselects_rows_of_a_block(block: int) -> None:
     sampler, failed = RowSampler(seed=4), {3, 1500, 2500}
     offers = 0
     for start in range(0, 3000, block):

@@ -21,7 +21,7 @@ def test_a_summary_has_rows_rates_steps_errors_files_and_the_next_command() -> N
     assert lines[-1].startswith("  run the same command with --retry-errors")
 
 
-def test_a_resumed_job_says_so() -> None:
+def test_the_summary_of_a_resumed_job_counts_earlier_rows() -> None:
     text = summary(job(resumed=500))
     assert "10 errors; 500 of them from earlier runs" not in text
     assert "2000 (500 of them from earlier runs): 1990 ok, 10 errors" in text
@@ -55,7 +55,7 @@ def test_a_step_without_items_leaves_its_figures_empty() -> None:
     assert see == ["see", "0", "0", "3", "0"]
 
 
-def test_only_the_first_kinds_are_told_and_the_others_counted() -> None:
+def test_only_the_first_kinds_are_listed_and_the_others_counted() -> None:
     kinds = [ErrorKind("see", f"E{number}", "r", 10, ()) for number in range(9)]
     lines = summary(job(kinds=kinds)).splitlines()
     assert "  and 40 rows of 4 more kinds" in lines
@@ -86,7 +86,7 @@ def test_error_rows_can_be_run_again() -> None:
     assert "--retry-errors" in said and "the 1 error row again" in said
 
 
-def test_a_job_that_stopped_says_why_and_that_it_goes_on() -> None:
+def test_a_stopped_job_reports_the_reason_and_how_to_resume() -> None:
     end = job(finished=False, why="no space\x1b[2J\nleft", errors=2)
     assert outcome(end) == "stopped: no space\\x1b[2J left"
     first, second = next_steps(end)
@@ -100,7 +100,7 @@ def one_step(rows: int = 100, batch: int = 10, node_ms: float = 50.0) -> Tally:
     return tally
 
 
-def test_a_step_is_told_by_its_tally() -> None:
+def test_step_statistics_come_from_the_tally() -> None:
     (step,) = step_figures(job(tally=one_step(), rows=100, elapsed_s=2.0, instances={"see": 1}))
     assert (step.items, step.batches, step.batch_mean) == (100, pytest.approx(10), pytest.approx(10))
     assert step.p50_ms == step.p99_ms == pytest.approx(20, rel=0.12)

@@ -25,7 +25,7 @@ def test_a_rate_has_the_digits_that_matter(per_s: float, said: str) -> None:
     assert rate(per_s) == said
 
 
-def test_what_is_not_all_done_is_never_told_as_all() -> None:
+def test_percentages_below_all_are_never_rounded_to_all() -> None:
     assert (percent(0.12), percent(0.99999), percent(1.0), percent(0.29)) == ("12.0 %", "99.9 %", "100.0 %", "29.0 %")
     assert (counted(1, "row"), counted(0, "row")) == ("1 row", "0 rows")
 
@@ -36,7 +36,7 @@ def test_what_cannot_be_seen_is_an_escape_and_what_joins_letters_stays() -> None
     assert harmless(f"{family}\r\n\tü", 100) == f"{family}\n\tü"
 
 
-def test_a_long_text_is_cut_and_says_how_long_it_was() -> None:
+def test_a_long_text_is_truncated_with_its_length() -> None:
     assert harmless("x" * 1000, 5) == "xxxxx … (1000 characters)"
     assert one_line(" a \n\t b ", 100) == "a b"
     assert as_name("a\nb\tc  d", 100) == "a\\nb\\tc  d"

@@ -107,7 +107,7 @@ def test_rows_without_what_is_needed_take_no_place_in_a_batch(opened: Callable[.
     assert answer["failed"] == 0
 
 
-def test_a_row_that_failed_before_is_left_out_even_where_the_input_is_optional(
+def test_an_earlier_failed_row_is_skipped_even_for_an_optional_input(
     opened: Callable[..., RowsNode],
 ) -> None:
     Noting.answer = staticmethod(lambda batch: {"y": [f"{x} {b}" for x, b in zip(batch["x"], batch["b"])]})
@@ -142,7 +142,7 @@ def test_a_value_of_the_wrong_type_fails_its_row_alone(opened: Callable[..., Row
     assert answer["errors"] == [[1, "StepError", "y: found a value of type int, expected a str"]]
 
 
-def test_tensors_of_different_shapes_run_apart_where_the_step_says_so(opened: Callable[..., RowsNode]) -> None:
+def test_tensors_of_different_shapes_run_apart_if_configured(opened: Callable[..., RowsNode]) -> None:
     Noting.answer = staticmethod(lambda batch: {"y": [str(len(x)) for x in batch["x"]]})
     arrays = [np.zeros(size, np.float32) for size in (2, 3, 2, 3, 2, 2, 2)]
     node = opened(inputs={"x": "float32[?]"}, same_shapes=True)
@@ -205,7 +205,7 @@ def test_a_step_that_needs_what_is_always_absent_runs_for_no_row(opened: Callabl
     assert asked(node, {"x": column(["a"])}, 1)["y"] == ["a None"]
 
 
-def test_an_output_that_nobody_reads_is_not_written(opened: Callable[..., RowsNode]) -> None:
+def test_an_unread_output_is_not_written(opened: Callable[..., RowsNode]) -> None:
     assert asked(opened(unread=("y",)), {"x": column(["a", "b"])}, 2)["y"] == []
 
 
@@ -219,7 +219,7 @@ def test_a_column_of_another_length_is_refused(opened: Callable[..., RowsNode]) 
         asked(opened(), {"x": column(["a", "b"])}, 3)
 
 
-def test_a_block_that_nobody_waits_for_ends_between_batches(opened: Callable[..., RowsNode]) -> None:
+def test_a_cancelled_block_ends_between_batches(opened: Callable[..., RowsNode]) -> None:
     node = opened()
     seeds = np.full(9, -1, np.int64)
     batch = Batch({"x": [column(list("abcdefghi"))], "seeds": [seeds]}, cancelled=lambda id: bool(Noting.calls))

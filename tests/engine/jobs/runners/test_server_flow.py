@@ -212,7 +212,7 @@ def test_what_no_row_would_survive_ends_the_job(error: WeftlineError) -> None:
         RetryPolicy().after(error, ServerActivity(), 0.0)
 
 
-def test_a_row_that_is_refused_for_now_waits_as_long_as_the_server_said() -> None:
+def test_a_refused_row_waits_for_the_pause_of_the_server() -> None:
     tries = RetryPolicy()
     assert [tries.after(FULL, ServerActivity(), float(now)) for now in range(50)] == [Retry(0.25, "half")] * 50
 
@@ -247,7 +247,7 @@ def test_a_server_that_is_gone_is_asked_less_and_less_often() -> None:
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_S, LONGEST_S]
 
 
-def test_one_that_says_when_to_come_back_is_not_asked_sooner() -> None:
+def test_retries_respect_the_pause_of_the_server() -> None:
     draining = Unavailable("the server is shutting down")
     draining.retry_after_s = 1.0
     then = RetryPolicy().after(draining, ServerActivity(), 0.0)

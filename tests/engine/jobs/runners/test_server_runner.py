@@ -158,7 +158,7 @@ def test_what_a_row_leaves_out_is_left_out_and_only_wanted_outputs_come(server: 
     runner.close()
 
 
-def test_no_more_rows_are_under_way_than_was_said(server: Served) -> None:
+def test_rows_in_flight_stay_within_the_limit(server: Served) -> None:
     server.records.clear()
     runner = ServerRunner(server.address, "slow", in_flight=3)
     wait_for([runner.submit(block(x=texts(20))) for _ in range(2)], 60)
@@ -300,14 +300,14 @@ def test_another_pipeline_is_refused_with_both_lists(server: Served, text: str, 
         ("wide", {"tls": "/nowhere.pem"}, InputError, "cannot read"),
     ],
 )
-def test_what_cannot_be_is_said_at_once(
+def test_impossible_options_are_refused_at_once(
     server: Served, model: str, more: Mapping[str, Any], kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
         ServerRunner(server.address, model, **more)
 
 
-def test_no_server_is_said_at_once() -> None:
+def test_a_missing_server_is_reported_at_once() -> None:
     with pytest.raises(Unavailable, match="cannot reach a server"):
         ServerRunner(f"127.0.0.1:{free_port()}", "wide")
     assert "weftline-via" not in [one.name for one in threading.enumerate()]
@@ -347,7 +347,7 @@ def test_nothing_is_asked_before_it_is_opened(tmp_path: Path) -> None:
         factory(None)
 
 
-def test_a_wrong_file_is_said_before_anything(tmp_path: Path) -> None:
+def test_an_invalid_file_is_reported_first(tmp_path: Path) -> None:
     file = tmp_path / "said.yaml"
     file.write_text(ECHO.replace("node: echo", "node: ecko"))
     with pytest.raises(PipelineError, match="did you mean echo"):

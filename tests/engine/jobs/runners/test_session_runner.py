@@ -233,7 +233,7 @@ def size(x: "uint8[N]") -> int:
 
 
 @pytest.mark.slow
-def test_rows_whose_values_do_not_all_fit_at_once_are_answered_all_the_same(tmp_path: Path) -> None:
+def test_rows_larger_than_the_arena_run_in_several_portions(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(LARGE_STEPS)
     (tmp_path / "large.yaml").write_text(LARGE)
     with load(tmp_path / "large.yaml").open() as opened:

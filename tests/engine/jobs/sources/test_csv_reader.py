@@ -125,7 +125,7 @@ def batches(data: bytes, at: Any = None) -> list[tuple[Any, int, list[dict[str, 
     return [(one.at, one.row, one.table.to_pylist()) for one in reader.read(reader.pieces(False)[0], at)]
 
 
-def test_records_that_are_no_text_and_too_long_are_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_long_records_that_are_not_utf8_are_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.unraisablehook", sys.__unraisablehook__)
         assert read(b"a,b\n1,x\n2,\xff,\xff\n3,y\n") == [

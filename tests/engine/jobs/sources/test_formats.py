@@ -38,7 +38,7 @@ def test_a_named_file_is_of_the_format_that_is_said() -> None:
         (["a.dat"], True, "in: the file name has no suffix of a known format"),
     ],
 )
-def test_what_cannot_be_told_is_refused(names: list[str], named: bool, said: str) -> None:
+def test_names_without_a_known_format_are_refused(names: list[str], named: bool, said: str) -> None:
     with pytest.raises(InputError, match=said):
         chosen(names, None, named, "in")
 

@@ -40,7 +40,7 @@ def same(found: list[Any], expected: list[Any]) -> bool:
     )
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_mapping_problems_are_reported_at_once() -> None:
     table = pa.table({"txt": ["a"], "number": [1], "picture": [1.5]})
     ports = {name: PortType.parse(type) for name, type in (("text", "text"), ("picture", "image"), ("n", "text"))}
     with pytest.raises(InputError) as raised:

@@ -140,7 +140,7 @@ def test_compressed_files_read_like_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl.bz2", "a.jsonl.xz"])
-def test_a_damaged_archive_is_told(tmp_path: Path, name: str) -> None:
+def test_a_damaged_archive_is_reported(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"no archive at all, but long enough to be looked at")
     with pytest.raises(InputError, match=f"{name}, near line 1: cannot be read"):
         open_source(DataSpec((str(tmp_path / name),)))

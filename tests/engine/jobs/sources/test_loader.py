@@ -8,13 +8,13 @@ from weftline.engine.jobs.sources.media import Loader
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_as_a_picture_cannot_be_used_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_as_a_media_file_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.png")
     with Loader(folder=str(tmp_path)) as loader:
         assert loader.read_all(["a.png"]) == [Unusable("cannot read a.png: it is no regular file")]
 
 
-def test_a_folder_as_a_picture_is_told(tmp_path: Path) -> None:
+def test_a_folder_is_refused_as_a_media_file(tmp_path: Path) -> None:
     (tmp_path / "a.png").mkdir()
     with Loader(folder=str(tmp_path)) as loader:
         assert loader.read_all(["a.png"]) == [Unusable("cannot read a.png: Is a directory")]

@@ -49,7 +49,7 @@ def test_a_file_that_is_not_what_it_is_called_is_named(tmp_path: Path, name: str
         opened(tmp_path / name)
 
 
-def test_a_torn_parquet_file_is_told_when_the_tear_is_reached(tmp_path: Path) -> None:
+def test_a_truncated_parquet_file_is_reported_at_the_damage(tmp_path: Path) -> None:
     pq.write_table(table(1000), tmp_path / "a.parquet", compression="none", use_dictionary=False)
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[4:2000] = bytes(1996)
@@ -131,7 +131,7 @@ def test_a_data_set_by_name_comes_from_datasets(monkeypatch: pytest.MonkeyPatch)
     assert asked == [("someone/something", "small", "train")]
 
 
-def test_a_data_set_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **more: Any) -> Any:
         raise ConnectionError("no network\nand more")
 

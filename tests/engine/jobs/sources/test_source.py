@@ -101,7 +101,7 @@ def test_object_stores_are_read_like_folders() -> None:
         (("-",), {"format": "parquet"}, "cannot be read from it"),
     ],
 )
-def test_what_cannot_be_opened_is_told(
+def test_data_that_cannot_be_opened_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: tuple[str, ...], more: dict[str, Any], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -154,7 +154,7 @@ def test_fingerprints_tell_what_is_in_files(tmp_path: Path) -> None:
     assert (list(after), after == before) == (["a.jsonl"], False)
 
 
-def test_large_files_are_told_by_their_ends_and_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_fingerprinted_by_ends_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locations, "WHOLE_BYTES", 10)
     monkeypatch.setattr(locations, "END_BYTES", 5)
     file = write(tmp_path / "a.jsonl", *range(20))
@@ -210,7 +210,7 @@ def test_a_file_named_twice_through_a_link_is_one_file(tmp_path: Path) -> None:
             opened(file, tmp_path / other)
 
 
-def test_links_to_files_in_a_folder_are_files_and_linked_folders_are_passed_over(tmp_path: Path) -> None:
+def test_links_to_files_are_read_and_links_to_folders_are_skipped(tmp_path: Path) -> None:
     write(tmp_path / "blobs" / "x.jsonl", 1)
     write(tmp_path / "in" / "more" / "c.jsonl", 1)
     for name in ("a.jsonl", "b.jsonl"):

@@ -41,7 +41,7 @@ def test_blocks_are_no_larger_than_they_need_be(monkeypatch: pytest.MonkeyPatch)
     ]  # fmt: skip
 
 
-def test_a_stream_that_breaks_is_told_by_line() -> None:
+def test_a_broken_stream_is_reported_with_its_line() -> None:
     class Broken:
         def read(self, size_bytes: int) -> bytes:
             raise OSError(5, "Input/output error")

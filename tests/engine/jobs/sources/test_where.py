@@ -100,7 +100,7 @@ def test_what_cannot_be_asked_is_refused_before_the_first_row(text: str, said: s
         RowFilter([text], TABLE.schema)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_filter_problems_are_reported_at_once() -> None:
     with pytest.raises(InputError) as raised:
         RowFilter(["x > 1", "y > 1", "n >"], TABLE.schema)
     assert str(raised.value).count("--where") == 3

@@ -115,7 +115,7 @@ def test_what_is_left_has_a_path_and_a_reason() -> None:
     assert "left: 3 layer: its code also uses residual_multiplier" in str(report)
 
 
-def test_a_layer_that_disagrees_with_the_probe_is_put_back_and_the_others_stay_fused() -> None:
+def test_a_layer_that_fails_the_probe_is_restored_and_others_stay_fused() -> None:
     model = build("SmolLM3", {"num_hidden_layers": 4})  # its fourth layer does not turn queries and keys
     before = logits(model)
     report = fuse(model)
@@ -203,7 +203,7 @@ def rounds_once(product: Tensor, activate: Callable[[Tensor], Tensor], name: str
     return (activate(gate) * up).to(product.dtype)
 
 
-def test_a_deep_model_in_bfloat16_is_fused_whole_though_its_layers_round_otherwise(
+def test_a_deep_bfloat16_model_is_fused_whole_despite_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against the original layers the stack's difference grows with the depth, to more than any tolerance."""

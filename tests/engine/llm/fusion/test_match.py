@@ -40,7 +40,7 @@ def test_names_are_attributes_calls_and_what_getattr_asks_for() -> None:
     assert names_used(torch.relu) == frozenset()
 
 
-def test_replaced_forwards_and_strange_children_are_told() -> None:
+def test_replaced_forwards_and_unknown_children_are_reported() -> None:
     module = torch.nn.Module()
     assert beyond(module, frozenset()) is not None
     module.forward = lambda given: given  # type: ignore[method-assign, assignment]

@@ -109,7 +109,7 @@ def test_a_layer_without_pages_says_so() -> None:
         gpu.attend(LayerPages(gpu), *torch.zeros(3, 2, 1, 4), 1.0, None, None)
 
 
-def test_without_a_gpu_the_plain_operations_are_used_and_the_reason_is_given() -> None:
+def test_without_a_gpu_plain_operations_are_used_and_a_reason_is_given() -> None:
     ops, reason = ops_for(CPU)
     assert isinstance(ops, PlainOps)
     assert reason is not None and "cpu" in reason

@@ -52,7 +52,7 @@ def test_reading_a_value_while_recording_raises() -> None:
         FakeCapture().record(lambda: given[: int(given.sum())])
 
 
-def test_a_fake_can_be_told_to_fail() -> None:
+def test_a_fake_can_be_set_to_fail() -> None:
     capture = FakeCapture()
     capture.fail = True
     with pytest.raises(RuntimeError, match="set to fail"):
@@ -173,7 +173,7 @@ def _records(cuda: Cuda, recording: CudaCapture) -> list[str]:
     return streams
 
 
-def test_all_graphs_of_a_model_are_recorded_on_one_stream_in_one_pool_and_after_all_were_dropped_in_a_new_one(
+def test_graphs_share_one_stream_and_pool_and_get_a_new_pool_after_a_drop(
     cuda: Cuda,
 ) -> None:
     recording = CudaCapture(torch.device("cuda:0"))
@@ -190,7 +190,7 @@ def test_all_graphs_of_a_model_are_recorded_on_one_stream_in_one_pool_and_after_
 
 
 @pytest.mark.parametrize("where", ["in the computation", "at its end"])
-def test_after_a_capture_that_failed_stream_allocator_and_random_numbers_are_as_before(cuda: Cuda, where: str) -> None:
+def test_a_failed_capture_restores_stream_allocator_and_random_numbers(cuda: Cuda, where: str) -> None:
     recording = CudaCapture(torch.device("cuda:0"))
     cuda.invalid = True
 

@@ -114,7 +114,7 @@ def _asks(tokens: int) -> list[tuple[list[int], SamplingParams, LlmRequestOption
     ]
 
 
-def test_requests_that_need_the_host_and_prompts_among_those_that_decode_are_replays_of_graphs() -> None:
+def test_host_sampled_requests_and_mixed_prompts_replay_graphs() -> None:
     said = []
     for capture in (FakeCapture(), Computed(), None):
         runner = _runner(capture)
@@ -196,7 +196,7 @@ def test_each_row_of_a_prompt_has_its_requests_adapter(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
-def test_all_graphs_are_recorded_before_requests_come_largest_first_and_write_to_no_page() -> None:
+def test_all_graphs_are_recorded_first_largest_first_and_write_to_no_page() -> None:
     capture, reported = FakeCapture(), []
     runner = _runner(capture)
     engine = Engine(runner, None, RoundLimits(48, 6))
@@ -217,7 +217,7 @@ def test_all_graphs_are_recorded_before_requests_come_largest_first_and_write_to
     assert capture.recorded == len(SIZES) and not rounds
 
 
-def test_after_the_memory_moved_an_idle_node_records_one_graph_a_round_until_it_has_them_all() -> None:
+def test_after_a_resize_an_idle_node_records_one_graph_per_round() -> None:
     runner, sizes = _runner(FakeCapture()), (1, 4, 8, 16)
     assert runner.graphs is not None
     runner.graphs.sizes = sizes
@@ -271,7 +271,7 @@ def test_sizes_without_memory_are_computed_and_smaller_ones_have_graphs(caplog: 
     assert _tokens(said) == _tokens(_said(Engine(_runner(None), None, RoundLimits(48, 6)), _asks(2)[:4]))
 
 
-def test_without_memory_for_drawing_on_the_device_the_graphs_stay_and_the_host_draws() -> None:
+def test_without_device_memory_for_sampling_the_host_samples() -> None:
     runner = _runner(FakeCapture())
     assert runner.graphs is not None
     asks = [([5, 6, 7 + at], SamplingParams(tokens_max=4, ignore_eos=True), LlmRequestOptions()) for at in range(2)]

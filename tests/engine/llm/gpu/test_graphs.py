@@ -176,7 +176,7 @@ def test_a_round_may_take_its_tokens_from_the_one_before_on_the_device(dispatche
     assert [len(said) for said in decoder.said()] == [3, 2, 3, 2, 1]
 
 
-def test_recording_in_the_middle_of_a_chain_leaves_the_tokens_on_the_device_alone(dispatched: None) -> None:
+def test_recording_within_a_chain_keeps_the_tokens_on_the_device(dispatched: None) -> None:
     decoder = Decoder("llama", True, FakeCapture())
     first = decoder.launch([0, 1])
     for at in (0, 1):
@@ -215,7 +215,7 @@ def test_graphs_that_were_not_dropped_would_read_the_old_pages(dispatched: None)
     assert torch.equal(new, before)  # this is why `drop` is there
 
 
-def test_a_model_that_cannot_be_recorded_is_computed_each_time_and_reported_once(
+def test_an_unrecordable_model_is_computed_eagerly_and_reported_once(
     dispatched: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     capture = FakeCapture()
@@ -266,7 +266,7 @@ def test_a_frozen_number_would_be_found_out(dispatched: None) -> None:
     assert any(said != wanted[: len(said)] for said, wanted in zip(decoder.said(), expected("llama", 48), strict=True))
 
 
-def test_rows_without_a_sound_logit_are_told_apart(dispatched: None) -> None:
+def test_rows_without_a_sound_logit_are_marked(dispatched: None) -> None:
     decoder = Decoder("llama", False, FakeCapture())
     forward = decoder.graphs.forward
 
@@ -292,7 +292,7 @@ def test_settings_of_every_sequence_reach_the_draw(dispatched: None) -> None:
         assert decoder.graphs.launch(spans, [1, 1, 1], draws).tokens() == [base * at + at for at in (1, 2, 3)]
 
 
-def test_a_round_is_padded_to_the_next_size_and_too_many_sequences_are_refused(dispatched: None) -> None:
+def test_a_round_is_padded_and_too_many_sequences_are_refused(dispatched: None) -> None:
     decoder = Decoder("llama")
     assert decoder.graphs.sizes == (1, 2, 4, *range(8, 65, 8))
     assert decoder.graphs.sequences_max == 64

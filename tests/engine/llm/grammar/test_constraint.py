@@ -76,7 +76,7 @@ def test_equal_constraints_are_one_key_and_the_order_of_properties_counts() -> N
         ({"json_schema": nested(100_000)}, "nested deeper than 64"),
     ],
 )
-def test_what_is_refused_is_told(sent: object, reason: str) -> None:
+def test_a_refusal_names_its_reason(sent: object, reason: str) -> None:
     with pytest.raises(InputError) as raised:
         Constraint.read(sent)
     assert reason in str(raised.value)

@@ -44,7 +44,7 @@ def left(row: torch.Tensor) -> set[str]:
     return {WORDS.decode([int(token)]) for token in (row > -torch.inf).nonzero().flatten()}
 
 
-def test_only_rows_with_a_matcher_change_and_allowed_logits_keep_their_values(compiler: GrammarCompiler) -> None:
+def test_only_rows_with_a_matcher_change_and_allowed_logits_stay(compiler: GrammarCompiler) -> None:
     digits, letters = grammar(compiler, "[0-9]"), grammar(compiler, "[xyz]")
     logits = torch.randn(4, SIZE)
     before = logits.clone()
@@ -111,7 +111,7 @@ def test_what_fails_fails_alone_and_its_row_is_left_as_it_is(compiler: GrammarCo
     assert (logits[1] == 0).all()
 
 
-def test_an_error_nobody_expected_is_no_caller_s_mistake(compiler: GrammarCompiler) -> None:
+def test_an_unexpected_error_is_not_reported_as_the_callers_mistake(compiler: GrammarCompiler) -> None:
     failed = apply_masks(torch.zeros(1, SIZE), [Broken(grammar(compiler, "[0-9]"), RuntimeError("/a/path"))])
     assert isinstance(failed[0], StepError)
     assert str(failed[0]) == "the constraint failed: RuntimeError"

@@ -53,7 +53,7 @@ def test_each_thing_that_is_missing_is_named(hopper: pytest.MonkeyPatch) -> None
     assert available("cuda") == "package triton is not installed"
 
 
-def test_without_a_c_compiler_triton_cannot_start_kernels_and_the_reason_says_what_to_install(
+def test_without_a_c_compiler_the_reason_names_what_to_install(
     hopper: pytest.MonkeyPatch,
 ) -> None:
     hopper.setattr(availability, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)

@@ -93,7 +93,7 @@ def test_where_the_kernel_can_be_used_it_draws_all_rows_at_once(monkeypatch: pyt
     assert kernel.calls == [5]
 
 
-def test_a_cold_row_takes_the_lowest_of_equal_tokens_whether_it_narrows_or_not() -> None:
+def test_a_cold_row_picks_the_lowest_of_equal_tokens_with_any_filter() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0, 5.0, 5.0]]).repeat(2, 400)
     settings = drawing.DrawSettings(torch.zeros(2), torch.zeros(2).long(), torch.zeros(2).long(), torch.tensor([0, 7]))
     assert drawing.draw(logits, settings).tolist() == [1, 1]

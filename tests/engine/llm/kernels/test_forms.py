@@ -51,7 +51,7 @@ def attention(rows: int, sequences: int, slots: int, pages_max: int, window: int
     )[1]
 
 
-def test_attention_has_a_form_for_decoding_and_one_for_prompts_whatever_the_round() -> None:
+def test_attention_has_one_form_for_decoding_and_one_for_prompts() -> None:
     decoding = [(size, size) for size in SIZES if size <= 512]
     mixed = [(rows, sequences) for rows, sequences in itertools.product(ROWS, (1, 3, 17, 64, 512)) if rows >= sequences]
     for pages_max in (64, 2048):

@@ -64,7 +64,7 @@ def merged_three() -> list[Any]:
 
 
 @pytest.mark.parametrize("tell", [spans, by_slots])
-def test_three_adapters_and_none_in_one_round_give_what_merged_weights_give(three: Any, tell: Any) -> None:
+def test_three_adapters_and_none_in_one_round_equal_merged_weights(three: Any, tell: Any) -> None:
     model, adapters = three
     slots = [1, 0, 3, 1, 2, 0, 2]
     adapters.choose(tell(slots))
@@ -321,7 +321,7 @@ def answers(engine: Engine, asked: list[tuple[list[int], str]], tokens: int = 8)
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-def test_requests_of_three_adapters_and_none_share_rounds_and_get_their_own_answers(tmp_path: Path, fuse: bool) -> None:
+def test_requests_of_three_adapters_share_rounds_and_keep_their_answers(tmp_path: Path, fuse: bool) -> None:
     serving = engine(tiny_adapters.model(), fuse)
     for name, seed, targets in (("a", 1, tiny_adapters.ALL), ("b", 2, tiny_adapters.SOME), ("c", 3, ("down_proj",))):
         serving.runner.load_adapter(name, tiny_adapters.write(tmp_path / name, seed, targets=targets))

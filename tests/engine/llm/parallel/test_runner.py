@@ -100,7 +100,7 @@ def test_a_killed_rank_fails_the_round_at_once_and_every_later_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_on_two_ranks_rounds_that_decode_are_computed_by_both_where_one_device_would_draw_by_itself(tmp_path):
+def test_on_two_ranks_decoding_rounds_are_computed_by_both(tmp_path):
     """A rank that launched a round alone would wait in its first sum for the other, which received none."""
     folder = _saved("llama", tmp_path)
     options = RunnerOptions(page_tokens=8, form="gpu")
@@ -139,7 +139,7 @@ class _Told:
         self.closed += 1
 
 
-def test_a_round_that_fails_on_the_first_rank_ends_the_others_which_wait_for_it(monkeypatch):
+def test_a_round_that_fails_on_the_first_rank_ends_the_other_ranks(monkeypatch):
     alone, followers = tiny.fresh_runner("llama"), _Told()  # its model is bound anew
     runner = ParallelRunner(alone.model, RunnerOptions(page_tokens=8))
     monkeypatch.setattr(runner, "_followers", followers, raising=False)
@@ -152,7 +152,7 @@ def test_a_round_that_fails_on_the_first_rank_ends_the_others_which_wait_for_it(
     assert followers.closed == 1
 
 
-def test_a_model_that_does_not_say_how_it_is_split_or_has_odd_heads_is_refused(tmp_path):
+def test_a_model_without_a_split_plan_or_with_odd_heads_is_refused(tmp_path):
     with pytest.raises(ModelError, match="does not say how it is split"):
         ParallelRunner.open_on(["cpu", "cpu"], _saved("gpt2", tmp_path / "gpt2"))
     with pytest.raises(ModelError, match="has 4 heads; they cannot be split over 3 ranks"):

@@ -99,7 +99,7 @@ def test_likely_tokens_stay_when_all_but_one_are_forbidden():
     assert keep_typical(left, torch.tensor([0.5])).isfinite()[0].tolist() == [True, False, False]
 
 
-def test_off_leaves_out_nothing_even_where_one_token_has_all_that_float32_can_tell():
+def test_off_keeps_every_token_even_when_one_has_all_the_probability():
     ordered, off = torch.tensor([[0.0, -20.0, -30.0]]), torch.tensor([1.0])
     assert keep_likely(ordered, None, None, off, None).isfinite().all()
     assert keep_typical(ordered, off).isfinite().all()

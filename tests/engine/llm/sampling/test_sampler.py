@@ -162,7 +162,7 @@ def test_ends_wait_for_the_least_length():
     assert _tokens(logits, early, ends=frozenset({1})) == [1]
 
 
-def test_a_row_without_usable_numbers_is_told_apart():
+def test_a_row_without_usable_numbers_is_marked_unsound():
     for params in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"allowed_token_ids": [1, 2]}):
         logits = torch.randn(4, 500)
         logits[1, 4] = torch.nan
@@ -213,7 +213,7 @@ def test_grammars_have_the_last_word_and_fail_alone():
     assert not failed.sound and failed.error is broken
 
 
-def test_prompt_tokens_are_told_with_the_likeliest_ones():
+def test_prompt_logprobs_include_the_top_tokens():
     logits = torch.randn(3, VOCABULARY)
     found = Sampler(ENDS, VOCABULARY).prompt_logprobs(logits, [4, 5, 6], 2)
     logs = logits.log_softmax(-1)

@@ -119,7 +119,7 @@ def test_it_is_off_unless_it_was_asked_for(made: Object) -> None:
         "sem.lock", "/*", "/memfd:arena", b"/bytes", None, 7,
     ],
 )  # fmt: skip
-def test_what_is_no_name_of_shared_memory_is_refused_before_anything_is_opened(
+def test_invalid_shared_memory_names_are_refused_before_any_open(
     memory: SharedMemory, key: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weftline.engine.serving.auth.shared_memory._open", lambda *_: pytest.fail("it was opened"))
@@ -279,7 +279,7 @@ def test_a_mapping_of_the_same_memory_would_have_been_killed(made: Object) -> No
     assert ended.returncode == -7  # SIGBUS: why regions are never mapped
 
 
-def test_shrinking_again_and_again_while_it_is_read_and_written_ends_in_refusals_only(
+def test_shrinking_a_region_in_use_ends_in_refusals_only(
     memory: SharedMemory, made: Object
 ) -> None:
     memory.register("in", made.key, 0, SIZE)

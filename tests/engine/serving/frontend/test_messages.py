@@ -41,7 +41,7 @@ def test_a_configuration_arrives_as_it_left(config: ServeConfig) -> None:
     assert decode_spec(encode_spec(spec)) == spec
 
 
-def test_relative_paths_are_those_of_whoever_sends() -> None:
+def test_relative_paths_are_those_of_the_sender() -> None:
     spec = IngressSpec("grpc", (GRPC,), replace(FULL, tokens=Path("tokens")))
     assert decode_spec(encode_spec(spec)).config.tokens == Path.cwd() / "tokens"
 
@@ -89,7 +89,7 @@ def test_an_error_arrives_as_it_left(error: errors.WeftlineError) -> None:
         assert found.step == error.step
 
 
-def test_what_nobody_foresaw_travels_without_its_words() -> None:
+def test_an_unexpected_exception_is_sent_without_its_text() -> None:
     wire = to_wire_error(KeyError("/etc/secret at 0x7f00"))
     assert "secret" not in wire.message
     assert from_wire_error(wire).status == "INTERNAL"

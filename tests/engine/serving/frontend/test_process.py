@@ -110,7 +110,7 @@ def test_tritonclient_is_answered_through_an_http_ingress(repository: Repository
 
 
 @pytest.mark.slow
-def test_clients_of_a_killed_ingress_see_unavailable_and_the_next_one_serves_them(repository: Repository) -> None:
+def test_a_killed_ingress_is_unavailable_and_its_successor_serves(repository: Repository) -> None:
     """R5, with the gRPC server: a stream and a stuck client on it, kill -9, and the same address again."""
     session = repository.get("flood")
 

@@ -404,7 +404,7 @@ def test_index_faces_and_figures_are_the_same(run: Run, repository: Repository) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["local", "remote"])
-def test_who_loads_a_model_finds_it_and_who_unloads_it_does_not(where: str, tmp_path: Path) -> None:
+def test_a_loaded_model_is_visible_at_once_and_an_unloaded_one_is_not(where: str, tmp_path: Path) -> None:
     (tmp_path / "echo.yaml").write_text(ECHO)
     (tmp_path / "broken.yaml").write_text(ECHO.replace("node: echo", "node: nothing"))
     served = {name: ServedPipeline(tmp_path / f"{name}.yaml", load=False) for name in ("echo", "broken")}

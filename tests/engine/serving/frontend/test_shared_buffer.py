@@ -37,7 +37,7 @@ def buffers() -> Iterator[tuple[HostArena, SharedBuffer]]:
     detach(buffer.arena)
 
 
-def test_only_the_one_it_was_granted_to_writes(buffers: tuple[HostArena, SharedBuffer]) -> None:
+def test_only_the_ingress_process_can_write_its_buffer(buffers: tuple[HostArena, SharedBuffer]) -> None:
     reader, buffer = buffers
     with pytest.raises(TypeError):
         reader.buffer[0] = 1
@@ -54,7 +54,7 @@ def test_the_engines_own_cannot_be_written_by_the_reader() -> None:
         attach_request_buffer(os.dup(answers.fd))
 
 
-def test_large_values_lie_in_the_extent_and_small_ones_travel_inside(buffers: tuple[HostArena, SharedBuffer]) -> None:
+def test_large_values_are_in_the_buffer_and_small_ones_inline(buffers: tuple[HostArena, SharedBuffer]) -> None:
     reader, buffer = buffers
     values: dict[str, Any] = {
         "large": np.arange(20_000, dtype=np.float32),
@@ -78,7 +78,7 @@ def test_large_values_lie_in_the_extent_and_small_ones_travel_inside(buffers: tu
     assert buffer.taken_bytes == 0
 
 
-def test_what_finds_no_room_travels_inside_its_message(buffers: tuple[HostArena, SharedBuffer]) -> None:
+def test_values_without_a_free_block_travel_inside_the_message(buffers: tuple[HostArena, SharedBuffer]) -> None:
     reader, buffer = buffers
     first = buffer.place({"x": np.zeros(200_000, np.float32)})
     second = buffer.place({"x": np.ones(200_000, np.float32)})
@@ -105,7 +105,7 @@ def test_what_cannot_travel_is_an_input_error_that_names_the_input(
         buffer.place({"photo": value})
 
 
-def test_a_cancelled_copy_has_ended_before_it_is_told() -> None:
+def test_a_cancelled_copy_raises_only_after_it_has_ended() -> None:
     reader = create_request_buffer(4 << 20)
     buffer = SharedBuffer(attach_request_buffer(os.dup(reader.fd)))
     done: list[bool] = []
@@ -129,7 +129,7 @@ def test_a_cancelled_copy_has_ended_before_it_is_told() -> None:
     detach(buffer.arena)
 
 
-def test_views_outlive_an_extent_that_was_let_go() -> None:
+def test_views_outlive_a_detached_buffer() -> None:
     reader = create_request_buffer(1 << 16)
     buffer = SharedBuffer(attach_request_buffer(os.dup(reader.fd)))
     laid = buffer.place({"x": np.full(10_000, 3, np.int32)})

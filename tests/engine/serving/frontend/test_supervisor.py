@@ -176,7 +176,7 @@ def test_it_has_neither_privileges_nor_secrets_nor_frameworks(
 
 
 @pytest.mark.slow
-def test_a_door_that_cannot_open_is_an_error_that_says_so_and_leaves_nothing(repository: Repository) -> None:
+def test_a_server_that_cannot_listen_is_an_error_and_leaves_nothing(repository: Repository) -> None:
     async def script() -> None:
         async with manager(repository) as d:
             with socket.socket() as taken:
@@ -255,7 +255,7 @@ def test_signals_to_end_are_for_the_engine(repository: Repository, signum: signa
 
 
 @pytest.mark.slow
-def test_processes_learn_of_models_that_change_and_of_none_that_could_not_be_looked_at(
+def test_changed_models_reach_the_processes_also_after_a_failed_poll(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def script() -> None:
@@ -284,7 +284,7 @@ def test_processes_learn_of_models_that_change_and_of_none_that_could_not_be_loo
 
 
 @pytest.mark.slow
-def test_a_killed_ingress_frees_what_it_held_within_a_second_and_harms_no_other(
+def test_a_killed_ingress_frees_its_requests_within_a_second(
     repository: Repository, gate: Gate
 ) -> None:
     """R5: two processes, eight streams and large requests in one of them, kill -9."""
@@ -371,7 +371,7 @@ def test_one_that_never_comes_up_again_is_given_up_and_others_serve_on(
 
 
 @pytest.mark.slow
-def test_one_that_says_nothing_any_more_is_killed_and_started_again(
+def test_a_silent_process_is_killed_and_restarted(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "SILENT_S", 0.5)
@@ -390,7 +390,7 @@ def test_one_that_says_nothing_any_more_is_killed_and_started_again(
 
 
 @pytest.mark.slow
-def test_one_that_could_not_be_heard_because_the_engine_stood_still_is_not_killed(
+def test_a_blocked_engine_does_not_kill_a_live_process(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "SILENT_S", 1.0)
@@ -491,7 +491,7 @@ def test_a_hostile_ingress_is_cut_off_and_harms_nothing(repository: Repository, 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.floats(0, 1, exclude_max=True), to=st.integers(0, 255), cut=st.booleans())
-def test_a_question_with_any_byte_changed_harms_nothing(repository: Repository, at: float, to: int, cut: bool) -> None:
+def test_a_request_with_any_byte_changed_harms_nothing(repository: Repository, at: float, to: int, cut: bool) -> None:
     body = msg.encode(
         msg.FrontendRequest(
             5,
@@ -525,7 +525,7 @@ def test_a_frame_too_long_is_refused_when_it_is_announced(repository: Repository
 
 
 @pytest.mark.slow
-def test_a_process_that_babbles_is_started_anew(repository: Repository) -> None:
+def test_a_process_that_sends_invalid_messages_is_restarted(repository: Repository) -> None:
     async def script() -> None:
         async with manager(repository) as d:
             ports = await d.start_ingress(spec(), ENTRY)

@@ -74,7 +74,7 @@ def test_the_table_has_every_method_that_is_served(server: Served) -> None:
 
 
 @pytest.mark.parametrize(("method", "kind"), EVERY, ids=[name for name, _ in EVERY])
-def test_nobody_calls_it_without_a_valid_token(server: Served, method: str, kind: MethodDescriptor) -> None:
+def test_no_method_is_called_without_a_valid_token(server: Served, method: str, kind: MethodDescriptor) -> None:
     denied = grpc.StatusCode.UNAUTHENTICATED
     for metadata in ((), (bearer("wl_wrong"),), (("authorization", WEB),), (bearer(WEB[:-1]),), (bearer(""),)):
         found = status(server, method, kind, *metadata)
@@ -127,7 +127,7 @@ def test_a_stream_is_denied_request_by_request_and_counts_each(server: Served) -
         assert all(one.infer_response.parameters["retry_after_ms"].int64_param > 0 for one in refused)
 
 
-def test_too_many_requests_are_told_when_to_come_back(server: Served) -> None:
+def test_too_many_requests_get_a_retry_delay(server: Served) -> None:
     with grpc.insecure_channel(server.address) as channel:
         ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         data = request().SerializeToString()

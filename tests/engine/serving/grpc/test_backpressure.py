@@ -18,7 +18,7 @@ from weftline.engine.serving.v2.settings import TraceSettings
 from weftline.errors import SessionClosed
 
 
-def test_a_sequence_waits_for_its_own_and_for_nobody_else() -> None:
+def test_a_sequence_waits_only_for_its_own_requests() -> None:
     async def go() -> None:
         backend: Any = Slow()
         limits = ServeLimits()

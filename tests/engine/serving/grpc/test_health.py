@@ -49,7 +49,7 @@ def watch(channel: grpc.Channel, service: str) -> tuple[Any, queue.Queue[int]]:
     return call, received
 
 
-def test_health_is_told_checked_and_watched_through_load_unload_and_drain(server: Served) -> None:
+def test_health_is_checked_and_watched_through_load_unload_and_drain(server: Served) -> None:
     with grpc.insecure_channel(server.address) as channel, triton.InferenceServerClient(server.address) as client:
         stub = health_pb2_grpc.HealthStub(channel)
 

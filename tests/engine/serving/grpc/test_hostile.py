@@ -80,7 +80,7 @@ SILENT = {
 
 
 @pytest.mark.slow
-def test_connections_that_fall_silent_are_ended_and_hold_up_nobody(server: Served) -> None:
+def test_silent_connections_are_closed_and_delay_no_others(server: Served) -> None:
     with ExitStack() as stack:
         opened = {what: stack.enter_context(connections(server, said, 20)) for what, said in SILENT.items()}
         assert is_well(server)
@@ -121,7 +121,7 @@ def test_a_header_cannot_be_sent_once_and_referred_to_thousands_of_times(server:
     assert is_well(server)
 
 
-def test_a_client_that_does_not_acknowledge_settings_is_cut_off_though_it_answers_pings(server: Served) -> None:
+def test_a_client_that_never_acknowledges_settings_is_disconnected(server: Served) -> None:
     with connections(server, PREFACE + SETTINGS, 1) as (one,):
         one.setblocking(True)
         one.settimeout(30)

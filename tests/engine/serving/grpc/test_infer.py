@@ -156,7 +156,7 @@ def test_requests_of_a_sequence_are_remembered(client: Any) -> None:
         client.infer("remember", [text("d")], sequence_id=7)
 
 
-def test_a_timeout_parameter_and_a_deadline_both_end_a_request_in_the_engine(client: Any, server: Served) -> None:
+def test_a_timeout_parameter_and_a_deadline_end_a_request_in_the_engine(client: Any, server: Served) -> None:
     first = client.async_infer("slow", [numbers([1])], callback=lambda result, error: None)
     with pytest.raises(InferenceServerException) as late:
         client.infer("slow", [numbers([2])], timeout=50_000)

@@ -17,7 +17,7 @@ from weftline.engine.serving.config import ServeLimits
 
 
 @pytest.mark.slow
-def test_messages_beyond_the_budget_are_refused_by_its_name_and_small_ones_pass() -> None:
+def test_messages_beyond_the_budget_are_refused_and_small_ones_pass() -> None:
     limits = ServeLimits(message_bytes_max=1 << 20, inflight_bytes_max=2 << 20)
     with served_in_thread({"slow": SLOW}, limits=limits) as server:
 

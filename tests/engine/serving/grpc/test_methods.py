@@ -62,13 +62,13 @@ def test_server_live_ready_and_metadata_tell_of_the_server(client: Any) -> None:
     assert "cuda_shared_memory" not in meta.extensions
 
 
-def test_a_model_is_ready_in_the_version_that_serves_and_an_unknown_one_is_not(client: Any) -> None:
+def test_a_model_is_ready_only_in_the_version_that_serves(client: Any) -> None:
     assert client.is_model_ready("echo") and client.is_model_ready("echo", "1") and client.is_model_ready("echo.same")
     assert not client.is_model_ready("echo", "2")
     assert not client.is_model_ready("spare") and not client.is_model_ready("nothing")
 
 
-def test_metadata_and_configuration_describe_a_pipeline_and_its_exposed_step(client: Any) -> None:
+def test_metadata_and_configuration_describe_pipelines_and_exposed_steps(client: Any) -> None:
     meta = client.get_model_metadata("echo")
     assert [(one.name, one.datatype, list(one.shape)) for one in meta.inputs] == [("x", "UINT8", [-1])]
     assert [(one.name, one.datatype) for one in meta.outputs] == [("y", "UINT8")]

@@ -62,7 +62,7 @@ def test_an_answer_is_given_back_when_it_cannot_be_written(monkeypatch: pytest.M
     asyncio.run(go())
 
 
-def test_a_batch_of_which_one_fails_withdraws_the_open_ones_and_gives_back_the_others() -> None:
+def test_a_failed_batch_item_cancels_open_items_and_releases_the_others() -> None:
     async def go() -> None:
         backend = Slow()
         asked = asyncio.ensure_future(inference(backend).infer(batch("good", "bad", "open"), call()))

@@ -160,7 +160,7 @@ def test_no_more_requests_than_the_limit_are_in_the_engine(server: Served) -> No
     wait_until(lambda: server.open_requests("endless") == 0)
 
 
-def test_an_error_is_told_with_its_request_and_the_stream_goes_on(server: Served) -> None:
+def test_an_error_names_its_request_and_the_stream_continues(server: Served) -> None:
     with Stream(server) as stream:
         stream.send(
             text_request("fails", "bad", "1", "x"),

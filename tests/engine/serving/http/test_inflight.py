@@ -58,7 +58,7 @@ def status_of(sock: socket.socket) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_bodies_without_room_wait_unread_and_are_refused_while_small_requests_pass(door: Hosted) -> None:
+def test_bodies_over_budget_wait_unread_while_small_requests_pass(door: Hosted) -> None:
     with contextlib.ExitStack() as open_ones:
         for _ in range(4):
             open_ones.enter_context(sending(door, MIB, sent=100_000))

@@ -67,7 +67,7 @@ def wait_asked(served: Functions, count: int) -> None:
         time.sleep(0.005)
 
 
-def test_a_drain_is_seen_at_once_refuses_new_work_and_lets_open_work_finish() -> None:
+def test_a_drain_shows_at_once_refuses_new_work_and_finishes_open_work() -> None:
     served = backend()
     with hosted(served) as door:
         asking = Asking(door, "slow")

@@ -15,7 +15,7 @@ from weftline.engine.serving.v2.elements import decode_elements, encode_elements
 from weftline.errors import InputError
 
 
-def test_text_is_utf_8_whoever_sent_it() -> None:
+def test_text_is_utf_8_from_every_source() -> None:
     assert text_of(memoryview("grün".encode())) == "grün" == text_of("grün")
 
 

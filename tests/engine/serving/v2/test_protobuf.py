@@ -133,7 +133,7 @@ def test_every_truncation_of_a_message_is_refused_or_another_message() -> None:
             continue
 
 
-def test_fields_that_nobody_knows_are_skipped() -> None:
+def test_unknown_fields_are_skipped() -> None:
     for array in (np.zeros(1, np.float32), np.zeros(5000, np.float32)):
         data = stock_request(x=array)
         assert protobuf.parse_request(data + b"\xa2\x06\x03abc\x98\x06\x01", LIMITS) == protobuf.parse_request(
@@ -176,7 +176,7 @@ def test_a_response_survives_the_trip_alone_and_in_a_stream(size: int) -> None:
         assert [one.region for one in back.outputs] == [None, Region("r", 0, 4), None]
 
 
-def test_what_goes_wrong_in_a_stream_is_told_with_the_request_it_belongs_to() -> None:
+def test_an_error_in_a_stream_names_its_request() -> None:
     data = protobuf.stream_response_bytes(InferResponse("m", "", "id7", ()), "input x: wrong")
     stock = pb.ModelStreamInferResponse.FromString(data)
     assert stock.error_message == "input x: wrong" and stock.infer_response.id == "id7"
@@ -239,7 +239,7 @@ def test_random_bytes_are_a_message_or_an_input_error(data: bytes, before: bytes
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.sampled_from([10, 5000]))
-def test_a_valid_message_with_some_bytes_changed_is_a_message_or_an_input_error(data: st.DataObject, size: int) -> None:
+def test_a_corrupted_message_is_a_message_or_an_input_error(data: st.DataObject, size: int) -> None:
     message = bytearray(stock_request(x=np.zeros(size, np.float32), s=np.array([b"abc"], object)))
     for _ in range(data.draw(st.integers(1, 4))):
         front = data.draw(st.integers(0, min(len(message), 160) - 1))

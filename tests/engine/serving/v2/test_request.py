@@ -252,7 +252,7 @@ def test_a_request_for_another_model_is_refused() -> None:
 # everything else of an ask
 
 
-def test_an_ask_carries_what_the_request_and_the_door_say() -> None:
+def test_an_ask_has_the_fields_of_the_request_and_its_call() -> None:
     parameters = {"sequence_id": 4, "sequence_start": True, "priority": 2, "timeout": 7000, "job": True, "seed": 5}
     request = InferRequest("m", (words("x", b"a"),), (), "3", "id7", parameters)
     asked = to_asks(

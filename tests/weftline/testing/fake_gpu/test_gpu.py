@@ -30,7 +30,7 @@ def test_memory_that_was_exported_is_seen_by_its_importer() -> None:
     assert seen != address and peek(seen) == b"hello"
 
 
-def test_memory_outlives_its_maker_in_whoever_has_its_descriptor() -> None:
+def test_memory_outlives_its_maker_through_its_descriptor() -> None:
     writer = FakeGpu()
     memory, address = made(writer)
     poke(address, b"hello")
@@ -88,7 +88,7 @@ def test_older_devices_share_nothing_by_descriptor(device: str) -> None:
         gpu.import_memory(0)
 
 
-def test_a_closed_device_lets_nobody_in_but_the_maker() -> None:
+def test_a_closed_device_admits_only_its_maker() -> None:
     writer, reader = FakeGpu("fake-closed:0"), FakeGpu("fake-closed:0")
     before = descriptors()
     memory = writer.create(SIZE)
@@ -196,7 +196,7 @@ def test_a_handle_of_an_allocation_that_was_freed_opens_nothing() -> None:
         FakeGpu("fake-legacy:0").open_shared(handle)
 
 
-def test_a_write_through_a_read_only_map_loses_the_device_for_its_process_alone() -> None:
+def test_a_write_through_a_read_only_map_loses_only_its_own_device() -> None:
     writer, reader = FakeGpu(), FakeGpu()
     memory, address = made(writer)
     seen = brought_in(reader, writer.export(memory))

@@ -72,7 +72,7 @@ def test_a_wait_on_the_host_lets_the_machine_run() -> None:
     assert peek(own) == b"hello"
 
 
-def test_what_a_process_put_on_the_device_goes_on_until_its_context_is_down() -> None:
+def test_device_work_of_a_process_runs_until_its_context_is_destroyed() -> None:
     machine = FakeMachine()
     writer, _, address, seen = pair(machine)
     puts(writer, address, b"hello", 0)
@@ -85,7 +85,7 @@ def test_what_a_process_put_on_the_device_goes_on_until_its_context_is_down() ->
     assert peek(seen) == b"hello"
 
 
-def test_memory_and_a_pending_event_outlive_their_maker_and_the_event_never_fires() -> None:
+def test_memory_and_a_pending_event_outlive_their_process() -> None:
     machine = FakeMachine()
     writer, reader, address, seen = pair(machine)
     event, ready = shared_event(writer, reader)
@@ -123,7 +123,7 @@ def test_what_had_begun_runs_on_at_most_until_later_work_has_passed() -> None:
     assert True in passed and False in passed  # what was put there before the death shows nothing
 
 
-def test_a_wait_for_what_nobody_will_do_is_device_lost() -> None:
+def test_a_wait_that_can_never_end_is_device_lost() -> None:
     machine = FakeMachine()
     writer, reader, _, _ = pair(machine)
     event, ready = shared_event(writer, reader)

@@ -101,7 +101,7 @@ def test_a_stream_waits_for_another_process_and_sees_what_it_wrote() -> None:
         assert peek(own) == b"hello"
 
 
-def test_a_producer_killed_before_its_event_is_device_lost_and_its_memory_stays() -> None:
+def test_a_producer_killed_before_its_event_loses_it_and_its_memory_stays() -> None:
     gpu = FakeGpu()
     with producer() as (child, line):
         address, ready = met(gpu, line)

@@ -127,7 +127,7 @@ def test_host_memory_that_is_not_page_locked_is_taken_at_once() -> None:
     assert peek(own, 10) == b"hellolater"
 
 
-def test_a_copy_to_host_memory_that_is_not_page_locked_is_whole_when_it_returns() -> None:
+def test_a_copy_to_pageable_host_memory_is_complete_when_it_returns() -> None:
     pair = Pair()
     pair.hold()
     stream = pair.consumer.stream()
@@ -188,7 +188,7 @@ def test_a_shared_event_may_be_made_before_the_memory_it_lies_behind() -> None:
 
 
 @pytest.mark.parametrize("wait", ["synchronize", "wait_event", "copy"])
-def test_whoever_waits_for_a_process_that_died_is_told(wait: str) -> None:
+def test_a_wait_for_a_dead_process_is_reported(wait: str) -> None:
     pair = Pair(producer=Process(2**22 + 1, 1))  # a pid that no process has
     pair.hold()
     stream, done = pair.consumer.stream(), pair.consumer.event()

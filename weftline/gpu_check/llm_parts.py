@@ -2,7 +2,7 @@
 
 Each builds what it needs, compares or times it, and returns figures or a whole outcome. `Wrong` says what is wrong,
 `Skipped` why a part cannot be done here. On a fake (`Setup.fake`) the comparing ones run on a CPU with tiny models.
-Those that drive the engine are in `weftline.engine.llm.gpu.engine_parts`.
+Those that drive the engine are in `weftline.gpu_check.llm_engine`.
 """
 
 from __future__ import annotations

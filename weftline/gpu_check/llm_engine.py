@@ -19,7 +19,13 @@ import torch
 
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.gpu.models import Setup, build, build_fp8, made_prompts, token_bytes
-from weftline.engine.llm.gpu.parts import (
+from weftline.engine.llm.model_loader import RunnerOptions
+from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.quantised import weight_bytes
+from weftline.engine.llm.runner import Runner
+from weftline.engine.llm.schedule import RoundLimits
+from weftline.errors import InputError
+from weftline.gpu_check.llm_parts import (
     ALLOWED,
     H200_COPY_BYTES_S,
     check_fusion,
@@ -29,12 +35,6 @@ from weftline.engine.llm.gpu.parts import (
     need_card,
     scale_figures,
 )
-from weftline.engine.llm.model_loader import RunnerOptions
-from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.quantised import weight_bytes
-from weftline.engine.llm.runner import Runner
-from weftline.engine.llm.schedule import RoundLimits
-from weftline.errors import InputError
 from weftline.gpu_check.outcomes import RIGHT, CheckOutcome, Skipped, Wrong, judged, quantile
 
 PAGE_TOKENS = 16

@@ -1,6 +1,6 @@
 """LLM part of the GPU check, in a process of its own; `weftline.gpu_check` runs it.
 
-    python -m weftline.engine.llm.gpu.check --only PART [--device cuda:0] [--json FILE] [--quick | --full]
+    python -m weftline.gpu_check.llm --only PART [--device cuda:0] [--json FILE] [--quick | --full]
 
 Needs torch, triton, transformers and numpy; models have random weights and nothing is downloaded. Prints the part's
 outcome, and writes it to FILE; ends with 1 when the part is wrong. On a fake device ('fake:0') the GPU's code runs on
@@ -23,23 +23,23 @@ from weftline.gpu_check.outcomes import SKIPPED, WRONG, CheckOutcome, as_json, d
 
 def parts() -> dict[str, Callable[[Any], CheckOutcome | dict[str, Any]]]:
     """Return the parts by name; each is given a `Setup`."""
-    from weftline.engine.llm.gpu import engine_parts, parts
+    from weftline.gpu_check import llm_engine, llm_parts
 
     return {
-        "kernels": parts.check_kernels,
-        "graphs": parts.check_graphs,
-        "fused": parts.check_fused,
-        "decode 8b": parts.time_decode_8b,
-        "together 8b": engine_parts.time_together_8b,
-        "transformers 8b": parts.time_transformers_8b,
-        "profile 8b": parts.profile_8b,
-        "sleep": engine_parts.check_sleep,
-        "refused prompt": engine_parts.check_refused,
-        "KV resize": engine_parts.check_resize,
-        "mixed rounds": engine_parts.check_rounds,
-        "long prompt": engine_parts.check_long_prompt,
-        "families": parts.check_families,
-        "together 70b fp8": engine_parts.time_together_70b,
+        "kernels": llm_parts.check_kernels,
+        "graphs": llm_parts.check_graphs,
+        "fused": llm_parts.check_fused,
+        "decode 8b": llm_parts.time_decode_8b,
+        "together 8b": llm_engine.time_together_8b,
+        "transformers 8b": llm_parts.time_transformers_8b,
+        "profile 8b": llm_parts.profile_8b,
+        "sleep": llm_engine.check_sleep,
+        "refused prompt": llm_engine.check_refused,
+        "KV resize": llm_engine.check_resize,
+        "mixed rounds": llm_engine.check_rounds,
+        "long prompt": llm_engine.check_long_prompt,
+        "families": llm_parts.check_families,
+        "together 70b fp8": llm_engine.time_together_70b,
     }
 
 
@@ -83,7 +83,7 @@ def serve(reply: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns what the process ends with."""
-    parser = argparse.ArgumentParser(prog="python -m weftline.engine.llm.gpu.check")
+    parser = argparse.ArgumentParser(prog="python -m weftline.gpu_check.llm")
     parser.add_argument("--only", metavar="PART", help="which part; a wrong name lists them")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--json", type=Path, help="write the outcome to this file")

@@ -11,12 +11,13 @@ import torch
 
 from weftline.engine.llm import quantised
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.gpu import check as gpu_check
-from weftline.engine.llm.gpu import engine_parts, models, parts
+from weftline.engine.llm.gpu import models
 from weftline.engine.llm.gpu.capture import FakeCapture
 from weftline.engine.llm.gpu.models import Setup
 from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.runner import Runner
+from weftline.gpu_check import llm as gpu_check
+from weftline.gpu_check import llm_engine, llm_parts
 from weftline.gpu_check.outcomes import CheckOutcome, Skipped, Wrong, outcome_from
 from weftline.gpu_check.programs import LARGE, LLM_PARTS
 
@@ -76,7 +77,7 @@ def test_what_needs_a_card_is_skipped_on_a_fake() -> None:
 
 @pytest.mark.slow
 def test_fused_and_unfused_models_agree() -> None:
-    found = parts.check_fused(FAKE) | parts.check_families(FAKE)
+    found = llm_parts.check_fused(FAKE) | llm_parts.check_families(FAKE)
     kinds = ("", "-qwen3", "-gemma2", "-mistral")
     assert set(found) == {f"small{kind} float32 {how}" for kind in kinds for how in ("fused", "unfused")}
     assert "2 layer, 1 model" in found["small float32 fused"]
@@ -87,28 +88,28 @@ def test_a_rotary_kernel_that_is_off_is_found_out(monkeypatch: pytest.MonkeyPatc
     turn = PlainOps.turn_and_write
     monkeypatch.setattr(PlainOps, "turn_and_write", lambda self, query, *rest: turn(self, query, *rest) * 1.01)
     with pytest.raises(Wrong, match="small float32 fused: logits differ by"):
-        parts.check_fused(FAKE)
+        llm_parts.check_fused(FAKE)
 
 
 def test_a_model_that_is_not_fused_or_not_whole_is_found_out() -> None:
-    parts.check_fusion("x", "fused: 5 norm, 2 layer, 1 model", {"layer": 2, "model": 1})
+    llm_parts.check_fusion("x", "fused: 5 norm, 2 layer, 1 model", {"layer": 2, "model": 1})
     for report in ("", "fused: nothing\nleft: 2 layer: the probe failed"):
         with pytest.raises(Wrong, match="x: fused only 0 of 2 layer"):
-            parts.check_fusion("x", report, {"layer": 2})
+            llm_parts.check_fusion("x", report, {"layer": 2})
     with pytest.raises(Wrong, match=r"fused only 0 of 1 model\. left: 1 model: differs by 0.04"):
-        parts.check_fusion("x", "fused: 2 layer\nleft: 1 model: differs by 0.04", {"layer": 2, "model": 1})
+        llm_parts.check_fusion("x", "fused: 2 layer\nleft: 1 model: differs by 0.04", {"layer": 2, "model": 1})
 
 
 @pytest.mark.slow
 def test_nothing_fused_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "fuse", lambda model: "fused: nothing")
     with pytest.raises(Wrong, match="small float32 fused: fused only 0 of 5 norm"):
-        parts.compare_fused(FAKE, ("small",))
+        llm_parts.compare_fused(FAKE, ("small",))
 
 
 @pytest.mark.slow
 def test_graphs_and_rounds_without_them_agree() -> None:
-    assert parts.check_graphs(FAKE) == {"batch 1": "12 rounds the same", "batch 3": "12 rounds the same"}
+    assert llm_parts.check_graphs(FAKE) == {"batch 1": "12 rounds the same", "batch 3": "12 rounds the same"}
 
 
 def fails_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +124,7 @@ def fails_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_graph_that_is_not_recorded_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     fails_to_record(monkeypatch)
     with pytest.raises(Wrong, match="batch 1: not recorded"):
-        parts.check_graphs(FAKE)
+        llm_parts.check_graphs(FAKE)
 
 
 @pytest.mark.slow
@@ -157,11 +158,11 @@ def test_a_model_made_layer_by_layer_is_fused_and_decodes(monkeypatch: pytest.Mo
 # parts that drive the engine
 
 ENGINE_PARTS = {
-    "refused prompt": engine_parts.check_refused,
-    "KV resize": engine_parts.check_resize,
-    "mixed rounds": engine_parts.check_rounds,
-    "long prompt": engine_parts.check_long_prompt,
-    "closed loop": engine_parts.time_together_8b,
+    "refused prompt": llm_engine.check_refused,
+    "KV resize": llm_engine.check_resize,
+    "mixed rounds": llm_engine.check_rounds,
+    "long prompt": llm_engine.check_long_prompt,
+    "closed loop": llm_engine.time_together_8b,
 }
 
 
@@ -196,7 +197,7 @@ def test_attention_that_is_off_is_found_out(monkeypatch: pytest.MonkeyPatch, nam
 def test_a_long_prompt_read_wrongly_beside_others_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     attends_wrongly(monkeypatch, from_token=100)
     with pytest.raises(Wrong, match="beside a long prompt: token"):
-        engine_parts.check_long_prompt(FAKE)
+        llm_engine.check_long_prompt(FAKE)
 
 
 @pytest.mark.slow(but_first=1)
@@ -216,7 +217,7 @@ def test_a_prompt_that_is_not_refused_is_found_out(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Engine, "add", takes_all)
     with pytest.raises(Wrong, match="a prompt of 400 tokens was taken where pages hold 320"):
-        engine_parts.check_refused(FAKE)
+        llm_engine.check_refused(FAKE)
 
 
 @pytest.mark.slow
@@ -231,7 +232,7 @@ def test_pages_that_are_lost_in_a_resize_are_found_out(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Runner, "resize", forgets)
     with pytest.raises(Wrong, match="after two resizes: token"):
-        engine_parts.check_resize(FAKE)
+        llm_engine.check_resize(FAKE)
 
 
 @pytest.mark.slow
@@ -240,11 +241,11 @@ def test_draws_that_ignore_their_seed_are_found_out(monkeypatch: pytest.MonkeyPa
         "weftline.engine.llm.gpu.graphs.draw_tokens", lambda logits, kind, settings: logits.argmax(dim=-1)
     )
     with pytest.raises(Wrong, match=r"drawn answers differ from the CPU's with the same seeds \(warm"):
-        engine_parts.check_rounds(FAKE)
+        llm_engine.check_rounds(FAKE)
 
 
 def test_a_model_that_says_the_same_after_each_sleep_is_right() -> None:
-    found = engine_parts.check_sleep(FAKE)
+    found = llm_engine.check_sleep(FAKE)
     assert list(found) == ["small, sleep 1", "small, sleep 2"]
     assert all("given back, asleep in" in line for line in found.values())
 
@@ -258,14 +259,14 @@ def test_a_weight_that_does_not_come_back_is_found_out(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Runner, "wake", forgets)
     with pytest.raises(Wrong, match="small: it answers otherwise after sleep 1"):
-        engine_parts.check_sleep(FAKE)
+        llm_engine.check_sleep(FAKE)
 
 
 @pytest.mark.slow
 def test_answers_are_those_of_transformers_own_generate() -> None:
-    engine = engine_parts.open_engine(FAKE, FAKE.build("small", torch.float32), 1024, 4)
+    engine = llm_engine.open_engine(FAKE, FAKE.build("small", torch.float32), 1024, 4)
     prompts = models.made_prompts(3, 5, 40)
-    loop = engine_parts.ClosedLoop(engine, 2).run(prompts, [engine_parts.greedy(9)] * 3)
+    loop = llm_engine.ClosedLoop(engine, 2).run(prompts, [llm_engine.greedy(9)] * 3)
     reference = FAKE.build("small", torch.float32, "sdpa")
     for prompt, answer in zip(prompts, loop.answers, strict=True):
         ids = torch.tensor([prompt])
