@@ -236,9 +236,7 @@ def picture(levels: list[int]) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_crops_of_two_requests_share_batches_and_keep_their_order(
-    start: Start, write: Write
-) -> None:
+def test_crops_of_two_requests_share_batches_and_keep_their_order(start: Start, write: Write) -> None:
     session = start(write(MAPPED))
     wanted = [[10, 20, 30, 40, 50], [60, 70, 80], []]
     pictures = [picture(levels) if levels else np.zeros((5, 10, 3), np.uint8) for levels in wanted]

@@ -155,9 +155,7 @@ def test_what_needs_more_than_the_budget_is_refused_before_it_is_decoded(
 
 
 @pytest.mark.slow
-def test_inputs_too_large_in_total_are_refused_before_decoding(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_too_large_in_total_are_refused_before_decoding(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     p = builder(request_bytes_max=20_000_000)
     p.output("y", p.step("s", "echo", value=p.input("x", "list[image]"), type="list[image]").value)
     session = start(p)

@@ -148,9 +148,7 @@ def test_a_list_that_is_too_long_fails_alone(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_deadline_shorter_than_the_queue_ends_on_time_without_a_call(
-    start: Start, gate: Gate
-) -> None:
+def test_a_deadline_shorter_than_the_queue_ends_on_time_without_a_call(start: Start, gate: Gate) -> None:
     session = start(gated(gate, batch={"items_max": 1}))
     gate.close()
     with ThreadPoolExecutor(10) as callers:
@@ -174,9 +172,7 @@ def test_a_deadline_shorter_than_the_queue_ends_on_time_without_a_call(
 
 
 @pytest.mark.slow
-def test_a_deadline_that_measured_times_rule_out_is_refused_early(
-    start: Start, gate: Gate
-) -> None:
+def test_a_deadline_that_measured_times_rule_out_is_refused_early(start: Start, gate: Gate) -> None:
     p = builder()
     slow = p.step("slow", "echo", value=p.input("x", "text"), delay_ms=150)
     p.output("y", p.step("s", f"{STEPS}:Gated", value=slow.value, **gate.options).value)

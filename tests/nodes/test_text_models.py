@@ -181,9 +181,7 @@ def test_on_a_device_a_classifier_gives_the_same_scores(folder: Path, model: str
     assert node.run(Batch({"text": texts})) == wanted
 
 
-def test_sleep_moves_weights_to_host_memory_and_wake_back(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sleep_moves_weights_to_host_memory_and_wake_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judge, near = classify(folder, "judge"), embed(folder, "cpu")
     guarded = Guardrail(GuardrailConfig(classifier="judge"))
     guarded.open(OpenContext(folder))
@@ -591,9 +589,7 @@ def test_other_models_embed_only_with_a_stated_pooling(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("node", "config"), [(Embed, EmbedConfig), (Classify, ClassifyConfig)])
-def test_an_incomplete_folder_is_refused_with_a_fix(
-    folder: Path, tmp_path: Path, node: type, config: type
-) -> None:
+def test_an_incomplete_folder_is_refused_with_a_fix(folder: Path, tmp_path: Path, node: type, config: type) -> None:
     model = "near" if node is Embed else "judge"
     shutil.copytree(folder / model, tmp_path / "m")
     weights, spare = tmp_path / "m" / "model.safetensors", (folder / model / "model.safetensors").read_bytes()

@@ -146,9 +146,7 @@ def compare(host: Detections, there: Detections) -> None:
 
 
 @pytest.mark.slow
-def test_pictures_on_device_and_host_have_equal_detections(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_on_device_and_host_have_equal_detections(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photo = np.asarray(Image.open(EXAMPLES / "data" / "photo.png").convert("RGB"))
     nodes = []
     for device in ("cpu", DEVICE):

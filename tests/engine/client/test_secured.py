@@ -60,12 +60,12 @@ def test_an_admins_token_loads(secured: Served, tls: ClientTls) -> None:
         assert client.load("bytes") > 1
 
 
-@pytest.mark.parametrize("token", [None, "wl_nobody"])
+@pytest.mark.parametrize("token", [None, "wl_unknown"])
 def test_without_a_valid_token_nothing_opens(secured: Served, tls: ClientTls, token: str | None) -> None:
     with Client(secured.address, token=token, tls=tls) as client:
         with pytest.raises(errors.AccessDenied) as denied:
             client.run("bytes", x=[1])
-        assert denied.value.status == "UNAUTHENTICATED" and "wl_nobody" not in str(denied.value)
+        assert denied.value.status == "UNAUTHENTICATED" and "wl_unknown" not in str(denied.value)
         assert client.live()
 
 

@@ -75,7 +75,7 @@ def test_callers_share_the_steps_own_pages_and_nothing_else(folder):
     sampling = {"tokens_max": 4, "ignore_eos": True, "n": 2}
     made = Llm(LlmConfig(model=folder.name, system=system, sampling=sampling, round_tokens_max=32))
     made.open(OpenContext(base_dir=folder.parent))
-    prompt = {"prompt": "the user asks what nobody else may learn of and goes on asking for a while longer " * 2}
+    prompt = {"prompt": "the user asks for a secret and goes on asking about it for a while longer " * 2}
 
     def cached(caller: str, **more: Any) -> int:
         made.submit(1, {**prompt, **more}, Urgency(caller=caller))
@@ -347,9 +347,7 @@ def test_of_several_ranks_it_cannot_rest(folder):
         ({"architectures": ["BertForMaskedLM"], "hidden_size": 8}, {"task": "embed"}, "masked words", "node embed"),
     ],
 )  # fmt: skip
-def test_a_folder_of_another_kind_is_refused_with_the_node_that_runs_it(
-    tmp_path, config, options, found, fix
-):
+def test_a_folder_of_another_kind_is_refused_with_the_node_that_runs_it(tmp_path, config, options, found, fix):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=found) as caught:

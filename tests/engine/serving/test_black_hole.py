@@ -72,32 +72,32 @@ def test_clients_that_vanished_take_their_requests_along_at_the_grpc_door(server
 
 
 @pytest.mark.slow
-def test_a_client_whose_server_vanished_is_told(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_whose_server_vanished_gets_an_error(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "KEEPALIVE_MS", 300)
     monkeypatch.setattr(channel, "KEEPALIVE_WAIT_MS", 300)
     with black_hole(port_of(server)) as network, Client(network.address, retries=0) as client:
         stream = client.stream("endless", text="x")
         next(stream)
         network.swallow()
-        took_s = eventually_told(stream)
-    print(f"told after {took_s:.1f} s")
+        took_s = time_until_error(stream)
+    print(f"error after {took_s:.1f} s")
 
 
-def eventually_told(stream: Iterator[Any]) -> float:
+def time_until_error(stream: Iterator[Any]) -> float:
     """Read on until it is said that the server cannot be reached; return how many seconds that took."""
-    told: list[BaseException] = []
+    seen: list[BaseException] = []
 
     def read() -> None:
         try:
             for _ in stream:
                 pass
         except errors.WeftlineError as error:
-            told.append(error)
+            seen.append(error)
 
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
     took_s = eventually(lambda: not reading.is_alive())
-    assert [error.status for error in told if isinstance(error, errors.WeftlineError)] == ["UNAVAILABLE"], told
+    assert [error.status for error in seen if isinstance(error, errors.WeftlineError)] == ["UNAVAILABLE"], seen
     return took_s
 
 

@@ -64,9 +64,9 @@ otlp: http://collector:4317
 
 
 def test_what_is_not_said_is_the_default_and_http_is_off(write: Writer, tmp_path: Path) -> None:
-    told = read_serve_file(write("pipelines: {ocr: ocr.yaml}\n")).config
-    assert told == ServeConfig({"ocr": ServedPipeline(tmp_path / "ocr.yaml")})
-    assert told.http is None
+    config = read_serve_file(write("pipelines: {ocr: ocr.yaml}\n")).config
+    assert config == ServeConfig({"ocr": ServedPipeline(tmp_path / "ocr.yaml")})
+    assert config.http is None
 
 
 def test_all_problems_come_at_once_each_with_line_and_remedy(write: Writer) -> None:
@@ -110,7 +110,7 @@ def test_what_is_no_mapping_is_refused(write: Writer, text: str) -> None:
     assert "a mapping with `pipelines:`" in problems(write(text))[0]
 
 
-def test_a_file_that_cannot_be_read_is_told_apart(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_has_its_own_error(tmp_path: Path) -> None:
     assert "there is no such file" in problems(tmp_path / "none.yaml")[0]
     assert "cannot be read" in problems(tmp_path)[0]
     (tmp_path / "latin.yaml").write_bytes(b"pipelines:\n  caf\xe9: a.yaml\n")
@@ -134,8 +134,8 @@ def test_no_problem_shows_a_regular_expression(write: Writer) -> None:
     "tls: {certificate: c, key: k}\nlimits: {regions_max: 3}\nlogs: {format: json}\n",
 ])  # fmt: skip
 def test_what_is_printed_says_the_same(write: Writer, text: str) -> None:
-    told = read_serve_file(write(text)).config
-    assert read_serve_file(write(to_text(told))).config == told
+    config = read_serve_file(write(text)).config
+    assert read_serve_file(write(to_text(config))).config == config
 
 
 def test_every_number_has_bounds_and_every_key_its_documentation() -> None:

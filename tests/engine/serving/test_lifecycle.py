@@ -41,7 +41,7 @@ def test_a_server_refuses_new_work_before_it_closes() -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_never_started_closes_nothing_and_a_failed_start_does() -> None:
+def test_a_failed_start_closes_and_a_server_never_started_does_not() -> None:
     async def run() -> None:
         server = Recorded()
         await server.stop(1.0)

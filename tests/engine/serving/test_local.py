@@ -51,14 +51,14 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 @asynccontextmanager
-async def backend(folder: Path, *, told: list[Record] | None = None, **files: str) -> AsyncIterator[LocalBackend]:
+async def backend(folder: Path, *, records: list[Record] | None = None, **files: str) -> AsyncIterator[LocalBackend]:
     served = {}
     for name, text in files.items():
         file = folder / f"{name}.yaml"
         file.write_text(text)
         served[name] = ServedPipeline(file, ("same",) if "same:" in text else ())
     with Repository() as repository:
-        one = LocalBackend(repository, served, observers=[] if told is None else [told.append])
+        one = LocalBackend(repository, served, observers=[] if records is None else [records.append])
         await one.open()
         yield one
 
@@ -84,17 +84,17 @@ def test_a_pipeline_and_its_exposed_step_are_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_request_that_ends_is_told_of_once(tmp_path: Path) -> None:
-    told: list[Record] = []
+def test_every_request_that_ends_is_recorded_once(tmp_path: Path) -> None:
+    records: list[Record] = []
 
     async def go() -> None:
-        async with backend(tmp_path, told=told, tensors=TENSORS, words=STREAM, fails=FAILS) as models:
+        async with backend(tmp_path, records=records, tensors=TENSORS, words=STREAM, fails=FAILS) as models:
             with await models.ask(Ask("tensors", {"x": np.zeros(3, np.uint8)}, id="a")):
                 pass
             with pytest.raises(StepError):
                 await models.ask(Ask("fails", {"x": "never"}, id="b"))
             with pytest.raises(UnknownModel):
-                await models.ask(Ask("nobody", {}, id="c"))
+                await models.ask(Ask("unknown", {}, id="c"))
             pieces = [piece async for piece in models.stream(Ask("words", {"text": "one two"}, id="d"))]
             assert [piece.value for piece in pieces if piece.last] == ["".join(piece.value for piece in pieces[:-1])]
             left = models.stream(Ask("words", {"text": "one two three"}, id="e"))
@@ -107,7 +107,7 @@ def test_every_request_that_ends_is_told_of_once(tmp_path: Path) -> None:
                 await late
 
     run(go())
-    assert [(one.ask.id, one.status) for one in told] == [
+    assert [(one.ask.id, one.status) for one in records] == [
         ("a", "OK"),
         ("b", "INTERNAL"),
         ("c", "NOT_FOUND"),
@@ -115,9 +115,9 @@ def test_every_request_that_ends_is_told_of_once(tmp_path: Path) -> None:
         ("e", "CANCELLED"),
         ("f", "CANCELLED"),
     ]
-    streamed = told[3]
+    streamed = records[3]
     assert streamed.pieces >= 2 and streamed.first_ms is not None and streamed.first_ms <= streamed.total_ms
-    assert [timing.step for timing in told[0].timings] == ["same"]
+    assert [timing.step for timing in records[0].timings] == ["same"]
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_concurrent_load_and_unload_keep_a_pipeline_and_its_steps_together(tmp_p
 
 
 @pytest.mark.slow
-def test_a_load_goes_on_when_whoever_asked_gives_up(tmp_path: Path) -> None:
+def test_a_load_goes_on_when_its_caller_is_cancelled(tmp_path: Path) -> None:
     async def go() -> None:
         async with backend(tmp_path, tensors=TENSORS) as models:
             await models.unload("tensors")
@@ -206,7 +206,7 @@ def test_a_load_goes_on_when_whoever_asked_gives_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_a_file_is_no_mistake_of_whoever_loads_it(tmp_path: Path) -> None:
+def test_problems_of_a_file_are_no_mistake_of_the_loading_caller(tmp_path: Path) -> None:
     async def go() -> None:
         async with backend(tmp_path, tensors=TENSORS) as models:
             (tmp_path / "tensors.yaml").write_text("weftline: 1\nname: 7 7\n")
@@ -221,9 +221,9 @@ def test_what_is_wrong_with_a_file_is_no_mistake_of_whoever_loads_it(tmp_path: P
             with pytest.raises(ModelError):
                 await models.load("tensors")
             assert "name: '7 7'" in next(one.why for one in models.index() if one.name == "tensors")
-            with pytest.raises(SessionClosed) as told:  # what callers learn, admins or not
+            with pytest.raises(SessionClosed) as refused:  # what callers learn, admins or not
                 models.face("tensors")
-            assert "7 7" not in str(told.value)
+            assert "7 7" not in str(refused.value)
 
     run(go())
 
@@ -258,7 +258,7 @@ class HoldsConfig:
     kv_bytes: int | None = None
 
 class Holds(StreamNode):
-    """Has KV memory, 1 MiB at first when it is not told how much, and answers with its size."""
+    """Has KV memory, 1 MiB at first without a stated size, and answers with its size."""
     heavy = True
     Config = HoldsConfig
     @classmethod

@@ -56,11 +56,11 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
     with Repository() as repository:
         backend = LocalBackend(repository, {"chat": ServedPipeline(folder / "chat.yaml")})
         desk = FrontendManager(backend)
-        told = ServeConfig({}, grpc=GrpcConfig(port=0), http=HttpConfig(port=0), tokens=tokens)
+        config = ServeConfig({}, grpc=GrpcConfig(port=0), http=HttpConfig(port=0), tokens=tokens)
 
         async def start() -> dict[str, int]:
             await backend.open()
-            return await desk.start_ingress(IngressSpec("doors", (GRPC, HTTP), told))
+            return await desk.start_ingress(IngressSpec("doors", (GRPC, HTTP), config))
 
         thread = threading.Thread(target=loop.run_forever)
         thread.start()
@@ -107,5 +107,5 @@ def test_callers_share_cached_pages_of_the_operator_and_of_no_other_caller(ports
 def test_it_is_the_same_by_openais_way(ports: dict[str, int]) -> None:
     prompt = "Another question. " + LONG.format("stars")
     by_grpc(ports, "web", "warm")
-    told = [by_openai(ports, caller, prompt) for caller in ("web", "web", "app", "app")]
-    assert 0 < told[0] == told[2] < told[1] == told[3]
+    cached = [by_openai(ports, caller, prompt) for caller in ("web", "web", "app", "app")]
+    assert 0 < cached[0] == cached[2] < cached[1] == cached[3]

@@ -59,7 +59,7 @@ def test_the_statuses_are_grpcs() -> None:
     assert set(HTTP_STATUS) == {code.name for code in grpc.StatusCode}
 
 
-def test_callers_that_are_not_known_and_those_that_may_not_are_told_apart() -> None:
+def test_unknown_callers_and_forbidden_calls_have_their_own_status() -> None:
     assert to_status(AccessDenied("no", known=False)).http_status == 401
     assert to_status(AccessDenied("no")).http_status == 403
     assert to_status(UnknownModel("there is no model x")).http_status == 404

@@ -1,4 +1,4 @@
-"""What a server is told in the end: files, a serve file and flags put together and checked before it starts."""
+"""Configuration of a server: files, a serve file and flags, merged and checked before it starts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -62,13 +62,13 @@ def test_flags_override_the_file() -> None:
         tokens=Path("t"), tls_cert=Path("c"), tls_key=Path("k"), client_ca=Path("a"), insecure=True,
         shared_memory=True, otlp="http://o:1", expose=("a", "p.b", "a"), verbose=True,
     )  # fmt: skip
-    told = merge(said, flags)
-    assert (told.grpc, told.http) == (GrpcConfig("::1", 11, None, 2), HttpConfig("::1", 12))
-    assert told.tls == Tls(Path("c"), Path("k"), Path("a"))
-    assert (told.tokens, told.grace_s, told.otlp) == (Path("t"), 0.0, "http://o:1")
-    assert (told.logs.format, told.logs.requests, told.logs.level) == ("json", True, "debug")
-    assert told.insecure and told.shared_memory
-    assert told.pipelines["p"].expose == ("a", "b")
+    merged = merge(said, flags)
+    assert (merged.grpc, merged.http) == (GrpcConfig("::1", 11, None, 2), HttpConfig("::1", 12))
+    assert merged.tls == Tls(Path("c"), Path("k"), Path("a"))
+    assert (merged.tokens, merged.grace_s, merged.otlp) == (Path("t"), 0.0, "http://o:1")
+    assert (merged.logs.format, merged.logs.requests, merged.logs.level) == ("json", True, "debug")
+    assert merged.insecure and merged.shared_memory
+    assert merged.pipelines["p"].expose == ("a", "b")
     assert merge(said, Flags()) == said
 
 
@@ -97,7 +97,7 @@ def test_problems_of_every_file_come_together_each_with_its_own_line(write: Writ
         "  loud2: {file: shout.yaml, expose: [a]}\n  loud2.a: shout.yaml\n"
         "tokens: none.yaml\ntls: {certificate: c.pem, key: k.pem}\n",
     )
-    told = wrong([serve])
+    text = wrong([serve])
     for line, said in (
         (2, "pipelines.gone: there is no file"),
         (6, "pipelines.loud.expose: no step is called c"),
@@ -106,11 +106,11 @@ def test_problems_of_every_file_come_together_each_with_its_own_line(write: Writ
         (10, "tls.certificate: there is no file"),
         (10, "tls.key: there is no file"),
     ):
-        assert f"serve.yaml:{line}  " in told
-        assert said in told
-    assert "broken.yaml:3" in told
-    assert "did you mean echo?" in told
-    assert "nothing was started" in told
+        assert f"serve.yaml:{line}  " in text
+        assert said in text
+    assert "broken.yaml:3" in text
+    assert "did you mean echo?" in text
+    assert "nothing was started" in text
 
 
 def test_what_is_only_loaded_later_may_be_missing_or_broken_now(write: Writer) -> None:
@@ -149,7 +149,7 @@ def test_two_files_of_one_name_and_two_serve_files_are_refused(write: Writer, tm
     assert "2 serve files" in wrong([serve], serve)
 
 
-def test_a_file_that_is_not_there_is_told_of_once(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_once(tmp_path: Path) -> None:
     assert wrong([str(tmp_path / "none.yaml")]).count("there is no such file") == 1
 
 
@@ -212,7 +212,7 @@ outputs: {{y: s.text}}
         assemble(
             [first, second],
             None,
-            Flags(expose=("first.s", "second.s", "second.nobody")),
+            Flags(expose=("first.s", "second.s", "second.unknown")),
             Machine(2, 8 << 30, (Device("fake:0", 8 << 30),)),
         )
     exposed, unknown = refused.value.problems
@@ -222,7 +222,7 @@ outputs: {{y: s.text}}
     assert "first.s     another pipeline  claimed" in exposed.found and exposed.fix.endswith(
         "or unload first, first.s, second"
     )
-    assert unknown.found == "no step is called nobody"
+    assert unknown.found == "no step is called unknown"
     assert assemble(
         [first, second], None, Flags(expose=("first.s",)), Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
     )

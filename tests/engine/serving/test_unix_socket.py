@@ -56,7 +56,7 @@ def test_who_listens_without_a_claim_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(WeftlineError, match="another process listens there"):
             SocketClaim(path)
         assert path.is_socket()
-    with SocketClaim(path):  # nobody listens any more: it is stale
+    with SocketClaim(path):  # no process listens any more: it is stale
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -91,8 +91,8 @@ def test_only_its_user_may_connect_or_a_group_beside(tmp_path: Path) -> None:
         modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("own", "shared")]
         assert modes == [0o600, 0o660]
         assert (tmp_path / "shared").stat().st_gid == os.getgid()
-    with pytest.raises(WeftlineError, match="there is no group 'nobody-has-this'"):
-        listen(tmp_path / "x", "nobody-has-this")
+    with pytest.raises(WeftlineError, match="there is no group 'no-such-group'"):
+        listen(tmp_path / "x", "no-such-group")
     assert {one.name for one in tmp_path.iterdir()} == {"own", "shared"}
 
 
@@ -100,7 +100,7 @@ def test_only_ones_own_socket_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "w.sock"
     with listen(path):
         own = identity(path)
-        with listen(path):  # somebody else takes the path over
+        with listen(path):  # another server takes the path over
             remove_own(path, own)
             assert path.is_socket()
             remove_own(path, identity(path))

@@ -194,9 +194,7 @@ class OutOfMemoryError(RuntimeError):
         RuntimeError("BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 4096"),
     ],
 )
-def test_a_batch_out_of_memory_is_halved_and_its_size_reported(
-    bench: Bench, error: Exception
-) -> None:
+def test_a_batch_out_of_memory_is_halved_and_its_size_reported(bench: Bench, error: Exception) -> None:
     def run(batch: Batch) -> Outputs:
         if len(batch) > 2 or "huge" in batch["text"]:
             raise error
@@ -428,9 +426,7 @@ def run_padded(bench: Bench, sizes: list[int], **more: Any) -> tuple[dict[str, A
 @pytest.mark.parametrize(
     ("sizes", "padded"), [([3, 5], 8), ([3, 4], 4), ([9, 1], 16), ([17, 20], 20), ([4, 4], 4), ([2], 4)]
 )
-def test_a_batch_is_padded_to_the_smallest_bucket_and_cut_back(
-    bench: Bench, sizes: list[int], padded: int
-) -> None:
+def test_a_batch_is_padded_to_the_smallest_bucket_and_cut_back(bench: Bench, sizes: list[int], padded: int) -> None:
     seen, answers = run_padded(bench, sizes, pad={"T": (4, 8, 16)}, pad_value=-1)
     assert seen["x"].shape == (len(sizes), padded, 2) and seen["lengths"] == sizes
     for size, row, answer in zip(sizes, seen["x"], answers, strict=True):

@@ -474,9 +474,7 @@ def test_a_lost_device_blames_no_item_and_its_error_propagates(bench: DeviceBenc
         bench.on_gpu(broken, X, Y).run(run_of(rows))
 
 
-def test_a_lost_device_is_not_blamed_on_the_items(
-    bench: DeviceBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_device_is_not_blamed_on_the_items(bench: DeviceBench, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(batch: Batch) -> Outputs:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -229,9 +229,7 @@ def test_a_running_batch_receives_the_cancel_of_one_of_its_items(start: Start, t
     assert answers(talk.wait_for(msg.BatchDone)) == ["cancelled", "kept"]
 
 
-def test_a_batch_that_has_not_begun_leaves_cancelled_items_out(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_batch_that_has_not_begun_leaves_cancelled_items_out(start: Start, tmp_path: Path) -> None:
     talk = start("Waits", items_max=2)
     talk.say(msg.RunBatch(1, 0, (text(1, "wait"), text(2, "b"), text(3, "c"), text(4, "d"))))
     wait_until(lambda: (tmp_path / "begun").exists())

@@ -226,9 +226,7 @@ def test_constants_to_fall_back_on_are_passed_on(problems: Problems, catalog: di
     }
 
 
-def test_fallback_constants_take_the_step_output_types(
-    problems: Problems, catalog: dict[str, str]
-) -> None:
+def test_fallback_constants_take_the_step_output_types(problems: Problems, catalog: dict[str, str]) -> None:
     step = "{node: echo, inputs: {value: many}, map: value, fallback: {value: [Sorry]}}"
     assert planned(catalog, step).fallback == "a/fallback"
     assert found(problems, step.replace("[Sorry]", "Sorry")) == {

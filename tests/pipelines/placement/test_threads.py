@@ -39,9 +39,7 @@ def plan_of(*steps: dict[str, Any]) -> Plan:
         ([GPU, {**CPU, "after": "a"}, GPU], {0: 1, 1: 1, 2: 2}),  # a chain is where one of its steps is
     ],
 )
-def test_gpu_chains_have_threads_and_cpu_steps_share_one(
-    steps: list[dict[str, Any]], threads: dict[int, int]
-) -> None:
+def test_gpu_chains_have_threads_and_cpu_steps_share_one(steps: list[dict[str, Any]], threads: dict[int, int]) -> None:
     plan = plan_of(*steps)
     assert len(plan.workers) == 1 and dict(step_threads(plan, 0)) == threads
 

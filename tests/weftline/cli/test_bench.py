@@ -107,7 +107,7 @@ def test_rows_of_a_file_are_taken_in_turn(weft, write, tmp_path: Path) -> None:
         ('{"x": "@missing.txt"}', "rows.jsonl:2: input x: "),
     ],
 )
-def test_a_malformed_row_is_reported_with_its_line_before_anything_starts(weft, write, tmp_path: Path, row, said) -> None:
+def test_a_malformed_row_is_reported_with_its_line_at_first(weft, write, tmp_path: Path, row, said) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"x": "fine"}\n' + row + "\n")
     ended = weft("bench", write(CHAIN), "--data", str(data))

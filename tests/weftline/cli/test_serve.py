@@ -95,9 +95,7 @@ def test_a_unix_socket_serves_and_is_gone_afterwards(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", ["0", "1"])
-def test_a_unix_socket_in_use_is_refused_and_a_stale_one_replaced(
-    folder: Path, processes: str
-) -> None:
+def test_a_unix_socket_in_use_is_refused_and_a_stale_one_replaced(folder: Path, processes: str) -> None:
     words = ("shout.yaml", "--socket", "w.sock", "--processes", processes)
     with serving(folder, *words) as first:
         first.wait_up()

@@ -120,7 +120,7 @@ def test_a_rank_records_no_graphs():
     assert ParallelRunner(alone.model, RunnerOptions(page_tokens=8, form="gpu")).graphs is None
 
 
-class _Told:
+class _Followers:
     """Replaces followers: records the messages sent to them."""
 
     lost = None
@@ -140,7 +140,7 @@ class _Told:
 
 
 def test_a_round_that_fails_on_the_first_rank_ends_the_other_ranks(monkeypatch):
-    alone, followers = tiny.fresh_runner("llama"), _Told()  # its model is bound anew
+    alone, followers = tiny.fresh_runner("llama"), _Followers()  # its model is bound anew
     runner = ParallelRunner(alone.model, RunnerOptions(page_tokens=8))
     monkeypatch.setattr(runner, "_followers", followers, raising=False)
     monkeypatch.setattr(runner, "_peers", _Alone(0, 2, torch.device("cpu")), raising=False)

@@ -129,7 +129,7 @@ def test_a_caller_checks_models_that_are_known_only_later(gate: Gate) -> None:
     assert not ANONYMOUS.may("ocr") and not ANONYMOUS.admin
 
 
-def test_a_token_that_calls_too_often_is_told_when_to_come_back(gate: Gate, clock: Clock) -> None:
+def test_a_token_that_calls_too_often_gets_a_retry_time(gate: Gate, clock: Clock) -> None:
     gate.enter(INFER_RPC, TOKENS["slow"])
     gate.enter(INFER_RPC, TOKENS["slow"])
     with pytest.raises(LimitReached) as caught:

@@ -79,7 +79,7 @@ def test_requests_that_fail_are_always_logged_and_others_only_on_demand() -> Non
     ]
 
 
-def test_the_level_is_heard() -> None:
+def test_lines_below_the_level_are_dropped() -> None:
     stream = started(Logs("json", "error", True))
     log = RequestLog(Logs(requests=True))
     log(record())
@@ -165,8 +165,8 @@ def test_tracebacks_of_failed_requests_are_logged_at_a_limited_rate() -> None:
         )
         for _ in range(100):
             log(failing)
-        told = stream.getvalue()
-        assert told.count("in user_code") == TRACEBACKS_BURST and "\x1b" not in told
-        assert told.count("step a: KeyError") == 100, "the line itself is always there"
+        text = stream.getvalue()
+        assert text.count("in user_code") == TRACEBACKS_BURST and "\x1b" not in text
+        assert text.count("step a: KeyError") == 100, "the line itself is always there"
         log(failing)
         assert "(90 tracebacks of other failures" in stream.getvalue()

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from weftline.engine.serving.auth.rate import RateLimit
 
 
-def test_a_burst_passes_and_the_next_one_is_told_how_long_to_wait() -> None:
+def test_a_burst_passes_and_the_next_call_gets_a_waiting_time() -> None:
     bucket = RateLimit(per_s=10, burst=3)
     assert [bucket.try_take(100.0) for _ in range(3)] == [0.0, 0.0, 0.0]
     assert bucket.try_take(100.0) == pytest.approx(0.1)

@@ -252,14 +252,14 @@ def test_a_range_is_inside_or_refused_whatever_the_numbers(offset: int, size: in
         held.path.unlink()
 
 
-def test_a_region_that_nobody_registered_is_refused(memory: SharedMemory) -> None:
+def test_an_unregistered_region_is_refused(memory: SharedMemory) -> None:
     for name in ("none", "", "../x", "a\r\nb\x1b[2J", "x" * 10_000):
         with pytest.raises(InputError) as caught:
             memory.check(name, 0, 1)
         assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_a_client_that_shrinks_its_memory_is_refused_and_kills_nobody(memory: SharedMemory, made: Object) -> None:
+def test_a_client_that_shrinks_its_memory_is_only_refused(memory: SharedMemory, made: Object) -> None:
     memory.register("in", made.key, 0, SIZE)
     os.truncate(made.path, 10)
     with pytest.raises(InputError, match="made smaller"):
@@ -279,9 +279,7 @@ def test_a_mapping_of_the_same_memory_would_have_been_killed(made: Object) -> No
     assert ended.returncode == -7  # SIGBUS: why regions are never mapped
 
 
-def test_shrinking_a_region_in_use_ends_in_refusals_only(
-    memory: SharedMemory, made: Object
-) -> None:
+def test_shrinking_a_region_in_use_ends_in_refusals_only(memory: SharedMemory, made: Object) -> None:
     memory.register("in", made.key, 0, SIZE)
     over = threading.Event()
 
@@ -363,7 +361,7 @@ def test_threads_that_register_read_and_unregister_leave_nothing(made: Object) -
     assert descriptors() == before
 
 
-def test_a_full_file_system_is_told_without_its_name(
+def test_a_full_file_system_is_reported_without_its_name(
     memory: SharedMemory, made: Object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory.register("in", made.key, 0, SIZE)

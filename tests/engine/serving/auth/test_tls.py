@@ -314,7 +314,7 @@ def test_a_key_with_a_password_is_refused_without_asking(
     subprocess.run(command, check=True, capture_output=True)
     with pytest.raises(PipelineError, match="without a password"):
         TlsFiles(Tls(tls.certificate, locked))
-    assert asked == ["us"]  # and so nobody at a terminal
+    assert asked == ["us"]  # and no prompt at a terminal
 
 
 def test_a_file_that_is_too_large_or_never_ends_is_refused(tls: Tls, tmp_path: Path) -> None:

@@ -284,9 +284,7 @@ def test_changed_models_reach_the_processes_also_after_a_failed_poll(
 
 
 @pytest.mark.slow
-def test_a_killed_ingress_frees_its_requests_within_a_second(
-    repository: Repository, gate: Gate
-) -> None:
+def test_a_killed_ingress_frees_its_requests_within_a_second(repository: Repository, gate: Gate) -> None:
     """R5: two processes, eight streams and large requests in one of them, kill -9."""
 
     async def script() -> float:
@@ -371,9 +369,7 @@ def test_one_that_never_comes_up_again_is_given_up_and_others_serve_on(
 
 
 @pytest.mark.slow
-def test_a_silent_process_is_killed_and_restarted(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_process_is_killed_and_restarted(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "SILENT_S", 0.5)
     monkeypatch.setattr(msg, "PING_S", 0.1)
 
@@ -390,9 +386,7 @@ def test_a_silent_process_is_killed_and_restarted(
 
 
 @pytest.mark.slow
-def test_a_blocked_engine_does_not_kill_a_live_process(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blocked_engine_does_not_kill_a_live_process(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "SILENT_S", 1.0)
     monkeypatch.setattr(msg, "PING_S", 0.2)
 

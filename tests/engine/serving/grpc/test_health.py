@@ -61,21 +61,21 @@ def test_health_is_checked_and_watched_through_load_unload_and_drain(server: Ser
             check("nothing")
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
-        whole, heard_whole = watch(channel, "")
-        _, heard_spare = watch(channel, "spare")
-        _, heard_nothing = watch(channel, "nothing")
-        assert heard_whole.get(timeout=20) == SERVING
-        assert heard_spare.get(timeout=20) == NOT_SERVING
-        assert heard_nothing.get(timeout=20) == UNKNOWN
+        whole, statuses_whole = watch(channel, "")
+        _, statuses_spare = watch(channel, "spare")
+        _, statuses_nothing = watch(channel, "nothing")
+        assert statuses_whole.get(timeout=20) == SERVING
+        assert statuses_spare.get(timeout=20) == NOT_SERVING
+        assert statuses_nothing.get(timeout=20) == UNKNOWN
         client.load_model("spare")
-        assert heard_spare.get(timeout=20) == SERVING
+        assert statuses_spare.get(timeout=20) == SERVING
         client.unload_model("spare")
-        assert heard_spare.get(timeout=20) == NOT_SERVING
+        assert statuses_spare.get(timeout=20) == NOT_SERVING
 
         assert server.loop is not None
         server.loop.call_soon_threadsafe(server.server.set_serving, False)
-        assert [heard_whole.get(timeout=20), heard_whole.get(timeout=20)] == [NOT_SERVING, -1]
-        assert heard_nothing.get(timeout=20) == -1
+        assert [statuses_whole.get(timeout=20), statuses_whole.get(timeout=20)] == [NOT_SERVING, -1]
+        assert statuses_nothing.get(timeout=20) == -1
         assert check("") == NOT_SERVING and not client.is_server_ready() and client.is_server_live()
         whole.cancel()
 

@@ -58,7 +58,7 @@ class Functions:
 
     async def ask(self, ask: Ask) -> Answer:
         try:
-            span = ask.traceparent.replace("b", "c")  # a child's, as whoever traces would make it
+            span = ask.traceparent.replace("b", "c")  # a child span's, as a tracer would create it
             return Answer(await self._outputs(ask), version=1, traceparent=span, give_back=self._released)
         except asyncio.CancelledError:
             self.withdrawn.append(ask.id)

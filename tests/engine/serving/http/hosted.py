@@ -59,9 +59,9 @@ def hosted(
 
         async def start() -> Hosted:
             served = await backend() if callable(backend) else backend
-            told = ServeConfig({}, http=HttpConfig(port=0), **config)
-            memory = SharedMemory(told.limits, shared_memory)
-            server = HttpServer(told, served, gate or Gate(None, told.limits), memory, figures=figures)
+            full = ServeConfig({}, http=HttpConfig(port=0), **config)
+            memory = SharedMemory(full.limits, shared_memory)
+            server = HttpServer(full, served, gate or Gate(None, full.limits), memory, figures=figures)
             return Hosted(server, asyncio.get_running_loop(), await server.start())
 
         found = asyncio.run_coroutine_threadsafe(start(), loop).result(60)

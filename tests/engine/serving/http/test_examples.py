@@ -44,7 +44,7 @@ def door() -> Iterator[Hosted]:
         f"{assistant}.answer": chatting(answer, f"{assistant}.answer"),
         f"{assistant}.hear": (
             face(f"{assistant}.hear", {"audio": "audio"}, {"text": "text"}),
-            lambda ask: {"text": f"heard {len(ask.inputs['audio'])} bytes"},
+            lambda ask: {"text": f"received {len(ask.inputs['audio'])} bytes"},
         ),
         "embedding.embed": (
             face("embedding.embed", {"text": "text"}, {"embedding": "float32[2]"}),
@@ -65,7 +65,7 @@ def door() -> Iterator[Hosted]:
         ("openai_chat", ["whole: There are 2.", "streamed: There are 2.  (4 tokens)", 'as JSON: "circle"']),
         ("openai_async", ["nothing: There are 2."]),
         ("openai_embeddings", ["2 numbers, likeness to the first: 145.0"]),
-        ("openai_speech", ["heard "]),
+        ("openai_speech", ["received "]),
         ("http_sync", ["wants measures: FP32 [4]", "species 1 of [4.7 1.4 6.1]", "answered so far: 0"]),
         ("http_json", ["species [1]", "probabilities [4.699"]),
     ],
@@ -77,6 +77,6 @@ def test_an_example_prints_what_it_is_there_for(
     found = main_of(name)(url)
     if asyncio.iscoroutine(found):
         asyncio.run(found)
-    printed = " ".join(capsys.readouterr().out.split())  # however numpy is told to print in this process
+    printed = " ".join(capsys.readouterr().out.split())  # independent of numpy's print options
     for one in says:
         assert " ".join(one.split()).replace("[ ", "[") in printed.replace("[ ", "[")

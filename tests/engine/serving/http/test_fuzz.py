@@ -18,7 +18,7 @@ from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.openapi import document
 
 FORBIDDEN = re.compile(r"0x[0-9a-fA-F]{6,}|Traceback|File \"|/(?:work|root|home|usr|tmp|dev|proc)/|site-packages|wl_")
-MODELS = ["chat", "embed", "tensor", "ears", "nobody"]
+MODELS = ["chat", "embed", "tensor", "ears", "unknown"]
 
 
 def document_of_these_models() -> dict[str, Any]:
@@ -69,10 +69,10 @@ def door() -> Iterator[Hosted]:
     suppress_health_check=list(HealthCheck),
 )
 def test_no_answer_is_a_failure_or_tells_of_the_inside(case: Any, door: Hosted) -> None:
-    told = case.call(base_url=door.url)
+    response = case.call(base_url=door.url)
     ready = case.path.endswith("/ready") or case.path in ("/readyz", "/health")
-    assert told.status_code < 500 or (ready and told.status_code == 503), told.text
-    assert not FORBIDDEN.search(told.text)
-    assert not any(FORBIDDEN.search(f"{name}: {value}") for name, value in told.headers.items())
-    if told.status_code >= 400 and told.headers.get("content-type") == [b"application/json"]:
-        assert "error" in told.json()
+    assert response.status_code < 500 or (ready and response.status_code == 503), response.text
+    assert not FORBIDDEN.search(response.text)
+    assert not any(FORBIDDEN.search(f"{name}: {value}") for name, value in response.headers.items())
+    if response.status_code >= 400 and response.headers.get("content-type") == [b"application/json"]:
+        assert "error" in response.json()

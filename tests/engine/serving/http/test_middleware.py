@@ -85,20 +85,20 @@ def test_the_gates_table_has_every_route_and_no_other(door: Hosted) -> None:
 def test_every_path_but_the_open_ones_wants_a_token(closed: Hosted) -> None:
     with httpx.Client(base_url=closed.url) as client:
         for method, template in every_route(closed):
-            told = client.request(method, filled(template))
+            response = client.request(method, filled(template))
             is_open = METHODS.get(f"HTTP {method} {template}") is OPEN
-            assert (told.status_code != 401) == is_open, template
+            assert (response.status_code != 401) == is_open, template
             for token in ("", "Bearer", f"Bearer {USER}x", f"Bearer {USER[:-1]}", f"Basic {USER}", USER):
-                told = client.request(method, filled(template), headers={"authorization": token})
-                assert (told.status_code != 401) == is_open, (template, token)
+                response = client.request(method, filled(template), headers={"authorization": token})
+                assert (response.status_code != 401) == is_open, (template, token)
 
 
 @pytest.mark.parametrize("path", ["/", "/nope", "/v1", "/v1/chat", "/v2/", "/livez/", "/v2//health/live", "/docs"])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "OPTIONS", "TRACE"])
-def test_an_unknown_path_tells_nobody_without_a_token(closed: Hosted, method: str, path: str) -> None:
+def test_an_unknown_path_needs_a_token(closed: Hosted, method: str, path: str) -> None:
     assert httpx.request(method, closed.url + path).status_code == 401
-    told = httpx.request(method, closed.url + path, headers={"authorization": f"Bearer {USER}"})
-    assert told.status_code == 404
+    response = httpx.request(method, closed.url + path, headers={"authorization": f"Bearer {USER}"})
+    assert response.status_code == 404
 
 
 def test_a_path_in_another_spelling_is_none_of_ours(closed: Hosted) -> None:
@@ -118,18 +118,18 @@ def test_a_path_in_another_spelling_is_none_of_ours(closed: Hosted) -> None:
 
 def test_methods_that_a_path_does_not_take_are_refused(closed: Hosted) -> None:
     assert httpx.put(f"{closed.url}/v1/models").status_code == 401
-    told = httpx.put(f"{closed.url}/v1/models", headers={"authorization": f"Bearer {USER}"})
-    assert (told.status_code, told.json()["error"]["message"]) == (405, "this path accepts GET")
+    response = httpx.put(f"{closed.url}/v1/models", headers={"authorization": f"Bearer {USER}"})
+    assert (response.status_code, response.json()["error"]["message"]) == (405, "this path accepts GET")
     assert httpx.post(f"{closed.url}/livez").status_code == 401
     assert httpx.head(f"{closed.url}/livez").status_code == 200
 
 
-def test_the_stock_client_is_told_what_is_wrong_with_its_token(closed: Hosted) -> None:
-    with pytest.raises(openai.AuthenticationError) as told:
+def test_the_stock_client_gets_the_reason_of_a_refused_token(closed: Hosted) -> None:
+    with pytest.raises(openai.AuthenticationError) as refused:
         openai.OpenAI(base_url=f"{closed.url}/v1", api_key="wrong", max_retries=0).models.list()
-    assert told.value.code == "invalid_api_key"
-    assert told.value.response.headers["www-authenticate"] == "Bearer"
-    assert "wrong" not in told.value.response.text
+    assert refused.value.code == "invalid_api_key"
+    assert refused.value.response.headers["www-authenticate"] == "Bearer"
+    assert "wrong" not in refused.value.response.text
 
 
 def test_a_token_reaches_its_models_and_learns_of_no_other(closed: Hosted) -> None:
@@ -137,10 +137,10 @@ def test_a_token_reaches_its_models_and_learns_of_no_other(closed: Hosted) -> No
     assert [one.id for one in client.models.list()] == ["chat"]
     assert client.chat.completions.create(model="chat", messages=HI).choices[0].message.content == "hello"
     refused = []
-    for model in ("secret", "nobody"):
-        with pytest.raises(openai.PermissionDeniedError) as told:
+    for model in ("secret", "unknown"):
+        with pytest.raises(openai.PermissionDeniedError) as denied:
             client.chat.completions.create(model=model, messages=HI)
-        refused.append(told.value.response.json())
+        refused.append(denied.value.response.json())
     assert refused[0] == refused[1]
     headers = {"authorization": f"Bearer {USER}"}
     for method, path in (("POST", "/v2/repository/models/chat/unload"), ("GET", "/metrics")):
@@ -156,13 +156,13 @@ def test_the_tenant_of_cached_prompts_is_the_callers_name(closed: Hosted) -> Non
     assert served.asked[-1].caller == "web"
 
 
-def test_a_token_has_its_rate_and_is_told_when_to_come_back(closed: Hosted) -> None:
+def test_a_token_has_its_rate_and_gets_a_retry_time(closed: Hosted) -> None:
     client = openai.OpenAI(base_url=f"{closed.url}/v1", api_key=RARE, max_retries=0)
-    with pytest.raises(openai.RateLimitError) as told:
+    with pytest.raises(openai.RateLimitError) as refused:
         for _ in range(20):
             client.models.list()
-    assert 1 <= float(told.value.response.headers["retry-after"]) <= 2
-    assert told.value.type == "rate_limit_error"
+    assert 1 <= float(refused.value.response.headers["retry-after"]) <= 2
+    assert refused.value.type == "rate_limit_error"
 
 
 # browsers
@@ -171,12 +171,12 @@ def test_a_token_has_its_rate_and_is_told_when_to_come_back(closed: Hosted) -> N
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1"])
 def test_web_pages_are_kept_out_where_no_tokens_are_asked_for(door: Hosted, closed: Hosted, origin: str) -> None:
     body = {"model": "chat", "messages": HI}
-    told = httpx.post(f"{door.url}/v1/chat/completions", json=body, headers={"origin": origin})
-    assert told.status_code == 403
+    response = httpx.post(f"{door.url}/v1/chat/completions", json=body, headers={"origin": origin})
+    assert response.status_code == 403
     headers = {"origin": origin, "authorization": f"Bearer {ADMIN}"}
-    told = httpx.post(f"{closed.url}/v1/chat/completions", json=body, headers=headers)
-    assert told.status_code == 200
-    assert "access-control-allow-origin" not in told.headers
+    response = httpx.post(f"{closed.url}/v1/chat/completions", json=body, headers=headers)
+    assert response.status_code == 200
+    assert "access-control-allow-origin" not in response.headers
 
 
 def test_a_name_of_the_web_that_leads_here_is_refused(door: Hosted) -> None:
@@ -186,7 +186,7 @@ def test_a_name_of_the_web_that_leads_here_is_refused(door: Hosted) -> None:
     assert httpx.get(f"{door.url}/livez", headers={"host": "probe.example"}).status_code == 200
 
 
-def test_names_and_addresses_are_told_apart() -> None:
+def test_names_and_addresses_are_distinguished() -> None:
     assert [_is_local_name(one) for one in ("[::1]", "10.0.0.1:8", "localhost:1", "a.b", "1.2.3.4.evil.com")] == (
         [True, True, True, False, False]
     )
@@ -245,9 +245,9 @@ def test_a_large_body_in_chunks_is_refused_while_it_is_read(door: Hosted) -> Non
         for _ in range(20):
             yield bytes(100_000)
 
-    told = httpx.post(f"{door.url}/v1/embeddings", content=chunks())
-    assert told.status_code == 413
-    assert "message_bytes_max" in told.json()["error"]["message"]
+    response = httpx.post(f"{door.url}/v1/embeddings", content=chunks())
+    assert response.status_code == 413
+    assert "message_bytes_max" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("sent", [b"X-A: " + b"a" * 5000, b"\r\n".join(b"X-%d: a" % n for n in range(1000))])
@@ -318,8 +318,8 @@ def test_a_resting_connection_is_kept_for_the_next_request(door: Hosted) -> None
 @pytest.mark.slow
 def test_calls_over_the_limit_are_refused_and_probes_are_not(door: Hosted) -> None:
     def ask(found: list[int]) -> None:
-        told = httpx.post(f"{door.url}/v1/chat/completions", json={"model": "slow", "messages": HI})
-        found.append(told.status_code)
+        response = httpx.post(f"{door.url}/v1/chat/completions", json={"model": "slow", "messages": HI})
+        found.append(response.status_code)
 
     found: list[int] = []
     threads = [threading.Thread(target=ask, args=(found,)) for _ in range(6)]
@@ -363,9 +363,9 @@ def test_smuggled_lengths_are_refused(door: Hosted) -> None:
     ],
 )
 def test_json_is_read_strictly(door: Hosted, body: bytes) -> None:
-    told = httpx.post(f"{door.url}/v1/chat/completions", content=body)
-    assert told.status_code == 400
-    assert told.json()["error"]["type"] == "invalid_request_error"
+    response = httpx.post(f"{door.url}/v1/chat/completions", content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
@@ -389,11 +389,11 @@ def test_what_is_hardly_http_is_refused(closed: Hosted, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", closed.port)) as raw:
         raw.settimeout(5)
         raw.sendall(sent)
-        told = b""
+        response = b""
         with contextlib.suppress(ConnectionResetError):
-            told = raw.recv(4096)
-        assert told[:10] in (b"HTTP/1.1 4", b"")
-        assert not re.search(rb"(?i)uvicorn|python|traceback|0x[0-9a-f]{6}", told)
+            response = raw.recv(4096)
+        assert response[:10] in (b"HTTP/1.1 4", b"")
+        assert not re.search(rb"(?i)uvicorn|python|traceback|0x[0-9a-f]{6}", response)
 
 
 def test_slow_clients_neither_hold_up_others_nor_stay(door: Hosted) -> None:

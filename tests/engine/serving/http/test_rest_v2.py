@@ -107,11 +107,11 @@ def test_tensors_go_in_and_out_as_bytes_and_as_json(
 ) -> None:
     if datatype == "FP16" and not binary_in:
         pytest.skip("the client sends FP16 as bytes only")
-    told = client.infer("many", [given(name, array, datatype, binary_in)], outputs=wanted(name, binary_out))
+    response = client.infer("many", [given(name, array, datatype, binary_in)], outputs=wanted(name, binary_out))
     assert (
-        told.as_numpy(name).tolist() == [b if binary_out else b.decode() for b in array]
+        response.as_numpy(name).tolist() == [b if binary_out else b.decode() for b in array]
         if datatype == "BYTES"
-        else (np.array_equal(told.as_numpy(name), array))
+        else (np.array_equal(response.as_numpy(name), array))
     )
 
 
@@ -120,53 +120,55 @@ def test_bf16_goes_through_bit_by_bit_and_never_as_json(client: triton.Inference
     import ml_dtypes
 
     array = np.array([1.5, -2.25], ml_dtypes.bfloat16)
-    told = client.infer("many", [given("brains", array, "BF16")], outputs=wanted("brains"))
-    assert told.get_output("brains")["datatype"] == "BF16"
-    assert told.as_numpy("brains").astype(np.float32).tolist() == [1.5, -2.25]
+    response = client.infer("many", [given("brains", array, "BF16")], outputs=wanted("brains"))
+    assert response.get_output("brains")["datatype"] == "BF16"
+    assert response.as_numpy("brains").astype(np.float32).tolist() == [1.5, -2.25]
     with pytest.raises(InferenceServerException, match="BF16"):
         client.infer("many", [given("brains", array, "BF16")], outputs=wanted("brains", False))
 
 
 def test_a_batch_comes_back_as_one(client: triton.InferenceServerClient) -> None:
     array = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
-    told = client.infer("many", [given("grid", array, "FP32")], outputs=wanted("grid"))
-    assert np.array_equal(told.as_numpy("grid"), array)
+    response = client.infer("many", [given("grid", array, "FP32")], outputs=wanted("grid"))
+    assert np.array_equal(response.as_numpy("grid"), array)
 
 
 def test_json_ports_carry_json(client: triton.InferenceServerClient) -> None:
-    told = client.infer("many", [given("tree", np.array([b'{"a": [1, null]}'], np.object_), "BYTES")], request_id="r7")
-    assert told.as_numpy("tree").tolist() == [b'{"a":[1,null]}']
-    assert told.get_response()["id"] == "r7"
-    assert told.get_response()["model_name"] == "many"
+    response = client.infer(
+        "many", [given("tree", np.array([b'{"a": [1, null]}'], np.object_), "BYTES")], request_id="r7"
+    )
+    assert response.as_numpy("tree").tolist() == [b'{"a":[1,null]}']
+    assert response.get_response()["id"] == "r7"
+    assert response.get_response()["model_name"] == "many"
 
 
 def test_a_version_can_be_named(client: triton.InferenceServerClient) -> None:
     sent = [given("value", np.ones(2, np.float32), "FP32")]
     assert client.infer("other", sent, model_version="1").as_numpy("value").tolist() == [1, 1]
-    with pytest.raises(InferenceServerException, match="no version") as told:
+    with pytest.raises(InferenceServerException, match="no version") as refused:
         client.infer("other", sent, model_version="9")
-    assert told.value.status() == "404"
+    assert refused.value.status() == "404"
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 def test_bodies_may_be_compressed(client: triton.InferenceServerClient, algorithm: str) -> None:
     array = np.zeros((2, 5000), np.float32)
-    told = client.infer(
+    response = client.infer(
         "many",
         [given("grid", array, "FP32")],
         outputs=wanted("grid"),
         request_compression_algorithm=algorithm,
         response_compression_algorithm=algorithm,
     )
-    assert np.array_equal(told.as_numpy("grid"), array)
+    assert np.array_equal(response.as_numpy("grid"), array)
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 def test_a_compression_bomb_is_refused_by_its_inside(client: triton.InferenceServerClient, algorithm: str) -> None:
     bomb = np.zeros(5 * MEGABYTE, np.float32)
-    with pytest.raises(InferenceServerException, match="message_bytes_max") as told:
+    with pytest.raises(InferenceServerException, match="message_bytes_max") as refused:
         client.infer("other", [given("value", bomb, "FP32")], request_compression_algorithm=algorithm)
-    assert told.value.status() == "413"
+    assert refused.value.status() == "413"
 
 
 def test_a_body_over_the_limit_is_refused(client: triton.InferenceServerClient) -> None:
@@ -180,7 +182,7 @@ def test_the_server_is_live_and_ready_and_says_what_it_is(client: triton.Inferen
     assert client.is_model_ready("many")
     assert client.is_model_ready("many", "1")
     assert not client.is_model_ready("many", "2")
-    assert not client.is_model_ready("nobody")
+    assert not client.is_model_ready("unknown")
     assert client.get_server_metadata()["name"] == "weftline"
     assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
 
@@ -189,9 +191,9 @@ def test_models_are_described(client: triton.InferenceServerClient) -> None:
     meta = client.get_model_metadata("other")
     assert meta["inputs"] == [{"name": "value", "datatype": "FP32", "shape": [-1]}]
     assert client.get_model_config("other", "1")["parameters"]["input:value"]["string_value"] == "float32[N]"
-    with pytest.raises(InferenceServerException) as told:
-        client.get_model_metadata("nobody")
-    assert told.value.status() == "404"
+    with pytest.raises(InferenceServerException) as refused:
+        client.get_model_metadata("unknown")
+    assert refused.value.status() == "404"
 
 
 def test_requests_are_counted(client: triton.InferenceServerClient) -> None:
@@ -211,9 +213,9 @@ def test_models_are_unloaded_and_loaded(client: triton.InferenceServerClient) ->
     assert not client.is_model_ready("other")
     states = {one["name"]: one["state"] for one in client.get_model_repository_index()}
     assert states == {"many": "READY", "other": "UNAVAILABLE"}
-    with pytest.raises(InferenceServerException) as told:
+    with pytest.raises(InferenceServerException) as refused:
         client.infer("other", [given("value", np.ones(2, np.float32), "FP32")])
-    assert told.value.status() == "503"
+    assert refused.value.status() == "503"
     client.load_model("other")
     assert client.is_model_ready("other")
     client.infer("other", [given("value", np.ones(2, np.float32), "FP32")])
@@ -224,9 +226,9 @@ def test_a_model_is_loaded_as_it_was_configured_and_not_otherwise(client: triton
         client.load_model("other", config="{}")
     with pytest.raises(InferenceServerException, match="send none"):
         client.load_model("other", files={"file:1/model.py": b"import os"}, config="{}")
-    with pytest.raises(InferenceServerException) as told:
-        client.load_model("nobody")
-    assert told.value.status() == "404"
+    with pytest.raises(InferenceServerException) as refused:
+        client.load_model("unknown")
+    assert refused.value.status() == "404"
 
 
 def test_tensors_lie_in_shared_memory_both_ways(client: triton.InferenceServerClient) -> None:
@@ -241,8 +243,8 @@ def test_tensors_lie_in_shared_memory_both_ways(client: triton.InferenceServerCl
         sent.set_shared_memory("both", array.nbytes)
         out = triton.InferRequestedOutput("grid")
         out.set_shared_memory("both", array.nbytes, offset=array.nbytes)
-        told = client.infer("many", [sent], outputs=[out])
-        assert told.get_output("grid")["parameters"]["shared_memory_region"] == "both"
+        response = client.infer("many", [sent], outputs=[out])
+        assert response.get_output("grid")["parameters"]["shared_memory_region"] == "both"
         assert np.array_equal(shm.get_contents_as_numpy(region, np.float32, (2, 40000)).reshape(2, 2, 20000)[1], array)
         client.unregister_system_shared_memory("both")
         assert client.get_system_shared_memory_status() == []
@@ -262,8 +264,8 @@ def test_cuda_memory_is_refused_in_words(client: triton.InferenceServerClient) -
 
 def test_traces_are_set_and_written(client: triton.InferenceServerClient, caplog: pytest.LogCaptureFixture) -> None:
     assert client.get_trace_settings()["trace_level"] == ["OFF"]
-    told = client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
-    assert (told["trace_level"], told["trace_rate"]) == (["TIMESTAMPS"], "1")
+    response = client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+    assert (response["trace_level"], response["trace_rate"]) == (["TIMESTAMPS"], "1")
     with caplog.at_level(logging.INFO, "weftline.ingress.trace"):
         client.infer("other", [given("value", np.ones(2, np.float32), "FP32")], request_id="seen")
     assert "'seen'" in caplog.text
@@ -323,9 +325,9 @@ def test_many_requests_at_once_over_the_async_client(door: Hosted) -> None:
     ],
 )
 def test_bodies_that_are_no_request_are_refused(door: Hosted, body: bytes, code: int) -> None:
-    told = httpx.post(f"{door.url}/v2/models/other/infer", content=body)
-    assert told.status_code == code
-    assert isinstance(told.json()["error"], str)
+    response = httpx.post(f"{door.url}/v2/models/other/infer", content=body)
+    assert response.status_code == code
+    assert isinstance(response.json()["error"], str)
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", "99999", "0", "\u0661"])
@@ -338,23 +340,23 @@ def test_bytes_must_be_those_that_were_announced(door: Hosted) -> None:
     for size, behind in ((8, b"1234"), (4, b"12345678"), (-4, b""), (True, b"1")):
         tensor = {"name": "value", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": size}}
         head = msgspec.json.encode({"inputs": [tensor]})
-        told = httpx.post(
+        response = httpx.post(
             f"{door.url}/v2/models/other/infer",
             content=head + behind,
             headers={"Inference-Header-Content-Length": str(len(head))},
         )
-        assert told.status_code == 400
+        assert response.status_code == 400
 
 
 def test_numbers_that_json_cannot_tell_are_null(client: triton.InferenceServerClient) -> None:
     sent = given("value", np.array([np.nan, np.inf, 1], np.float32), "FP32")
-    told = client.infer("other", [sent], outputs=wanted("value", False))
-    assert told.get_output("value")["data"] == [None, None, 1.0]
+    response = client.infer("other", [sent], outputs=wanted("value", False))
+    assert response.get_output("value")["data"] == [None, None, 1.0]
 
 
 def test_nothing_of_the_server_is_named(door: Hosted) -> None:
-    told = httpx.get(f"{door.url}/v2")
-    assert "server" not in told.headers
+    response = httpx.get(f"{door.url}/v2")
+    assert "server" not in response.headers
 
 
 def test_every_answer_of_a_batch_gives_its_memory_back() -> None:

@@ -44,20 +44,20 @@ def backend() -> Functions:
 
 
 class Asking(threading.Thread):
-    """Asks a model in a thread; `told` is the response, or the error."""
+    """Call a model in a thread; `response` is the response, or the error."""
 
     def __init__(self, door: Hosted, model: str, stream: bool = False) -> None:
         super().__init__()
         self._door, self._model, self._stream = door, model, stream
-        self.told: Any = None
+        self.response: Any = None
         self.start()
 
     def run(self) -> None:
         body = {"model": self._model, "messages": HI, "stream": self._stream}
         try:
-            self.told = httpx.post(f"{self._door.url}/v1/chat/completions", json=body, timeout=20)
+            self.response = httpx.post(f"{self._door.url}/v1/chat/completions", json=body, timeout=20)
         except httpx.HTTPError as error:
-            self.told = error
+            self.response = error
 
 
 def wait_asked(served: Functions, count: int) -> None:
@@ -78,19 +78,19 @@ def test_a_drain_shows_at_once_refuses_new_work_and_finishes_open_work() -> None
         assert client.get("/v2/health/ready").status_code == 503
         assert client.get("/v2/models/chat/ready").status_code == 503
         assert client.get("/livez").status_code == client.get("/healthz").status_code == 200
-        told = client.post("/v1/chat/completions", json={"model": "chat", "messages": HI})
-        assert (told.status_code, told.headers["retry-after"]) == (503, "1")
-        assert "shutting down" in told.json()["error"]["message"]
+        response = client.post("/v1/chat/completions", json={"model": "chat", "messages": HI})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert "shutting down" in response.json()["error"]["message"]
         began = time.monotonic()
         door.call(door.server.stop(10))
         assert time.monotonic() - began < 5
         asking.join()
-        assert asking.told.json()["choices"][0]["message"]["content"] == "done"
+        assert asking.response.json()["choices"][0]["message"]["content"] == "done"
         with pytest.raises(httpx.HTTPError):
             client.get("/livez")
 
 
-def test_what_is_not_done_when_the_grace_is_over_is_told_so_and_withdrawn() -> None:
+def test_requests_beyond_the_grace_time_get_an_error_and_are_cancelled() -> None:
     served = backend()
     served.piece_s = 0.1
     with hosted(served) as door:
@@ -102,10 +102,10 @@ def test_what_is_not_done_when_the_grace_is_over_is_told_so_and_withdrawn() -> N
         assert time.monotonic() - began < 5
         whole.join()
         stream.join()
-        assert whole.told.status_code == 503
-        events = [line for line in stream.told.text.split("\n\n") if line]
+        assert whole.response.status_code == 503
+        events = [line for line in stream.response.text.split("\n\n") if line]
         assert "shutting down" in events[-1]
-        assert "[DONE]" not in stream.told.text
+        assert "[DONE]" not in stream.response.text
         assert len(served.withdrawn) == 2
 
 
@@ -148,15 +148,15 @@ def test_readiness_names_what_is_not_ready_and_never_why() -> None:
     served = backend()
     with hosted(served) as door:
         served.states["slow"] = "unavailable"
-        told = httpx.get(f"{door.url}/readyz")
-        assert (told.status_code, told.json()) == (503, {"ready": False, "not_ready": ["slow"]})
+        response = httpx.get(f"{door.url}/readyz")
+        assert (response.status_code, response.json()) == (503, {"ready": False, "not_ready": ["slow"]})
 
 
 def test_figures_come_from_the_backend() -> None:
     with hosted(backend()) as door:
-        told = httpx.get(f"{door.url}/metrics")
-        assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
-        assert told.text == "weftline_up 1\n"
+        response = httpx.get(f"{door.url}/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert response.text == "weftline_up 1\n"
 
 
 @pytest.mark.slow

@@ -38,10 +38,10 @@ ERRORS: dict[str, BaseException] = {
 
 def answer(ask: Ask) -> dict[str, Any]:
     n = ask.inputs.get("sampling", {}).get("n", 1)
-    told = [
+    choices = [
         {"index": at, "text": f"hello{at or ''}", "finish_reason": "length", "logprobs": [TOKEN]} for at in range(n)
     ]
-    return {"text": "hello", "usage": USAGE, "answers": told}
+    return {"text": "hello", "usage": USAGE, "answers": choices}
 
 
 def fail(ask: Ask) -> dict[str, Any]:
@@ -92,14 +92,14 @@ def wait_until(true: Any, timeout_s: float = 10) -> None:
 
 
 def test_an_answer_comes_whole_with_its_usage(client: openai.OpenAI, backend: Functions) -> None:
-    told = client.chat.completions.create(model="chat", messages=HI, max_tokens=5, temperature=0.5, user="me")
-    assert told.choices[0].message.content == "hello"
-    assert told.choices[0].finish_reason == "length"
-    assert told.usage is not None
-    assert (told.usage.prompt_tokens, told.usage.completion_tokens, told.usage.total_tokens) == (3, 5, 8)
-    assert told.usage.prompt_tokens_details is not None
-    assert told.usage.prompt_tokens_details.cached_tokens == 2
-    assert told.id.startswith("chatcmpl-")
+    response = client.chat.completions.create(model="chat", messages=HI, max_tokens=5, temperature=0.5, user="me")
+    assert response.choices[0].message.content == "hello"
+    assert response.choices[0].finish_reason == "length"
+    assert response.usage is not None
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.total_tokens) == (3, 5, 8)
+    assert response.usage.prompt_tokens_details is not None
+    assert response.usage.prompt_tokens_details.cached_tokens == 2
+    assert response.id.startswith("chatcmpl-")
     ask = backend.asked[-1]
     assert ask.inputs == {"messages": HI, "sampling": {"tokens_max": 5, "temperature": 0.5}}
     assert (ask.model, ask.outputs, ask.door) == ("chat", ("text", "usage"), "http")
@@ -125,8 +125,8 @@ def test_a_stream_without_usage_has_none(client: openai.OpenAI) -> None:
 
 
 def test_several_answers_are_choices_whole_and_streamed(client: openai.OpenAI) -> None:
-    told = client.chat.completions.create(model="chat", messages=HI, n=2)
-    assert [(one.index, one.message.content) for one in told.choices] == [(0, "hello"), (1, "hello1")]
+    response = client.chat.completions.create(model="chat", messages=HI, n=2)
+    assert [(one.index, one.message.content) for one in response.choices] == [(0, "hello"), (1, "hello1")]
     texts = {0: "", 1: ""}
     for chunk in client.chat.completions.create(model="chat", messages=HI, n=2, stream=True):
         for one in chunk.choices:
@@ -135,10 +135,10 @@ def test_several_answers_are_choices_whole_and_streamed(client: openai.OpenAI) -
 
 
 def test_log_probabilities_have_the_token_its_bytes_and_its_rivals(client: openai.OpenAI) -> None:
-    told = client.chat.completions.create(model="chat", messages=HI, logprobs=True, top_logprobs=1)
-    assert told.choices[0].logprobs is not None
-    assert told.choices[0].logprobs.content is not None
-    token = told.choices[0].logprobs.content[0]
+    response = client.chat.completions.create(model="chat", messages=HI, logprobs=True, top_logprobs=1)
+    assert response.choices[0].logprobs is not None
+    assert response.choices[0].logprobs.content is not None
+    token = response.choices[0].logprobs.content[0]
     assert (token.token, token.logprob, token.bytes) == ("é", -0.5, [0xC3, 0xA9])
     assert token.top_logprobs[0].token == "e"
     stream = client.chat.completions.create(model="chat", messages=HI, logprobs=True, stream=True)
@@ -146,20 +146,20 @@ def test_log_probabilities_have_the_token_its_bytes_and_its_rivals(client: opena
 
 
 def test_a_model_that_takes_only_text_gets_the_question(client: openai.OpenAI) -> None:
-    told = client.chat.completions.create(model="plain", messages=HI)
-    assert told.choices[0].message.content == "hi"
-    assert told.usage is not None
-    assert told.usage.total_tokens == 0
+    response = client.chat.completions.create(model="plain", messages=HI)
+    assert response.choices[0].message.content == "hi"
+    assert response.usage is not None
+    assert response.usage.total_tokens == 0
     text = [c.choices[0].delta.content for c in client.chat.completions.create(model="plain", messages=HI, stream=True)]
     assert "".join(one or "" for one in text) == "hi"
 
 
 def test_tool_calls_that_a_pipeline_gives_are_passed_through(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    told = client.chat.completions.create(model="calls", messages=HI, tools=tools)
-    assert told.choices[0].finish_reason == "tool_calls"
-    assert told.choices[0].message.tool_calls is not None
-    assert told.choices[0].message.tool_calls[0].id == "c1"
+    response = client.chat.completions.create(model="calls", messages=HI, tools=tools)
+    assert response.choices[0].finish_reason == "tool_calls"
+    assert response.choices[0].message.tool_calls is not None
+    assert response.choices[0].message.tool_calls[0].id == "c1"
     chunks = list(client.chat.completions.create(model="calls", messages=HI, tools=tools, stream=True))
     assert [c.choices[0].delta.tool_calls[0].function.name for c in chunks if c.choices[0].delta.tool_calls] == ["f"]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
@@ -181,26 +181,26 @@ def test_tool_calls_that_a_pipeline_gives_are_passed_through(client: openai.Open
 def test_errors_are_typed_and_say_nothing_of_the_inside(
     client: openai.OpenAI, said: str, error: type[openai.APIStatusError], code: int, stream: bool
 ) -> None:
-    with pytest.raises(error) as told:
+    with pytest.raises(error) as refused:
         client.chat.completions.create(model="fail", messages=[{"role": "user", "content": said}], stream=stream)
-    assert told.value.status_code == code
+    assert refused.value.status_code == code
     for secret in ("0xdead", "Traceback", "/secret"):
-        assert secret not in told.value.response.text
-    body: Any = told.value.body
+        assert secret not in refused.value.response.text
+    body: Any = refused.value.body
     assert set(body) == {"message", "type", "param", "code"}
     if said == "input":
         assert body["param"] == "max_tokens"
     if said == "busy":
-        assert told.value.response.headers["retry-after"] == "1"
-        assert told.value.response.headers["retry-after-ms"] == "250"
+        assert refused.value.response.headers["retry-after"] == "1"
+        assert refused.value.response.headers["retry-after-ms"] == "250"
     retry = "true" if code in (429, 503) else "false"
-    assert told.value.response.headers["x-should-retry"] == retry
+    assert refused.value.response.headers["x-should-retry"] == retry
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as told:
+    with pytest.raises(openai.NotFoundError) as refused:
         client.chat.completions.create(model="nope", messages=HI)
-    assert told.value.code == "model_not_found"
+    assert refused.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nope")
 
@@ -214,9 +214,9 @@ def test_a_model_that_cannot_chat_says_so(client: openai.OpenAI) -> None:
     ("field", "value"), [("temperature", 0.3), ("n", 2), ("logprobs", True), ("tools", [{"type": "function"}])]
 )
 def test_what_a_model_cannot_do_is_refused_by_name(client: openai.OpenAI, field: str, value: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="plain", messages=HI, extra_body={field: value})
-    assert told.value.param == field
+    assert refused.value.param == field
 
 
 def test_an_error_in_the_middle_of_a_stream_ends_it(client: openai.OpenAI) -> None:
@@ -254,13 +254,13 @@ def test_a_client_that_leaves_a_stream_withdraws_its_request(
 def test_headers_name_limit_and_trace_a_request(client: openai.OpenAI, backend: Functions) -> None:
     trace = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
     headers = {"x-request-id": "r-1", "x-request-timeout-ms": "1500", "traceparent": trace}
-    told = client.chat.completions.with_raw_response.create(
+    response = client.chat.completions.with_raw_response.create(
         model="chat", messages=HI, extra_headers=headers, extra_body={"priority": -3}
     )
     ask = backend.asked[-1]
     assert (ask.id, ask.deadline_ms, ask.traceparent, ask.priority) == ("r-1", 1500, trace, 3)
-    assert told.headers["x-request-id"] == "r-1"
-    assert told.headers["traceparent"] == trace.replace("b", "c")
+    assert response.headers["x-request-id"] == "r-1"
+    assert response.headers["traceparent"] == trace.replace("b", "c")
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="chat", messages=HI, extra_headers={"x-request-timeout-ms": "soon"})
 

@@ -82,29 +82,29 @@ def test_it_answers_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
     assert whole.usage.prompt_tokens > 10
 
 
-def test_a_length_is_kept_and_told(client: openai.OpenAI) -> None:
-    told = client.chat.completions.create(model="chat", messages=ASKED, max_completion_tokens=2)
-    assert told.choices[0].finish_reason == "length"
-    assert told.usage is not None
-    assert told.usage.completion_tokens == 2
+def test_a_length_is_kept_and_reported(client: openai.OpenAI) -> None:
+    response = client.chat.completions.create(model="chat", messages=ASKED, max_completion_tokens=2)
+    assert response.choices[0].finish_reason == "length"
+    assert response.usage is not None
+    assert response.usage.completion_tokens == 2
 
 
 def test_an_answer_has_the_json_that_was_asked_for(client: openai.OpenAI) -> None:
     schema = {"type": "string", "enum": ["seven", "eleven"]}
-    told = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="chat",
         messages=ASKED,
         response_format={"type": "json_schema", "json_schema": {"name": "count", "schema": schema}},  # type: ignore
     )
-    assert msgspec.json.decode(told.choices[0].message.content or "") in ("seven", "eleven")
+    assert msgspec.json.decode(response.choices[0].message.content or "") in ("seven", "eleven")
 
 
 def test_several_answers_and_their_log_probabilities(client: openai.OpenAI) -> None:
-    told = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="chat", messages=ASKED, n=2, temperature=1.0, seed=3, logprobs=True, top_logprobs=2, max_tokens=4
     )
-    assert [one.index for one in told.choices] == [0, 1]
-    for one in told.choices:
+    assert [one.index for one in response.choices] == [0, 1]
+    for one in response.choices:
         assert one.logprobs is not None
         assert one.logprobs.content is not None
         assert [len(token.top_logprobs) for token in one.logprobs.content] == [2] * len(one.logprobs.content)
@@ -119,12 +119,12 @@ def test_stop_ends_the_answer_before_the_word(client: openai.OpenAI) -> None:
 
 def test_what_the_step_refuses_is_a_bad_request_that_names_the_field(client: openai.OpenAI) -> None:
     for body in ({"temperature": -1}, {"max_tokens": 0}, {"logit_bias": {"x": 1}}, {"top_k": -2}):
-        with pytest.raises(openai.BadRequestError) as told:
+        with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model="chat", messages=ASKED, extra_body=body)
-        assert told.value.param == next(iter(body))
-    with pytest.raises(openai.BadRequestError) as told:
+        assert refused.value.param == next(iter(body))
+    with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="chat", messages=ASKED, stream=True, max_tokens=-5)
-    assert told.value.param == "max_tokens"
+    assert refused.value.param == "max_tokens"
 
 
 def test_a_stream_that_is_left_frees_the_pages(client: openai.OpenAI, door: Hosted) -> None:
@@ -133,5 +133,5 @@ def test_a_stream_that_is_left_frees_the_pages(client: openai.OpenAI, door: Host
     )
     next(iter(stream))
     stream.close()
-    told = client.chat.completions.create(model="chat", messages=ASKED, max_tokens=2)
-    assert told.choices
+    response = client.chat.completions.create(model="chat", messages=ASKED, max_tokens=2)
+    assert response.choices

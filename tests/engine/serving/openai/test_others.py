@@ -22,8 +22,8 @@ USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "finish_reason": "stop"}
 def echoes(ask: Ask) -> dict[str, Any]:
     said, n = ask.inputs["prompt"], ask.inputs.get("sampling", {}).get("n", 1)
     token = {"token": said, "logprob": -1.0, "top": []}
-    told = [{"text": f"{said}{at}", "finish_reason": "stop", "logprobs": [token]} for at in range(n)]
-    return {"text": f"{said}0", "usage": USAGE, "answers": told}
+    choices = [{"text": f"{said}{at}", "finish_reason": "stop", "logprobs": [token]} for at in range(n)]
+    return {"text": f"{said}0", "usage": USAGE, "answers": choices}
 
 
 async def embeds(ask: Ask) -> dict[str, Any]:
@@ -64,20 +64,20 @@ def client(door: Hosted) -> Iterator[openai.OpenAI]:
 
 
 def test_a_prompt_is_completed_and_counted(client: openai.OpenAI) -> None:
-    told = client.completions.create(model="text", prompt="a", max_tokens=3)
-    assert (told.choices[0].text, told.choices[0].finish_reason) == ("a0", "stop")
-    assert told.usage is not None
-    assert told.usage.total_tokens == 5
+    response = client.completions.create(model="text", prompt="a", max_tokens=3)
+    assert (response.choices[0].text, response.choices[0].finish_reason) == ("a0", "stop")
+    assert response.usage is not None
+    assert response.usage.total_tokens == 5
 
 
 def test_several_prompts_have_their_answers_side_by_side(client: openai.OpenAI) -> None:
-    told = client.completions.create(model="text", prompt=["a", "b"], n=2, logprobs=0)
-    assert [(one.index, one.text) for one in told.choices] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
-    assert told.choices[2].logprobs is not None
-    assert told.choices[2].logprobs.tokens == ["b"]
-    assert told.choices[2].logprobs.text_offset == [0]
-    assert told.usage is not None
-    assert told.usage.total_tokens == 10
+    response = client.completions.create(model="text", prompt=["a", "b"], n=2, logprobs=0)
+    assert [(one.index, one.text) for one in response.choices] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
+    assert response.choices[2].logprobs is not None
+    assert response.choices[2].logprobs.tokens == ["b"]
+    assert response.choices[2].logprobs.text_offset == [0]
+    assert response.usage is not None
+    assert response.usage.total_tokens == 10
 
 
 def test_a_completion_streams(client: openai.OpenAI) -> None:
@@ -105,14 +105,14 @@ def test_a_completion_streams(client: openai.OpenAI) -> None:
     ],
 )
 def test_completions_refuse_by_name(door: Hosted, body: dict[str, Any], param: str) -> None:
-    told = httpx.post(f"{door.url}/v1/completions", json={"model": "text"} | body)
-    assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+    response = httpx.post(f"{door.url}/v1/completions", json={"model": "text"} | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_embeddings_come_in_order_in_both_encodings(client: openai.OpenAI, door: Hosted) -> None:
-    told = client.embeddings.create(model="embed", input=["a", "bcd"])  # the client asks for base64
-    assert [one.embedding for one in told.data] == [[1.0, 0.5, -1.0], [3.0, 0.5, -1.0]]
-    assert (told.usage.prompt_tokens, told.usage.total_tokens) == (8, 8)
+    response = client.embeddings.create(model="embed", input=["a", "bcd"])  # the client asks for base64
+    assert [one.embedding for one in response.data] == [[1.0, 0.5, -1.0], [3.0, 0.5, -1.0]]
+    assert (response.usage.prompt_tokens, response.usage.total_tokens) == (8, 8)
     plain = client.embeddings.create(model="embed", input="bcd", encoding_format="float")
     assert plain.data[0].embedding == [3.0, 0.5, -1.0]
 
@@ -133,14 +133,14 @@ def test_one_bad_text_fails_the_request_and_stops_the_others(client: openai.Open
     ],
 )
 def test_embeddings_refuse_by_name(door: Hosted, body: dict[str, Any], param: str) -> None:
-    told = httpx.post(f"{door.url}/v1/embeddings", json={"model": "embed"} | body)
-    assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+    response = httpx.post(f"{door.url}/v1/embeddings", json={"model": "embed"} | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_a_recording_is_transcribed(client: openai.OpenAI) -> None:
     assert client.audio.transcriptions.create(model="ears", file=("../x.wav", b"RIFF1234")).text == "8 bytes of speech"
-    told = client.audio.transcriptions.create(model="ears", file=b"RIFF", language="en", response_format="text")
-    assert told == "4 bytes of en\n"
+    response = client.audio.transcriptions.create(model="ears", file=b"RIFF", language="en", response_format="text")
+    assert response == "4 bytes of en\n"
 
 
 def test_a_large_recording_is_read_in_memory(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +148,8 @@ def test_a_large_recording_is_read_in_memory(client: openai.OpenAI, monkeypatch:
         raise AssertionError("a client's file was put on a disk")
 
     monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", written)
-    told = client.audio.transcriptions.create(model="ears", file=("x.wav", bytes(3 << 20)))
-    assert told.text == f"{3 << 20} bytes of speech"
+    response = client.audio.transcriptions.create(model="ears", file=("x.wav", bytes(3 << 20)))
+    assert response.text == f"{3 << 20} bytes of speech"
 
 
 def test_a_transcription_streams(client: openai.OpenAI) -> None:
@@ -172,10 +172,10 @@ def test_a_transcription_streams(client: openai.OpenAI) -> None:
     ],
 )
 def test_transcriptions_refuse_by_name(door: Hosted, fields: dict[str, str], param: str) -> None:
-    told = httpx.post(
+    response = httpx.post(
         f"{door.url}/v1/audio/transcriptions", data={"model": "ears"} | fields, files={"file": ("x", b"RIFF")}
     )
-    assert (told.status_code, told.json()["error"]["param"]) == (400, param)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(
@@ -194,5 +194,5 @@ def test_transcriptions_refuse_by_name(door: Hosted, fields: dict[str, str], par
     ],
 )
 def test_forms_that_are_none_are_refused(door: Hosted, content: bytes, kind: str, code: int) -> None:
-    told = httpx.post(f"{door.url}/v1/audio/transcriptions", content=content, headers={"content-type": kind})
-    assert told.status_code == code
+    response = httpx.post(f"{door.url}/v1/audio/transcriptions", content=content, headers={"content-type": kind})
+    assert response.status_code == code

@@ -28,7 +28,7 @@ def test_the_one_text_input_that_is_needed_is_the_question() -> None:
 
 
 def test_a_model_that_hears_and_sees_chats_too() -> None:
-    ports = chat_ports(face("m", {"question": "audio", "photo": "image"}, {"answer": "text", "heard": "text"}))
+    ports = chat_ports(face("m", {"question": "audio", "photo": "image"}, {"answer": "text", "transcript": "text"}))
     assert (ports.prompt, ports.output) == (None, "answer")
 
 
