@@ -53,6 +53,7 @@ MAY_LOAD = (
     *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/openai/", "engine/serving/v2/protobuf.py"),
     *("engine/serving/server.py", "engine/serving/frontend/process.py", "engine/client/", "engine/metrics/"),
     *("engine/jobs/output/", "engine/jobs/sources/", "engine/jobs/ray/"),
+    *("weftline/gpu_check/llm_engine.py", "weftline/gpu_check/llm_parts.py"),
 )
 """Where frameworks may be imported at the top of a file: these are imported only to be used."""
 UNSAFE = {"pickle", "_pickle", "multiprocessing", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

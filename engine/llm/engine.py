@@ -27,7 +27,7 @@ from weftline.engine.llm.prefill_pace import BalancedPace, Pace, RoundTimer, Str
 from weftline.engine.llm.request import DEFAULT_OPTIONS, LlmRequest, LlmRequestOptions, check_params, to_sequences
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.schedule import Round, RoundLimits, Schedule, ScheduledChunk
-from weftline.engine.llm.sequence import Sequence
+from weftline.engine.llm.sequence import LIVE, Sequence
 from weftline.engine.llm.speculation import Speculation
 from weftline.engine.llm.tokens import Tokens
 from weftline.engine.llm.update import TokenUpdate
@@ -327,7 +327,7 @@ class Engine:
 
     def _compute(self, round: Round) -> list[ChunkResult]:
         """Compute a round, without sequences that ended since it was planned."""
-        return self._executor.compute([chunk for chunk in round.chunks if chunk.sequence.live], round.copies)
+        return self._executor.compute([chunk for chunk in round.chunks if chunk.sequence.state in LIVE], round.copies)
 
     def _land(self) -> None:
         """Wait for the round in flight, if any; the next step returns its updates."""
@@ -339,7 +339,7 @@ class Engine:
         """Advance sequences by their results; return the updates for the callers."""
         updates: list[TokenUpdate] = []
         for chunk, produced in results:
-            if not chunk.sequence.live:  # cancelled, or another answer of the request failed
+            if chunk.sequence.state not in LIVE:  # cancelled, or another answer of the request failed
                 continue
             request = self._live[chunk.sequence.id]
             if produced and produced[0].error is not None:
@@ -384,7 +384,8 @@ class Engine:
         self, request: LlmRequest, sequence: Sequence, chunk: ScheduledChunk, update: TokenUpdate
     ) -> TokenUpdate:
         """Complete an update with its counts; an answer that has ended leaves the engine."""
-        known = chunk.start + chunk.count - len(chunk.draft)  # before this round
+        drafted = len(chunk.draft) if chunk.draft else 0  # no call for the usual chunk: this runs once a token
+        known = chunk.start + chunk.count - drafted  # before this round
         update.prompt_tokens = sequence.prompt
         update.completion_tokens = known + len(update.tokens) - sequence.prompt
         update.cached_tokens = sequence.cached

@@ -224,22 +224,18 @@ class Schedule:
     def advance(self, chunk: ScheduledChunk, tokens: SequenceOf[int] = ()) -> None:
         """Record a computed `chunk` and its new tokens: accepted draft tokens, then one more."""
         sequence = chunk.sequence
-        if chunk.in_flight:
-            self._settle(sequence, chunk.start, tokens[0])
+        if chunk.in_flight:  # one token, whose place is counted already
+            end = chunk.start + 1
+            sequence.tokens[end] = tokens[0]
+            filled = end % self.pool.page_tokens == 0
+            if filled and sequence.computed >= end:  # otherwise it was preempted meanwhile, and its pages are gone
+                self.cache.publish(sequence, chunk.start, end)
             return
         rejected = len(chunk.draft) - max(len(tokens) - 1, 0)
         sequence.computed += chunk.count - rejected
         sequence.tokens += tokens
         if chunk.start // self.pool.page_tokens != sequence.computed // self.pool.page_tokens:
             self.cache.publish(sequence, chunk.start, sequence.computed)
-
-    def _settle(self, sequence: Sequence, start: int, token: int) -> None:
-        """Record the token of a chunk that was in flight."""
-        end = start + 1
-        sequence.tokens[end] = token
-        filled = end % self.pool.page_tokens == 0
-        if filled and sequence.computed >= end:  # otherwise it was preempted meanwhile, and its pages are gone
-            self.cache.publish(sequence, start, end)
 
     def _try_schedule_one(self, sequence: Sequence, plan: _RoundPlan) -> bool:
         """Schedule one token in the common case: the sequence has its page, unshared, and no draft tokens."""

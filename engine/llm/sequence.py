@@ -36,6 +36,8 @@ MOVES: dict[tuple[str, str], str] = {
 }
 """State table: (state, event) to state. finished, cancelled and failed are final and hold no pages."""
 
+LIVE = frozenset(state for state, _ in MOVES)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -115,11 +117,6 @@ class Sequence:
         due_ms = patient_ms if self.deadline_ms is None else min(self.deadline_ms, patient_ms)
         self.due_ms = due_ms - self.priority * PRIORITY_STEP_MS
         self.rank = (self.due_ms, self.order)
-
-    @property
-    def live(self) -> bool:
-        """Return whether it has not ended."""
-        return self.state == "running" or self.state == "waiting"
 
     def expired(self, now_ms: float) -> bool:
         return self.deadline_ms is not None and now_ms >= self.deadline_ms

@@ -362,14 +362,6 @@ def _where(options: BatchOptions) -> ServerTarget | RayTarget | None:
     return None
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to an application."""
-    parameters = list(_parameters())
-    batch.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
-    batch.__annotations__ = {one.name: one.annotation for one in parameters}
-    app.command(short_help="Run a pipeline over a data set.", context_settings={"allow_extra_args": True})(batch)
-
-
 def batch(context: typer.Context, **given: Any) -> None:
     """Run a pipeline over a data set. The same command again resumes an interrupted run.
 
@@ -417,3 +409,8 @@ def _parameters() -> Iterator[inspect.Parameter]:
             annotation, default = Annotated[list[str] | None, get_args(annotation)[1]], None
         default = inspect.Parameter.empty if default is MISSING else default
         yield inspect.Parameter(one.name, keyword, default=default, annotation=annotation)
+
+
+_PARAMETERS = tuple(_parameters())
+batch.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]  # read by typer
+batch.__annotations__ = {one.name: one.annotation for one in _PARAMETERS}

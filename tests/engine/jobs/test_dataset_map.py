@@ -325,7 +325,7 @@ def test_pictures_are_features_of_the_data_set() -> None:
 
 
 def test_columns_of_a_row_that_fit_no_table_are_named() -> None:
-    with pytest.raises(errors.InputError, match="choose others with keep="):
+    with pytest.raises(errors.InputError, match="select others with keep="):
         map_rows(Shouter(), [{"text": "a", "what": object()}], as_dataset=True)
 
 

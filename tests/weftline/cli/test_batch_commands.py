@@ -4,12 +4,11 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weftline.cli.batch_commands import BatchOptions, BatchRequest, RayTarget, ServerTarget, parse, report_place
-from weftline.cli.main import app
+from weftline.cli.main import command
 from weftline.cli.remote import Remote
 from weftline.engine.jobs.spec import DataSpec, ErrorsMax, JobSpec, OutSpec
 
@@ -138,8 +137,7 @@ def test_storage_options_are_in_no_representation() -> None:
 
 
 def test_the_command_has_one_parameter_per_field_with_equal_defaults() -> None:
-    command = typer.main.get_command(app).commands["batch"]  # type: ignore[attr-defined]
-    parameters = {one.name: one for one in command.params if one.name != "help"}
+    parameters = {one.name: one for one in command("batch").params if one.name != "help"}
     declared = {one.name: one.default for one in fields(BatchOptions) if one.name != "extra"}
     assert set(parameters) == set(declared)
     assert [name for name, one in parameters.items() if one.required] == ["file"] and declared["file"] is MISSING

@@ -67,7 +67,7 @@ def test_random_rounds_are_what_the_definition_says(few, monkeypatch):
     monkeypatch.setattr(
         "weftline.engine.llm.sampling.logits_processing._SORTED_FIRST", few
     )  # with 8, most rows need more than is sorted at first
-    monkeypatch.setattr("weftline.engine.llm.sampling.logits_processing._MORE", 3)
+    monkeypatch.setattr("weftline.engine.llm.sampling.logits_processing._SORTED_FACTOR", 3)
     chance, sampler, compared = random.Random(few), Sampler(ENDS, VOCABULARY), 0
     for round in range(60):
         rows = [_random_row(chance, 100 * round + at) for at in range(chance.randrange(1, 9))]
