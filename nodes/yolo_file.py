@@ -79,7 +79,7 @@ def _problems(config: Any) -> Iterator[str]:
         return
     names, size = config.get("names"), config.get("image_size")
     if not isinstance(names, dict) or not 0 < len(names) <= CLASSES_MAX:
-        yield f"names is no object with 1 to {CLASSES_MAX} class names"
+        yield f"names is not an object with 1 to {CLASSES_MAX} class names"
     elif set(names) != {str(i) for i in range(len(names))} or not all(isinstance(n, str) for n in names.values()):
         yield 'names has other keys than "0", "1" and so on, or names that are no text'
     elif not isinstance(config.get("architecture"), dict) or config["architecture"].get("nc") != len(names):
@@ -96,9 +96,13 @@ def _problems(config: Any) -> Iterator[str]:
 def _architecture_problems(architecture: Mapping[str, Any]) -> Iterator[str]:
     """Yield the parts of an architecture that are not plain layers: names and arguments reach Python's eval."""
     activation = architecture.get("activation")
-    if activation is not None and not (isinstance(activation, str) and _ACTIVATION.match(activation)):
+    if activation is not None and not (isinstance(activation, str) and _ACTIVATION.fullmatch(activation)):
         yield f"architecture.activation is {activation!r:.40}, expected a class such as nn.SiLU()"
-    layers = [layer for part in ("backbone", "head") for layer in architecture.get(part) or ()]
+    parts = [architecture.get(part) or [] for part in ("backbone", "head")]
+    if not all(isinstance(part, list) for part in parts):
+        yield "architecture.backbone or .head is no list of layers"
+        return
+    layers = [layer for part in parts for layer in part]
     if not 0 < len(layers) <= LAYERS_MAX:
         yield f"architecture has {len(layers)} layers, expected 1 to {LAYERS_MAX}"
         return
@@ -107,7 +111,7 @@ def _architecture_problems(architecture: Mapping[str, Any]) -> Iterator[str]:
             not isinstance(layer, list)
             or len(layer) != 4
             or not isinstance(layer[2], str)
-            or not _MODULE.match(layer[2])
+            or not _MODULE.fullmatch(layer[2])
         ):
             yield f"architecture layer {place} is not [from, repeats, Module, arguments]"
         elif not (type(layer[1]) is int and 1 <= layer[1] <= LAYERS_MAX) or not _plain([layer[0], layer[3]]):
@@ -123,7 +127,7 @@ def _plain(value: Any, depth: int = 3) -> bool:
     if isinstance(value, int | float):
         return abs(value) <= WIDTH_MAX
     if isinstance(value, str):
-        return bool(_WORD.match(value)) and len(value) < 64
+        return bool(_WORD.fullmatch(value)) and len(value) < 64
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(key, str) and _plain(part, depth - 1) for key, part in value.items())
     return isinstance(value, list) and depth > 0 and len(value) < 256 and all(_plain(part, depth - 1) for part in value)

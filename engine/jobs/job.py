@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 
 from weftline.engine.jobs.blocks import BlockRows, ResumePoint, answered, cut, read_on, size_of
 from weftline.engine.jobs.commit import Commit, Parts, commit_again, commit_next, cuts_again, writing
@@ -144,6 +145,9 @@ class _Run:
     ) -> bool:
         """Execute blocks and commit their parts; False if stopped."""
         job, recorder = self._job, self._recorder
+        first = next(cuts, None)
+        if first is None:  # no row is left: the models are not needed
+            return not self._stopped()
         if self._runner is None:
             self._runner = self._factory()
             recorder.begin()
@@ -155,7 +159,7 @@ class _Run:
 
         try:
             with open_loader(job.source, job.spec.data) as loader:
-                readings = (_reading(job, loader, *one) for one in cuts)
+                readings = (_reading(job, loader, *one) for one in chain((first,), cuts))
                 flow = answered(readings, submit, runner.ahead, size=_size, stop=self._stopped, idle=self._look)
                 with closing(flow):
                     for reading, answer in flow:

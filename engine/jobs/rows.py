@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weftline.engine.jobs.progress import Tally
-from weftline.errors import WeftlineError, traceback_of
+from weftline.errors import StepUnavailable, WeftlineError, WorkerDied, traceback_of
 from weftline.nodes.ports import PortType
 from weftline.nodes.urgency import SEEDS
 
@@ -189,6 +189,8 @@ Stop = Callable[[], bool]
 """Returns True once a stop of the job is requested."""
 
 
+_GIVEN_UP = "keeps failing to start"
+"""Part of the reason of a WorkerDied whose step has no worker left."""
 _STEP = re.compile(r"^step ([A-Za-z_][\w.-]*): ")
 
 
@@ -205,6 +207,11 @@ def usable(block: RowBlock, row: int, errors: dict[int, RowError]) -> dict[str, 
 def row_seed(seed: int, place: int) -> int:
     """Derive a row's random seed from the job's seed and its place."""
     return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, place), digest_size=8).digest()) % SEEDS
+
+
+def is_permanent(error: WeftlineError) -> bool:
+    """Return True if a step has no worker left, so that every other row would fail as well."""
+    return isinstance(error, StepUnavailable) or (isinstance(error, WorkerDied) and _GIVEN_UP in str(error))
 
 
 def row_error(error: WeftlineError) -> RowError:

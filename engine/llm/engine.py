@@ -120,6 +120,7 @@ class Engine:
 
     def cancel(self, id: int) -> None:
         """Drop a request and free its pages at once; unknown and finished ones are ignored."""
+        self._ready = [update for update in self._ready if update.id != id]
         if id in self._live:
             self._end(self._live[id], "cancel")
 

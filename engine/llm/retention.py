@@ -122,7 +122,7 @@ class IdlePages:
         for priority, pages in list(self._by_priority.items()):
             if priority == PRIORITY_USUAL:
                 continue
-            for page, what in list(pages.items()):
+            for page, what in reversed(list(pages.items())):  # the least recently used one ends in front
                 if what.at(now_ms) != priority:
                     del pages[page]
                     usual = self._by_priority.setdefault(PRIORITY_USUAL, OrderedDict())

@@ -24,6 +24,7 @@ the resulting tokens. Sequences join, fork and leave between rounds only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -343,7 +344,8 @@ class Schedule:
             return False
         # Each active sequence may soon need one more page: joining on the last pages would only cause preemption.
         needed = self._pages_missing(sequence, min(sequence.remaining, budget)) + active
-        return needed <= self.pool.available + sum(len(s.table.pages) for s in gone)
+        held = Counter(page for s in gone for page in s.table.pages)  # shared pages stay while others refer to them
+        return needed <= self.pool.available + sum(self.pool.references(page) == n for page, n in held.items())
 
     def _active(self) -> int:
         return sum(not sequence.paused for sequence in self._running)

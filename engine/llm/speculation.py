@@ -158,7 +158,7 @@ class DraftModelProposer:
                 going.append((shadow, sequence, count))
             elif room and self._pool.try_grow(shadow.table, max(missing, 0)):
                 budget -= take
-                chunks.append(ScheduledChunk(shadow, shadow.computed, take))
+                chunks.append(ScheduledChunk(shadow, shadow.computed, take, samples=take == shadow.remaining))
                 going.append((shadow, sequence, count))
         if not chunks:
             return []

@@ -1,22 +1,19 @@
 """JSON operations for the JSON process: bytes in, bytes out.
 
-A job and its bytes go to a process of its own (`json_process.py`) and come back as MessagePack, in which json values
-travel through the engine anyway. So neither the parser nor the objects that it makes hold up anybody else.
+A job and its bytes are sent to another process (`json_process.py`). The result is MessagePack, the engine's format of
+json values. Parsing and the objects that it creates delay no other request.
 
     Elements    elements of a BYTES tensor      -> a list with each as a port's value travels
     Document    a JSON document                 -> its value
     RestBody    the body of a v2 REST request   -> an InferRequest whose tensors are raw
-    Check       a json value that travelled     -> nothing
-    Render      json values that travelled      -> a list with each as a JSON document
+    CheckJson   a json value that travelled     -> nothing
 
 Pure.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -62,13 +59,7 @@ class CheckJson(msgspec.Struct, frozen=True, tag=True):
     """Check that bytes are a json value as it travels; they come from a process that may be hostile."""
 
 
-class Render(msgspec.Struct, frozen=True, tag=True):
-    """Write values as JSON documents; `sizes` are those of their bytes."""
-
-    sizes: tuple[int, ...]
-
-
-Job = Elements | Document | RestBody | CheckJson | Render
+Job = Elements | Document | RestBody | CheckJson
 
 PARSED = frozenset({"json", "detections", "list"})
 """Kinds of elements that are JSON documents."""
@@ -88,9 +79,7 @@ def run(job: Job, data: bytes | memoryview) -> bytes:
     if isinstance(job, RestBody):
         request, wanted = read_request(bytes(data), job.header_length, job.model, job.version, job.limits)
         return _pack(_Read(tuple(map(_sent, request.inputs)), request.outputs, request.id, request.parameters, wanted))
-    if isinstance(job, CheckJson):
-        return _check(data)
-    return _pack(_rendered(job.sizes, memoryview(data)))
+    return _check(data)
 
 
 def rest_body(job: RestBody, answer: bytes) -> tuple[InferRequest, BinaryOutputs]:
@@ -103,7 +92,7 @@ def rest_body(job: RestBody, answer: bytes) -> tuple[InferRequest, BinaryOutputs
 
 
 def documents(answer: bytes) -> list[bytes]:
-    """Return what an Elements or a Render job answered."""
+    """Decode the result of an Elements job."""
     return _documents(answer)
 
 
@@ -166,19 +155,3 @@ def _check(data: bytes | memoryview) -> bytes:
     if not right:
         raise InputError("found bytes that are no json value")
     return b""
-
-
-def _rendered(sizes: Sequence[int], data: memoryview) -> list[bytes]:
-    found, at = [], 0
-    for size in sizes:
-        found.append(json_bytes(_unpack(data[at : at + size])))
-        at += size
-    return found
-
-
-def json_bytes(value: Any) -> bytes:
-    """Return a json value as a compact document; numbers that JSON does not have become null."""
-    try:
-        return msgspec.json.encode(value)
-    except (OverflowError, ValueError, RecursionError):  # such as integers beyond 64 bits
-        return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()

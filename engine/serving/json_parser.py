@@ -6,6 +6,7 @@ again, and the worker that reads it is the first to have it as Python objects.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.v2.datatypes import BYTES, form_of
 from weftline.engine.serving.v2.elements import element_bytes, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Tensor
-from weftline.engine.serving.v2.request import tensor_bytes
+from weftline.engine.serving.v2.request import check_request, tensor_bytes
 from weftline.engine.serving.v2.strict_json import INLINE_BYTES, loads
 from weftline.errors import InputError
 from weftline.shm.spec import byte_size
@@ -67,6 +68,7 @@ class JsonParser:
         parsed = [one for one in request.inputs if one.datatype == BYTES and kinds.get(one.name) in jobs.PARSED]
         if sum(map(_size_bytes, parsed)) <= INLINE_BYTES:
             return request
+        check_request(request, face, limits)
         types = {port.name: port.type for port in face.inputs}
         done = {}
         for one in parsed:
@@ -85,7 +87,7 @@ class JsonParser:
         if tensor.values is not None:
             count, raw = len(tensor.values), encode_elements(element_bytes(tensor.values))
         else:
-            raw = tensor_bytes(tensor, regions)  # type: ignore[assignment]
+            raw = await asyncio.to_thread(tensor_bytes, tensor, regions)  # type: ignore[assignment]
         job = jobs.Elements(kind, type, count, limits.elements_max)
         found = jobs.documents(await self.process.run(job, raw))
         values: tuple[object, ...]

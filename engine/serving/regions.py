@@ -1,4 +1,4 @@
-"""Interface of client-registered memory; `access/shared_memory.py` implements it."""
+"""Interface of client-registered memory; `auth/shared_memory.py` implements it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ memory, and each takes HOP_MS of both GPUs. A placement is better, in this order
 `spread` places loads one by one, longest first, where each is finished soonest: LPT, by which the busiest GPU is at
 most 4/3 - 1/(3m) times as busy as the optimum with m GPUs (R. L. Graham, Bounds on multiprocessing timing anomalies,
 SIAM J. Appl. Math. 17, 1969). Up to a lower bound on every placement it prefers GPUs that save transfers. The ratio
-does not all_fit where memory is short, GPUs differ, or devices are fixed; `improve` then applies moves and exchanges
+does not hold where memory is short, GPUs differ, or devices are fixed; `improve` then applies moves and exchanges
 until none is better or TRIES_MAX were tried. `search` tries every placement of a few loads by branch and bound, up to
 TRIES_MAX more: among few loads a large one may have to be exchanged with two small ones.
 """

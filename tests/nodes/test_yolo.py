@@ -223,6 +223,8 @@ def test_a_failed_download_by_ultralytics_is_a_model_error(folder: Path) -> None
         ({"architecture": {**ARCHITECTURE, "head": [[-1, 1, "__import__", ["os"]]]}}, "layer 4"),
         ({"architecture": {**ARCHITECTURE, "head": [[-1, 1, "Conv", [1 << 40]]]}}, "small numbers"),
         ({"architecture": {**ARCHITECTURE, "backbone": [[-1, 10**9, "Conv", [8]]]}}, "repeats"),
+        ({"architecture": {**ARCHITECTURE, "backbone": 5}}, "no list of layers"),
+        ({"architecture": {**ARCHITECTURE, "head": [[-1, 1, "Conv\n", [8]]]}}, "layer 4"),
     ],
 )  # fmt: skip
 def test_a_config_that_is_wrong_or_hostile_is_refused_when_checked(

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_error, row_seed
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, is_permanent, row_error, row_seed
 from weftline.engine.jobs.runners.columns import Column, PackedColumn, Packer, Portion, own, read
 from weftline.engine.jobs.runners.plans import EXACT, BlockPlan, block_plan, check_outputs, find_block_obstacle, rows_of
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
@@ -46,9 +46,6 @@ DECODERS = 4
 
 WAIT_S = 0.02
 """Pause after a refused block."""
-
-HOPELESS = "keeps failing to start"
-"""Part of the engine's message for a step that no worker can run."""
 
 
 def block_rows_of(plan: Plan, outputs: Sequence[str] | None = None) -> int:
@@ -156,7 +153,7 @@ class BlockRunner:
         except (SessionClosed, RequestCancelled):
             raise
         except WeftlineError as error:
-            if HOPELESS in str(error):
+            if is_permanent(error):
                 raise
             if len(portion.rows) == 1:
                 partial.errors[portion.rows[0]] = row_error(error)

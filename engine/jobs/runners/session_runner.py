@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
-from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, row_error, row_seed, usable
+from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, is_permanent, row_error, row_seed, usable
 from weftline.engine.jobs.runners.plans import check_outputs, repeatable
 from weftline.engine.protocol.messages import BEAT_S
 from weftline.engine.result import Result
@@ -124,7 +124,7 @@ class SessionRunner:
                     tally.note(end.timings)
                 elif isinstance(end, LimitReached) and end.retry_after_s > 0:
                     left.append(row)
-                elif isinstance(end, SessionClosed | RequestCancelled):
+                elif isinstance(end, SessionClosed | RequestCancelled) or is_permanent(end):
                     raise end
                 else:
                     tally.note(end.timings)

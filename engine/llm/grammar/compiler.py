@@ -2,22 +2,21 @@
 
     compiler = GrammarCompiler(tokenizer, vocabulary, ends)     # once for a model; starts nothing yet
     pending = compiler.submit(Constraint.read({"regex": "[0-9]+"}))     # at once; LimitReached when too many wait
-    pending.ready; pending.wait(0.002)                          # ask each round; wait only when nothing else is to do
+    pending.ready; pending.wait(0.002)                          # checked each round; waits only when nothing else runs
     grammar = pending.result()                                  # InputError: refused, with the reason for the caller
     matcher = grammar.matcher()                                 # one for each sequence, in microseconds
-    masks = fill_masks([matcher, None, ...])                    # before or while the model computes
-    masks.apply(logits)                                         # then draw; what is in masks.failed fails its request
-    matcher.accept(token)                                       # after the draw, for every token of the answer
-    matcher.finished                                            # nothing can follow: the answer may end at once
+    masks = fill_masks([matcher, None, ...])                    # once for each round
+    masks.apply(logits)                                         # before sampling; rows in masks.failed fail alone
+    matcher.accept(token)                                       # after sampling, for every token of the answer
+    matcher.finished                                            # no token can follow: the answer may end
 
-A preempted sequence keeps its matcher. Drafts are checked with `fill_masks(matchers, drafts)`, or by hand with `accept`
-and `rollback`. What a request asks for besides must leave some token: `tokens_min` holds off an end that may be all
-that can come, and `ignore_eos` goes on where nothing can.
+A preempted sequence keeps its matcher. Requests with a constraint are not speculated on. Other options must leave some
+token: `tokens_min` delays an end that may be the only legal token, and `ignore_eos` continues where no token is legal.
 
-A thread takes one constraint after the other. Each is tried in a process of its own first (`grammar_process`), which is
-killed when it takes too long; what passes there is prepared again here, for the model's own tokens, while other threads
-go on. The last ones are kept, refused ones too, so that sending one again costs nothing. Nothing is started before the
-first constraint: no thread, no process, and no tables of the tokenizer.
+One thread compiles constraints in order. Each is first compiled in the trial process (`sandbox.TrialProcess`), which is
+killed when it takes too long. A constraint that passes is compiled here for the model's own tokens, while other threads
+continue. The last ones are cached, refused ones too. No thread, process or tokenizer table exists before the first
+constraint.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, METRICS, OPEN, READ
 from weftline.engine.serving.auth.plain import one_line, redacted
@@ -42,6 +43,10 @@ _BEARER = re.compile(r"[ \t]*+bearer [ \t]*+([!-~]++)[ \t]*+", re.IGNORECASE | r
 _log = logging.getLogger("weftline.access")
 
 
+def _unlogged(why: str) -> None:
+    """Log nothing: callers without a token are denied before they reach a model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """An identified caller.
@@ -49,12 +54,17 @@ class Caller:
     name:   as in the token file; '' without one.
     admin:  may load and unload, see why a model is not ready, and do everything else.
     models: names of the models it may call and see; None: every one.
+    memory: may use shared memory.
+    sha256: digest of its token, so that a stream ends when the token is replaced under the same name.
+    deny:   logs a denied model or region, with the reason.
     """
 
     name: str
     admin: bool
     models: frozenset[str] | None = None
     memory: bool = False
+    sha256: bytes = field(default=b"", repr=False)
+    deny: Callable[[str], None] = field(default=_unlogged, repr=False, compare=False)
 
     def may(self, model: str) -> bool:
         """Return True if the caller may call and see this model."""
@@ -63,6 +73,7 @@ class Caller:
     def check(self, model: str) -> None:
         """Raise AccessDenied unless the caller may call the model, known or not, so that names stay secret."""
         if not self.may(model):
+            self.deny(NOT_THIS_MODEL)
             raise AccessDenied(NOT_THIS_MODEL)
 
     def check_regions(self, request: InferRequest) -> None:
@@ -71,6 +82,7 @@ class Caller:
             any(one.region is not None for one in request.inputs)
             or any(one.region is not None for one in request.outputs)
         ):
+            self.deny(NO_MEMORY)
             raise AccessDenied(NO_MEMORY)
 
 
@@ -110,10 +122,10 @@ class Gate:
         """True if callers must present a token."""
         return self._tokens is not None
 
-    def admit(self, method: str, authorization: Sequence[str | bytes], model: str | None = None) -> Caller:
+    def admit(self, method: str, authorization: Sequence[str | bytes]) -> Caller:
         """`enter`, with every value of the call's `authorization` header or metadata, as received."""
         if self._tokens is None:
-            return self.enter(method, None, model)
+            return self.enter(method, None)
         try:
             token = bearer(authorization)
         except AccessDenied as denied:
@@ -121,13 +133,12 @@ class Gate:
                 return ANONYMOUS
             self._log_denial(method, "", str(denied))
             raise
-        return self.enter(method, token, model)
+        return self.enter(method, token)
 
-    def enter(self, method: str, token: str | None, model: str | None = None) -> Caller:
-        """Return the caller of `method`.
+    def enter(self, method: str, token: str | None) -> Caller:
+        """Return the caller of `method`; `Caller.check` decides about models, once the request is read.
 
         method: `/inference.GRPCInferenceService/ModelInfer`, or `HTTP POST /v1/chat/completions`.
-        model:  the requested model, if it is known by now; else see `Caller.check`.
         AccessDenied without the right; LimitReached, with a retry time, above the caller's rate.
         """
         kind = METHODS.get(method)
@@ -137,31 +148,32 @@ class Gate:
             return UNRESTRICTED
         entry = self._tokens.find(token) if token and len(token) <= self._chars_max else None
         if kind is OPEN:  # a probe needs no token; one with a token also sees the state of single models
-            return ANONYMOUS if entry is None else _caller(entry)
+            return ANONYMOUS if entry is None else self._caller(entry, method)
         if entry is None:
             self._log_denial(method, "", BAD_TOKEN if token else NO_TOKEN)
             raise AccessDenied(BAD_TOKEN if token else NO_TOKEN, known=False)
         if kind is None or not _allows(entry, kind):
             self._log_denial(method, entry.name, NOT_ALLOWED)
             raise AccessDenied(NO_METHOD if kind is None else NOT_ALLOWED)
-        caller = _caller(entry)
-        if model is not None and not caller.may(model):
-            self._log_denial(method, entry.name, NOT_THIS_MODEL)
-            raise AccessDenied(NOT_THIS_MODEL)
         self._charge(entry)
-        return caller
+        return self._caller(entry, method)
 
     def charge(self, caller: Caller) -> None:
         """Count one more request of a caller that was admitted once: each message of a stream.
 
-        LimitReached; AccessDenied once its token is gone, or has other rights than the caller was admitted with.
+        LimitReached; AccessDenied once its token is gone or replaced, or has other rights than when it was admitted.
         """
         if self._tokens is None:
             return
         entry = self._tokens.named(caller.name)
-        if entry is None or _caller(entry) != caller:
+        if entry is None or self._caller(entry, "") != caller:
             raise AccessDenied(BAD_TOKEN, known=False)
         self._charge(entry)
+
+    def _caller(self, entry: Token, method: str) -> Caller:
+        memory = entry.memory or entry.admin
+        deny = partial(self._log_denial, method, entry.name)
+        return Caller(entry.name, entry.admin, entry.models, memory, entry.sha256, deny)
 
     def _charge(self, entry: Token) -> None:
         if entry.requests_per_s is None:
@@ -197,10 +209,6 @@ def bearer(values: Sequence[str | bytes]) -> str | None:
     if found is None:
         raise AccessDenied(BAD_HEADER, known=False)
     return found[1]
-
-
-def _caller(entry: Token) -> Caller:
-    return Caller(entry.name, entry.admin, entry.models, entry.memory or entry.admin)
 
 
 def _allows(entry: Token, kind: str) -> bool:

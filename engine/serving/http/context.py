@@ -22,7 +22,6 @@ from weftline.engine.serving.lifecycle import DrainSwitch
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.engine.serving.v2.metadata import server_ready
 from weftline.engine.serving.v2.settings import LogSettings, TraceSettings
-from weftline.errors import AccessDenied
 
 Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]
 """Returns the figures of models that are given with the version that serves, and of their steps."""
@@ -59,8 +58,7 @@ class HttpContext:
 
     def face(self, request: Request, model: str, version: str = "") -> ModelFace:
         """Return the metadata of a model that the caller may use; AccessDenied also for an unknown one."""
-        if not caller_of(request).may(model):
-            raise AccessDenied("this token does not allow that model")
+        caller_of(request).check(model)
         return self.backend.face(model, version)
 
     def ready(self) -> bool:

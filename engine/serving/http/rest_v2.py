@@ -26,7 +26,7 @@ from weftline.engine.serving.v2.messages import InferRequest, check_name, check_
 from weftline.engine.serving.v2.metadata import ModelMetadata, config_of, metadata_of
 from weftline.engine.serving.v2.request import ParsedRequest, to_asks
 from weftline.engine.serving.v2.response import to_response
-from weftline.errors import AccessDenied, ModelError, UnknownModel
+from weftline.errors import ModelError, UnknownModel
 
 EXTENSIONS = (
     "binary_tensor_data",
@@ -120,8 +120,7 @@ class RestModels:
 
     async def ready(self, request: Request) -> ASGIApp:
         name, version = _named(request)
-        if not caller_of(request).may(name):
-            raise AccessDenied("this token does not allow that model")
+        caller_of(request).check(name)
         found = next((one for one in self._context.backend.index() if one.name == name), None)
         if found is None or version not in ("", str(found.version)):
             raise UnknownModel("no model has that name and version")

@@ -95,7 +95,7 @@ def to_asks(
     deadline_ms: time left of the call; the request's own `timeout` may be shorter.
     The other arguments are copied into every Ask.
     """
-    _check_counts(request, face, limits)
+    check_request(request, face, limits)
     parameters = read_parameters(request.parameters, deadline_ms)
     outputs = _outputs(request.outputs, face, regions)
     inputs = _inputs(request, face, limits, regions)
@@ -122,6 +122,17 @@ def to_asks(
         for place in ((WHOLE,) if batch is None else range(batch))
     ]
     return ParsedRequest(tuple(asks), batch, parameters.empty_final)
+
+
+def check_request(request: InferRequest, face: ModelFace, limits: ServeLimits) -> None:
+    """Check names, counts and the bytes in regions, before any tensor is read; errors as `to_asks`."""
+    _check_counts(request, face, limits)
+    names = [one.name for one in request.inputs]
+    ports = {port.name: port for port in face.inputs}
+    _check_names("input", names, ports, [name for name, port in ports.items() if not port.optional])
+    size_bytes = sum(one.region.size_bytes for one in request.inputs if one.region is not None)
+    if size_bytes > face.request_bytes_max:
+        raise LimitReached(f"the inputs take {size_bytes} bytes; limits.request_bytes_max is {face.request_bytes_max}")
 
 
 def tensor_bytes(tensor: Tensor, regions: Regions | None) -> bytes | bytearray | memoryview:
@@ -168,12 +179,7 @@ def _outputs(wanted: Sequence[WantedOutput], face: ModelFace, regions: Regions |
 
 
 def _inputs(request: InferRequest, face: ModelFace, limits: ServeLimits, regions: Regions | None) -> dict[str, _Input]:
-    names = [one.name for one in request.inputs]
     ports = {port.name: port for port in face.inputs}
-    _check_names("input", names, ports, [name for name, port in ports.items() if not port.optional])
-    size_bytes = sum(one.region.size_bytes for one in request.inputs if one.region is not None)
-    if size_bytes > face.request_bytes_max:
-        raise LimitReached(f"the inputs take {size_bytes} bytes; limits.request_bytes_max is {face.request_bytes_max}")
     for one in request.inputs:
         if one.parameters:
             check_sizes(one.parameters, f"input {one.name}")

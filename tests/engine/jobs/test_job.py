@@ -148,6 +148,17 @@ def test_a_finished_job_is_not_run_again(folder: Path) -> None:
     assert visible(folder) == before
 
 
+def test_a_job_without_a_row_left_is_finished_without_its_models(folder: Path) -> None:
+    run_job(spec_of(folder, folder / "rows.jsonl"), plain())
+    before, opened = visible(folder), []
+    (done,) = folder.rglob("done.json")
+    done.unlink()  # killed after its last part
+    factory = replace(plain(), open=lambda progress: opened.append(1))  # type: ignore[arg-type,return-value]
+    end = run_job(spec_of(folder, folder / "rows.jsonl"), factory)
+    assert (end.finished, end.rows, opened) == (True, 47, [])
+    assert visible(folder) == before and done.exists()
+
+
 class OnDisk:
     """Lets a job write through a disk in memory that fails or dies."""
 

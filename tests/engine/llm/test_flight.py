@@ -163,3 +163,15 @@ def test_the_pace_learns_of_whole_rounds_only():
     mixed = [ms for chunk, ms in clock.noted if chunk]
     assert quiet and set(quiet) == {6.0}, "no launch without a landing counts as a round"
     assert mixed and set(mixed) == {15.0}, "nor what was left of the round before"
+
+
+def test_a_request_cancelled_after_its_round_was_landed_gets_no_update():
+    engine = _engine()
+    for at in range(2):
+        engine.add(at, [5, 6, 7 + at], SamplingParams(tokens_max=40, ignore_eos=True))
+    while engine._in_flight is None:
+        engine.step(0.0)
+    engine.resize(60)  # waits for the round; the next step returns its updates
+    assert {update.id for update in engine._ready} == {0, 1}
+    engine.cancel(1)
+    assert {update.id for update in engine.step(1.0)} == {0}

@@ -125,3 +125,12 @@ def test_keeping_a_page_again_never_lowers_its_worth():
     pool.try_grow(others, 3)
     assert second in others.pages
     assert first not in others.pages
+
+
+def test_pages_whose_priority_ended_go_first_in_their_order_of_use():
+    """The last page of a prompt is freed first, so its head must not be evicted before its end."""
+    idle = IdlePages()
+    for page in (4, 3, 2):
+        idle.add(page, Worth(80, until_ms=50.0), 0.0)
+    idle.add(1, Worth(35), 0.0)
+    assert [idle.pop(60.0) for _ in range(4)] == [4, 3, 2, 1]

@@ -264,3 +264,22 @@ def test_everything_finishes_and_every_page_comes_back(pages, tokens_max, sequen
         rounds += 1
         assert rounds < 5000, "the schedule does not get done"
     assert schedule.pool.counts().used == 0
+
+
+def test_pages_that_others_share_do_not_justify_a_preemption():
+    schedule = _schedule(pages=8, tokens_max=64)
+    first = _sequence(1, 16, 8, alike=16)
+    live = {1: first}
+    schedule.add(first)
+    _play(schedule, live)
+    for id in (2, 3):  # the same prompt: their pages are those of the first one, but for the last
+        live[id] = _sequence(id, 17, 7, alike=16)
+        schedule.add(live[id])
+    _play(schedule, live)
+    urgent = _sequence(9, 24, 4, priority=5)  # seven pages; those of the low ones that nothing else holds are fewer
+    live[9] = urgent
+    first.priority = 10
+    first.due_ms = -1e12
+    schedule.add(urgent)
+    schedule.plan()
+    assert [live[id].preemptions for id in (2, 3)] == [0, 0]

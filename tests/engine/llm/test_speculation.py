@@ -13,6 +13,7 @@ from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.sampling.sampler import Sampler
 from weftline.engine.llm.schedule import RoundLimits
+from weftline.engine.llm.sequence import Sequence
 from weftline.engine.llm.speculation import DraftModelProposer, NgramProposer, Speculation
 
 GREEDY = {"tokens_max": 40, "ignore_eos": True}
@@ -96,6 +97,18 @@ def test_the_model_as_its_own_draft_is_accepted_also_when_it_samples(params):
     assert drafted == plain
     assert stats.drafted > 50
     assert stats.accepted > 0.8 * stats.drafted
+
+
+def test_a_prompt_longer_than_a_round_of_the_draft_model_gets_the_same_draft():
+    (prompt,) = tiny.prompts(1, seed=6, longest=60)
+    prompt = (prompt * 60)[:60]
+    small = tiny.runner("llama", 40, 8)
+    drafts = []
+    for tokens_max in (24, 128):
+        proposer = DraftModelProposer(small, Sampler(small.ends, small.vocabulary), round_tokens_max=tokens_max)
+        sequence = Sequence(1, list(prompt), len(prompt), len(prompt) + 8, SamplingParams(tokens_max=8), 1)
+        drafts += proposer.propose([(sequence, 4)])
+    assert len(drafts[0]) == 4 and drafts[0] == drafts[1]
 
 
 def test_draft_tokens_never_preempt():

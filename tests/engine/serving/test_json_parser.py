@@ -20,7 +20,7 @@ from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.v2.elements import decode_elements, encode_elements
-from weftline.engine.serving.v2.messages import InferRequest, Tensor
+from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor
 from weftline.engine.serving.v2.request import to_asks
 from weftline.errors import InputError, LimitReached, WeftlineError
 
@@ -62,6 +62,25 @@ def test_a_large_document_round_trips_and_a_small_one_starts_no_process() -> Non
         found = [{"name": "star", "score": 0.5, "box": [1, 2, 3, 4]}] * 2000
         assert (await _asked(parser, "detections", found)).kind == "detections"
         assert parser.process.pid == pid
+
+    _with(work)
+
+
+def test_regions_beyond_the_limit_or_named_twice_are_refused_unread() -> None:
+    class Unread:
+        def check(self, name: str, offset: int, size_bytes: int) -> None:
+            raise AssertionError("a region was read")
+
+        read_into = write = check
+
+    tensor = Tensor("x", "BYTES", (1,), region=Region("r", 0, 1 << 30))
+
+    async def work(parser: JsonParser) -> None:
+        model = face({"x": "json"})
+        with pytest.raises(LimitReached, match="request_bytes_max"):
+            await parser.elements(InferRequest("m", (tensor,)), model, LIMITS, Unread())
+        with pytest.raises(InputError, match="twice"):
+            await parser.elements(InferRequest("m", (tensor,) * 4), model, LIMITS, Unread())
 
     _with(work)
 

@@ -1,5 +1,6 @@
 """Whole blocks through the engine: every row is answered as Session.run answers it, whatever becomes of the others."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from weftline.engine.jobs.runners.block_runner import (
 )
 from weftline.engine.jobs.runners.plans import block_plan
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
+from weftline.engine.jobs.runners.session_runner import SessionRunner
 from weftline.engine.scheduler import workers as crew
 from weftline.engine.scheduler.restarts import RestartPolicy
 from weftline.engine.session import load
@@ -471,18 +473,27 @@ def test_a_worker_killed_within_a_block_changes_nothing(start: Start, gate: Gate
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["blocks", "rows"])
 def test_a_step_that_never_comes_back_stops_the_job(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setattr(crew, "RestartPolicy", lambda: RestartPolicy(1.0, 1.0, crashes_max=0))
     p = pipeline()
     x = p.input("x", "text")
     p.output("y", p.step("s", "fire_steps.py:Fragile", folder=str(tmp_path), value=x).value)
-    runner = start(p)
-    (tmp_path / "broken").touch()
-    os.kill(runner.pids()["s"], signal.SIGKILL)
-    with pytest.raises(WeftlineError, match="keeps failing to start"):
-        runner.submit(block_of({"x": ["a", "b"]})).result(HUNG_S)
+    with contextlib.ExitStack() as opened:
+        if mode == "blocks":
+            runner: Any = start(p)
+            pids = runner.pids()
+        else:
+            session = opened.enter_context(load(p).open())
+            runner, pids = SessionRunner(session), session.pids()
+            opened.callback(runner.close)
+        (tmp_path / "broken").touch()
+        os.kill(pids["s"], signal.SIGKILL)
+        for _ in range(2):  # while its worker fails, and once it was given up
+            with pytest.raises(WeftlineError, match="keeps failing to start"):
+                runner.submit(block_of({"x": ["a", "b"]})).result(HUNG_S)
 
 
 @pytest.mark.slow

@@ -57,7 +57,9 @@ def gate(file: TokenFile, clock: Clock) -> Gate:
 
 def status_of(gate: Gate, method: str, token: str | None, model: str | None = None) -> str:
     try:
-        gate.enter(method, token, model)
+        caller = gate.enter(method, token)
+        if model is not None:
+            caller.check(model)
     except AccessDenied as denied:
         assert str(denied) and not any(word in str(denied) for word in TOKENS.values())
         return to_status(denied).status
@@ -164,6 +166,31 @@ def test_a_stream_ends_with_its_token_and_when_its_rights_change(gate: Gate, fil
         assert denied.value.status == "UNAUTHENTICATED"
 
 
+def test_a_stream_ends_when_its_token_is_replaced_under_the_same_name(
+    gate: Gate, file: TokenFile, clock: Clock
+) -> None:
+    caller = gate.enter(INFER_RPC, TOKENS["web"])
+    text = file._path.read_text()
+    file._path.write_text(text.replace(digest(TOKENS["web"]), digest("another token")))
+    clock.now_s += 60
+    with pytest.raises(AccessDenied):
+        gate.charge(caller)
+    gate.charge(gate.enter(INFER_RPC, "another token"))
+
+
+def test_denied_models_and_regions_are_logged_with_the_token_name(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    caller = gate.enter(INFER_RPC, TOKENS["web"])
+    region = Tensor("x", "UINT8", (4,), region=Region("alices", 0, 4))
+    with pytest.raises(AccessDenied):
+        caller.check("assistant")
+    with pytest.raises(AccessDenied):
+        caller.check_regions(InferRequest("ocr", (region,)))
+    texts = [record.getMessage() for record in caplog.records]
+    assert [("token web" in text, "ModelInfer" in text) for text in texts] == [(True, True)] * 2
+    assert "model" in texts[0] and "shared memory" in texts[1]
+
+
 def test_a_request_names_regions_only_for_who_may_use_them(gate: Gate) -> None:
     region = Region("alices", 0, 4)
     reads = InferRequest("ocr", (Tensor("x", "UINT8", (4,), region=region),))
@@ -239,7 +266,7 @@ def test_any_other_header_is_refused(gate: Gate, values: list[str | bytes]) -> N
 
 def test_admit_takes_the_header_as_it_came(gate: Gate) -> None:
     assert gate.admit(INFER_RPC, [f"Bearer {TOKENS['ops']}"]).name == "ops"
-    assert gate.admit(INFER_RPC, [f"bearer {TOKENS['web']}".encode()], "ocr").name == "web"
+    assert gate.admit(INFER_RPC, [f"bearer {TOKENS['web']}".encode()]).name == "web"
     assert gate.admit("HTTP GET /livez", ["nonsense"]) is ANONYMOUS
     assert gate.admit("HTTP GET /livez", ["Bearer wrong"]) is ANONYMOUS
     assert gate.admit("HTTP GET /livez", []) is ANONYMOUS
