@@ -85,9 +85,10 @@ class JsonParser:
         if count > min(limits.elements_max, LIST_ITEMS_MAX):
             return tensor  # which is refused for it
         if tensor.values is not None:
-            count, raw = len(tensor.values), encode_elements(element_bytes(tensor.values))
+            count = len(tensor.values)
+            raw: bytes | bytearray | memoryview = encode_elements(element_bytes(tensor.values))
         else:
-            raw = await asyncio.to_thread(tensor_bytes, tensor, regions)  # type: ignore[assignment]
+            raw = await asyncio.to_thread(tensor_bytes, tensor, regions)
         job = jobs.Elements(kind, type, count, limits.elements_max)
         found = jobs.documents(await self.process.run(job, raw))
         values: tuple[object, ...]

@@ -99,7 +99,7 @@ def test_the_model_as_its_own_draft_is_accepted_also_when_it_samples(params):
     assert stats.accepted > 0.8 * stats.drafted
 
 
-def test_a_prompt_longer_than_a_round_of_the_draft_model_gets_the_same_draft():
+def test_prompts_longer_than_a_round_of_the_draft_model_are_drafted():
     (prompt,) = tiny.prompts(1, seed=6, longest=60)
     prompt = (prompt * 60)[:60]
     small = tiny.runner("llama", 40, 8)
