@@ -186,7 +186,8 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(built: tuple[Path, Path
     entry = {path.relative_to(ROOT).as_posix() for path in (ROOT / "weftline").glob("*.py")}
     own = [ROOT / "weftline" / folder for folder in ("cli", "gpu_check", "testing")]
     entry |= {path.relative_to(ROOT).as_posix() for folder in own for path in folder.rglob("*.py")}
-    assert names == rooms | entry | {"weftline/py.typed"}
+    data = {"weftline/py.typed", "weftline/engine/jobs/report/report.html.j2"}
+    assert names == rooms | entry | data
     assert {"weftline/testing/nodes.py", "weftline/testing/fake_gpu/gpu.py", "weftline/testing/recorder.py"} <= names
 
 

@@ -353,7 +353,7 @@ def test_a_pipeline_opens_after_the_data_check_and_closes_with_the_rows(tmp_path
     opened: list[Any] = []
     watched = replace(factory, open=lambda progress: opened.append(factory.open(progress)) or opened[-1])
     plan = make_plan(pipeline, this_machine())
-    with pytest.raises(errors.InputError, match="there is no 'text'"):
+    with pytest.raises(errors.InputError, match="column 'text' is missing"):
         map_plan(plan, watched, [{"word": "a"}])
     assert opened == []
     rows = map_plan(plan, watched, [{"text": "a"}, {"text": "bad"}, {"text": "c", "mark": "?"}], errors="rows")

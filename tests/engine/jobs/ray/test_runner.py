@@ -90,7 +90,7 @@ def test_a_job_with_deaths_has_each_row_once_and_fatal_rows_as_errors() -> None:
     ("opener", "arguments", "reason"),
     [
         ("open_nothing", {}, "a replica could not open the pipeline: there is no model"),
-        ("open_missing", {}, "nothing of that name can be imported"),
+        ("open_missing", {}, "cannot be imported on this machine"),
         ("open_and_die", {}, "replicas died while they opened"),
     ],
 )
@@ -101,7 +101,7 @@ def test_replicas_that_cannot_open_end_the_job_in_words(opener: str, arguments: 
 
 def test_what_no_machine_can_hold_is_refused_at_once() -> None:
     with (
-        pytest.raises(InputError, match=r"takes 1 CPUs and 2 GPUs\n    found: 4 CPUs and 0 GPUs"),
+        pytest.raises(InputError, match=r"needs 1 CPUs and 2 GPUs\n    found: 4 CPUs and 0 GPUs"),
         replicas(need=Need(1, 2)),
     ):
         pass
