@@ -124,7 +124,7 @@ class RowBlock:
 class RowError:
     """Failure of a row.
 
-    step:   the step that failed; '' if the row reached none.
+    step:   the step that failed; '' if the row reached none, or its output does not fit the results.
     error:  name of the error's class.
     reason: one sentence.
     traceback: of the exception in the step's code, '' if unknown; never part of a result.

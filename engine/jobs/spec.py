@@ -84,7 +84,7 @@ class JobSpec:
     pipeline:     the file.
     errors_max:   stop at more error rows than that; no bound by default.
     restart:      delete the results of an earlier run, and start again.
-    retry_errors: run only the error rows of a finished job again.
+    retry_errors: run the error rows again, then the rows that are left.
     seed:         base of the rows' seeds.
     block_rows:   rows per block; None: chosen for the pipeline.
     """

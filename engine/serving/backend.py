@@ -1,13 +1,13 @@
 """`Backend` protocol: named models to infer, describe, load and measure.
 
-Doors (gRPC, HTTP) know this protocol and nothing of sessions, so the same door code runs beside the engine (`local.py`)
-or in a process of its own that reaches the engine through a socket and shared memory (`link/`).
+The gRPC and HTTP servers depend on this protocol and not on sessions. The same server code runs in the engine's process
+(`local.py`) or in an ingress process connected to it by a socket and shared memory (`frontend/`).
 
     answer = await backend.ask(Ask("ocr", {"photo": png_bytes}, deadline_ms=500))
     with answer:
         send(answer.outputs["text"])            # arrays may be views of shared memory until `release`
 
-Errors are WeftlineErrors; cancelling the task that awaits `ask`, or closing a stream, withdraws the request.
+Errors are WeftlineErrors. Cancelling the task that awaits `ask`, or closing a stream, cancels the request.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from weftline.nodes.urgency import SequencePart
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """One request as a door understood it.
+    """One parsed request.
 
     model:       name of a model; looked up, never part of a path.
-    inputs:      values by port name, as `Session.run` takes them, but for files: a path is refused. Arrays may be views
-                 of the received message; a PendingTensor is read where it will lie.
-    outputs:     which are wanted; None: all.
-    deadline_ms: time left; None: the model's own.
-    version:     which version it is for; '' for the one that serves. Another one is InputError.
-    id:          the caller's name for it, for logs and traces; '' when it gave none.
-    caller:      who asks, by the name in the token file; '' without tokens. Never the token.
-    door:        'grpc', 'grpc-stream', 'http'; for figures.
-    traceparent: W3C trace context that came with it; '' without.
-    size_bytes:  of the message it came in, for figures; 0: unknown.
-    job:         it is a row of a job, which waits wherever usual requests do.
-    seed:        what chance in it is drawn from; None draws anew.
+    inputs:      values by port name, as for `Session.run`, except that paths are refused. Arrays may be views of the
+                 received message; a PendingTensor is read into its final place.
+    outputs:     names of the selected outputs; None: all.
+    deadline_ms: time left; None: the model's default.
+    version:     requested version; '' for the serving one. Any other is UnknownModel.
+    id:          the client's request id, for logs and traces; '' without one.
+    caller:      name in the token file; '' without tokens. Never the token.
+    door:        server it arrived at: 'grpc', 'grpc-stream' or 'http'; a metric label.
+    traceparent: W3C trace context of the request; '' without one.
+    size_bytes:  size of its message, for metrics; 0: unknown.
+    job:         True for a row of a job, which yields to interactive requests.
+    seed:        base of its random draws; None: a new one.
     """
 
     model: str

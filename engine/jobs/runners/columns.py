@@ -95,7 +95,7 @@ class PackedColumn:
         self.size_bytes = self._start + self._end
 
     def write(self, capacity: np.ndarray) -> None:
-        """Write into `room`, uint8 [size_bytes]."""
+        """Write into `capacity`, uint8 [size_bytes]."""
         front = _SIZE_BYTES + len(self._front)
         capacity[:_SIZE_BYTES] = np.frombuffer(len(self._front).to_bytes(_SIZE_BYTES, "little"), np.uint8)
         capacity[_SIZE_BYTES:front] = np.frombuffer(self._front, np.uint8)

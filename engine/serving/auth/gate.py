@@ -43,7 +43,7 @@ _BEARER = re.compile(r"[ \t]*+bearer [ \t]*+([!-~]++)[ \t]*+", re.IGNORECASE | r
 _log = logging.getLogger("weftline.access")
 
 
-def _unlogged(why: str) -> None:
+def _log_nothing(why: str) -> None:
     """Log nothing: callers without a token are denied before they reach a model."""
 
 
@@ -64,7 +64,7 @@ class Caller:
     models: frozenset[str] | None = None
     memory: bool = False
     sha256: bytes = field(default=b"", repr=False)
-    deny: Callable[[str], None] = field(default=_unlogged, repr=False, compare=False)
+    deny: Callable[[str], None] = field(default=_log_nothing, repr=False, compare=False)
 
     def may(self, model: str) -> bool:
         """Return True if the caller may call and see this model."""

@@ -101,7 +101,7 @@ class SharedMemory:
                 _leave(held)
 
     def unregister_all(self) -> None:
-        """Forget every region. Also what a server does at its end."""
+        """Remove every region."""
         with self._lock:
             everything = list(self._regions.values())
             self._regions.clear()

@@ -57,7 +57,7 @@ class BinaryOutputs:
 def read_request(
     body: bytes | bytearray | memoryview, header_length: str | None, model: str, version: str, limits: ServeLimits
 ) -> tuple[InferRequest, BinaryOutputs]:
-    """Return what a body asks, and how its outputs are wanted; Refusal or InputError says what is wrong with it."""
+    """Parse a body into its request and the form of its outputs; HttpError or InputError if it is invalid."""
     whole = memoryview(body)
     length = header_bytes(header_length, len(whole))
     what = "the JSON header" if header_length is not None else "the body"
@@ -119,7 +119,7 @@ class _Behind:
 
 
 def header_bytes(given: str | None, whole: int) -> int:
-    """Return how long the JSON of a body is, by its header; Refusal when that cannot be."""
+    """Return the length of a body's JSON by its header; HttpError for an impossible one."""
     if given is None:
         return whole
     if not (given.isascii() and given.isdigit() and len(given) <= 12) or int(given) > whole:

@@ -40,9 +40,9 @@ FAREWELL_S = 0.5
 class HttpServer(NetworkServer):
     """The HTTP server of one process.
 
-    shared_memory: registered regions, shared with the gRPC server; None: there are none.
+    shared_memory: registered regions of this process; None: there are none.
     figures:       source of v2's statistics, such as `Statistics.tell`; zeros when left out.
-    trace, logs:   settings shared with the gRPC server; own ones when left out.
+    trace, logs:   live settings; own ones when left out.
     sock:          a bound socket instead of `config.http`'s address.
     """
 

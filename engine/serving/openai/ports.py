@@ -66,7 +66,7 @@ class SpeechPorts:
 
 
 def chat_ports(face: ModelFace) -> ChatPorts:
-    """Return what of the model a conversation goes to; Refusal when it cannot chat."""
+    """Return the ports for a conversation; HttpError if the model cannot chat."""
     task = "chat"
     images, audio = _media(face, "image"), _media(face, "audio")
     messages, prompt = _input(face, "messages", "json"), _text_input(face)
@@ -90,17 +90,17 @@ def chat_ports(face: ModelFace) -> ChatPorts:
 
 
 def completion_ports(face: ModelFace) -> TextPorts:
-    """Return what of the model a plain prompt goes to; Refusal when it cannot complete text."""
+    """Return the ports for a plain prompt; HttpError if the model cannot complete text."""
     return _text_ports(face, "complete text", _text_output(face, "complete text", ("text", "answer")))
 
 
 def embedding_ports(face: ModelFace) -> TextPorts:
-    """Return what of the model a text to embed goes to; Refusal when it gives no embedding."""
+    """Return the ports for texts to embed; HttpError if the model has no embedding."""
     return _text_ports(face, "embed", _vector_output(face))
 
 
 def speech_ports(face: ModelFace) -> SpeechPorts:
-    """Return what of the model a recording goes to; Refusal when it cannot transcribe."""
+    """Return the ports for a recording; HttpError if the model cannot transcribe."""
     task = "transcribe"
     audio = [one.name for one in face.inputs if one.type == "audio"]
     if len(audio) != 1:

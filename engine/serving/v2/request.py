@@ -25,7 +25,7 @@ small tensors and booleans (whose bytes could be other than 0 and 1) are copied 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,10 +95,10 @@ def to_asks(
     deadline_ms: time left of the call; the request's own `timeout` may be shorter.
     The other arguments are copied into every Ask.
     """
-    check_request(request, face, limits)
+    ports = check_request(request, face, limits)
     parameters = read_parameters(request.parameters, deadline_ms)
     outputs = _outputs(request.outputs, face, regions)
-    inputs = _inputs(request, face, limits, regions)
+    inputs = _inputs(request, ports, limits, regions)
     batch = _batch(inputs, limits)
     if batch is not None and batch > 1 and parameters.sequence is not None:
         raise InputError(f"found a batch of {batch} in a sequence, expected one item at a time")
@@ -124,8 +124,11 @@ def to_asks(
     return ParsedRequest(tuple(asks), batch, parameters.empty_final)
 
 
-def check_request(request: InferRequest, face: ModelFace, limits: ServeLimits) -> None:
-    """Check names, counts and the bytes in regions, before any tensor is read; errors as `to_asks`."""
+def check_request(request: InferRequest, face: ModelFace, limits: ServeLimits) -> Mapping[str, PortFace]:
+    """Check names, counts and the bytes in regions, before any tensor is read; errors as `to_asks`.
+
+    Returns the model's input ports by name.
+    """
     _check_counts(request, face, limits)
     names = [one.name for one in request.inputs]
     ports = {port.name: port for port in face.inputs}
@@ -133,6 +136,7 @@ def check_request(request: InferRequest, face: ModelFace, limits: ServeLimits) -
     size_bytes = sum(one.region.size_bytes for one in request.inputs if one.region is not None)
     if size_bytes > face.request_bytes_max:
         raise LimitReached(f"the inputs take {size_bytes} bytes; limits.request_bytes_max is {face.request_bytes_max}")
+    return ports
 
 
 def tensor_bytes(tensor: Tensor, regions: Regions | None) -> bytes | bytearray | memoryview:
@@ -178,8 +182,9 @@ def _outputs(wanted: Sequence[WantedOutput], face: ModelFace, regions: Regions |
     return names
 
 
-def _inputs(request: InferRequest, face: ModelFace, limits: ServeLimits, regions: Regions | None) -> dict[str, _Input]:
-    ports = {port.name: port for port in face.inputs}
+def _inputs(
+    request: InferRequest, ports: Mapping[str, PortFace], limits: ServeLimits, regions: Regions | None
+) -> dict[str, _Input]:
     for one in request.inputs:
         if one.parameters:
             check_sizes(one.parameters, f"input {one.name}")
