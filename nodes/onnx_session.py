@@ -77,7 +77,8 @@ def open_session(path: Path, shown: str, context: OpenContext, tensorrt: bool = 
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=wanted)
     except Exception as error:
-        reason = str(error).replace(str(path), shown).splitlines()[0]
+        text = str(error).strip() or type(error).__name__  # some builds raise errors without a message
+        reason = text.replace(str(path), shown).splitlines()[0]
         raise ModelError(f"{shown} cannot be opened by ONNX Runtime: {reason:.300}") from None
 
 
